@@ -1,0 +1,99 @@
+# Every target does all that it needs on a fresh machine with CPython >= 3.11 (with its headers) and a C compiler.
+# Stamps in .venv make a second run quick; `make clean` forgets everything.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint typecheck docs bench-smoke test-debug sdist-test test-other-pythons test-vllm clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= $(shell nproc 2>/dev/null || echo 1)
+PYTEST_ARGS ?=
+PYTEST := $(CURDIR)/$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations=10 $(PYTEST_ARGS)
+# What `make test` alone runs: long, and no more is learnt from them on a second build.
+export ONCE := -m 'not slow' $(foreach name,chat_demo disk_kills leaks policy_trace tier_interleavings tiny_engine \
+	transfer_leaks transformers*,--ignore-glob='tests/test_$(name).py') --ignore-glob=tests/vllm
+
+# Build environments follow the constraints too: old pips read the first variable there, new ones the second.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export KVCACHE_BUILD_JOBS ?= $(JOBS)
+# The installed package is meant, never the checkout, in subprocesses too.
+export PYTHONSAFEPATH := 1
+
+SOURCES := setup.py pyproject.toml MANIFEST.in README.md $(shell find kvcache -name '*.py' -o -name '*.py[xi]' -o -name '*.pxd')
+
+help:
+	@echo "make demo    install into .venv and run the main job"
+	@echo "make test    install into .venv and run all tests"
+	@echo "Others: lint typecheck docs bench-smoke test-debug sdist-test test-other-pythons test-vllm clean"
+
+# --- environments ----------------------------------------------------------------------------------------------------
+
+$(VENV)/torch.stamp: constraints.txt .ci/find-python
+	$$(.ci/find-python) -m venv $(VENV)
+	# First and alone: the package's own open-ended requirement would take the newest torch, several GB of it.
+	$(BIN)/pip install --quiet "$$(grep ^torch== constraints.txt)"
+	touch $@
+
+$(VENV)/package.stamp: $(SOURCES) $(VENV)/torch.stamp
+	rm -rf build/wheel build/lib.* *.egg-info
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(BIN)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
+	touch $@
+
+$(VENV)/extra-%.stamp: pyproject.toml $(VENV)/package.stamp
+	$(BIN)/pip install --quiet "$$(echo build/wheel/*.whl)[$*]"
+	touch $@
+
+# --- the two commands of the README ----------------------------------------------------------------------------------
+
+demo: $(VENV)/extra-cli,plot,transformers.stamp
+	$(BIN)/kvcache demo
+	$(BIN)/kvcache chat-demo --plot build/chat-demo.png
+
+test: $(VENV)/extra-test.stamp
+	KVCACHE_EXPECT_IN=$(VENV) $(PYTEST)
+
+# --- the rest of what CI runs ----------------------------------------------------------------------------------------
+
+lint: $(VENV)/extra-lint.stamp
+	$(BIN)/ruff check .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cython-lint kvcache  # it calls pycodestyle by name
+
+# stubtest holds every stub against its compiled module; plain modules carry their types themselves.
+typecheck: $(VENV)/extra-lint.stamp $(VENV)/extra-test.stamp
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest $$(find kvcache -name '*.pyi' | sed 's/[.]pyi$$//; s#/#.#g' | sort) --mypy-config-file pyproject.toml
+
+docs: $(VENV)/extra-docs.stamp
+	rm -rf docs/_build docs/api/generated
+	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
+
+# The benchmarks once, at their smaller sizes, but those that take minutes by design: worst calls and memory at a million
+# blocks, and the copy rates that `kvcache bench copy` measures.
+bench-smoke: $(VENV)/extra-bench.stamp
+	$(BIN)/asv machine --yes >/dev/null
+	$(BIN)/asv run --python=same --quick --show-stderr --bench "^(?!calls[.](WorstCall|Memory)|copies[.]Copy[.])(?!.*(00000|30000|'(arc|mq|lfuda)'))"
+
+# Every call checks the whole table in this build: exact tests of what is compiled, not the long machines and timings.
+DEBUG_TESTS := $(foreach name,manager manager_bad_input manager_life retention types transfer_geometry,tests/test_$(name).py)
+test-debug: $(SOURCES) $(VENV)/extra-test.stamp
+	rm -rf build/debug
+	KVCACHE_DEBUG=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/debug/wheel .
+	$(BIN)/pip install --quiet --no-deps --target build/debug/site build/debug/wheel/*.whl
+	PYTHONPATH=build/debug/site KVCACHE_EXPECT_IN=build/debug/site KVCACHE_EXPECT_DEBUG=1 $(PYTEST) $(DEBUG_TESTS)
+
+sdist-test:
+	.ci/sdist-test
+
+test-other-pythons:
+	.ci/test-other-pythons
+
+test-vllm:
+	tests/vllm/run $(PYTEST_ARGS)
+
+clean:
+	rm -rf build dist .venv .venv-* *.egg-info docs/_build docs/api/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,216 @@
+"""What one manager call of 1,024 keys costs: per call, at worst, and in memory, at 10k, 100k and 1M blocks.
+
+``python -m asv_benchmarks.calls`` prints the worst call of each kind at 1,000,000 blocks, with and without the oldest
+half of all blocks referenced: for each call the minimum over five identical replays, with the garbage collector frozen,
+so that the machine's own hiccups are left out. Figures in microseconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+from kvcache import CPUOffloadingManager, ReqContext
+from kvcache.registry import POLICIES
+
+BATCH = 1024
+NUM_REPLAYS = 5
+NUM_BLOCKS = 1_000_000
+MOST_US = 2000.0
+
+
+def fresh_keys(first: int, count: int = BATCH) -> list[bytes]:
+    """Return new key objects, as an engine makes them for every request: 32 bytes of hash, 4 of group."""
+    return [number.to_bytes(32, "little") + bytes(4) for number in range(first, first + count)]
+
+
+def fill(manager: Any, num_blocks: int) -> None:
+    """Store blocks 0 to num_blocks - 1, a request of 1,024 after the other."""
+    for first in range(0, num_blocks, BATCH):
+        context = ReqContext()
+        output = manager.prepare_store(fresh_keys(first, min(BATCH, num_blocks - first)), context)
+        manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+
+
+class Calls:
+    """One call of 1,024 fresh key objects on a full cache."""
+
+    params = (POLICIES.names(), (10_000, 100_000, 1_000_000))
+    param_names = ("policy", "num_blocks")
+
+    def setup(self, policy: str, num_blocks: int) -> None:
+        self.manager = CPUOffloadingManager(16, num_blocks, policy)
+        fill(self.manager, num_blocks)
+        self.next_key = num_blocks
+        self.middle = num_blocks // 2
+
+    def time_lookup_hit(self, policy: str, num_blocks: int) -> None:
+        self.manager.lookup(fresh_keys(self.middle))
+
+    def time_touch(self, policy: str, num_blocks: int) -> None:
+        self.manager.touch(fresh_keys(self.middle))
+
+    def time_load(self, policy: str, num_blocks: int) -> None:
+        keys = fresh_keys(self.middle)
+        self.manager.prepare_load(keys)
+        self.manager.complete_load(keys)
+
+    def time_store_evicting(self, policy: str, num_blocks: int) -> None:
+        output = self.manager.prepare_store(fresh_keys(self.next_key))
+        self.manager.complete_store(output.keys_to_store)
+        self.next_key += BATCH
+
+    def time_request(self, policy: str, num_blocks: int) -> None:
+        context = ReqContext()
+        keys = fresh_keys(self.next_key - BATCH)
+        manager = self.manager
+        hits = manager.lookup(keys, context)
+        manager.touch(keys, context)
+        manager.prepare_load(keys[:hits], context)
+        manager.complete_load(keys[:hits], context)
+        output = manager.prepare_store(keys, context)
+        manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+
+
+class Memory:
+    """Resident bytes per block of a full cache of 1,000,000 blocks, ghosts and histories full, keys left out."""
+
+    params = (POLICIES.names(),)
+    param_names = ("policy",)
+    unit = "bytes"
+    timeout = 600
+
+    def track_bytes_per_block(self, policy: str) -> float:
+        return bytes_per_block(policy)
+
+
+def bytes_per_block(policy: str, num_blocks: int = NUM_BLOCKS) -> float:
+    """Measure the growth of the resident set beyond that of a manager's key objects."""
+    import subprocess
+
+    code = f"from asv_benchmarks.calls import _measure_bytes; print(_measure_bytes({policy!r}, {num_blocks}))"
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+def _measure_bytes(policy: str, num_blocks: int) -> float:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    # Every key that is ever used is made before, so that only the manager's own memory grows.
+    num_keys = 6 * num_blocks
+    requests = [fresh_keys(first, min(BATCH, num_keys - first)) for first in range(0, num_keys, BATCH)]
+    gc.collect()
+    before = resident()
+    manager = CPUOffloadingManager(16, num_blocks, policy)
+    for keys in requests:
+        context = ReqContext()
+        output = manager.prepare_store(keys, context)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, context)
+        if keys[0][0] % 2:
+            manager.touch(keys)  # seen again: both ghost lists of arc fill
+        manager.on_request_finished(context)
+    return (resident() - before) / num_blocks
+
+
+def scenario(policy: str, half_referenced: bool, num_blocks: int = NUM_BLOCKS) -> Iterator[tuple[str, int]]:
+    """Yield (kind, nanoseconds) of every call on a full cache: hits, misses, loads that come back out of order."""
+    manager = CPUOffloadingManager(16, num_blocks, policy)
+
+    def timed(kind: str, call: Callable[..., Any], *arguments: Any) -> tuple[tuple[str, int], Any]:
+        start = perf_counter_ns()
+        answer = call(*arguments)
+        return (kind, perf_counter_ns() - start), answer
+
+    batches = [fresh_keys(first, min(BATCH, num_blocks - first)) for first in range(0, num_blocks, BATCH)]
+    for keys in batches:
+        context = ReqContext()
+        took, output = timed("prepare_store, filling", manager.prepare_store, keys, context)
+        yield took
+        yield timed("complete_store", manager.complete_store, output.keys_to_store, context)[0]
+        yield timed("on_request_finished", manager.on_request_finished, context)[0]
+    oldest_half = batches[: len(batches) // 2]
+    if half_referenced:
+        for keys in oldest_half:
+            yield timed("prepare_load", manager.prepare_load, keys)[0]
+    for i in range(200):
+        context = ReqContext()
+        keys = fresh_keys(num_blocks + i * BATCH)
+        yield timed("lookup, miss", manager.lookup, keys, context)[0]
+        yield timed("touch, miss", manager.touch, keys, context)[0]
+        took, output = timed("prepare_store, evicting", manager.prepare_store, keys, context)
+        yield took
+        yield timed("complete_store", manager.complete_store, output.keys_to_store, context)[0]
+        yield timed("on_request_finished", manager.on_request_finished, context)[0]
+        context = ReqContext()
+        keys = [bytes(bytearray(key)) for key in batches[-1 - i]]
+        took, hits = timed("lookup, hit", manager.lookup, keys, context)
+        yield took
+        yield timed("touch, hit", manager.touch, keys, context)[0]
+        yield timed("prepare_load", manager.prepare_load, keys[:hits], context)[0]
+        yield timed("complete_load", manager.complete_load, keys[:hits], context)[0]
+        yield timed("on_request_finished", manager.on_request_finished, context)[0]
+    if half_referenced:
+        random.Random(1).shuffle(oldest_half)
+        for keys in oldest_half:
+            yield timed("complete_load, out of order", manager.complete_load, keys)[0]
+        for i in range(200):
+            keys = fresh_keys(2 * num_blocks + i * BATCH)
+            took, output = timed("prepare_store, evicting from the heap", manager.prepare_store, keys)
+            yield took
+            yield timed("complete_store", manager.complete_store, output.keys_to_store)[0]
+
+
+def worst_calls(policy: str, half_referenced: bool, num_blocks: int = NUM_BLOCKS) -> dict[str, float]:
+    """Return the worst call of each kind in microseconds; of each call the minimum over five identical replays."""
+    least: list[tuple[str, int]] = []
+    for replay in range(NUM_REPLAYS):
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        took = list(scenario(policy, half_referenced, num_blocks))
+        gc.enable()
+        gc.unfreeze()
+        least = took if replay == 0 else [min(a, b) for a, b in zip(least, took, strict=True)]
+    worst: dict[str, float] = {}
+    for kind, nanoseconds in least:
+        worst[kind] = max(worst.get(kind, 0.0), nanoseconds / 1e3)
+    return worst
+
+
+class WorstCall:
+    """The worst call of 1,024 keys at 1,000,000 blocks, in microseconds."""
+
+    params = (POLICIES.names(), (False, True))
+    param_names = ("policy", "half_referenced")
+    unit = "us"
+    timeout = 600
+
+    def track_worst_call(self, policy: str, half_referenced: bool) -> float:
+        return max(worst_calls(policy, half_referenced).values())
+
+
+def main() -> int:
+    """Print the table; exit status 1 if a call took more than 2 ms."""
+    worst = 0.0
+    for policy in sys.argv[1:] or POLICIES.names():
+        for half_referenced in (False, True):
+            print(f"{policy}, {'oldest half referenced' if half_referenced else 'nothing referenced'}")
+            for kind, microseconds in worst_calls(policy, half_referenced).items():
+                print(f"  {kind:40} {microseconds:8.0f} us")
+                worst = max(worst, microseconds)
+        print(f"{policy}: {bytes_per_block(policy):.1f} bytes a block", flush=True)
+    return int(worst > MOST_US)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,49 @@
+"""Where the benchmarks take their requests from: a trace that is named, or generated chats.
+
+The trace is no part of the project; without it the benchmarks run on chats, and say so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvcache import ReqContext
+from kvcache.replay.keys import KeyMaker
+from kvcache.replay.requests import Request
+
+_CONVERSATION = Path("traces") / "mooncake_conversation.jsonl"
+
+
+def conversation_path() -> Path | None:
+    """Return the conversation trace in `$KVCACHE_SHARED`, or in `shared` near the working directory; or None."""
+    named = os.environ.get("KVCACHE_SHARED")
+    here = Path.cwd().resolve()
+    folders = [Path(named)] if named else [folder / "shared" for folder in (here, *here.parents)]
+    return next((path for folder in folders if (path := folder / _CONVERSATION).is_file()), None)
+
+
+def fresh_keys(requests: Iterable[Request], split: int) -> list[list[bytes]]:
+    """Return new key objects for every request, as an engine makes them."""
+    make_keys = KeyMaker(split)
+    return [make_keys(request.hash_ids) for request in requests]
+
+
+def replay(manager: Any, keys_of_requests: list[list[bytes]]) -> int:
+    """Take every request through a scheduler's calls, and return the prefix hits."""
+    total = 0
+    for keys in keys_of_requests:
+        context = ReqContext()
+        hits = manager.lookup(keys, context)
+        manager.touch(keys, context)
+        leading = keys[:hits]
+        manager.prepare_load(leading, context)
+        manager.complete_load(leading, context)
+        output = manager.prepare_store(keys, context)
+        if output is not None:
+            manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+        total += hits
+    return total

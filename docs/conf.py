@@ -1,0 +1,40 @@
+"""How the documentation is built: pages in Markdown, the API from the compiled modules themselves."""
+
+import os
+
+# Autodoc would read the .pyi beside a compiled module, which has no docstrings.
+os.environ["SPHINX_AUTODOC_IGNORE_NATIVE_MODULE_TYPE_STUBS"] = "1"
+
+import kvcache
+
+project = "kvcache"
+author = "The kvcache founders"
+project_copyright = "the kvcache founders"
+version = release = kvcache.__version__
+
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+
+html_theme = "furo"
+html_title = f"kvcache {version}"
+html_static_path = []
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+numpydoc_show_class_members = False
+numpydoc_xref_param_type = False
+# Docstrings put parameters, fields and states in single backticks, as they read in a terminal.
+default_role = "code"

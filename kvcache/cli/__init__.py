@@ -1,0 +1,104 @@
+"""The `kvcache` command: one file per command, mounted here by a line each.
+
+Command modules import only light things at the top, so that `kvcache --help` and shell completion answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import typer
+
+_EXIT_FAILED = 1
+_EXIT_BAD_INPUT = 2
+
+
+def build_app() -> typer.Typer:
+    """Return the Typer application with every command mounted."""
+    import typer
+
+    from kvcache.cli import bench_copy, bench_disk, chat_demo, demo, replay, tier
+
+    app = typer.Typer(
+        help="Offload the KV cache of large language models: try it, replay traces, measure.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_root)
+    app.command("demo")(demo.demo)
+    app.command("chat-demo")(chat_demo.chat_demo)
+    app.command("replay")(replay.replay)
+    bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+    bench.callback()(lambda: None)
+    bench.command("copy")(bench_copy.copy)
+    bench.command("disk")(bench_disk.disk)
+    app.add_typer(bench, name="bench")
+    app.add_typer(tier.build_app(), name="tier")
+    return app
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the command line; every expected error ends as one line and an exit status.
+
+    Parameters
+    ----------
+    argv : list of str, optional
+        The arguments; `sys.argv` without them.
+
+    Raises
+    ------
+    SystemExit
+        Always: 0 after success, 1 after a failure, 2 after bad input.
+    """
+    try:
+        app = build_app()
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        _fail(f"the command line needs {error.name}: pip install 'kvcache[cli]'", _EXIT_FAILED)
+    # A policy of one's own, "module:Class", may lie in the folder that the command is called from.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        app(args=_with_json_target(sys.argv[1:] if argv is None else argv), prog_name="kvcache")
+    except Exception as error:
+        status = _status_of(error)
+        if status is None and "KVCACHE_TRACEBACK" in os.environ:
+            raise
+        if status is None:
+            hint = "a fault of kvcache or of a plug-in; KVCACHE_TRACEBACK=1 shows where"
+            _fail(f"{type(error).__name__}: {error} ({hint})", _EXIT_FAILED)
+        _fail(str(error) or type(error).__name__, status)
+    sys.exit(0)
+
+
+def _root() -> None:
+    """Offload the KV cache of large language models: try it, replay traces, measure."""
+
+
+def _with_json_target(argv: list[str]) -> list[str]:
+    """Let a bare `--json` mean standard output."""
+    last = len(argv) - 1
+    bare = {i for i, arg in enumerate(argv) if arg == "--json" and (i == last or argv[i + 1].startswith("--"))}
+    return [part for i, arg in enumerate(argv) for part in ([arg, "-"] if i in bare else [arg])]
+
+
+def _status_of(error: Exception) -> int | None:
+    """Return the exit status of an error that a user can cause; None for one that is ours."""
+    from kvcache.cli.common import CommandError
+    from kvcache.types import BlockStateError
+
+    if isinstance(error, ValueError):
+        return _EXIT_BAD_INPUT
+    if isinstance(error, CommandError | BlockStateError | OSError | MemoryError):
+        return _EXIT_FAILED
+    return None
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(f"kvcache: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,100 @@
+"""`kvcache bench copy`: how fast blocks move between an engine's tensors and the pool."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcache.cli import common
+
+if TYPE_CHECKING:
+    from kvcache.transfer.measure import CopyRate
+
+_SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
+
+
+def copy(
+    sizes: Annotated[str, typer.Option(help="Block sizes.", metavar="SIZE,...")] = _SIZES,
+    blocks: Annotated[int, typer.Option(help="Blocks of one job, where --bytes allows so many.")] = 1000,
+    total: Annotated[str, typer.Option("--bytes", help="At most so much in one job.", metavar="SIZE")] = "256MiB",
+    threads: Annotated[str, typer.Option(help="Numbers of copy threads.", metavar="N,...")] = "1,2",
+    repeats: Annotated[int, typer.Option(help="Rounds; the best of each way counts.")] = 5,
+    device: Annotated[str, typer.Option(help="Where the engine's tensors lie: cpu or cuda.")] = "cpu",
+    json: common.JsonOption = None,
+    plot: Annotated[str | None, typer.Option(help="Draw the ratios to a file.", metavar="FILE")] = None,
+) -> None:
+    """Copy scattered and contiguous blocks both ways, beside one large memcpy and beside torch's own ways."""
+    block_sizes = [common.parse_size("--sizes", part) for part in sizes.split(",")]
+    num_threads = [common.parse_count("--threads", part) for part in threads.split(",")]
+    job_bytes = common.parse_size("--bytes", total)
+    common.at_least("--blocks", blocks, 1)
+    common.at_least("--repeats", repeats, 1)
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {device!r}")
+    common.check_writable("--json", json)
+    common.check_writable("--plot", plot)
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: there is no CUDA device")
+    counts = {size: min(blocks, job_bytes // size) for size in block_sizes}
+    if 0 in counts.values():
+        raise ValueError(f"--bytes must hold a block of {max(block_sizes)} bytes, got {total!r}")
+    rates = _measure(counts, num_threads, repeats, device, json)
+    document = {"device": device, "torch": torch.__version__, "rates": [asdict(rate) for rate in rates]}
+    common.write_json(json, document)
+    if plot is not None:
+        _draw(rates, plot)
+
+
+def _measure(counts: dict[int, int], threads: list[int], repeats: int, device: str, json: str | None) -> list[CopyRate]:
+    from rich.table import Table
+
+    from kvcache.transfer.measure import DIRECTIONS, LAYOUTS, CopyBench
+
+    console = common.console(json)
+    console.print("GB/s, and the ratio to one large copy of as many bytes")
+    rates: list[CopyRate] = []
+    columns = [(direction, layout) for direction in DIRECTIONS for layout in LAYOUTS]
+    with common.progress(console, "block sizes") as bar:
+        task = bar.add_task("copying", total=len(counts) * len(columns), done=0, status="")
+        for done, (size, count) in enumerate(counts.items()):
+            table = Table("way", title=f"{count:,} blocks of {common.human_bytes(size)}", title_justify="left")
+            table.columns[0].no_wrap = True
+            bench = CopyBench(size, count, threads, device)
+            cells: dict[str, list[str]] = {}
+            for direction, layout in columns:
+                table.add_column(f"{direction}\n{layout}", justify="right", no_wrap=True)
+                bar.update(task, done=done, status=f"{common.human_bytes(size)}, {direction}, {layout}")
+                for rate in bench.measure(direction, layout, repeats):
+                    rates.append(rate)
+                    cells.setdefault(rate.way, []).append(f"{rate.gb_per_s:.2f} {rate.ratio:.2f}")
+                bar.advance(task)
+            bench.close()
+            for way, values in cells.items():
+                table.add_row(way, *values)
+            bar.console.print(table)
+        bar.update(task, done=len(counts), status="")
+    return rates
+
+
+def _draw(rates: list[CopyRate], target: str) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError("--plot needs matplotlib: pip install 'kvcache[plot]'") from None
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    for panel, key in zip(panels.flat, sorted({(r.direction, r.layout) for r in rates}, reverse=True), strict=True):
+        for way in dict.fromkeys(rate.way for rate in rates):
+            chosen = [rate for rate in rates if (rate.direction, rate.layout) == key and rate.way == way]
+            panel.plot([rate.block_bytes / 1024 for rate in chosen], [rate.ratio for rate in chosen], "o-", label=way)
+        panel.set(title=" ".join(key), xscale="log", xlabel="block, KiB", ylabel="ratio to one large copy")
+        panel.grid(alpha=0.3)
+    panels.flat[0].legend()
+    try:
+        figure.savefig(target)
+    except (OSError, ValueError) as error:
+        raise common.CommandError(f"--plot cannot be written: {target!r}: {error}") from error

@@ -1,0 +1,68 @@
+"""`kvcache bench disk`: how fast a disk tier stores and loads here, checksums on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+from typing import Annotated
+
+import typer
+
+from kvcache.cli import common
+
+_REFRESH_S = 0.25
+
+
+def disk(
+    folder: Annotated[Path, typer.Argument(help="A folder on the disk to measure; a tier is made in it, and removed.")],
+    block_bytes: common.BlockBytesOption = "2MiB",
+    size: Annotated[str, typer.Option(help="Bytes to write and read back.", metavar="SIZE")] = "1GiB",
+    threads: Annotated[int, typer.Option(help="Operations in flight.")] = 4,
+    json: common.JsonOption = None,
+) -> None:
+    """Write blocks to a new disk tier and read them back, every checksum compared."""
+    from rich.table import Table
+
+    from kvcache.tiers.bench import measure_disk
+
+    num_bytes = common.parse_size("--block-bytes", block_bytes)
+    num_blocks = common.parse_size("--size", size) // num_bytes
+    if num_blocks < 1:
+        raise ValueError(f"--size must hold at least one block of {num_bytes} bytes, got {size!r}")
+    common.at_least("--threads", threads, 1)
+    common.check_writable("--json", json)
+    console = common.console(json)
+    bar = common.progress(console, "blocks")
+    with bar:
+        task = bar.add_task("disk", total=2 * num_blocks, done=0, status="")
+        due = monotonic()
+
+        def progressed(name: str, num_done: int, num_all: int) -> None:
+            nonlocal due
+            done = num_done + (num_all if name == "load" else 0)
+            if monotonic() >= due or done == 2 * num_all:
+                bar.update(task, completed=done, done=done, status=name)
+                due = monotonic() + _REFRESH_S
+
+        rates = measure_disk(
+            folder / ".kvcache-bench",
+            num_bytes,
+            num_blocks,
+            threads,
+            job_blocks=max(1, (8 << 20) // num_bytes),
+            in_flight=max(8, (64 << 20) // num_bytes),
+            progress=progressed,
+        )
+    if json != "-":
+        table = Table(show_header=False, box=None)
+        table.add_row("store", f"{rates.store_bytes_per_s / 1e9:.2f} GB/s")
+        table.add_row("load, verified", f"{rates.load_bytes_per_s / 1e9:.2f} GB/s")
+        table.add_row("past the page cache", "yes" if rates.is_direct else "no")
+        table.add_row(
+            "a call keeps its thread",
+            f"{rates.call_s_p50 * 1e6:.0f} us at the median, {rates.call_s_p99 * 1e6:.0f} us at 99 %, "
+            f"{rates.call_s_max * 1e3:.2f} ms at most",
+        )
+        console.print(table)
+    common.write_json(json, asdict(rates))

@@ -1,0 +1,203 @@
+"""`kvcache chat-demo`: users chat with a transformers model, without and with a prefix cache; a table and a plot."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache.cli import common
+
+if TYPE_CHECKING:
+    from kvcache.integrations.transformers.chats import Turn
+
+
+def chat_demo(
+    users: Annotated[int, typer.Option(help="Users who chat, in turn.")] = 4,
+    turns: Annotated[int, typer.Option(help="Turns of each chat.")] = 5,
+    system_tokens: Annotated[int, typer.Option(help="Tokens of the system prompt that all chats share.")] = 192,
+    message_tokens: Annotated[int, typer.Option(help="Tokens of a user's message.")] = 96,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 12,
+    memory: Annotated[str, typer.Option(help="Host memory for keys and values.", metavar="SIZE")] = "64MiB",
+    policy: common.PolicyOption = "lru",
+    threads: Annotated[int, typer.Option(help="Threads that compute; one gives steady times on a busy machine.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of what is said.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Save a plot of it as PNG.", metavar="FILE", show_default=False)
+    ] = None,
+    json: common.JsonOption = None,
+) -> None:
+    """Chat with a small Llama built on the spot: time to first token and prefill, without kvcache and with it."""
+    for option, value in (
+        ("--users", users),
+        ("--turns", turns),
+        ("--system-tokens", system_tokens),
+        ("--message-tokens", message_tokens),
+        ("--answer-tokens", answer_tokens),
+        ("--threads", threads),
+    ):
+        common.at_least(option, value, 1)
+    common.check_writable("--json", json)
+    common.check_writable("--plot", None if plot is None else str(plot))
+    try:
+        from kvcache.integrations.transformers import PrefixCache, chats
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise common.CommandError("the chat demo needs transformers: pip install 'kvcache[transformers]'") from error
+    if plot is not None:
+        _matplotlib()
+
+    started = monotonic()
+    console = common.console(json)
+    said = chats.Chats(users, turns, system_tokens, message_tokens, answer_tokens, common.at_least("--seed", seed, 0))
+    cache = PrefixCache(chats.build_model(seed, threads), memory=common.parse_size("--memory", memory), policy=policy)
+    done: list[Turn] = []
+    bar = common.progress(console, "turns")
+    with bar:
+        task = bar.add_task("chat", total=users * turns, done=0, status="")
+        for turn in chats.run(said, cache):
+            if not turn.equal:
+                raise common.CommandError(f"user {turn.user} got other tokens with the cache in turn {turn.turn}")
+            done.append(turn)
+            bar.update(task, completed=len(done), done=len(done), status="tokens equal", refresh=True)
+    document = _document(done, cache, policy, monotonic() - started)
+    if plot is not None:
+        _save_plot(plot, done, document)
+        document["plot"] = str(plot)
+    if json != "-":
+        console.print(_table(document, f"{users} users, {turns} turns each, seed {seed}"))
+        if plot is not None:
+            console.print(f"plot: {plot}")
+    common.write_json(json, document)
+
+
+def _document(done: list[Turn], cache: Any, policy: str, elapsed_s: float) -> dict[str, Any]:
+    by_turn = []
+    for number in sorted({turn.turn for turn in done}):
+        those = [turn for turn in done if turn.turn == number]
+        prompt, computed = (sum(getattr(t, name) for t in those) for name in ("prompt_tokens", "computed_tokens"))
+        by_turn.append(
+            {
+                "turn": number,
+                "prompt_tokens": prompt,
+                "computed_tokens": computed,
+                "hit_rate": 1 - computed / prompt,
+                "plain_ttft_s": median(turn.plain_s for turn in those),
+                "cached_ttft_s": median(turn.cached_s for turn in those),
+            }
+        )
+    stats = cache.stats()
+    return {
+        "policy": policy,
+        "num_blocks": cache.num_blocks,
+        "block_bytes": cache.block_bytes,
+        "prompt_tokens": stats.prompt_tokens,
+        "computed_tokens": stats.prompt_tokens - stats.loaded_tokens,
+        "hit_rate": stats.hit_rate,
+        "plain_ttft_s": median(turn.plain_s for turn in done),
+        "cached_ttft_s": median(turn.cached_s for turn in done),
+        "tokens_equal": True,
+        "blocks": asdict(stats.blocks),
+        "turns": by_turn,
+        "elapsed_s": elapsed_s,
+    }
+
+
+def _table(document: dict[str, Any], title: str) -> Any:
+    from rich.table import Table
+
+    pool = common.human_bytes(document["num_blocks"] * document["block_bytes"])
+    held = document["num_blocks"] - document["blocks"]["num_free"]
+    table = Table(
+        title=f"Chat with a small Llama: {title}",
+        title_justify="left",
+        caption=f"Time to first token is the median over users. All tokens are equal without and with the cache. "
+        f"{document['policy']}, {held:,} of {document['num_blocks']:,} blocks held ({pool}), "
+        f"{document['elapsed_s']:.1f} s in all.",
+        caption_justify="left",
+        show_footer=True,
+    )
+    whole = [*document["turns"], document]
+    columns = {
+        "turn": [*(str(row["turn"]) for row in document["turns"]), "all"],
+        "prompt tokens": [f"{row['prompt_tokens']:,}" for row in whole],
+        "computed with kvcache": [f"{row['computed_tokens']:,}" for row in whole],
+        "hit rate": [f"{row['hit_rate']:.1%}" for row in whole],
+        "first token without": [f"{row['plain_ttft_s'] * 1e3:,.0f} ms" for row in whole],
+        "first token with": [f"{row['cached_ttft_s'] * 1e3:,.0f} ms" for row in whole],
+        "faster": [f"{row['plain_ttft_s'] / row['cached_ttft_s']:.1f}x" for row in whole],
+    }
+    for name, cells in columns.items():
+        table.add_column(name, footer=cells[-1], justify="right")
+    for row in zip(*(cells[:-1] for cells in columns.values()), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise common.CommandError("the plot needs matplotlib: pip install 'kvcache[plot]'") from error
+    return matplotlib
+
+
+def _save_plot(path: Path, done: list[Turn], document: dict[str, Any]) -> None:
+    matplotlib = _matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    gray, blue, ink = "#8a8f98", "#1467c8", "#22262b"
+    rows = document["turns"]
+    numbers = [row["turn"] for row in rows]
+    style = {
+        "axes.axisbelow": True,
+        "axes.edgecolor": gray,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11,
+        "font.size": 10,
+        "grid.color": "#e4e6ea",
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(10, 4.8), dpi=150, layout="constrained")
+        times, tokens = figure.subplots(1, 2)
+        sides = (
+            ("without kvcache", gray, -0.2, "plain_s", "plain_ttft_s", "prompt_tokens"),
+            ("with kvcache", blue, 0.2, "cached_s", "cached_ttft_s", "computed_tokens"),
+        )
+        for label, color, shift, each, of_turn, count in sides:
+            users = [getattr(turn, each) * 1e3 for turn in done]
+            times.scatter([turn.turn for turn in done], users, s=16, color=color, alpha=0.35, linewidths=0)
+            times.plot(
+                numbers, [row[of_turn] * 1e3 for row in rows], color=color, linewidth=2.2, marker="o", label=label
+            )
+            tokens.bar([number + shift for number in numbers], [row[count] for row in rows], width=0.38, color=color)
+        for row in rows:
+            place = (row["turn"] + 0.2, row["computed_tokens"])
+            text = f"{row['hit_rate']:.0%}"
+            tokens.annotate(text, place, (0, 3), textcoords="offset points", ha="center", color=blue, fontsize=9)
+        times.set_title("Time to first token, ms: each user, and the median")
+        tokens.set_title("Prompt tokens computed, and the share loaded instead")
+        for axes in (times, tokens):
+            axes.set_xlabel("turn of the chat")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.set_ylim(bottom=0)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        sooner = document["plain_ttft_s"] / document["cached_ttft_s"]
+        title = f"{document['hit_rate']:.0%} of prompt tokens loaded, first token {sooner:.1f}x sooner"
+        figure.suptitle(f"Same chats, same tokens: {title}", x=0.01, ha="left", fontsize=13, weight="bold")
+        figure.savefig(path, format="png")

@@ -1,0 +1,193 @@
+"""What the commands share: options, sizes and lists given as text, tables, progress and machine-readable output."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+Number = TypeVar("Number", int, float)
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}ib": 1 << 10 * power for power, letter in enumerate("kmgt", 1)}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+class CommandError(Exception):
+    """A command has failed for a reason that its user must hear."""
+
+
+def complete_policies(incomplete: str) -> list[str]:
+    """Return the policy lists that `incomplete`, perhaps a list already, may become."""
+    from kvcache.registry import POLICIES
+
+    done, comma, last = incomplete.rpartition(",")
+    return [f"{done}{comma}{name}" for name in POLICIES.names() if name.startswith(last)]
+
+
+def complete_policies_or_min(incomplete: str) -> list[str]:
+    """Return what `complete_policies` does, with the offline optimum that only a grid has."""
+    done, comma, last = incomplete.rpartition(",")
+    return complete_policies(incomplete) + [f"{done}{comma}min"] * "min".startswith(last)
+
+
+PolicyOption = Annotated[
+    str, typer.Option(help="Replacement policy: a name or package.module:Class.", autocompletion=complete_policies)
+]
+BlocksOption = Annotated[str | None, typer.Option(help="Capacity in blocks.", metavar="N", show_default=False)]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="Capacity in bytes instead, as in 4GiB.", metavar="SIZE", show_default=False)
+]
+BlockBytesOption = Annotated[str, typer.Option(help="Bytes of one block.", metavar="SIZE")]
+DataOption = Annotated[
+    bool, typer.Option("--data/--no-data", help="Move and compare real bytes, or do the bookkeeping alone.")
+]
+GateOption = Annotated[int, typer.Option("--store-threshold", help="Store a block once it has been offered so often.")]
+JsonOption = Annotated[
+    str | None, typer.Option("--json", help="Write the result as JSON; - is standard output.", metavar="FILE")
+]
+
+WhatIfOption = Annotated[
+    bool, typer.Option("--what-if", help="Sample the keys, and estimate what other policies and capacities would hit.")
+]
+
+
+def parse_size(option: str, text: str) -> int:
+    """Return the bytes that `text` says, as in ``64KiB`` or ``4GB``.
+
+    Raises
+    ------
+    ValueError
+        The text is no size of at least one byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    factor = _UNITS.get(match[2].lower()) if match else None
+    size = 0 if match is None or factor is None else int(float(match[1]) * factor)
+    if size < 1:
+        raise ValueError(f"{option} must be a size such as 65536, 64KiB or 4GiB, got {text!r}")
+    return size
+
+
+def parse_count(option: str, text: str) -> int:
+    """Return the whole number >= 1 that `text` says; ValueError otherwise."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"{option} must be a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def at_least(option: str, value: Number, least: int) -> Number:
+    """Return `value` if it is at least `least`; ValueError naming the option otherwise."""
+    if not value >= least:
+        raise ValueError(f"{option} must be >= {least}, got {value}")
+    return value
+
+
+def parse_capacity(blocks: str | None, memory: str | None, block_bytes: int, default: str) -> int:
+    """Return the one capacity in blocks that `--blocks` or `--memory` says; ValueError if it is a list."""
+    capacities = parse_capacities(blocks, memory, block_bytes, default)
+    if len(capacities) > 1:
+        raise ValueError(f"one capacity is needed here, got {blocks or memory!r}")
+    return capacities[0]
+
+
+def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, default: str) -> list[int]:
+    """Return the capacities in blocks that `--blocks` or `--memory` list.
+
+    Raises
+    ------
+    ValueError
+        Both are given, one holds no number, less than a block, or the list does not ascend.
+    """
+    if blocks is not None and memory is not None:
+        raise ValueError(f"--blocks and --memory exclude each other, got {blocks!r} and {memory!r}")
+    if memory is None:
+        option, text = "--blocks", default if blocks is None else blocks
+        capacities = [parse_count(option, part) for part in text.split(",")]
+    else:
+        option, text = "--memory", memory
+        capacities = [parse_size(option, part) // block_bytes for part in text.split(",")]
+        if 0 in capacities:
+            raise ValueError(f"--memory must hold at least one block of {block_bytes} bytes, got {text!r}")
+    if any(after <= before for before, after in pairwise(capacities)):
+        raise ValueError(f"{option} must ascend in blocks, got {text!r}")
+    return capacities
+
+
+def console(json_target: str | None) -> Console:
+    """Return where people read: standard error where standard output is taken by JSON."""
+    from rich.console import Console
+
+    return Console(stderr=json_target == "-", highlight=False)
+
+
+def progress(on: Console, unit: str) -> Progress:
+    """Return a progress bar that also tells what `fields[status]` says."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn(f"{{task.fields[done]:,}} {unit}"),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        console=on,
+        refresh_per_second=4,
+    )
+
+
+def check_writable(option: str, target: str | None) -> None:
+    """Find out before the work is done whether its result can be written.
+
+    Raises
+    ------
+    ValueError
+        The folder is not there, or the file cannot be opened for writing.
+    """
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} cannot be written: {target!r}: {error.strerror}") from error
+    if not existed:
+        path.unlink()
+
+
+def write_json(target: str | None, document: dict[str, Any]) -> None:
+    """Write `document` as `write_text` does."""
+    if target is not None:
+        write_text("--json", target, json.dumps(document, indent=2) + "\n")
+
+
+def write_text(option: str, target: str, text: str) -> None:
+    """Write `text` to a file, or to standard output where `target` is ``-``; CommandError if that fails."""
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{option} cannot be written: {target!r}: {error.strerror}") from error
+
+
+def human_bytes(size: float) -> str:
+    """Return a size in the largest binary unit that leaves at least one."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,99 @@
+"""The options that say which model a trace is weighed for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvcache.replay.models import Model
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Return the models whose names begin with `incomplete`."""
+    from kvcache.replay.models import model_names
+
+    return [name for name in model_names() if name.startswith(incomplete)]
+
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Weigh blocks for this model, e.g. llama-3.1-8b.", autocompletion=complete_models),
+]
+LayersOption = Annotated[int | None, typer.Option("--layers", help="Or say its shape: layers that keep KV.")]
+HeadsOption = Annotated[int | None, typer.Option("--heads", help="KV heads.")]
+HeadSizeOption = Annotated[int | None, typer.Option("--head-size", help="Size of a head.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="KV dtype: bf16, fp16, fp32, fp8 or int8.")]
+ParamsOption = Annotated[
+    float | None, typer.Option("--params", help="Parameters a token passes through, e.g. 8e9, with --layers.")
+]
+FlopsOption = Annotated[
+    float, typer.Option("--flops", help="FLOP/s of prefill, for the time that hits save.", show_default="400e12")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model and the rate at which it prefills."""
+
+    model: Model
+    flops_per_s: float
+
+    def saved_s(self, hit_tokens: int) -> float | None:
+        """Return the seconds of prefill that hits have saved, at least; None where the parameters are not known."""
+        return self.model.saved_prefill_s(hit_tokens, self.flops_per_s)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what a report says of the model."""
+        return {
+            "name": self.model.name,
+            "token_bytes": self.model.token_bytes,
+            "dtype": self.model.dtype,
+            "num_params": self.model.num_params,
+            "flops_per_s": self.flops_per_s,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.model.name}, {self.model.dtype}, {self.flops_per_s / 1e12:g} TFLOP/s"
+
+
+def weights_of(
+    model: str | None,
+    layers: int | None,
+    heads: int | None,
+    head_size: int | None,
+    dtype: str,
+    params: float | None,
+    flops: float,
+) -> Weights | None:
+    """Return what the options say, or None where they say nothing.
+
+    Raises
+    ------
+    ValueError
+        The model is not known, half a shape or two models are given, or a number is not positive.
+    """
+    from kvcache.cli.common import at_least
+    from kvcache.replay.models import Model, model_of
+
+    shape = {"--layers": layers, "--heads": heads, "--head-size": head_size}
+    given = [option for option, value in shape.items() if value is not None]
+    if not 0 < flops < float("inf"):
+        raise ValueError(f"--flops must be a number > 0, got {flops}")
+    if model is not None:
+        if given or params is not None:
+            raise ValueError(f"--model excludes {', '.join(given) or '--params'}, got {model!r}")
+        return Weights(model_of(model, dtype), flops)
+    if not given:
+        if params is not None:
+            raise ValueError("--params needs --layers, --heads and --head-size")
+        return None
+    if layers is None or heads is None or head_size is None:
+        missing = [option for option, value in shape.items() if value is None]
+        raise ValueError(f"{', '.join(given)} needs {', '.join(missing)}, too")
+    for option, value in (("--layers", layers), ("--heads", heads), ("--head-size", head_size)):
+        at_least(option, value, 1)
+    name = f"{layers} layers x {heads} heads x {head_size}"
+    return Weights(Model(name, layers, 2 * heads * head_size, params, dtype), flops)

@@ -1,0 +1,152 @@
+"""`kvcache replay`: run a request trace through manager and handlers, or through a grid of what-ifs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcache.cli import common, model
+
+if TYPE_CHECKING:
+    from kvcache.replay.tiered import DiskChoice
+
+
+def complete_formats(incomplete: str) -> list[str]:
+    """Return the trace formats that begin with `incomplete`."""
+    from kvcache.replay.trace import trace_formats
+
+    return [name for name in ("auto", *trace_formats()) if name.startswith(incomplete)]
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd.")],
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Replacement policy: a name or package.module:Class; or several with commas, and min for the optimum.",
+            autocompletion=common.complete_policies_or_min,
+        ),
+    ] = "lru",
+    blocks: Annotated[
+        str | None,
+        typer.Option(help="Capacity in blocks [default: 10000], or several.", metavar="N,...", show_default=False),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Capacity in bytes instead, as in 4GiB.", metavar="SIZE,...", show_default=False)
+    ] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option(help="Bytes of one block [default: 64KiB].", metavar="SIZE", show_default=False)
+    ] = None,
+    split: Annotated[int, typer.Option(help="Turn each listed block into this many.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="Stop after so many requests.", show_default=False)] = None,
+    format: Annotated[  # noqa: A002 - the option's name
+        str, typer.Option(help="auto, mooncake or bailian.", autocompletion=complete_formats)
+    ] = "auto",
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")] = False,
+    store_threshold: common.GateOption = 0,
+    what_if: common.WhatIfOption = False,
+    data: Annotated[
+        bool | None,
+        typer.Option(
+            "--data/--no-data",
+            help="Move and compare real bytes [default for one replay], or do the bookkeeping alone.",
+            show_default=False,
+        ),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            help="A disk tier below the pool: its folder and capacity.", metavar="PATH:SIZE", show_default=False
+        ),
+    ] = None,
+    json: common.JsonOption = None,
+    csv: Annotated[str | None, typer.Option("--csv", help="Write a grid as CSV.", metavar="FILE")] = None,
+    plot: Annotated[
+        str | None, typer.Option("--plot", help="Draw a grid: .png, .svg or .html.", metavar="FILE")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes of a grid [default: one per CPU].")] = None,
+    model_name: model.ModelOption = None,
+    layers: model.LayersOption = None,
+    heads: model.HeadsOption = None,
+    head_size: model.HeadSizeOption = None,
+    dtype: model.DtypeOption = "bf16",
+    params: model.ParamsOption = None,
+    flops: model.FlopsOption = 400e12,
+) -> None:
+    """Replay a request trace: look up, load, store and evict its blocks, with real bytes that are compared.
+
+    Several policies or capacities, the policy min, --csv or --plot simulate a grid on all cores, bookkeeping alone.
+    """
+    from kvcache.cli import grid, session
+    from kvcache.replay.keys import split_block_size
+    from kvcache.replay.trace import Trace
+
+    weights = model.weights_of(model_name, layers, heads, head_size, dtype, params, flops)
+    if weights is not None and block_bytes is not None:
+        raise ValueError(f"--block-bytes and a model exclude each other, got {block_bytes!r} and {weights.model.name}")
+    bytes_per_block = common.parse_size("--block-bytes", block_bytes or "64KiB")
+    if limit is not None:
+        common.at_least("--limit", limit, 1)
+    if jobs is not None:
+        common.at_least("--jobs", jobs, 1)
+    common.at_least("--store-threshold", store_threshold, 0)
+    policies = policy.split(",")
+
+    with Trace(file, format, skip_bad) as trace:
+        if weights is not None:
+            bytes_per_block = weights.model.token_bytes * split_block_size(trace.block_size, split)
+        capacities = common.parse_capacities(blocks, memory, bytes_per_block, default="10000")
+        if len(policies) > 1 or len(capacities) > 1 or policies == ["min"] or csv is not None or plot is not None:
+            if data:
+                raise ValueError(
+                    f"--data replays one policy at one capacity, without --csv and --plot; got {policy!r} and "
+                    f"{len(capacities)} capacities"
+                )
+            if what_if:
+                raise ValueError(f"--what-if is for one policy at one capacity, got {policy!r} and {len(capacities)}")
+            if disk is not None:
+                raise ValueError(f"--disk replays one policy at one capacity, got {policy!r} and {len(capacities)}")
+            targets = grid.Targets(json, csv, plot)
+            options = grid.Options(bytes_per_block, split, store_threshold, limit, jobs)
+            grid.run(trace, policies, capacities, options, weights, targets)
+            return
+        if what_if and disk is not None:
+            raise ValueError(f"--what-if and --disk exclude each other, got {disk!r}")
+        settings = session.Settings(
+            policy=policy,
+            num_blocks=capacities[0],
+            block_bytes=bytes_per_block,
+            split=split,
+            limit=limit,
+            data=data is not False,
+            json_target=json,
+            weights=weights,
+            store_threshold=store_threshold,
+            what_if=what_if,
+            disk=_disk_choice(disk),
+        )
+        session.run(
+            trace,
+            f"{file.name} ({trace.format})",
+            settings,
+            lambda done: max(trace.position_bytes / trace.size_bytes, done / limit if limit else 0.0),
+            lambda: {
+                "kind": "trace",
+                "file": str(file),
+                "format": trace.format,
+                "skipped_lines": trace.num_skipped,
+            },
+        )
+
+
+def _disk_choice(text: str | None) -> DiskChoice | None:
+    if text is None:
+        return None
+    from kvcache.replay.tiered import DiskChoice
+
+    folder, colon, size = text.rpartition(":")
+    if not folder or not colon:
+        raise ValueError(f"--disk must be PATH:SIZE, as in /mnt/nvme/kv:100GiB, got {text!r}")
+    return DiskChoice(Path(folder), common.parse_size("--disk", size))

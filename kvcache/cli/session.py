@@ -1,0 +1,231 @@
+"""One replay as people see it: a progress bar while it runs, a table at its end, the same figures as JSON.
+
+`demo` and `replay` differ only in where their requests come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from kvcache.cli import common
+
+if TYPE_CHECKING:
+    from kvcache.cli.model import Weights
+    from kvcache.manager import OffloadingManager
+    from kvcache.replay.requests import Request, RequestSource
+    from kvcache.replay.run import Replay
+    from kvcache.replay.tiered import DiskChoice
+
+_REFRESH_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a single replay is told on the command line, checked."""
+
+    policy: str
+    num_blocks: int
+    block_bytes: int
+    split: int
+    limit: int | None
+    data: bool
+    json_target: str | None
+    weights: Weights | None = None
+    store_threshold: int = 0
+    what_if: bool = False
+    disk: DiskChoice | None = None
+
+
+def run(
+    source: RequestSource,
+    title: str,
+    settings: Settings,
+    progressed: Callable[[int], float],
+    facts: Callable[[], dict[str, Any]],
+) -> None:
+    """Replay `source` and report.
+
+    Parameters
+    ----------
+    source : RequestSource
+        Where the requests come from.
+    title : str
+        What the table is headed with.
+    settings : Settings
+        Capacity, policy and the rest.
+    progressed : callable
+        The share of the work that is done after so many requests, 0 to 1.
+    facts : callable
+        What the JSON says of the source; asked at the end.
+
+    Raises
+    ------
+    ValueError, MemoryError
+        A setting is bad, or the pool does not fit.
+    CommandError
+        A loaded block is not what was stored, or could not be moved.
+    """
+    from kvcache.manager import CPUOffloadingManager
+    from kvcache.replay.keys import KeyMaker, split_block_size
+    from kvcache.replay.requests import ReplayError
+    from kvcache.replay.run import Replay, check_policy
+
+    block_size = split_block_size(source.block_size, settings.split)
+    make_keys = KeyMaker(settings.split)
+    check_policy(settings.policy)
+    common.check_writable("--json", settings.json_target)
+    console = common.console(settings.json_target)
+    requests = islice(iter(source), settings.limit)
+
+    started = monotonic()
+    with ExitStack() as open_now:
+        payload = None
+        if settings.data:
+            from kvcache.replay.payload import VerifiedPayload
+
+            payload = open_now.enter_context(VerifiedPayload(settings.num_blocks, settings.block_bytes))
+        tiered = None
+        if settings.disk is None:
+            plain = CPUOffloadingManager(
+                block_size,
+                settings.num_blocks,
+                settings.policy,
+                store_threshold=settings.store_threshold,
+                what_if=settings.what_if,
+            )
+            manager: OffloadingManager = plain
+        else:
+            from kvcache.replay.tiered import patient_manager, plain_host_blocks
+
+            host_blocks = (
+                payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
+            )
+            manager = tiered = open_now.enter_context(
+                patient_manager(
+                    block_size,
+                    settings.policy,
+                    settings.disk,
+                    host_blocks,
+                    title,
+                    store_threshold=settings.store_threshold,
+                )
+            )
+        replay = Replay(manager, payload)
+        try:
+            _drive(replay, requests, make_keys, console, progressed)
+        except ReplayError as error:
+            raise common.CommandError(str(error)) from error
+        moved = payload.as_dict() if payload else None
+        below = tiered.as_dict() if tiered else None
+    counted = replay.tally.as_dict()
+    elapsed_s = monotonic() - started
+    what_if = plain.what_if() if settings.what_if else None
+
+    document = {
+        "source": facts(),
+        "policy": settings.policy,
+        "num_blocks": settings.num_blocks,
+        "block_bytes": settings.block_bytes,
+        "block_size": block_size,
+        "elapsed_s": elapsed_s,
+        **counted,
+        "store_threshold": settings.store_threshold,
+        "data": moved,
+        **({"disk": below} if below else {}),
+        "what_if": what_if.as_dict() if what_if else None,
+        "model": settings.weights.as_dict() if settings.weights else None,
+        "saved_prefill_s": settings.weights.saved_s(counted["hit_tokens"]) if settings.weights else None,
+    }
+    if settings.json_target != "-":
+        console.print(title, soft_wrap=True)
+        console.print(_table(document, settings.weights))
+        if what_if is not None:
+            console.print(str(what_if), soft_wrap=True)
+    common.write_json(settings.json_target, document)
+
+
+def _drive(
+    replay: Replay,
+    requests: Iterator[Request],
+    make_keys: Callable[[Any], list[bytes]],
+    console: Any,
+    progressed: Callable[[int], float],
+) -> None:
+    tally = replay.tally
+    # Refreshed between requests only: a thread of the bar's own would be timed with the manager's calls.
+    bar = common.progress(console, "requests")
+    with bar:
+        task = bar.add_task("replay", total=1.0, done=0, status="")
+        due = monotonic() + _REFRESH_S
+        for request in requests:
+            replay.step(request, make_keys(request.hash_ids))
+            if monotonic() >= due:
+                bar.update(
+                    task,
+                    completed=progressed(tally.requests),
+                    done=tally.requests,
+                    status=f"{tally.token_hit_rate:.1%} of tokens hit",
+                    refresh=True,
+                )
+                due = monotonic() + _REFRESH_S
+        bar.update(
+            task, completed=1.0, done=tally.requests, status=f"{tally.token_hit_rate:.1%} of tokens hit", refresh=True
+        )
+
+
+def _table(document: dict[str, Any], weights: Weights | None) -> Any:
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    pool = common.human_bytes(document["num_blocks"] * document["block_bytes"])
+    times = document["bookkeeping_us"]
+    rows = [
+        ("policy", document["policy"]),
+        ("capacity", f"{document['num_blocks']:,} blocks of {document['block_size']} tokens ({pool})"),
+        ("requests", f"{document['requests']:,}"),
+        ("tokens", f"{document['tokens']:,}"),
+        ("token hit rate", f"{document['token_hit_rate']:.2%} ({document['hit_tokens']:,})"),
+        ("block hit rate", f"{document['block_hit_rate']:.2%} ({document['hit_blocks']:,} of {document['blocks']:,})"),
+        ("stored", f"{document['stored_blocks']:,} blocks"),
+        ("loaded", f"{document['loaded_blocks']:,} blocks"),
+        ("evicted", f"{document['evicted_blocks']:,} blocks"),
+        ("rejected", f"{document['rejected_requests']:,} requests"),
+    ]
+    if document["source"].get("skipped_lines"):
+        rows.insert(3, ("bad lines skipped", f"{document['source']['skipped_lines']:,}"))
+    disk = document.get("disk")
+    if disk is not None:
+        rows.append(
+            (
+                "disk tier",
+                f"{disk['found_blocks']:,} blocks found, {disk['tier']['stored_blocks']:,} stored, "
+                f"{disk['tier']['loaded_blocks']:,} loaded, "
+                f"{disk['tier']['num_held']:,} of {disk['tier']['num_blocks']:,} held",
+            )
+        )
+    if document["saved_prefill_s"] is not None:
+        rows.append(("prefill saved, at least", f"{document['saved_prefill_s']:,.1f} s ({weights})"))
+    data = document["data"]
+    if data is not None:
+        rows += [
+            (
+                "bytes moved",
+                f"{common.human_bytes(data['store_bytes'] + data['load_bytes'])}, "
+                f"{data['verified_blocks']:,} blocks compared, all equal",
+            ),
+            ("store, load rate", f"{data['store_gb_per_s']:.2f} GB/s, {data['load_gb_per_s']:.2f} GB/s"),
+        ]
+    rows += [
+        ("bookkeeping per request", f"p50 {times['p50']:.1f} us, p99 {times['p99']:.1f} us, max {times['max']:.1f} us"),
+        ("time", f"{document['elapsed_s']:.1f} s, of it bookkeeping {times['total'] / 1e6:.2f} s"),
+    ]
+    for label, value in rows:
+        table.add_row(label, value)
+    return table

@@ -1,0 +1,111 @@
+"""`kvcache tier`: look into the folder of a disk tier, verify its blocks, pack it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache.cli import common
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvcache.tiers.upkeep import Progress, TierFacts
+
+PathArgument = Annotated[Path, typer.Argument(help="Folder of the tier.", show_default=False)]
+_REFRESH_S = 0.25
+
+
+def build_app() -> typer.Typer:
+    """Return the group of commands."""
+    app = typer.Typer(help="Look into a disk tier, verify it, pack it.", no_args_is_help=True)
+    app.callback()(lambda: None)
+    app.command("inspect")(inspect)
+    app.command("verify")(verify)
+    app.command("compact")(compact)
+    return app
+
+
+def inspect(path: PathArgument, json: common.JsonOption = None) -> None:
+    """Say what a tier holds: its size, its blocks, how often they were used, whose they are."""
+    from kvcache.tiers.upkeep import inspect_tier
+
+    common.check_writable("--json", json)
+    _report(inspect_tier(path), json)
+
+
+def verify(
+    path: PathArgument,
+    wipe: Annotated[bool, typer.Option("--wipe", help="Drop the blocks that are bad.")] = False,
+    json: common.JsonOption = None,
+) -> None:
+    """Read every block and compare its checksum."""
+    from kvcache.tiers.upkeep import verify_tier
+
+    common.check_writable("--json", json)
+    console = common.console(json)
+    num_good, num_bad = _with_progress(console, "verify", lambda progress: verify_tier(path, wipe, progress))
+    if json != "-":
+        console.print(f"{num_good:,} blocks are right, {num_bad:,} are not{' and were dropped' if wipe else ''}")
+    common.write_json(json, {"path": str(path), "good_blocks": num_good, "bad_blocks": num_bad, "wiped": wipe})
+    if num_bad and not wipe:
+        raise common.CommandError(f"{num_bad} blocks of {path} do not verify")
+
+
+def compact(
+    path: PathArgument,
+    capacity: Annotated[
+        str | None, typer.Option(help="New capacity, as in 100GiB.", metavar="SIZE", show_default=False)
+    ] = None,
+    json: common.JsonOption = None,
+) -> None:
+    """Pack the most recent blocks together and give the rest of the disk space back."""
+    from kvcache.tiers.upkeep import compact_tier
+
+    common.check_writable("--json", json)
+    capacity_bytes = None if capacity is None else common.parse_size("--capacity", capacity)
+    facts = _with_progress(
+        common.console(json), "compact", lambda progress: compact_tier(path, capacity_bytes, progress)
+    )
+    _report(facts, json)
+
+
+def _with_progress(console: Console, name: str, work: Callable[[Progress], Any]) -> Any:
+    bar = common.progress(console, "blocks")
+    with bar:
+        task = bar.add_task(name, total=None, done=0, status="")
+        due = 0.0
+
+        def progressed(num_done: int, num_blocks: int) -> None:
+            nonlocal due
+            if monotonic() >= due or num_done == num_blocks:
+                bar.update(task, completed=num_done, total=num_blocks, done=num_done)
+                due = monotonic() + _REFRESH_S
+
+        return work(progressed)
+
+
+def _report(facts: TierFacts, json: str | None) -> None:
+    from rich.table import Table
+
+    if json != "-":
+        table = Table(show_header=False, box=None)
+        for name, value in (
+            ("blocks held", f"{facts.num_held:,} of {facts.num_slots:,}"),
+            ("block", common.human_bytes(facts.block_bytes)),
+            ("capacity", common.human_bytes(facts.capacity_bytes)),
+            ("on disk", common.human_bytes(facts.bytes_on_disk)),
+            ("loads of held blocks", f"{facts.uses:,}, at most {facts.most_uses:,} of one"),
+            ("never loaded", f"{facts.never_used_blocks:,}"),
+            *((f"fingerprint: {key}", str(value)) for key, value in facts.fingerprint.items()),
+        ):
+            table.add_row(name, value)
+        console = common.console(json)
+        console.print(facts.path, soft_wrap=True, markup=False)
+        console.print(table)
+    common.write_json(json, asdict(facts))

@@ -1,0 +1,6 @@
+from typing import Self, final
+
+@final
+class Deadlines:
+    def __new__(cls, num_rows: int) -> Self: ...
+    def __len__(self) -> int: ...

@@ -1,0 +1,69 @@
+"""Deadlines: which of the blocks held at a raised priority falls back next.
+
+Compiled because every hinted call sets one per block.
+"""
+
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from libc.stdint cimport int32_t, uint64_t
+
+from kvcache.core.heap cimport HeapNode, heap_put, sift_up
+
+
+cdef class Deadlines:
+    """Deadlines(num_rows)
+
+    The rows held at a raised priority, by the end of their time.
+    """
+
+    def __cinit__(self, Py_ssize_t num_rows):
+        # Memory that is touched as it is used: setting it up would take a scheduler's call milliseconds.
+        self.at = <int32_t*> PyMem_Calloc(num_rows, sizeof(int32_t))
+        self.nodes = <HeapNode*> PyMem_Calloc(num_rows, sizeof(HeapNode))
+        if self.at == NULL or self.nodes == NULL:
+            raise MemoryError(f"no memory for the deadlines of {num_rows} blocks")
+
+    def __dealloc__(self):
+        PyMem_Free(self.nodes)
+        PyMem_Free(self.at)
+
+    def __len__(self):
+        return self.num_nodes
+
+    cdef bint holds(self, int32_t row) noexcept nogil:
+        """Whether the row has a deadline: its node says so, so that `at` need not be set up, row by row."""
+        return self.at[row] < self.num_nodes and self.nodes[self.at[row]].row == row
+
+    cdef uint64_t of(self, int32_t row) noexcept nogil:
+        """Return the row's deadline, or 0."""
+        return self.nodes[self.at[row]].rank if self.holds(row) else 0
+
+    cdef void set(self, int32_t row, uint64_t deadline) noexcept nogil:
+        """Give the row a deadline, whether it has one or not."""
+        cdef HeapNode node
+        self.stamp += 1
+        node.rank = deadline
+        node.stamp = self.stamp
+        node.row = row
+        if self.holds(row):
+            heap_put(self.at, 1, self.nodes, self.num_nodes, self.at[row], node)
+            return
+        self.num_nodes += 1
+        sift_up(self.at, 1, self.nodes, self.num_nodes - 1, node)
+
+    cdef void remove(self, int32_t row) noexcept nogil:
+        """Forget the row's deadline, if it has one."""
+        cdef int32_t i
+        if not self.holds(row):
+            return
+        i = self.at[row]
+        self.num_nodes -= 1
+        if i != self.num_nodes:
+            heap_put(self.at, 1, self.nodes, self.num_nodes, i, self.nodes[self.num_nodes])
+
+    cdef int32_t nearest(self) noexcept nogil:
+        """Return the row whose time ends first, or 0."""
+        return self.nodes[0].row if self.num_nodes else 0
+
+    cdef void clear(self) noexcept nogil:
+        """Forget all deadlines."""
+        self.num_nodes = 0

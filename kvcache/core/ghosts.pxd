@@ -1,0 +1,28 @@
+cimport cython
+from libc.stdint cimport int32_t, uint32_t, uint64_t
+
+cdef struct Ghost:
+    uint64_t hash
+    int32_t prev
+    int32_t next
+    uint32_t uses           # what a history remembers of the key
+    uint32_t used_at
+
+
+@cython.final
+cdef class GhostList:
+    cdef Ghost* ghosts      # [capacity + 2]; 0 is the list head: next is the oldest, prev the most recent
+    cdef int32_t* slots     # [mask + 1]: index into ghosts, or 0
+    cdef uint32_t mask
+    cdef int32_t num_fresh
+    cdef int32_t free_head
+    cdef readonly Py_ssize_t capacity
+    cdef Py_ssize_t num_ghosts
+
+    cdef int32_t find(self, uint64_t hash) noexcept nogil
+    cdef int32_t push(self, uint64_t hash) noexcept nogil
+    cdef void refresh(self, int32_t ghost) noexcept nogil
+    cdef void drop(self, int32_t ghost) noexcept nogil
+    cdef void clear(self) noexcept nogil
+    cdef void _link_last(self, int32_t ghost) noexcept nogil
+    cdef void _unlink(self, int32_t ghost) noexcept nogil

@@ -1,0 +1,55 @@
+# A 4-ary min-heap over (rank, stamp) whose rows know where they stand: row r's position is at[r * step].
+#
+# Four children share a cache line or two, which halves the misses of a binary heap's way down.
+
+from libc.stdint cimport int32_t, uint64_t
+
+cdef struct HeapNode:
+    uint64_t rank
+    uint64_t stamp
+    int32_t row
+
+
+cdef inline bint before(const HeapNode* a, const HeapNode* b) noexcept nogil:
+    return a.rank < b.rank or (a.rank == b.rank and a.stamp < b.stamp)
+
+
+cdef inline void sift_up(int32_t* at, Py_ssize_t step, HeapNode* nodes, int32_t i, HeapNode node) noexcept nogil:
+    cdef int32_t parent
+    while i > 0:
+        parent = (i - 1) >> 2
+        if not before(&node, &nodes[parent]):
+            break
+        nodes[i] = nodes[parent]
+        at[nodes[i].row * step] = i
+        i = parent
+    nodes[i] = node
+    at[node.row * step] = i
+
+
+cdef inline void sift_down(
+    int32_t* at, Py_ssize_t step, HeapNode* nodes, int32_t n, int32_t i, HeapNode node
+) noexcept nogil:
+    cdef int32_t child, least
+    while 4 * i + 1 < n:
+        least = 4 * i + 1
+        for child in range(least + 1, min(least + 4, n)):
+            if before(&nodes[child], &nodes[least]):
+                least = child
+        if not before(&nodes[least], &node):
+            break
+        nodes[i] = nodes[least]
+        at[nodes[i].row * step] = i
+        i = least
+    nodes[i] = node
+    at[node.row * step] = i
+
+
+cdef inline void heap_put(
+    int32_t* at, Py_ssize_t step, HeapNode* nodes, int32_t n, int32_t i, HeapNode node
+) noexcept nogil:
+    # Put a node where another one stood, and let it rise or sink.
+    if before(&node, &nodes[i]):
+        sift_up(at, step, nodes, i, node)
+    else:
+        sift_down(at, step, nodes, n, i, node)

@@ -1,0 +1,405 @@
+"""Rows: memory, the key index, and how rows come and go.
+
+Compiled because a batch of keys is resolved here once per request. Block `b` of a pool lives in row `first + b`.
+"""
+
+from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc, PyMem_Realloc
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF, Py_XDECREF
+from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memset
+
+from kvcache.core.index cimport index_delete, index_insert, prefetch, same_bytes, slots_for, zeroed
+from kvcache.core.links cimport FREE
+from kvcache.core.trail cimport Named
+
+cdef enum:
+    CHUNK = 64              # keys whose look-ups are in flight together
+    KEYS_AHEAD = 8          # key objects fetched ahead of their hashing: header, cached hash, and bytes
+    LONG_LANE = 32768       # nodes of a heap from which on it is given room for every row
+
+
+cdef class Rows:
+    """Rows(cache_capacity)
+
+    Blocks by key: what the verbs and the policies stand on.
+    """
+
+    def __cinit__(self, cache_capacity):
+        if type(cache_capacity) is not int or not 1 <= cache_capacity < 1 << 30:
+            raise ValueError(f"cache_capacity must be an int >= 1 and < 2**30, got {cache_capacity!r}")
+        self.cache_capacity = cache_capacity
+
+    def __dealloc__(self):
+        cdef int32_t row, lane
+        if self.rows != NULL:
+            for row in range(self.first, self.first + self.num_fresh):
+                Py_XDECREF(self.rows[row].key)
+                if self.foreign != NULL:
+                    Py_XDECREF(self.foreign[row].status)
+        if self.lanes != NULL:
+            for lane in range(self.first):
+                PyMem_Free(self.lanes[lane].nodes)
+        free(self.rows)
+        free(self.slots)
+        for block in (<uintptr_t> self.lanes, <uintptr_t> self.foreign, <uintptr_t> self.ranks,
+                      <uintptr_t> self.batch_rows,
+                      <uintptr_t> self.batch_hashes, <uintptr_t> self.batch_named, <uintptr_t> self.batch_wanted,
+                      <uintptr_t> self.fresh_rows, <uintptr_t> self.fresh_hashes, <uintptr_t> self.aside):
+            PyMem_Free(<void*> <uintptr_t> block)
+
+    def __reduce__(self):
+        raise TypeError(f"{type(self).__name__} lives in one process and cannot be pickled; send its name instead")
+
+    # ---- memory -----------------------------------------------------------------------------------------------
+
+    cdef int _allocate(self, int32_t num_lists, bint ranked) except -1:
+        cdef int32_t lane
+        cdef uint32_t num_slots = slots_for(self.cache_capacity)
+        self.first = num_lists * NUM_PRIORITIES
+        self.num_rows = self.first + <int32_t> self.cache_capacity
+        self.rows = <Row*> zeroed(self.num_rows * sizeof(Row))
+        self.lanes = <Lane*> PyMem_Calloc(self.first, sizeof(Lane))
+        self.slots = <Slot*> zeroed(num_slots * sizeof(Slot))
+        self.foreign = <Foreign*> PyMem_Calloc(self.num_rows, sizeof(Foreign))
+        if ranked:
+            self.ranks = <uint64_t*> PyMem_Calloc(self.num_rows, sizeof(uint64_t))
+        if (self.rows == NULL or self.lanes == NULL or self.slots == NULL or self.foreign == NULL
+                or (ranked and self.ranks == NULL)):
+            raise MemoryError(f"no memory for a table of {self.cache_capacity} blocks")
+        self.slot_mask = num_slots - 1
+        for lane in range(self.first):
+            self.rows[lane].prev = self.rows[lane].next = lane
+        if ranked:
+            # Every row stands in a heap: all of the normal one's memory now, so that no call moves it.
+            self.lanes[NORMAL].nodes = <HeapNode*> PyMem_Malloc(self.cache_capacity * sizeof(HeapNode))
+            if self.lanes[NORMAL].nodes == NULL:
+                raise MemoryError(f"no memory for a table of {self.cache_capacity} blocks")
+            self.lanes[NORMAL].size = <int32_t> self.cache_capacity
+        self.num_free = self.cache_capacity
+        self.mark = 1
+        self._reserve_batch(CHUNK)
+        return 0
+
+    cdef int _grow(self) except -1:
+        """Double the rows of a plain policy that was given more blocks than its capacity."""
+        cdef int32_t num_rows = self.first + 2 * (self.num_rows - self.first)
+        cdef uint32_t num_slots = slots_for(num_rows)
+        cdef int32_t row
+        cdef Slot* slots = <Slot*> zeroed(num_slots * sizeof(Slot))
+        cdef void* rows = realloc(self.rows, num_rows * sizeof(Row))
+        if rows != NULL:
+            self.rows = <Row*> rows
+        cdef void* foreign = PyMem_Realloc(self.foreign, num_rows * sizeof(Foreign))
+        if foreign != NULL:
+            self.foreign = <Foreign*> foreign
+        cdef void* ranks = NULL
+        if self.ranks != NULL:
+            ranks = PyMem_Realloc(self.ranks, num_rows * sizeof(uint64_t))
+            if ranks != NULL:
+                self.ranks = <uint64_t*> ranks
+        if slots == NULL or rows == NULL or foreign == NULL or (self.ranks != NULL and ranks == NULL):
+            free(slots)
+            raise MemoryError(f"no memory for a table of {num_rows} blocks")
+        memset(&self.rows[self.num_rows], 0, (num_rows - self.num_rows) * sizeof(Row))
+        memset(&self.foreign[self.num_rows], 0, (num_rows - self.num_rows) * sizeof(Foreign))
+        if self.ranks != NULL:
+            memset(&self.ranks[self.num_rows], 0, (num_rows - self.num_rows) * sizeof(uint64_t))
+        free(self.slots)
+        self.slots = slots
+        self.slot_mask = num_slots - 1
+        for row in range(self.first, self.num_rows):
+            if self.rows[row].where != FREE:
+                index_insert(slots, self.slot_mask, self.rows[row].hash, row)
+        cdef int32_t num_rows_before = self.num_rows
+        self.num_free += num_rows - num_rows_before
+        self.num_rows = num_rows
+        self._grown(num_rows_before)
+        return 0
+
+    cdef int _reserve_batch(self, Py_ssize_t n) except -1:
+        cdef Py_ssize_t size
+        cdef void* block
+        if n <= self.batch_size:
+            return 0
+        size = max(n, 2 * self.batch_size)
+        block = PyMem_Realloc(self.batch_rows, size * sizeof(int32_t))
+        if block != NULL:
+            self.batch_rows = <int32_t*> block
+            block = PyMem_Realloc(self.batch_hashes, size * sizeof(uint64_t))
+        if block != NULL:
+            self.batch_hashes = <uint64_t*> block
+            block = PyMem_Realloc(self.batch_named, size * sizeof(Py_ssize_t))
+        if block != NULL:
+            self.batch_named = <Py_ssize_t*> block
+            block = PyMem_Realloc(self.batch_wanted, size * sizeof(Py_ssize_t))
+        if block != NULL:
+            self.batch_wanted = <Py_ssize_t*> block
+            block = PyMem_Realloc(self.fresh_rows, size * sizeof(int32_t))
+        if block != NULL:
+            self.fresh_rows = <int32_t*> block
+            block = PyMem_Realloc(self.fresh_hashes, size * sizeof(uint64_t))
+        if block == NULL:
+            raise MemoryError(f"no memory for a call of {n} keys")
+        self.fresh_hashes = <uint64_t*> block
+        self.batch_size = size
+        return 0
+
+    cdef int _reserve_heaps(self, Py_ssize_t n) except -1:
+        """Make room for `n` rows to come back to whichever lanes, so that `unpark` cannot fail."""
+        cdef int32_t lane_idx
+        cdef Py_ssize_t size
+        cdef Py_ssize_t most = self.num_rows - self.first   # no lane holds more rows than there are
+        cdef Lane* lane
+        cdef void* nodes
+        for lane_idx in range(self.first):
+            lane = &self.lanes[lane_idx]
+            size = min(lane.num_nodes + n, most)
+            if size <= lane.size:
+                continue
+            # A long lane gets all the room there is, untouched until used: growing again would copy megabytes.
+            size = min(max(size, 2 * <Py_ssize_t> lane.size), most) if size < LONG_LANE else most
+            nodes = PyMem_Realloc(lane.nodes, size * sizeof(HeapNode))
+            if nodes == NULL:
+                raise MemoryError(f"no memory for {size} blocks that came back out of order")
+            lane.nodes = <HeapNode*> nodes
+            lane.size = <int32_t> size
+        return 0
+
+    cdef int _reserve_aside(self, Py_ssize_t n) except -1:
+        cdef void* block
+        if n > self.aside_size:
+            block = PyMem_Realloc(self.aside, n * sizeof(int32_t))
+            if block == NULL:
+                raise MemoryError(f"no memory to protect {n} blocks")
+            self.aside = <int32_t*> block
+            self.aside_size = n
+        return 0
+
+    # ---- keys to rows -----------------------------------------------------------------------------------------
+
+    cdef uint32_t _next_mark(self) noexcept nogil:
+        cdef int32_t row
+        self.mark += 1
+        if self.mark == 0:
+            for row in range(self.num_rows):
+                self.rows[row].mark = 0
+            self.mark = 1
+        return self.mark
+
+    cdef int32_t _find_one(self, PyObject* key, uint64_t hash) noexcept nogil:
+        cdef uint32_t at = <uint32_t> hash & self.slot_mask
+        cdef int32_t row = self.slots[at].row
+        while row != 0:
+            if (self.slots[at].tag == <uint32_t> hash and self.rows[row].hash == hash
+                    and same_bytes(self.rows[row].key, key)):
+                return row
+            at = (at + 1) & self.slot_mask
+            row = self.slots[at].row
+        return 0
+
+    cdef int _find(self, list keys, Py_ssize_t start, Py_ssize_t stop) except -1:
+        """Write hash and row (0: absent) of each key to the batch arrays; ValueError names a key that is none.
+
+        In passes, so that the cache misses of a chunk overlap: key, bucket, row, the row's key.
+        """
+        cdef Py_ssize_t low, high, i
+        cdef PyObject* key
+        cdef uint64_t hash
+        cdef uint32_t at
+        cdef int32_t row
+        self._reserve_batch(stop)
+        for low in range(start, stop, CHUNK):
+            high = min(low + CHUNK, stop)
+            for i in range(low, high):
+                if i + KEYS_AHEAD < stop:
+                    key = PyList_GET_ITEM(keys, i + KEYS_AHEAD)
+                    prefetch(key)
+                    prefetch(<char*> key + 64)
+                key = PyList_GET_ITEM(keys, i)
+                if not PyBytes_CheckExact(key) or PyBytes_GET_SIZE(key) == 0:
+                    raise ValueError(f"key must be non-empty bytes, got {<object> key!r}")
+                hash = <uint64_t> PyObject_Hash(key)
+                self.batch_hashes[i] = hash
+                prefetch(&self.slots[<uint32_t> hash & self.slot_mask])
+            for i in range(low, high):
+                hash = self.batch_hashes[i]
+                at = <uint32_t> hash & self.slot_mask
+                row = self.slots[at].row
+                while row != 0 and self.slots[at].tag != <uint32_t> hash:
+                    at = (at + 1) & self.slot_mask
+                    row = self.slots[at].row
+                self.batch_rows[i] = row
+                if row != 0:
+                    prefetch(&self.rows[row])
+            for i in range(low, high):
+                row = self.batch_rows[i]
+                if row != 0 and self.rows[row].key != PyList_GET_ITEM(keys, i):
+                    prefetch(self.rows[row].key)
+            for i in range(low, high):
+                row = self.batch_rows[i]
+                if row == 0:
+                    continue
+                key = PyList_GET_ITEM(keys, i)
+                if self.rows[row].hash != self.batch_hashes[i] or not same_bytes(self.rows[row].key, key):
+                    self.batch_rows[i] = self._find_one(key, self.batch_hashes[i])
+        return 0
+
+    cdef Py_ssize_t _walk(self, list keys, Py_ssize_t n, Trail trail) noexcept:
+        """Resolve leading keys that are the very objects of the trail, in its order, and return how many."""
+        cdef Py_ssize_t i = 0, at = 0, j
+        cdef Py_ssize_t num_named = trail.num_named
+        cdef bint in_step = trail.version == self.version
+        cdef PyObject* key
+        cdef Named* named
+        while i < n:
+            key = PyList_GET_ITEM(keys, i)
+            j = at
+            while j < num_named and trail.named[j].key != key:
+                j += 1
+            if j == num_named:
+                break
+            named = &trail.named[j]
+            # A row is trusted only while its generation says that it has not changed hands.
+            if not in_step and (named.row == 0 or self.rows[named.row].generation != named.generation):
+                named.row = self._find_one(key, named.hash)
+                named.generation = self.rows[named.row].generation
+            self.batch_rows[i] = named.row
+            self.batch_hashes[i] = named.hash
+            self.batch_named[i] = j
+            at = j + 1
+            i += 1
+        if i == num_named:
+            trail.version = self.version
+        return i
+
+    cdef int _resolve(self, list keys, Trail trail, bint add) except -1:
+        """Fill the batch arrays for `keys`: row, hash and, with a trail, where in it (-1: nowhere)."""
+        cdef Py_ssize_t n = len(keys)
+        cdef Py_ssize_t i = 0, j, at
+        cdef bint was_empty
+        cdef Named* named
+        self._reserve_batch(n)
+        if trail is None:
+            self._find(keys, 0, n)
+            return 0
+        was_empty = trail.num_named == 0
+        # Comparing pointers pays only for a call that is not tiny beside the request.
+        if not was_empty and 16 * n >= trail.num_named:
+            i = self._walk(keys, n, trail)
+        if i == n:
+            return 0
+        self._find(keys, i, n)
+        if add:
+            trail.reserve(n - i)
+        for j in range(i, n):
+            at = trail.locate(PyList_GET_ITEM(keys, j), self.batch_hashes[j])
+            if at >= 0:
+                named = &trail.named[at]
+                named.row = self.batch_rows[j]
+                named.generation = self.rows[named.row].generation
+            elif add:
+                at = trail.add(
+                    PyList_GET_ITEM(keys, j),
+                    self.batch_hashes[j],
+                    self.batch_rows[j],
+                    self.rows[self.batch_rows[j]].generation,
+                )
+            self.batch_named[j] = at
+        if was_empty:
+            trail.version = self.version
+        return 0
+
+    cdef int32_t _row_of(self, key) except -1:
+        """Return the row of one key, or 0."""
+        if type(key) is not bytes or not key:
+            raise ValueError(f"key must be non-empty bytes, got {key!r}")
+        return self._find_one(<PyObject*> key, <uint64_t> PyObject_Hash(<PyObject*> key))
+
+    # ---- rows come and go -------------------------------------------------------------------------------------
+
+    cdef int32_t _admit(self, PyObject* key, uint64_t hash) noexcept:
+        """Give the key a row, PARKED and not ready; there is a free one."""
+        cdef int32_t row
+        if self.num_fresh < self.num_rows - self.first:
+            row = self.first + self.num_fresh
+            self.num_fresh += 1
+        else:
+            row = self.free_head
+            self.free_head = self.rows[row].next
+        Py_INCREF(<object> key)
+        self.rows[row].key = key
+        self.rows[row].hash = hash
+        self.rows[row].ref_cnt = -1
+        self.rows[row].where = PARKED
+        self.rows[row].mark = 0
+        self.rows[row].priority = NORMAL
+        self.rows[row].generation += 1
+        index_insert(self.slots, self.slot_mask, hash, row)
+        self.num_resident += 1
+        self.num_free -= 1
+        return row
+
+    cdef PyObject* _release(self, int32_t row) noexcept nogil:
+        """Free a PARKED row that no list counts any more, and return its key, whose reference is the caller's now."""
+        cdef PyObject* key = self.rows[row].key
+        if self.rows[row].priority > NORMAL:
+            self.deadlines.remove(row)
+        index_delete(self.slots, self.slot_mask, self.rows[row].hash, row)
+        self.rows[row].key = NULL
+        self.rows[row].where = FREE
+        self.rows[row].generation += 1
+        self.rows[row].next = self.free_head
+        self.free_head = row
+        self.num_resident -= 1
+        self.num_free += 1
+        return key
+
+    # ---- a policy's answers; the defaults are those of one recency list ---------------------------------------
+
+    cdef void _tick(self) noexcept nogil:
+        """A request begins: the clock of those that have one."""
+
+    cdef void _touch(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
+        """Count one use each, from last to first; row 0: the key is absent, a ghost perhaps."""
+        self._order(rows, n)
+
+    cdef void _order(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        """Move each row, from last to first, to the most-recent end of its list."""
+        cdef Py_ssize_t i
+        for i in range(n - 1, -1, -1):
+            if rows[i] != 0:
+                place(self, rows[i], self.rows[rows[i]].list_idx)
+
+    cdef void _insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        """Let new rows enter their list, from first to last."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            enter(self, rows[i], 0)
+
+    cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+        """Take up to `n` victims of one priority out of their lanes, oldest first; return how many there were."""
+        cdef Py_ssize_t got = 0
+        cdef int32_t row
+        while got < n:
+            row = take_oldest(self, 0, priority)
+            if row == 0:
+                break
+            out[got] = row
+            got += 1
+        return got
+
+    cdef void _leave(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        """Let go of rows that leave without being remembered."""
+
+    cdef void _forget(self) noexcept nogil:
+        """Forget ghosts and adaptive state."""
+
+    cdef int _grown(self, int32_t num_rows_before) except -1:
+        """Follow with arrays of one's own when a plain policy's rows grow to `num_rows`."""
+        return 0
+
+    cdef int _check_policy(self) except -1:
+        """Raise BlockStateError where the policy's own state does not hold."""
+        return 0

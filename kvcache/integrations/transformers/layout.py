@@ -1,0 +1,238 @@
+"""How one block of KV data lies in host memory: every layer's keys and values side by side.
+
+The layout is measured on the model itself (one forward over a few tokens), because no field of a config says for
+every architecture what its cache holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+# It keeps nothing: it reads another layer's keys and values, or has no attention. Before 5.23 such layers are left out.
+_DummyLayer = getattr(cache_utils, "DummyLayer", None)
+_SUPPORTED_LAYERS = (_DummyLayer, DynamicLayer, DynamicSlidingWindowLayer)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One layer's keys (or values) within a block.
+
+    Parameters
+    ----------
+    layer, part : int
+        The layer, and 0 for keys or 1 for values.
+    num_heads, head_dim : int
+        Of the tensor, shape (batch, num_heads, tokens, head_dim).
+    dtype : torch.dtype
+        Of the tensor.
+    device : torch.device
+        Where the layer computes.
+    start, stop : int
+        Bytes of a block that it takes, for a block of `KVLayout.block_size` tokens.
+    """
+
+    layer: int
+    part: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    start: int
+    stop: int
+
+
+def new_past(config: Any) -> DynamicCache:
+    """Return an empty cache for a model, whose sliding-window layers keep what has left their window."""
+    past = DynamicCache(config=config)
+    past.activate_past_recording()
+    return past
+
+
+class KVLayout:
+    """Where each layer's keys and values stand in a block, and the copies in and out.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Runs one forward here.
+    block_size : int
+        Tokens of one block.
+
+    Raises
+    ------
+    ValueError
+        The model's cache is of a kind whose prefix cannot be cut out and put back.
+    """
+
+    def __init__(self, model: Any, block_size: int) -> None:
+        self.config = model.config.get_text_config(decoder=True)
+        self.block_size = block_size
+        past = self._probe(model)
+        self.num_layers = len(past.layers)
+        pieces: list[Piece] = []
+        start = 0
+        for i, layer in enumerate(past.layers):
+            for part, states in enumerate(_kept(layer)):
+                _, num_heads, _, head_dim = states.shape
+                stop = start + num_heads * block_size * head_dim * states.itemsize
+                pieces.append(Piece(i, part, num_heads, head_dim, states.dtype, states.device, start, stop))
+                start = -(-stop // 8) * 8
+        self.pieces = pieces
+        self.block_bytes = start
+        devices = {piece.device for piece in pieces}
+        # A model spread over several devices meets in host memory.
+        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+    def _probe(self, model: Any) -> DynamicCache:
+        """Run two prompts that differ in their last token, and return what the model keeps of them."""
+        name = type(model).__name__
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{name} is an encoder-decoder: its keys and values depend on more than a prefix")
+        past = new_past(model.config)
+        for i, layer in enumerate(past.layers):
+            if type(layer) not in _SUPPORTED_LAYERS:
+                raise ValueError(
+                    f"layer {i} of {name} keeps a {type(layer).__name__}; only full-attention and sliding-window "
+                    "layers can be cut at a block"
+                )
+        stretching = {"dynamic", "longrope"}.intersection(_rope_types(getattr(self.config, "rope_parameters", None)))
+        if stretching:
+            raise ValueError(
+                f"{name} has rotary embeddings of type {stretching.pop()!r}, which change a prefix's keys with the "
+                "length of the whole prompt"
+            )
+        device = model.get_input_embeddings().weight.device
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[0, 1], [0, 0]], device=device), past_key_values=past, use_cache=True)
+        for i, layer in enumerate(past.layers):
+            for states in _kept(layer):
+                if states is None or states.ndim != 4 or states.shape[0] != 2 or states.shape[2] != 2:
+                    shape = None if states is None else tuple(states.shape)
+                    raise ValueError(f"layer {i} of {name} keeps {shape} of two prompts of two tokens each")
+                first, second = states[:, :, 0].float()
+                tolerance = torch.finfo(states.dtype).eps ** 0.5 * float(states.abs().max())
+                if not torch.allclose(first, second, rtol=0.0, atol=tolerance):
+                    raise ValueError(f"{name} is not causal: layer {i} changes a prefix with what follows it")
+        return past
+
+    def describe(self) -> str:
+        """Return all that decides a block's bytes, as text."""
+        return ";".join(f"{p.layer}.{p.part}:{p.num_heads}x{p.head_dim}:{p.dtype}" for p in self.pieces)
+
+    def check(self, past: Any, num_rows: int) -> int:
+        """Return how many tokens `past` holds in each of its rows.
+
+        Raises
+        ------
+        ValueError
+            It is not this model's cache, or a layer has let tokens go.
+        """
+        layers = getattr(past, "layers", None)
+        if layers is None or len(layers) != self.num_layers:
+            held = type(past).__name__ if layers is None else f"{len(layers)} layers"
+            raise ValueError(f"past must be a cache of {self.num_layers} layers, got {held}")
+        length = int(past.get_seq_length())
+        if length == 0:
+            return 0
+        for piece in self.pieces:
+            layer = layers[piece.layer]
+            states = layer.values if piece.part else layer.keys
+            expected = (num_rows, piece.num_heads, length, piece.head_dim)
+            if states is None or states.dtype != piece.dtype:
+                dtype = None if states is None else states.dtype
+                raise ValueError(f"layer {piece.layer} of past holds {dtype}, the model's holds {piece.dtype}")
+            if tuple(states.shape) != expected:
+                hint = ""
+                if isinstance(layer, DynamicSlidingWindowLayer) and states.shape[2] < length:
+                    hint = "; its window has dropped the rest: run the model with a cache of load() or new_past()"
+                raise ValueError(
+                    f"layer {piece.layer} of past must be of shape {expected}, got {tuple(states.shape)}{hint}"
+                )
+        return length
+
+    def pack(self, past: Any, row: int, column: int, num_blocks: int) -> torch.Tensor:
+        """Copy blocks out of a cache.
+
+        Parameters
+        ----------
+        past : DynamicCache
+            Checked by `check`.
+        row, column : int
+            The row of the batch, and the column that the first block starts in.
+        num_blocks : int
+            Blocks, one after the other.
+
+        Returns
+        -------
+        torch.Tensor
+            int8, shape (num_blocks, block_bytes), on the model's device.
+        """
+        blocks = torch.zeros((num_blocks, self.block_bytes), dtype=torch.int8, device=self._device)
+        for piece in self.pieces:
+            layer = past.layers[piece.layer]
+            states = layer.values if piece.part else layer.keys
+            tokens = states[row, :, column : column + num_blocks * self.block_size]
+            self._view(blocks, piece).copy_(self._cut(tokens))
+        return blocks
+
+    def unpack(self, rows: list[torch.Tensor], num_pads: list[int], length: int) -> DynamicCache:
+        """Build a cache from blocks.
+
+        Parameters
+        ----------
+        rows : list of torch.Tensor
+            Each row's blocks, int8, shape (num_blocks, block_bytes): as many as reach `length`.
+        num_pads : list of int
+            Columns of padding that each row begins with.
+        length : int
+            Columns of the cache.
+        """
+        past = new_past(self.config)
+        states: list[torch.Tensor] = []
+        moved: dict[torch.device, list[torch.Tensor]] = {}
+        for piece in self.pieces:
+            if piece.device not in moved:
+                moved[piece.device] = [blocks.to(piece.device) for blocks in rows]
+            # The last block may reach beyond `length`: room for it, and a narrower view for the model.
+            room = length + self.block_size
+            tensor = torch.empty(
+                (len(rows), piece.num_heads, room, piece.head_dim), dtype=piece.dtype, device=piece.device
+            )
+            for row, blocks in enumerate(moved[piece.device]):
+                num_blocks, pad = len(blocks), min(num_pads[row], length)
+                tensor[row, :, :pad].zero_()
+                if num_blocks:
+                    tokens = tensor[row, :, pad : pad + num_blocks * self.block_size]
+                    self._cut(tokens).copy_(self._view(blocks, piece))
+            states.append(tensor[:, :, :length])
+            if piece.part:
+                past.update(states[-2], states[-1], piece.layer)
+        return past
+
+    def _view(self, blocks: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """See one layer's keys or values in blocks: shape (num_blocks, num_heads, block_size, head_dim)."""
+        flat = blocks[:, piece.start : piece.stop].view(piece.dtype)
+        return flat.view(len(blocks), piece.num_heads, self.block_size, piece.head_dim)
+
+    def _cut(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See tokens, shape (num_heads, n * block_size, head_dim), in the same shape; no copy."""
+        num_heads, _, head_dim = tokens.shape
+        return tokens.view(num_heads, -1, self.block_size, head_dim).transpose(0, 1)
+
+
+def _kept(layer: Any) -> tuple[Any, ...]:
+    """Return a layer's keys and values, or nothing where it keeps none of its own."""
+    return () if type(layer) is _DummyLayer else (layer.keys, layer.values)
+
+
+def _rope_types(parameters: Any) -> list[str]:
+    """Return every rope type that a config names; some name one per kind of layer."""
+    if not isinstance(parameters, dict):
+        return []
+    own = [parameters["rope_type"]] if "rope_type" in parameters else []
+    return own + [rope_type for value in parameters.values() for rope_type in _rope_types(value)]

@@ -1,0 +1,26 @@
+"""The door to vLLM: `KVCacheOffloadingSpec`, for the engine's own OffloadingConnector.
+
+The engine is imported, and its release checked, when the class is first asked for; so this package can be read, and
+its settings tested, where no vLLM is installed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["KVCacheOffloadingSpec"]
+
+if TYPE_CHECKING:
+    from kvcache.integrations.vllm.spec import KVCacheOffloadingSpec
+
+
+def __getattr__(name: str) -> Any:
+    if name != "KVCacheOffloadingSpec":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvcache.integrations.vllm.releases import installed_release
+
+    installed_release()
+    from kvcache.integrations.vllm.spec import KVCacheOffloadingSpec
+
+    globals()[name] = KVCacheOffloadingSpec
+    return KVCacheOffloadingSpec

@@ -1,0 +1,95 @@
+"""vLLM's entry point: one spec for the scheduler and one for each worker, which share nothing but the config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
+from kvcache.integrations.vllm.metrics import metric_definitions
+from kvcache.integrations.vllm.releases import installed_release
+from kvcache.integrations.vllm.settings import Settings
+from kvcache.integrations.vllm.tiered import (
+    SharedPool,
+    TieredKVCacheOffloadingManager,
+    TieredKVCacheOffloadingWorker,
+    aligned_bytes,
+)
+from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+from kvcache.manager import CPUOffloadingManager
+
+# vLLM shows what is logged below its own name.
+logger = init_logger(f"vllm.{__name__}")
+
+
+class KVCacheOffloadingSpec(OffloadingSpec):
+    """Offload vLLM's KV cache to host memory under a policy of ours.
+
+    Parameters
+    ----------
+    config : vllm.v1.kv_offload.config.OffloadingConfig
+        Made by vLLM; ``extra_config`` is what the user wrote, see `Settings`.
+
+    Raises
+    ------
+    ValueError
+        The settings make no sense, or the memory does not hold one block.
+    """
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return metric_definitions()
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.settings = Settings.from_extra_config(config.extra_config)
+        self.bytes_per_block = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
+        if self.settings.tiers is not None:
+            self.bytes_per_block = aligned_bytes(self.bytes_per_block)
+        self.num_blocks = self.settings.num_blocks(config.parallel.world_size, self.bytes_per_block)
+        self._config = config
+        self._manager: KVCacheOffloadingManager | None = None
+        self._worker: KVCacheOffloadingWorker | None = None
+
+    def get_manager(self) -> KVCacheOffloadingManager:
+        if self._manager is None:
+            self._manager = self._make_manager(
+                self.tokens_per_block[0] * self.blocks_per_chunk, self.kv_events_config.enable_kv_cache_events
+            )
+            logger.info(
+                "kvcache offloads to %d blocks of %d bytes per rank, policy %s",
+                self.num_blocks,
+                self.bytes_per_block,
+                self.settings.cache_policy,
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: Any) -> KVCacheOffloadingWorker:
+        if self._worker is None:
+            self._worker = self._make_worker(kv_caches)
+        return self._worker
+
+    def _make_manager(self, block_size: int, enable_events: bool) -> KVCacheOffloadingManager:
+        settings, release = self.settings, installed_release()
+        if settings.tiers is not None:
+            return TieredKVCacheOffloadingManager(
+                self._config, settings, block_size, self.num_blocks, self.bytes_per_block, enable_events, release
+            )
+        manager = CPUOffloadingManager(
+            block_size,
+            self.num_blocks,
+            cache_policy=settings.cache_policy,
+            enable_events=enable_events,
+            **settings.manager_options,
+        )
+        return KVCacheOffloadingManager(manager, release)
+
+    def _make_worker(self, kv_caches: Any) -> KVCacheOffloadingWorker:
+        settings, factor = self.settings, self.blocks_per_chunk
+        if settings.tiers is None:
+            return KVCacheOffloadingWorker(kv_caches, self.num_blocks, factor, settings.num_copy_threads)
+        rank, rank_bytes = self._config.parallel.rank, self.bytes_per_block
+        shared = SharedPool(self._config, settings, self.num_blocks, rank_bytes, is_owner=False)
+        return TieredKVCacheOffloadingWorker(kv_caches, shared, rank, rank_bytes, factor, settings.num_copy_threads)

@@ -1,0 +1,219 @@
+"""Tiers below host memory under vLLM: host blocks that scheduler and workers share, and what changes for the manager.
+
+How they come to share them: every worker starts before the scheduler and maps the file of this engine's id; the
+scheduler, last, locks the file and takes its name away, so that nothing is left behind however the engine ends. With
+its first job a worker makes sure that somebody holds that lock: who maps a file of its own, on another node say,
+would send tiers bytes that no device ever wrote.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
+
+from kvcache.integrations.vllm.manager import KVCacheOffloadingManager, _Request
+from kvcache.integrations.vllm.releases import Release
+from kvcache.integrations.vllm.settings import Settings
+from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+from kvcache.tiering import make_tiers
+from kvcache.tiers.manager import TieredOffloadingManager
+from kvcache.tiers.shared import SharedBlocks
+from kvcache.transfer.memory import check_memory
+from kvcache.transfer.shared import SharedHostPool
+
+_ALIGN_BYTES = 4096
+
+
+def aligned_bytes(num_bytes: int) -> int:
+    """Return the bytes that one rank's part of a block takes in the shared pool."""
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def fingerprint(config: Any) -> dict[str, Any]:
+    """Return what makes these blocks different from another model's, geometry's or release's."""
+    parallel = config.parallel
+    return {
+        "engine": f"vllm {vllm.__version__}",
+        "device": current_platform.device_type,
+        "model": config.model.name,
+        "dtype": config.model.dtype,
+        "layout": config.kv_cache_layout,
+        "groups": [[group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups],
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "bytes_per_block": config.worker_kv_bytes_per_block,
+        "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+    }
+
+
+class SharedPool(SharedBlocks):
+    """The engine's host blocks, mapped.
+
+    Parameters
+    ----------
+    config : vllm.v1.kv_offload.config.OffloadingConfig
+        The engine's.
+    settings : Settings
+        Ours.
+    num_blocks, rank_bytes : int
+        The pool's shape: all ranks' parts of a block lie side by side.
+    is_owner : bool
+        Whether this is the scheduler's.
+
+    Raises
+    ------
+    ValueError
+        There is not so much memory, or the file belongs to another engine.
+    """
+
+    def __init__(self, config: Any, settings: Settings, num_blocks: int, rank_bytes: int, is_owner: bool) -> None:
+        parallel = config.parallel
+        name = f"kvcache-{config.engine_id}-{parallel.data_parallel_index}".replace("/", "-")
+        path = Path(settings.pool_folder, name)
+        if not path.exists():
+            check_memory(num_blocks * rank_bytes * parallel.world_size)
+        super().__init__(path, num_blocks, rank_bytes * parallel.world_size, is_owner)
+        if is_owner:
+            path.unlink(missing_ok=True)
+        elif self.has_owner():
+            self.close()
+            raise ValueError(f"shared pool {path} belongs to a running engine of the same engine_id; give each its own")
+
+    def has_owner(self) -> bool:
+        """Return whether a scheduler holds the file that this worker maps."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return False
+
+
+class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
+    """Answer vLLM's scheduler out of a `TieredOffloadingManager`.
+
+    Parameters
+    ----------
+    config : vllm.v1.kv_offload.config.OffloadingConfig
+        The engine's.
+    settings : Settings
+        Ours, with tiers.
+    block_size, num_blocks, rank_bytes : int
+        Tokens of an offloaded block, and the pool's shape.
+    enable_events : bool
+        Whether events are told.
+    release : Release
+        What the engine has and has not.
+
+    Raises
+    ------
+    ValueError
+        The pool cannot be had, or a tier refuses its options or its folder.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        settings: Settings,
+        block_size: int,
+        num_blocks: int,
+        rank_bytes: int,
+        enable_events: bool,
+        release: Release,
+    ) -> None:
+        self._shared = SharedPool(config, settings, num_blocks, rank_bytes, is_owner=True)
+        try:
+            manager = TieredOffloadingManager(
+                block_size,
+                num_blocks,
+                make_tiers(settings.tiers, self._shared.array, fingerprint(config)),
+                settings.cache_policy,
+                enable_events,
+                deadline_s=settings.lookup_deadline_s,
+                **settings.manager_options,
+            )
+        except BaseException:
+            self._shared.close()
+            raise
+        super().__init__(manager, release)
+        self._tiered = manager
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        ours = req_context.get_state(_Request)
+        found = self._tiered.lookup(key, ours)
+        if found:
+            return LookupResult.HIT
+        # A block known to be held counts as a hit, so that a sliding window's search ends at it.
+        if self._tiered.is_coming(key, ours):
+            return LookupResult.HIT_PENDING
+        return LookupResult.RETRY if found is None else LookupResult.MISS
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        for event in self._tiered.take_events():
+            medium = Medium.CPU if event.medium == self._tiered.medium else Medium.STORAGE
+            yield OffloadingEvent(keys=event.keys, medium=medium, removed=event.removed)
+
+    def get_stats(self) -> Any:
+        return self._metrics.changes(self._tiered.stats(), self._tiered.tier_stats())
+
+    def has_pending_work(self) -> bool:
+        return self._tiered.has_pending_work()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._shared.close()
+
+
+class TieredKVCacheOffloadingWorker(KVCacheOffloadingWorker):
+    """Copy blocks for one rank of the engine, to and from its part of the shared blocks.
+
+    Parameters
+    ----------
+    kv_caches : vllm.v1.kv_offload.base.CanonicalKVCaches
+        The rank's KV cache.
+    shared : SharedPool
+        The engine's blocks; the worker's to close.
+    rank, rank_bytes : int
+        Which part of each block is this rank's.
+    blocks_per_chunk : int
+        Device blocks in one offloaded block.
+    num_copy_threads : int, optional
+        As for `KVCacheOffloadingWorker`.
+    """
+
+    def __init__(
+        self,
+        kv_caches: Any,
+        shared: SharedPool,
+        rank: int,
+        rank_bytes: int,
+        blocks_per_chunk: int,
+        num_copy_threads: int | None = None,
+    ) -> None:
+        self._shared = shared
+        self._is_known_shared = False
+        num_blocks, stride_bytes = shared.array.shape
+
+        def make_pool(num_bytes: int) -> SharedHostPool:
+            if num_bytes > rank_bytes:
+                raise ValueError(f"a block of rank {rank} has {num_bytes} bytes, the engine's config says {rank_bytes}")
+            return SharedHostPool(shared.mapping, num_blocks, num_bytes, rank * rank_bytes, stride_bytes)
+
+        super().__init__(kv_caches, num_blocks, blocks_per_chunk, num_copy_threads, make_pool)
+
+    def refusal(self) -> str:
+        if not self._is_known_shared:
+            self._is_known_shared = self._shared.has_owner()
+        return (
+            "" if self._is_known_shared else "no scheduler shares this rank's host blocks; tiers need all on one node"
+        )
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._shared.close()

@@ -1,0 +1,6 @@
+from typing import final
+
+from kvcache.policies.mq import MultiQueue
+
+@final
+class AMQCachePolicy(MultiQueue): ...

@@ -1,0 +1,16 @@
+from typing import final
+
+from kvcache.core.ghosts import GhostList
+from kvcache.core.table import ListView, Table
+
+@final
+class ARCCachePolicy(Table):
+    @property
+    def t1(self) -> ListView: ...
+    @property
+    def t2(self) -> ListView: ...
+    @property
+    def b1(self) -> GhostList: ...
+    @property
+    def b2(self) -> GhostList: ...
+    target_t1_size: float

@@ -1,0 +1,143 @@
+"""arc: two recency lists, blocks seen once and blocks seen again, whose shares follow the ghosts that are asked for.
+
+Compiled because it is a Table. Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST '03.
+"""
+
+cimport cython
+from libc.stdint cimport int32_t, uint64_t
+
+from kvcache.core.ghosts cimport GhostList
+from kvcache.core.rows cimport enter, place, ref_of, take_oldest
+from kvcache.core.table cimport Table
+
+import math
+
+from kvcache.core.table import ListView
+from kvcache.policies.base import CachePolicy
+from kvcache.types import BlockStateError
+
+cdef enum:
+    T1 = 0
+    T2 = 1
+
+
+@cython.final
+cdef class ARCCachePolicy(Table):
+    """ARCCachePolicy(cache_capacity)
+
+    Balance recency and frequency by what was evicted too early.
+
+    Parameters
+    ----------
+    cache_capacity : int
+        Blocks that the cache holds, >= 1; also the keys that each ghost list remembers.
+
+    Raises
+    ------
+    ValueError
+        The capacity is not a positive int.
+
+    Notes
+    -----
+    REPLACE of Megiddo & Modha, FAST '03, fig. 4; unlike it, passes over referenced, unready and protected blocks, and
+    trims both ghost lists to the capacity.
+    """
+
+    cdef double target
+    cdef readonly GhostList b1
+    cdef readonly GhostList b2
+
+    def __cinit__(self, cache_capacity):
+        self._allocate(2, False)
+        self.b1 = GhostList(cache_capacity)
+        self.b2 = GhostList(cache_capacity)
+
+    @property
+    def t1(self):
+        """Keys seen once, oldest first."""
+        return ListView(self, T1)
+
+    @property
+    def t2(self):
+        """Keys seen again, oldest first."""
+        return ListView(self, T2)
+
+    @property
+    def target_t1_size(self):
+        """Blocks that the list of blocks seen once should hold, a float."""
+        return self.target
+
+    @target_t1_size.setter
+    def target_t1_size(self, value):
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(f"target_t1_size must be a number >= 0, got {value!r}")
+        self.target = value
+
+    cdef void _touch(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef int32_t row, ghost
+        cdef double len1, len2
+        for i in range(n - 1, -1, -1):
+            row = rows[i]
+            if row != 0:
+                place(self, row, T1 if self.rows[row].list_idx == T1 and ref_of(self, row) < 0 else T2)
+                continue
+            len1 = self.b1.num_ghosts
+            len2 = self.b2.num_ghosts
+            ghost = self.b1.find(hashes[i])
+            if ghost != 0:
+                self.target = min(self.target + max(1.0, len2 / len1), <double> self.cache_capacity)
+                self.b1.refresh(ghost)
+                continue
+            ghost = self.b2.find(hashes[i])
+            if ghost != 0:
+                self.target = max(self.target - max(1.0, len1 / len2), 0.0)
+                self.b2.refresh(ghost)
+
+    cdef void _insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef int32_t ghost
+        for i in range(n):
+            enter(self, rows[i], T1)
+            ghost = self.b1.find(self.rows[rows[i]].hash)
+            if ghost != 0:
+                self.b1.drop(ghost)
+            ghost = self.b2.find(self.rows[rows[i]].hash)
+            if ghost != 0:
+                self.b2.drop(ghost)
+
+    cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+        cdef Py_ssize_t got = 0
+        cdef int32_t row, choice
+        while got < n:
+            choice = T1 if self.num_in_list[T1] >= <Py_ssize_t> self.target else T2
+            row = take_oldest(self, choice, priority)
+            if row == 0:
+                choice = T2 if choice == T1 else T1
+                row = take_oldest(self, choice, priority)
+            if row == 0:
+                break
+            if choice == T1:
+                self.b1.push(self.rows[row].hash)
+            else:
+                self.b2.push(self.rows[row].hash)
+            out[got] = row
+            got += 1
+        return got
+
+    cdef void _forget(self) noexcept nogil:
+        self.target = 0.0
+        self.b1.clear()
+        self.b2.clear()
+
+    cdef int _check_policy(self) except -1:
+        cdef int32_t row
+        self.b1.check()
+        self.b2.check()
+        for row in range(self.first, self.first + self.num_fresh):
+            if self.rows[row].key != NULL and (self.b1.find(self.rows[row].hash) or self.b2.find(self.rows[row].hash)):
+                raise BlockStateError(f"invariant broken: row {row} is resident and a ghost")
+        return 0
+
+
+CachePolicy.register(ARCCachePolicy)

@@ -1,0 +1,131 @@
+"""lfuda: least frequently used with dynamic ageing: a block is worth its uses plus the worth of what last left.
+
+Compiled because it is a Table. Arlitt et al., "Evaluating Content Management Techniques for Web Proxy Caches", 2000,
+with a history of the uses of evicted keys.
+"""
+
+cimport cython
+from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdlib cimport free, realloc
+
+from kvcache.core.ghosts cimport GhostList
+from kvcache.core.index cimport zeroed
+from kvcache.core.links cimport HEAPED, heap_update
+from kvcache.core.rows cimport enter, lane_of, take_oldest
+from kvcache.core.table cimport Table
+
+from kvcache.policies.base import CachePolicy
+from kvcache.types import BlockStateError
+
+cdef enum:
+    HISTORY_FACTOR = 4      # evicted keys remembered, in capacities
+
+
+@cython.final
+cdef class LFUDACachePolicy(Table):
+    """LFUDACachePolicy(cache_capacity)
+
+    Evict the block of least worth: its uses, plus the age of the cache when it was last used.
+
+    Parameters
+    ----------
+    cache_capacity : int
+        Blocks that the cache holds, >= 1; the history remembers the uses of the last four times as many evicted keys.
+
+    Raises
+    ------
+    ValueError
+        The capacity is not a positive int.
+
+    Notes
+    -----
+    The age is the greatest worth that was ever evicted. O(log capacity) a block: a heap by worth, then by recency.
+    """
+
+    cdef uint32_t* uses             # [num_rows]; the worth stands in Table.ranks
+    cdef readonly GhostList history
+    cdef readonly uint64_t age
+
+    cdef void _rank(self, int32_t row) noexcept nogil
+
+    def __cinit__(self, cache_capacity):
+        self._allocate(1, True)
+        self.uses = <uint32_t*> zeroed(self.num_rows * sizeof(uint32_t))
+        if self.uses == NULL:
+            raise MemoryError(f"no memory for {cache_capacity} blocks")
+        self.history = GhostList(HISTORY_FACTOR * cache_capacity)
+
+    def __dealloc__(self):
+        free(self.uses)
+
+    cdef void _rank(self, int32_t row) noexcept nogil:
+        """Give the row the youngest stamp, and let it sink to where its worth puts it."""
+        self.stamp += 1
+        self.rows[row].stamp = self.stamp
+        if self.rows[row].where == HEAPED:
+            heap_update(self.rows, &self.lanes[lane_of(self, row)], row, self.ranks[row])
+
+    cdef void _touch(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef int32_t row
+        for i in range(n - 1, -1, -1):
+            row = rows[i]
+            if row != 0:
+                self.uses[row] += 1
+                self.ranks[row] = self.age + self.uses[row]
+                self._rank(row)
+
+    cdef void _order(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        for i in range(n - 1, -1, -1):
+            if rows[i] != 0:
+                self._rank(rows[i])
+
+    cdef void _insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef int32_t row, ghost
+        for i in range(n):
+            row = rows[i]
+            self.uses[row] = 1
+            ghost = self.history.find(self.rows[row].hash)
+            if ghost != 0:
+                self.uses[row] += self.history.ghosts[ghost].uses
+                self.history.drop(ghost)
+            self.ranks[row] = self.age + self.uses[row]
+            enter(self, row, 0)
+
+    cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+        cdef Py_ssize_t got = 0
+        cdef int32_t row, ghost
+        while got < n:
+            row = take_oldest(self, 0, priority)
+            if row == 0:
+                break
+            self.age = max(self.age, self.ranks[row])
+            ghost = self.history.push(self.rows[row].hash)
+            self.history.ghosts[ghost].uses = self.uses[row]
+            out[got] = row
+            got += 1
+        return got
+
+    cdef void _forget(self) noexcept nogil:
+        self.age = 0
+        self.history.clear()
+
+    cdef int _grown(self, int32_t num_rows_before) except -1:
+        cdef void* uses = realloc(self.uses, self.num_rows * sizeof(uint32_t))
+        if uses == NULL:
+            raise MemoryError(f"no memory for {self.num_rows} blocks")
+        self.uses = <uint32_t*> uses
+        return 0
+
+    cdef int _check_policy(self) except -1:
+        cdef int32_t row
+        self.history.check()
+        for row in range(self.first, self.first + self.num_fresh):
+            if self.rows[row].key != NULL and self.history.find(self.rows[row].hash):
+                raise BlockStateError(f"invariant broken: row {row} is resident and remembered")
+        return 0
+
+
+CachePolicy.register(LFUDACachePolicy)

@@ -1,0 +1,34 @@
+"""lru: the block whose last use is longest ago leaves first.
+
+Compiled because it is a Table; its one recency list is the table's default.
+"""
+
+cimport cython
+
+from kvcache.core.table cimport Table
+
+from kvcache.policies.base import CachePolicy
+
+
+@cython.final
+cdef class LRUCachePolicy(Table):
+    """LRUCachePolicy(cache_capacity)
+
+    Evict the least recently used block, passing over those referenced, not ready or protected.
+
+    Parameters
+    ----------
+    cache_capacity : int
+        Blocks that the cache holds, >= 1.
+
+    Raises
+    ------
+    ValueError
+        The capacity is not a positive int.
+    """
+
+    def __cinit__(self, cache_capacity):
+        self._allocate(1, False)
+
+
+CachePolicy.register(LRUCachePolicy)

@@ -1,0 +1,26 @@
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from kvcache.core.ghosts cimport GhostList
+from kvcache.core.table cimport Table
+
+cdef enum:
+    NUM_LEVELS = 8
+    NUM_BINS = 64           # two per octave of a 32-bit distance
+
+cdef struct Member:
+    int64_t moved_at        # when it was last used or demoted
+    int64_t used_at
+    uint32_t uses
+    int32_t prev            # neighbours in its queue, referenced blocks included
+    int32_t next
+
+cdef class MultiQueue(Table):
+    cdef Member* members            # [num_rows]; queue L's head is member L
+    cdef readonly GhostList history
+    cdef readonly int64_t clock     # requests that have counted a use
+    cdef readonly int64_t life      # requests after which an unused block goes down one queue
+    cdef uint32_t* distances        # [NUM_BINS], or NULL if life is fixed
+    cdef uint32_t num_distances
+
+    cdef void _count_use(self, int32_t row) noexcept nogil
+    cdef void _demote(self) noexcept nogil

@@ -1,0 +1,232 @@
+"""mq: recency queues by the logarithm of a block's uses; who is not used for a while goes down one.
+
+Compiled because it is a Table. Zhou, Philbin & Li, "The Multi-Queue Replacement Algorithm for Second Level Buffer
+Caches", USENIX ATC '01, with a history of the uses of evicted keys.
+"""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memset
+
+from kvcache.core.ghosts cimport GhostList
+from kvcache.core.index cimport zeroed
+from kvcache.core.rows cimport enter, place, take_oldest
+from kvcache.core.table cimport Table
+
+from kvcache.core.table import ListView
+from kvcache.policies.base import CachePolicy
+from kvcache.types import BlockStateError
+
+cdef enum:
+    DEMOTIONS_PER_TICK = 1024   # more wait for the next request: no call is unbounded
+    HISTORY_FACTOR = 4          # evicted keys remembered, in capacities
+
+cdef int64_t LIFE = 500
+
+
+cdef inline int32_t level_of(uint32_t uses) noexcept nogil:
+    cdef int32_t level = 0
+    while uses > 1 and level < NUM_LEVELS - 1:
+        uses >>= 1
+        level += 1
+    return level
+
+
+cdef inline uint32_t bin_of(uint32_t distance) noexcept nogil:
+    cdef uint32_t octave = 0
+    if distance < 2:
+        return 0
+    while distance >> (octave + 1):
+        octave += 1
+    return 2 * octave + (distance >> (octave - 1) & 1)
+
+
+cdef inline void join_queue(Member* members, int32_t row, int32_t level) noexcept nogil:
+    cdef int32_t last = members[level].prev
+    members[row].prev = last
+    members[row].next = level
+    members[last].next = row
+    members[level].prev = row
+
+
+cdef inline void leave_queue(Member* members, int32_t row) noexcept nogil:
+    members[members[row].prev].next = members[row].next
+    members[members[row].next].prev = members[row].prev
+
+
+cdef class MultiQueue(Table):
+    """MultiQueue(cache_capacity)
+
+    What mq and amq share: eight queues, their demotions, and the history.
+    """
+
+    def __cinit__(self, cache_capacity):
+        self._allocate(NUM_LEVELS, False)
+        self.members = <Member*> zeroed(self.num_rows * sizeof(Member))
+        if self.members == NULL:
+            raise MemoryError(f"no memory for {cache_capacity} blocks")
+        self.history = GhostList(HISTORY_FACTOR * cache_capacity)
+        self._forget()
+
+    def __dealloc__(self):
+        free(self.members)
+
+    @property
+    def queues(self):
+        """The keys of each queue, seldom used ones first."""
+        return [ListView(self, level) for level in range(NUM_LEVELS)]
+
+    cdef void _tick(self) noexcept nogil:
+        self.clock += 1
+        self._demote()
+
+    cdef void _demote(self) noexcept nogil:
+        cdef int32_t level, row
+        cdef int32_t num_left = DEMOTIONS_PER_TICK
+        for level in range(NUM_LEVELS - 1, 0, -1):
+            row = self.members[level].next
+            while row != level and num_left and self.members[row].moved_at + self.life < self.clock:
+                leave_queue(self.members, row)
+                join_queue(self.members, row, level - 1)
+                place(self, row, level - 1)
+                self.members[row].moved_at = self.clock
+                num_left -= 1
+                row = self.members[level].next
+
+    cdef void _count_use(self, int32_t row) noexcept nogil:
+        """Count a use of a row that stands in no queue."""
+        cdef Member* member = &self.members[row]
+        if self.distances != NULL and member.uses == 1:
+            self.distances[bin_of(<uint32_t> (self.clock - member.used_at))] += 1
+            self.num_distances += 1
+        member.uses += 1
+        member.used_at = member.moved_at = self.clock
+
+    cdef void _touch(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef int32_t row, level
+        for i in range(n - 1, -1, -1):
+            row = rows[i]
+            if row == 0:
+                continue
+            leave_queue(self.members, row)
+            self._count_use(row)
+            level = level_of(self.members[row].uses)
+            join_queue(self.members, row, level)
+            place(self, row, level)
+
+    cdef void _order(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef int32_t row, level
+        for i in range(n - 1, -1, -1):
+            row = rows[i]
+            if row == 0:
+                continue
+            level = self.rows[row].list_idx
+            leave_queue(self.members, row)
+            join_queue(self.members, row, level)
+            place(self, row, level)
+
+    cdef void _insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef int32_t row, ghost, level
+        for i in range(n):
+            row = rows[i]
+            ghost = self.history.find(self.rows[row].hash)
+            self.members[row].uses = 0
+            if ghost != 0:
+                self.members[row].uses = self.history.ghosts[ghost].uses
+                # The history keeps the clock's low half: distances below 2**32 requests stay right.
+                self.members[row].used_at = (
+                    self.clock - <int64_t> <uint32_t> (<uint32_t> self.clock - self.history.ghosts[ghost].used_at))
+                self.history.drop(ghost)
+            self._count_use(row)
+            level = level_of(self.members[row].uses)
+            join_queue(self.members, row, level)
+            enter(self, row, level)
+
+    cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+        cdef Py_ssize_t got = 0
+        cdef int32_t level, row, ghost
+        for level in range(NUM_LEVELS):
+            while got < n:
+                row = take_oldest(self, level, priority)
+                if row == 0:
+                    break
+                leave_queue(self.members, row)
+                ghost = self.history.push(self.rows[row].hash)
+                self.history.ghosts[ghost].uses = self.members[row].uses
+                self.history.ghosts[ghost].used_at = <uint32_t> self.members[row].used_at
+                out[got] = row
+                got += 1
+        return got
+
+    cdef void _leave(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        for i in range(n):
+            leave_queue(self.members, rows[i])
+
+    cdef void _forget(self) noexcept nogil:
+        cdef int32_t level
+        for level in range(NUM_LEVELS):
+            self.members[level].prev = self.members[level].next = level
+        self.clock = 0
+        self.life = LIFE
+        self.history.clear()
+        self.num_distances = 0
+        if self.distances != NULL:
+            memset(self.distances, 0, NUM_BINS * sizeof(uint32_t))
+
+    cdef int _grown(self, int32_t num_rows_before) except -1:
+        cdef void* members = realloc(self.members, self.num_rows * sizeof(Member))
+        if members == NULL:
+            raise MemoryError(f"no memory for {self.num_rows} blocks")
+        self.members = <Member*> members
+        return 0
+
+    cdef int _check_policy(self) except -1:
+        cdef int32_t level, row
+        cdef Py_ssize_t count
+        self.history.check()
+        for level in range(NUM_LEVELS):
+            count = 0
+            row = self.members[level].next
+            while row != level:
+                count += 1
+                if self.rows[row].key == NULL or self.rows[row].list_idx != level:
+                    raise BlockStateError(f"invariant broken: row {row} is astray in queue {level}")
+                if self.members[self.members[row].next].prev != row or self.history.find(self.rows[row].hash):
+                    raise BlockStateError(f"invariant broken: row {row} of queue {level}")
+                row = self.members[row].next
+            if count != self.num_in_list[level]:
+                raise BlockStateError(
+                    f"invariant broken: queue {level} links {count} of {self.num_in_list[level]} rows"
+                )
+        return 0
+
+
+@cython.final
+cdef class MQCachePolicy(MultiQueue):
+    """MQCachePolicy(cache_capacity)
+
+    Keep what is used often, as long as it is used: eight recency queues by the logarithm of a block's uses.
+
+    Parameters
+    ----------
+    cache_capacity : int
+        Blocks that the cache holds, >= 1; the history remembers the uses of the last four times as many evicted keys.
+
+    Raises
+    ------
+    ValueError
+        The capacity is not a positive int.
+
+    Notes
+    -----
+    Multi-Queue of Zhou, Philbin & Li, USENIX ATC '01. The clock counts requests; a block that is not used for 500 of
+    them goes down one queue, at most 1,024 blocks a request. Eviction starts at the lowest queue's oldest block.
+    """
+
+
+CachePolicy.register(MQCachePolicy)

@@ -1,0 +1,122 @@
+"""Named classes: what a user picks by a word, by a class, or by a path to one.
+
+One mechanism serves policies, tiers and specs, so that adding one is a file and a line.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
+
+def _entry_points(group: str) -> EntryPoints:
+    # Most of what `import kvcache` would cost, and most never ask.
+    from importlib.metadata import entry_points
+
+    return entry_points(group=group)
+
+
+
+class Registry:
+    """A mapping from names to classes that are imported when they are first asked for.
+
+    Parameters
+    ----------
+    kind : str
+        What the classes are, for error messages: ``"policy"``.
+    group : str
+        Entry-point group that third parties register theirs in: ``"kvcache.policies"``.
+    builtin : dict of str to str
+        Name to ``"package.module:Class"``.
+    """
+
+    def __init__(self, kind: str, group: str, builtin: dict[str, str]) -> None:
+        self.kind = kind
+        self.group = group
+        self._paths = dict(builtin)
+
+    def names(self) -> list[str]:
+        """Return every known name: built-in ones in their order, then third parties' sorted."""
+        extra = {point.name for point in _entry_points(self.group)} - self._paths.keys()
+        return [*self._paths, *sorted(extra)]
+
+    def register(self, name: str, path: str) -> None:
+        """Make `path` (``"package.module:Class"``) known as `name`.
+
+        Raises
+        ------
+        ValueError
+            The name is taken by another path, or the path has no colon.
+        """
+        if ":" not in path:
+            raise ValueError(f"{self.kind} path must be 'package.module:Class', got {path!r}")
+        if self._paths.get(name, path) != path:
+            raise ValueError(f"{self.kind} {name!r} is already {self._paths[name]!r}")
+        self._paths[name] = path
+
+    def resolve(self, choice: Any) -> type:
+        """Return the class that `choice` names.
+
+        Parameters
+        ----------
+        choice : str or type
+            A known name, ``"package.module:Class"``, or the class itself.
+
+        Raises
+        ------
+        ValueError
+            The name is not known (the message lists the known ones), or the path does not lead to a class.
+        """
+        if isinstance(choice, type):
+            return choice
+        if not isinstance(choice, str):
+            raise ValueError(f"{self.kind} must be a name, a class or 'package.module:Class', got {choice!r}")
+        path = self._paths.get(choice)
+        if path is None:
+            for point in _entry_points(self.group):
+                if point.name == choice:
+                    path = point.value
+                    break
+            else:
+                path = choice
+        if ":" not in path:
+            known = self.names()
+            import difflib
+
+            close = difflib.get_close_matches(choice, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"unknown {self.kind} {choice!r}, known ones: {', '.join(known)}{hint}")
+        module_name, _, attribute = path.partition(":")
+        try:
+            found: Any = importlib.import_module(module_name)
+            for part in attribute.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{self.kind} {choice!r} cannot be imported: {error}") from error
+        if not isinstance(found, type):
+            raise ValueError(f"{self.kind} {choice!r} must name a class, got {found!r}")
+        return found
+
+
+POLICIES = Registry(
+    "policy",
+    "kvcache.policies",
+    {
+        "lru": "kvcache.policies.lru:LRUCachePolicy",
+        "arc": "kvcache.policies.arc:ARCCachePolicy",
+        "mq": "kvcache.policies.mq:MQCachePolicy",
+        "amq": "kvcache.policies.amq:AMQCachePolicy",
+        "lfuda": "kvcache.policies.lfuda:LFUDACachePolicy",
+    },
+)
+
+TIERS = Registry("tier", "kvcache.tiers", {"disk": "kvcache.tiers.disk:DiskTier"})
+
+SPECS = Registry(
+    "spec",
+    "kvcache.specs",
+    {"cpu": "kvcache.spec:CPUOffloadingSpec", "tiering": "kvcache.tiering:TieringOffloadingSpec"},
+)

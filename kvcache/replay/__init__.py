@@ -1,0 +1,1 @@
+"""Run requests of a trace or of a generated workload through a manager, and tell what it would have brought."""

@@ -1,0 +1,61 @@
+"""What replay knows of one request, and what every source of requests tells of itself.
+
+Readers, the workload generator and the simulation meet in these words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Int64Array = npt.NDArray[np.int64]
+
+
+class ReplayError(Exception):
+    """A replay has failed; nothing that it counted is worth keeping."""
+
+
+class DataMismatchError(ReplayError):
+    """A block came back with other bytes than were stored."""
+
+
+class TransferFailedError(ReplayError):
+    """A handler reported that it could not move blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, as a trace lists it.
+
+    Parameters
+    ----------
+    hash_ids : numpy.ndarray
+        Prefix-chained ids of the prompt's blocks, head to tail; int64, shape (n,).
+    input_length : int
+        Tokens of the prompt.
+    output_length : int
+        Tokens of the answer; 0 where the trace does not say.
+    arrival_s : float
+        Seconds since the trace began.
+    """
+
+    hash_ids: Int64Array
+    input_length: int
+    output_length: int
+    arrival_s: float
+
+
+class RequestSource(Protocol):
+    """Requests in order of arrival, with the number of tokens that one of their ids stands for."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one listed block."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests."""

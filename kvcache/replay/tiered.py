@@ -1,0 +1,90 @@
+"""A replay over a host pool with a disk tier below it: requests wait for their blocks, as an engine's would."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcache.tiers.disk import DiskTier
+from kvcache.tiers.lane import TierRule
+from kvcache.tiers.manager import TieredOffloadingManager
+
+if TYPE_CHECKING:
+    from kvcache.tiers.base import HostBlocks
+    from kvcache.types import ReqContext
+
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskChoice:
+    """Where the disk tier of a replay is, and how large it may be."""
+
+    path: Path
+    capacity_bytes: int
+
+
+class PatientManager(TieredOffloadingManager):
+    """A tiered manager for a scheduler that has nothing else to do: it waits instead of answering None.
+
+    A request's stores are on disk before the next request comes, so that a replay gives the same counts every time.
+    """
+
+    def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int:
+        while (answer := super().lookup(keys, req_context)) is None:
+            self.settle(_PATIENCE_S)
+        return answer
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        super().on_request_finished(req_context)
+        self.settle(_PATIENCE_S)
+
+    found_blocks = 0  # in the folder, before the first request
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what the disk tier did, for a report."""
+        return {"found_blocks": self.found_blocks, **asdict(self.tier_stats()[0])}
+
+
+@contextmanager
+def patient_manager(
+    block_size: int, policy: str, disk: DiskChoice, host_blocks: HostBlocks, source: str = "", **host_options: Any
+) -> Iterator[PatientManager]:
+    """Open the disk tier and a manager above it, both under one policy; close the tier at the end.
+
+    `source` says whose blocks these are: a trace's ids mean nothing beside another trace, whose folder is refused.
+
+    Raises
+    ------
+    ValueError
+        The policy is not known, or the folder cannot be used.
+    """
+    tier = DiskTier(
+        disk.path,
+        disk.capacity_bytes,
+        host_blocks,
+        fingerprint={"source": source, "block_size": block_size},
+        cache_policy=policy,
+        preallocate=False,
+    )
+    rule = TierRule(deadline_s=_PATIENCE_S, max_store_blocks=1024)
+    try:
+        manager = PatientManager(
+            block_size, len(host_blocks), [(tier, rule)], policy, deadline_s=_PATIENCE_S, **host_options
+        )
+        manager.found_blocks = tier.stats().num_held
+        yield manager
+    finally:
+        tier.shutdown()
+
+
+def plain_host_blocks(num_blocks: int, block_bytes: int) -> HostBlocks:
+    """Return host blocks for a replay that compares no bytes."""
+    flat = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
+    return flat.reshape(num_blocks, block_bytes)

@@ -1,0 +1,48 @@
+"""What a plug-in author tests with: the conformance kit, and the specification in plain Python.
+
+Names are imported when first used, so that the reference policies need neither pytest nor Hypothesis (extra `testing`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+_HOME_OF = {
+    "CacheMachine": "kvcache.testing.machine",
+    "PolicyContract": "kvcache.testing.contract",
+    "REFERENCE_POLICIES": "kvcache.testing.reference",
+    "ReferenceGate": "kvcache.testing.reference",
+    "ReferenceManager": "kvcache.testing.reference_manager",
+    "RetainingReferenceManager": "kvcache.testing.reference_retention",
+    "cache_machine": "kvcache.testing.machine",
+}
+
+__all__ = [
+    "REFERENCE_POLICIES",
+    "CacheMachine",
+    "PolicyContract",
+    "ReferenceGate",
+    "ReferenceManager",
+    "RetainingReferenceManager",
+    "cache_machine",
+]
+
+if TYPE_CHECKING:
+    from kvcache.testing.contract import PolicyContract
+    from kvcache.testing.machine import CacheMachine, cache_machine
+    from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
+    from kvcache.testing.reference_manager import ReferenceManager
+    from kvcache.testing.reference_retention import RetainingReferenceManager
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'kvcache.testing' has no attribute {name!r}")
+    pytest = sys.modules.get("pytest")
+    if pytest is not None and home not in sys.modules:
+        # So that a failing check shows its values.
+        pytest.register_assert_rewrite(home)
+    return getattr(importlib.import_module(home), name)

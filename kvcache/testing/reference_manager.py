@@ -1,0 +1,242 @@
+"""The specification of the manager in plain dicts: whole, checked, and with no regard for speed.
+
+It shares no code with the batch verbs, so that a fault in those shows as a difference.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvcache.manager import OffloadingManager
+from kvcache.policies.base import CachePolicy
+from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
+from kvcache.types import (
+    BlockStateError,
+    BlockStatus,
+    CPULoadStoreSpec,
+    ManagerStats,
+    OffloadingEvent,
+    PrepareStoreOutput,
+    ReqContext,
+)
+
+
+class ReferenceManager(OffloadingManager):
+    """The manager's contract in plain dicts, for one pool of slots in host memory.
+
+    Parameters
+    ----------
+    block_size, num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size
+        As of `CPUOffloadingManager`; the policy is named by `REFERENCE_POLICIES`, or a class.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int,
+        cache_policy: str | type[CachePolicy] = "lru",
+        enable_events: bool = False,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+    ) -> None:
+        self.block_size = block_size
+        self.medium = CPULoadStoreSpec.medium()
+        self.num_blocks = num_blocks
+        self.policy_class = REFERENCE_POLICIES[cache_policy] if isinstance(cache_policy, str) else cache_policy
+        self.store_threshold = store_threshold
+        self.max_tracker_size = max_tracker_size
+        self.events: list[OffloadingEvent] | None = [] if enable_events else None
+        self.counts: Counter[str] = Counter()
+        # What each request has named, in the order first seen: counted once, ordered when the request is over.
+        self.named: WeakKeyDictionary[ReqContext, dict[bytes, None]] = WeakKeyDictionary()
+        self.reset_cache()
+
+    def reset_cache(self) -> None:
+        self.policy = self.policy_class(self.num_blocks)
+        self.gate = ReferenceGate(self.store_threshold, self.max_tracker_size)
+        self.blocks: dict[bytes, BlockStatus] = {}
+        self.in_use: set[bytes] = set()  # being written or read: not to be evicted
+        self.num_fresh_used = 0
+        self.freed: list[int] = []
+
+    def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int:
+        _check_context(req_context)
+        listed = [keys] if isinstance(keys, bytes) else _checked(keys)
+        num_ready = 0
+        for key in _checked(listed):
+            if key not in self.blocks or not self.blocks[key].is_ready:
+                break
+            num_ready += 1
+        self.counts.update(lookups=1, looked_up_blocks=len(listed), hit_blocks=num_ready)
+        return num_ready == 1 if isinstance(keys, bytes) else num_ready
+
+    def touch(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
+        _check_context(req_context)
+        keys = _checked(keys)
+        if not keys:
+            return
+        if req_context is None:
+            self.policy.touch(keys)
+        elif self._count_uses(keys, req_context) < len(keys):
+            self.policy.order(keys)
+
+    def prepare_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> CPULoadStoreSpec:
+        _check_context(req_context)
+        keys = _checked(keys)
+        for key in keys:
+            if key not in self.blocks:
+                raise KeyError(f"block is not in the cache: {key!r}")
+            if not self.blocks[key].is_ready:
+                raise BlockStateError(f"block is not ready: {key!r}")
+        self._count_uses(keys, req_context)
+        for key in keys:
+            self.blocks[key].ref_cnt += 1
+            self.in_use.add(key)
+        self.counts.update(loaded_blocks=len(keys))
+        return self._spec(keys)
+
+    def complete_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
+        _check_context(req_context)
+        keys = _checked(keys)
+        num_released: Counter[bytes] = Counter()
+        for key in keys:
+            num_released[key] += 1
+            if key not in self.blocks:
+                raise KeyError(f"block is not in the cache: {key!r}")
+            if self.blocks[key].ref_cnt < num_released[key]:
+                raise BlockStateError(f"block has fewer references than are given back: {key!r}")
+        for key in keys:
+            self.blocks[key].ref_cnt -= 1
+            if self.blocks[key].ref_cnt == 0:
+                self.in_use.remove(key)
+
+    def prepare_store(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
+        _check_context(req_context)
+        keys = list(dict.fromkeys(_checked(keys)))
+        absent = [key for key in keys if key not in self.blocks]
+        admitted = self.gate.admitted(keys)
+        to_store = [key for key in absent if key in admitted]
+        num_idle_named = sum(key in self.blocks and key not in self.in_use for key in keys)
+        num_evictable = len(self.blocks) - len(self.in_use) - num_idle_named
+        num_missing = max(0, len(to_store) - self._num_free())
+        if num_missing > num_evictable:
+            self.counts.update(rejected_stores=1)
+            return None
+
+        self._count_uses(keys, req_context)
+        victims = self._evict(num_missing, set(keys)) if num_missing else []
+        assert victims is not None, "enough blocks could be evicted"
+        for key, block in victims:
+            del self.blocks[key]
+            self.freed.append(block.block_id)
+        for key in to_store:
+            block = BlockStatus(self._next_id())
+            self.blocks[key] = block
+            self.in_use.add(key)
+            self.policy.insert(key, block)
+        evicted = [key for key, _ in victims]
+        self.counts.update(gated_blocks=len(absent) - len(to_store), evicted_blocks=len(evicted))
+        self._tell(evicted, removed=True)
+        return PrepareStoreOutput(to_store, self._spec(to_store), evicted)
+
+    def complete_store(
+        self, keys: Iterable[bytes], req_context: ReqContext | bool | None = None, success: bool = True
+    ) -> None:
+        if isinstance(req_context, bool):
+            success, req_context = req_context, None
+        _check_context(req_context)
+        written = [key for key in dict.fromkeys(_checked(keys)) if key in self.blocks and not self.blocks[key].is_ready]
+        self.in_use.difference_update(written)
+        if success:
+            for key in written:
+                self.blocks[key].ref_cnt = 0
+            self.counts.update(stored_blocks=len(written))
+            self._tell(written, removed=False)
+        else:
+            for key in written:
+                self.policy.remove(key)
+                self.freed.append(self.blocks.pop(key).block_id)
+            self.counts.update(failed_blocks=len(written))
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        if self.events is None:
+            return iter(())
+        events, self.events = self.events, []
+        return iter(events)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        in_prefix_order = self._in_prefix_order(req_context)
+        self.named.pop(req_context, None)
+        self.policy.order(in_prefix_order)
+
+    def stats(self) -> ManagerStats:
+        num_pending = sum(not self.blocks[key].is_ready for key in self.in_use)
+        counters = {
+            field.name: self.counts[field.name] for field in fields(ManagerStats) if not field.name.startswith("num_")
+        }
+        return ManagerStats(
+            num_blocks=self.num_blocks,
+            num_free=self._num_free(),
+            num_referenced=len(self.in_use) - num_pending,
+            num_pending=num_pending,
+            **counters,
+        )
+
+    def _count_uses(self, keys: Iterable[bytes], req_context: ReqContext | None) -> int:
+        if req_context is None:
+            return 0
+        named = self.named.setdefault(req_context, {})
+        unseen = [key for key in dict.fromkeys(keys) if key not in named]
+        if unseen:
+            self.policy.use(unseen, first=not named)
+            named.update(dict.fromkeys(unseen))
+        return len(unseen)
+
+    def _evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
+        return self.policy.evict(n, protected)
+
+    def _in_prefix_order(self, req_context: ReqContext) -> list[bytes]:
+        """Return the keys that a request has named, by their positions in the prompt, or as first seen."""
+        named = list(self.named.get(req_context, ()))
+        positions: list[int] = []
+        for key in named:
+            position = req_context.get_offload_key_position(key)
+            if position is None:
+                position = positions[-1] if positions else -1
+            positions.append(position)
+        return [key for _, key in sorted(zip(positions, named, strict=True), key=lambda pair: pair[0])]
+
+    def _num_free(self) -> int:
+        return self.num_blocks - len(self.blocks)
+
+    def _next_id(self) -> int:
+        if self.num_fresh_used == self.num_blocks:
+            return self.freed.pop()
+        self.num_fresh_used += 1
+        return self.num_fresh_used - 1
+
+    def _spec(self, keys: Iterable[bytes]) -> CPULoadStoreSpec:
+        return CPULoadStoreSpec([self.blocks[key].block_id for key in keys])
+
+    def _tell(self, keys: list[bytes], removed: bool) -> None:
+        if self.events is not None and keys:
+            self.events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))
+
+
+def _checked(keys: Iterable[bytes]) -> list[bytes]:
+    if isinstance(keys, bytes | str) or not isinstance(keys, Iterable):
+        raise ValueError(f"keys must be an iterable of keys, got {keys!r}")
+    listed = list(keys)
+    for key in listed:
+        if type(key) is not bytes or not key:
+            raise ValueError(f"key must be non-empty bytes, got {key!r}")
+    return listed
+
+
+def _check_context(req_context: object) -> None:
+    if req_context is not None and not isinstance(req_context, ReqContext):
+        raise ValueError(f"req_context must be a ReqContext or None, got {req_context!r}")

@@ -1,0 +1,158 @@
+"""The specification of retention hints in plain dicts: who is raised, until when, and who leaves first.
+
+Written from the text alone: no heaps, no lanes, every question answered by looking at all blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Container, Iterable
+from typing import Any
+
+from kvcache.testing.reference_manager import ReferenceManager, _checked
+from kvcache.types import BlockStatus, CPULoadStoreSpec, ManagerStats, PrepareStoreOutput, ReqContext
+
+ONE_SHOT, NORMAL, HIGHEST = -1, 0, 3
+
+
+class _AllBut:
+    """All keys but a few: what an eviction within one priority must not take."""
+
+    def __init__(self, few: Collection[bytes]) -> None:
+        self.few = few
+
+    def __contains__(self, key: object) -> bool:
+        return key not in self.few
+
+
+class RetainingReferenceManager(ReferenceManager):
+    """The manager's contract with retention hints, for one pool of slots in host memory.
+
+    Parameters
+    ----------
+    retention_share : float
+        Share of the blocks that may be held at a raised priority.
+    clock : callable
+        Seconds that never go back.
+    *arguments, **options
+        As of `ReferenceManager`.
+    """
+
+    falls_per_call = 512
+
+    def __init__(
+        self,
+        *arguments: Any,
+        retention_share: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.max_raised = int(retention_share * self.num_blocks)
+        self.clock = clock
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self.priorities: dict[bytes, int] = {}
+        # When a raised block falls back (seconds; infinity: no end), in the order in which the ends were set.
+        self.ends: dict[bytes, float] = {}
+
+    def touch(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
+        keys = _listed(keys)
+        self._let_time_pass()
+        super().touch(keys, req_context)
+        self._retain(keys, req_context)
+
+    def prepare_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> CPULoadStoreSpec:
+        keys = _listed(keys)
+        self._let_time_pass()
+        spec = super().prepare_load(keys, req_context)
+        if req_context is not None:
+            self._retain(keys, req_context)
+        return spec
+
+    def prepare_store(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
+        keys = _listed(keys)
+        self._let_time_pass()
+        output = super().prepare_store(keys, req_context)
+        if output is None:
+            return None
+        for key in output.evicted_keys:
+            self._forget(key)
+        is_one_shot = self._priority_of(req_context) == ONE_SHOT
+        self.priorities.update(dict.fromkeys(output.keys_to_store, ONE_SHOT if is_one_shot else NORMAL))
+        if req_context is not None:
+            self._retain(keys, req_context)
+        return output
+
+    def complete_store(
+        self, keys: Iterable[bytes], req_context: ReqContext | bool | None = None, success: bool = True
+    ) -> None:
+        super().complete_store(keys, req_context, success)
+        for key in self.priorities.keys() - self.blocks.keys():
+            self._forget(key)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._let_time_pass()
+        named = self._in_prefix_order(req_context)
+        super().on_request_finished(req_context)
+        if self._priority_of(req_context) > NORMAL:
+            self._retain(named, req_context)
+
+    def stats(self) -> ManagerStats:
+        self.counts["retained_blocks"] = len(self.ends)
+        return super().stats()
+
+    def _priority_of(self, req_context: ReqContext | None) -> int:
+        return NORMAL if req_context is None or req_context.retention is None else req_context.retention.priority
+
+    def _retain(self, keys: Iterable[bytes], req_context: ReqContext | None) -> None:
+        priority = self._priority_of(req_context)
+        end = float("inf")
+        if req_context is not None and req_context.retention is not None and req_context.retention.ttl_s is not None:
+            end = self.clock() + req_context.retention.ttl_s
+        # The head last: of ends that are equal, those set first come first.
+        for key in reversed(list(dict.fromkeys(keys))):
+            if key not in self.priorities or priority < self.priorities[key]:
+                continue
+            if priority > self.priorities[key] or end >= self.ends.get(key, 0):
+                self.priorities[key] = priority
+                self.ends.pop(key, None)
+                if priority > NORMAL:
+                    self.ends[key] = end
+        while len(self.ends) > self.max_raised:
+            self._fall(self._nearest())
+
+    def _let_time_pass(self) -> None:
+        num_left = self.falls_per_call
+        while self.ends and num_left and self.ends[self._nearest()] <= self.clock():
+            self._fall(self._nearest())
+            num_left -= 1
+
+    def _nearest(self) -> bytes:
+        return min(self.ends, key=self.ends.__getitem__)
+
+    def _fall(self, key: bytes) -> None:
+        self.priorities[key] = NORMAL
+        del self.ends[key]
+
+    def _forget(self, key: bytes) -> None:
+        del self.priorities[key]
+        self.ends.pop(key, None)
+
+    def _evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
+        victims: list[tuple[bytes, BlockStatus]] = []
+        for priority in range(ONE_SHOT, HIGHEST + 1):
+            may_leave = {
+                key
+                for key, block in self.blocks.items()
+                if self.priorities[key] == priority and block.ref_cnt == 0 and key not in protected
+            }
+            chosen = self.policy.evict(min(n - len(victims), len(may_leave)), _AllBut(may_leave))
+            victims += chosen or []
+        return victims
+
+
+def _listed(keys: Any) -> list[bytes]:
+    # An iterator is used up once; what is no iterable of keys is refused before time passes.
+    return list(keys) if isinstance(keys, Iterable) and not isinstance(keys, bytes | str) else _checked(keys)

@@ -1,0 +1,226 @@
+"""Random geometries with a slow reference, and a stream for host tensors: what every handler is tested with.
+
+The reference moves one layer of one block at a time and knows nothing of runs, so that it can be seen to be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import strategies as st
+
+from kvcache.transfer.geometry import host_block_bytes
+from kvcache.transfer.streams import DeviceStream, Mark
+from kvcache.types import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+)
+
+GUARD = 64
+
+
+@dataclass
+class NoisyPool:
+    """A host pool in the middle of noise."""
+
+    memory: npt.NDArray[np.int8]
+    num_blocks: int
+    block_bytes: int
+    stride_bytes: int
+    is_pinned: bool = False
+    tensor: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        flat = torch.from_numpy(self.memory)[GUARD:-GUARD]
+        self.tensor = flat.view(self.num_blocks, self.stride_bytes)[:, : self.block_bytes]
+
+    @property
+    def address(self) -> int:
+        """Address of the first block."""
+        return self.tensor.data_ptr()
+
+
+@dataclass
+class Case:
+    """One transfer: where everything lies, and which blocks move."""
+
+    buffers: list[torch.Tensor]
+    kv_caches: CanonicalKVCaches
+    pool: NoisyPool
+    factor: int
+    group_sizes: list[int]
+    block_indices: list[int]
+    device_ids: list[int]
+    host_ids: list[int]
+
+    @property
+    def device_spec(self) -> GPULoadStoreSpec:
+        """The device's side."""
+        return GPULoadStoreSpec(self.device_ids, self.group_sizes, self.block_indices)
+
+    @property
+    def host_spec(self) -> CPULoadStoreSpec:
+        """The host's side."""
+        return CPULoadStoreSpec(self.host_ids)
+
+    def pieces(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield (tensor, row, host block, host offset, bytes), one layer of one device block after the other."""
+        first = first_host = 0
+        for refs, size, index in zip(self.kv_caches.group_data_refs, self.group_sizes, self.block_indices, strict=True):
+            part_bytes = sum(ref.page_size_bytes for ref in refs)
+            skip = index % self.factor
+            for k in range(size):
+                host = self.host_ids[first_host + (skip + k) // self.factor]
+                offset = (skip + k) % self.factor * part_bytes
+                for ref in refs:
+                    yield ref.tensor_idx, self.device_ids[first + k], host, offset, ref.page_size_bytes
+                    offset += ref.page_size_bytes
+            first += size
+            first_host += -(-(skip + size) // self.factor) if size else 0
+
+    def expected(self, to_host: bool) -> tuple[list[npt.NDArray[np.int8]], npt.NDArray[np.int8]]:
+        """Return what the device buffers and the pool's memory hold after the transfer."""
+        buffers = [buffer.numpy().copy() for buffer in self.buffers]
+        memory = self.pool.memory.copy()
+        rows = self.pool.stride_bytes
+        for tensor_idx, row, host, offset, n in self.pieces():
+            tensor = self.kv_caches.tensors[tensor_idx].tensor
+            storage = tensor.untyped_storage().data_ptr()
+            owner = [buffer.untyped_storage().data_ptr() for buffer in self.buffers].index(storage)
+            start = tensor.storage_offset() + row * tensor.stride(0)
+            at = GUARD + host * rows + offset
+            if to_host:
+                memory[at : at + n] = buffers[owner][start : start + n]
+            else:
+                buffers[owner][start : start + n] = memory[at : at + n]
+        return buffers, memory
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a geometry, noise for all of its memory, and a transfer; no device or host block is named twice."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    num_blocks = draw(st.integers(1, 12))
+    width = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    buffers, tensors = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        # Several tensors in one buffer lie side by side, block after block: their rows have a wider stride.
+        pages = [width * draw(st.integers(1, 6)) for _ in range(draw(st.integers(1, 3)))]
+        stride = sum(pages) + width * draw(st.integers(0, 3))
+        rows = num_blocks + draw(st.integers(0, 2))
+        guard = width * draw(st.integers(0, GUARD // width))
+        buffer = torch.from_numpy(rng.integers(-128, 128, 2 * guard + rows * stride, dtype=np.int8))
+        buffers.append(buffer)
+        offset = guard
+        for page in pages:
+            tensors.append(CanonicalKVCacheTensor(buffer.as_strided((rows, page), (stride, 1), offset), page))
+            offset += page
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        chosen = draw(st.lists(st.integers(0, len(tensors) - 1), unique=True, max_size=len(tensors)))
+        groups.append(
+            [
+                CanonicalKVCacheRef(i, draw(st.integers(1, tensors[i].page_size_bytes)))
+                if draw(st.booleans())
+                else CanonicalKVCacheRef(i, tensors[i].page_size_bytes)
+                for i in chosen
+            ]
+        )
+    kv_caches = CanonicalKVCaches(tensors, groups)
+    factor = draw(st.integers(1, 4))
+    device_ids = draw(st.permutations(range(num_blocks))) if draw(st.booleans()) else list(range(num_blocks))
+    sizes, indices, need = [], [], 0
+    left = num_blocks
+    for _ in groups:
+        size = draw(st.integers(0, left))
+        index = draw(st.integers(0, 9))
+        left -= size
+        sizes.append(size)
+        indices.append(index)
+        need += -(-(index % factor + size) // factor) if size else 0
+    block_bytes = max(1, host_block_bytes(kv_caches, factor)) + draw(st.sampled_from([0, 0, 3]))
+    stride = block_bytes + draw(st.sampled_from([0, 0, 5]))
+    num_host = need + draw(st.integers(0, 3)) or 1
+    host_ids = draw(st.permutations(range(num_host))) if draw(st.booleans()) else list(range(num_host))
+    memory = rng.integers(-128, 128, 2 * GUARD + num_host * stride, dtype=np.int8)
+    return Case(
+        buffers,
+        kv_caches,
+        NoisyPool(memory, num_host, block_bytes, stride),
+        factor,
+        sizes,
+        indices,
+        list(device_ids[: sum(sizes)]),
+        list(host_ids[:need]),
+    )
+
+
+class HostMark(Mark):
+    """A place in a `HostStream`."""
+
+    def __init__(self, stream: HostStream, place: int) -> None:
+        self.stream = stream
+        self.place = place
+
+    def is_past(self) -> bool:
+        self.stream.check()
+        return self.stream.done >= self.place
+
+    def wait(self) -> None:
+        self.stream.check()
+        self.stream.done = max(self.stream.done, self.place)
+
+    def seconds_since(self, earlier: Mark) -> float:
+        return float(self.place - getattr(earlier, "place", self.place))
+
+
+class HostStream(DeviceStream):
+    """Copies host tensors at once, and says that it has when it is told to.
+
+    Parameters
+    ----------
+    done : int
+        The last place that is past; waiting moves it.
+
+    Attributes
+    ----------
+    log : list of str
+        What was asked of the stream.
+    broken : bool
+        Whether places raise when asked.
+    """
+
+    def __init__(self, done: int = 1 << 60) -> None:
+        self.device = torch.device("cpu")
+        self.places = 0
+        self.done = done
+        self.broken = False
+        self.log: list[str] = []
+
+    def after_compute(self) -> None:
+        self.log.append("after compute")
+
+    def queueing(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> Mark:
+        self.places += 1
+        self.log.append("mark")
+        return HostMark(self, self.places)
+
+    def send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
+        self.log.append(f"send {len(values)}")
+        return torch.from_numpy(values)
+
+    def check(self) -> None:
+        """Raise if the device is said to be broken."""
+        if self.broken:
+            raise RuntimeError("the device is gone")

@@ -1,0 +1,85 @@
+"""Handlers: what an engine's worker gives the copies of one direction to.
+
+A handler checks a job at once, in the call that brings it; from then on nothing raises in the engine's thread, and
+whatever becomes of the job is told by `get_finished`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterable
+
+from kvcache.types import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    TransferResult,
+)
+
+TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
+"""Where the blocks of a job come from, and where they go."""
+
+
+class OffloadingHandler(ABC):
+    """Moves blocks in one direction, in the order in which the jobs were submitted."""
+
+    @abstractmethod
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Start a job and return before it ends.
+
+        Parameters
+        ----------
+        job_id : int
+            Names the job until `get_finished` has told its end; not in use by another one.
+        spec : tuple of (LoadStoreSpec, LoadStoreSpec)
+            Source and destination; may be reused as soon as the call returns.
+
+        Returns
+        -------
+        bool
+            True: `get_finished` will tell the end. False: the handler takes no more jobs.
+
+        Raises
+        ------
+        ValueError
+            The specs do not fit the geometry or each other, or the id is in use; no byte has moved.
+        """
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that ended since the last call, in the order of their submission; each one once."""
+
+    @abstractmethod
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Return once these jobs have ended; unknown ids and ended jobs are passed over.
+
+        `get_finished` still tells their ends.
+        """
+
+    @abstractmethod
+    def shutdown(self, wait: bool = True) -> None:
+        """Take no more jobs, and return when nothing is in flight.
+
+        Parameters
+        ----------
+        wait : bool
+            Whether jobs in flight run to their end; otherwise they are abandoned, and end as failed.
+        """
+
+
+def check_job_id(job_id: int, in_flight: Container[int]) -> None:
+    """Raise ValueError if a job cannot be named so."""
+    if type(job_id) is not int or not -(1 << 63) <= job_id < 1 << 63:
+        raise ValueError(f"job_id must be an int64, got {job_id!r}")
+    if job_id in in_flight:
+        raise ValueError(f"job_id {job_id} is in flight")
+
+
+def checked_specs(spec: TransferSpec, to_host: bool) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+    """Return the device's and the host's side of a job, or raise ValueError if they are not these two."""
+    source, destination = spec
+    device, host = (source, destination) if to_host else (destination, source)
+    if not isinstance(device, GPULoadStoreSpec) or not isinstance(host, CPULoadStoreSpec):
+        want = "(GPULoadStoreSpec, CPULoadStoreSpec)" if to_host else "(CPULoadStoreSpec, GPULoadStoreSpec)"
+        raise ValueError(f"this handler's jobs are {want}, got ({type(source).__name__}, {type(destination).__name__})")
+    return device, host

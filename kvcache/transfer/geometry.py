@@ -1,0 +1,138 @@
+"""An engine's KV tensors and the host pool, checked once and handed to the compiled planner.
+
+Every job relies on these checks: what moves bytes later has only addresses.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache.core.copy import Geometry
+from kvcache.transfer.memory import HostPool
+from kvcache.types import CanonicalKVCaches
+
+
+def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -> int:
+    """Return the bytes that one offloaded block needs in the host pool.
+
+    Parameters
+    ----------
+    kv_caches : CanonicalKVCaches
+        The engine's KV cache.
+    block_size_factor : int
+        Device blocks in one offloaded block.
+
+    Returns
+    -------
+    int
+        Those of the largest KV-cache group: the unpadded bytes of its layers, times the factor.
+    """
+    sizes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
+    return max(sizes, default=0) * block_size_factor
+
+
+class KVGeometry:
+    """Where a block's bytes lie: in the engine's tensors, and in the pool.
+
+    Parameters
+    ----------
+    kv_caches : CanonicalKVCaches
+        The engine's KV cache.
+    pool : HostPool
+        The host blocks.
+    block_size_factor : int
+        Device blocks in one offloaded block.
+
+    Raises
+    ------
+    ValueError
+        See `cpu_gpu_handlers`.
+
+    Notes
+    -----
+    A host block holds its device blocks one after the other, and in each of them the layers of its group in the order
+    of the refs. So a part of a host block is one stretch of bytes, too.
+    """
+
+    def __init__(self, kv_caches: CanonicalKVCaches, pool: HostPool, block_size_factor: int = 1) -> None:
+        if not isinstance(block_size_factor, int) or block_size_factor < 1:
+            raise ValueError(f"block_size_factor must be an int >= 1, got {block_size_factor!r}")
+        self.kv_caches = kv_caches
+        self.pool = pool
+        self.block_size_factor = block_size_factor
+        self.tensors = [_checked_tensor(i, kv.tensor, kv.page_size_bytes) for i, kv in enumerate(kv_caches.tensors)]
+        devices = {tensor.device for tensor in self.tensors}
+        if len(devices) > 1:
+            raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")
+        self.device = devices.pop() if devices else torch.device("cpu")
+        for group_idx, refs in enumerate(kv_caches.group_data_refs):
+            for ref in refs:
+                _check_ref(group_idx, ref.tensor_idx, ref.page_size_bytes, self.tensors)
+        need = host_block_bytes(kv_caches, block_size_factor)
+        if need > pool.block_bytes:
+            raise ValueError(f"an offloaded block has {need} bytes, the pool's blocks have {pool.block_bytes}")
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.compiled = Geometry(
+            [(tensor.data_ptr(), tensor.shape[0], tensor.stride(0)) for tensor in self.tensors],
+            [[(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in kv_caches.group_data_refs],
+            pool.address,
+            pool.stride_bytes,
+            pool.num_blocks,
+            block_size_factor,
+            (self.tensors, pool.tensor),
+        )
+
+    def segments(self, group_idx: int) -> list[tuple[torch.Tensor, int]]:
+        """Return the pieces of a group's device blocks as tensors, each with its offset in the host block.
+
+        Layers that lie side by side are one piece; a tensor has shape (num_blocks, bytes).
+        """
+        owners = {tensor.data_ptr(): tensor for tensor in reversed(self.tensors)}
+        num_blocks = min(
+            (self.tensors[ref.tensor_idx].shape[0] for ref in self.kv_caches.group_data_refs[group_idx]), default=0
+        )
+        return [
+            (owners[address].as_strided((num_blocks, n_bytes), (stride, 1)), offset)
+            for address, stride, offset, n_bytes in self.compiled.segments(group_idx)
+        ]
+
+    def storages(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the memory of all tensors as (address, bytes), by address, each once."""
+        found = {}
+        for tensor in self.tensors:
+            storage = tensor.untyped_storage()
+            flat = torch.empty(0, dtype=torch.int8, device=tensor.device).set_(storage)
+            found[storage.data_ptr()] = flat
+        return sorted(found.items())
+
+    def is_lost(self) -> bool:
+        """Whether a tensor's memory is no longer where it was, as after ``untyped_storage().resize_(0)``."""
+        return any(tensor.data_ptr() != address for tensor, address in zip(self.tensors, self._addresses, strict=True))
+
+
+def _checked_tensor(index: int, tensor: torch.Tensor, page_size_bytes: int) -> torch.Tensor:
+    name = f"KV-cache tensor {index}"
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.int8:
+        raise ValueError(f"{name} must be int8 (view it as bytes), got {tensor.dtype}")
+    if tensor.dim() != 2 or tensor.shape[1] != page_size_bytes:
+        raise ValueError(f"{name} must have shape (num_blocks, {page_size_bytes}), got {tuple(tensor.shape)}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be in host or CUDA memory, got {tensor.device}")
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise ValueError(f"{name} must have a block's bytes side by side, got strides {tensor.stride()}")
+    if tensor.shape[0] > 1 and tensor.stride(0) < page_size_bytes:
+        raise ValueError(f"{name} has blocks that overlap: {page_size_bytes} bytes at stride {tensor.stride(0)}")
+    return tensor
+
+
+def _check_ref(group_idx: int, tensor_idx: int, page_size_bytes: int, tensors: list[torch.Tensor]) -> None:
+    if not 0 <= tensor_idx < len(tensors):
+        raise ValueError(f"group {group_idx} names tensor {tensor_idx}, there are {len(tensors)}")
+    limit = tensors[tensor_idx].shape[1]
+    if not 1 <= page_size_bytes <= limit:
+        raise ValueError(
+            f"group {group_idx} copies {page_size_bytes} bytes of each block of tensor {tensor_idx}, "
+            f"which has 1..{limit}"
+        )

@@ -1,0 +1,97 @@
+"""What every test may lean on: which package is under test, and the folder of shared traces."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+import kvcache
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(kvcache.__file__).resolve().parent
+
+# In CI every run draws the same examples: a red run must say something about the change.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True, database=None, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+# Where only the control plane is installed, tests of the rest have nothing to run on; anywhere else a missing package
+# is a failure.
+NUMPY_ONLY = os.environ.get("KVCACHE_NUMPY_ONLY") == "1"
+OPTIONAL = {"markdown_it", "matplotlib", "rich", "torch", "transformers", "typer", "vllm", "xxhash", "zstandard"}
+
+
+def _is_debug_build() -> bool:
+    try:
+        return bool(importlib.import_module("kvcache.core.table").DEBUG)
+    except ImportError:
+        return False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    wanted = os.environ.get("KVCACHE_EXPECT_IN")
+    if wanted and not PACKAGE.is_relative_to(Path(wanted).resolve()):
+        raise pytest.UsageError(f"kvcache was to be imported from {wanted}, it came from {PACKAGE}")
+    if os.environ.get("KVCACHE_EXPECT_DEBUG") == "1" and not _is_debug_build():
+        raise pytest.UsageError(f"a debug build of kvcache was expected, {PACKAGE} is none")
+
+
+def pytest_report_header() -> str:
+    kind = "debug" if _is_debug_build() else "release"
+    return f"kvcache: {kvcache.__version__}, {kind} build, {PACKAGE}"
+
+
+def _missing_package(error: BaseException | None) -> str:
+    """Return the package whose absence is at the bottom of an error, or nothing."""
+    while error is not None and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__
+    return "" if error is None else (error.name or "").split(".")[0]
+
+
+@contextmanager
+def _optional_packages() -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, pytest.Collector.CollectError) as error:
+        name = _missing_package(error)
+        if NUMPY_ONLY and name in OPTIONAL:
+            pytest.skip(f"needs {name}", allow_module_level=True)
+        raise
+
+
+class _Module(pytest.Module):
+    def _getobj(self) -> object:
+        with _optional_packages():
+            return super()._getobj()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return _Module.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> object:
+    with _optional_packages():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> object:
+    with _optional_packages():
+        return (yield)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder of traces and papers: `$KVCACHE_SHARED`, or `shared` beside the checkout or one level above."""
+    named = os.environ.get("KVCACHE_SHARED")
+    for folder in [Path(named)] if named else [ROOT.parent / "shared", ROOT.parent.parent / "shared"]:
+        if (folder / "traces").is_dir():
+            return folder
+    pytest.skip("no shared traces here; KVCACHE_SHARED names their folder")

@@ -1,0 +1,146 @@
+"""Kill a writer of a disk tier at random moments, again and again, and look what the next one finds.
+
+Run as ``python tests/isolated/disk_kills.py FOLDER NUM_KILLS SEED``; prints one line of JSON.
+"""
+
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvcache.tiers.disk import DiskTier
+from kvcache.tiers.folder import capacity_for, folder_bytes
+
+BLOCK_BYTES = 16384
+NUM_BLOCKS = 200
+JOB_BLOCKS = 8
+LOAD_BLOCKS = 4
+NUM_JOBS = 4
+
+
+def open_tier(folder):
+    flat = np.frombuffer(mmap.mmap(-1, NUM_JOBS * 2 * JOB_BLOCKS * BLOCK_BYTES), np.uint8)
+    host_blocks = flat.reshape(-1, BLOCK_BYTES)
+    return host_blocks, DiskTier(folder, CAPACITY_BYTES, host_blocks, flush_interval_s=0.02)
+
+
+CAPACITY_BYTES = capacity_for(NUM_BLOCKS, BLOCK_BYTES)
+
+
+def key_of(number):
+    return b"block-%012d" % number
+
+
+def payload(number):
+    words = np.arange(BLOCK_BYTES // 8, dtype=np.uint64)
+    return ((words + np.uint64(1)) * np.uint64(number * 2654435761 + 1)).view(np.uint8)
+
+
+def write_until_killed(folder, first, pipe, draw):
+    """Store blocks and load older ones; say which are begun and which are done."""
+    host_blocks, tier = open_tier(folder)
+    free = list(range(NUM_JOBS))
+    jobs, loading = {}, set()
+    number = first
+    os.write(pipe, b"R 0 0\n")
+    while True:
+        while free:
+            slot = free.pop()
+            job_id = number + 1
+            numbers = list(range(number, number + draw.randint(1, JOB_BLOCKS)))
+            number = numbers[-1] + 1
+            ids = [slot * 2 * JOB_BLOCKS + i for i in range(len(numbers))]
+            for block_id, n in zip(ids, numbers, strict=True):
+                host_blocks[block_id] = payload(n)
+            os.write(pipe, b"B %d %d\n" % (numbers[0], numbers[-1]))
+            assert tier.submit_store(job_id, [key_of(n) for n in numbers], ids)
+            jobs[job_id] = (slot, numbers)
+            recent = [n for n in range(max(0, number - 50), numbers[0] - 40) if tier.lookup([key_of(n)])][:LOAD_BLOCKS]
+            if recent and slot not in loading:
+                loading.add(slot)
+                targets = [ids[0] + JOB_BLOCKS + i for i in range(len(recent))]
+                tier.submit_load(-slot - 1, [key_of(n) for n in recent], targets)
+        for result in tier.finished():
+            if result.job_id < 0:
+                loading.remove(-result.job_id - 1)
+                assert not result.failed, result
+                continue
+            slot, numbers = jobs.pop(result.job_id)
+            assert len(result.done) == len(numbers), result
+            os.write(pipe, b"D %d %d\n" % (numbers[0], numbers[-1]))
+            free.append(slot)
+        time.sleep(0)
+
+
+def ranges(lines, letter):
+    found = []
+    for line in lines:
+        fields = line.split()
+        if len(fields) == 3 and fields[0] == letter and line.endswith("\n"):
+            found.extend(range(int(fields[1]), int(fields[2]) + 1))
+    return found
+
+
+def run(folder, num_kills, seed):
+    draw = random.Random(seed)
+    counts = dict.fromkeys(("kills", "begun", "done", "verified", "wrong", "missing", "above_capacity", "torn"), 0)
+    begun, done = [], set()
+    for _ in range(num_kills):
+        reader, writer = os.pipe()
+        first = len(begun)
+        child_seed = draw.random()
+        child = os.fork()
+        if not child:
+            try:
+                os.close(reader)
+                write_until_killed(folder, first, writer, random.Random(child_seed))
+            finally:
+                os._exit(1)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            assert pipe.readline() == "R 0 0\n"
+            time.sleep(draw.random() * 0.25)
+            os.kill(child, signal.SIGKILL)
+            lines = pipe.readlines()
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the writer failed by itself"
+        # A number that was begun and never done may come again: nothing is left out by the count.
+        begun_now = ranges(lines, "B")
+        begun += begun_now
+        done.update(ranges(lines, "D"))
+        counts["kills"] += 1
+        counts["above_capacity"] += folder_bytes(Path(folder)) > CAPACITY_BYTES
+        host_blocks, tier = open_tier(folder)
+        num_held = tier.stats().num_held
+        counts["above_capacity"] += num_held > NUM_BLOCKS
+        # Blocks that are being loaded are stepped over, and younger ones leave in their stead.
+        must_hold = {n for n in begun[-(NUM_BLOCKS - NUM_JOBS * LOAD_BLOCKS) :] if n in done}
+        held = [n for n in begun if tier.lookup([key_of(n)])]
+        assert len(held) == num_held, "the tier holds blocks that were never begun"
+        counts["missing"] += len(must_hold.difference(held))
+        for start in range(0, len(held), len(host_blocks)):
+            batch = held[start : start + len(host_blocks)]
+            host_blocks[:] = 0
+            assert tier.submit_load(start + 1, [key_of(n) for n in batch], list(range(len(batch))))
+            while not (results := tier.finished()):
+                time.sleep(0.0005)
+            served = set(results[0].done)
+            for block_id, n in enumerate(batch):
+                if key_of(n) in served:
+                    counts["verified"] += 1
+                    counts["wrong"] += not np.array_equal(host_blocks[block_id], payload(n))
+                else:
+                    counts["torn"] += 1
+                    counts["missing"] += n in must_hold
+        tier.shutdown()
+    counts["begun"], counts["done"] = len(begun), len(done)
+    return counts
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

@@ -1,0 +1,90 @@
+"""`kvcache chat-demo`: exact token counts, a picture, and an error rather than a lie when tokens differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+import transformers
+import typer
+
+from kvcache.cli import main
+from kvcache.integrations.transformers import PrefixCache
+
+SMALL = ["--users", "2", "--turns", "2", "--system-tokens", "32", "--message-tokens", "16", "--answer-tokens", "4"]
+NEEDED = (matplotlib, transformers, typer)
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["chat-demo", *(str(arg) for arg in argv)])
+    captured = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, captured.out, captured.err
+
+
+def test_counts_tokens_by_turn_and_saves_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot, document_path = tmp_path / "chat.png", tmp_path / "chat.json"
+    status, out, err = run(capsys, *SMALL, "--plot", plot, "--json", document_path)
+    assert (status, err) == (0, "")
+    assert "All tokens are equal" in out
+    assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    document = json.loads(document_path.read_text())
+    # First turns: 48 tokens, of which the second user finds the system prompt's 32. Second turns: 68 tokens; of the 51
+    # with keys and values three blocks are whole.
+    first, second = document["turns"]
+    assert (first["prompt_tokens"], first["computed_tokens"]) == (96, 48 + 16)
+    assert (second["prompt_tokens"], second["computed_tokens"]) == (136, 20 + 20)
+    assert (document["prompt_tokens"], document["computed_tokens"]) == (232, 104)
+    assert document["hit_rate"] == 1 - 104 / 232
+    assert document["tokens_equal"] is True
+
+
+def test_other_tokens_end_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    load = PrefixCache._load
+
+    def flipped(self, rows, requests):  # type: ignore[no-untyped-def]
+        past, n = load(self, rows, requests)
+        for layer in past.layers[: len(past.layers) if n else 0]:
+            layer.keys = -layer.keys
+        return past, n
+
+    monkeypatch.setattr(PrefixCache, "_load", flipped)
+    status, _, err = run(capsys, *SMALL)
+    assert status == 1
+    assert "kvcache: error: user 1 got other tokens with the cache in turn 1" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--turns", 0], "--turns must be >= 1, got 0"),
+        (["--seed", -1], "--seed must be >= 0, got -1"),
+        (["--memory", "1KiB"], "memory=1024 has no room for a block: 16 tokens of this model take 262144 bytes"),
+        (["--memory", "lots"], "--memory must be a size"),
+        (["--policy", "lro"], "unknown policy 'lro'"),
+        (["--plot", "missing/chat.png"], "--plot cannot be written: 'missing/chat.png'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[object],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(capsys, *SMALL, *arguments)
+    assert status == 2
+    assert err.startswith(f"kvcache: error: {message}")
+    assert err.count("\n") == 1

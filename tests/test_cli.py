@@ -1,0 +1,213 @@
+"""The command line: what it prints, what it exits with, and that bad input never ends in a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from kvcache.cli import main
+from kvcache.cli.common import complete_policies, parse_capacities, parse_size
+
+TRACE = [
+    {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [0, 1]},
+    {"timestamp": 5, "input_length": 1024, "output_length": 1, "hash_ids": [0, 1]},
+    {"timestamp": 9, "input_length": 1400, "output_length": 1, "hash_ids": [0, 1, 2]},
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in argv])
+    captured = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, captured.out, captured.err
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    status, _, err = run(capsys, *argv)
+    lines = [line for line in err.splitlines() if "kvcache: error: " in line]
+    assert status == 2
+    assert len(lines) == 1
+    assert "Traceback" not in err
+    return lines[0].removeprefix("kvcache: error: ")
+
+
+def test_replay_counts_hits_and_prints_a_table(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    status, out, err = run(capsys, "replay", trace, "--no-data", "--blocks", 2)
+    assert (status, err) == (0, "")
+    assert "block hit rate" in out
+    assert "57.14% (4 of 7)" in out
+    assert "bookkeeping per request" in out
+
+
+def test_replay_writes_json_to_a_file_or_to_standard_output(
+    capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out.json"
+    argv = ("replay", trace, "--no-data", "--split", 2, "--limit", 2)
+    assert run(capsys, *argv, "--json", target)[0] == 0
+    written = json.loads(target.read_text())
+    _, out, _ = run(capsys, *argv, "--json")
+    printed = json.loads(out)
+    for document in (written, printed):
+        assert document["source"] == {"kind": "trace", "file": str(trace), "format": "mooncake", "skipped_lines": 0}
+        assert (document["requests"], document["blocks"], document["hit_blocks"]) == (2, 8, 4)
+        assert (document["tokens"], document["hit_tokens"], document["block_size"]) == (2048, 1024, 256)
+        assert document["data"] is None
+
+
+def test_demo_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("demo", "--no-data", "--requests", 300, "--blocks", 500, "--json")
+    documents = [json.loads(run(capsys, *argv)[1]) for _ in range(2)]
+    assert documents[0]["requests"] == 300
+    assert documents[0]["evicted_blocks"] > 0
+    assert documents[0]["hit_blocks"] == documents[1]["hit_blocks"] > 0
+
+
+def test_gate_stores_what_was_offered_often_enough(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    argv = ("replay", trace, "--no-data", "--store-threshold", 2, "--json")
+    document = json.loads(run(capsys, *argv)[1])
+    assert (document["store_threshold"], document["stored_blocks"], document["hit_blocks"]) == (2, 2, 2)
+
+
+def test_what_if_tells_of_other_capacities(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("demo", "--no-data", "--requests", 300, "--blocks", 2000, "--what-if")
+    _, out, _ = run(capsys, *argv)
+    assert "twice the memory" in out
+    assert json.loads(run(capsys, *argv, "--json")[1])["what_if"]["capacities"]
+
+
+def test_bad_lines_can_be_skipped_and_are_counted(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    with trace.open("a") as file:
+        file.write('{"timestamp": 1}\n')
+    assert error_of(capsys, "replay", trace, "--no-data").startswith(f"{trace}:4: lacks 'hash_ids'")
+    status, out, _ = run(capsys, "replay", trace, "--no-data", "--skip-bad", "--json")
+    assert status == 0
+    assert json.loads(out)["source"]["skipped_lines"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--policy", "fifo"), "unknown policy 'fifo', known ones: lru, arc"),
+        (("--policy", "nowhere:Policy"), "policy 'nowhere:Policy' cannot be imported"),
+        (("--policy", "collections:OrderedDict"), "policy 'collections:OrderedDict' must be a CachePolicy, got <class"),
+        (("--blocks", "0"), "--blocks must be a whole number >= 1, got '0'"),
+        (("--blocks", "ten"), "--blocks must be a whole number >= 1, got 'ten'"),
+        (("--memory", "4GiX"), "--memory must be a size such as 65536, 64KiB or 4GiB, got '4GiX'"),
+        (("--memory", "1KiB"), "--memory must hold at least one block of 65536 bytes, got '1KiB'"),
+        (("--memory", "1GiB", "--blocks", "4"), "--blocks and --memory exclude each other, got '4' and '1GiB'"),
+        (("--block-bytes", "-1"), "--block-bytes must be a size such as 65536, 64KiB or 4GiB, got '-1'"),
+        (("--split", "7"), "split must divide the 512 tokens of a block, got 7"),
+        (("--store-threshold", "-1"), "--store-threshold must be >= 0, got -1"),
+        (("--what-if", "--policy", "lru,arc"), "--what-if is for one policy at one capacity, got 'lru,arc' and 1"),
+        (("--limit", "0"), "--limit must be >= 1, got 0"),
+        (("--format", "csv"), "unknown trace format 'csv', known ones: auto, mooncake, bailian"),
+        (("--json", "missing/out.json"), "--json cannot be written: 'missing/out.json': No such file or directory"),
+    ],
+)
+def test_bad_option_is_named(
+    capsys: pytest.CaptureFixture[str], trace: Path, options: tuple[str, ...], message: str
+) -> None:
+    assert error_of(capsys, "replay", trace, "--no-data", *options).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--requests", "0"), "--requests must be >= 1, got 0"),
+        (("--seed", "-1"), "--seed must be >= 0, got -1"),
+        (("--turns", "nan"), "--turns must be >= 1, got nan"),
+    ],
+)
+def test_bad_demo_option_is_named(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str) -> None:
+    assert error_of(capsys, "demo", "--no-data", *options) == message
+
+
+def test_refused_command_leaves_no_output_behind(
+    capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out.json"
+    error_of(capsys, "replay", trace, "--no-data", "--json", target, "--split", 7)
+    assert not target.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_full_disk_is_named(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    status, _, err = run(capsys, "replay", trace, "--no-data", "--json", "/dev/full")
+    assert (status, err) == (1, "kvcache: error: --json cannot be written: '/dev/full': No space left on device\n")
+
+
+def test_missing_trace_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "missing.jsonl"
+    assert error_of(capsys, "replay", path) == f"cannot open trace {path}: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("7", 7), ("64KiB", 65536), ("64 kib", 65536), ("1.5MiB", 1572864), ("4GB", 4_000_000_000), ("1TiB", 1 << 40)],
+)
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert parse_size("--memory", text) == size
+
+
+def test_memory_is_turned_into_whole_blocks() -> None:
+    assert parse_capacities(None, "1MiB,2.5MiB", 1 << 20, "1") == [1, 2]
+    assert parse_capacities("10,20", None, 1, "1") == [10, 20]
+    assert parse_capacities(None, None, 1, "5") == [5]
+    with pytest.raises(ValueError, match="--blocks must ascend in blocks, got '20,10'"):
+        parse_capacities("20,10", None, 1, "1")
+
+
+def test_command_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, err = run(capsys)
+    assert "Usage: kvcache" in out + err
+    assert "error" not in out + err
+
+
+def test_shell_completes_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("_KVCACHE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "kvcache replay --policy lru,a")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    status, out, _ = run(capsys)
+    assert status == 0
+    assert out.split()[0] == "lru,arc"
+
+
+def test_completion_goes_on_behind_a_comma() -> None:
+    assert complete_policies("l")[0] == "lru"
+    assert complete_policies("lru,ar") == ["lru,arc"]
+
+
+def imported_by(code: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_building_the_command_line_imports_nothing_heavy() -> None:
+    modules = imported_by("from kvcache.cli import build_app; build_app()")
+    assert not modules & {"torch", "numpy", "rich", "matplotlib", "kvcache.manager"}
+
+
+def test_missing_extra_is_named() -> None:
+    code = "import sys; sys.modules['typer'] = None; from kvcache.cli import main; main(['--help'])"
+    done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "kvcache: error: the command line needs typer: pip install 'kvcache[cli]'\n"

@@ -1,0 +1,177 @@
+"""Bad input to a manager is refused with the value that was bad, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import pytest
+
+from kvcache import BlockStateError, BlockStatus, CPUOffloadingManager, ReqContext
+from kvcache.testing.reference import ReferenceLRU, Victims
+
+A, B, C, D = b"A", b"B", b"C", b"D"
+METHODS = ["lookup", "touch", "prepare_load", "complete_load", "prepare_store", "complete_store"]
+
+
+@pytest.fixture(params=["lru", "arc", ReferenceLRU], ids=["lru", "arc", "plain"])
+def manager(request: pytest.FixtureRequest) -> CPUOffloadingManager:
+    """Four slots: A is being read, B is ready, C is being written, one is free."""
+    manager = CPUOffloadingManager(16, 4, request.param, enable_events=True)
+    manager.prepare_store([A, B, C])
+    manager.complete_store([A, B])
+    manager.prepare_load([A])
+    list(manager.take_events())
+    return manager
+
+
+def seen(manager: CPUOffloadingManager) -> tuple[Any, ...]:
+    blocks = {key: manager.policy.get(key) for key in (A, B, C, D)}
+    states = {key: (block.ref_cnt, block.block_id) for key, block in blocks.items() if block is not None}
+    return manager.stats(), states, list(manager.take_events())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bad", [b"", "A", None, 7, 1.5, bytearray(b"A"), memoryview(b"A"), (A,)])
+def test_what_is_no_key_is_refused_before_anything_changes(
+    manager: CPUOffloadingManager, method: str, bad: object
+) -> None:
+    before = seen(manager)
+    # A look-up of several ends at the first miss; a bad head is always seen.
+    keys = [bad, B] if method == "lookup" else [B, D, bad]
+
+    with pytest.raises(ValueError, match="key must be non-empty bytes, got") as error:
+        getattr(manager, method)(keys, ReqContext())
+    assert repr(bad) in str(error.value)
+    assert seen(manager) == before
+
+
+def test_a_subclass_of_bytes_is_no_key(manager: CPUOffloadingManager) -> None:
+    class Bytes(bytes):
+        pass
+
+    with pytest.raises(ValueError, match="key must be non-empty bytes"):
+        manager.prepare_store([Bytes(b"D")])
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("bad", [A, "A", None, 7])
+def test_one_key_where_several_belong_is_refused(manager: CPUOffloadingManager, method: str, bad: Any) -> None:
+    before = seen(manager)
+
+    with pytest.raises(ValueError, match="keys must be an iterable of keys, got") as error:
+        getattr(manager, method)(bad)
+    assert repr(bad) in str(error.value)
+    assert seen(manager) == before
+
+
+@pytest.mark.parametrize("bad", [b"", "A", None, 7])
+def test_lookup_of_what_is_neither_key_nor_keys_is_refused(manager: CPUOffloadingManager, bad: Any) -> None:
+    before = seen(manager)
+
+    with pytest.raises(ValueError, match="must be"):
+        manager.lookup(bad)
+    assert seen(manager) == before
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_no_request_is_refused(manager: CPUOffloadingManager, method: str) -> None:
+    before = seen(manager)
+
+    with pytest.raises(ValueError, match="req_context must be a ReqContext or None, got 'request 7'"):
+        getattr(manager, method)([B], "request 7")
+    assert seen(manager) == before
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.0, "4", None])
+@pytest.mark.parametrize("name", ["lru", "arc", ReferenceLRU])
+def test_sizes_must_be_positive_ints(name: Any, bad: Any) -> None:
+    with pytest.raises(ValueError, match="num_blocks must be an int >= 1") as error:
+        CPUOffloadingManager(16, bad, name)
+    assert repr(bad) in str(error.value)
+    with pytest.raises(ValueError, match="block_size must be an int >= 1") as error:
+        CPUOffloadingManager(bad, 16, name)
+    assert repr(bad) in str(error.value)
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown policy 'lur', known ones: lru, arc.*did you mean 'lru'"):
+        CPUOffloadingManager(16, 4, "lur")
+
+
+class Faulty(ReferenceLRU):
+    """Holds A, B and C, ready; the subclass answers `evict` with a fault when there are four slots taken."""
+
+    def answer(self, n: int) -> Victims | None:
+        raise NotImplementedError
+
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        return self.answer(n)
+
+
+class TooFew(Faulty):
+    def answer(self, n: int) -> Victims | None:
+        return [(key, self.blocks.pop(key)) for key in list(self.blocks)[: n - 1]]
+
+
+class TooMany(Faulty):
+    def answer(self, n: int) -> Victims | None:
+        return [(key, self.blocks.pop(key)) for key in list(self.blocks)[1 : n + 2]]
+
+
+class TheSameTwice(Faulty):
+    def answer(self, n: int) -> Victims | None:
+        return [(B, self.blocks[B])] * n
+
+
+class OneInUse(Faulty):
+    def answer(self, n: int) -> Victims | None:
+        return [(key, self.blocks.pop(key)) for key in (A, B)[:n]]
+
+
+class OneProtected(Faulty):
+    def answer(self, n: int) -> Victims | None:
+        return [(key, self.blocks.pop(key)) for key in (B, D)[:n]]
+
+
+class OneUnknown(Faulty):
+    def answer(self, n: int) -> Victims | None:
+        return [(B, self.blocks.pop(B)), (b"unknown", BlockStatus(3))][:n]
+
+
+class OneMadeUp(Faulty):
+    def answer(self, n: int) -> Victims | None:
+        return [(B, BlockStatus(1)), (C, BlockStatus(2))][:n]
+
+
+@pytest.mark.parametrize("policy", [TooFew, TooMany, TheSameTwice, OneInUse, OneProtected, OneUnknown, OneMadeUp])
+def test_a_plug_in_that_evicts_wrongly_is_named_and_loses_nobody_s_block(policy: type[Faulty]) -> None:
+    manager = CPUOffloadingManager(16, 4, policy, enable_events=True)
+    manager.prepare_store([A, B, C, D])
+    manager.complete_store([A, B, C, D])
+    manager.prepare_load([A])
+    list(manager.take_events())
+    before = seen(manager)
+
+    with pytest.raises(BlockStateError, match=rf"{policy.__name__}\.evict returned"):
+        manager.prepare_store([D, b"E", b"F"])
+    assert seen(manager) == before
+
+
+def test_a_plug_in_that_refuses_to_evict_makes_the_store_refused() -> None:
+    class Refuses(Faulty):
+        def answer(self, n: int) -> Victims | None:
+            return None
+
+    manager = CPUOffloadingManager(16, 1, Refuses)
+    manager.prepare_store([A])
+    manager.complete_store([A])
+
+    assert manager.prepare_store([B]) is None
+    assert manager.lookup(A) is True
+    assert manager.stats().rejected_stores == 1
+
+
+def test_a_finished_request_needs_its_context(manager: CPUOffloadingManager) -> None:
+    with pytest.raises(ValueError, match="req_context must be a ReqContext, got None"):
+        manager.on_request_finished(None)

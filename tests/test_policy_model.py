@@ -1,0 +1,174 @@
+"""Every policy against its contract and its specification, under every manager."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcache import CPUOffloadingManager, ReqContext
+from kvcache.testing import REFERENCE_POLICIES, PolicyContract, ReferenceManager, cache_machine
+from kvcache.testing.reference import ReferenceAMQ
+
+BUILT_IN = ["lru", "arc", "mq", "amq", "lfuda"]
+
+
+class TestLRU(PolicyContract):
+    policy = "lru"
+
+
+class TestARC(PolicyContract):
+    policy = "arc"
+
+
+class TestMQ(PolicyContract):
+    policy = "mq"
+
+
+class TestAMQ(PolicyContract):
+    policy = "amq"
+
+
+class TestLFUDA(PolicyContract):
+    policy = "lfuda"
+
+
+class ReferenceContract(PolicyContract):
+    # The machine of the compiled twin runs these, too.
+    test_agrees_with_its_reference_under_every_manager = None
+
+
+class TestReferenceLRU(ReferenceContract):
+    policy = REFERENCE_POLICIES["lru"]
+
+
+class TestReferenceARC(ReferenceContract):
+    policy = REFERENCE_POLICIES["arc"]
+
+
+class TestReferenceMQ(ReferenceContract):
+    policy = REFERENCE_POLICIES["mq"]
+
+
+class TestReferenceAMQ(ReferenceContract):
+    policy = REFERENCE_POLICIES["amq"]
+
+
+class TestReferenceLFUDA(ReferenceContract):
+    policy = REFERENCE_POLICIES["lfuda"]
+
+
+TestGate = cache_machine("arc", manager_options={"store_threshold": 2, "max_tracker_size": 5}).TestCase
+
+
+def test_every_built_in_policy_has_a_reference_and_is_tested_here() -> None:
+    contracts = [one for one in globals().values() if isinstance(one, type) and issubclass(one, PolicyContract)]
+    tested = {contract.policy for contract in contracts if hasattr(contract, "policy")}
+
+    assert REFERENCE_POLICIES.keys() == set(BUILT_IN)
+    assert tested == {*BUILT_IN, *REFERENCE_POLICIES.values()}
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes"),
+    [
+        ("arc", ["t1", "t2", "b1", "b2", "target_t1_size"]),
+        ("mq", ["queues", "history", "life", "clock"]),
+        ("amq", ["queues", "history", "life", "clock"]),
+        ("lfuda", ["history", "age"]),
+    ],
+)
+def test_a_compiled_policy_shows_what_the_machine_compares(name: str, attributes: list[str]) -> None:
+    shown = CPUOffloadingManager(16, 2, name).policy
+
+    assert [attribute for attribute in attributes if not hasattr(shown, attribute)] == []
+
+
+def prompts(num_requests: int, num_heads: int, seed: int) -> Iterator[list[bytes]]:
+    """Prompts of 1 to 60 blocks that share heads; the hotter half of the heads comes four times as often."""
+    draw = random.Random(seed)
+    for _ in range(num_requests):
+        head = draw.choices((draw.randrange(num_heads // 2), draw.randrange(num_heads)), (3, 2))[0]
+        length = draw.randint(1, 40)
+        tail = [b"%d/%d" % (draw.randrange(1 << 30), i) for i in range(draw.randint(0, 20))]
+        yield [b"%d:%d" % (head, i) for i in range(length)] + tail
+
+
+@pytest.mark.parametrize("store_threshold", [0, 2])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_large_caches_evict_what_the_specification_evicts(name: str, store_threshold: int) -> None:
+    draw = random.Random(5)
+    gate: dict[str, Any] = {"store_threshold": store_threshold, "max_tracker_size": 6000}
+    managers = [ReferenceManager(16, 1500, name, **gate), CPUOffloadingManager(16, 1500, name, **gate)]
+    loading: list[list[bytes]] = []
+    writing: list[list[bytes]] = []
+    num_evicted = 0
+    for keys in prompts(1500, 80, seed=4):
+        context = ReqContext()
+        hits, specs, outputs = [], [], []
+        for manager in managers:
+            hits.append(manager.lookup(keys, context))
+            manager.touch(keys, context)
+            specs.append(repr(manager.prepare_load(keys[: hits[0]], context)))
+            outputs.append(manager.prepare_store(keys, context))
+        assert hits[1] == hits[0]
+        assert specs[1] == specs[0]
+        assert outputs[1] == outputs[0]
+        loading.append(keys[: hits[0]])
+        if outputs[0] is not None:
+            writing.append(outputs[0].keys_to_store)
+            num_evicted += len(outputs[0].evicted_keys)
+        # Up to 20 loads and 4 stores are under way, and end in any order.
+        done = loading.pop(draw.randrange(len(loading))) if len(loading) > 20 else []
+        written = writing.pop(draw.randrange(len(writing))) if len(writing) > 4 else []
+        success = draw.random() < 0.9
+        for manager in managers:
+            manager.complete_load(done)
+            manager.complete_store(written, context, success)
+            manager.on_request_finished(context)
+        assert managers[1].stats() == managers[0].stats()
+    managers[1].policy.check()
+    assert num_evicted > (500 if store_threshold else 10_000)
+
+
+@pytest.mark.parametrize("name", ["mq", "amq"])
+def test_demotions_of_one_request_are_bounded(name: str) -> None:
+    managers = [ReferenceManager(16, 4000, name), CPUOffloadingManager(16, 4000, name)]
+    keys = [b"%d" % i for i in range(4000)]
+    for manager in managers:
+        manager.prepare_store(keys)
+        manager.complete_store(keys)
+        manager.touch(keys)
+        for _ in range(503):
+            manager.touch([b"another"])
+    # 500 requests after the touch 3 x 1,024 blocks have gone down one queue; the rest still stand above.
+    outputs = [manager.prepare_store([b"new %d" % i for i in range(3500)]) for manager in managers]
+
+    assert outputs[1] == outputs[0]
+    # The last to be touched is the first key, so the oldest 3,072 are the tail; then come the oldest of those above.
+    assert outputs[1].evicted_keys[:3072] == keys[: -3073 : -1]
+    managers[1].policy.check()
+
+
+def test_amq_halves_its_histogram() -> None:
+    class NeverHalves(ReferenceAMQ):
+        most_distances = 1 << 40
+
+    managers = [CPUOffloadingManager(16, 1500, policy) for policy in ("amq", ReferenceAMQ, NeverHalves)]
+    evicted: list[list[list[bytes]]] = [[], [], []]
+    for manager, seen in zip(managers, evicted, strict=True):
+        for i in range(230):
+            # First keys that are used again at once, over 65,536 of them; then some that are used again later.
+            used, unused = [b"%d %d" % (i, j) for j in range(700)], [b"%d %d once" % (i, j) for j in range(80)]
+            output = manager.prepare_store(used + unused)
+            seen.append(output.evicted_keys)
+            manager.complete_store(output.keys_to_store)
+            for _ in range(3 if i > 130 else 0):
+                manager.touch([b"another"])
+            manager.touch(used)
+
+    assert evicted[0] == evicted[1]
+    assert evicted[1] != evicted[2]
+    managers[0].policy.check()

@@ -1,0 +1,93 @@
+"""Policies are picked by name, by class, by path, or by an installed package's entry point."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache.policies
+from kvcache import ARCCachePolicy, CachePolicy, CPUOffloadingManager, LRUCachePolicy
+from kvcache.registry import POLICIES, Registry
+from kvcache.testing.reference import ReferenceLRU
+
+BUILT_IN = ["lru", "arc", "mq", "amq", "lfuda"]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_names_resolve_to_policies(name: str) -> None:
+    found = POLICIES.resolve(name)
+
+    assert issubclass(found, CachePolicy)
+    assert isinstance(found(4), CachePolicy)
+    assert found(4).cache_capacity == 4
+    assert isinstance(CPUOffloadingManager(16, 4, name).policy, found)
+
+
+def test_names_are_listed_built_in_ones_first() -> None:
+    assert POLICIES.names()[:5] == BUILT_IN
+
+
+def test_a_policy_may_be_picked_by_class_and_by_path() -> None:
+    by_class = CPUOffloadingManager(16, 4, ReferenceLRU)
+    by_path = CPUOffloadingManager(16, 4, "kvcache.testing.reference:ReferenceLRU")
+
+    assert type(by_class.policy) is type(by_path.policy) is ReferenceLRU
+    assert POLICIES.resolve("kvcache.policies.arc:ARCCachePolicy") is ARCCachePolicy
+
+
+def test_built_in_classes_have_both_addresses() -> None:
+    assert kvcache.policies.LRUCachePolicy is LRUCachePolicy is POLICIES.resolve("lru")
+    assert kvcache.policies.ARCCachePolicy is ARCCachePolicy is POLICIES.resolve("arc")
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("lrru", r"unknown policy 'lrru', known ones: lru, arc, mq, amq, lfuda.*did you mean 'lru'"),
+        ("", "unknown policy ''"),
+        ("no_such_package.module:Policy", "cannot be imported"),
+        ("kvcache.policies.lru:NoSuchPolicy", "cannot be imported"),
+        ("kvcache.policies.base:checked_capacity", "must name a class"),
+        (7, "must be a name, a class or 'package.module:Class', got 7"),
+        (None, "got None"),
+    ],
+)
+def test_what_leads_to_no_policy_is_refused(choice: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CPUOffloadingManager(16, 4, choice)
+
+
+def test_a_registered_name_resolves_and_cannot_be_taken_twice() -> None:
+    registry = Registry("policy", "kvcache.no_such_group", {"lru": "kvcache.policies.lru:LRUCachePolicy"})
+    registry.register("mine", "kvcache.testing.reference:ReferenceLRU")
+    registry.register("mine", "kvcache.testing.reference:ReferenceLRU")
+
+    assert registry.names() == ["lru", "mine"]
+    assert registry.resolve("mine") is ReferenceLRU
+    with pytest.raises(ValueError, match=r"policy 'lru' is already 'kvcache\.policies\.lru:LRUCachePolicy'"):
+        registry.register("lru", "kvcache.testing.reference:ReferenceLRU")
+    with pytest.raises(ValueError, match="got 'no colon'"):
+        registry.register("other", "no colon")
+
+
+def test_an_installed_package_s_entry_point_is_a_name(tmp_path: Path) -> None:
+    metadata = tmp_path / "sieve_policy-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sieve-policy\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[kvcache.policies]\nsieve = sieve_policy:Sieve\n")
+    (tmp_path / "sieve_policy.py").write_text(
+        "from kvcache.testing.reference import ReferenceLRU\nclass Sieve(ReferenceLRU): pass\n"
+    )
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import kvcache\n"
+        "from kvcache.registry import POLICIES\n"
+        "print(POLICIES.names()[-1], type(kvcache.CPUOffloadingManager(16, 4, 'sieve').policy).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "sieve Sieve\n"

@@ -1,0 +1,420 @@
+"""Retention hints of every compiled policy, sentence by sentence."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from kvcache import CachePolicy, CPUOffloadingManager, ReqContext, Retention
+from kvcache.testing import REFERENCE_POLICIES
+
+POLICIES = ["lru", "arc", "mq", "amq", "lfuda"]
+A, B, C, D, E, F, G, H = (bytes([letter]) for letter in b"ABCDEFGH")
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=POLICIES)
+def manager(request: pytest.FixtureRequest, clock: Clock) -> CPUOffloadingManager:
+    return CPUOffloadingManager(16, 8, request.param, clock=clock)
+
+
+def store(manager: CPUOffloadingManager, keys: list[bytes], *hint: Any) -> list[bytes]:
+    """Store keys for a request with this hint, end it, and return what was evicted."""
+    context = ReqContext(retention=Retention(*hint) if hint else None)
+    output = manager.prepare_store(keys, context)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+    return output.evicted_keys
+
+
+def touch(manager: CPUOffloadingManager, keys: list[bytes], *hint: Any) -> None:
+    context = ReqContext(retention=Retention(*hint) if hint else None)
+    manager.touch(keys, context)
+    manager.on_request_finished(context)
+
+
+def load(manager: CPUOffloadingManager, keys: list[bytes], *hint: Any) -> None:
+    context = ReqContext(retention=Retention(*hint) if hint else None)
+    manager.prepare_load(keys, context)
+    manager.complete_load(keys, context)
+    manager.on_request_finished(context)
+
+
+def drained(manager: CPUOffloadingManager) -> list[bytes]:
+    """Return every key in the order of eviction."""
+    num_blocks = manager.stats().num_blocks - manager.stats().num_free
+    manager.prepare_store([b"fill %d" % i for i in range(manager.stats().num_free)])
+    output = manager.prepare_store([b"push %d" % i for i in range(num_blocks)])
+    assert output is not None
+    return output.evicted_keys
+
+
+def raised(manager: CPUOffloadingManager) -> int:
+    return manager.stats().retained_blocks
+
+
+def test_priorities_leave_from_the_lowest_to_the_highest(clock: Clock) -> None:
+    for policy in POLICIES:
+        manager = CPUOffloadingManager(16, 8, policy, clock=clock, retention_share=1)
+        for key, priority in ((A, 3), (B, 2), (C, 1), (D, 0), (E, -1), (F, 0), (G, -1), (H, 1)):
+            store(manager, [key], priority)
+
+        assert raised(manager) == 4
+        assert drained(manager) == [E, G, D, F, C, H, B, A]
+
+
+def test_within_a_priority_the_tail_leaves_before_the_head(manager: CPUOffloadingManager) -> None:
+    store(manager, [A, B], 1)
+    store(manager, [C, D])
+    store(manager, [E, F], -1)
+
+    assert drained(manager) == [F, E, D, C, B, A]
+
+
+@pytest.mark.parametrize("use", [touch, load, store])
+def test_a_hint_raises_resident_blocks_that_its_request_uses(use: Any, manager: CPUOffloadingManager) -> None:
+    store(manager, [A])
+    store(manager, [B])
+    use(manager, [A], 1)
+    store(manager, [C])
+
+    assert raised(manager) == 1
+    assert drained(manager)[-1] == A
+
+
+@pytest.mark.parametrize("use", [touch, load, store])
+def test_a_one_shot_block_is_lifted_by_a_use_without_the_hint(use: Any, manager: CPUOffloadingManager) -> None:
+    store(manager, [A], -1)
+    store(manager, [B], -1)
+    use(manager, [A], -1)
+    use(manager, [B])
+
+    assert drained(manager) == [A, B]
+    assert raised(manager) == 0
+
+
+@pytest.mark.parametrize("use", [touch, load, store])
+def test_a_one_shot_block_is_lifted_to_the_priority_of_its_user(use: Any, manager: CPUOffloadingManager) -> None:
+    store(manager, [A], -1)
+    store(manager, [B])
+    use(manager, [A], 1)
+
+    assert raised(manager) == 1
+    assert drained(manager) == [B, A]
+
+
+def test_a_lookup_is_no_use(manager: CPUOffloadingManager) -> None:
+    store(manager, [A], -1)
+    store(manager, [B])
+    context = ReqContext(retention=Retention(3))
+    assert manager.lookup([A], context) == 1
+    manager.on_request_finished(context)
+
+    assert raised(manager) == 0
+    assert drained(manager) == [A, B]
+
+
+@pytest.mark.parametrize("use", [touch, load, store])
+@pytest.mark.parametrize("priority", [-1, 0, 1])
+def test_a_hint_never_lowers_what_another_asked_for(use: Any, priority: int, manager: CPUOffloadingManager) -> None:
+    store(manager, [A], 2)
+    store(manager, [B], 1)
+    use(manager, [A], priority)
+
+    assert drained(manager) == [B, A]
+
+
+def test_of_two_ends_the_later_holds(manager: CPUOffloadingManager, clock: Clock) -> None:
+    store(manager, [A], 1, 30)
+    touch(manager, [A], 1, 10)
+    clock.now_s += 29
+    manager.touch([])
+    assert raised(manager) == 1
+    touch(manager, [A], 1, 10)
+    clock.now_s += 9.5
+    manager.touch([])
+    assert raised(manager) == 1
+    clock.now_s += 0.5
+    manager.touch([])
+
+    assert raised(manager) == 0
+
+
+def test_a_higher_priority_brings_its_own_end(manager: CPUOffloadingManager, clock: Clock) -> None:
+    store(manager, [A], 1)
+    touch(manager, [A], 2, 10)
+    clock.now_s += 10
+    manager.touch([])
+
+    assert raised(manager) == 0
+
+
+@pytest.mark.parametrize("verb", ["touch", "prepare_load", "prepare_store"])
+def test_time_passes_at_each_call(verb: str, manager: CPUOffloadingManager, clock: Clock) -> None:
+    store(manager, [A], 1, 10)
+    clock.now_s += 9.999
+    getattr(manager, verb)([])
+    assert raised(manager) == 1
+    clock.now_s = 110.0
+    getattr(manager, verb)([])
+
+    assert raised(manager) == 0
+
+
+def test_the_time_counts_from_the_end_of_the_request(manager: CPUOffloadingManager, clock: Clock) -> None:
+    context = ReqContext(retention=Retention(1, 10))
+    manager.complete_store(manager.prepare_store([A], context).keys_to_store, context)
+    clock.now_s += 8
+    manager.on_request_finished(context)
+    clock.now_s += 8
+    manager.touch([])
+    assert raised(manager) == 1
+    clock.now_s += 2
+    manager.touch([])
+
+    assert raised(manager) == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "lfuda"])
+def test_when_its_time_is_over_a_block_falls_to_where_it_stands(policy: str, clock: Clock) -> None:
+    manager = CPUOffloadingManager(16, 8, policy, clock=clock)
+    store(manager, [A])
+    store(manager, [B], 1, 10)
+    store(manager, [C])
+    clock.now_s += 10
+
+    assert drained(manager) == [A, B, C]
+
+
+def test_beyond_the_share_those_nearest_their_end_fall_first(manager: CPUOffloadingManager) -> None:
+    # Half of eight blocks.
+    for key, ttl_s in ((A, 50), (B, 20), (C, 40), (D, 10)):
+        store(manager, [key], 1, ttl_s)
+    store(manager, [E], 1, 30)
+    assert raised(manager) == 4
+    store(manager, [F], 1)
+    store(manager, [G])
+    store(manager, [H])
+
+    assert raised(manager) == 4
+    assert sorted(drained(manager)[:4]) == [B, D, G, H]
+
+
+def test_of_equal_ends_those_set_first_fall_first_and_of_one_request_the_tail(manager: CPUOffloadingManager) -> None:
+    store(manager, [A, B, C], 1)
+    store(manager, [D, E, F], 1)
+    store(manager, [G, H])
+
+    # C and B have fallen beside G and H; among those raised, each request's tail leaves before its head.
+    assert raised(manager) == 4
+    order = drained(manager)
+    assert set(order[:4]) == {B, C, G, H}
+    assert order[4:] == [A, F, E, D]
+
+
+def test_blocks_stored_one_by_one_fall_from_the_tail(clock: Clock) -> None:
+    manager = CPUOffloadingManager(16, 8, "lru", clock=clock)
+    context = ReqContext(retention=Retention(1, 10))
+    for key in (A, B, C, D, E):
+        manager.complete_store(manager.prepare_store([key], context).keys_to_store, context)
+        clock.now_s += 1
+    manager.on_request_finished(context)
+
+    assert raised(manager) == 4
+    assert drained(manager) == [E, D, C, B, A]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0, 0), (0.3, 2), (0.5, 4), (1, 8)])
+def test_at_most_the_share_is_raised(share: float, expected: int, clock: Clock) -> None:
+    for policy in POLICIES:
+        manager = CPUOffloadingManager(16, 8, policy, clock=clock, retention_share=share)
+        store(manager, [A, B, C, D, E, F, G, H], 3)
+
+        assert raised(manager) == expected
+
+
+def test_a_store_never_fails_because_of_hints(manager: CPUOffloadingManager) -> None:
+    store(manager, [A, B, C, D], 3)
+    store(manager, [E, F, G, H], 3)
+
+    assert sorted(store(manager, [b"%d" % i for i in range(8)], -1)) == [A, B, C, D, E, F, G, H]
+    assert manager.stats().rejected_stores == 0
+
+
+def test_a_refused_store_raises_nothing(manager: CPUOffloadingManager) -> None:
+    store(manager, [A], -1)
+    assert manager.prepare_store([A, *(b"%d" % i for i in range(8))], ReqContext(retention=Retention(2))) is None
+    store(manager, [B])
+
+    assert raised(manager) == 0
+    assert drained(manager) == [A, B]
+
+
+def test_a_failed_store_gives_its_share_back(manager: CPUOffloadingManager) -> None:
+    context = ReqContext(retention=Retention(2))
+    manager.prepare_store([A, B], context)
+    assert raised(manager) == 2
+    manager.complete_store([A, B], context, False)
+
+    assert raised(manager) == 0
+
+
+def test_reset_forgets_who_was_raised(manager: CPUOffloadingManager) -> None:
+    store(manager, [A, B], 2)
+    manager.reset_cache()
+    assert raised(manager) == 0
+    store(manager, [A])
+    store(manager, [B], -1)
+
+    assert drained(manager) == [B, A]
+
+
+def test_at_most_512_fall_in_one_call(clock: Clock) -> None:
+    manager = CPUOffloadingManager(16, 10_000, "lru", clock=clock)
+    store(manager, [b"%d" % i for i in range(1300)], 1, 10)
+    clock.now_s += 10
+    left = []
+    for _ in range(4):
+        manager.touch([])
+        left.append(raised(manager))
+
+    assert left == [788, 276, 0, 0]
+    manager.policy.check()
+
+
+def test_plain_python_policies_ignore_hints(clock: Clock) -> None:
+    policy: type[CachePolicy] = REFERENCE_POLICIES["lru"]
+    manager = CPUOffloadingManager(16, 8, policy, clock=clock)
+    store(manager, [A], 3)
+    store(manager, [B], -1)
+    store(manager, [C])
+
+    assert raised(manager) == 0
+    assert drained(manager) == [A, B, C]
+
+
+def test_the_clock_is_not_asked_before_the_first_hint() -> None:
+    def clock() -> float:
+        raise AssertionError("nobody asked for the time")
+
+    manager = CPUOffloadingManager(16, 8, clock=clock)
+    store(manager, [A], 0, 10)
+    store(manager, [A])
+    touch(manager, [A])
+    load(manager, [A])
+
+    assert raised(manager) == 0
+
+
+@pytest.mark.parametrize("start_s", [-50.0, 0.0, 1e9])
+def test_any_clock_that_goes_forward_will_do(start_s: float, clock: Clock) -> None:
+    clock.now_s = start_s
+    manager = CPUOffloadingManager(16, 8, clock=clock)
+    store(manager, [A], 1, 10)
+    clock.now_s += 9
+    manager.touch([])
+    assert raised(manager) == 1
+    clock.now_s += 1
+    manager.touch([])
+
+    assert raised(manager) == 0
+
+
+@pytest.mark.parametrize("verb", ["touch", "prepare_load", "prepare_store"])
+def test_a_clock_that_goes_back_is_an_error_that_names_both_times(
+    verb: str, manager: CPUOffloadingManager, clock: Clock
+) -> None:
+    store(manager, [A], 1, 10)
+    before = manager.stats()
+    clock.now_s = 99.5
+    with pytest.raises(ValueError, match=r"clock went back from 100\.0 to 99\.5 s"):
+        getattr(manager, verb)([A])
+
+    assert manager.stats() == before
+    clock.now_s = 100.0
+    getattr(manager, verb)([A])
+
+
+@pytest.mark.parametrize("priority", [-2, 4, 1.0, True, "2", None])
+def test_a_priority_out_of_range_is_an_error(priority: Any) -> None:
+    with pytest.raises(ValueError, match=r"priority must be an int in -1\.\.3"):
+        Retention(priority)
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, -0.5, float("inf"), float("nan"), True, "3"])
+def test_a_time_that_is_none_is_an_error(ttl_s: Any) -> None:
+    with pytest.raises(ValueError, match="ttl_s must be a positive number of seconds"):
+        Retention(1, ttl_s)
+
+
+@pytest.mark.parametrize("ttl_s", [1e-12, 5e-324, 1e-9])
+def test_the_shortest_time_ends(ttl_s: float, manager: CPUOffloadingManager, clock: Clock) -> None:
+    store(manager, [A], 1, ttl_s)
+    clock.now_s += 1e-3
+    manager.touch([])
+
+    assert raised(manager) == 0
+
+
+@pytest.mark.parametrize("ttl_s", [1e12, 1.7e308, 10**400])
+def test_the_longest_time_holds(ttl_s: float, manager: CPUOffloadingManager, clock: Clock) -> None:
+    store(manager, [A], 1, ttl_s)
+    clock.now_s += 1e9
+    manager.touch([])
+
+    assert raised(manager) == 1
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, True, "0.5", None, float("nan")])
+def test_a_share_that_is_none_is_an_error(share: Any) -> None:
+    with pytest.raises(ValueError, match=r"retention_share must be a number in 0\.\.1"):
+        CPUOffloadingManager(16, 8, retention_share=share)
+
+
+def test_a_hint_from_the_engine_counts_like_one_from_the_context(manager: CPUOffloadingManager) -> None:
+    context = ReqContext(kv_transfer_params={"kvcache": {"priority": 2, "ttl_s": 300}})
+    manager.prepare_store([A], context)
+
+    assert raised(manager) == 1
+    assert manager.stats().ignored_hints == 0
+
+
+@pytest.mark.parametrize(
+    "hint",
+    ["soon", None, 3, [2, 300], {"priority": 9}, {"priority": "2"}, {"ttl_s": 0}, {"priority": 1, "until": 5}, {1: 2}],
+)
+def test_a_hint_from_the_engine_that_is_none_is_ignored_counted_and_warned_about_once(
+    hint: Any, manager: CPUOffloadingManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for key in (A, B, C):
+            context = ReqContext(kv_transfer_params={"kvcache": hint})
+            manager.touch([key], context)
+            manager.prepare_store([key], context)
+            manager.on_request_finished(context)
+
+    assert manager.stats().ignored_hints == 3
+    assert raised(manager) == 0
+    assert len(caplog.records) == 1
+    assert repr(hint) in caplog.text
+
+
+@pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"kvcache": {}}, "text", 7])
+def test_no_hint_from_the_engine_is_no_fault(params: Any, manager: CPUOffloadingManager) -> None:
+    manager.touch([A], ReqContext(kv_transfer_params=params))
+
+    assert manager.stats().ignored_hints == 0

@@ -1,0 +1,214 @@
+"""The conformance kit finds faults: each of these policies has one, and is caught."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Container, Iterable
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvcache import BlockStatus
+from kvcache.testing import PolicyContract, cache_machine
+from kvcache.testing.reference import ReferenceARC, ReferenceLFUDA, ReferenceLRU, ReferenceMQ, Victims
+
+
+class TouchesFirstToLast(ReferenceLRU):
+    def touch(self, keys: Iterable[bytes]) -> None:
+        super().touch(reversed(list(keys)))
+
+
+class NeverOrders(ReferenceLRU):
+    def order(self, keys: Iterable[bytes]) -> None:
+        pass
+
+
+class OrdersAsUse(ReferenceARC):
+    def order(self, keys: Iterable[bytes]) -> None:
+        keys = list(keys)
+        if len(keys) > 1:
+            self.touch(keys)
+        else:
+            super().order(keys)
+
+
+class GhostsOfFailedStores(ReferenceARC):
+    def remove(self, key: bytes) -> None:
+        super().remove(key)
+        self.b1[key] = None
+
+
+class TargetBeyondCapacity(ReferenceARC):
+    def touch(self, keys: Iterable[bytes]) -> None:
+        self.cache_capacity += 1
+        super().touch(keys)
+        self.cache_capacity -= 1
+
+
+class LongGhostLists(ReferenceARC):
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        self.cache_capacity += 1
+        victims = super().evict(n, protected)
+        self.cache_capacity -= 1
+        return victims
+
+
+class PromotesUnready(ReferenceARC):
+    def touch(self, keys: Iterable[bytes]) -> None:
+        for key in reversed(list(keys)):
+            if key in self.t1:
+                self.t2[key] = self.t1.pop(key)
+            else:
+                super().touch([key])
+
+
+class NeverDemotes(ReferenceMQ):
+    def _demote(self) -> None:
+        pass
+
+
+class ForgetsUses(ReferenceMQ):
+    def insert(self, key: bytes, block: BlockStatus) -> None:
+        self.history.pop(key, None)
+        super().insert(key, block)
+
+
+class NeverAges(ReferenceLFUDA):
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        victims = super().evict(n, protected)
+        self.age = 0
+        return victims
+
+
+@pytest.mark.parametrize(
+    ("faulty", "right"),
+    [
+        (TouchesFirstToLast, ReferenceLRU),
+        (NeverOrders, ReferenceLRU),
+        (OrdersAsUse, ReferenceARC),
+        (GhostsOfFailedStores, ReferenceARC),
+        (TargetBeyondCapacity, ReferenceARC),
+        (LongGhostLists, ReferenceARC),
+        (PromotesUnready, ReferenceARC),
+        (NeverDemotes, ReferenceMQ),
+        (ForgetsUses, ReferenceMQ),
+        (NeverAges, ReferenceLFUDA),
+    ],
+)
+def test_machine_catches(faulty: type[ReferenceLRU], right: type[ReferenceLRU]) -> None:
+    machine = cache_machine(faulty, right)
+    # Shrinking is left out: that there is a failure is all that is asked.
+    hunt = settings(
+        max_examples=1000,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises(AssertionError, match="differs from the specification"):
+        run_state_machine_as_test(machine, settings=hunt)
+
+
+class TooFew(ReferenceLRU):
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        return super().evict(max(0, n - 1), protected)
+
+
+class IgnoresProtection(ReferenceLRU):
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        return super().evict(n, ())
+
+
+class EvictsBlocksInUse(ReferenceLRU):
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        if n > len(self.blocks):
+            return None
+        return [self.blocks.popitem(last=False) for _ in range(n)]
+
+
+class TakesWhatItCan(ReferenceLRU):
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        victims = []
+        for _ in range(n):
+            one = super().evict(1, protected)
+            if one is None:
+                return None
+            victims += one
+        return victims
+
+
+class CountsGets(ReferenceLRU):
+    def get(self, key: bytes) -> BlockStatus | None:
+        if key in self.blocks:
+            self.blocks.move_to_end(key)
+        return super().get(key)
+
+
+class ComparesKeysByIdentity(ReferenceLRU):
+    def get(self, key: bytes) -> BlockStatus | None:
+        return next((block for own, block in self.blocks.items() if own is key), None)
+
+
+class RemovesQuietly(ReferenceLRU):
+    def remove(self, key: bytes) -> None:
+        self.blocks.pop(key, None)
+
+
+class AnyCapacity(ReferenceLRU):
+    def __init__(self, cache_capacity: int) -> None:
+        self.cache_capacity = cache_capacity
+        self.clear()
+
+
+@pytest.mark.parametrize(
+    ("faulty", "check"),
+    [
+        (TooFew, "test_evict_returns_exactly_n_blocks_with_their_keys"),
+        (IgnoresProtection, "test_evict_passes_over_protected_blocks"),
+        (TakesWhatItCan, "test_a_refused_eviction_changes_nothing"),
+        (CountsGets, "test_get_is_no_use"),
+        (ComparesKeysByIdentity, "test_finds_equal_keys_that_are_other_objects"),
+        (RemovesQuietly, "test_remove_of_an_absent_key_is_a_key_error"),
+        (NeverOrders, "test_a_prefix_loses_its_tail_first"),
+    ],
+)
+def test_contract_catches(faulty: type[ReferenceLRU], check: str) -> None:
+    contract = type("Contract", (PolicyContract,), {"policy": faulty})()
+
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        getattr(contract, check)()
+
+
+def test_contract_catches_eviction_of_blocks_in_use() -> None:
+    contract = type("Contract", (PolicyContract,), {"policy": EvictsBlocksInUse})()
+
+    with pytest.raises(AssertionError):
+        contract.test_evict_passes_over_blocks_in_use(1)
+
+
+def test_contract_catches_a_capacity_that_is_none() -> None:
+    contract = type("Contract", (PolicyContract,), {"policy": AnyCapacity})()
+
+    with pytest.raises(pytest.fail.Exception):
+        contract.test_refuses_what_is_no_capacity(0)
+
+
+def test_machine_refuses_a_name_without_a_reference() -> None:
+    machine = cache_machine("kvcache.testing.reference:ReferenceLRU")
+
+    with pytest.raises(ValueError, match="has no reference"):
+        run_state_machine_as_test(machine, settings=settings(max_examples=1, database=None))
+
+
+def test_references_import_without_pytest_and_hypothesis() -> None:
+    script = (
+        "import sys; sys.modules.update(pytest=None, hypothesis=None);"
+        "from kvcache.testing import REFERENCE_POLICIES, ReferenceManager;"
+        "print(ReferenceManager(16, 2, 'arc').prepare_store([b'a']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "PrepareStoreOutput(keys_to_store=[b'a'], store_spec=array([0]), evicted_keys=[])\n"

@@ -1,0 +1,138 @@
+"""The scheduler's thread is never kept: not by a disk that is busy, and not by one that hangs.
+
+What is bounded here is the time that a call itself uses (CPU time of its thread); how long a busy machine takes to
+run a thread at all is the machine's.
+"""
+
+import gc
+import mmap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvcache.tiers import disk
+from kvcache.tiers.disk import DiskTier
+from kvcache.tiers.folder import capacity_for
+from kvcache.tiers.lane import TierRule
+from kvcache.tiers.manager import TieredOffloadingManager
+from kvcache.types import ReqContext
+
+BLOCK_BYTES = 16384
+NUM_BLOCKS = 1024
+REQUEST_BLOCKS = 256
+LIMIT_S = 0.002
+
+
+class Timed:
+    """Calls a manager, and keeps the longest CPU time that a call has used."""
+
+    def __init__(self, manager):
+        self.manager = manager
+        self.longest_s = 0.0
+
+    def __getattr__(self, name):
+        method = getattr(self.manager, name)
+
+        def call(*args):
+            start = time.thread_time()
+            answer = method(*args)
+            self.longest_s = max(self.longest_s, time.thread_time() - start)
+            return answer
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_SHUTDOWN_S", 0.2)
+    flat = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES), np.uint8)
+    tier = DiskTier(tmp_path / "tier", capacity_for(4096, BLOCK_BYTES), flat.reshape(NUM_BLOCKS, BLOCK_BYTES))
+    rule = TierRule(deadline_s=0.3, pause_s=60.0, max_store_blocks=256)
+    manager = TieredOffloadingManager(16, NUM_BLOCKS, [(tier, rule)], deadline_s=0.5)
+    yield tier, manager
+    manager.shutdown()
+
+
+def keys_of(request):
+    return [b"%08d-%04d" % (request, i) for i in range(REQUEST_BLOCKS)]
+
+
+def serve(timed, number):
+    """Take one request through, as a scheduler does; return how many of its blocks were there, and the wait."""
+    context, keys = ReqContext(), keys_of(number)
+    start = time.monotonic()
+    while (num_hits := timed.lookup(keys, context)) is None:
+        timed.on_schedule_end()
+        assert time.monotonic() - start < 10, "a request waits for ever"
+        time.sleep(0.001)
+    waited_s = time.monotonic() - start
+    timed.prepare_load(keys[:num_hits], context)
+    timed.complete_load(keys[:num_hits], context)
+    output = timed.prepare_store(keys, context)
+    if output is not None:
+        timed.complete_store(output.keys_to_store, context)
+    timed.on_request_finished(context)
+    timed.on_schedule_end()
+    return num_hits, waited_s
+
+
+def test_busy_disk_does_not_keep_the_scheduler(world):
+    _, manager = world
+    longest = []
+    for round_number in range(3):
+        timed = Timed(manager)
+        for number in range(12):
+            serve(timed, number + 4 * round_number)
+        longest.append(timed.longest_s)
+    assert manager.settle(20)
+    assert manager.tier_stats()[0].written_blocks > REQUEST_BLOCKS
+    assert min(longest) < LIMIT_S, longest
+
+
+def test_hung_disk_does_not_keep_the_scheduler(world):
+    tier, manager = world
+    for number in range(6):
+        serve(manager, number)
+    assert manager.settle(20)
+    released = threading.Event()
+
+    def hang(*args):
+        released.wait()
+        raise OSError("the mount came back")
+
+    tier._file.read = tier._file.write = hang
+    longest, waits, hits = [], [], []
+    try:
+        for _ in range(3):
+            timed = Timed(manager)
+            waits += [serve(timed, number)[1] for number in range(100, 106)]
+            num_hits, waited_s = serve(timed, 0)
+            hits.append(num_hits)
+            waits.append(waited_s)
+            timed.tier_stats()
+            longest.append(timed.longest_s)
+        stats = manager.tier_stats()[0]
+    finally:
+        released.set()
+    assert min(longest) < LIMIT_S, longest
+    assert max(waits) < 5
+    assert hits[0] == 0
+    assert (stats.reads, stats.writes) == ("paused", "paused")
+    assert stats.overdue_jobs >= 2
+    assert stats.dropped_blocks > 0
+    end = time.monotonic() + 20
+    while manager.tier_stats()[0].stuck_blocks and time.monotonic() < end:
+        manager.on_schedule_end()
+        time.sleep(0.001)
+    assert manager.stats().num_pending == 0
+    assert manager.stats().num_referenced == 0

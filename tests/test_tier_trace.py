@@ -1,0 +1,58 @@
+"""A small host pool over a disk tier hits what one large memory cache hits, on a real trace."""
+
+import mmap
+import os
+
+import numpy as np
+import pytest
+
+from kvcache.manager import CPUOffloadingManager
+from kvcache.replay.keys import KeyMaker
+from kvcache.replay.run import Replay
+from kvcache.replay.tiered import DiskChoice, PatientManager, patient_manager
+from kvcache.replay.trace import Trace
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiers.folder import capacity_for, folder_bytes
+from kvcache.tiers.lane import TierRule
+
+BLOCK_BYTES = 4096
+# The whole trace over a real disk takes half a minute: KVCACHE_WHOLE_TRACE=1.
+WHOLE = os.environ.get("KVCACHE_WHOLE_TRACE") == "1"
+NUM_HOST, NUM_DISK, NUM_REQUESTS = (3000, 100_000, 12_031) if WHOLE else (600, 12_000, 1500)
+
+
+def replayed(manager, trace_path, num_requests):
+    replay, make_keys = Replay(manager), KeyMaker()
+    with Trace(trace_path) as trace:
+        for request, _ in zip(trace, range(num_requests), strict=False):
+            replay.step(request, make_keys(request.hash_ids))
+    return replay.tally
+
+
+def test_host_over_disk_hits_as_much_as_one_memory_cache(shared, tmp_path):
+    path = shared / "traces" / "mooncake_conversation.jsonl"
+    whole = replayed(CPUOffloadingManager(512, NUM_HOST + NUM_DISK), path, NUM_REQUESTS)
+    flat = np.frombuffer(mmap.mmap(-1, NUM_HOST * BLOCK_BYTES), np.uint8)
+    disk = DiskChoice(tmp_path / "tier", capacity_for(NUM_DISK, BLOCK_BYTES))
+    with patient_manager(512, "lru", disk, flat.reshape(NUM_HOST, BLOCK_BYTES)) as manager:
+        tiered = replayed(manager, path, NUM_REQUESTS)
+        stats = manager.tier_stats()[0]
+    print(whole.token_hit_rate, tiered.token_hit_rate, tiered.hit_blocks, stats)
+    assert stats.promoted_blocks > 0
+    assert (stats.failed_jobs, stats.overdue_jobs, stats.tier.corrupt_blocks) == (0, 0, 0)
+    assert abs(whole.token_hit_rate - tiered.token_hit_rate) < 0.01
+    assert folder_bytes(disk.path) <= disk.capacity_bytes
+    if WHOLE:
+        # The disk holds all that host memory holds, so this is LRU at 100,000 blocks.
+        assert tiered.hit_blocks == 104_924
+
+
+# Writing on eviction loses what leaves in bursts that the reserve of free slots did not foresee.
+@pytest.mark.parametrize(("write_policy", "loss"), [("on_evict", 0.03), ("after_n_uses", 0.01)])
+def test_other_write_policies_lose_little(shared, write_policy, loss):
+    path = shared / "traces" / "mooncake_conversation.jsonl"
+    whole = replayed(CPUOffloadingManager(512, 12_600), path, 1500)
+    tier = ManualTier(12_000, is_automatic=True)
+    rule = TierRule(write_policy=write_policy, num_uses=1, max_store_blocks=256)
+    tiered = replayed(PatientManager(512, 600, [(tier, rule)]), path, 1500)
+    assert abs(whole.token_hit_rate - tiered.token_hit_rate) < loss

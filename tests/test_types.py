@@ -1,0 +1,195 @@
+"""Keys, contexts, specs and blocks: the words that scheduler and worker exchange."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import (
+    BlockIDsLoadStoreSpec,
+    BlockStatus,
+    CPULoadStoreSpec,
+    CPUOffloadingManager,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    Retention,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
+
+
+@pytest.mark.parametrize("group_idx", [0, 1, 255, 256, (1 << 32) - 1])
+@pytest.mark.parametrize("block_hash", [b"h", b"\x00", bytes(range(200))])
+def test_a_key_is_the_hash_and_the_group_in_four_big_endian_bytes(block_hash: bytes, group_idx: int) -> None:
+    key = make_offload_key(block_hash, group_idx)
+
+    assert type(key) is bytes
+    assert key == block_hash + group_idx.to_bytes(4, "big")
+    assert get_offload_block_hash(key) == block_hash
+    assert get_offload_group_idx(key) == group_idx
+
+
+@pytest.mark.parametrize(
+    ("block_hash", "group_idx", "bad"),
+    [(b"", 0, "b''"), ("h", 0, "'h'"), (b"h", -1, "-1"), (b"h", 1 << 32, "4294967296"), (b"h", 1.0, "1.0")],
+)
+def test_what_makes_no_key_is_refused(block_hash: Any, group_idx: Any, bad: str) -> None:
+    with pytest.raises(ValueError, match="must be") as error:
+        make_offload_key(block_hash, group_idx)
+    assert bad in str(error.value)
+
+
+@pytest.mark.parametrize("bad", [b"", b"1234", "12345", None])
+def test_what_is_too_short_for_a_group_is_refused(bad: Any) -> None:
+    for part in (get_offload_block_hash, get_offload_group_idx):
+        with pytest.raises(ValueError, match="key must be bytes longer than 4"):
+            part(bad)
+
+
+def test_a_context_keeps_one_state_of_each_type() -> None:
+    context = ReqContext("7")
+    assert context.get_state(int) is None
+    context.set_state(1)
+    context.set_state("one")
+    context.set_state(2)
+
+    assert (context.get_state(int), context.get_state(str), context.get_state(float)) == (2, "one", None)
+
+
+def test_a_context_knows_positions_by_key() -> None:
+    context = ReqContext()
+    assert context.get_offload_key_position(b"k") is None
+    context.set_offload_key_position(b"k", 512)
+    context.set_offload_key_position(b"k", 1024)
+
+    assert context.get_offload_key_position(bytes(bytearray(b"k"))) == 1024
+    assert context.get_offload_key_position(b"l") is None
+
+
+def test_contexts_are_told_apart_by_identity() -> None:
+    first, second = ReqContext("same"), ReqContext("same")
+
+    assert first != second
+    assert len({first, second, first}) == 2
+    assert (first.req_id, first.kv_transfer_params, first.retention) == ("same", None, None)
+
+
+def test_a_context_that_is_dropped_is_forgotten_by_the_manager() -> None:
+    manager = CPUOffloadingManager(16, 4)
+    context = ReqContext()
+    manager.prepare_store([b"a"], context)
+    gone = weakref.ref(context)
+    del context
+    gc.collect()
+
+    assert gone() is None
+
+
+def test_a_request_is_offloaded_by_block_unless_it_says_otherwise() -> None:
+    assert RequestOffloadingContext().policy is OffloadPolicy.BLOCK_LEVEL
+    assert RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL).policy is OffloadPolicy.REQUEST_LEVEL
+
+
+@pytest.mark.parametrize("priority", [-2, 4, 1.0, True, "2", None])
+def test_a_priority_out_of_range_is_refused(priority: Any) -> None:
+    with pytest.raises(ValueError, match=r"priority must be an int in -1\.\.3") as error:
+        Retention(priority)
+    assert repr(priority) in str(error.value)
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, float("inf"), float("nan"), "5", True])
+def test_a_time_to_live_that_is_none_is_refused(ttl_s: Any) -> None:
+    with pytest.raises(ValueError, match="ttl_s must be a positive number of seconds") as error:
+        Retention(1, ttl_s)
+    assert repr(ttl_s) in str(error.value)
+
+
+def test_a_block_starts_unready() -> None:
+    block = BlockStatus(1 << 40)
+
+    assert (block.ref_cnt, block.block_id, block.is_ready) == (-1, 1 << 40, False)
+    block.ref_cnt = 0
+    assert block.is_ready is True
+    block.ref_cnt += 2
+    assert (block.ref_cnt, block.is_ready) == (2, True)
+
+
+def test_a_block_is_16_bytes_in_c() -> None:
+    block = BlockStatus(-5)
+    block.ref_cnt = 3
+    raw = ctypes.string_at(ctypes.addressof(block), ctypes.sizeof(block))
+
+    assert len(raw) == 16
+    assert int.from_bytes(raw[:4], "little", signed=True) == 3
+    assert int.from_bytes(raw[8:], "little", signed=True) == -5
+
+
+def test_blocks_may_be_subclassed() -> None:
+    class Placed(BlockStatus):
+        def __init__(self, block_id: int, node: str) -> None:
+            super().__init__(block_id)
+            self.node = node
+
+    block = Placed(4, "east")
+    assert (block.block_id, block.ref_cnt, block.node) == (4, -1, "east")
+
+
+@pytest.mark.parametrize("given", [[3, 1, 2], (3, 1, 2), np.array([3, 1, 2], np.int32)])
+def test_specs_hold_ids_as_int64(given: Any) -> None:
+    spec = CPULoadStoreSpec(given)
+
+    assert spec.block_ids.dtype == np.int64
+    assert spec.block_ids.shape == (3,)
+    assert repr(spec) == repr(np.array([3, 1, 2]))
+    assert isinstance(spec, BlockIDsLoadStoreSpec)
+    assert isinstance(spec, LoadStoreSpec)
+
+
+def test_an_empty_spec_has_no_ids() -> None:
+    assert CPULoadStoreSpec([]).block_ids.shape == (0,)
+    assert CPULoadStoreSpec([]).block_ids.dtype == np.int64
+
+
+@pytest.mark.parametrize("bad", [[[1, 2]], [1.5], ["a"], 3, [True]])
+def test_what_are_no_ids_is_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match="block_ids must be"):
+        CPULoadStoreSpec(bad)
+
+
+def test_media_are_named_without_an_instance() -> None:
+    assert (CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium()) == ("CPU", "GPU")
+    with pytest.raises(TypeError):
+        LoadStoreSpec()  # type: ignore[abstract]
+
+
+def test_a_device_spec_orders_blocks_by_group() -> None:
+    spec = GPULoadStoreSpec([5, 6, 9], group_sizes=[2, 1], block_indices=[3, 0])
+
+    assert spec.block_ids.tolist() == [5, 6, 9]
+    assert list(spec.group_sizes) == [2, 1]
+    assert list(spec.block_indices) == [3, 0]
+
+
+@pytest.mark.parametrize(
+    ("group_sizes", "block_indices"),
+    [([2], [0]), ([2, 2], [0, 0]), ([2, 1], [0]), ([4, -1], [0, 0]), ([2, 1], [0, -1])],
+)
+def test_a_device_spec_that_does_not_add_up_is_refused(group_sizes: list[int], block_indices: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"group_sizes|block_indices"):
+        GPULoadStoreSpec([5, 6, 9], group_sizes, block_indices)
+
+
+def test_specs_travel_between_processes() -> None:
+    spec = pickle.loads(pickle.dumps(GPULoadStoreSpec([5, 6, 9], [2, 1], [3, 0])))
+
+    assert (spec.block_ids.tolist(), list(spec.group_sizes), list(spec.block_indices)) == ([5, 6, 9], [2, 1], [3, 0])

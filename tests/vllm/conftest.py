@@ -1,0 +1,240 @@
+"""A real vLLM engine on the CPU, with small random models; skipped where vLLM is not installed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+# In-process, so that counters and host memory can be looked at. The number of threads decides how sums are rounded,
+# hence the tokens; so it is the same in every engine that is compared.
+for _name, _value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+VOCABULARY = 512
+
+
+@pytest.fixture(scope="session")
+def tokens() -> Callable[[int, int], list[int]]:
+    """A function from a seed and a count to random token ids."""
+    return lambda seed, count: random.Random(seed).choices(range(3, VOCABULARY), k=count)
+
+
+class Engine:
+    """One booted engine and a look inside."""
+
+    def __init__(self, model: Path, extra_config: dict[str, Any] | None, **options: Any) -> None:
+        from vllm import LLM
+
+        if extra_config is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "spec_name": "KVCacheOffloadingSpec",
+                    "spec_module_path": "kvcache.integrations.vllm",
+                    "cpu_bytes_to_use": 256 << 20,
+                    **extra_config,
+                },
+            }
+        # Float32: in bfloat16 the engine's own tokens depend on how requests are batched.
+        settings = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "block_size": 32,
+            "num_gpu_blocks_override": 128,
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "disable_log_stats": False,
+            "seed": 0,
+        }
+        self.llm = LLM(str(model), **{**settings, **options})
+
+    def generate(
+        self, prompts: list[list[int]], params: dict[str, Any] | None = None, max_tokens: int = 8
+    ) -> list[Any]:
+        """Return vLLM's outputs of greedy generation."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+
+    def computed(self, prompts: list[list[int]]) -> int:
+        """Generate, and return for how many tokens the model ran."""
+        executor = self.llm.llm_engine.engine_core.engine_core.model_executor
+        execute, total = executor.execute_model, 0
+
+        def counting(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal total
+            total += scheduler_output.total_num_scheduled_tokens
+            return execute(scheduler_output, *args, **kwargs)
+
+        executor.execute_model = counting
+        try:
+            self.generate(prompts)
+        finally:
+            executor.execute_model = execute
+        return total
+
+    def answers(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the tokens generated for each prompt."""
+        return [list(output.outputs[0].token_ids) for output in self.generate(prompts)]
+
+    def drop_device_cache(self, host_too: bool = False) -> None:
+        """Make the engine forget its own prefix cache, and the host's if told."""
+        assert self.llm.reset_prefix_cache(reset_connector=host_too)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def manager(self) -> Any:
+        """Our adapter on the scheduler's side."""
+        return self.scheduler.connector.connector_scheduler.manager
+
+    @property
+    def stats(self) -> Any:
+        """Our manager's counters."""
+        return self.manager._manager.stats()
+
+    @property
+    def worker(self) -> Any:
+        """Our adapter on the worker's side."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().connector_worker.worker
+
+    def metric(self, name: str) -> float:
+        """Return what the engine exports under `name`, over all labels."""
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="session")
+def boot() -> Callable[..., contextlib.AbstractContextManager[Engine]]:
+    """A context manager that boots an engine, ``boot(model, extra_config, **engine_options)``."""
+
+    @contextlib.contextmanager
+    def booted(model: Path, extra_config: dict[str, Any] | None, **options: Any) -> Iterator[Engine]:
+        engine = Engine(model, extra_config, **options)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    return booted
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random models: weights so large that greedy tokens depend on the whole context.
+
+    ``llama`` is small; ``tall`` computes enough per byte of KV cache to time; ``hybrid`` has two groups with sliding
+    windows and one without, which share tensors.
+    """
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+    common = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+    def llama(hidden: int, layers: int) -> LlamaForCausalLM:
+        return LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=hidden,
+                intermediate_size=2 * hidden,
+                num_hidden_layers=layers,
+                num_attention_heads=8,
+                num_key_value_heads=4,
+                **common,
+            )
+        )
+
+    def gemma() -> Gemma3ForCausalLM:
+        return Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                hidden_size=128,
+                intermediate_size=256,
+                num_hidden_layers=6,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=32,
+                sliding_window=256,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+                **common,
+            )
+        )
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models")
+    for name, model in (("llama", llama(256, 4)), ("tall", llama(512, 8)), ("hybrid", gemma())):
+        model.save_pretrained(folder / name)
+    return {name: folder / name for name in ("llama", "tall", "hybrid")}
+
+
+@pytest.fixture(scope="session")
+def prompts(tokens: Any) -> list[list[int]]:
+    """Three prompts of 1,040 tokens; 1,000 are shared, so their 32 whole blocks each are 34 different ones."""
+    return [tokens(0, 1000) + tokens(seed, 40) for seed in (1, 2, 3)]
+
+
+@pytest.fixture(scope="session")
+def crowd(tokens: Any) -> list[list[int]]:
+    """Seven unrelated prompts of 20 whole blocks each, and a bit; more than the device holds."""
+    return [tokens(seed, 650) for seed in range(10, 17)]
+
+
+@pytest.fixture(scope="session")
+def storm(tokens: Any) -> list[list[int]]:
+    """24 prompts of 40 to 440 tokens that leave one of three common stems at any token."""
+    dice = random.Random(0)
+    stems = [tokens(seed, 400) for seed in (20, 21, 22)]
+    return [dice.choice(stems)[: dice.randrange(400)] + tokens(seed, 40) for seed in range(30, 54)]
+
+
+@pytest.fixture(scope="session")
+def expected(boot: Any, models: Any, prompts: Any, crowd: Any, storm: Any) -> Any:
+    """What the engine answers without offloading: a function of the prompts."""
+    asked = [*prompts, *crowd, *storm]
+    with boot(models["llama"], None) as engine:
+        known = dict(zip(map(tuple, asked), engine.answers(asked), strict=True))
+    assert len({tuple(answer) for answer in known.values()}) == len(known)
+    return lambda asked: [known[tuple(prompt)] for prompt in asked]

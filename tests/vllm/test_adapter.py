@@ -1,0 +1,223 @@
+"""The adapter's own decisions, with vLLM's types and no engine."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.base import ReqContext as EngineContext
+
+from kvcache import CPULoadStoreSpec, CPUOffloadingManager, TransferResult
+from kvcache.integrations.vllm import KVCacheOffloadingSpec
+from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
+from kvcache.integrations.vllm.metrics import metric_definitions
+from kvcache.integrations.vllm.releases import installed_release
+from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+
+
+def manager(num_blocks: int = 8, **options: Any) -> KVCacheOffloadingManager:
+    return KVCacheOffloadingManager(CPUOffloadingManager(16, num_blocks, **options), installed_release())
+
+
+def request(manager: KVCacheOffloadingManager, req_id: str, keys: list[bytes], params: Any = None) -> EngineContext:
+    """Announce a request as the engine does: its context knows where each key's block ends, in most releases."""
+    context = EngineContext(req_id=req_id, kv_transfer_params=params)
+    assert isinstance(manager.on_new_request(context), RequestOffloadingContext)
+    for i, key in enumerate(keys if installed_release().key_positions else ()):
+        context.set_offload_key_position(key, 16 * (i + 1))
+    return context
+
+
+def serve(manager: KVCacheOffloadingManager, req_id: str, keys: list[bytes]) -> list[bytes]:
+    """Store what a request computed, end it, and return what was evicted for it."""
+    context = request(manager, req_id, keys)
+    output = manager.prepare_store(keys, context)
+    assert output is not None
+    manager.complete_store(set(output.keys_to_store), context)
+    manager.on_request_finished(context)
+    return output.evicted_keys
+
+
+def keys_of(name: str, count: int) -> list[bytes]:
+    return [f"{name}{i}".encode() for i in range(count)]
+
+
+def test_every_method_that_the_engine_may_call_is_there() -> None:
+    for ours, theirs in (
+        (KVCacheOffloadingManager, OffloadingManager),
+        (KVCacheOffloadingWorker, OffloadingWorker),
+        (KVCacheOffloadingSpec, OffloadingSpec),
+    ):
+        assert not inspect.isabstract(ours)
+        for name, method in inspect.getmembers(ours, inspect.isfunction):
+            base = getattr(theirs, name, None)
+            if base is not None and not name.startswith("_"):
+                wanted = list(inspect.signature(base).parameters)
+                assert list(inspect.signature(method).parameters)[: len(wanted)] == wanted, name
+
+
+def test_block_being_written_is_pending_not_missing() -> None:
+    adapter = manager()
+    context = request(adapter, "r", [b"a", b"b"])
+    assert adapter.lookup(b"a", context) is LookupResult.MISS
+    assert adapter.prepare_store([b"a"], context).keys_to_store == [b"a"]
+    assert adapter.lookup(b"a", context) is LookupResult.HIT_PENDING
+    adapter.complete_store({b"a"}, context)
+    assert adapter.lookup(b"a", context) is LookupResult.HIT
+    assert adapter.lookup(b"b", context) is LookupResult.MISS
+
+
+def test_store_keeps_the_offered_order_and_its_spec_pickles() -> None:
+    adapter = manager()
+    serve(adapter, "first", [b"b"])
+    context = request(adapter, "second", [b"a", b"b", b"c"])
+    output = adapter.prepare_store((key for key in (b"c", b"b", b"a")), context)
+    assert output.keys_to_store == [b"c", b"a"]
+    spec = pickle.loads(pickle.dumps(output.store_spec))
+    assert isinstance(spec, CPULoadStoreSpec)
+    assert spec.block_ids.tolist() == [1, 2]
+
+
+def test_store_without_room_changes_nothing() -> None:
+    adapter = manager(num_blocks=2)
+    context = request(adapter, "r", keys_of("a", 3))
+    assert adapter.prepare_store(keys_of("a", 3), context) is None
+    assert adapter.lookup(b"a0", context) is LookupResult.MISS
+
+
+def test_use_counts_although_touch_is_never_called() -> None:
+    adapter = manager(num_blocks=4)
+    serve(adapter, "old", keys_of("a", 2))
+    serve(adapter, "new", keys_of("b", 2))
+    # "old" comes back and is loaded; by first-in-first-out it would go next.
+    context = request(adapter, "again", keys_of("a", 2))
+    adapter.prepare_load(keys_of("a", 2), context)
+    adapter.complete_load(set(keys_of("a", 2)), context)
+    adapter.on_request_finished(context)
+    assert serve(adapter, "other", keys_of("c", 2)) == [b"b1", b"b0"]
+
+
+def test_running_request_keeps_its_head_younger_than_its_tail() -> None:
+    adapter = manager(num_blocks=4)
+    keys = keys_of("a", 4)
+    context = request(adapter, "long", keys)
+    for part in (keys[:2], keys[2:]):
+        adapter.prepare_store(part, context)
+        adapter.complete_store(set(part), context)
+    assert serve(adapter, "other", keys_of("b", 3)) == [b"a3", b"a2", b"a1"]
+
+
+@pytest.mark.skipif(not installed_release().key_positions, reason="this release does not tell")
+def test_blocks_found_on_the_device_stay_young_on_the_host() -> None:
+    adapter = manager(num_blocks=4)
+    serve(adapter, "old", keys_of("a", 2))
+    serve(adapter, "new", keys_of("b", 2))
+    # The device still has a0, so the engine asks and loads from a1 on; only the context names a0.
+    context = request(adapter, "again", keys_of("a", 2))
+    adapter.prepare_load([b"a1"], context)
+    adapter.complete_load({b"a1"}, context)
+    adapter.on_request_finished(context)
+    assert serve(adapter, "other", keys_of("c", 3)) == [b"b1", b"b0", b"a1"]
+
+
+def test_completion_after_the_end_of_a_request_still_counts() -> None:
+    adapter = manager()
+    context = request(adapter, "r", keys_of("a", 2))
+    adapter.prepare_store(keys_of("a", 2), context)
+    adapter.on_request_finished(context)
+    adapter.complete_store(set(keys_of("a", 2)), context)
+    assert adapter.lookup(b"a1", request(adapter, "s", [])) is LookupResult.HIT
+
+
+def test_hint_in_kv_transfer_params_keeps_blocks_longer() -> None:
+    adapter = manager(num_blocks=4)
+    context = request(adapter, "dear", keys_of("a", 2), {"kvcache": {"priority": 3, "ttl_s": 10}})
+    adapter.complete_store(set(adapter.prepare_store(keys_of("a", 2), context).keys_to_store), context)
+    adapter.on_request_finished(context)
+    assert adapter._manager.stats().retained_blocks == 2
+    serve(adapter, "old", keys_of("b", 2))
+    assert serve(adapter, "new", keys_of("c", 2)) == [b"b1", b"b0"]
+
+
+def test_events_are_the_engines() -> None:
+    adapter = manager(num_blocks=2, enable_events=True)
+    serve(adapter, "a", keys_of("a", 2))
+    serve(adapter, "b", keys_of("b", 1))
+    events = list(adapter.take_events())
+    assert [(set(event.keys), event.medium, event.removed) for event in events] == [
+        ({b"a0", b"a1"}, Medium.CPU, False),
+        ({b"a1"}, Medium.CPU, True),
+        ({b"b0"}, Medium.CPU, False),
+    ]
+    assert list(adapter.take_events()) == []
+
+
+def test_every_metric_sent_is_declared_and_tells_only_changes() -> None:
+    adapter = manager(num_blocks=2)
+    assert adapter.get_stats() is not None
+    assert adapter.get_stats() is None
+    serve(adapter, "a", keys_of("a", 2))
+    context = request(adapter, "b", keys_of("a", 1), {"kvcache": "no"})
+    adapter.lookup(b"a0", context)
+    adapter.prepare_load([b"a0"], context)
+    adapter.prepare_store(keys_of("b", 2), context)
+    sent = adapter.get_stats().reduce()
+    assert sent == {
+        "vllm:kvcache_looked_up_blocks": 1,
+        "vllm:kvcache_hit_blocks": 1,
+        "vllm:kvcache_loaded_blocks": 1,
+        "vllm:kvcache_stored_blocks": 2,
+        "vllm:kvcache_rejected_stores": 1,
+        "vllm:kvcache_ignored_hints": 1,
+        "vllm:kvcache_num_free": 0,
+        "vllm:kvcache_num_referenced": 1,
+        "vllm:kvcache_hit_rate": 1 / 3,
+    }
+    assert sent.keys() <= metric_definitions().keys()
+
+
+class OneResult:
+    """Transfers that end as told."""
+
+    def __init__(self, result: TransferResult | Exception | bool) -> None:
+        self.result = result
+
+    def transfer_async(self, job_id: int, spec: Any) -> bool:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return bool(self.result)
+
+    def get_finished(self) -> list[Any]:
+        return [self.result]
+
+
+def worker_with(result: Any) -> KVCacheOffloadingWorker:
+    worker = KVCacheOffloadingWorker.__new__(KVCacheOffloadingWorker)
+    worker._transfers = OneResult(result)
+    return worker
+
+
+def test_failed_copy_is_never_told_as_a_success(caplog: pytest.LogCaptureFixture) -> None:
+    worker = worker_with(TransferResult(7, False, 0, 0.0, ("CPU", "GPU")))
+    (result,) = worker.get_finished()
+    assert not result.success
+
+
+def test_refused_copy_raises_nothing_in_the_engines_thread() -> None:
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+    device = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
+    for refusal in (ValueError("block 9 of 8"), False):
+        worker = worker_with(refusal)
+        assert worker.submit_load(1, CPULoadStoreSpec([9]), device) is False
+        assert worker.submit_store(2, device, CPULoadStoreSpec([9])) is False

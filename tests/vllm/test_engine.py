@@ -1,0 +1,190 @@
+"""The adapter under the real engine: the same tokens with and without it, and every block where it should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache.registry import POLICIES
+
+# Bytes of one 32-token block of the small model: keys and values of 4 layers, 4 heads of 32 floats.
+BLOCK_BYTES = 2 * 4 * 4 * 32 * 4 * 32
+
+
+@pytest.fixture(scope="class")
+def engine(boot: Any, models: Any, expected: Any) -> Any:
+    """The small model with lru and room for everything."""
+    with boot(models["llama"], {"cache_policy": "lru"}) as engine:
+        yield engine
+
+
+@pytest.fixture
+def fresh(engine: Any) -> Any:
+    """The same engine with empty caches."""
+    engine.drop_device_cache(host_too=True)
+    return engine
+
+
+class TestOneEngine:
+    """What one engine shows; a process holds one engine at a time."""
+
+    def test_blocks_come_back_and_the_tokens_are_the_same(
+        self, fresh: Any, prompts: Any, crowd: Any, expected: Any
+    ) -> None:
+        before = fresh.stats
+        assert fresh.answers(prompts) == expected(prompts)
+        stored = fresh.stats
+        assert stored.stored_blocks - before.stored_blocks == 34
+        assert stored.loaded_blocks - before.loaded_blocks == 0
+
+        fresh.drop_device_cache()
+        outputs = fresh.generate(prompts)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected(prompts)
+        assert [output.num_cached_tokens for output in outputs] == [1024] * 3
+        assert fresh.stats.loaded_blocks - stored.loaded_blocks == 34
+
+        # The third time the device's 128 blocks have really been given to others: 7 x 21.
+        assert fresh.answers(crowd) == expected(crowd)
+        assert fresh.answers(prompts) == expected(prompts)
+        assert fresh.stats.loaded_blocks - stored.loaded_blocks == 2 * 34
+        assert fresh.stats.stored_blocks - before.stored_blocks == 34 + 7 * 20
+
+    def test_nothing_is_computed_that_was_loaded(self, fresh: Any, prompts: Any) -> None:
+        assert fresh.computed(prompts[:1]) == 1040 + 7
+        fresh.answers(prompts)
+        fresh.drop_device_cache()
+        # Of each prompt what its blocks leave over, and the seven tokens after the first.
+        assert fresh.computed(prompts) == 3 * (16 + 7)
+
+    def test_flipped_bytes_change_every_answer(self, fresh: Any, prompts: Any, expected: Any) -> None:
+        fresh.answers(prompts)
+        fresh.drop_device_cache()
+        signs = fresh.worker._pool.tensor.view(torch.int32)
+        signs.bitwise_xor_(-(2**31))
+        wrong = fresh.answers(prompts)
+        assert [answer == right for answer, right in zip(wrong, expected(prompts), strict=True)] == [False] * 3
+        fresh.drop_device_cache()
+        signs.bitwise_xor_(-(2**31))
+        assert fresh.answers(prompts) == expected(prompts)
+
+    def test_reset_of_the_connector_forgets_the_host_blocks(self, fresh: Any, prompts: Any, expected: Any) -> None:
+        fresh.answers(prompts)
+        before = fresh.stats
+        fresh.drop_device_cache(host_too=True)
+        assert (fresh.stats.num_free, fresh.stats.num_pending) == (fresh.stats.num_blocks, 0)
+        assert fresh.answers(prompts) == expected(prompts)
+        assert fresh.stats.loaded_blocks == before.loaded_blocks
+
+    def test_metrics_count_blocks_and_bytes(self, fresh: Any, prompts: Any) -> None:
+        names = ("stored_blocks", "loaded_blocks", "hit_blocks", "looked_up_blocks")
+        before = {name: fresh.metric(f"vllm:kvcache_{name}") for name in names}
+        moved = {way: fresh.metric(f"vllm:kv_offload_{way}_bytes") for way in ("store", "load")}
+        fresh.answers(prompts[:1])
+        fresh.drop_device_cache()
+        fresh.answers(prompts[:1])
+        after = {name: fresh.metric(f"vllm:kvcache_{name}") - before[name] for name in names}
+        assert after == {"stored_blocks": 32, "loaded_blocks": 32, "hit_blocks": 32, "looked_up_blocks": 33}
+        for way in moved:
+            assert fresh.metric(f"vllm:kv_offload_{way}_bytes") - moved[way] == 32 * BLOCK_BYTES
+        stats = fresh.stats
+        needed = stats.loaded_blocks + stats.stored_blocks
+        assert fresh.metric("vllm:kvcache_hit_rate") == stats.loaded_blocks / needed
+        assert fresh.metric("vllm:kvcache_num_blocks") == stats.num_blocks == (256 << 20) // BLOCK_BYTES
+
+    def test_hints_reach_the_manager_and_bad_ones_are_counted(self, fresh: Any, prompts: Any) -> None:
+        ignored = fresh.metric("vllm:kvcache_ignored_hints")
+        for hint in ({"priority": 2, "ttl_s": 600}, {"priority": 9}, "soon"):
+            fresh.generate(prompts[:1], {"kvcache": hint})
+        assert fresh.metric("vllm:kvcache_retained_blocks") == fresh.stats.retained_blocks == 32
+        assert fresh.metric("vllm:kvcache_ignored_hints") - ignored == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_tier_smaller_than_the_working_set(
+    boot: Any, models: Any, crowd: Any, storm: Any, expected: Any, policy: str
+) -> None:
+    # The device holds 63 blocks, so that the storm's requests wait for each other, and some are preempted.
+    extra_config = {"cpu_bytes_to_use": 50 * BLOCK_BYTES + 1, "cache_policy": policy}
+    with boot(models["llama"], extra_config, num_gpu_blocks_override=64, max_model_len=1024) as engine:
+        cached = 0
+        for prompt in [*crowd, *reversed(crowd), *crowd]:
+            (output,) = engine.generate([prompt])
+            assert [list(output.outputs[0].token_ids)] == expected([prompt])
+            cached += output.num_cached_tokens
+            engine.drop_device_cache()
+        assert engine.stats.loaded_blocks * 32 == cached > 0
+        loaded = engine.stats.loaded_blocks
+        for _ in range(2):
+            assert engine.answers(storm) == expected(storm)
+            engine.drop_device_cache()
+        stats = engine.stats
+        assert type(engine.manager._manager.policy) is POLICIES.resolve(policy)
+    assert stats.loaded_blocks > loaded
+    assert stats.num_blocks == 50
+    assert stats.evicted_blocks > 0
+    assert stats.stored_blocks - stats.evicted_blocks == stats.num_blocks - stats.num_free
+    assert (stats.num_referenced, stats.num_pending, stats.failed_blocks) == (0, 0, 0)
+
+
+def test_blocks_larger_than_the_engines(boot: Any, models: Any, prompts: Any, expected: Any) -> None:
+    with boot(models["llama"], {"block_size": 96}) as engine:
+        assert engine.answers(prompts) == expected(prompts)
+        # 10 whole blocks of 96 tokens; the shared 1,000 tokens hold all of them.
+        assert engine.stats.stored_blocks == 10
+        engine.drop_device_cache()
+        # Leaves five device blocks behind, so the load starts in the middle of an offloaded block.
+        engine.generate([prompts[0][:165]])
+        loaded = engine.stats.loaded_blocks
+        (output,) = engine.generate(prompts[:1])
+        assert [list(output.outputs[0].token_ids)] == expected(prompts[:1])
+        assert output.num_cached_tokens == 960
+        assert engine.stats.loaded_blocks - loaded == 9
+
+
+def test_hybrid_model_with_several_groups(boot: Any, models: Any, prompts: Any) -> None:
+    options = {"num_gpu_blocks_override": 300, "disable_hybrid_kv_cache_manager": False}
+    with boot(models["hybrid"], None, **options) as engine:
+        expected = engine.answers(prompts)
+    assert len({tuple(answer) for answer in expected}) == 3
+    for extra_config in ({}, {"blocks_per_chunk": 2}):
+        with boot(models["hybrid"], extra_config, **options) as engine:
+            assert engine.answers(prompts) == expected
+            for _ in range(2):
+                engine.drop_device_cache()
+                outputs = engine.generate(prompts)
+                assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+                assert [output.num_cached_tokens for output in outputs] == [1024] * 3
+            assert engine.stats.loaded_blocks > 0
+
+
+def test_events_tell_what_came_and_went(boot: Any, models: Any, crowd: Any, tmp_path: Path) -> None:
+    import msgspec
+    import zmq
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+
+    endpoint = f"ipc://{tmp_path}/events"
+    events = []
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe(b"")
+        socket.connect(endpoint)
+        events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+        extra_config = {"cpu_bytes_to_use": 30 * BLOCK_BYTES, "self_describing_kv_events": True}
+        with boot(models["llama"], extra_config, kv_events_config=events_config) as engine:
+            for prompt in (*crowd[:2], [3]):
+                engine.generate([prompt])
+            stats = engine.stats
+            while socket.poll(1000):
+                events += msgspec.msgpack.decode(socket.recv_multipart()[-1], type=KVEventBatch).events
+    ours = [event for event in events if getattr(event, "medium", None) == "CPU"]
+    stored = [event for event in ours if isinstance(event, BlockStored)]
+    removed = [block_hash for event in ours if isinstance(event, BlockRemoved) for block_hash in event.block_hashes]
+    told = {tuple(event.token_ids): event.block_hashes[0] for event in stored}
+    assert told.keys() == {tuple(prompt[i : i + 32]) for prompt in crowd[:2] for i in range(0, 640, 32)}
+    assert len(stored) == stats.stored_blocks == 40
+    # Room for 30: the first prompt's tail goes before its head.
+    assert set(removed) == {told[tuple(crowd[0][i : i + 32])] for i in range(320, 640, 32)}
+    assert len(removed) == stats.evicted_blocks == 10

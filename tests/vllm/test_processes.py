@@ -1,0 +1,71 @@
+"""The engine core, and two tensor-parallel workers, in processes of their own: what crosses between them pickles."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BLOCK_BYTES = 2 * 4 * 4 * 32 * 4 * 32
+OPTIONS = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "block_size": 32,
+    "num_gpu_blocks_override": 128,
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "disable_log_stats": False,
+}
+
+
+def two_rounds(model: Path, prompts: list[list[int]], extra_config: dict[str, Any], ranks: int) -> Any:
+    settings = {
+        "model": str(model),
+        "prompts": prompts,
+        "options": {**OPTIONS, "tensor_parallel_size": ranks},
+        "extra_config": extra_config,
+    }
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    script = Path(__file__).with_name("two_rounds.py")
+    run = subprocess.run(
+        [sys.executable, str(script), json.dumps(settings)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    (line,) = (line for line in run.stdout.splitlines() if line.startswith("RESULT"))
+    return json.loads(line.removeprefix("RESULT"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_are_the_same_with_multiprocessing(models: Any, prompts: Any, expected: Any, ranks: int) -> None:
+    extra_config = {
+        "spec_name": "KVCacheOffloadingSpec",
+        "spec_module_path": "kvcache.integrations.vllm",
+        "cpu_bytes_to_use": 100 * BLOCK_BYTES,
+        "cache_policy": "arc",
+    }
+    result = two_rounds(models["llama"], prompts, extra_config, ranks)
+    first, second = result["rounds"]
+    assert first["tokens"] == second["tokens"] == expected(prompts)
+    assert second["cached"] == [1024] * 3
+    metrics = result["metrics"]
+    # Each rank holds its part of the heads, so its share of the memory holds as many blocks as one rank's whole.
+    assert metrics["vllm:kvcache_num_blocks"] == 100
+    assert metrics["vllm:kvcache_stored_blocks"] == 34
+    assert metrics["vllm:kvcache_loaded_blocks"] == 34
+    assert metrics["vllm:kv_offload_store_bytes"] == metrics["vllm:kv_offload_load_bytes"] == 34 * BLOCK_BYTES

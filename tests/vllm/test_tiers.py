@@ -1,0 +1,75 @@
+"""A disk tier below the engine's host blocks: what left host memory comes back from disk, after a restart as well."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BLOCK_BYTES = 2 * 4 * 4 * 32 * 4 * 32
+
+
+def extra_config(folder: Path, capacity: Any = "64MiB") -> dict[str, Any]:
+    """Host memory for 40 blocks, of which the seven prompts of the crowd have 140."""
+    tier = {"type": "disk", "path": str(folder), "capacity": capacity}
+    return {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "tiers": [tier]}
+
+
+def written(engine: Any, num_blocks: int) -> bool:
+    """Wait, as an engine does that steps on, until the tier holds so many blocks."""
+    end_s = time.monotonic() + 30
+    while time.monotonic() < end_s:
+        engine.manager.on_schedule_end()
+        if not engine.manager.has_pending_work():
+            break
+        time.sleep(0.001)
+    return engine.manager._tiered.tier_stats()[0].tier.num_held == num_blocks
+
+
+def ask_each(engine: Any, prompts: Any) -> tuple[list[list[int]], list[int]]:
+    """Ask one prompt after another; return tokens, and how many of each prompt's were not computed."""
+    outputs = []
+    for prompt in prompts:
+        outputs += engine.generate([prompt])
+        engine.manager._tiered.settle()
+    return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+def test_blocks_come_back_from_disk_and_after_a_restart(
+    boot: Any, models: Any, crowd: Any, expected: Any, tmp_path: Path
+) -> None:
+    config = extra_config(tmp_path / "kv")
+    shared_before = set(Path("/dev/shm").glob("kvcache-*"))
+    with boot(models["llama"], config) as engine:
+        assert ask_each(engine, crowd) == (expected(crowd), [0] * 7)
+        assert written(engine, 140)
+        assert engine.stats.num_blocks == 40
+        engine.drop_device_cache()
+        assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
+        (lane,) = engine.manager._tiered.tier_stats()
+        assert (lane.promoted_blocks, lane.dropped_blocks, lane.failed_jobs) == (140, 0, 0)
+        assert engine.stats.loaded_blocks == 140
+        assert engine.metric("vllm:kvcache_tier_promoted_blocks") == 140
+        # All at once: where loads leave no room in host memory, blocks are computed again, and nobody waits for ever.
+        engine.drop_device_cache()
+        assert engine.answers(crowd) == expected(crowd)
+        assert engine.metric("vllm:kvcache_tiers_quiet") == 0
+        assert engine.metric("vllm:kvcache_tier_num_held") == 140
+        stats = engine.stats
+        assert (stats.num_pending, stats.failed_blocks) == (0, 0)
+    assert set(Path("/dev/shm").glob("kvcache-*")) == shared_before
+
+    with boot(models["llama"], config) as engine:
+        assert engine.manager._tiered.tier_stats()[0].tier.num_held == 140
+        assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
+        (lane,) = engine.manager._tiered.tier_stats()
+        assert (lane.promoted_blocks, engine.stats.stored_blocks) == (140, 0)
+        engine.drop_device_cache(host_too=True)
+        assert ask_each(engine, crowd[:1]) == (expected(crowd[:1]), [0])
+
+
+def test_capacity_below_one_block_is_refused_at_start(boot: Any, models: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="capacity"), boot(models["llama"], extra_config(tmp_path / "kv", 4096)):
+        pass
