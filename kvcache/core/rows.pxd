@@ -3,7 +3,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvcache.core.deadlines cimport Deadlines
 from kvcache.core.heap cimport HeapNode
-from kvcache.core.index cimport Slot
+from kvcache.core.index cimport Bucket
 from kvcache.core.links cimport (
     HEAPED, LISTED, PARKED, Lane, Row, heap_push, heap_remove, join_by_stamp, join_last, leave_lane,
 )
@@ -41,8 +41,8 @@ cdef class Rows:
     cdef Lane* lanes                        # [first]
     cdef Foreign* foreign                   # [num_rows], or NULL in native mode
     cdef uint64_t* ranks                    # [num_rows], or NULL: lanes are ordered by stamp alone
-    cdef Slot* slots                        # [slot_mask + 1]
-    cdef uint32_t slot_mask
+    cdef Bucket* buckets                    # [bucket_mask + 1]: from hash to row
+    cdef uint32_t bucket_mask
     cdef int32_t first                      # row of block 0; also the number of lanes
     cdef int32_t num_rows
     cdef int32_t num_fresh                  # rows that have ever held a block since the last reset

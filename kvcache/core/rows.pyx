@@ -10,7 +10,10 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
-from kvcache.core.index cimport index_delete, index_insert, prefetch, same_bytes, slots_for, zeroed
+from kvcache.core.index cimport (
+    BUCKET_FULL, BUCKET_SLOTS, Bucket, equal, index_delete, index_guess, index_insert, lowest_bit, prefetch, same_bytes,
+    slots_for, used, zeroed,
+)
 from kvcache.core.links cimport FREE
 from kvcache.core.trail cimport Named
 
@@ -42,7 +45,7 @@ cdef class Rows:
             for lane in range(self.first):
                 PyMem_Free(self.lanes[lane].nodes)
         free(self.rows)
-        free(self.slots)
+        free(self.buckets)
         for block in (<uintptr_t> self.lanes, <uintptr_t> self.foreign, <uintptr_t> self.ranks,
                       <uintptr_t> self.batch_rows,
                       <uintptr_t> self.batch_hashes, <uintptr_t> self.batch_named, <uintptr_t> self.batch_wanted,
@@ -56,19 +59,19 @@ cdef class Rows:
 
     cdef int _allocate(self, int32_t num_lists, bint ranked) except -1:
         cdef int32_t lane
-        cdef uint32_t num_slots = slots_for(self.cache_capacity)
+        cdef uint32_t num_buckets = slots_for(self.cache_capacity) // BUCKET_SLOTS
         self.first = num_lists * NUM_PRIORITIES
         self.num_rows = self.first + <int32_t> self.cache_capacity
         self.rows = <Row*> zeroed(self.num_rows * sizeof(Row))
         self.lanes = <Lane*> PyMem_Calloc(self.first, sizeof(Lane))
-        self.slots = <Slot*> zeroed(num_slots * sizeof(Slot))
+        self.buckets = <Bucket*> zeroed(num_buckets * sizeof(Bucket))
         self.foreign = <Foreign*> PyMem_Calloc(self.num_rows, sizeof(Foreign))
         if ranked:
             self.ranks = <uint64_t*> PyMem_Calloc(self.num_rows, sizeof(uint64_t))
-        if (self.rows == NULL or self.lanes == NULL or self.slots == NULL or self.foreign == NULL
+        if (self.rows == NULL or self.lanes == NULL or self.buckets == NULL or self.foreign == NULL
                 or (ranked and self.ranks == NULL)):
             raise MemoryError(f"no memory for a table of {self.cache_capacity} blocks")
-        self.slot_mask = num_slots - 1
+        self.bucket_mask = num_buckets - 1
         for lane in range(self.first):
             self.rows[lane].prev = self.rows[lane].next = lane
         if ranked:
@@ -85,9 +88,9 @@ cdef class Rows:
     cdef int _grow(self) except -1:
         """Double the rows of a plain policy that was given more blocks than its capacity."""
         cdef int32_t num_rows = self.first + 2 * (self.num_rows - self.first)
-        cdef uint32_t num_slots = slots_for(num_rows)
+        cdef uint32_t num_buckets = slots_for(num_rows) // BUCKET_SLOTS
         cdef int32_t row
-        cdef Slot* slots = <Slot*> zeroed(num_slots * sizeof(Slot))
+        cdef Bucket* buckets = <Bucket*> zeroed(num_buckets * sizeof(Bucket))
         cdef void* rows = realloc(self.rows, num_rows * sizeof(Row))
         if rows != NULL:
             self.rows = <Row*> rows
@@ -99,19 +102,19 @@ cdef class Rows:
             ranks = PyMem_Realloc(self.ranks, num_rows * sizeof(uint64_t))
             if ranks != NULL:
                 self.ranks = <uint64_t*> ranks
-        if slots == NULL or rows == NULL or foreign == NULL or (self.ranks != NULL and ranks == NULL):
-            free(slots)
+        if buckets == NULL or rows == NULL or foreign == NULL or (self.ranks != NULL and ranks == NULL):
+            free(buckets)
             raise MemoryError(f"no memory for a table of {num_rows} blocks")
         memset(&self.rows[self.num_rows], 0, (num_rows - self.num_rows) * sizeof(Row))
         memset(&self.foreign[self.num_rows], 0, (num_rows - self.num_rows) * sizeof(Foreign))
         if self.ranks != NULL:
             memset(&self.ranks[self.num_rows], 0, (num_rows - self.num_rows) * sizeof(uint64_t))
-        free(self.slots)
-        self.slots = slots
-        self.slot_mask = num_slots - 1
+        free(self.buckets)
+        self.buckets = buckets
+        self.bucket_mask = num_buckets - 1
         for row in range(self.first, self.num_rows):
             if self.rows[row].where != FREE:
-                index_insert(slots, self.slot_mask, self.rows[row].hash, row)
+                index_insert(buckets, self.bucket_mask, self.rows[row].hash, row)
         cdef int32_t num_rows_before = self.num_rows
         self.num_free += num_rows - num_rows_before
         self.num_rows = num_rows
@@ -189,15 +192,20 @@ cdef class Rows:
         return self.mark
 
     cdef int32_t _find_one(self, PyObject* key, uint64_t hash) noexcept nogil:
-        cdef uint32_t at = <uint32_t> hash & self.slot_mask
-        cdef int32_t row = self.slots[at].row
-        while row != 0:
-            if (self.slots[at].tag == <uint32_t> hash and self.rows[row].hash == hash
-                    and same_bytes(self.rows[row].key, key)):
-                return row
-            at = (at + 1) & self.slot_mask
-            row = self.slots[at].row
-        return 0
+        cdef uint32_t at = <uint32_t> hash & self.bucket_mask
+        cdef uint32_t taken, same
+        cdef int32_t row
+        while True:
+            taken = used(&self.buckets[at])
+            same = equal(self.buckets[at].tag, <uint32_t> hash) & taken
+            while same:
+                row = self.buckets[at].row[lowest_bit(same)]
+                if self.rows[row].hash == hash and same_bytes(self.rows[row].key, key):
+                    return row
+                same &= same - 1
+            if taken != BUCKET_FULL:
+                return 0
+            at = (at + 1) & self.bucket_mask
 
     cdef int _find(self, list keys, Py_ssize_t start, Py_ssize_t stop) except -1:
         """Write hash and row (0: absent) of each key to the batch arrays; ValueError names a key that is none.
@@ -207,7 +215,6 @@ cdef class Rows:
         cdef Py_ssize_t low, high, i
         cdef PyObject* key
         cdef uint64_t hash
-        cdef uint32_t at
         cdef int32_t row
         self._reserve_batch(stop)
         for low in range(start, stop, CHUNK):
@@ -222,14 +229,9 @@ cdef class Rows:
                     raise ValueError(f"key must be non-empty bytes, got {<object> key!r}")
                 hash = <uint64_t> PyObject_Hash(key)
                 self.batch_hashes[i] = hash
-                prefetch(&self.slots[<uint32_t> hash & self.slot_mask])
+                prefetch(&self.buckets[<uint32_t> hash & self.bucket_mask])
             for i in range(low, high):
-                hash = self.batch_hashes[i]
-                at = <uint32_t> hash & self.slot_mask
-                row = self.slots[at].row
-                while row != 0 and self.slots[at].tag != <uint32_t> hash:
-                    at = (at + 1) & self.slot_mask
-                    row = self.slots[at].row
+                row = index_guess(self.buckets, self.bucket_mask, self.batch_hashes[i])
                 self.batch_rows[i] = row
                 if row != 0:
                     prefetch(&self.rows[row])
@@ -336,7 +338,7 @@ cdef class Rows:
         self.rows[row].mark = 0
         self.rows[row].priority = NORMAL
         self.rows[row].generation += 1
-        index_insert(self.slots, self.slot_mask, hash, row)
+        index_insert(self.buckets, self.bucket_mask, hash, row)
         self.num_resident += 1
         self.num_free -= 1
         return row
@@ -346,7 +348,7 @@ cdef class Rows:
         cdef PyObject* key = self.rows[row].key
         if self.rows[row].priority > NORMAL:
             self.deadlines.remove(row)
-        index_delete(self.slots, self.slot_mask, self.rows[row].hash, row)
+        index_delete(self.buckets, self.bucket_mask, self.rows[row].hash, row)
         self.rows[row].key = NULL
         self.rows[row].where = FREE
         self.rows[row].generation += 1

@@ -9,6 +9,7 @@ from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
+from kvcache.core.index cimport used
 from kvcache.core.links cimport FREE, HEAPED, LISTED, Lane
 from kvcache.core.rows cimport (
     MAX_LISTS, NORMAL, PARKED, PyObject_Hash, as_list, lane_of, may_leave, park, unpark,
@@ -254,6 +255,7 @@ cdef class Table(Verbs):
         cdef Py_ssize_t resident = 0, evictable = 0, referenced = 0, pending = 0, unused = 0, raised = 0, used_slots = 0
         cdef Py_ssize_t[MAX_LISTS] in_list
         cdef Lane* lane
+        cdef uint32_t bits
         memset(in_list, 0, sizeof(in_list))
         for row in range(self.first, self.first + self.num_fresh):
             if self.rows[row].where == FREE:
@@ -308,8 +310,10 @@ cdef class Table(Verbs):
         for i in range(MAX_LISTS):
             _hold(in_list[i] == self.num_in_list[i], f"list {i} holds {in_list[i]}, counts {self.num_in_list[i]}")
         used_slots = 0
-        for i in range(<int32_t> (self.slot_mask + 1)):
-            used_slots += self.slots[i].row != 0
+        for i in range(<int32_t> (self.bucket_mask + 1)):
+            bits = used(&self.buckets[i])
+            _hold(bits & (bits + 1) == 0, f"bucket {i} has an empty slot before a used one: {bits:08b}")
+            used_slots += bin(bits).count("1")
         _hold(used_slots == resident, f"{used_slots} slots are used for {resident} rows")
         self._check_policy()
 

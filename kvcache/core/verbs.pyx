@@ -12,7 +12,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvcache.core.deadlines cimport Deadlines
-from kvcache.core.index cimport Slot, prefetch
+from kvcache.core.index cimport Bucket, prefetch
 from kvcache.core.links cimport FREE
 from kvcache.core.rows cimport (
     NORMAL, NUM_PRIORITIES, ONE_SHOT, PARKED, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_New, PyList_SET_ITEM, Rows,
@@ -294,7 +294,7 @@ cdef class Verbs(Rows):
             self.num_evictable -= needed
             for i in range(needed):
                 if i + AHEAD < needed:
-                    prefetch(&self.slots[<uint32_t> self.rows[self.fresh_rows[i + AHEAD]].hash & self.slot_mask])
+                    prefetch(&self.buckets[<uint32_t> self.rows[self.fresh_rows[i + AHEAD]].hash & self.bucket_mask])
                 PyList_SET_ITEM(evicted, i, self._release(self.fresh_rows[i]))
         if num_new:
             self._admit_wanted(keys, names, num_new, stored, ids)
@@ -315,7 +315,7 @@ cdef class Verbs(Rows):
         for i in range(n):
             if i + AHEAD < n:
                 at = self.batch_wanted[i + AHEAD]
-                prefetch(&self.slots[<uint32_t> self.batch_hashes[at] & self.slot_mask])
+                prefetch(&self.buckets[<uint32_t> self.batch_hashes[at] & self.bucket_mask])
                 prefetch(PyList_GET_ITEM(keys, at))
             at = self.batch_wanted[i]
             key = PyList_GET_ITEM(keys, at)
@@ -436,7 +436,7 @@ cdef class Verbs(Rows):
             self.rows[lane].prev = self.rows[lane].next = lane
             self.lanes[lane].num_listed = self.lanes[lane].num_nodes = 0
             self.lanes[lane].cursor_mark = 0
-        memset(self.slots, 0, (<size_t> self.slot_mask + 1) * sizeof(Slot))
+        memset(self.buckets, 0, (<size_t> self.bucket_mask + 1) * sizeof(Bucket))
         memset(self.num_in_list, 0, sizeof(self.num_in_list))
         self.num_fresh = self.free_head = 0
         self.num_free = self.num_rows - self.first

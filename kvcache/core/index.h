@@ -1,0 +1,134 @@
+/* An open-addressing index from key hash to row, in buckets of one cache line.
+ *
+ * A key's home is the bucket that the low bits of its hash name; a full bucket overflows into the next. The used slots
+ * of a bucket stand together at its start, so that one comparison of all eight finds a tag, a row or the first empty
+ * slot: there is no loop whose end the processor would guess wrongly, and no tombstone. The tag is the hash's low half:
+ * a slot can be moved without its key, and most look-ups of keys that are not there never see a row.
+ */
+#ifndef KVCACHE_INDEX_H
+#define KVCACHE_INDEX_H
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#define KV_SLOTS 8
+#define KV_FULL 0xffu
+
+typedef struct {
+    uint32_t tag[KV_SLOTS];
+    int32_t row[KV_SLOTS];      /* 0: empty */
+} kv_bucket;
+
+/* Zeroed memory that is all there: large arrays are looked up by hash, so that they are aligned for huge pages (fewer
+   TLB misses) and written now (a page first touched in a scheduler's call would stall it). Freed by free(). */
+static inline void *kv_zeroed(size_t num_bytes)
+{
+    const size_t huge = (size_t)1 << 21;
+    size_t unit = num_bytes < huge ? sizeof(kv_bucket) : huge;
+    size_t size = (num_bytes + unit - 1) / unit * unit;
+    void *block = NULL;
+    if (posix_memalign(&block, unit, size ? size : unit) != 0)
+        return NULL;
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    if (unit == huge)
+        madvise(block, size, MADV_HUGEPAGE);
+#endif
+    return memset(block, 0, size);
+}
+
+/* Which of eight values equal x: a bit each. */
+static inline uint32_t kv_equal(const void *values, uint32_t x)
+{
+#ifdef __SSE2__
+    const __m128i *half = (const __m128i *)values;
+    __m128i wanted = _mm_set1_epi32((int32_t)x);
+    __m128i low = _mm_cmpeq_epi32(_mm_load_si128(half), wanted);
+    __m128i high = _mm_cmpeq_epi32(_mm_load_si128(half + 1), wanted);
+    return (uint32_t)_mm_movemask_epi8(_mm_packs_epi16(_mm_packs_epi32(low, high), _mm_setzero_si128()));
+#else
+    const uint32_t *value = (const uint32_t *)values;
+    uint32_t bits = 0;
+    for (int i = 0; i < KV_SLOTS; i++)
+        bits |= (uint32_t)(value[i] == x) << i;
+    return bits;
+#endif
+}
+
+static inline uint32_t kv_used(const kv_bucket *bucket)
+{
+    return KV_FULL ^ kv_equal(bucket->row, 0);
+}
+
+static inline void kv_index_insert(kv_bucket *buckets, uint32_t mask, uint64_t hash, int32_t row)
+{
+    uint32_t at = (uint32_t)hash & mask;
+    uint32_t used;
+    while ((used = kv_used(&buckets[at])) == KV_FULL)
+        at = (at + 1) & mask;
+    int slot = __builtin_ctz(~used);
+    buckets[at].tag[slot] = (uint32_t)hash;
+    buckets[at].row[slot] = row;
+}
+
+/* A row whose tag is the hash's, or 0: the caller compares hash and key. */
+static inline int32_t kv_index_guess(const kv_bucket *buckets, uint32_t mask, uint64_t hash)
+{
+    for (uint32_t at = (uint32_t)hash & mask;; at = (at + 1) & mask) {
+        uint32_t used = kv_used(&buckets[at]);
+        uint32_t same = kv_equal(buckets[at].tag, (uint32_t)hash) & used;
+        if (same)
+            return buckets[at].row[__builtin_ctz(same)];
+        if (used != KV_FULL)
+            return 0;
+    }
+}
+
+/* Empty a slot; the bucket's last used one takes its place. */
+static inline void kv_take_out(kv_bucket *bucket, int slot, uint32_t used)
+{
+    int last = 31 - __builtin_clz(used);
+    bucket->tag[slot] = bucket->tag[last];
+    bucket->row[slot] = bucket->row[last];
+    bucket->row[last] = 0;
+}
+
+/* A bucket that was full lost a slot: bring back what overflowed through it. */
+static inline void kv_index_refill(kv_bucket *buckets, uint32_t mask, uint32_t hole)
+{
+    for (uint32_t at = (hole + 1) & mask; at != hole; at = (at + 1) & mask) {
+        uint32_t used = kv_used(&buckets[at]);
+        for (int slot = 0; slot < KV_SLOTS && (used >> slot & 1); slot++) {
+            uint32_t home = buckets[at].tag[slot] & mask;
+            if (((at - home) & mask) >= ((at - hole) & mask)) {
+                buckets[hole].tag[KV_SLOTS - 1] = buckets[at].tag[slot];
+                buckets[hole].row[KV_SLOTS - 1] = buckets[at].row[slot];
+                kv_take_out(&buckets[at], slot, used);
+                hole = at;
+                break;
+            }
+        }
+        if (used != KV_FULL)
+            return;
+    }
+}
+
+static inline void kv_index_delete(kv_bucket *buckets, uint32_t mask, uint64_t hash, int32_t row)
+{
+    uint32_t at = (uint32_t)hash & mask;
+    uint32_t same;
+    while ((same = kv_equal(buckets[at].row, (uint32_t)row)) == 0)
+        at = (at + 1) & mask;
+    uint32_t used = kv_used(&buckets[at]);
+    kv_take_out(&buckets[at], __builtin_ctz(same), used);
+    if (used == KV_FULL)
+        kv_index_refill(buckets, mask, at);
+}
+
+#endif
