@@ -87,8 +87,11 @@ cdef class Rows:
     cdef Py_ssize_t _walk(self, list keys, Py_ssize_t n, Trail trail) noexcept
     cdef int _resolve(self, list keys, Trail trail, bint add) except -1
     cdef int32_t _row_of(self, key) except -1
-    cdef int32_t _admit(self, PyObject* key, uint64_t hash) noexcept
-    cdef PyObject* _release(self, int32_t row) noexcept nogil
+    cdef void _admit(self, list keys, const Py_ssize_t* wanted, Py_ssize_t n, int32_t* out) noexcept
+    cdef void _release(self, const int32_t* victims, Py_ssize_t n, list keys) noexcept
+
+
+cdef Py_ssize_t take_run(Rows t, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil
 
 
 cdef inline int32_t ref_of(Rows t, int32_t row) noexcept nogil:

@@ -14,13 +14,39 @@ from kvcache.core.index cimport (
     BUCKET_FULL, BUCKET_SLOTS, Bucket, equal, index_delete, index_guess, index_insert, lowest_bit, prefetch, same_bytes,
     slots_for, used, zeroed,
 )
-from kvcache.core.links cimport FREE
+from kvcache.core.links cimport FREE, PARKED, Lane, Row
 from kvcache.core.trail cimport Named
 
 cdef enum:
     CHUNK = 64              # keys whose look-ups are in flight together
+    AHEAD = 12              # buckets fetched ahead of a loop over known hashes
     KEYS_AHEAD = 8          # key objects fetched ahead of their hashing: header, cached hash, and bytes
     LONG_LANE = 32768       # nodes of a heap from which on it is given room for every row
+
+
+cdef Py_ssize_t take_run(Rows t, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+    """Take up to `n` of a lane's oldest rows, up to the first that `take_oldest` must look at; return how many.
+
+    What `take_oldest` would do, `n` times, where nothing is passed over and no row came back out of order.
+    """
+    cdef int32_t head = list_idx * NUM_PRIORITIES + priority
+    cdef Lane* lane = &t.lanes[head]
+    cdef Row* rows = t.rows
+    cdef uint64_t first_in_heap = lane.nodes[0].stamp if lane.num_nodes else <uint64_t> -1
+    cdef int32_t row = rows[head].next
+    cdef Py_ssize_t got = 0
+    if lane.cursor_mark == t.mark:
+        return 0
+    while got < n and row != head and may_leave(t, row) and rows[row].stamp < first_in_heap:
+        rows[row].where = PARKED
+        out[got] = row
+        got += 1
+        row = rows[row].next
+    rows[head].next = row
+    rows[row].prev = head
+    lane.num_listed -= <int32_t> got
+    t.num_in_list[list_idx] -= got
+    return got
 
 
 cdef class Rows:
@@ -216,7 +242,14 @@ cdef class Rows:
         cdef PyObject* key
         cdef uint64_t hash
         cdef int32_t row
+        cdef int32_t* found
+        cdef uint64_t* hashes
+        cdef Row* rows = self.rows
+        cdef Bucket* buckets = self.buckets
+        cdef uint32_t mask = self.bucket_mask
         self._reserve_batch(stop)
+        found = self.batch_rows
+        hashes = self.batch_hashes
         for low in range(start, stop, CHUNK):
             high = min(low + CHUNK, stop)
             for i in range(low, high):
@@ -228,24 +261,24 @@ cdef class Rows:
                 if not PyBytes_CheckExact(key) or PyBytes_GET_SIZE(key) == 0:
                     raise ValueError(f"key must be non-empty bytes, got {<object> key!r}")
                 hash = <uint64_t> PyObject_Hash(key)
-                self.batch_hashes[i] = hash
-                prefetch(&self.buckets[<uint32_t> hash & self.bucket_mask])
+                hashes[i] = hash
+                prefetch(&buckets[<uint32_t> hash & mask])
             for i in range(low, high):
-                row = index_guess(self.buckets, self.bucket_mask, self.batch_hashes[i])
-                self.batch_rows[i] = row
+                row = index_guess(buckets, mask, hashes[i])
+                found[i] = row
                 if row != 0:
-                    prefetch(&self.rows[row])
+                    prefetch(&rows[row])
             for i in range(low, high):
-                row = self.batch_rows[i]
-                if row != 0 and self.rows[row].key != PyList_GET_ITEM(keys, i):
-                    prefetch(self.rows[row].key)
+                row = found[i]
+                if row != 0 and rows[row].key != PyList_GET_ITEM(keys, i):
+                    prefetch(rows[row].key)
             for i in range(low, high):
-                row = self.batch_rows[i]
+                row = found[i]
                 if row == 0:
                     continue
                 key = PyList_GET_ITEM(keys, i)
-                if self.rows[row].hash != self.batch_hashes[i] or not same_bytes(self.rows[row].key, key):
-                    self.batch_rows[i] = self._find_one(key, self.batch_hashes[i])
+                if rows[row].hash != hashes[i] or not same_bytes(rows[row].key, key):
+                    found[i] = self._find_one(key, hashes[i])
         return 0
 
     cdef Py_ssize_t _walk(self, list keys, Py_ssize_t n, Trail trail) noexcept:
@@ -279,9 +312,8 @@ cdef class Rows:
     cdef int _resolve(self, list keys, Trail trail, bint add) except -1:
         """Fill the batch arrays for `keys`: row, hash and, with a trail, where in it (-1: nowhere)."""
         cdef Py_ssize_t n = len(keys)
-        cdef Py_ssize_t i = 0, j, at
+        cdef Py_ssize_t i = 0
         cdef bint was_empty
-        cdef Named* named
         self._reserve_batch(n)
         if trail is None:
             self._find(keys, 0, n)
@@ -295,20 +327,7 @@ cdef class Rows:
         self._find(keys, i, n)
         if add:
             trail.reserve(n - i)
-        for j in range(i, n):
-            at = trail.locate(PyList_GET_ITEM(keys, j), self.batch_hashes[j])
-            if at >= 0:
-                named = &trail.named[at]
-                named.row = self.batch_rows[j]
-                named.generation = self.rows[named.row].generation
-            elif add:
-                at = trail.add(
-                    PyList_GET_ITEM(keys, j),
-                    self.batch_hashes[j],
-                    self.batch_rows[j],
-                    self.rows[self.batch_rows[j]].generation,
-                )
-            self.batch_named[j] = at
+        trail.meet(keys, i, n, self.batch_hashes, self.batch_rows, self.rows, add, self.batch_named)
         if was_empty:
             trail.version = self.version
         return 0
@@ -321,42 +340,63 @@ cdef class Rows:
 
     # ---- rows come and go -------------------------------------------------------------------------------------
 
-    cdef int32_t _admit(self, PyObject* key, uint64_t hash) noexcept:
-        """Give the key a row, PARKED and not ready; there is a free one."""
+    cdef void _admit(self, list keys, const Py_ssize_t* wanted, Py_ssize_t n, int32_t* out) noexcept:
+        """Give `n` keys of a resolved batch rows, PARKED and not ready; there are so many free ones."""
+        cdef Py_ssize_t i, at
         cdef int32_t row
-        if self.num_fresh < self.num_rows - self.first:
-            row = self.first + self.num_fresh
-            self.num_fresh += 1
-        else:
-            row = self.free_head
-            self.free_head = self.rows[row].next
-        Py_INCREF(<object> key)
-        self.rows[row].key = key
-        self.rows[row].hash = hash
-        self.rows[row].ref_cnt = -1
-        self.rows[row].where = PARKED
-        self.rows[row].mark = 0
-        self.rows[row].priority = NORMAL
-        self.rows[row].generation += 1
-        index_insert(self.buckets, self.bucket_mask, hash, row)
-        self.num_resident += 1
-        self.num_free -= 1
-        return row
+        cdef PyObject* key
+        cdef Row* rows = self.rows
+        cdef Bucket* buckets = self.buckets
+        cdef uint32_t mask = self.bucket_mask
+        cdef const uint64_t* hashes = self.batch_hashes
+        for i in range(n):
+            if i + AHEAD < n:
+                at = wanted[i + AHEAD]
+                prefetch(&buckets[<uint32_t> hashes[at] & mask])
+                prefetch(PyList_GET_ITEM(keys, at))
+            at = wanted[i]
+            key = PyList_GET_ITEM(keys, at)
+            if self.num_fresh < self.num_rows - self.first:
+                row = self.first + self.num_fresh
+                self.num_fresh += 1
+            else:
+                row = self.free_head
+                self.free_head = rows[row].next
+            Py_INCREF(<object> key)
+            rows[row].key = key
+            rows[row].hash = hashes[at]
+            rows[row].ref_cnt = -1
+            rows[row].where = PARKED
+            rows[row].mark = 0
+            rows[row].priority = NORMAL
+            rows[row].generation += 1
+            index_insert(buckets, mask, hashes[at], row)
+            out[i] = row
+        self.num_resident += n
+        self.num_free -= n
 
-    cdef PyObject* _release(self, int32_t row) noexcept nogil:
-        """Free a PARKED row that no list counts any more, and return its key, whose reference is the caller's now."""
-        cdef PyObject* key = self.rows[row].key
-        if self.rows[row].priority > NORMAL:
-            self.deadlines.remove(row)
-        index_delete(self.buckets, self.bucket_mask, self.rows[row].hash, row)
-        self.rows[row].key = NULL
-        self.rows[row].where = FREE
-        self.rows[row].generation += 1
-        self.rows[row].next = self.free_head
-        self.free_head = row
-        self.num_resident -= 1
-        self.num_free += 1
-        return key
+    cdef void _release(self, const int32_t* victims, Py_ssize_t n, list keys) noexcept:
+        """Free PARKED rows that no list counts any more; `keys`, new and of that length, takes their keys over."""
+        cdef Py_ssize_t i
+        cdef int32_t row
+        cdef Row* rows = self.rows
+        cdef Bucket* buckets = self.buckets
+        cdef uint32_t mask = self.bucket_mask
+        for i in range(n):
+            if i + AHEAD < n:
+                prefetch(&buckets[<uint32_t> rows[victims[i + AHEAD]].hash & mask])
+            row = victims[i]
+            if rows[row].priority > NORMAL:
+                self.deadlines.remove(row)
+            index_delete(buckets, mask, rows[row].hash, row)
+            PyList_SET_ITEM(keys, i, rows[row].key)
+            rows[row].key = NULL
+            rows[row].where = FREE
+            rows[row].generation += 1
+            rows[row].next = self.free_head
+            self.free_head = row
+        self.num_resident -= n
+        self.num_free += n
 
     # ---- a policy's answers; the defaults are those of one recency list ---------------------------------------
 
@@ -382,7 +422,7 @@ cdef class Rows:
 
     cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         """Take up to `n` victims of one priority out of their lanes, oldest first; return how many there were."""
-        cdef Py_ssize_t got = 0
+        cdef Py_ssize_t got = take_run(self, 0, priority, n, out)
         cdef int32_t row
         while got < n:
             row = take_oldest(self, 0, priority)

@@ -12,7 +12,7 @@ from libc.string cimport memset
 from kvcache.core.index cimport used
 from kvcache.core.links cimport FREE, HEAPED, LISTED, Lane
 from kvcache.core.rows cimport (
-    MAX_LISTS, NORMAL, PARKED, PyObject_Hash, as_list, lane_of, may_leave, park, unpark,
+    MAX_LISTS, NORMAL, PARKED, PyList_New, PyObject_Hash, as_list, lane_of, may_leave, park, unpark,
 )
 from kvcache.core.verbs cimport Verbs
 
@@ -106,9 +106,13 @@ cdef class Table(Verbs):
         block : BlockStatus
             Kept; its `ref_cnt` is read in place from now on.
         """
-        cdef int32_t row = self._row_of(key)
+        cdef list keys = [key]
+        cdef Py_ssize_t at = 0
+        cdef int32_t row
         cdef uintptr_t address
         self._refuse_native("insert")
+        self._find(keys, 0, 1)
+        row = self.batch_rows[0]
         if not isinstance(block, BlockStatus):
             raise ValueError(f"block must be a BlockStatus, got {block!r}")
         if row != 0:
@@ -117,7 +121,7 @@ cdef class Table(Verbs):
         if self.num_free == 0:
             self._grow()
         self._reserve_heaps(1)
-        row = self._admit(<PyObject*> key, <uint64_t> PyObject_Hash(<PyObject*> key))
+        self._admit(keys, &at, 1, &row)
         Py_INCREF(block)
         self.foreign[row].status = <PyObject*> block
         self.foreign[row].ref_cnt = <int32_t*> address
@@ -148,8 +152,9 @@ cdef class Table(Verbs):
 
     cdef int _drop_foreign(self, int32_t row) except -1:
         cdef PyObject* status = self.foreign[row].status
+        cdef list keys = PyList_New(1)
         self.foreign[row].status = NULL
-        Py_XDECREF(self._release(row))
+        self._release(&row, 1, keys)
         Py_XDECREF(status)
         return 0
 

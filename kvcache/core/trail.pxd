@@ -2,6 +2,9 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
+from kvcache.core.index cimport Bucket
+from kvcache.core.links cimport Row
+
 cdef struct Named:
     PyObject* key           # strong
     uint64_t hash
@@ -14,8 +17,8 @@ cdef struct Named:
 @cython.final
 cdef class Trail:
     cdef Named* named               # [size]
-    cdef int32_t* slots             # [mask + 1]: index into named + 1, or 0
-    cdef uint32_t mask
+    cdef Bucket* buckets            # [bucket_mask + 1]: from hash to place in named + 1
+    cdef uint32_t bucket_mask
     cdef readonly Py_ssize_t num_named
     cdef Py_ssize_t size
     cdef readonly uint32_t num_seen
@@ -25,4 +28,5 @@ cdef class Trail:
 
     cdef int reserve(self, Py_ssize_t n) except -1
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil
-    cdef Py_ssize_t add(self, PyObject* key, uint64_t hash, int32_t row, uint32_t generation) noexcept
+    cdef void meet(self, list keys, Py_ssize_t start, Py_ssize_t stop, const uint64_t* hashes, const int32_t* found,
+                   const Row* rows, bint add, Py_ssize_t* places) noexcept

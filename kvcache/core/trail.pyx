@@ -4,11 +4,17 @@ Compiled because every call of a request walks over it; what it remembers spares
 """
 
 cimport cython
-from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Realloc
+from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
+from libc.stdlib cimport free
 
-from kvcache.core.index cimport same_bytes, slots_for
+from kvcache.core.index cimport (
+    BUCKET_FULL, BUCKET_SLOTS, equal, index_guess, index_insert, lowest_bit, same_bytes, slots_for, used, zeroed,
+)
+
+cdef extern from "Python.h":
+    PyObject* PyList_GET_ITEM(object keys, Py_ssize_t i) noexcept
 
 
 @cython.final
@@ -23,7 +29,7 @@ cdef class Trail:
         for i in range(self.num_named):
             Py_XDECREF(self.named[i].key)
         PyMem_Free(self.named)
-        PyMem_Free(self.slots)
+        free(self.buckets)
 
     def __len__(self):
         return self.num_named
@@ -32,60 +38,75 @@ cdef class Trail:
         raise TypeError("a request's trail belongs to one manager and cannot be pickled")
 
     cdef int reserve(self, Py_ssize_t n) except -1:
-        """Make room for `n` more keys, so that `add` cannot fail."""
+        """Make room for `n` more keys, so that `meet` cannot fail."""
         cdef Py_ssize_t size, i
-        cdef void* block
-        cdef uint32_t num_slots, at
+        cdef void* named
+        cdef Bucket* buckets
+        cdef uint32_t num_buckets
         if self.num_named + n <= self.size:
             return 0
         size = max(self.num_named + n, 2 * self.size)
-        block = PyMem_Realloc(self.named, size * sizeof(Named))
-        if block == NULL:
-            raise MemoryError()
-        self.named = <Named*> block
-        num_slots = slots_for(size)
-        if num_slots > self.mask + 1 or self.slots == NULL:
-            block = PyMem_Calloc(num_slots, sizeof(int32_t))
-            if block == NULL:
-                raise MemoryError()
-            PyMem_Free(self.slots)
-            self.slots = <int32_t*> block
-            self.mask = num_slots - 1
-            for i in range(self.num_named):
-                at = <uint32_t> self.named[i].hash & self.mask
-                while self.slots[at] != 0:
-                    at = (at + 1) & self.mask
-                self.slots[at] = <int32_t> i + 1
+        num_buckets = slots_for(size) // BUCKET_SLOTS
+        named = PyMem_Realloc(self.named, size * sizeof(Named))
+        if named != NULL:
+            self.named = <Named*> named
+        buckets = <Bucket*> zeroed(num_buckets * sizeof(Bucket))
+        if named == NULL or buckets == NULL:
+            free(buckets)
+            raise MemoryError(f"no memory for a request of {size} keys")
+        free(self.buckets)
+        self.buckets = buckets
+        self.bucket_mask = num_buckets - 1
+        for i in range(self.num_named):
+            index_insert(buckets, self.bucket_mask, self.named[i].hash, <int32_t> i + 1)
         self.size = size
         return 0
 
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil:
         """Return where the key stands in `named`, or -1."""
-        cdef uint32_t at
+        cdef uint32_t at = <uint32_t> hash & self.bucket_mask
+        cdef uint32_t taken, same
         cdef Named* named
         if self.num_named == 0:
             return -1
-        at = <uint32_t> hash & self.mask
-        while self.slots[at] != 0:
-            named = &self.named[self.slots[at] - 1]
-            if named.hash == hash and same_bytes(named.key, key):
-                return self.slots[at] - 1
-            at = (at + 1) & self.mask
-        return -1
+        while True:
+            taken = used(&self.buckets[at])
+            same = equal(self.buckets[at].tag, <uint32_t> hash) & taken
+            while same:
+                named = &self.named[self.buckets[at].row[lowest_bit(same)] - 1]
+                if named.hash == hash and same_bytes(named.key, key):
+                    return named - self.named
+                same &= same - 1
+            if taken != BUCKET_FULL:
+                return -1
+            at = (at + 1) & self.bucket_mask
 
-    cdef Py_ssize_t add(self, PyObject* key, uint64_t hash, int32_t row, uint32_t generation) noexcept:
-        """Append a key that is not there; `reserve` has made room."""
-        cdef Named* named = &self.named[self.num_named]
-        cdef uint32_t at = <uint32_t> hash & self.mask
-        Py_INCREF(<object> key)
-        named.key = key
-        named.hash = hash
-        named.row = row
-        named.generation = generation
-        named.seen = 0
-        named.mark = 0
-        while self.slots[at] != 0:
-            at = (at + 1) & self.mask
-        self.num_named += 1
-        self.slots[at] = <int32_t> self.num_named
-        return self.num_named - 1
+    cdef void meet(self, list keys, Py_ssize_t start, Py_ssize_t stop, const uint64_t* hashes, const int32_t* found,
+                   const Row* rows, bint add, Py_ssize_t* places) noexcept:
+        """Write where keys that were just looked up stand in `named` (-1: nowhere), and the rows they were found in.
+
+        With `add` those that are not there yet are appended; `reserve` has made room.
+        """
+        cdef Py_ssize_t i, place
+        cdef PyObject* key
+        cdef Named* named
+        for i in range(start, stop):
+            key = PyList_GET_ITEM(keys, i)
+            place = -1
+            if self.num_named and index_guess(self.buckets, self.bucket_mask, hashes[i]) != 0:
+                place = self.locate(key, hashes[i])
+            places[i] = place
+            if place < 0:
+                if not add:
+                    continue
+                places[i] = place = self.num_named
+                self.num_named += 1
+                named = &self.named[place]
+                Py_INCREF(<object> key)
+                named.key = key
+                named.hash = hashes[i]
+                named.seen = 0
+                named.mark = 0
+                index_insert(self.buckets, self.bucket_mask, hashes[i], <int32_t> place + 1)
+            self.named[place].row = found[i]
+            self.named[place].generation = rows[found[i]].generation

@@ -11,6 +11,5 @@ cdef class Verbs(Rows):
     cdef int _reserve_retention(self, Py_ssize_t n) except -1
     cdef void _retain(self, const int32_t* rows, Py_ssize_t n, Trail trail) noexcept nogil
     cdef int _after(self) except -1
-    cdef int _remember(self, list keys, Py_ssize_t n, Trail trail) except -1
     cdef int _admit_wanted(self, list keys, Trail names, Py_ssize_t n, list stored, int64_t* ids) except -1
     cdef list _by_position(self, Trail trail, Py_ssize_t n, dict positions)

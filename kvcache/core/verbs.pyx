@@ -12,7 +12,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvcache.core.deadlines cimport Deadlines
-from kvcache.core.index cimport Bucket, prefetch
+from kvcache.core.index cimport Bucket
 from kvcache.core.links cimport FREE
 from kvcache.core.rows cimport (
     NORMAL, NUM_PRIORITIES, ONE_SHOT, PARKED, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_New, PyList_SET_ITEM, Rows,
@@ -41,7 +41,6 @@ cdef object _int64 = np.dtype(np.int64)
 
 cdef enum:
     RUN_CHUNK = 16          # keys looked up together where the first miss ends the walk
-    AHEAD = 12              # slots fetched ahead of a loop over known hashes
     FALLS_PER_CALL = 512    # raised blocks whose time is over that one call lets fall back
     CHECKED_SIZE = 4096     # debug builds check tables up to this size after every call
 
@@ -102,18 +101,10 @@ cdef class Verbs(Rows):
             start = stop
         if trail is not None and n > 1:
             # What was found now spares the request's later calls the same look-ups.
-            self._remember(keys, start, trail)
+            trail.reserve(n)
+            trail.meet(keys, 0, start, self.batch_hashes, self.batch_rows, self.rows, True, self.batch_named)
+            trail.version = self.version
         return i
-
-    cdef int _remember(self, list keys, Py_ssize_t n, Trail trail) except -1:
-        cdef Py_ssize_t i
-        trail.reserve(n)
-        for i in range(n):
-            if trail.locate(PyList_GET_ITEM(keys, i), self.batch_hashes[i]) < 0:
-                trail.add(PyList_GET_ITEM(keys, i), self.batch_hashes[i], self.batch_rows[i],
-                          self.rows[self.batch_rows[i]].generation)
-        trail.version = self.version
-        return 0
 
     @cython.critical_section
     def touch(self, keys, Trail trail=None):
@@ -292,10 +283,7 @@ cdef class Verbs(Rows):
         if needed:
             self._evict(needed, self.fresh_rows)
             self.num_evictable -= needed
-            for i in range(needed):
-                if i + AHEAD < needed:
-                    prefetch(&self.buckets[<uint32_t> self.rows[self.fresh_rows[i + AHEAD]].hash & self.bucket_mask])
-                PyList_SET_ITEM(evicted, i, self._release(self.fresh_rows[i]))
+            self._release(self.fresh_rows, needed, evicted)
         if num_new:
             self._admit_wanted(keys, names, num_new, stored, ids)
             if names.priority < 0:
@@ -312,21 +300,17 @@ cdef class Verbs(Rows):
         cdef int32_t row
         cdef PyObject* key
         cdef Named* named
+        self._admit(keys, self.batch_wanted, n, self.fresh_rows)
         for i in range(n):
-            if i + AHEAD < n:
-                at = self.batch_wanted[i + AHEAD]
-                prefetch(&self.buckets[<uint32_t> self.batch_hashes[at] & self.bucket_mask])
-                prefetch(PyList_GET_ITEM(keys, at))
             at = self.batch_wanted[i]
-            key = PyList_GET_ITEM(keys, at)
-            row = self._admit(key, self.batch_hashes[at])
+            row = self.fresh_rows[i]
             named = &names.named[self.batch_named[at]]
             named.row = row
             named.generation = self.rows[row].generation
+            key = PyList_GET_ITEM(keys, at)
             Py_INCREF(<object> key)
             PyList_SET_ITEM(stored, i, key)
             ids[i] = row - self.first
-            self.fresh_rows[i] = row
             self.batch_rows[at] = row
         self._insert(self.fresh_rows, n)
         self.num_pending += n
@@ -359,7 +343,9 @@ cdef class Verbs(Rows):
         cdef Py_ssize_t n = len(keys)
         cdef Py_ssize_t i, num_dropped = 0
         cdef int32_t row
+        cdef list dropped
         self._resolve(keys, trail, False)
+        dropped = PyList_New(n)
         for i in range(n):
             row = self.batch_rows[i]
             if row != 0 and self.rows[row].ref_cnt < 0:
@@ -369,8 +355,7 @@ cdef class Verbs(Rows):
                 self.fresh_rows[num_dropped] = row
                 num_dropped += 1
         self._leave(self.fresh_rows, num_dropped)
-        for i in range(num_dropped):
-            Py_XDECREF(self._release(self.fresh_rows[i]))
+        self._release(self.fresh_rows, num_dropped, dropped)
         self.num_pending -= num_dropped
         self.version += num_dropped != 0
         self._after()
