@@ -190,19 +190,24 @@ class _PolicyManager(OffloadingManager):
     def _trail(self, req_context: ReqContext | None) -> Any:
         if req_context is None:
             return None
-        trails = _trails_of(req_context)
-        if trails is None:
+        try:
+            trails = req_context._trails
+        except AttributeError:
+            raise ValueError(f"req_context must be a ReqContext or None, got {req_context!r}") from None
+        if trails is not None:
+            trail = trails.get(self)
+            if trail is not None:
+                return trail
+        else:
             trails = req_context._trails = {}
-        trail = trails.get(self)
-        if trail is None:
-            hint = self._hints.of(req_context)
-            if hint is None or hint.priority == 0:
-                trail = self._verbs.open_request()
-            else:
-                trail = self._verbs.open_request(hint.priority, hint.ttl_ns)
-                if self._now_s is None:
-                    self._start_s = self._now_s = self._clock()
-            trails[self] = trail
+        hint = self._hints.of(req_context)
+        if hint is None or hint.priority == 0:
+            trail = self._verbs.open_request()
+        else:
+            trail = self._verbs.open_request(hint.priority, hint.ttl_ns)
+            if self._now_s is None:
+                self._start_s = self._now_s = self._clock()
+        trails[self] = trail
         return trail
 
     def _advance(self) -> None:
@@ -220,7 +225,8 @@ class _PolicyManager(OffloadingManager):
             self._looked_up_blocks += 1
             self._hit_blocks += hits
             return hits == 1
-        keys = _key_list(keys)
+        if type(keys) is not list:
+            keys = _key_list(keys)
         hits = self._verbs.leading(keys, self._trail(req_context))
         self._lookups += 1
         self._looked_up_blocks += len(keys)
@@ -228,7 +234,8 @@ class _PolicyManager(OffloadingManager):
         return hits
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
-        keys = _key_list(keys)
+        if type(keys) is not list:
+            keys = _key_list(keys)
         trail = self._trail(req_context)
         if self._now_s is not None:
             self._advance()
@@ -237,7 +244,8 @@ class _PolicyManager(OffloadingManager):
         return spec
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        keys = _key_list(keys)
+        if type(keys) is not list:
+            keys = _key_list(keys)
         trail = self._trail(req_context)
         if self._now_s is not None:
             self._advance()
@@ -249,7 +257,8 @@ class _PolicyManager(OffloadingManager):
         self._verbs.unpin(_key_list(keys), self._trail(req_context))
 
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        keys = _key_list(keys)
+        if type(keys) is not list:
+            keys = _key_list(keys)
         trail = self._trail(req_context)
         if self._now_s is not None:
             self._advance()
@@ -267,7 +276,8 @@ class _PolicyManager(OffloadingManager):
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         if isinstance(req_context, bool):
             success, req_context = req_context, None
-        keys = _key_list(keys)
+        if type(keys) is not list:
+            keys = _key_list(keys)
         trail = self._trail(req_context)
         if not success:
             self._failed_blocks += self._verbs.abort(keys, trail)
@@ -275,7 +285,7 @@ class _PolicyManager(OffloadingManager):
         ready = self._verbs.commit(keys, trail)
         self._stored_blocks += len(ready)
         if ready and self._events is not None:
-            self._events.append(OffloadingEvent(ready, self.block_size, self.medium, False))
+            self._events.append(OffloadingEvent(list(ready), self.block_size, self.medium, False))
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         if self._events is None:
@@ -284,7 +294,10 @@ class _PolicyManager(OffloadingManager):
         return iter(events)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        trails = _trails_of(req_context, "a ReqContext")
+        try:
+            trails = req_context._trails
+        except AttributeError:
+            raise ValueError(f"req_context must be a ReqContext, got {req_context!r}") from None
         if self._now_s is not None:
             self._advance()
         trail = None if trails is None else trails.pop(self, None)
@@ -463,13 +476,6 @@ class CPUOffloadingManager(_PolicyManager):
         )
 
 
-def _trails_of(req_context: ReqContext, wanted: str = "a ReqContext or None") -> dict[Any, Any] | None:
-    try:
-        return req_context._trails
-    except AttributeError:
-        raise ValueError(f"req_context must be {wanted}, got {req_context!r}") from None
-
-
 def _new_policy(cache_policy: str | type, capacity: int) -> CachePolicy:
     chosen = POLICIES.resolve(cache_policy)
     if not issubclass(chosen, CachePolicy):
@@ -478,6 +484,7 @@ def _new_policy(cache_policy: str | type, capacity: int) -> CachePolicy:
 
 
 def _key_list(keys: Any) -> list[bytes]:
+    # Callers in a hot path leave lists out themselves: the call costs as much as the check.
     if type(keys) is list:
         return keys
     if isinstance(keys, bytes | str):

@@ -1,6 +1,8 @@
 cimport cython
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
+from kvcache.core.index cimport Bucket
+
 cdef struct Ghost:
     uint64_t hash
     int32_t prev
@@ -12,14 +14,15 @@ cdef struct Ghost:
 @cython.final
 cdef class GhostList:
     cdef Ghost* ghosts      # [capacity + 2]; 0 is the list head: next is the oldest, prev the most recent
-    cdef int32_t* slots     # [mask + 1]: index into ghosts, or 0
-    cdef uint32_t mask
+    cdef Bucket* buckets    # [num_buckets]: from hash to ghost
+    cdef uint32_t num_buckets
     cdef int32_t num_fresh
     cdef int32_t free_head
     cdef readonly Py_ssize_t capacity
     cdef Py_ssize_t num_ghosts
 
     cdef int32_t find(self, uint64_t hash) noexcept nogil
+    cdef int32_t _search(self, uint64_t hash) noexcept nogil
     cdef int32_t push(self, uint64_t hash) noexcept nogil
     cdef void refresh(self, int32_t ghost) noexcept nogil
     cdef void drop(self, int32_t ghost) noexcept nogil

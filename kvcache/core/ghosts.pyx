@@ -9,11 +9,14 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
-from kvcache.core.index cimport slots_for, zeroed
+from kvcache.core.index cimport (
+    BUCKET_FULL, Bucket, after, buckets_for, equal, home_of, index_delete, index_guess, index_insert, lowest_bit,
+    tight_buckets_for, used, zeroed,
+)
 
 
 cdef class GhostList:
-    """GhostList(capacity)
+    """GhostList(capacity, tight=False)
 
     A recency list of key hashes that forgets its oldest beyond `capacity`.
 
@@ -21,21 +24,23 @@ cdef class GhostList:
     ----------
     capacity : int
         Ghosts kept, >= 1.
+    tight : bool
+        Whether the index may be five sixths full, not half: for histories of many times the cache's blocks.
     """
 
-    def __cinit__(self, Py_ssize_t capacity):
+    def __cinit__(self, Py_ssize_t capacity, bint tight=False):
         if not 1 <= capacity < 1 << 30:
             raise ValueError(f"capacity must be >= 1 and < 2**30, got {capacity}")
         self.capacity = capacity
-        self.mask = slots_for(capacity + 1) - 1
         self.ghosts = <Ghost*> PyMem_Calloc(capacity + 2, sizeof(Ghost))
-        self.slots = <int32_t*> zeroed((<size_t> self.mask + 1) * sizeof(int32_t))
-        if self.ghosts == NULL or self.slots == NULL:
+        self.num_buckets = tight_buckets_for(capacity) if tight else buckets_for(capacity)
+        self.buckets = <Bucket*> zeroed(self.num_buckets * sizeof(Bucket))
+        if self.ghosts == NULL or self.buckets == NULL:
             raise MemoryError(f"no memory for {capacity} ghosts")
 
     def __dealloc__(self):
         PyMem_Free(self.ghosts)
-        free(self.slots)
+        free(self.buckets)
 
     def __reduce__(self):
         raise TypeError("a ghost list belongs to one policy and cannot be pickled")
@@ -61,17 +66,29 @@ cdef class GhostList:
             raise RuntimeError(f"{count} ghosts are linked, {self.num_ghosts} counted, {self.capacity} allowed")
 
     cdef int32_t find(self, uint64_t hash) noexcept nogil:
-        cdef uint32_t at = <uint32_t> hash & self.mask
-        while self.slots[at] != 0:
-            if self.ghosts[self.slots[at]].hash == hash:
-                return self.slots[at]
-            at = (at + 1) & self.mask
-        return 0
+        """Return the ghost of a hash, or 0."""
+        cdef int32_t ghost = index_guess(self.buckets, self.num_buckets, hash)
+        return ghost if ghost == 0 or self.ghosts[ghost].hash == hash else self._search(hash)
+
+    cdef int32_t _search(self, uint64_t hash) noexcept nogil:
+        cdef uint32_t at = home_of(<uint32_t> hash, self.num_buckets)
+        cdef uint32_t taken, same
+        cdef int32_t ghost
+        while True:
+            taken = used(&self.buckets[at])
+            same = equal(self.buckets[at].tag, <uint32_t> hash) & taken
+            while same:
+                ghost = self.buckets[at].row[lowest_bit(same)]
+                if self.ghosts[ghost].hash == hash:
+                    return ghost
+                same &= same - 1
+            if taken != BUCKET_FULL:
+                return 0
+            at = after(at, self.num_buckets)
 
     cdef int32_t push(self, uint64_t hash) noexcept nogil:
         """Append a ghost (or refresh the one of that hash) and return it; the oldest goes if there are too many."""
         cdef int32_t ghost = self.find(hash)
-        cdef uint32_t at
         if ghost != 0:
             self.refresh(ghost)
             return ghost
@@ -87,10 +104,7 @@ cdef class GhostList:
         self.ghosts[ghost].uses = 0
         self.ghosts[ghost].used_at = 0
         self._link_last(ghost)
-        at = <uint32_t> hash & self.mask
-        while self.slots[at] != 0:
-            at = (at + 1) & self.mask
-        self.slots[at] = ghost
+        index_insert(self.buckets, self.num_buckets, hash, ghost)
         self.num_ghosts += 1
         return ghost
 
@@ -101,17 +115,7 @@ cdef class GhostList:
 
     cdef void drop(self, int32_t ghost) noexcept nogil:
         """Forget a ghost."""
-        cdef uint32_t hole = <uint32_t> self.ghosts[ghost].hash & self.mask
-        cdef uint32_t at
-        while self.slots[hole] != ghost:
-            hole = (hole + 1) & self.mask
-        at = (hole + 1) & self.mask
-        while self.slots[at] != 0:
-            if ((at - <uint32_t> self.ghosts[self.slots[at]].hash) & self.mask) >= ((at - hole) & self.mask):
-                self.slots[hole] = self.slots[at]
-                hole = at
-            at = (at + 1) & self.mask
-        self.slots[hole] = 0
+        index_delete(self.buckets, self.num_buckets, self.ghosts[ghost].hash, ghost)
         self._unlink(ghost)
         self.ghosts[ghost].next = self.free_head
         self.free_head = ghost
@@ -122,7 +126,7 @@ cdef class GhostList:
         self.ghosts[0].prev = self.ghosts[0].next = 0
         self.num_fresh = self.free_head = 0
         self.num_ghosts = 0
-        memset(self.slots, 0, (<size_t> self.mask + 1) * sizeof(int32_t))
+        memset(self.buckets, 0, self.num_buckets * sizeof(Bucket))
 
     cdef void _link_last(self, int32_t ghost) noexcept nogil:
         cdef int32_t last = self.ghosts[0].prev

@@ -1,6 +1,7 @@
 /* An open-addressing index from key hash to row, in buckets of one cache line.
  *
- * A key's home is the bucket that the low bits of its hash name; a full bucket overflows into the next. The used slots
+ * A key's home is the bucket that its tag names, the low half of its hash taken as a fraction of all buckets, so that any
+ * number of buckets will do; a full bucket overflows into the next. The used slots
  * of a bucket stand together at its start, so that one comparison of all eight finds a tag, a row or the first empty
  * slot: there is no loop whose end the processor would guess wrongly, and no tombstone. The tag is the hash's low half:
  * a slot can be moved without its key, and most look-ups of keys that are not there never see a row.
@@ -66,21 +67,37 @@ static inline uint32_t kv_used(const kv_bucket *bucket)
     return KV_FULL ^ kv_equal(bucket->row, 0);
 }
 
-static inline void kv_index_insert(kv_bucket *buckets, uint32_t mask, uint64_t hash, int32_t row)
+static inline uint32_t kv_home(uint32_t tag, uint32_t num_buckets)
 {
-    uint32_t at = (uint32_t)hash & mask;
+    return (uint32_t)((uint64_t)tag * num_buckets >> 32);
+}
+
+static inline uint32_t kv_after(uint32_t at, uint32_t num_buckets)
+{
+    return at + 1 == num_buckets ? 0 : at + 1;
+}
+
+/* Buckets from one to another, going forward. */
+static inline uint32_t kv_way(uint32_t from, uint32_t to, uint32_t num_buckets)
+{
+    return to >= from ? to - from : to + num_buckets - from;
+}
+
+static inline void kv_index_insert(kv_bucket *buckets, uint32_t num_buckets, uint64_t hash, int32_t row)
+{
+    uint32_t at = kv_home((uint32_t)hash, num_buckets);
     uint32_t used;
     while ((used = kv_used(&buckets[at])) == KV_FULL)
-        at = (at + 1) & mask;
+        at = kv_after(at, num_buckets);
     int slot = __builtin_ctz(~used);
     buckets[at].tag[slot] = (uint32_t)hash;
     buckets[at].row[slot] = row;
 }
 
 /* A row whose tag is the hash's, or 0: the caller compares hash and key. */
-static inline int32_t kv_index_guess(const kv_bucket *buckets, uint32_t mask, uint64_t hash)
+static inline int32_t kv_index_guess(const kv_bucket *buckets, uint32_t num_buckets, uint64_t hash)
 {
-    for (uint32_t at = (uint32_t)hash & mask;; at = (at + 1) & mask) {
+    for (uint32_t at = kv_home((uint32_t)hash, num_buckets);; at = kv_after(at, num_buckets)) {
         uint32_t used = kv_used(&buckets[at]);
         uint32_t same = kv_equal(buckets[at].tag, (uint32_t)hash) & used;
         if (same)
@@ -100,13 +117,13 @@ static inline void kv_take_out(kv_bucket *bucket, int slot, uint32_t used)
 }
 
 /* A bucket that was full lost a slot: bring back what overflowed through it. */
-static inline void kv_index_refill(kv_bucket *buckets, uint32_t mask, uint32_t hole)
+static inline void kv_index_refill(kv_bucket *buckets, uint32_t num_buckets, uint32_t hole)
 {
-    for (uint32_t at = (hole + 1) & mask; at != hole; at = (at + 1) & mask) {
+    for (uint32_t at = kv_after(hole, num_buckets); at != hole; at = kv_after(at, num_buckets)) {
         uint32_t used = kv_used(&buckets[at]);
         for (int slot = 0; slot < KV_SLOTS && (used >> slot & 1); slot++) {
-            uint32_t home = buckets[at].tag[slot] & mask;
-            if (((at - home) & mask) >= ((at - hole) & mask)) {
+            uint32_t home = kv_home(buckets[at].tag[slot], num_buckets);
+            if (kv_way(home, at, num_buckets) >= kv_way(hole, at, num_buckets)) {
                 buckets[hole].tag[KV_SLOTS - 1] = buckets[at].tag[slot];
                 buckets[hole].row[KV_SLOTS - 1] = buckets[at].row[slot];
                 kv_take_out(&buckets[at], slot, used);
@@ -119,16 +136,16 @@ static inline void kv_index_refill(kv_bucket *buckets, uint32_t mask, uint32_t h
     }
 }
 
-static inline void kv_index_delete(kv_bucket *buckets, uint32_t mask, uint64_t hash, int32_t row)
+static inline void kv_index_delete(kv_bucket *buckets, uint32_t num_buckets, uint64_t hash, int32_t row)
 {
-    uint32_t at = (uint32_t)hash & mask;
+    uint32_t at = kv_home((uint32_t)hash, num_buckets);
     uint32_t same;
     while ((same = kv_equal(buckets[at].row, (uint32_t)row)) == 0)
-        at = (at + 1) & mask;
+        at = kv_after(at, num_buckets);
     uint32_t used = kv_used(&buckets[at]);
     kv_take_out(&buckets[at], __builtin_ctz(same), used);
     if (used == KV_FULL)
-        kv_index_refill(buckets, mask, at);
+        kv_index_refill(buckets, num_buckets, at);
 }
 
 #endif

@@ -12,9 +12,11 @@ cdef extern from "index.h" nogil:
     void* zeroed "kv_zeroed"(size_t num_bytes) noexcept
     uint32_t equal "kv_equal"(const void* values, uint32_t x) noexcept
     uint32_t used "kv_used"(const Bucket* bucket) noexcept
-    void index_insert "kv_index_insert"(Bucket* buckets, uint32_t mask, uint64_t hash, int32_t row) noexcept
-    int32_t index_guess "kv_index_guess"(const Bucket* buckets, uint32_t mask, uint64_t hash) noexcept
-    void index_delete "kv_index_delete"(Bucket* buckets, uint32_t mask, uint64_t hash, int32_t row) noexcept
+    uint32_t home_of "kv_home"(uint32_t tag, uint32_t num_buckets) noexcept
+    uint32_t after "kv_after"(uint32_t at, uint32_t num_buckets) noexcept
+    void index_insert "kv_index_insert"(Bucket* buckets, uint32_t num_buckets, uint64_t hash, int32_t row) noexcept
+    int32_t index_guess "kv_index_guess"(const Bucket* buckets, uint32_t num_buckets, uint64_t hash) noexcept
+    void index_delete "kv_index_delete"(Bucket* buckets, uint32_t num_buckets, uint64_t hash, int32_t row) noexcept
 
 cdef extern from *:
     """
@@ -30,9 +32,11 @@ cdef extern from *:
     bint same_bytes "kv_same_bytes"(PyObject* a, PyObject* b) noexcept nogil
 
 
-cdef inline uint32_t slots_for(Py_ssize_t n) noexcept nogil:
-    # At most half full.
-    cdef uint32_t size = BUCKET_SLOTS
-    while size < 2 * n:
-        size <<= 1
-    return size
+cdef inline uint32_t buckets_for(Py_ssize_t n) noexcept nogil:
+    # Half full at most: one look-up in seventeen sees a second bucket.
+    return <uint32_t> (n // (BUCKET_SLOTS // 2)) + 1
+
+
+cdef inline uint32_t tight_buckets_for(Py_ssize_t n) noexcept nogil:
+    # Five sixths full at most, where memory counts more: every other look-up sees a second bucket.
+    return <uint32_t> (6 * n // (5 * BUCKET_SLOTS)) + 1

@@ -41,8 +41,8 @@ cdef class Rows:
     cdef Lane* lanes                        # [first]
     cdef Foreign* foreign                   # [num_rows], or NULL in native mode
     cdef uint64_t* ranks                    # [num_rows], or NULL: lanes are ordered by stamp alone
-    cdef Bucket* buckets                    # [bucket_mask + 1]: from hash to row
-    cdef uint32_t bucket_mask
+    cdef Bucket* buckets                    # [num_buckets]: from hash to row
+    cdef uint32_t num_buckets
     cdef int32_t first                      # row of block 0; also the number of lanes
     cdef int32_t num_rows
     cdef int32_t num_fresh                  # rows that have ever held a block since the last reset

@@ -11,8 +11,8 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from kvcache.core.index cimport (
-    BUCKET_FULL, BUCKET_SLOTS, Bucket, equal, index_delete, index_guess, index_insert, lowest_bit, prefetch, same_bytes,
-    slots_for, used, zeroed,
+    BUCKET_FULL, Bucket, after, buckets_for, equal, home_of, index_delete, index_guess, index_insert, lowest_bit,
+    prefetch, same_bytes, used, zeroed,
 )
 from kvcache.core.links cimport FREE, PARKED, Lane, Row
 from kvcache.core.trail cimport Named
@@ -85,7 +85,7 @@ cdef class Rows:
 
     cdef int _allocate(self, int32_t num_lists, bint ranked) except -1:
         cdef int32_t lane
-        cdef uint32_t num_buckets = slots_for(self.cache_capacity) // BUCKET_SLOTS
+        cdef uint32_t num_buckets = buckets_for(self.cache_capacity)
         self.first = num_lists * NUM_PRIORITIES
         self.num_rows = self.first + <int32_t> self.cache_capacity
         self.rows = <Row*> zeroed(self.num_rows * sizeof(Row))
@@ -97,7 +97,7 @@ cdef class Rows:
         if (self.rows == NULL or self.lanes == NULL or self.buckets == NULL or self.foreign == NULL
                 or (ranked and self.ranks == NULL)):
             raise MemoryError(f"no memory for a table of {self.cache_capacity} blocks")
-        self.bucket_mask = num_buckets - 1
+        self.num_buckets = num_buckets
         for lane in range(self.first):
             self.rows[lane].prev = self.rows[lane].next = lane
         if ranked:
@@ -114,7 +114,7 @@ cdef class Rows:
     cdef int _grow(self) except -1:
         """Double the rows of a plain policy that was given more blocks than its capacity."""
         cdef int32_t num_rows = self.first + 2 * (self.num_rows - self.first)
-        cdef uint32_t num_buckets = slots_for(num_rows) // BUCKET_SLOTS
+        cdef uint32_t num_buckets = buckets_for(num_rows)
         cdef int32_t row
         cdef Bucket* buckets = <Bucket*> zeroed(num_buckets * sizeof(Bucket))
         cdef void* rows = realloc(self.rows, num_rows * sizeof(Row))
@@ -137,10 +137,10 @@ cdef class Rows:
             memset(&self.ranks[self.num_rows], 0, (num_rows - self.num_rows) * sizeof(uint64_t))
         free(self.buckets)
         self.buckets = buckets
-        self.bucket_mask = num_buckets - 1
+        self.num_buckets = num_buckets
         for row in range(self.first, self.num_rows):
             if self.rows[row].where != FREE:
-                index_insert(buckets, self.bucket_mask, self.rows[row].hash, row)
+                index_insert(buckets, self.num_buckets, self.rows[row].hash, row)
         cdef int32_t num_rows_before = self.num_rows
         self.num_free += num_rows - num_rows_before
         self.num_rows = num_rows
@@ -218,7 +218,7 @@ cdef class Rows:
         return self.mark
 
     cdef int32_t _find_one(self, PyObject* key, uint64_t hash) noexcept nogil:
-        cdef uint32_t at = <uint32_t> hash & self.bucket_mask
+        cdef uint32_t at = home_of(<uint32_t> hash, self.num_buckets)
         cdef uint32_t taken, same
         cdef int32_t row
         while True:
@@ -231,7 +231,7 @@ cdef class Rows:
                 same &= same - 1
             if taken != BUCKET_FULL:
                 return 0
-            at = (at + 1) & self.bucket_mask
+            at = after(at, self.num_buckets)
 
     cdef int _find(self, list keys, Py_ssize_t start, Py_ssize_t stop) except -1:
         """Write hash and row (0: absent) of each key to the batch arrays; ValueError names a key that is none.
@@ -246,7 +246,7 @@ cdef class Rows:
         cdef uint64_t* hashes
         cdef Row* rows = self.rows
         cdef Bucket* buckets = self.buckets
-        cdef uint32_t mask = self.bucket_mask
+        cdef uint32_t num_buckets = self.num_buckets
         self._reserve_batch(stop)
         found = self.batch_rows
         hashes = self.batch_hashes
@@ -262,9 +262,9 @@ cdef class Rows:
                     raise ValueError(f"key must be non-empty bytes, got {<object> key!r}")
                 hash = <uint64_t> PyObject_Hash(key)
                 hashes[i] = hash
-                prefetch(&buckets[<uint32_t> hash & mask])
+                prefetch(&buckets[home_of(<uint32_t> hash, num_buckets)])
             for i in range(low, high):
-                row = index_guess(buckets, mask, hashes[i])
+                row = index_guess(buckets, num_buckets, hashes[i])
                 found[i] = row
                 if row != 0:
                     prefetch(&rows[row])
@@ -347,12 +347,12 @@ cdef class Rows:
         cdef PyObject* key
         cdef Row* rows = self.rows
         cdef Bucket* buckets = self.buckets
-        cdef uint32_t mask = self.bucket_mask
+        cdef uint32_t num_buckets = self.num_buckets
         cdef const uint64_t* hashes = self.batch_hashes
         for i in range(n):
             if i + AHEAD < n:
                 at = wanted[i + AHEAD]
-                prefetch(&buckets[<uint32_t> hashes[at] & mask])
+                prefetch(&buckets[home_of(<uint32_t> hashes[at], num_buckets)])
                 prefetch(PyList_GET_ITEM(keys, at))
             at = wanted[i]
             key = PyList_GET_ITEM(keys, at)
@@ -370,7 +370,7 @@ cdef class Rows:
             rows[row].mark = 0
             rows[row].priority = NORMAL
             rows[row].generation += 1
-            index_insert(buckets, mask, hashes[at], row)
+            index_insert(buckets, num_buckets, hashes[at], row)
             out[i] = row
         self.num_resident += n
         self.num_free -= n
@@ -381,14 +381,14 @@ cdef class Rows:
         cdef int32_t row
         cdef Row* rows = self.rows
         cdef Bucket* buckets = self.buckets
-        cdef uint32_t mask = self.bucket_mask
+        cdef uint32_t num_buckets = self.num_buckets
         for i in range(n):
             if i + AHEAD < n:
-                prefetch(&buckets[<uint32_t> rows[victims[i + AHEAD]].hash & mask])
+                prefetch(&buckets[home_of(<uint32_t> rows[victims[i + AHEAD]].hash, num_buckets)])
             row = victims[i]
             if rows[row].priority > NORMAL:
                 self.deadlines.remove(row)
-            index_delete(buckets, mask, rows[row].hash, row)
+            index_delete(buckets, num_buckets, rows[row].hash, row)
             PyList_SET_ITEM(keys, i, rows[row].key)
             rows[row].key = NULL
             rows[row].where = FREE

@@ -315,7 +315,7 @@ cdef class Table(Verbs):
         for i in range(MAX_LISTS):
             _hold(in_list[i] == self.num_in_list[i], f"list {i} holds {in_list[i]}, counts {self.num_in_list[i]}")
         used_slots = 0
-        for i in range(<int32_t> (self.bucket_mask + 1)):
+        for i in range(<int32_t> self.num_buckets):
             bits = used(&self.buckets[i])
             _hold(bits & (bits + 1) == 0, f"bucket {i} has an empty slot before a used one: {bits:08b}")
             used_slots += bin(bits).count("1")

@@ -17,8 +17,8 @@ cdef struct Named:
 @cython.final
 cdef class Trail:
     cdef Named* named               # [size]
-    cdef Bucket* buckets            # [bucket_mask + 1]: from hash to place in named + 1
-    cdef uint32_t bucket_mask
+    cdef Bucket* buckets            # [num_buckets]: from hash to place in named + 1
+    cdef uint32_t num_buckets
     cdef readonly Py_ssize_t num_named
     cdef Py_ssize_t size
     cdef readonly uint32_t num_seen

@@ -10,7 +10,7 @@ from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdlib cimport free
 
 from kvcache.core.index cimport (
-    BUCKET_FULL, BUCKET_SLOTS, equal, index_guess, index_insert, lowest_bit, same_bytes, slots_for, used, zeroed,
+    BUCKET_FULL, after, buckets_for, equal, home_of, index_guess, index_insert, lowest_bit, same_bytes, used, zeroed,
 )
 
 cdef extern from "Python.h":
@@ -46,7 +46,7 @@ cdef class Trail:
         if self.num_named + n <= self.size:
             return 0
         size = max(self.num_named + n, 2 * self.size)
-        num_buckets = slots_for(size) // BUCKET_SLOTS
+        num_buckets = buckets_for(size)
         named = PyMem_Realloc(self.named, size * sizeof(Named))
         if named != NULL:
             self.named = <Named*> named
@@ -56,15 +56,15 @@ cdef class Trail:
             raise MemoryError(f"no memory for a request of {size} keys")
         free(self.buckets)
         self.buckets = buckets
-        self.bucket_mask = num_buckets - 1
+        self.num_buckets = num_buckets
         for i in range(self.num_named):
-            index_insert(buckets, self.bucket_mask, self.named[i].hash, <int32_t> i + 1)
+            index_insert(buckets, self.num_buckets, self.named[i].hash, <int32_t> i + 1)
         self.size = size
         return 0
 
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil:
         """Return where the key stands in `named`, or -1."""
-        cdef uint32_t at = <uint32_t> hash & self.bucket_mask
+        cdef uint32_t at = home_of(<uint32_t> hash, self.num_buckets)
         cdef uint32_t taken, same
         cdef Named* named
         if self.num_named == 0:
@@ -79,7 +79,7 @@ cdef class Trail:
                 same &= same - 1
             if taken != BUCKET_FULL:
                 return -1
-            at = (at + 1) & self.bucket_mask
+            at = after(at, self.num_buckets)
 
     cdef void meet(self, list keys, Py_ssize_t start, Py_ssize_t stop, const uint64_t* hashes, const int32_t* found,
                    const Row* rows, bint add, Py_ssize_t* places) noexcept:
@@ -93,7 +93,7 @@ cdef class Trail:
         for i in range(start, stop):
             key = PyList_GET_ITEM(keys, i)
             place = -1
-            if self.num_named and index_guess(self.buckets, self.bucket_mask, hashes[i]) != 0:
+            if self.num_named and index_guess(self.buckets, self.num_buckets, hashes[i]) != 0:
                 place = self.locate(key, hashes[i])
             places[i] = place
             if place < 0:
@@ -107,6 +107,6 @@ cdef class Trail:
                 named.hash = hashes[i]
                 named.seen = 0
                 named.mark = 0
-                index_insert(self.buckets, self.bucket_mask, hashes[i], <int32_t> place + 1)
+                index_insert(self.buckets, self.num_buckets, hashes[i], <int32_t> place + 1)
             self.named[place].row = found[i]
             self.named[place].generation = rows[found[i]].generation

@@ -319,11 +319,10 @@ cdef class Verbs(Rows):
 
     @cython.critical_section
     def commit(self, list keys not None, Trail trail):
-        """Make blocks that were being written ready, and return their keys."""
+        """Make blocks that were being written ready, and return their keys: `keys` itself where it is all of them."""
         cdef Py_ssize_t n = len(keys)
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, num_ready = 0
         cdef int32_t row
-        cdef list ready = []
         self._resolve(keys, trail, False)
         self._reserve_heaps(n)
         for i in range(n):
@@ -331,11 +330,12 @@ cdef class Verbs(Rows):
             if row != 0 and self.rows[row].ref_cnt < 0:
                 self.rows[row].ref_cnt = 0
                 unpark(self, row)
-                ready.append(<object> PyList_GET_ITEM(keys, i))
-        self.num_pending -= len(ready)
-        self.num_evictable += len(ready)
+                self.batch_wanted[num_ready] = i
+                num_ready += 1
+        self.num_pending -= num_ready
+        self.num_evictable += num_ready
         self._after()
-        return ready
+        return keys if num_ready == n else [keys[self.batch_wanted[i]] for i in range(num_ready)]
 
     @cython.critical_section
     def abort(self, list keys not None, Trail trail):
@@ -421,7 +421,7 @@ cdef class Verbs(Rows):
             self.rows[lane].prev = self.rows[lane].next = lane
             self.lanes[lane].num_listed = self.lanes[lane].num_nodes = 0
             self.lanes[lane].cursor_mark = 0
-        memset(self.buckets, 0, (<size_t> self.bucket_mask + 1) * sizeof(Bucket))
+        memset(self.buckets, 0, (<size_t> self.num_buckets) * sizeof(Bucket))
         memset(self.num_in_list, 0, sizeof(self.num_in_list))
         self.num_fresh = self.free_head = 0
         self.num_free = self.num_rows - self.first

@@ -53,7 +53,7 @@ cdef class LFUDACachePolicy(Table):
         self.uses = <uint32_t*> zeroed(self.num_rows * sizeof(uint32_t))
         if self.uses == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
-        self.history = GhostList(HISTORY_FACTOR * cache_capacity)
+        self.history = GhostList(HISTORY_FACTOR * cache_capacity, tight=True)
 
     def __dealloc__(self):
         free(self.uses)

@@ -66,7 +66,7 @@ cdef class MultiQueue(Table):
         self.members = <Member*> zeroed(self.num_rows * sizeof(Member))
         if self.members == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
-        self.history = GhostList(HISTORY_FACTOR * cache_capacity)
+        self.history = GhostList(HISTORY_FACTOR * cache_capacity, tight=True)
         self._forget()
 
     def __dealloc__(self):

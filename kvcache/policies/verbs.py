@@ -68,7 +68,7 @@ class BatchVerbs(Protocol):
         """Make room for the absent keys (where `admit` is given: those it marks with 1); None if that cannot be."""
 
     def commit(self, keys: list[bytes], trail: Any) -> list[bytes]:
-        """Make written blocks ready and return their keys."""
+        """Make written blocks ready and return their keys: `keys` itself where it is all of them."""
 
     def abort(self, keys: list[bytes], trail: Any) -> int:
         """Drop blocks that were being written and return how many."""
