@@ -66,6 +66,12 @@ def test_bailian_counts_full_blocks_where_lengths_are_missing(tmp_path: Path) ->
     assert read(path) == [([4, 5], 32, 0, 61.5), ([4, 5, 6], 33, 9, 62.0)]
 
 
+@pytest.mark.parametrize(("ids", "input_length"), [([], 0), ([], 511), ([1], 512), ([1], 513), ([1, 2], 513)])
+def test_mooncake_may_leave_the_partial_block_out(tmp_path: Path, ids: list[int], input_length: int) -> None:
+    line = {**MOONCAKE[0], "hash_ids": ids, "input_length": input_length}
+    assert read(write(tmp_path, lines_of([line]))) == [(ids, input_length, 5, 0.0)]
+
+
 @pytest.mark.parametrize(
     "pack",
     [
@@ -115,6 +121,8 @@ BAD_LINES = [
     (json.dumps(changed(input_length=1 << 64)).encode(), "input_length must be an int in 0..2**40", "got 1844"),
     (json.dumps(changed(timestamp=True)).encode(), "timestamp must be a number in 0..1e18", "got true"),
     (json.dumps(changed(input_length=-3)).encode(), "input_length must be an int in 0..2**40", "got -3"),
+    (json.dumps(changed(hash_ids=[7, 8])).encode(), "hash_ids must be 1 (or 0, without the partial", "got 2"),
+    (json.dumps(changed(input_length=1024)).encode(), "hash_ids must be 2 for 1024 tokens in blocks of 512", "got 1"),
     (json.dumps(changed(output_length=None)).encode(), "output_length must be an int in 0..2**40", "got null"),
 ]
 

@@ -29,6 +29,7 @@ _SHOWN_CHARS = 60
 # What no prompt and no clock reaches, and what still adds up in 64 bits.
 _MAX_TOKENS = 1 << 40
 _MAX_TIME = 10**18
+_MOONCAKE_TOKENS = 512
 
 
 class TraceError(ValueError):
@@ -40,12 +41,16 @@ class _BadRecord(ValueError):
 
 
 def _read_mooncake(record: dict[str, Any]) -> Request:
-    return Request(
-        _ids(record),
-        _length(record, "input_length"),
-        _length(record, "output_length"),
-        _time(record) / 1000,
-    )
+    ids = _ids(record)
+    input_length = _length(record, "input_length")
+    num_full, rest = divmod(input_length, _MOONCAKE_TOKENS)
+    # The published files list the partial last block; what others make may leave it out.
+    if len(ids) - num_full not in (0, rest > 0):
+        wanted = f"{num_full}" if not rest else f"{num_full + 1} (or {num_full}, without the partial last one)"
+        raise _BadRecord(
+            f"hash_ids must be {wanted} for {input_length} tokens in blocks of {_MOONCAKE_TOKENS}, got {len(ids)}"
+        )
+    return Request(ids, input_length, _length(record, "output_length"), _time(record) / 1000)
 
 
 def _read_bailian(record: dict[str, Any]) -> Request:
@@ -62,7 +67,7 @@ def _read_bailian(record: dict[str, Any]) -> Request:
 
 
 _FORMATS: dict[str, tuple[int, Callable[[dict[str, Any]], Request]]] = {
-    "mooncake": (512, _read_mooncake),
+    "mooncake": (_MOONCAKE_TOKENS, _read_mooncake),
     "bailian": (16, _read_bailian),
 }
 
