@@ -244,6 +244,13 @@ def test_grid_command_writes_table_json_csv_and_plot(
     assert ET.parse(targets["svg"]).getroot().tag.endswith("svg")
 
 
+def test_grid_says_how_many_bad_lines_it_skipped(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    argv = ("replay", trace, "--blocks", "3,5", "--jobs", 1, "--skip-bad")
+    assert "bad lines" not in run(capsys, *argv)[1]
+    trace.write_text("oops\n" + trace.read_text())
+    assert run(capsys, *argv)[1].splitlines()[-1] == "bad lines skipped: 1"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

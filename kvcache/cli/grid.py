@@ -127,6 +127,8 @@ def run(
     common.write_json(targets.json, document)
     if "-" not in (targets.json, targets.csv):
         _print(console, title, cells, unbounded, block_bytes, block_size, weights)
+        if trace.num_skipped:
+            console.print(f"bad lines skipped: {trace.num_skipped:,}")
 
 
 def _facts(cell: Cell, block_bytes: int, weights: Weights | None) -> dict[str, Any]:
