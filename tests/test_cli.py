@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import kvcache
 from kvcache.cli import main
 from kvcache.cli.common import complete_policies, parse_capacities, parse_size
 
@@ -178,6 +179,10 @@ def test_command_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> No
     _, out, err = run(capsys)
     assert "Usage: kvcache" in out + err
     assert "error" not in out + err
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"kvcache {kvcache.__version__}\n", "")
 
 
 def test_shell_completes_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

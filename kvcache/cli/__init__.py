@@ -20,7 +20,7 @@ def build_app() -> typer.Typer:
     """Return the Typer application with every command mounted."""
     import typer
 
-    from kvcache.cli import bench_copy, bench_disk, chat_demo, demo, replay, tier
+    from kvcache.cli import bench_copy, bench_disk, chat_demo, common, demo, replay, tier
 
     app = typer.Typer(
         help="Offload the KV cache of large language models: try it, replay traces, measure.",
@@ -28,7 +28,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(_root)
+    app.callback()(common.root)
     app.command("demo")(demo.demo)
     app.command("chat-demo")(chat_demo.chat_demo)
     app.command("replay")(replay.replay)
@@ -74,10 +74,6 @@ def main(argv: list[str] | None = None) -> NoReturn:
             _fail(f"{type(error).__name__}: {error} ({hint})", _EXIT_FAILED)
         _fail(str(error) or type(error).__name__, status)
     sys.exit(0)
-
-
-def _root() -> None:
-    """Offload the KV cache of large language models: try it, replay traces, measure."""
 
 
 def _with_json_target(argv: list[str]) -> list[str]:

@@ -62,6 +62,22 @@ WhatIfOption = Annotated[
 ]
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        from kvcache import __version__
+
+        typer.echo(f"kvcache {__version__}")
+        raise typer.Exit
+
+
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Say which version this is.", is_eager=True, callback=_say_version)
+    ] = False,
+) -> None:
+    """Offload the KV cache of large language models: try it, replay traces, measure."""
+
+
 def parse_size(option: str, text: str) -> int:
     """Return the bytes that `text` says, as in ``64KiB`` or ``4GB``.
 
