@@ -129,9 +129,24 @@ def test_bench_disk_measures_and_leaves_nothing(capsys, tmp_path):
     assert (rates["num_blocks"], rates["block_bytes"]) == (64, 65536)
     assert min(rates["store_bytes_per_s"], rates["load_bytes_per_s"]) > 0
     assert list(tmp_path.iterdir()) == []
-    status, _, err = run(capsys, "bench", "disk", tmp_path, "--size", "1KiB")
+
+
+@pytest.mark.parametrize(
+    ("folder", "size", "message"),
+    [
+        (".", "1KiB", "--size must hold at least one block of 2097152 bytes, got '1KiB'"),
+        (".", "9999999TiB", " free in ., got '9999999TiB'"),
+        ("missing", "2MiB", "folder must be one that exists, got 'missing'"),
+        ("file", "2MiB", "folder must be one that exists, got 'file'"),
+    ],
+)
+def test_bench_disk_refuses_what_it_cannot_measure(capsys, tmp_path, monkeypatch, folder, size, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    status, _, err = run(capsys, "bench", "disk", folder, "--size", size)
     assert status == 2
-    assert "--size must hold at least one block of 2097152 bytes, got '1KiB'" in err
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 TRACE = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from shutil import disk_usage
 from time import monotonic
 from typing import Annotated
 
@@ -31,6 +32,11 @@ def disk(
     if num_blocks < 1:
         raise ValueError(f"--size must hold at least one block of {num_bytes} bytes, got {size!r}")
     common.at_least("--threads", threads, 1)
+    if not folder.is_dir():
+        raise ValueError(f"folder must be one that exists, got {str(folder)!r}")
+    free_bytes = disk_usage(folder).free
+    if num_blocks * num_bytes > free_bytes:
+        raise ValueError(f"--size must fit into the {common.human_bytes(free_bytes)} free in {folder}, got {size!r}")
     common.check_writable("--json", json)
     console = common.console(json)
     bar = common.progress(console, "blocks")
@@ -51,7 +57,7 @@ def disk(
             num_blocks,
             threads,
             job_blocks=max(1, (8 << 20) // num_bytes),
-            in_flight=max(8, (64 << 20) // num_bytes),
+            in_flight=min(num_blocks, max(8, (64 << 20) // num_bytes)),
             progress=progressed,
         )
     if json != "-":
