@@ -134,6 +134,10 @@ def test_bad_option_is_named(
         (("--requests", "0"), "--requests must be >= 1, got 0"),
         (("--seed", "-1"), "--seed must be >= 0, got -1"),
         (("--turns", "nan"), "--turns must be >= 1, got nan"),
+        (("--memory", "99999TiB"), "--memory must be less than 2**30 blocks (65536 bytes each), got '99999TiB'"),
+        (("--blocks", "1073741824"), "--blocks must be less than 2**30 blocks (65536 bytes each), got '1073741824'"),
+        (("--policy", "lru,arc"), "one policy is needed here, got 'lru,arc': kvcache replay FILE compares several"),
+        (("--policy", "min"), "--policy min is the optimum of a trace: kvcache replay FILE --policy min"),
     ],
 )
 def test_bad_demo_option_is_named(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str) -> None:

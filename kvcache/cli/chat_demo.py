@@ -41,6 +41,7 @@ def chat_demo(
         ("--threads", threads),
     ):
         common.at_least(option, value, 1)
+    common.one_policy(policy)
     common.check_writable("--json", json)
     common.check_writable("--plot", None if plot is None else str(plot))
     try:

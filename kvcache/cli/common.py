@@ -20,6 +20,7 @@ Number = TypeVar("Number", int, float)
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}ib": 1 << 10 * power for power, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
+_MOST_BLOCKS = 1 << 30  # what a table's rows can number
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -108,6 +109,15 @@ def at_least(option: str, value: Number, least: int) -> Number:
     return value
 
 
+def one_policy(choice: str) -> str:
+    """Return `choice` where only one policy can be used; ValueError with a hint where it is a list or the optimum."""
+    if choice == "min":
+        raise ValueError("--policy min is the optimum of a trace: kvcache replay FILE --policy min")
+    if "," in choice:
+        raise ValueError(f"one policy is needed here, got {choice!r}: kvcache replay FILE compares several")
+    return choice
+
+
 def parse_capacity(blocks: str | None, memory: str | None, block_bytes: int, default: str) -> int:
     """Return the one capacity in blocks that `--blocks` or `--memory` says; ValueError if it is a list."""
     capacities = parse_capacities(blocks, memory, block_bytes, default)
@@ -122,7 +132,7 @@ def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, d
     Raises
     ------
     ValueError
-        Both are given, one holds no number, less than a block, or the list does not ascend.
+        Both are given, one holds no number, less than a block or too many, or the list does not ascend.
     """
     if blocks is not None and memory is not None:
         raise ValueError(f"--blocks and --memory exclude each other, got {blocks!r} and {memory!r}")
@@ -136,6 +146,8 @@ def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, d
             raise ValueError(f"--memory must hold at least one block of {block_bytes} bytes, got {text!r}")
     if any(after <= before for before, after in pairwise(capacities)):
         raise ValueError(f"{option} must ascend in blocks, got {text!r}")
+    if capacities[-1] >= _MOST_BLOCKS:
+        raise ValueError(f"{option} must be less than 2**30 blocks ({block_bytes} bytes each), got {text!r}")
     return capacities
 
 

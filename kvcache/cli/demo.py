@@ -37,7 +37,7 @@ def demo(
     )
     bytes_per_block = common.parse_size("--block-bytes", block_bytes)
     settings = session.Settings(
-        policy=policy,
+        policy=common.one_policy(policy),
         num_blocks=common.parse_capacity(blocks, memory, bytes_per_block, default="4000"),
         block_bytes=bytes_per_block,
         split=1,
