@@ -144,7 +144,36 @@ class OneMadeUp(Faulty):
         return [(B, BlockStatus(1)), (C, BlockStatus(2))][:n]
 
 
-@pytest.mark.parametrize("policy", [TooFew, TooMany, TheSameTwice, OneInUse, OneProtected, OneUnknown, OneMadeUp])
+class OneKept(Faulty):
+    def answer(self, n: int) -> Victims | None:
+        return [(B, self.blocks.pop(B)), (C, self.blocks[C])][:n]
+
+
+class OneCopied(Faulty):
+    def answer(self, n: int) -> Victims | None:
+        return [(B, self.blocks.pop(B)), (C, BlockStatus(self.blocks.pop(C).block_id))][:n]
+
+
+class OneDroppedInSilence(Faulty):
+    def answer(self, n: int) -> Victims | None:
+        return [(key, self.blocks.pop(key)) for key in (A, B, C)][1:n]
+
+
+FAULTY = [
+    TooFew,
+    TooMany,
+    TheSameTwice,
+    OneInUse,
+    OneProtected,
+    OneUnknown,
+    OneMadeUp,
+    OneKept,
+    OneCopied,
+    OneDroppedInSilence,
+]
+
+
+@pytest.mark.parametrize("policy", FAULTY)
 def test_a_plug_in_that_evicts_wrongly_is_named_and_loses_nobody_s_block(policy: type[Faulty]) -> None:
     manager = CPUOffloadingManager(16, 4, policy, enable_events=True)
     manager.prepare_store([A, B, C, D])

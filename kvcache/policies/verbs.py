@@ -275,11 +275,13 @@ class PrimitiveVerbs:
                 fault = f"returned a block that is not in the cache: {key!r}"
             elif block.ref_cnt != 0 or key in protected:
                 fault = f"returned a block that must stay: {key!r}, {block!r}"
+            elif self._policy.get(key) is not None:
+                fault = f"returned a block that it still holds: {key!r}"
         if fault is None:
             return
-        # The blocks go back in, so that a faulty plug-in loses nobody's data.
-        for key, block in victims:
-            if self._resident.get(key) is block and self._policy.get(key) is None:
+        # What it let go goes back in, named or not, so that a faulty plug-in loses nobody's data.
+        for key, block in self._resident.items():
+            if self._policy.get(key) is None:
                 self._policy.insert(key, block)
         raise BlockStateError(f"{type(self._policy).__name__}.evict {fault}")
 
