@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, NewType, TypeVar
 
 import numpy as np
@@ -145,6 +146,12 @@ class ReqContext:
     def __repr__(self) -> str:
         return f"ReqContext(req_id={self.req_id!r})"
 
+    def __getstate__(self) -> Any:
+        state: Any = super().__getstate__()
+        # A copy, perhaps in another process, is a request that no manager has met.
+        state[1]["_trails"] = None
+        return state
+
     def set_state(self, value: object) -> None:
         """Keep `value` for this request, under its type; a later value of the same type replaces it."""
         if self._state is None:
@@ -156,7 +163,12 @@ class ReqContext:
         return None if self._state is None else self._state.get(cls)
 
     def set_offload_key_position(self, key: bytes, end_token: int) -> None:
-        """Say where in the prompt a key's block ends, in tokens."""
+        """Say where in the prompt a key's block ends, in tokens; ValueError where that is no int."""
+        if type(end_token) is not int:
+            try:
+                end_token = index(end_token)
+            except TypeError:
+                raise ValueError(f"end_token must be an int, got {end_token!r}") from None
         if self._positions is None:
             self._positions = {}
         self._positions[key] = end_token

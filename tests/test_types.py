@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import pickle
@@ -74,6 +75,36 @@ def test_a_context_knows_positions_by_key() -> None:
 
     assert context.get_offload_key_position(bytes(bytearray(b"k"))) == 1024
     assert context.get_offload_key_position(b"l") is None
+
+
+@pytest.mark.parametrize("bad", ["16", 16.0, None])
+def test_a_position_that_is_no_number_of_tokens_is_refused(bad: Any) -> None:
+    context = ReqContext()
+    with pytest.raises(ValueError, match=f"end_token must be an int, got {bad!r}"):
+        context.set_offload_key_position(b"k", bad)
+    context.set_offload_key_position(b"k", np.int64(16))
+    assert context.get_offload_key_position(b"k") == 16
+
+
+@pytest.mark.parametrize("copied", [lambda c: pickle.loads(pickle.dumps(c)), copy.copy, copy.deepcopy])
+def test_a_copied_context_is_a_request_that_no_manager_has_met(copied: Any) -> None:
+    manager = CPUOffloadingManager(16, 4, "mq")
+    manager.prepare_store([b"k"])
+    manager.complete_store([b"k"])
+    for _ in range(5):
+        manager.touch([b"k"])
+    context = ReqContext("r", {"a": 1}, Retention(2))
+    context.set_offload_key_position(b"k", 16)
+    context.set_state(7)
+    manager.touch([b"k"], context)
+
+    other = copied(context)
+    assert (other.req_id, other.kv_transfer_params, other.retention) == ("r", {"a": 1}, Retention(2))
+    assert (other.get_offload_key_position(b"k"), other.get_state(int)) == (16, 7)
+    manager.on_request_finished(other)
+    manager.touch([b"k"], context)
+    manager.on_request_finished(context)
+    assert b"k" in manager.policy.queues[2]  # seven uses; eight would be one queue higher
 
 
 def test_contexts_are_told_apart_by_identity() -> None:
