@@ -25,8 +25,11 @@ class HintReader:
 
     def of(self, req_context: ReqContext) -> Retention | None:
         """Return the request's hint, or None."""
-        if req_context.retention is not None:
-            return req_context.retention
+        retention = req_context.retention
+        if retention is not None:
+            if not isinstance(retention, Retention):
+                raise ValueError(f"retention must be a Retention or None, got {retention!r}")
+            return retention
         params: Any = req_context.kv_transfer_params
         if not isinstance(params, dict) or "kvcache" not in params:
             return None
@@ -34,6 +37,6 @@ class HintReader:
             return Retention(**params["kvcache"])
         except (TypeError, ValueError) as error:
             if self.num_ignored == 0:
-                _logger.warning("ignoring the retention hint %r: %s", params["kvcache"], error)
+                _logger.warning("ignoring the retention hint %.200r: %.200s", params["kvcache"], error)
             self.num_ignored += 1
             return None

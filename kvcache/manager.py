@@ -159,6 +159,8 @@ class _PolicyManager(OffloadingManager):
             0 <= retention_share <= 1
         ):
             raise ValueError(f"retention_share must be a number in 0..1, got {retention_share!r}")
+        if not callable(clock):
+            raise ValueError(f"clock must be callable, got {clock!r}")
         self.block_size = block_size
         self.medium = medium
         self._num_blocks = num_blocks

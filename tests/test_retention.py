@@ -413,6 +413,25 @@ def test_a_hint_from_the_engine_that_is_none_is_ignored_counted_and_warned_about
     assert repr(hint) in caplog.text
 
 
+def test_a_long_hint_from_the_engine_is_cut_short_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    manager = CPUOffloadingManager(16, 8)
+    manager.touch([A], ReqContext(kv_transfer_params={"kvcache": {"x" * 10_000: 1}}))
+
+    assert len(caplog.messages[0]) < 500
+
+
+def test_a_hint_of_the_wrong_type_set_on_a_context_is_an_error(manager: CPUOffloadingManager) -> None:
+    context = ReqContext()
+    context.retention = {"priority": 2}  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"retention must be a Retention or None, got \{'priority': 2\}"):
+        manager.touch([A], context)
+
+
+def test_a_clock_that_cannot_be_asked_is_an_error() -> None:
+    with pytest.raises(ValueError, match="clock must be callable, got 5"):
+        CPUOffloadingManager(16, 8, clock=5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"kvcache": {}}, "text", 7])
 def test_no_hint_from_the_engine_is_no_fault(params: Any, manager: CPUOffloadingManager) -> None:
     manager.touch([A], ReqContext(kv_transfer_params=params))
