@@ -19,7 +19,6 @@ def _entry_points(group: str) -> EntryPoints:
     return entry_points(group=group)
 
 
-
 class Registry:
     """A mapping from names to classes that are imported when they are first asked for.
 
@@ -90,6 +89,8 @@ class Registry:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"unknown {self.kind} {choice!r}, known ones: {', '.join(known)}{hint}")
         module_name, _, attribute = path.partition(":")
+        if not all(part.isidentifier() for name in (module_name, attribute) for part in name.split(".")):
+            raise ValueError(f"{self.kind} {choice!r} must be 'package.module:Class'")
         try:
             found: Any = importlib.import_module(module_name)
             for part in attribute.split("."):
