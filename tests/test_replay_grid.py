@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +112,43 @@ def test_grid_in_processes_equals_grid_in_this_one() -> None:
     assert shares[-1] == 1.0
     assert here[0].hit_blocks < here[1].hit_blocks <= here[3].hit_blocks
     assert here[0].hit_blocks < here[2].hit_blocks
+
+
+SLOW_GRID = """
+import os, signal, sys, time
+from kvcache.replay.chats import ChatWorkload
+from kvcache.replay.grid import simulate
+from kvcache.testing.reference import ReferenceLRU
+
+class Slow(ReferenceLRU):
+    def touch(self, keys):
+        time.sleep(0.01)
+        super().touch(keys)
+
+def interrupt(share):
+    os.killpg(0, signal.SIGINT)
+
+if __name__ == "__main__":
+    try:
+        simulate(ChatWorkload(3000), ["slow:Slow"], [100, 200, 300, 400], num_processes=2, progressed=interrupt)
+    except KeyboardInterrupt:
+        print("stopped")
+"""
+
+
+def test_grid_stops_at_once_and_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_GRID)
+    done = subprocess.run(
+        [sys.executable, "slow.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=25,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("stopped\n", "", 0)
 
 
 def test_gate_bears_on_every_policy_but_the_optimum() -> None:

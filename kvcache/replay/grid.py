@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -199,20 +201,35 @@ def simulate(
     with tempfile.TemporaryDirectory(prefix="kvcache-grid-") as name:
         folder = Path(name)
         compact.save(folder)
-        done = np.lib.format.open_memmap(folder / "done.npy", mode="w+", dtype=np.int64, shape=(len(jobs),))
+        # Requests done of each job, and behind them whether to stop: a job that has begun cannot be cancelled.
+        done = np.lib.format.open_memmap(folder / "done.npy", mode="w+", dtype=np.int64, shape=(len(jobs) + 1,))
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            futures = [
-                pool.submit(_run_shared, folder, compact.block_size, policy, capacity, split, store_threshold, i)
-                for i, (policy, capacity) in enumerate(jobs)
-            ]
             try:
-                _watch(futures, lambda: tell(float(done.sum()) / total))
+                with _uninterrupted():
+                    futures = [
+                        pool.submit(
+                            _run_shared, folder, compact.block_size, policy, capacity, split, store_threshold, i
+                        )
+                        for i, (policy, capacity) in enumerate(jobs)
+                    ]
+                _watch(futures, lambda: tell(float(done[:-1].sum()) / total))
                 return [future.result() for future in futures]
             except BrokenProcessPool as error:
                 raise ReplayError("a process of the grid died (out of memory?); nothing was kept") from error
             finally:
+                done[-1] = 1
                 pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Start processes that hear no Ctrl-C, wherever they stand: their parent does, and stops them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _tell_share(tell: Callable[[float], None], before: int, total: int, done: int) -> None:
@@ -235,6 +252,8 @@ def _run_shared(
 
     def progressed(count: int) -> None:
         done[slot] = count
+        if done[-1]:
+            raise ReplayError("the grid was stopped")
 
     return run_cell(CompactTrace.load(folder, block_size), policy, num_blocks, split, store_threshold, progressed)
 
