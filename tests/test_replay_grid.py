@@ -284,6 +284,24 @@ def test_grid_command_writes_table_json_csv_and_plot(
     assert ET.parse(targets["svg"]).getroot().tag.endswith("svg")
 
 
+def test_grid_of_long_names_keeps_its_figures(capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path) -> None:
+    odd = trace.rename(tmp_path / "a[red]$x_{y$z.jsonl")
+    policies = [
+        "lru",
+        "arc",
+        "mq",
+        "amq",
+        "min",
+        *(f"kvcache.policies.{name}:{name.upper()}CachePolicy" for name in ("lru", "arc", "mq", "amq")),
+    ]
+    plot = tmp_path / "out.svg"
+    status, out, err = run(capsys, "replay", odd, "--policy", ",".join(policies), "--blocks", 5, "--plot", plot)
+    assert (status, err) == (0, "")
+    assert f"{odd.name} (mooncake): blocks hit" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["5", "320.0", "KiB", *["54.55%"] * 9] in lines
+
+
 def test_grid_says_how_many_bad_lines_it_skipped(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
     argv = ("replay", trace, "--blocks", "3,5", "--jobs", 1, "--skip-bad")
     assert "bad lines" not in run(capsys, *argv)[1]

@@ -173,18 +173,22 @@ def _print(
 
         views.append((f"prefill saved, at least, in {unit} ({weights})", saved))
     for heading, shown in views:
+        lines = [
+            ("no limit", "", *map(shown, row))
+            if num_blocks is None
+            else (f"{num_blocks:,}", common.human_bytes(num_blocks * block_bytes), *map(shown, row))
+            for num_blocks, row in rows.items()
+        ]
         table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for column in ("blocks", "memory", *policies):
-            table.add_column(column, justify="right", no_wrap=True)
-        for num_blocks, row in rows.items():
-            if num_blocks is None:
-                table.add_section()
-                table.add_row("no limit", "", *(shown(cell) for cell in row))
-            else:
-                memory = common.human_bytes(num_blocks * block_bytes)
-                table.add_row(f"{num_blocks:,}", memory, *(shown(cell) for cell in row))
-        console.print(heading, soft_wrap=True)
-        console.print(table)
+        for name, *values in zip(("blocks", "memory", *policies), *lines, strict=True):
+            # A long name is folded; a figure never is.
+            table.add_column(name, justify="right", overflow="fold", min_width=max(map(len, values)))
+        for line in lines[:-1]:
+            table.add_row(*line)
+        table.add_section()
+        table.add_row(*lines[-1])
+        console.print(heading, soft_wrap=True, markup=False)
+        console.print(table, crop=False)
 
 
 def _write_csv(target: str | None, cells: list[dict[str, Any]]) -> None:

@@ -142,7 +142,7 @@ def run(
         "saved_prefill_s": settings.weights.saved_s(counted["hit_tokens"]) if settings.weights else None,
     }
     if settings.json_target != "-":
-        console.print(title, soft_wrap=True)
+        console.print(title, soft_wrap=True, markup=False)
         console.print(_table(document, settings.weights))
         if what_if is not None:
             console.print(str(what_if), soft_wrap=True)

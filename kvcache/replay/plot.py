@@ -122,11 +122,14 @@ def _figure(chart: Chart) -> Figure:
     ceiling = lines.pop(OPTIMUM, None)
     if ceiling is not None:
         xs, ys = _points(ceiling)
-        axes.plot(xs, ys, color=_INK, linestyle=(0, (5, 2)), linewidth=1.6, label="optimum (knows the future)")
+        style: dict[str, Any] = {"color": _INK, "linestyle": (0, (5, 2)), "linewidth": 1.6}
+        if len(xs) == 1:
+            style |= {"marker": "_", "markersize": 16}
+        axes.plot(xs, ys, label="optimum (knows the future)", **style)
         axes.fill_between(xs, ys, 1.0, color="#EDEDED", linewidth=0, zorder=0)
     for i, (policy, cells) in enumerate(lines.items()):
         xs, ys = _points(cells)
-        style: dict[str, Any] = {"color": _COLOURS[i % len(_COLOURS)], "marker": _MARKERS[i % len(_MARKERS)]}
+        style = {"color": _COLOURS[i % len(_COLOURS)], "marker": _MARKERS[i % len(_MARKERS)]}
         axes.plot(xs, ys, linewidth=2, markersize=5.5, label=policy, clip_on=False, zorder=3, **style)
     axes.axhline(rim, color=_INK, linestyle=":", linewidth=1.2)
     axes.annotate(
@@ -142,6 +145,8 @@ def _figure(chart: Chart) -> Figure:
     axes.set_xscale("log")
     if len(capacities) > 1:
         axes.set_xlim(capacities[0], capacities[-1])
+    else:
+        axes.set_xlim(capacities[0] / 2, capacities[0] * 2)
     ticks = _thinned(capacities)
     axes.set_xticks(ticks)
     axes.xaxis.set_minor_locator(NullLocator())
@@ -158,9 +163,9 @@ def _figure(chart: Chart) -> Figure:
     bytes_axis.xaxis.set_minor_locator(NullLocator())
     bytes_axis.set_xlabel(f"memory at {_short_bytes(chart.block_bytes)} a block", fontsize=9)
     bytes_axis.tick_params(labelsize=9)
-    axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none")
-    figure.suptitle(chart.title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(chart.footnote, x=0.01, ha="left", fontsize=8, color="#666666")
+    axes.legend(loc="best", frameon=True, framealpha=0.9, edgecolor="none")
+    figure.suptitle(chart.title, x=0.01, ha="left", fontsize=12, fontweight="bold", parse_math=False)
+    figure.supxlabel(chart.footnote, x=0.01, ha="left", fontsize=8, color="#666666", parse_math=False)
     return figure
 
 
