@@ -158,6 +158,15 @@ def test_full_disk_is_named(capsys: pytest.CaptureFixture[str], trace: Path) -> 
     assert (status, err) == (1, "kvcache: error: --json cannot be written: '/dev/full': No space left on device\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_full_standard_output_is_named(trace: Path) -> None:
+    code = f"from kvcache.cli import main; main(['replay', {str(trace)!r}, '--no-data', '--json'])"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "kvcache: error: --json cannot be written: '-': No space left on device"
+
+
 def test_missing_trace_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "missing.jsonl"
     assert error_of(capsys, "replay", path) == f"cannot open trace {path}: No such file or directory"

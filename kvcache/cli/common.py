@@ -203,11 +203,14 @@ def write_json(target: str | None, document: dict[str, Any]) -> None:
 
 def write_text(option: str, target: str, text: str) -> None:
     """Write `text` to a file, or to standard output where `target` is ``-``; CommandError if that fails."""
-    if target == "-":
-        sys.stdout.write(text)
-        return
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        if target == "-":
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            Path(target).write_text(text, encoding="utf-8")
+    except BrokenPipeError:
+        raise  # its reader has had enough
     except OSError as error:
         raise CommandError(f"{option} cannot be written: {target!r}: {error.strerror}") from error
 
