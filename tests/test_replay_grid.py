@@ -328,6 +328,8 @@ def test_grid_says_how_many_bad_lines_it_skipped(capsys: pytest.CaptureFixture[s
         (("--layers", "3", "--heads", "2"), "--layers, --heads needs --head-size, too"),
         (("--layers", "0", "--heads", "2", "--head-size", "64"), "--layers must be >= 1, got 0"),
         (("--params", "8e9"), "--params needs --layers, --heads and --head-size"),
+        (("--model", "Qwen3-8B"), "unknown model 'Qwen3-8B', known ones: llama-3.1-8b"),
+        (("--params", "nan"), "--params must be a number > 0, got nan"),
         (("--flops", "0"), "--flops must be a number > 0, got 0.0"),
     ],
 )

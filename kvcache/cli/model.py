@@ -18,6 +18,13 @@ def complete_models(incomplete: str) -> list[str]:
     return [name for name in model_names() if name.startswith(incomplete)]
 
 
+def complete_dtypes(incomplete: str) -> list[str]:
+    """Return the dtypes of a KV cache that begin with `incomplete`."""
+    from kvcache.replay.models import dtype_names
+
+    return [name for name in dtype_names() if name.startswith(incomplete)]
+
+
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="Weigh blocks for this model, e.g. llama-3.1-8b.", autocompletion=complete_models),
@@ -25,7 +32,9 @@ ModelOption = Annotated[
 LayersOption = Annotated[int | None, typer.Option("--layers", help="Or say its shape: layers that keep KV.")]
 HeadsOption = Annotated[int | None, typer.Option("--heads", help="KV heads.")]
 HeadSizeOption = Annotated[int | None, typer.Option("--head-size", help="Size of a head.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="KV dtype: bf16, fp16, fp32, fp8 or int8.")]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help="KV dtype: bf16, fp16, fp32, fp8 or int8.", autocompletion=complete_dtypes)
+]
 ParamsOption = Annotated[
     float | None, typer.Option("--params", help="Parameters a token passes through, e.g. 8e9, with --layers.")
 ]
@@ -80,8 +89,9 @@ def weights_of(
 
     shape = {"--layers": layers, "--heads": heads, "--head-size": head_size}
     given = [option for option, value in shape.items() if value is not None]
-    if not 0 < flops < float("inf"):
-        raise ValueError(f"--flops must be a number > 0, got {flops}")
+    for option, value in (("--flops", flops), ("--params", params)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{option} must be a number > 0, got {value}")
     if model is not None:
         if given or params is not None:
             raise ValueError(f"--model excludes {', '.join(given) or '--params'}, got {model!r}")
@@ -93,7 +103,7 @@ def weights_of(
     if layers is None or heads is None or head_size is None:
         missing = [option for option, value in shape.items() if value is None]
         raise ValueError(f"{', '.join(given)} needs {', '.join(missing)}, too")
-    for option, value in (("--layers", layers), ("--heads", heads), ("--head-size", head_size)):
-        at_least(option, value, 1)
+    for option, count in (("--layers", layers), ("--heads", heads), ("--head-size", head_size)):
+        at_least(option, count, 1)
     name = f"{layers} layers x {heads} heads x {head_size}"
     return Weights(Model(name, layers, 2 * heads * head_size, params, dtype), flops)

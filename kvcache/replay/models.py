@@ -84,6 +84,11 @@ _MODELS = {
 }
 
 
+def dtype_names() -> list[str]:
+    """Return the dtypes that a `Model` knows."""
+    return list(_DTYPE_BYTES)
+
+
 def model_names() -> list[str]:
     """Return the models that `model_of` knows."""
     return list(_MODELS)
@@ -92,7 +97,7 @@ def model_names() -> list[str]:
 def model_of(name: str, dtype: str = "bf16") -> Model:
     """Return a model by name; ValueError listing the known ones otherwise."""
     if name not in _MODELS:
-        close = difflib.get_close_matches(name, _MODELS, n=1)
+        close = difflib.get_close_matches(name.lower(), _MODELS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"unknown model {name!r}, known ones: {', '.join(_MODELS)}{hint}")
     return Model(name, *_MODELS[name], dtype=dtype)
