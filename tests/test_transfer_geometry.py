@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kvcache.core.copy import Geometry
+from kvcache.core.geometry import Geometry
 from kvcache.testing.transfers import GUARD, HostStream, NoisyPool, cases
 from kvcache.transfer.geometry import KVGeometry
 from kvcache.transfer.host import CPUCopyHandler

@@ -312,7 +312,8 @@ def test_where_no_thread_can_be_had_the_caller_copies():
     code = """
 import resource, numpy as np
 from pathlib import Path
-from kvcache.core.copy import CopyQueue, Geometry
+from kvcache.core.copy import CopyQueue
+from kvcache.core.geometry import Geometry
 device, host = np.arange(64, dtype=np.int8), np.zeros(64, np.int8)
 address = [memory.__array_interface__["data"][0] for memory in (device, host)]
 queue = CopyQueue(Geometry([(address[0], 8, 8)], [[(0, 8)]], address[1], 8, 8), True, 2, -1)

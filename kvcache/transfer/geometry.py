@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcache.core.copy import Geometry
+from kvcache.core.geometry import Geometry
 from kvcache.transfer.memory import HostPool
 from kvcache.types import CanonicalKVCaches
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache.core.copy import touch_pages
+from kvcache.core.pages import touch_pages
 
 if TYPE_CHECKING:
     import numpy as np

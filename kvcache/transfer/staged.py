@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvcache.core.copy import Geometry
+from kvcache.core.geometry import Geometry
 from kvcache.transfer.base import OffloadingHandler, TransferSpec, check_job_id, checked_specs
 from kvcache.types import CPULoadStoreSpec, GPULoadStoreSpec, TransferResult
 
