@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -293,6 +294,47 @@ def test_waiting_lets_other_threads_run(busy):
     handler.wait([3])
     thread.join()
     assert len(seen) == 1
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_wait_leaves_its_work_to_the_threads(busy):
+    handler, *_ = busy
+
+    def interrupt(*_):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for job_id in range(0, 20, 2):
+            handler.transfer_async(job_id, LONG_JOB)
+            handler.transfer_async(job_id + 1, store_spec([1], [1]))
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(Interrupted):
+                handler.wait([job_id])
+            assert handler.cancel(job_id)
+            ended, until = [], time.monotonic() + 60
+            while len(ended) < 2 and time.monotonic() < until:
+                ended += handler.get_finished()
+            assert [(r.job_id, r.success) for r in ended] == [(job_id, False), (job_id + 1, True)]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_who_waits_copies_too():
+    kv_caches = make_kv_caches(64, 1 << 20, 1)
+    handler = CPUCopyHandler(KVGeometry(kv_caches, HostPool(64, 1 << 20, pin=False)), True, 2)
+    used = time.thread_time()
+    for job_id in range(20):
+        handler.transfer_async(job_id, store_spec(range(64), range(64)))
+    handler.wait([19])
+    used = time.thread_time() - used
+    seconds = sum(result.transfer_time for result in handler.get_finished())
+    handler.shutdown()
+    # A waiter that only slept would use no time at all; how much it gets is the system's choice.
+    assert used > 0.01 * seconds
 
 
 def test_a_fork_gets_an_error_instead_of_a_hang(kv_caches, pool):

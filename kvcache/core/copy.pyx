@@ -114,41 +114,63 @@ cdef void _end(Queue* queue, Job* job) noexcept nogil:
     pthread_cond_broadcast(&queue.progress)
 
 
-cdef void* _work(void* argument) noexcept nogil:
-    """Copy slices of the oldest job until the queue stops and is empty."""
-    cdef Queue* queue = <Queue*> argument
-    cdef Job* job
+cdef bint _advance(Queue* queue) noexcept nogil:
+    """Copy a slice of the oldest job, or end it; say whether there was anything to do. The mutex is held."""
+    cdef Job* job = queue.head
     cdef int64_t first, end
+    if job == NULL:
+        return False
+    if not job.started:
+        job.started = True
+        job.start_s = _clock()
+    if not job.num_active and (job.cancelled or job.next_unit == job.plan.num_units):
+        queue.head = job.next
+        if queue.head == NULL:
+            queue.tail = NULL
+        if queue.stopping or (queue.head != NULL and queue.head.max_threads > 1):
+            pthread_cond_broadcast(&queue.work)
+        _end(queue, job)
+        return True
+    if job.cancelled or job.next_unit == job.plan.num_units or job.num_active == job.max_threads:
+        return False
+    first = job.next_unit
+    end = job.next_unit = min(first + job.units_per_slice, job.plan.num_units)
+    job.num_active += 1
+    pthread_mutex_unlock(&queue.mutex)
+    _copy(queue.layout, job.plan, queue.to_host, first, end)
     pthread_mutex_lock(&queue.mutex)
-    while True:
-        job = queue.head
-        if job != NULL and not job.started:
-            job.started = True
-            job.start_s = _clock()
-        if job != NULL and not job.num_active and (job.cancelled or job.next_unit == job.plan.num_units):
-            queue.head = job.next
-            if queue.head == NULL:
-                queue.tail = NULL
-            if queue.stopping or (queue.head != NULL and queue.head.max_threads > 1):
-                pthread_cond_broadcast(&queue.work)
-            _end(queue, job)
-        elif (
-            job != NULL and not job.cancelled
-            and job.next_unit < job.plan.num_units and job.num_active < job.max_threads
-        ):
-            first = job.next_unit
-            end = job.next_unit = min(first + job.units_per_slice, job.plan.num_units)
-            job.num_active += 1
-            pthread_mutex_unlock(&queue.mutex)
-            _copy(queue.layout, job.plan, queue.to_host, first, end)
-            pthread_mutex_lock(&queue.mutex)
-            job.num_active -= 1
-        elif job == NULL and queue.stopping:
-            break
-        else:
+    job.num_active -= 1
+    return True
+
+
+cdef void* _work(void* argument) noexcept nogil:
+    """Do what there is to do until the queue stops and is empty."""
+    cdef Queue* queue = <Queue*> argument
+    pthread_mutex_lock(&queue.mutex)
+    while queue.head != NULL or not queue.stopping:
+        if not _advance(queue):
             pthread_cond_wait(&queue.work, &queue.mutex)
     pthread_mutex_unlock(&queue.mutex)
     return NULL
+
+
+cdef void _help(Queue* queue, int64_t sequence) noexcept nogil:
+    """Work for a tenth of a second at the most, or sleep as long where others are at it, until a job has ended."""
+    cdef timespec until
+    cdef double end_s = _clock() + 0.1
+    clock_gettime(CLOCK_REALTIME, &until)
+    until.tv_nsec += 100_000_000
+    if until.tv_nsec >= 1_000_000_000:
+        until.tv_nsec -= 1_000_000_000
+        until.tv_sec += 1
+    pthread_mutex_lock(&queue.mutex)
+    while queue.ended < sequence and _clock() < end_s:
+        if not _advance(queue):
+            pthread_cond_timedwait(&queue.progress, &queue.mutex, &until)
+    # The threads may sleep because this one had taken their place.
+    if queue.head != NULL:
+        pthread_cond_broadcast(&queue.work)
+    pthread_mutex_unlock(&queue.mutex)
 
 
 @cython.no_gc_clear
@@ -290,25 +312,17 @@ cdef class CopyQueue:
         return ended
 
     def wait(self, int64_t sequence):
-        """Return once the job that `submit` gave this place has ended, and all before it."""
+        """Return once the job that `submit` gave this place has ended, and all before it.
+
+        The caller copies too, in the place of one of the threads: waking those can take longer than a small job.
+        """
         cdef Queue* queue = &self.queue
-        cdef bint ended = False
-        cdef timespec until
         self._check_process()
         if sequence > queue.submitted:
             raise ValueError(f"only {queue.submitted} jobs were submitted, got {sequence}")
-        while not ended:
+        while queue.ended < sequence:
             with nogil:
-                clock_gettime(CLOCK_REALTIME, &until)
-                until.tv_nsec += 100_000_000
-                if until.tv_nsec >= 1_000_000_000:
-                    until.tv_nsec -= 1_000_000_000
-                    until.tv_sec += 1
-                pthread_mutex_lock(&queue.mutex)
-                if queue.ended < sequence:
-                    pthread_cond_timedwait(&queue.progress, &queue.mutex, &until)
-                ended = queue.ended >= sequence
-                pthread_mutex_unlock(&queue.mutex)
+                _help(queue, sequence)
             PyErr_CheckSignals()
 
     def cancel(self, int64_t job_id):
