@@ -110,11 +110,11 @@ def test_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], mess
         Settings.from_extra_config({"cpu_bytes_to_use": 1, **extra_config})
 
 
-def test_tiers_are_refused_with_several_ranks() -> None:
+def test_tiers_are_refused_with_a_pipeline() -> None:
     settings = Settings.from_extra_config({"cpu_bytes_to_use": 1000, "tiers": [DISK]})
-    assert settings.num_blocks(1, 100) == 10
-    with pytest.raises(ValueError, match="'tiers' under vLLM are for engines of one rank, this one has 2"):
-        settings.num_blocks(2, 100)
+    assert (settings.num_blocks(1, 100), settings.num_blocks(2, 100)) == (10, 5)
+    with pytest.raises(ValueError, match=r"'tiers' under vLLM are for tensor parallelism, .* a pipeline of 2 stages"):
+        settings.num_blocks(2, 100, 2)
 
 
 def test_unknown_keys_are_told_not_swallowed(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,12 +23,16 @@ OPTIONS = {
 }
 
 
-def two_rounds(model: Path, prompts: list[list[int]], extra_config: dict[str, Any], ranks: int) -> Any:
+def two_rounds(model: Path, batches: list[list[list[int]]], extra_config: dict[str, Any], ranks: int) -> Any:
     settings = {
         "model": str(model),
-        "prompts": prompts,
+        "batches": batches,
         "options": {**OPTIONS, "tensor_parallel_size": ranks},
-        "extra_config": extra_config,
+        "extra_config": {
+            "spec_name": "KVCacheOffloadingSpec",
+            "spec_module_path": "kvcache.integrations.vllm",
+            **extra_config,
+        },
     }
     environment = {
         **os.environ,
@@ -53,13 +57,8 @@ def two_rounds(model: Path, prompts: list[list[int]], extra_config: dict[str, An
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tokens_are_the_same_with_multiprocessing(models: Any, prompts: Any, expected: Any, ranks: int) -> None:
-    extra_config = {
-        "spec_name": "KVCacheOffloadingSpec",
-        "spec_module_path": "kvcache.integrations.vllm",
-        "cpu_bytes_to_use": 100 * BLOCK_BYTES,
-        "cache_policy": "arc",
-    }
-    result = two_rounds(models["llama"], prompts, extra_config, ranks)
+    extra_config = {"cpu_bytes_to_use": 100 * BLOCK_BYTES, "cache_policy": "arc"}
+    result = two_rounds(models["llama"], [prompts], extra_config, ranks)
     first, second = result["rounds"]
     assert first["tokens"] == second["tokens"] == expected(prompts)
     assert second["cached"] == [1024] * 3
@@ -69,3 +68,22 @@ def test_tokens_are_the_same_with_multiprocessing(models: Any, prompts: Any, exp
     assert metrics["vllm:kvcache_stored_blocks"] == 34
     assert metrics["vllm:kvcache_loaded_blocks"] == 34
     assert metrics["vllm:kv_offload_store_bytes"] == metrics["vllm:kv_offload_load_bytes"] == 34 * BLOCK_BYTES
+
+
+def test_blocks_of_two_ranks_come_back_from_disk_also_in_the_next_process(
+    models: Any, crowd: Any, expected: Any, tmp_path: Path
+) -> None:
+    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    extra_config = {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "tiers": [tier]}
+    shared_before = set(Path("/dev/shm").glob("kvcache-*"))
+    batches = [[prompt] for prompt in crowd]
+    for cached in ([0] * 7, [640] * 7):
+        result = two_rounds(models["llama"], batches, extra_config, 2)
+        first, second = result["rounds"]
+        assert first["tokens"] == second["tokens"] == expected(crowd)
+        assert (first["cached"], second["cached"]) == (cached, [640] * 7)
+        metrics = result["metrics"]
+        assert metrics["vllm:kvcache_num_blocks"] == 40
+        assert metrics["vllm:kvcache_tier_num_held"] == 140
+        assert metrics["vllm:kvcache_tiers_quiet"] == 0
+    assert set(Path("/dev/shm").glob("kvcache-*")) == shared_before

@@ -1,7 +1,7 @@
 """Run an engine in processes of its own, as servers do, and print what two rounds of the same prompts gave.
 
-Called by test_processes.py: ``python two_rounds.py SETTINGS``, a JSON object with the model, the prompts, the
-engine's options and the extra config.
+Called by test_processes.py: ``python two_rounds.py SETTINGS``, a JSON object with the model, the batches of prompts,
+the engine's options and the extra config.
 """
 
 import json
@@ -21,7 +21,9 @@ def main() -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
     rounds = []
     for _ in range(2):
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in settings["prompts"]], sampling, use_tqdm=False)
+        outputs = []
+        for batch in settings["batches"]:
+            outputs += llm.generate([{"prompt_token_ids": ids} for ids in batch], sampling, use_tqdm=False)
         rounds.append(
             {
                 "tokens": [list(output.outputs[0].token_ids) for output in outputs],

@@ -93,7 +93,7 @@ class Settings:
             **_tier_settings(extra_config),
         )
 
-    def num_blocks(self, world_size: int, bytes_per_block: int) -> int:
+    def num_blocks(self, world_size: int, bytes_per_block: int, num_stages: int = 1) -> int:
         """Return how many blocks each rank's share of the memory holds.
 
         Parameters
@@ -102,18 +102,20 @@ class Settings:
             Ranks that share `cpu_bytes_to_use` evenly.
         bytes_per_block : int
             Bytes of one offloaded block on one rank.
+        num_stages : int
+            Stages of a pipeline that the ranks make up.
 
         Raises
         ------
         ValueError
-            The engine has no KV cache to offload, a share does not hold one block, or tiers meet several ranks.
+            The engine has no KV cache to offload, a share does not hold one block, or tiers meet a pipeline.
         """
         if bytes_per_block < 1:
             raise ValueError(f"the engine names no KV cache to offload (bytes per block: {bytes_per_block})")
-        if self.tiers is not None and world_size > 1:
+        if self.tiers is not None and num_stages > 1:
             raise ValueError(
-                f"'tiers' under vLLM are for engines of one rank, this one has {world_size}: they have not been tried "
-                "with tensor or pipeline parallelism; leave 'tiers' out"
+                f"'tiers' under vLLM are for tensor parallelism, this engine is a pipeline of {num_stages} stages, "
+                "whose parts of a block differ in size; leave 'tiers' out"
             )
         num_blocks = self.cpu_bytes_to_use // world_size // bytes_per_block
         if num_blocks < 1:

@@ -48,7 +48,8 @@ class KVCacheOffloadingSpec(OffloadingSpec):
         self.bytes_per_block = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
         if self.settings.tiers is not None:
             self.bytes_per_block = aligned_bytes(self.bytes_per_block)
-        self.num_blocks = self.settings.num_blocks(config.parallel.world_size, self.bytes_per_block)
+        parallel = config.parallel
+        self.num_blocks = self.settings.num_blocks(parallel.world_size, self.bytes_per_block, parallel.pp_size)
         self._config = config
         self._manager: KVCacheOffloadingManager | None = None
         self._worker: KVCacheOffloadingWorker | None = None
