@@ -168,14 +168,10 @@ class World:
     def signature(self):
         manager, now_s = self.manager, self.now_s
         lane = manager._lanes[0]
-        reserve = manager._reserve
         ask_of = {None if c is None else c.req_id: ask for c, ask in manager._asks._asks.items()}
 
         def left(deadline_s):
             return None if deadline_s is None else max(deadline_s - now_s, -2 * DEADLINE_S)
-
-        def without_prefix(keys):
-            return tuple(key if key in KEYS else b"*" for key in keys)
 
         return (
             tuple((r.state, r.hits, r.output and tuple(r.output.keys_to_store)) for r in self.requests),
@@ -185,7 +181,7 @@ class World:
                 for owner, trail in (r.context._trails or {}).items()
                 if hasattr(trail, "keys") and owner is not None
             ),
-            tuple((without_prefix([key])[0], block.ref_cnt) for key, block in manager.policy.blocks.items()),
+            tuple((key, block.ref_cnt) for key, block in manager.policy.blocks.items()),
             tuple((key, block.ref_cnt) for key, block in self.tier._index.policy.blocks.items()),
             tuple((job.is_load, tuple(job.moving), tuple(job.failed)) for job in self.tier.pending),
             tuple((result.error, tuple(result.done), tuple(result.failed)) for result in self.tier._results),
@@ -199,21 +195,13 @@ class World:
                     tuple(move.keys),
                     move.is_overdue,
                     left(move.deadline_s),
-                    len(move.stand_ins),
                     frozenset(c and c.req_id for c in move.waiters),
                 )
                 for move in lane.moves.values()
             ),
             tuple(lane.backlog),
             tuple((b._num_failures, left(b._until_s), b._is_probing) for b in (lane._reads, lane._writes)),
-            None
-            if reserve is None
-            else (
-                tuple(sorted(reserve.leaving.items())),
-                len(reserve._num_users),
-                min(reserve._peak, 3),
-                min(reserve._num_needed, 3),
-            ),
+            lane.ahead and (tuple(lane.ahead._unwritten), lane.ahead._num_ahead),
             self.num_ticks,
         )
 

@@ -47,12 +47,13 @@ def test_host_over_disk_hits_as_much_as_one_memory_cache(shared, tmp_path):
         assert tiered.hit_blocks == 104_924
 
 
-# Writing on eviction loses what leaves in bursts that the reserve of free slots did not foresee.
-@pytest.mark.parametrize(("write_policy", "loss"), [("on_evict", 0.03), ("after_n_uses", 0.01)])
-def test_other_write_policies_lose_little(shared, write_policy, loss):
+@pytest.mark.parametrize("write_policy", ["on_evict", "after_n_uses"])
+def test_other_write_policies_lose_little(shared, write_policy):
     path = shared / "traces" / "mooncake_conversation.jsonl"
     whole = replayed(CPUOffloadingManager(512, 12_600), path, 1500)
     tier = ManualTier(12_000, is_automatic=True)
     rule = TierRule(write_policy=write_policy, num_uses=1, max_store_blocks=256)
-    tiered = replayed(PatientManager(512, 600, [(tier, rule)]), path, 1500)
-    assert abs(whole.token_hit_rate - tiered.token_hit_rate) < loss
+    manager = PatientManager(512, 600, [(tier, rule)])
+    tiered = replayed(manager, path, 1500)
+    assert abs(whole.token_hit_rate - tiered.token_hit_rate) < 0.01
+    assert write_policy != "on_evict" or manager.tier_stats()[0].dropped_blocks < 100

@@ -271,24 +271,47 @@ def test_first_use_can_be_enough():
     assert [job.keys for job in bench.tier.pending] == [[b"a"]]
 
 
-def test_evicted_block_is_written_before_its_slot_is_used_again():
-    bench = Bench(num_blocks=4, write_policy="on_evict")
-    bench.store(*keys_of("abcd"))
-    assert bench.tier.pending == []
-    bench.manager.on_schedule_end()
-    assert [job.keys for job in bench.tier.pending] == [[b"a"]]
-    assert bench.manager.lookup(b"a", ReqContext()) is None
-    bench.store(b"e")
-    assert bench.bytes_of(b"e") == b"e"
-    bench.step()
+def served(bench, text):
+    """Store a request's blocks; at its end they are ordered so that the prefix's tail leaves first."""
     context = ReqContext()
-    assert bench.manager.lookup(b"a", context) is None
+    bench.store(*keys_of(text), context=context)
+    bench.manager.on_request_finished(context)
+
+
+def test_least_recently_used_blocks_are_written_before_they_leave():
+    bench = Bench(num_blocks=4, write_policy="on_evict")
+    served(bench, "abc")
     bench.step()
+    assert bench.tier.pending == []
+    served(bench, "d")
+    assert [job.keys for job in bench.tier.pending] == [[b"c"]]
+    assert bench.manager.lookup(b"c") is True
     bench.step()
+    bench.manager.touch([b"b"], ReqContext())
+    served(bench, "e")
+    assert ("CPU", True, [b"c"]) in bench.events()
+    assert bench.tier.lookup([b"c"]) == 1
+    assert [job.keys for job in bench.tier.pending] == [[b"a"]]
+    assert bench.manager.tier_stats()[0].dropped_blocks == 0
+
+
+def test_burst_loses_unwritten_blocks_counts_them_and_is_foreseen_the_next_time():
+    bench = Bench(num_blocks=8, num_tier_blocks=64, write_policy="on_evict", max_store_blocks=8)
+    served(bench, "abcdefgh")
     bench.step()
-    assert bench.manager.lookup(b"a", context) is True
-    assert bench.bytes_of(b"a", context) == b"a"
-    assert ("CPU", True, [b"a"]) in bench.events()
+    served(bench, "ijkl")
+    assert bench.manager.tier_stats()[0].dropped_blocks == 2
+    for burst in ("mnop", "qrst", "uvwx"):
+        bench.step()
+        served(bench, burst)
+    assert bench.manager.tier_stats()[0].dropped_blocks == 2
+
+
+def test_pool_that_is_not_full_writes_nothing_on_eviction():
+    bench = Bench(num_blocks=8, write_policy="on_evict")
+    bench.store(*keys_of("abcdef"))
+    bench.step()
+    assert bench.tier.stats().stored_blocks == 0
 
 
 def test_reset_waits_for_what_is_in_flight_and_is_empty_at_once():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcache.backend import checked_size
+from kvcache.tiers.ahead import WriteAhead
 
 if TYPE_CHECKING:
     from kvcache.tiers.base import Tier, TierResult, TierStats
@@ -135,14 +136,13 @@ class Breaker:
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """A job under way. `waiters` are the requests that asked for its blocks; `stand_ins` hold evicted blocks' slots."""
+    """A job under way; `waiters` are the requests that asked for its blocks."""
 
     job_id: int
     lane: Lane
     is_load: bool
     keys: list[bytes]
     deadline_s: float
-    stand_ins: list[bytes] = field(default_factory=list)
     waiters: set[ReqContext | None] = field(default_factory=set)
     is_overdue: bool = False
 
@@ -158,18 +158,24 @@ class Lane:
         How it is used.
     max_load_blocks : int
         Blocks being read at most.
-    max_backlog_blocks : int
-        Keys that wait to be written at most.
+    num_blocks : int
+        Slots of the host pool; at most so many keys wait to be written.
+
+    Attributes
+    ----------
+    ahead : WriteAhead or None
+        What host memory holds and the tier does not, if it is written on eviction.
     """
 
-    def __init__(self, tier: Tier, rule: TierRule, max_load_blocks: int, max_backlog_blocks: int) -> None:
+    def __init__(self, tier: Tier, rule: TierRule, max_load_blocks: int, num_blocks: int) -> None:
         self.tier = tier
         self.rule = rule
         self.moves: dict[int, Move] = {}
         self.backlog: deque[bytes] = deque()
+        self.ahead = WriteAhead(num_blocks) if rule.write_policy == "on_evict" else None
         self.dropped_blocks = 0
         self._max_load_blocks = max_load_blocks
-        self._max_backlog_blocks = max_backlog_blocks
+        self._max_backlog_blocks = num_blocks
         self._reads = Breaker(rule.max_failures, rule.pause_s)
         self._writes = Breaker(rule.max_failures, rule.pause_s)
         self._num_loading = 0
@@ -221,8 +227,15 @@ class Lane:
             self._reads.failed(now_s)
             return 0
 
+    def leave(self, keys: list[bytes]) -> None:
+        """Hear what left host memory; what the tier should have had is lost, and counted."""
+        if self.ahead is not None:
+            self.dropped_blocks += self.ahead.leave(keys)
+
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Tell the tier of a use."""
+        if self.ahead is not None:
+            self.ahead.touch(keys)
         try:
             self.tier.touch(keys, req_context)
         except Exception:
@@ -255,15 +268,14 @@ class Lane:
             self._writes.sent()
         return True
 
-    def newly_overdue(self, now_s: float) -> list[Move]:
-        """Return the jobs whose deadline has passed since the last call, and pause their direction."""
-        late = [move for move in self.moves.values() if now_s >= move.deadline_s and not move.is_overdue]
-        for move in late:
-            move.is_overdue = True
-            self._overdue_jobs += 1
-            self._stuck_blocks += len(move.keys)
-            (self._reads if move.is_load else self._writes).failed(now_s, at_once=True)
-        return late
+    def note_overdue(self, now_s: float) -> None:
+        """Mark the jobs whose deadline has passed, and pause their direction."""
+        for move in self.moves.values():
+            if now_s >= move.deadline_s and not move.is_overdue:
+                move.is_overdue = True
+                self._overdue_jobs += 1
+                self._stuck_blocks += len(move.keys)
+                (self._reads if move.is_load else self._writes).failed(now_s, at_once=True)
 
     def ended(self, now_s: float) -> list[tuple[Move, TierResult]]:
         """Return the jobs that the tier reports, with their results; a report of an unknown job is ignored."""

@@ -21,15 +21,14 @@ empty at once, and takes new blocks when the last old job has ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcache.manager import CPUOffloadingManager, Keys, OffloadingManager, _key_list
 from kvcache.tiers.asks import Asks
 from kvcache.tiers.base import Tier, TierResult
-from kvcache.tiers.evictions import EvictionReserve, block_ids_of
 from kvcache.tiers.lane import Lane, LaneStats, Move, TierRule
 from kvcache.types import (
     LoadStoreSpec,
@@ -42,6 +41,7 @@ from kvcache.types import (
 
 if TYPE_CHECKING:
     from kvcache.policies.base import CachePolicy
+    from kvcache.types import BlockIDsLoadStoreSpec
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -99,14 +99,10 @@ class TieredOffloadingManager(OffloadingManager):
         # Jobs that a dead tier never reports may cost half of the host pool, never all of it.
         max_load_blocks = max(1, num_blocks // (2 * max(1, len(pairs))))
         self._lanes = [Lane(tier, rule, max_load_blocks, num_blocks) for tier, rule in pairs]
-        evict_lanes = [lane for lane in self._lanes if lane.rule.write_policy == "on_evict"]
-        self._reserve = EvictionReserve(self._verbs, num_blocks, evict_lanes) if evict_lanes else None
         self._use_lanes = [lane for lane in self._lanes if lane.rule.write_policy == "after_n_uses"]
         self._asks = Asks(self._verbs, deadline_s)
         self._job_ids = count(1)
         self._promoting: dict[bytes, Move] = {}
-        # Keys on their way from host memory into tiers that write on eviction.
-        self._leaving: Mapping[bytes, int] = {} if self._reserve is None else self._reserve.leaving
         self._uses: dict[bytes, int] = {}
         self._is_fenced = False
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
@@ -133,9 +129,8 @@ class TieredOffloadingManager(OffloadingManager):
         if self._is_fenced:
             return False
         move = self._promoting.get(key)
-        if move is not None or key in self._leaving:
-            is_late = move is not None and move.is_overdue
-            return not is_late and self._asks.may_wait(req_context, self._clock())
+        if move is not None:
+            return not move.is_overdue and self._asks.may_wait(req_context, self._clock())
         return self._asks.wants(req_context, key) or self.policy.get(key) is not None
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
@@ -169,7 +164,8 @@ class TieredOffloadingManager(OffloadingManager):
         output = self._host.prepare_store(keys, req_context)
         if output is not None:
             self._take_host_events()
-            self._note_reserved(output, self._clock())
+            for lane in self._lanes:
+                lane.leave(output.evicted_keys)
             self._count_uses(keys, req_context)
         return output
 
@@ -212,9 +208,6 @@ class TieredOffloadingManager(OffloadingManager):
         if not self._is_fenced:
             self._promote(now_s)
             self._write_down(now_s)
-            if self._reserve is not None:
-                victims = self._reserve.refill(self._job_ids, now_s)
-                self._note_left(victims)
 
     def reset_cache(self) -> None:
         """Forget everything, in all tiers; new blocks are taken once the last job under way has ended."""
@@ -222,6 +215,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._uses.clear()
         for lane in self._lanes:
             lane.backlog.clear()
+            if lane.ahead is not None:
+                lane.ahead.clear()
             lane.tier.reset()
         self._is_fenced = True
         self._end_fence()
@@ -298,10 +293,6 @@ class TieredOffloadingManager(OffloadingManager):
                 is_moving = True
                 position += 1
                 continue
-            if key in self._leaving:
-                is_moving = True
-                position += 1
-                continue
             rest = keys[position:]
             num_ready = self._verbs.leading(rest, None) if position > first else 0
             if num_ready:
@@ -319,7 +310,7 @@ class TieredOffloadingManager(OffloadingManager):
             if not num_found:
                 break
             for key in rest[:num_found]:
-                if key in tried or key in self._promoting or key in self._leaving:
+                if key in tried or key in self._promoting:
                     break
                 wanted[key] = lane
                 position += 1
@@ -340,18 +331,18 @@ class TieredOffloadingManager(OffloadingManager):
                         absent.append(key)
                     else:
                         move.waiters.add(ask.req_context)
-                output = self._reserve_leading(absent, now_s)
+                output = self._reserve_leading(absent)
                 if output is None or not output.keys_to_store:
                     continue
                 stored = output.keys_to_store
                 move = Move(next(self._job_ids), lane, True, stored, now_s + lane.rule.deadline_s)
                 move.waiters.add(ask.req_context)
-                if lane.send(move, block_ids_of(output)):
+                if lane.send(move, _block_ids(output.store_spec)):
                     self._promoting.update(dict.fromkeys(stored, move))
                 else:
                     self._verbs.abort(stored, None)
 
-    def _reserve_leading(self, keys: list[bytes], now_s: float) -> PrepareStoreOutput | None:
+    def _reserve_leading(self, keys: list[bytes]) -> PrepareStoreOutput | None:
         """Make room for as many of the first keys as can be."""
         verbs = self._verbs
         keys = keys[: self._num_blocks - verbs.num_referenced - verbs.num_pending]
@@ -359,18 +350,19 @@ class TieredOffloadingManager(OffloadingManager):
             output = verbs.reserve(keys, None, None)
             if output is not None:
                 self._note_left(output.evicted_keys)
-                self._note_reserved(output, now_s)
                 return output
             keys = keys[: len(keys) // 2]
         return None
 
     def _offer(self, keys: list[bytes], source: Lane | None) -> None:
-        """Let the tiers that write on store, or after enough uses, have blocks that became ready."""
+        """Let the tiers have blocks that became ready, or know of them."""
         for lane in self._lanes:
-            policy = lane.rule.write_policy
-            if lane is source or policy == "on_evict":
+            if lane is source:
                 continue
-            if policy == "after_n_uses":
+            if lane.ahead is not None:
+                lane.ahead.add(keys)
+                continue
+            if lane.rule.write_policy == "after_n_uses":
                 offered = [key for key in keys if self._uses.get(key, 1) >= lane.rule.num_uses]
             else:
                 offered = keys
@@ -379,6 +371,8 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _write_down(self, now_s: float) -> None:
         for lane in self._lanes:
+            if lane.ahead is not None and lane.may_store(now_s):
+                lane.offer(lane.ahead.take_due(lane.store_room - len(lane.backlog)))
             if lane.backlog and not lane.may_store(now_s):
                 lane.drop_backlog()
             while lane.backlog and lane.store_room and lane.may_store(now_s):
@@ -387,7 +381,7 @@ class TieredOffloadingManager(OffloadingManager):
                 lane.dropped_blocks += len(keys) - len(ready)
                 if not ready:
                     continue
-                block_ids = block_ids_of(self._verbs.pin(ready, None))
+                block_ids = _block_ids(self._verbs.pin(ready, None))
                 move = Move(next(self._job_ids), lane, False, ready, now_s + lane.rule.deadline_s)
                 if not lane.send(move, block_ids):
                     self._verbs.unpin(ready, None)
@@ -401,13 +395,11 @@ class TieredOffloadingManager(OffloadingManager):
                 if move.is_load:
                     self._end_promotion(move, result)
                 else:
-                    self._end_store(move)
+                    self._verbs.unpin(move.keys, None)
                 if not self._is_fenced:
                     self._note_event(result.removed, lane.tier.medium, True)
                     self._note_event([] if move.is_load else result.done, lane.tier.medium, False)
-            for move in lane.newly_overdue(now_s):
-                if self._reserve is not None:
-                    self._reserve.give_up(move)
+            lane.note_overdue(now_s)
         self._end_fence()
 
     def _end_promotion(self, move: Move, result: TierResult) -> None:
@@ -424,18 +416,10 @@ class TieredOffloadingManager(OffloadingManager):
             self._asks.hold(move.waiters, done)
             self._offer(ready, move.lane)
 
-    def _end_store(self, move: Move) -> None:
-        if self._reserve is not None and move.stand_ins:
-            self._reserve.end(move)
-        else:
-            self._verbs.unpin(move.keys, None)
-
     def _end_fence(self) -> None:
         if self._is_fenced and not any(lane.moves for lane in self._lanes):
             self._is_fenced = False
             self._host.reset_cache()
-            if self._reserve is not None:
-                self._reserve.clear()
 
     def _take_host_events(self) -> list[bytes]:
         """Take over what the host manager did; return the keys that became ready."""
@@ -455,10 +439,8 @@ class TieredOffloadingManager(OffloadingManager):
         """Note blocks that left host memory without the host manager's knowing."""
         self._moved_out_blocks += len(keys)
         self._note_event(keys, self.medium, True)
-
-    def _note_reserved(self, output: PrepareStoreOutput, now_s: float) -> None:
-        if self._reserve is not None:
-            self._reserve.note(output, now_s)
+        for lane in self._lanes:
+            lane.leave(keys)
 
     def _count_uses(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Count one use a request of each resident key, and offer those that have been used enough."""
@@ -480,6 +462,11 @@ class TieredOffloadingManager(OffloadingManager):
             is_enough.setdefault(num_uses, []).append(key)
         for lane in self._use_lanes:
             lane.offer(reversed(is_enough.get(lane.rule.num_uses, [])))
+
+
+def _block_ids(spec: LoadStoreSpec) -> list[int]:
+    ids: list[int] = cast("BlockIDsLoadStoreSpec", spec).block_ids.tolist()
+    return ids
 
 
 def _by_lane(wanted: dict[bytes, Lane]) -> list[tuple[Lane, list[bytes]]]:
