@@ -1,5 +1,7 @@
 """The manager of a host pool with tiers below it."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -267,8 +269,26 @@ def test_block_is_written_on_its_nth_use():
 
 def test_first_use_can_be_enough():
     bench = Bench(write_policy="after_n_uses", num_uses=1)
-    bench.store(b"a", context=ReqContext())
+    bench.manager.prepare_store([b"a"], ReqContext())
+    bench.manager.on_schedule_end()
+    bench.manager.complete_store([b"a"])
     assert [job.keys for job in bench.tier.pending] == [[b"a"]]
+    assert bench.manager.tier_stats()[0].dropped_blocks == 0
+
+
+def test_uses_of_blocks_that_left_are_forgotten_in_time_that_does_not_grow():
+    num_blocks = 20_000
+    manager = TieredOffloadingManager(
+        16, num_blocks, [(ManualTier(8), TierRule(write_policy="after_n_uses", num_uses=9))]
+    )
+    longest_s = []
+    for step in range(60):
+        keys = [b"%d-%d" % (step, i) for i in range(2000)]
+        start = time.thread_time()
+        manager.prepare_store(keys, ReqContext())
+        longest_s.append(time.thread_time() - start)
+        manager.complete_store(keys)
+    assert max(longest_s[40:]) < 10 * sorted(longest_s[:20])[10], longest_s
 
 
 def served(bench, text):
