@@ -1,7 +1,7 @@
 """The scheduler's thread is never kept: not by a disk that is busy, and not by one that hangs.
 
-What is bounded here is the time that a call itself uses (CPU time of its thread); how long a busy machine takes to
-run a thread at all is the machine's.
+Bounded is the longest call of a round, by the wall's clock and by the CPU time of its thread. Each clock may take its
+best round of several: what a busy machine adds, because it runs somebody else, is in some rounds and not in others.
 """
 
 import gc
@@ -25,23 +25,39 @@ REQUEST_BLOCKS = 256
 LIMIT_S = 0.002
 
 
+MAX_ROUNDS = 10
+
+
 class Timed:
-    """Calls a manager, and keeps the longest CPU time that a call has used."""
+    """Calls a manager; keeps the longest call by the wall's clock, and by the CPU time of the thread."""
 
     def __init__(self, manager):
         self.manager = manager
-        self.longest_s = 0.0
+        self.wall_s = self.cpu_s = 0.0
 
     def __getattr__(self, name):
         method = getattr(self.manager, name)
 
         def call(*args):
-            start = time.thread_time()
+            wall, cpu = time.perf_counter(), time.thread_time()
             answer = method(*args)
-            self.longest_s = max(self.longest_s, time.thread_time() - start)
+            self.cpu_s = max(self.cpu_s, time.thread_time() - cpu)
+            self.wall_s = max(self.wall_s, time.perf_counter() - wall)
             return answer
 
         return call
+
+
+def rounds(manager):
+    """Give out timed managers until each clock has seen a round within the limit; fail after too many."""
+    seen = []
+    for _ in range(MAX_ROUNDS):
+        timed = Timed(manager)
+        yield timed
+        seen.append((timed.wall_s, timed.cpu_s))
+        if len(seen) >= 3 and all(min(clock) < LIMIT_S for clock in zip(*seen, strict=True)):
+            return
+    pytest.fail(f"the longest calls of each round, wall and CPU seconds: {seen}")
 
 
 @pytest.fixture(autouse=True)
@@ -88,15 +104,11 @@ def serve(timed, number):
 
 def test_busy_disk_does_not_keep_the_scheduler(world):
     _, manager = world
-    longest = []
-    for round_number in range(3):
-        timed = Timed(manager)
+    for round_number, timed in enumerate(rounds(manager)):
         for number in range(12):
             serve(timed, number + 4 * round_number)
-        longest.append(timed.longest_s)
     assert manager.settle(20)
     assert manager.tier_stats()[0].written_blocks > REQUEST_BLOCKS
-    assert min(longest) < LIMIT_S, longest
 
 
 def test_hung_disk_does_not_keep_the_scheduler(world):
@@ -111,20 +123,17 @@ def test_hung_disk_does_not_keep_the_scheduler(world):
         raise OSError("the mount came back")
 
     tier._file.read = tier._file.write = hang
-    longest, waits, hits = [], [], []
+    waits, hits = [], []
     try:
-        for _ in range(3):
-            timed = Timed(manager)
+        for timed in rounds(manager):
             waits += [serve(timed, number)[1] for number in range(100, 106)]
             num_hits, waited_s = serve(timed, 0)
             hits.append(num_hits)
             waits.append(waited_s)
             timed.tier_stats()
-            longest.append(timed.longest_s)
         stats = manager.tier_stats()[0]
     finally:
         released.set()
-    assert min(longest) < LIMIT_S, longest
     assert max(waits) < 5
     assert hits[0] == 0
     assert (stats.reads, stats.writes) == ("paused", "paused")

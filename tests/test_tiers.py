@@ -281,14 +281,14 @@ def test_uses_of_blocks_that_left_are_forgotten_in_time_that_does_not_grow():
     manager = TieredOffloadingManager(
         16, num_blocks, [(ManualTier(8), TierRule(write_policy="after_n_uses", num_uses=9))]
     )
-    longest_s = []
+    times_s = []
     for step in range(60):
         keys = [b"%d-%d" % (step, i) for i in range(2000)]
         start = time.thread_time()
         manager.prepare_store(keys, ReqContext())
-        longest_s.append(time.thread_time() - start)
+        times_s.append(time.thread_time() - start)
         manager.complete_store(keys)
-    assert max(longest_s[40:]) < 10 * sorted(longest_s[:20])[10], longest_s
+    assert sum(times_s[40:]) < 5 * sum(times_s[:20]), times_s
 
 
 def served(bench, text):
