@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import subprocess
@@ -84,6 +85,13 @@ def test_settings_that_make_no_sense_are_refused(extra_config: dict[str, Any], m
 DISK = {"type": "disk", "path": "kv", "capacity": "1GiB"}
 
 
+@pytest.fixture
+def disk_tier() -> None:
+    # Read from a setting, a tier that lacks its package is a ValueError like any other; here it is an ImportError.
+    importlib.import_module("kvcache.tiers.disk")
+
+
+@pytest.mark.usefixtures("disk_tier")
 def test_tiers_are_read(tmp_path: Path) -> None:
     found = Settings.from_extra_config(
         {"cpu_bytes_to_use": 1, "tiers": [DISK], "pool_folder": str(tmp_path), "lookup_deadline_s": 1}
@@ -99,9 +107,6 @@ def test_tiers_are_read(tmp_path: Path) -> None:
         ({"tiers": DISK}, "tiers in extra_config must be a list of dicts, at least one, got"),
         ({"tiers": [{"path": "kv"}]}, "a tier needs a type"),
         ({"tiers": [{**DISK, "type": "dsk"}]}, "unknown tier 'dsk'.*did you mean 'disk'"),
-        ({"tiers": [{**DISK, "write_policy": "never"}]}, "write_policy must be one of .*, got 'never'"),
-        ({"tiers": [DISK], "lookup_deadline_s": 0}, "lookup_deadline_s must be a number > 0, got 0"),
-        ({"tiers": [DISK], "pool_folder": "/no/such"}, "pool_folder must be a folder in shared memory, got '/no/such'"),
         ({"lookup_deadline_s": 1}, "lookup_deadline_s in kv_connector_extra_config mean nothing without 'tiers'"),
     ],
 )
@@ -110,6 +115,21 @@ def test_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], mess
         Settings.from_extra_config({"cpu_bytes_to_use": 1, **extra_config})
 
 
+@pytest.mark.usefixtures("disk_tier")
+@pytest.mark.parametrize(
+    ("extra_config", "message"),
+    [
+        ({"tiers": [{**DISK, "write_policy": "never"}]}, "write_policy must be one of .*, got 'never'"),
+        ({"tiers": [DISK], "lookup_deadline_s": 0}, "lookup_deadline_s must be a number > 0, got 0"),
+        ({"tiers": [DISK], "pool_folder": "/no/such"}, "pool_folder must be a folder in shared memory, got '/no/such'"),
+    ],
+)
+def test_disk_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings.from_extra_config({"cpu_bytes_to_use": 1, **extra_config})
+
+
+@pytest.mark.usefixtures("disk_tier")
 def test_tiers_are_refused_with_a_pipeline() -> None:
     settings = Settings.from_extra_config({"cpu_bytes_to_use": 1000, "tiers": [DISK]})
     assert (settings.num_blocks(1, 100), settings.num_blocks(2, 100)) == (10, 5)
