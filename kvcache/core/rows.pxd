@@ -71,6 +71,7 @@ cdef class Rows:
     cdef void _order(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
     cdef void _insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
     cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil
+    cdef Py_ssize_t _take(self, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil
     cdef void _leave(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
     cdef void _forget(self) noexcept nogil
     cdef int _grown(self, int32_t num_rows_before) except -1
@@ -89,9 +90,6 @@ cdef class Rows:
     cdef int32_t _row_of(self, key) except -1
     cdef void _admit(self, list keys, const Py_ssize_t* wanted, Py_ssize_t n, int32_t* out) noexcept
     cdef void _release(self, const int32_t* victims, Py_ssize_t n, list keys) noexcept
-
-
-cdef Py_ssize_t take_run(Rows t, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil
 
 
 cdef inline int32_t ref_of(Rows t, int32_t row) noexcept nogil:

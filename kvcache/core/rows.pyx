@@ -24,31 +24,6 @@ cdef enum:
     LONG_LANE = 32768       # nodes of a heap from which on it is given room for every row
 
 
-cdef Py_ssize_t take_run(Rows t, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
-    """Take up to `n` of a lane's oldest rows, up to the first that `take_oldest` must look at; return how many.
-
-    What `take_oldest` would do, `n` times, where nothing is passed over and no row came back out of order.
-    """
-    cdef int32_t head = list_idx * NUM_PRIORITIES + priority
-    cdef Lane* lane = &t.lanes[head]
-    cdef Row* rows = t.rows
-    cdef uint64_t first_in_heap = lane.nodes[0].stamp if lane.num_nodes else <uint64_t> -1
-    cdef int32_t row = rows[head].next
-    cdef Py_ssize_t got = 0
-    if lane.cursor_mark == t.mark:
-        return 0
-    while got < n and row != head and may_leave(t, row) and rows[row].stamp < first_in_heap:
-        rows[row].where = PARKED
-        out[got] = row
-        got += 1
-        row = rows[row].next
-    rows[head].next = row
-    rows[row].prev = head
-    lane.num_listed -= <int32_t> got
-    t.num_in_list[list_idx] -= got
-    return got
-
-
 cdef class Rows:
     """Rows(cache_capacity)
 
@@ -422,10 +397,29 @@ cdef class Rows:
 
     cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         """Take up to `n` victims of one priority out of their lanes, oldest first; return how many there were."""
-        cdef Py_ssize_t got = take_run(self, 0, priority, n, out)
-        cdef int32_t row
+        return self._take(0, priority, n, out)
+
+    cdef Py_ssize_t _take(self, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+        """Take up to `n` rows that may leave out of a lane, oldest first; return how many there were."""
+        cdef int32_t head = list_idx * NUM_PRIORITIES + priority
+        cdef Lane* lane = &self.lanes[head]
+        cdef Row* rows = self.rows
+        cdef uint64_t first_in_heap = lane.nodes[0].stamp if lane.num_nodes else <uint64_t> -1
+        cdef int32_t row = rows[head].next
+        cdef Py_ssize_t got = 0
+        # Mostly they are the list's first, and leave it in one piece; `take_oldest` does the rest.
+        if lane.cursor_mark != self.mark:
+            while got < n and row != head and may_leave(self, row) and rows[row].stamp < first_in_heap:
+                rows[row].where = PARKED
+                out[got] = row
+                got += 1
+                row = rows[row].next
+            rows[head].next = row
+            rows[row].prev = head
+            lane.num_listed -= <int32_t> got
+            self.num_in_list[list_idx] -= got
         while got < n:
-            row = take_oldest(self, 0, priority)
+            row = take_oldest(self, list_idx, priority)
             if row == 0:
                 break
             out[got] = row

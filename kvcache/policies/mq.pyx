@@ -11,7 +11,7 @@ from libc.string cimport memset
 
 from kvcache.core.ghosts cimport GhostList
 from kvcache.core.index cimport zeroed
-from kvcache.core.rows cimport enter, place, take_oldest
+from kvcache.core.rows cimport enter, place
 from kvcache.core.table cimport Table
 
 from kvcache.core.table import ListView
@@ -147,19 +147,17 @@ cdef class MultiQueue(Table):
             enter(self, row, level)
 
     cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
-        cdef Py_ssize_t got = 0
+        cdef Py_ssize_t i, got = 0
         cdef int32_t level, row, ghost
         for level in range(NUM_LEVELS):
-            while got < n:
-                row = take_oldest(self, level, priority)
-                if row == 0:
-                    break
-                leave_queue(self.members, row)
-                ghost = self.history.push(self.rows[row].hash)
-                self.history.ghosts[ghost].uses = self.members[row].uses
-                self.history.ghosts[ghost].used_at = <uint32_t> self.members[row].used_at
-                out[got] = row
-                got += 1
+            if got < n:
+                got += self._take(level, priority, n - got, out + got)
+        for i in range(got):
+            row = out[i]
+            leave_queue(self.members, row)
+            ghost = self.history.push(self.rows[row].hash)
+            self.history.ghosts[ghost].uses = self.members[row].uses
+            self.history.ghosts[ghost].used_at = <uint32_t> self.members[row].used_at
         return got
 
     cdef void _leave(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
