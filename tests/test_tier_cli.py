@@ -166,8 +166,23 @@ def test_replay_over_a_disk_tier_finds_what_left_host_memory(capsys, tmp_path, d
     document = json.loads(out)
     assert status == 0
     assert (document["hit_blocks"], document["disk"]["promoted_blocks"]) == (3, 2)
+    assert document["disk"]["found_blocks"] == 0
     again = json.loads(run(capsys, *argv, "--disk", f"{tmp_path / 'tier'}:1MiB")[1])
-    assert again["hit_blocks"] == 9
+    assert (again["hit_blocks"], again["disk"]["found_blocks"], again["disk"]["tier"]["stored_blocks"]) == (9, 6, 0)
+    status, out, _ = run(capsys, *argv[:-2], "--disk", f"{tmp_path / 'tier'}:1MiB")
+    assert status == 0
+    assert "6 blocks found, 0 stored" in out
+
+
+def test_another_trace_is_refused_in_the_same_folder(capsys, tmp_path):
+    argv = ["--blocks", 4, "--block-bytes", "4KiB", "--disk", f"{tmp_path / 'tier'}:1MiB"]
+    for name, records in (("one", TRACE), ("other", TRACE[:2])):
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert run(capsys, "replay", tmp_path / "one", *argv)[0] == 0
+    status, _, err = run(capsys, "replay", tmp_path / "other", *argv)
+    assert status == 2
+    assert "holds blocks of another fingerprint" in err
+    assert run(capsys, "replay", tmp_path / "one", *argv)[0] == 0
 
 
 def test_bad_disk_option_names_the_value(capsys, tmp_path):
