@@ -138,6 +138,27 @@ def test_a_chunk_that_cannot_be_pinned_unpins_the_others(monkeypatch):
     assert pool.pin_failures == 1
 
 
+def test_a_refusal_to_pin_is_taken_from_the_engines_next_kernel(monkeypatch):
+    class Runtime:
+        def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
+            return 2
+
+    kernels, zeros = [], torch.zeros
+
+    def kernel(*shape, device=None, **options):
+        if device is None:
+            return zeros(*shape, **options)
+        kernels.append(device)
+        raise torch.OutOfMemoryError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "zeros", kernel)
+    with pytest.warns(RuntimeWarning, match="cannot be locked: CUDA error 2"):
+        pool = HostPool(2, 8, pin=True)
+    assert kernels == ["cuda"]
+    assert pool.pin_failures == 1
+
+
 def write_cgroup(root, line, directory, limit, usage, stat, names):
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text(line)

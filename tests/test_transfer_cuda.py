@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from kvcache.transfer import memory
 from kvcache.transfer.geometry import KVGeometry, host_block_bytes
 from kvcache.transfer.handler import cpu_gpu_handlers
 from kvcache.transfer.memory import HostPool
@@ -74,6 +75,11 @@ def keep_busy(milliseconds=50):
 def test_the_pool_is_pinned(pool):
     assert pool.is_pinned
     assert pool.pin_failures == 0
+
+
+def test_a_refusal_to_pin_does_not_reach_the_next_kernel(pool):
+    assert memory._register(pool.address, pool.num_bytes).startswith("CUDA error ")
+    assert torch.ones(3, device="cuda").sum().item() == 3
 
 
 def test_bytes_come_back_the_same(handlers, kv_caches, pool):

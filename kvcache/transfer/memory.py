@@ -193,7 +193,12 @@ def _register(address: int, num_bytes: int) -> str:
         code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError, AttributeError) as error:
         return str(error) or type(error).__name__
-    return "" if int(code) == 0 else f"CUDA error {int(code)}"
+    if int(code) == 0:
+        return ""
+    # CUDA tells a refusal once more, to the thread's next kernel: this one takes it, before one of the engine's does.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return f"CUDA error {int(code)}"
 
 
 def _unregister(address: int) -> None:
