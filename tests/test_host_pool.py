@@ -159,6 +159,19 @@ def test_a_refusal_to_pin_is_taken_from_the_engines_next_kernel(monkeypatch):
     assert pool.pin_failures == 1
 
 
+def test_a_stretch_is_cut_where_one_locked_chunk_ends(monkeypatch):
+    monkeypatch.setattr(memory, "_PIN_BYTES", 4096)
+    pool = HostPool(10, 1000, pin=False)
+    pieces = list(pool.pieces(3000, 6000))
+    assert [(piece.data_ptr() - pool.address, piece.numel()) for piece in pieces] == [
+        (3000, 1096),
+        (4096, 4096),
+        (8192, 808),
+    ]
+    assert [piece.numel() for piece in pool.pieces(4096, 4096)] == [4096]
+    assert list(pool.pieces(0, 0)) == []
+
+
 def write_cgroup(root, line, directory, limit, usage, stat, names):
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text(line)

@@ -82,6 +82,46 @@ def test_a_refusal_to_pin_does_not_reach_the_next_kernel(pool):
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
+def test_a_copy_may_reach_over_chunks_that_were_pinned_apart(kv_caches, monkeypatch):
+    monkeypatch.setattr(memory, "_PIN_BYTES", 96 << 10)
+    pool = HostPool(NUM_BLOCKS // 2, host_block_bytes(kv_caches, 2))
+    assert pool.is_pinned
+    store, load = cpu_gpu_handlers(kv_caches, pool, 2)
+    before = [kv.tensor.clone() for kv in kv_caches.tensors]
+    spec = spec_of(range(NUM_BLOCKS), range(NUM_BLOCKS // 2))
+    store.transfer_async(1, spec)
+    finish(store, 1)
+    for kv in kv_caches.tensors:
+        kv.tensor.fill_(9)
+    load.transfer_async(2, spec[::-1])
+    finish(load, 2)
+    for i, (kv, old) in enumerate(zip(kv_caches.tensors, before, strict=True)):
+        assert torch.equal(kv.tensor[:, : PAGE_BYTES - 512 * i], old[:, : PAGE_BYTES - 512 * i])
+    pool.close()
+
+
+def test_a_handler_that_is_dropped_in_flight_waits_for_the_device(kv_caches, pool):
+    handler, _ = cpu_gpu_handlers(kv_caches, pool, 2)
+    kv_caches.tensors[0].tensor.fill_(3)
+    keep_busy()
+    handler.transfer_async(1, spec_of(range(NUM_BLOCKS), range(NUM_BLOCKS // 2)))
+    del handler
+    assert bool((pool.tensor[:, :PAGE_BYTES] == 3).all())
+
+
+def test_a_transfer_is_not_captured_into_a_graph(handlers, kv_caches):
+    store, _ = handlers
+    store.transfer_async(1, spec_of([1, 2], [0]))
+    finish(store, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kv_caches.tensors[0].tensor.add_(1)
+        store.transfer_async(2, spec_of([1, 2], [0]))
+    assert [(r.job_id, r.success) for r in store.get_finished()] == [(2, False)]
+    graph.replay()
+    torch.cuda.synchronize()
+
+
 def test_bytes_come_back_the_same(handlers, kv_caches, pool):
     store, load = handlers
     before = [kv.tensor.clone() for kv in kv_caches.tensors]

@@ -45,8 +45,12 @@ def test_whole_blocks_cross_the_link_and_adjacent_ones_as_one(monkeypatch):
 def test_the_staging_buffer_bounds_a_chunk(monkeypatch):
     stream = HostStream()
     handler, _ = make_handler(layered(), stream=stream, staging_bytes=5 * 64 + 63)
+    queue, chunks = handler._queue, []
+    monkeypatch.setattr(handler, "_queue", lambda chunk, ids: [queue(chunk, ids), chunks.append(len(chunk.device_ids))])
     handler.transfer_async(1, spec_of(range(12), range(12)))
-    assert stream.log == ["after compute", "mark", "send 5", "send 5", "send 2", "mark"]
+    assert chunks == [5, 5, 2]
+    # The ids go to the device once for all of them.
+    assert stream.log == ["after compute", "mark", "send 12", "mark"]
 
 
 def test_layers_are_gathered_in_the_widest_words_that_fit():
@@ -139,6 +143,38 @@ def test_a_tensor_that_went_away_fails_its_job():
     kv_caches.tensors[1].tensor.untyped_storage().resize_(0)
     handler.transfer_async(1, spec_of([1], [1]))
     assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, False)]
+
+
+@pytest.mark.parametrize("made_in_inference_mode", ["the engine's tensors", "the pool and the handler", "all of it"])
+def test_inference_mode_and_its_absence_go_together(made_in_inference_mode):
+    with torch.inference_mode(made_in_inference_mode != "the pool and the handler"):
+        kv_caches = layered()
+    with torch.inference_mode(made_in_inference_mode != "the engine's tensors"):
+        store, pool = make_handler(kv_caches)
+        load = StagedCopyHandler(KVGeometry(kv_caches, pool), False, HostStream())
+    store.transfer_async(1, spec_of([1, 4], [2, 0]))
+    load.transfer_async(2, spec_of([3, 5], [2, 0])[::-1])
+    assert [r.success for r in store.get_finished() + load.get_finished()] == [True, True]
+    assert all(torch.equal(kv.tensor[[3, 5]], kv.tensor[[1, 4]]) for kv in kv_caches.tensors)
+    pool.block(3).fill_(1)
+
+
+def test_a_handler_that_is_dropped_in_flight_waits_for_the_device():
+    stream = HostStream(done=0)
+    handler, _ = make_handler(layered(), stream=stream)
+    handler.transfer_async(1, spec_of([1], [1]))
+    handler.transfer_async(2, spec_of([2], [2]))
+    del handler
+    assert stream.done == 4
+
+
+def test_ten_thousand_jobs_in_flight_are_neither_slow_nor_lost():
+    stream = HostStream(done=0)
+    handler, _ = make_handler(layered(num_layers=1), stream=stream)
+    for job_id in range(10_000):
+        handler.transfer_async(job_id, spec_of([], []))
+    stream.done = 1 << 60
+    assert [result.job_id for result in handler.get_finished()] == list(range(10_000))
 
 
 def test_a_refused_job_moves_no_byte():

@@ -47,6 +47,12 @@ class NoisyPool:
         """Address of the first block."""
         return self.tensor.data_ptr()
 
+    def pieces(self, first: int, num_bytes: int) -> Iterator[torch.Tensor]:
+        """Yield a stretch of the blocks' bytes in flat tensors of at most 100 bytes."""
+        flat = torch.from_numpy(self.memory)[GUARD:-GUARD]
+        for start in range(first, first + num_bytes, 100):
+            yield flat[start : min(start + 100, first + num_bytes)]
+
 
 @dataclass
 class Case:
@@ -218,7 +224,7 @@ class HostStream(DeviceStream):
 
     def send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         self.log.append(f"send {len(values)}")
-        return torch.from_numpy(values)
+        return torch.from_numpy(values.copy())
 
     def check(self) -> None:
         """Raise if the device is said to be broken."""

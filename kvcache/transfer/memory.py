@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,10 +130,18 @@ class HostPool:
         """Return one block as a writable buffer of unsigned bytes; no copy."""
         return memoryview(self.array[self._checked(block_id)]).cast("B")
 
+    def pieces(self, first: int, num_bytes: int) -> Iterator[torch.Tensor]:
+        """Yield a stretch of the pool's bytes as flat tensors, each of which CUDA can copy at once.
+
+        CUDA refuses a copy that reaches from one locked chunk into the next.
+        """
+        for start, length in _stretches(first, num_bytes, _PIN_BYTES):
+            yield self._flat[start : start + length]
+
     def close(self) -> None:
         """Unlock what was pinned; the memory itself goes with the last view of it."""
         if self.pinned_bytes:
-            for first in range(0, self.pinned_bytes, _PIN_BYTES):
+            for first, _ in _stretches(0, self.pinned_bytes, _PIN_BYTES):
                 _unregister(self.address + first)
             self.pinned_bytes = 0
 
@@ -147,16 +155,14 @@ class HostPool:
         return block_id
 
     def _touch(self, num_threads: int, progress: Progress | None) -> None:
-        for first in range(0, self.num_bytes, _TOUCH_BYTES):
-            num_bytes = min(_TOUCH_BYTES, self.num_bytes - first)
+        for first, num_bytes in _stretches(0, self.num_bytes, _TOUCH_BYTES):
             touch_pages(self.address + first, num_bytes, num_threads)
             if progress is not None:
                 progress("touch", first + num_bytes, self.num_bytes)
 
     def _pin(self, progress: Progress | None) -> None:
         # One call over hundreds of GiB fails, and nothing is seen of its progress.
-        for first in range(0, self.num_bytes, _PIN_BYTES):
-            num_bytes = min(_PIN_BYTES, self.num_bytes - first)
+        for first, num_bytes in _stretches(0, self.num_bytes, _PIN_BYTES):
             error = _register(self.address + first, num_bytes)
             if error:
                 self.close()
@@ -173,18 +179,33 @@ class HostPool:
                 progress("pin", first + num_bytes, self.num_bytes)
 
 
+def _stretches(first: int, num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes at the multiples of a chunk's size: yield where each stretch starts, and how long it is."""
+    end = first + num_bytes
+    while first < end:
+        stop = min(end, (first // chunk_bytes + 1) * chunk_bytes)
+        yield first, stop - first
+        first = stop
+
+
 def _map(num_bytes: int) -> torch.Tensor:
     """Return fresh zeroed memory that starts at a huge page, where the system has them."""
     mapped_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     slack = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else 0
     mapping = mmap.mmap(-1, mapped_bytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(mapping, dtype=torch.int8)
+    whole = bytes_of(mapping)
     first = -whole.data_ptr() % _HUGE_PAGE_BYTES if slack else 0
     if slack and hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel without huge pages refuses; small ones serve.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return whole[first : first + num_bytes]
+
+
+def bytes_of(mapping: mmap.mmap) -> torch.Tensor:
+    """Return a mapping as an int8 tensor, which can be written to in and out of inference mode."""
+    with torch.inference_mode(False):
+        return torch.frombuffer(mapping, dtype=torch.int8)
 
 
 def _register(address: int, num_bytes: int) -> str:

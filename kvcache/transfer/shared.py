@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from kvcache.transfer.memory import HostPool
+from kvcache.transfer.memory import HostPool, bytes_of
 
 
 class SharedHostPool(HostPool):
@@ -51,7 +51,7 @@ class SharedHostPool(HostPool):
         self.stride_bytes = stride_bytes
         self.pinned_bytes = 0
         self.pin_failures = 0
-        self._flat = torch.frombuffer(mapping, dtype=torch.int8)[first_byte : first_byte + num_bytes]
+        self._flat = bytes_of(mapping)[first_byte : first_byte + num_bytes]
         self.tensor = self._flat.as_strided((num_blocks, block_bytes), (stride_bytes, 1))
         # Every page is read, not written: another process may keep its blocks there already.
         self._flat[:: mmap.PAGESIZE].count_nonzero()

@@ -10,7 +10,6 @@ import bisect
 import logging
 import math
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,6 +48,7 @@ class _Chunk:
     """Device blocks of one group that go together, and the host blocks that they share."""
 
     group_idx: int
+    blocks: slice
     device_ids: npt.NDArray[np.int64]
     first_index: int
     host_ids: npt.NDArray[np.int64]
@@ -83,7 +83,7 @@ class StagedCopyHandler(OffloadingHandler):
         self._geometry = geometry
         self._to_host = to_host
         self._stream = stream
-        self._jobs: deque[_Job] = deque()
+        self._jobs: dict[int, _Job] = {}
         self._closed = False
         compiled = geometry.compiled
         num_groups = len(geometry.kv_caches.group_data_refs)
@@ -91,7 +91,11 @@ class StagedCopyHandler(OffloadingHandler):
         self._segments = [geometry.segments(i) for i in range(num_groups)]
         # Blocks of a group whose layers lie side by side already are whole.
         gathered = [n for n, parts in zip(self._part_bytes, self._segments, strict=True) if len(parts) > 1]
-        self._staging = _allocate(staging_bytes, max(gathered), stream.device) if gathered else None
+        self._staging: torch.Tensor | None = None
+        if gathered:
+            # Of the stream's own memory: what the allocator hands out elsewhere may still be in use there.
+            with stream.queueing():
+                self._staging = _allocate(staging_bytes, max(gathered), stream.device)
         # The staging buffer as a device of its own: in it, the blocks of a chunk follow each other.
         self._staged = Geometry(
             [(0, 0x7FFFFFFF, max(n, 1)) for n in self._part_bytes],
@@ -101,29 +105,28 @@ class StagedCopyHandler(OffloadingHandler):
             geometry.pool.num_blocks,
             geometry.block_size_factor,
         )
-        pool = geometry.pool.tensor
-        num_pool_bytes = (geometry.pool.num_blocks - 1) * geometry.pool.stride_bytes + geometry.pool.block_bytes
-        self._host = pool.as_strided((num_pool_bytes,), (1,))
         self._storages = geometry.storages()
         self._bases = [base for base, _ in self._storages]
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         if self._closed:
             return False
-        check_job_id(job_id, [job.job_id for job in self._jobs])
+        check_job_id(job_id, self._jobs)
         device, host = checked_specs(spec, self._to_host)
         num_bytes = self._geometry.compiled.check(
             device.block_ids, device.group_sizes, device.block_indices, host.block_ids
         )
         job = _Job(job_id, num_bytes, failed=self._geometry.is_lost())
-        self._jobs.append(job)
+        self._jobs[job_id] = job
         try:
             if not job.failed:
                 self._stream.after_compute()
-                with self._stream.queueing():
+                # Tensors that an engine made in inference mode can be written to in that mode only.
+                with self._stream.queueing(), torch.inference_mode():
                     job.start = self._stream.mark()
+                    ids = self._sent(device)
                     for chunk in self._chunks(device, host):
-                        self._queue(chunk)
+                        self._queue(chunk, ids)
         except Exception:
             _log.exception("transfer %s failed while it was queued", job_id)
             job.failed = True
@@ -135,8 +138,7 @@ class StagedCopyHandler(OffloadingHandler):
     def get_finished(self) -> list[TransferResult]:
         results = []
         kind = ("GPU", "CPU") if self._to_host else ("CPU", "GPU")
-        while self._jobs:
-            job = self._jobs[0]
+        for job in self._jobs.values():
             seconds = 0.0
             try:
                 if job.end is not None and not job.end.is_past():
@@ -146,15 +148,16 @@ class StagedCopyHandler(OffloadingHandler):
             except Exception:
                 _log.exception("transfer %s failed on the device", job.job_id)
                 job.failed = True
-            self._jobs.popleft()
             results.append(
                 TransferResult(job.job_id, not job.failed, 0 if job.failed else job.num_bytes, seconds, kind)
             )
+        for result in results:
+            del self._jobs[result.job_id]
         return results
 
     def wait(self, job_ids: Iterable[int]) -> None:
         wanted = set(job_ids)
-        for job in reversed(self._jobs):
+        for job in reversed(self._jobs.values()):
             if job.job_id in wanted and job.end is not None:
                 try:
                     job.end.wait()
@@ -166,9 +169,14 @@ class StagedCopyHandler(OffloadingHandler):
     def shutdown(self, wait: bool = True) -> None:
         # What is queued on a device cannot be called back: abandoned jobs run on, and end as failed.
         self._closed = True
-        for job in self._jobs:
+        for job in self._jobs.values():
             job.failed |= not wait
-        self.wait([job.job_id for job in self._jobs])
+        self.wait(self._jobs)
+
+    def __del__(self) -> None:
+        # Memory that goes with the handler would be handed on while the device still copies.
+        if getattr(self, "_jobs", None):
+            self.wait(self._jobs)
 
     def _end_mark(self, job: _Job) -> Mark | None:
         if job.start is None:
@@ -189,25 +197,36 @@ class StagedCopyHandler(OffloadingHandler):
             for first in range(0, size, step):
                 n = min(step, size - first)
                 low, high = (skip + first) // factor, -(-(skip + first + n) // factor)
+                blocks = slice(first_device + first, first_device + first + n)
                 yield _Chunk(
                     group_idx,
-                    device.block_ids[first_device + first : first_device + first + n],
+                    blocks,
+                    device.block_ids[blocks],
                     skip + first,
                     host.block_ids[first_host + low : first_host + high],
                 )
             first_device += size
             first_host += -(-(skip + size) // factor) if size else 0
 
+    def _is_staged(self, group_idx: int) -> bool:
+        return self._staging is not None and len(self._segments[group_idx]) > 1
+
     def _chunk_blocks(self, group_idx: int) -> int:
-        if self._staging is None or len(self._segments[group_idx]) < 2:
+        if self._staging is None or not self._is_staged(group_idx):
             return _DIRECT_BLOCKS
         return self._staging.numel() // self._part_bytes[group_idx]
 
-    def _queue(self, chunk: _Chunk) -> None:
-        if self._staging is None or len(self._segments[chunk.group_idx]) < 2:
+    def _sent(self, device: GPULoadStoreSpec) -> torch.Tensor | None:
+        """Return a job's device blocks on the device, once for all of its chunks; None where no group is staged."""
+        if any(size and self._is_staged(group_idx) for group_idx, size in enumerate(device.group_sizes)):
+            return self._stream.send(device.block_ids)
+        return None
+
+    def _queue(self, chunk: _Chunk, sent: torch.Tensor | None) -> None:
+        if self._staging is None or sent is None or not self._is_staged(chunk.group_idx):
             self._move_directly(chunk)
             return
-        ids = self._stream.send(np.ascontiguousarray(chunk.device_ids))
+        ids = sent[chunk.blocks]
         num_bytes = len(chunk.device_ids) * self._part_bytes[chunk.group_idx]
         staging = self._staging[:num_bytes].view(len(chunk.device_ids), -1)
         if self._to_host:
@@ -241,11 +260,12 @@ class StagedCopyHandler(OffloadingHandler):
 
     def _copy(self, host_address: int, device: torch.Tensor) -> None:
         first = host_address - self._geometry.pool.address
-        host = self._host[first : first + device.numel()]
-        if self._to_host:
-            host.copy_(device, non_blocking=True)
-        else:
-            device.copy_(host, non_blocking=True)
+        for host in self._geometry.pool.pieces(first, device.numel()):
+            part, device = device[: host.numel()], device[host.numel() :]
+            if self._to_host:
+                host.copy_(part, non_blocking=True)
+            else:
+                part.copy_(host, non_blocking=True)
 
 
 def _words(layer: torch.Tensor, staging: torch.Tensor, offset: int) -> tuple[torch.dtype, torch.Tensor, torch.Tensor]:

@@ -83,6 +83,10 @@ class CudaStream(DeviceStream):
         self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
     def after_compute(self) -> None:
+        # A stream that waits for one under capture is captured with it, and the copies would run at every replay.
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a transfer cannot be captured into a CUDA graph: submit it before or after")
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def queueing(self) -> AbstractContextManager[object]:
@@ -95,4 +99,6 @@ class CudaStream(DeviceStream):
 
     def send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         # The allocator of pinned memory keeps it from being reused until the stream has read it.
-        return torch.from_numpy(values).pin_memory().to(self.device, non_blocking=True)
+        pinned = torch.empty(len(values), dtype=torch.int64, pin_memory=True)
+        pinned.numpy()[:] = values
+        return pinned.to(self.device, non_blocking=True)
