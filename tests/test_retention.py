@@ -283,16 +283,16 @@ def test_reset_forgets_who_was_raised(manager: CPUOffloadingManager) -> None:
     assert drained(manager) == [B, A]
 
 
-def test_at_most_512_fall_in_one_call(clock: Clock) -> None:
+def test_at_most_256_fall_in_one_call(clock: Clock) -> None:
     manager = CPUOffloadingManager(16, 10_000, "lru", clock=clock)
-    store(manager, [b"%d" % i for i in range(1300)], 1, 10)
+    store(manager, [b"%d" % i for i in range(650)], 1, 10)
     clock.now_s += 10
     left = []
     for _ in range(4):
         manager.touch([])
         left.append(raised(manager))
 
-    assert left == [788, 276, 0, 0]
+    assert left == [394, 138, 0, 0]
     manager.policy.check()
 
 

@@ -3,8 +3,8 @@
 Compiled because every hinted call sets one per block.
 """
 
-from cpython.mem cimport PyMem_Calloc, PyMem_Free
-from libc.stdint cimport int32_t, uint64_t
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from kvcache.core.heap cimport HeapNode, heap_put, sift_up
 
@@ -16,9 +16,9 @@ cdef class Deadlines:
     """
 
     def __cinit__(self, Py_ssize_t num_rows):
-        # Memory that is touched as it is used: setting it up would take a scheduler's call milliseconds.
-        self.at = <int32_t*> PyMem_Calloc(num_rows, sizeof(int32_t))
-        self.nodes = <HeapNode*> PyMem_Calloc(num_rows, sizeof(HeapNode))
+        # Memory that is touched as it is used, whatever it holds: zeroing it would take a scheduler's call milliseconds.
+        self.at = <int32_t*> PyMem_Malloc(num_rows * sizeof(int32_t))
+        self.nodes = <HeapNode*> PyMem_Malloc(num_rows * sizeof(HeapNode))
         if self.at == NULL or self.nodes == NULL:
             raise MemoryError(f"no memory for the deadlines of {num_rows} blocks")
 
@@ -30,8 +30,8 @@ cdef class Deadlines:
         return self.num_nodes
 
     cdef bint holds(self, int32_t row) noexcept nogil:
-        """Whether the row has a deadline: its node says so, so that `at` need not be set up, row by row."""
-        return self.at[row] < self.num_nodes and self.nodes[self.at[row]].row == row
+        """Whether the row has a deadline: its node says so, whatever `at` held before (Briggs & Torczon, 1993)."""
+        return <uint32_t> self.at[row] < <uint32_t> self.num_nodes and self.nodes[self.at[row]].row == row
 
     cdef uint64_t of(self, int32_t row) noexcept nogil:
         """Return the row's deadline, or 0."""

@@ -10,7 +10,7 @@ from kvcache.core.rows cimport NORMAL, PARKED, Rows, park, unpark
 from kvcache.core.trail cimport Trail
 
 cdef enum:
-    FALLS_PER_CALL = 512    # raised blocks whose time is over that one call lets fall back
+    FALLS_PER_CALL = 256    # raised blocks whose time is over that one call lets fall back
 
 
 cdef class Retention(Rows):
@@ -26,7 +26,7 @@ cdef class Retention(Rows):
 
     @cython.critical_section
     def advance(self, int64_t now_ns, Py_ssize_t max_raised):
-        """Let time pass: blocks whose time at a raised priority is over fall back, at most 512 of them a call.
+        """Let time pass: blocks whose time at a raised priority is over fall back, at most 256 of them a call.
 
         Parameters
         ----------

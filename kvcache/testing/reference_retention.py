@@ -38,7 +38,7 @@ class RetainingReferenceManager(ReferenceManager):
         As of `ReferenceManager`.
     """
 
-    falls_per_call = 512
+    falls_per_call = 256
 
     def __init__(
         self,
