@@ -334,6 +334,53 @@ def test_folder_of_something_else_is_refused(open_tier, tmp_path):
             open_tier()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("epoch", "x", "epoch must be an int from 1 to 4294967295, got 'x'"),
+        ("epoch", 0, "epoch must be an int from 1 to 4294967295, got 0"),
+        ("epoch", 1 << 32, "epoch must be an int from 1 to 4294967295, got 4294967296"),
+        ("num_slots", 0, "num_slots must be an int >= 1, got 0"),
+        ("resizing", "no", "resizing must be true or false, got 'no'"),
+    ],
+)
+def test_header_that_makes_no_sense_is_refused(open_tier, tmp_path, name, value, fault):
+    open_tier().shutdown()
+    header = tmp_path / "tier" / "kvcache.json"
+    header.write_text(json.dumps(json.loads(header.read_text()) | {name: value}))
+    with pytest.raises(TierFolderError, match=f"not a disk tier's header: {fault}"):
+        open_tier()
+
+
+def test_recency_of_any_bytes_costs_order_and_nothing_else(open_tier, tmp_path):
+    tier = open_tier(num_blocks=4)
+    store(tier, keys_of(0, 1, 2))
+    tier.shutdown()
+    (tmp_path / "tier" / "recency").write_bytes(b"\xff" * 4 * 16)
+    tier = open_tier(num_blocks=4)
+    assert tier.lookup(keys_of(0, 1, 2)) == 3
+    tier.touch(keys_of(1))
+    assert store(tier, keys_of(3, 4)).removed == keys_of(0)
+    assert sorted(load(tier, keys_of(1, 2, 3, 4)).done) == keys_of(1, 2, 3, 4)
+
+
+def test_disk_too_small_is_an_error_at_start_and_is_not_filled(open_tier, tmp_path, monkeypatch):
+    class AlmostFull:
+        f_bavail, f_frsize = 3, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda path: AlmostFull)
+    with pytest.raises(TierFolderError, match=r"needs 67[0-9]+ bytes more on its disk, which has 12288 free"):
+        open_tier(num_blocks=16)
+    assert folder_bytes(tmp_path / "tier") < 16 * BLOCK_BYTES
+    tier = open_tier(num_blocks=16, preallocate=False)
+    assert store(tier, keys_of(1)).done == keys_of(1)
+    tier.shutdown()
+    monkeypatch.undo()
+    open_tier(num_blocks=16).shutdown()
+    monkeypatch.setattr(os, "statvfs", lambda path: AlmostFull)
+    assert load(open_tier(num_blocks=16), keys_of(1)).done == keys_of(1)
+
+
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
 def test_file_of_the_wrong_length_is_refused(open_tier, tmp_path, name):
     open_tier().shutdown()

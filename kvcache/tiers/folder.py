@@ -33,6 +33,7 @@ _EXTENT_BYTES = 16
 _FIXED_BYTES = 128 << 10
 """The folder, the small files twice over, and the rounding of each file."""
 _MAX_FINGERPRINT_BYTES = 16 << 10
+_MAX_EPOCH = (1 << 32) - 1
 
 DATA, RECORDS, RECENCY = "data", "records", "recency"
 _HEADER, _NEW_HEADER, _LOCK = "kvcache.json", "kvcache.json.new", "lock"
@@ -171,7 +172,17 @@ class Folder:
             The disk is too full.
         """
         libc = ctypes.CDLL(None, use_errno=True)
-        for name, num_bytes in self.header.file_bytes().items():
+        lengths = self.header.file_bytes()
+        # Asked first: an allocation that fails half-way keeps what it got, and would leave the disk full.
+        taken = {name: (self.path / name).stat().st_blocks * 512 for name in lengths}
+        needed = sum(max(0, length - taken[name]) for name, length in lengths.items())
+        disk = os.statvfs(self.path)
+        free = disk.f_bavail * disk.f_frsize
+        if needed > free:
+            raise TierFolderError(
+                f"disk tier folder {self.path} needs {needed} bytes more on its disk, which has {free} free"
+            )
+        for name, num_bytes in lengths.items():
             fd = self.open_file(name, os.O_RDWR)
             try:
                 # Not os.posix_fallocate: where the file system cannot, it writes to every block instead.
@@ -292,6 +303,10 @@ class Folder:
             header = Header(**values)
             for name in ("block_bytes", "num_slots"):
                 checked_size(name, getattr(header, name))
+            if type(header.epoch) is not int or not 1 <= header.epoch <= _MAX_EPOCH:
+                raise ValueError(f"epoch must be an int from 1 to {_MAX_EPOCH}, got {header.epoch!r}")
+            if type(header.resizing) is not bool:
+                raise ValueError(f"resizing must be true or false, got {header.resizing!r}")
             return header
         except TierFolderError:
             raise

@@ -47,6 +47,7 @@ _DTYPE = np.dtype(
 )
 _RECENCY_DTYPE = np.dtype([("stamp", "<u8"), ("uses", "<u8")])
 _READ_RECORDS = 1 << 15
+_MAX_STAMP = 1 << 62
 _PAGE_ROWS = 4096 // RECENCY_BYTES
 
 assert _RECORD.size + len(_NO_SEAL) == _DTYPE.itemsize == RECORD_BYTES
@@ -115,6 +116,8 @@ class Records:
         """
         flat = np.frombuffer(_read(self._recency_fd, self._num_slots * RECENCY_BYTES, 0), _RECENCY_DTYPE)
         self.recency[: len(flat)] = flat
+        # Nothing seals them, and a clock that takes over what is damaged must have room to run on.
+        self.recency["stamp"][self.recency["stamp"] > _MAX_STAMP] = 0
         parts, places = [], []
         for first in range(0, self._num_slots, _READ_RECORDS):
             count = min(_READ_RECORDS, self._num_slots - first)
