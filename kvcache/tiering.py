@@ -18,7 +18,7 @@ from kvcache.spec import CPUOffloadingSpec, HandlerOf, OffloadingConfig
 from kvcache.tiers.base import Tier
 from kvcache.tiers.lane import TierRule
 from kvcache.tiers.manager import TieredOffloadingManager
-from kvcache.tiers.shared import SharedBlocks
+from kvcache.tiers.shared import PREFIX, SharedBlocks
 from kvcache.types import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec
 
 if TYPE_CHECKING:
@@ -136,8 +136,8 @@ def tiered_manager(
 
 def worker_pool(
     path: Path, num_blocks: int, block_bytes: int, rank_bytes: int, rank: int, world_size: int
-) -> SharedHostPool:
-    """Return one rank's part of the pool that `tiered_manager` owns, whichever of the two is made first.
+) -> tuple[SharedHostPool, SharedBlocks]:
+    """Return one rank's part of the pool that `tiered_manager` owns, whichever of the two is made first, and the whole.
 
     Parameters
     ----------
@@ -161,8 +161,7 @@ def worker_pool(
 
     shared = SharedBlocks(path, num_blocks, rank_bytes * world_size, is_owner=False)
     pool = SharedHostPool(shared.mapping, num_blocks, block_bytes, rank * rank_bytes, rank_bytes * world_size)
-    shared.close()
-    return pool
+    return pool, shared
 
 
 class TieringOffloadingSpec(CPUOffloadingSpec):
@@ -190,7 +189,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             raise ValueError("tiers need the refs of every group, which say how large a block is")
         self._rank_bytes = rank_bytes_of(max(sizes) * self.block_size_factor)
         path = self._option("pool_path", str, None)
-        self._pool_path = Path(path or f"/dev/shm/kvcache-{self._identity()}")
+        self._pool_path = Path(path or f"/dev/shm/{PREFIX}{self._identity()}")
         deadline_s = self.extra_config.get("lookup_deadline_s", 5.0)
         if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not deadline_s > 0:
             raise ValueError(f"lookup_deadline_s in extra_config must be a number > 0, got {deadline_s!r}")
@@ -230,16 +229,20 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     def _make_handlers(self, kv_caches: CanonicalKVCaches) -> list[HandlerOf]:
         from kvcache.transfer.geometry import host_block_bytes
+        from kvcache.transfer.guarded import GuardedHandler
         from kvcache.transfer.handler import cpu_gpu_handlers
 
         needed = host_block_bytes(kv_caches, self.block_size_factor)
         if needed > self._rank_bytes:
             raise ValueError(f"an offloaded block has {needed} bytes, the config's refs make it {self._rank_bytes}")
         config = self.config
-        self.pool = worker_pool(
+        self.pool, shared = worker_pool(
             self._pool_path, self.num_blocks, needed, self._rank_bytes, config.rank, config.world_size
         )
-        store, load = cpu_gpu_handlers(kv_caches, self.pool, self.block_size_factor, self._num_copy_threads)
+        handlers = cpu_gpu_handlers(kv_caches, self.pool, self.block_size_factor, self._num_copy_threads)
+        # A file of an engine that ended meanwhile is nobody's: what is copied there would never reach a tier.
+        complaint = f"no manager owns the host blocks that this worker maps as {self._pool_path}; start it anew"
+        store, load = (GuardedHandler(handler, shared.has_owner, complaint) for handler in handlers)
         return [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
 
     def _identity(self) -> str:

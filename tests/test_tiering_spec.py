@@ -1,5 +1,7 @@
 """One configuration with tiers: a scheduler's half and workers' halves that share memory and nothing else."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -116,6 +118,44 @@ def test_second_engine_on_the_same_pool_is_refused(tmp_path):
             make_spec(config_of(tmp_path)).get_manager()
     finally:
         manager.shutdown()
+
+
+def test_memory_of_killed_processes_is_given_back_by_the_next(tmp_path):
+    config = config_of(tmp_path)
+    other = Path(f"/dev/shm/kvcache-pool-test-{tmp_path.name}")
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from kvcache.tiers.shared import SharedBlocks\n"
+        "blocks = SharedBlocks(Path(sys.argv[1]), 4, 4096, is_owner=False)\n"
+        "blocks.close()\n"
+        "print('mapped', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(other)], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"mapped\n"
+        make_spec(config).get_manager().shutdown()
+        assert other.exists()
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    make_spec(config).get_manager().shutdown()
+    assert not other.exists()
+
+
+def test_worker_of_an_engine_that_is_gone_takes_no_job(tmp_path, caplog):
+    first = make_spec(config_of(tmp_path)).get_manager()
+    worker = Worker(config_of(tmp_path))
+    first.shutdown()
+    del first
+    second = make_spec(config_of(tmp_path)).get_manager()
+    try:
+        output = second.prepare_store([b"a"])
+        assert worker.worker.transfer_async(1, (gpu(0), output.store_spec)) is False
+        assert "no manager owns the host blocks that this worker maps" in caplog.text
+    finally:
+        second.shutdown()
 
 
 def test_another_model_is_refused(tmp_path):

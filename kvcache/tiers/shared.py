@@ -1,13 +1,21 @@
-"""Host blocks in shared memory, so that a tier's threads and the workers of other processes reach the same bytes."""
+"""Host blocks in shared memory, so that a tier's threads and the workers of other processes reach the same bytes.
+
+Shared memory outlives processes that are killed. So each process that maps a file holds a lock on it, which goes with
+the process, and whoever opens a file removes those of its kind beside it that nobody holds.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import mmap
 import os
+import struct
 from pathlib import Path
 
 import numpy as np
+
+PREFIX = "kvcache-pool-"
+"""What the names of files begin with that may be removed when nobody holds them."""
 
 
 class SharedBlocks:
@@ -37,8 +45,9 @@ class SharedBlocks:
         self._path = path
         self._is_owner = is_owner
         num_bytes = num_blocks * block_bytes
+        _remove_orphans(path)
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = _open_and_hold(path)
         except OSError as error:
             raise ValueError(f"shared pool {path} cannot be opened: {error.strerror}") from error
         try:
@@ -63,6 +72,15 @@ class SharedBlocks:
             raise
         self.array = np.frombuffer(self.mapping, np.uint8).reshape(num_blocks, block_bytes)
 
+    def has_owner(self) -> bool:
+        """Return whether anybody owns the file that is mapped here."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return False
+
     def close(self) -> None:
         """Give the file back; the memory goes with the last view of it."""
         if self._fd >= 0:
@@ -70,3 +88,42 @@ class SharedBlocks:
                 self._path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
+
+
+def _open_and_hold(path: Path) -> int:
+    """Open or make a file and hold it; the hold lasts as long as the descriptor, or a mapping made from it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _whole_file(fcntl.F_RDLCK))
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        # It was taken for an orphan in between.
+        os.close(fd)
+
+
+def _remove_orphans(path: Path) -> None:
+    for other in path.parent.glob(f"{PREFIX}*"):
+        if other == path:
+            continue
+        try:
+            fd = os.open(other, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
+            other.unlink()
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+
+
+def _whole_file(kind: int) -> bytes:
+    # struct flock; the lock belongs to the open file, not to the process: several in one process are several.
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)

@@ -8,7 +8,6 @@ would send tiers bytes that no device ever wrote.
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from kvcache.integrations.vllm.settings import Settings
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.tiering import make_tiers
 from kvcache.tiers.manager import TieredOffloadingManager
-from kvcache.tiers.shared import SharedBlocks
+from kvcache.tiers.shared import PREFIX, SharedBlocks
 from kvcache.transfer.memory import check_memory
 from kvcache.transfer.shared import SharedHostPool
 
@@ -74,7 +73,7 @@ class SharedPool(SharedBlocks):
 
     def __init__(self, config: Any, settings: Settings, num_blocks: int, rank_bytes: int, is_owner: bool) -> None:
         parallel = config.parallel
-        name = f"kvcache-{config.engine_id}-{parallel.data_parallel_index}".replace("/", "-")
+        name = f"{PREFIX}{config.engine_id}-{parallel.data_parallel_index}".replace("/", "-")
         path = Path(settings.pool_folder, name)
         if not path.exists():
             check_memory(num_blocks * rank_bytes * parallel.world_size)
@@ -84,15 +83,6 @@ class SharedPool(SharedBlocks):
         elif self.has_owner():
             self.close()
             raise ValueError(f"shared pool {path} belongs to a running engine of the same engine_id; give each its own")
-
-    def has_owner(self) -> bool:
-        """Return whether a scheduler holds the file that this worker maps."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-        return False
 
 
 class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
