@@ -87,13 +87,20 @@ def _draw(rates: list[CopyRate], target: str) -> None:
         raise ValueError("--plot needs matplotlib: pip install 'kvcache[plot]'") from None
     figure = Figure(figsize=(10, 7), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    sizes = sorted({rate.block_bytes for rate in rates})
     for panel, key in zip(panels.flat, sorted({(r.direction, r.layout) for r in rates}, reverse=True), strict=True):
         for way in dict.fromkeys(rate.way for rate in rates):
-            chosen = [rate for rate in rates if (rate.direction, rate.layout) == key and rate.way == way]
-            panel.plot([rate.block_bytes / 1024 for rate in chosen], [rate.ratio for rate in chosen], "o-", label=way)
-        panel.set(title=" ".join(key), xscale="log", xlabel="block, KiB", ylabel="ratio to one large copy")
+            ratios = {r.block_bytes: r.ratio for r in rates if (r.direction, r.layout) == key and r.way == way}
+            style = "k--" if way == "one large copy" else "o-"
+            panel.plot(range(len(sizes)), [ratios[size] for size in sizes], style, label=way)
+        panel.set(title=", ".join(key), yscale="log")
+        panel.set_xticks(range(len(sizes)), [common.human_bytes(size) for size in sizes])
+        panel.yaxis.set_major_formatter("{x:g}")
         panel.grid(alpha=0.3)
-    panels.flat[0].legend()
+    figure.supxlabel("block size")
+    figure.supylabel("speed, as a ratio to one large copy")
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3)
     try:
         figure.savefig(target)
     except (OSError, ValueError) as error:
