@@ -42,8 +42,11 @@ class OffloadingGroup:
 
     def __post_init__(self) -> None:
         _check_size("block_size of a group", self.block_size)
-        object.__setattr__(self, "layer_names", tuple(self.layer_names))
-        object.__setattr__(self, "refs", tuple(self.refs))
+        for name, kind in (("layer_names", str), ("refs", CanonicalKVCacheRef)):
+            values = getattr(self, name)
+            if isinstance(values, str) or not all(isinstance(value, kind) for value in values):
+                raise ValueError(f"{name} of a group must be a sequence of {kind.__name__}, got {values!r}")
+            object.__setattr__(self, name, tuple(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         POLICIES.resolve(self._cache_policy)
         self._enable_events = self._option("enable_events", bool, False)
         self._num_copy_threads = self._option("num_copy_threads", int, None)
+        if self._num_copy_threads is not None:
+            _check_size("num_copy_threads", self._num_copy_threads)
         self._manager: CPUOffloadingManager | None = None
         self._handlers: list[HandlerOf] | None = None
         self._kv_caches: CanonicalKVCaches | None = None

@@ -246,13 +246,16 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
     Raises
     ------
     ValueError
-        The ids are not a one-dimensional sequence of integers.
+        The ids are not a one-dimensional sequence of integers, or one is no int64 >= 0.
     """
 
     __slots__ = ("block_ids",)
 
     def __init__(self, block_ids: Any) -> None:
         self.block_ids: Int64Array = _id_array("block_ids", block_ids)
+        if self.block_ids.size and self.block_ids.min() < 0:
+            bad = next(block_id for block_id in np.asarray(block_ids).tolist() if not 0 <= block_id < 1 << 63)
+            raise ValueError(f"a block's id must be an int64 >= 0, got {bad}")
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):

@@ -87,7 +87,7 @@ def test_alignment_divides_a_page():
         HostPool(1, 1, align_bytes=3)
 
 
-@pytest.mark.parametrize("block_id", [-1, 2])
+@pytest.mark.parametrize("block_id", [-1, 2, 1.0, True])
 def test_a_block_that_is_not_there_is_refused(block_id):
     pool = HostPool(2, 8, pin=False)
     with pytest.raises(ValueError, match=rf"block_id must be in 0\.\.1, got {block_id}"):

@@ -101,6 +101,7 @@ def test_bytes_are_shared_by_all_workers():
         ),
         (lambda: config_of(16, extra={"cache_policy": "lur"}), "unknown policy 'lur', known ones: .*lru"),
         (lambda: config_of(16, extra={"enable_events": "yes"}), "enable_events in extra_config must be a bool"),
+        (lambda: config_of(16, extra={"num_copy_threads": 0}), "num_copy_threads must be an int >= 1, got 0"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(make, message):
@@ -128,6 +129,13 @@ def test_a_config_out_of_range_is_refused(arguments, message):
 def test_a_group_needs_tokens():
     with pytest.raises(ValueError, match="block_size of a group must be an int >= 1, got 0"):
         OffloadingGroup(0)
+
+
+def test_a_groups_names_and_refs_are_sequences_of_their_kind():
+    with pytest.raises(ValueError, match=r"layer_names of a group must be a sequence of str, got 'layer\.0'"):
+        OffloadingGroup(16, "layer.0")
+    with pytest.raises(ValueError, match=r"refs of a group must be .* CanonicalKVCacheRef, got \(\(0, 8\),\)"):
+        OffloadingGroup(16, (), ((0, 8),))
 
 
 def test_a_spec_is_chosen_by_name():
@@ -173,6 +181,7 @@ def test_a_worker_built_from_the_config_alone_moves_bytes():
     for src_type, dst_type, handler in spec.get_handlers(kv_caches):
         worker.register_handler(src_type, dst_type, handler)
     assert (spec.pool.num_blocks, spec.pool.block_bytes) == (8, 2 * 56)
+    assert spec.pool.pin_failures == 0
     before = [t.clone() for t in tensors]
     worker.transfer_async(1, (GPULoadStoreSpec([5, 0, 3], [3], [1]), CPULoadStoreSpec([7, 2])))
     worker.wait([1])

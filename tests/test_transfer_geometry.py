@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from kvcache.core.geometry import Geometry
 from kvcache.testing.transfers import GUARD, HostStream, NoisyPool, cases
-from kvcache.transfer.geometry import KVGeometry
+from kvcache.transfer.geometry import KVGeometry, host_block_bytes
 from kvcache.transfer.host import CPUCopyHandler
 from kvcache.transfer.staged import StagedCopyHandler
 from kvcache.types import (
@@ -127,6 +127,12 @@ def kv_caches_of(tensor, page, refs=((0, 8),)):
     return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page)], [[CanonicalKVCacheRef(i, n) for i, n in refs]])
 
 
+@pytest.mark.parametrize("factor", [0, -2, "2"])
+def test_a_host_block_of_no_device_blocks_has_no_size(factor):
+    with pytest.raises(ValueError, match=f"block_size_factor must be an int >= 1, got {factor!r}"):
+        host_block_bytes(kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), factor)
+
+
 @pytest.mark.parametrize(
     ("kv_caches", "factor", "message"),
     [
@@ -140,6 +146,9 @@ def kv_caches_of(tensor, page, refs=((0, 8),)):
         (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(1, 8)]), 1, r"names tensor 1, there are 1"),
         (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(0, 9)]), 1, r"copies 9 bytes .* has 1\.\.8"),
         (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(0, 0)]), 1, r"copies 0 bytes"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(0, 8.0)]), 1, r"two ints, got 0 and 8\.0"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8.0), 1, r"an int for page_size_bytes, got 8\.0"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), True, r"factor must be an int >= 1, got True"),
         (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), 3, r"block has 24 bytes, the pool's blocks have 16"),
         (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), 0, r"block_size_factor must be an int >= 1, got 0"),
     ],

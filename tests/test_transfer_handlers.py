@@ -175,6 +175,21 @@ def test_the_wrong_media_are_refused(handlers):
         load.transfer_async(1, spec)
 
 
+@pytest.mark.parametrize("spec", [None, "GC", (CPULoadStoreSpec([1]),), (None, CPULoadStoreSpec([1]))])
+def test_what_is_no_pair_of_specs_is_refused(handlers, spec):
+    worker = OffloadingWorker()
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, handlers[0])
+    for target in (handlers[0], worker):
+        with pytest.raises(ValueError, match="a transfer is a tuple of two LoadStoreSpecs"):
+            target.transfer_async(1, spec)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1.5, "2"])
+def test_a_number_of_threads_that_is_none_is_refused(kv_caches, pool, num_threads):
+    with pytest.raises(ValueError, match=f"num_threads must be an int >= 1, got {num_threads!r}"):
+        cpu_gpu_handlers(kv_caches, pool, num_threads=num_threads)
+
+
 def test_a_refused_job_moves_no_byte_and_later_jobs_run(handlers, pool):
     store, _ = handlers
     pool.tensor.fill_(7)

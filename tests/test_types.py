@@ -197,6 +197,16 @@ def test_what_are_no_ids_is_refused(bad: Any) -> None:
         CPULoadStoreSpec(bad)
 
 
+@pytest.mark.parametrize(
+    ("bad", "named"), [([3, -1], "-1"), (np.array([-7]), "-7"), ([1 << 63], "9223372036854775808")]
+)
+def test_no_block_has_such_an_id(bad: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=f"id must be an int64 >= 0, got {named}"):
+        CPULoadStoreSpec(bad)
+    with pytest.raises(ValueError, match=f"id must be an int64 >= 0, got {named}"):
+        GPULoadStoreSpec(bad, [len(bad)], [0])
+
+
 def test_media_are_named_without_an_instance() -> None:
     assert (CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium()) == ("CPU", "GPU")
     with pytest.raises(TypeError):

@@ -75,9 +75,16 @@ def check_job_id(job_id: int, in_flight: Container[int]) -> None:
         raise ValueError(f"job_id {job_id} is in flight")
 
 
+def checked_pair(spec: TransferSpec) -> TransferSpec:
+    """Return the two sides of a job, or raise ValueError if it has not two."""
+    if not isinstance(spec, tuple) or [isinstance(side, LoadStoreSpec) for side in spec] != [True, True]:
+        raise ValueError(f"a transfer is a tuple of two LoadStoreSpecs, source and destination, got {spec!r}")
+    return spec
+
+
 def checked_specs(spec: TransferSpec, to_host: bool) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
     """Return the device's and the host's side of a job, or raise ValueError if they are not these two."""
-    source, destination = spec
+    source, destination = checked_pair(spec)
     device, host = (source, destination) if to_host else (destination, source)
     if not isinstance(device, GPULoadStoreSpec) or not isinstance(host, CPULoadStoreSpec):
         want = "(GPULoadStoreSpec, CPULoadStoreSpec)" if to_host else "(CPULoadStoreSpec, GPULoadStoreSpec)"

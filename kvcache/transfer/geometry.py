@@ -5,6 +5,8 @@ Every job relies on these checks: what moves bytes later has only addresses.
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 
 from kvcache.core.geometry import Geometry
@@ -26,7 +28,13 @@ def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -
     -------
     int
         Those of the largest KV-cache group: the unpadded bytes of its layers, times the factor.
+
+    Raises
+    ------
+    ValueError
+        The factor is no int >= 1.
     """
+    _check_factor(block_size_factor)
     sizes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
     return max(sizes, default=0) * block_size_factor
 
@@ -55,8 +63,7 @@ class KVGeometry:
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, pool: HostPool, block_size_factor: int = 1) -> None:
-        if not isinstance(block_size_factor, int) or block_size_factor < 1:
-            raise ValueError(f"block_size_factor must be an int >= 1, got {block_size_factor!r}")
+        _check_factor(block_size_factor)
         self.kv_caches = kv_caches
         self.pool = pool
         self.block_size_factor = block_size_factor
@@ -110,10 +117,17 @@ class KVGeometry:
         return any(tensor.data_ptr() != address for tensor, address in zip(self.tensors, self._addresses, strict=True))
 
 
+def _check_factor(block_size_factor: int) -> None:
+    if type(block_size_factor) is not int or block_size_factor < 1:
+        raise ValueError(f"block_size_factor must be an int >= 1, got {block_size_factor!r}")
+
+
 def _checked_tensor(index: int, tensor: torch.Tensor, page_size_bytes: int) -> torch.Tensor:
     name = f"KV-cache tensor {index}"
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if not isinstance(page_size_bytes, Integral):
+        raise ValueError(f"{name} must have an int for page_size_bytes, got {page_size_bytes!r}")
     if tensor.dtype != torch.int8:
         raise ValueError(f"{name} must be int8 (view it as bytes), got {tensor.dtype}")
     if tensor.dim() != 2 or tensor.shape[1] != page_size_bytes:
@@ -128,6 +142,8 @@ def _checked_tensor(index: int, tensor: torch.Tensor, page_size_bytes: int) -> t
 
 
 def _check_ref(group_idx: int, tensor_idx: int, page_size_bytes: int, tensors: list[torch.Tensor]) -> None:
+    if not isinstance(tensor_idx, Integral) or not isinstance(page_size_bytes, Integral):
+        raise ValueError(f"a ref of group {group_idx} must be two ints, got {tensor_idx!r} and {page_size_bytes!r}")
     if not 0 <= tensor_idx < len(tensors):
         raise ValueError(f"group {group_idx} names tensor {tensor_idx}, there are {len(tensors)}")
     limit = tensors[tensor_idx].shape[1]

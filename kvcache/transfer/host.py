@@ -37,8 +37,8 @@ class CPUCopyHandler(OffloadingHandler):
         num_threads: int | None = None,
         inline_bytes: int = 128 << 10,
     ) -> None:
-        if num_threads is not None and num_threads < 1:
-            raise ValueError(f"num_threads must be >= 1, got {num_threads}")
+        if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
+            raise ValueError(f"num_threads must be an int >= 1, got {num_threads!r}")
         self._geometry = geometry
         self._to_host = to_host
         self._queue = CopyQueue(geometry.compiled, to_host, num_threads or 0, inline_bytes)

@@ -11,6 +11,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,7 +151,7 @@ class HostPool:
             self.close()
 
     def _checked(self, block_id: int) -> int:
-        if not 0 <= block_id < self.num_blocks:
+        if isinstance(block_id, bool) or not isinstance(block_id, Integral) or not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block_id must be in 0..{self.num_blocks - 1}, got {block_id!r}")
         return block_id
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from kvcache.transfer.base import OffloadingHandler, TransferSpec
+from kvcache.transfer.base import OffloadingHandler, TransferSpec, checked_pair
 from kvcache.types import LoadStoreSpec, TransferResult
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class OffloadingWorker:
         ValueError
             No handler moves blocks between these media, or the handler refuses the job.
         """
-        source, destination = spec
+        source, destination = checked_pair(spec)
         kind = (source.medium(), destination.medium())
         handler = self._handlers.get(kind)
         if handler is None:
