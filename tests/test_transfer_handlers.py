@@ -460,6 +460,30 @@ def test_worker_reports_a_handler_that_raises_as_a_failed_job(kv_caches, pool):
     assert worker.get_finished() == []
 
 
+def test_a_handler_that_raises_loses_nothing_of_the_others(kv_caches, pool, monkeypatch):
+    worker, broken = OffloadingWorker(), BrokenHandler()
+    store, load = cpu_gpu_handlers(kv_caches, pool)
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
+    worker.register_handler(GPULoadStoreSpec, GPULoadStoreSpec, broken)
+    worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
+    worker.transfer_async(1, store_spec([1], [1]))
+    worker.wait([1])
+
+    def gone(*_):
+        raise OSError("the medium is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, "get_finished", gone)
+        with pytest.raises(OSError, match="the medium is gone"):
+            worker.get_finished()
+    assert [result.job_id for result in worker.get_finished()] == [1]
+    monkeypatch.setattr(broken, "shutdown", gone)
+    with pytest.raises(OSError, match="the medium is gone"):
+        worker.shutdown()
+    assert store.transfer_async(2, store_spec([1], [1])) is False
+    assert load.transfer_async(3, store_spec([1], [1])[::-1]) is False
+
+
 def test_specs_and_results_pickle():
     device, host = pickle.loads(pickle.dumps(store_spec([1, 2], [3, 4])))
     assert device.block_ids.tolist() == [1, 2]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 from kvcache.transfer.base import OffloadingHandler, TransferSpec, checked_pair
 from kvcache.types import LoadStoreSpec, TransferResult
@@ -19,7 +20,7 @@ class OffloadingWorker:
 
     def __init__(self) -> None:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
-        self._failed: list[TransferResult] = []
+        self._ended: list[TransferResult] = []
 
     def register_handler(
         self, src_type: type[LoadStoreSpec], dst_type: type[LoadStoreSpec], handler: OffloadingHandler
@@ -64,13 +65,16 @@ class OffloadingWorker:
         except Exception:
             # A third party's handler must not end the engine: what it could not start has failed.
             _log.exception("transfer %s -> %s of job %s could not be started", *kind, job_id)
-            self._failed.append(TransferResult(job_id, False, 0, 0.0, kind))
+            self._ended.append(TransferResult(job_id, False, 0, 0.0, kind))
             return True
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call, those of one direction in the order of submission."""
-        failed, self._failed = self._failed, []
-        return failed + [result for handler in self._unique() for result in handler.get_finished()]
+        for handler in self._unique():
+            # Kept before the next handler is asked: what one that raises does not lose.
+            self._ended += handler.get_finished()
+        ended, self._ended = self._ended, []
+        return ended
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Return once these jobs have ended; unknown ids are passed over."""
@@ -80,8 +84,9 @@ class OffloadingWorker:
 
     def shutdown(self, wait: bool = True) -> None:
         """Shut every handler down; see `OffloadingHandler.shutdown`."""
-        for handler in self._unique():
-            handler.shutdown(wait)
+        with ExitStack() as stack:
+            for handler in reversed(self._unique()):
+                stack.callback(handler.shutdown, wait)
 
     def _unique(self) -> list[OffloadingHandler]:
         return list(dict.fromkeys(self._handlers.values()))
