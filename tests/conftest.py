@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,6 +85,25 @@ def pytest_runtest_setup() -> object:
 def pytest_runtest_call() -> object:
     with _optional_packages():
         return (yield)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the `kvcache` command in this process; its exit status, and what it wrote to standard output and error."""
+    # Told here, where a missing one may be a reason to skip: the command itself makes an exit status of it.
+    for name in ("rich", "typer"):
+        importlib.import_module(name)
+
+    def command(*argv: object) -> tuple[int, str, str]:
+        from kvcache.cli import main
+
+        with pytest.raises(SystemExit) as caught:
+            main([str(arg) for arg in argv])
+        captured = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, captured.out, captured.err
+
+    return command
 
 
 @pytest.fixture(scope="session")

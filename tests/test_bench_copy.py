@@ -6,22 +6,15 @@ import pytest
 
 pytest.importorskip("typer")
 
-from kvcache.cli import main
 from kvcache.transfer.measure import CopyBench
 
 
-def run(capsys, *options):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "copy", *options])
-    return ended.value.code, capsys.readouterr()
-
-
-def test_every_way_is_measured_in_both_directions_and_layouts(capsys, tmp_path):
+def test_every_way_is_measured_in_both_directions_and_layouts(run, tmp_path):
     plot = tmp_path / "ratios.png"
     options = ("--sizes", "4KiB,16KiB", "--blocks", "20", "--repeats", "1", "--json", "-", "--plot", str(plot))
-    status, output = run(capsys, *options)
+    status, out, err = run("bench", "copy", *options)
     assert status == 0
-    rates = json.loads(output.out)["rates"]
+    rates = json.loads(out)["rates"]
     assert len(rates) == 2 * 2 * 2 * 6
     assert {rate["way"] for rate in rates} == {
         "one large copy",
@@ -38,7 +31,7 @@ def test_every_way_is_measured_in_both_directions_and_layouts(capsys, tmp_path):
         assert rate["gb_per_s"] == pytest.approx(rate["num_blocks"] * rate["block_bytes"] / rate["seconds"] / 1e9)
         assert rate["way"] != "one large copy" or rate["ratio"] == 1
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "kvcache, 2 threads" in output.err
+    assert "kvcache, 2 threads" in err
 
 
 def test_all_ways_move_the_same_bytes():
@@ -72,8 +65,8 @@ def test_all_ways_move_the_same_bytes():
         (("--plot", "/nowhere/x.png"), "--plot cannot be written: '/nowhere/x.png'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(capsys, options, message):
-    status, output = run(capsys, *options)
+def test_what_cannot_be_measured_is_refused(run, options, message):
+    status, _, err = run("bench", "copy", *options)
     assert status == 2
-    assert message in output.err
-    assert "Traceback" not in output.err
+    assert message in err
+    assert "Traceback" not in err

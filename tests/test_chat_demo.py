@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pytest
@@ -11,7 +12,6 @@ import torch
 import transformers
 import typer
 
-from kvcache.cli import main
 from kvcache.integrations.transformers import PrefixCache
 
 SMALL = ["--users", "2", "--turns", "2", "--system-tokens", "32", "--message-tokens", "16", "--answer-tokens", "4"]
@@ -25,17 +25,9 @@ def same_threads():
     torch.set_num_threads(num_threads)
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(["chat-demo", *(str(arg) for arg in argv)])
-    captured = capsys.readouterr()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, captured.out, captured.err
-
-
-def test_counts_tokens_by_turn_and_saves_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_counts_tokens_by_turn_and_saves_a_plot(run: Any, tmp_path: Path) -> None:
     plot, document_path = tmp_path / "chat.png", tmp_path / "chat.json"
-    status, out, err = run(capsys, *SMALL, "--plot", plot, "--json", document_path)
+    status, out, err = run("chat-demo", *SMALL, "--plot", plot, "--json", document_path)
     assert (status, err) == (0, "")
     assert "All tokens are equal" in out
     assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -50,7 +42,7 @@ def test_counts_tokens_by_turn_and_saves_a_plot(capsys: pytest.CaptureFixture[st
     assert document["tokens_equal"] is True
 
 
-def test_other_tokens_end_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_end_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     load = PrefixCache._load
 
     def flipped(self, rows, requests):  # type: ignore[no-untyped-def]
@@ -60,7 +52,7 @@ def test_other_tokens_end_it(capsys: pytest.CaptureFixture[str], monkeypatch: py
         return past, n
 
     monkeypatch.setattr(PrefixCache, "_load", flipped)
-    status, _, err = run(capsys, *SMALL)
+    status, _, err = run("chat-demo", *SMALL)
     assert status == 1
     assert "kvcache: error: user 1 got other tokens with the cache in turn 1" in err
 
@@ -77,14 +69,14 @@ def test_other_tokens_end_it(capsys: pytest.CaptureFixture[str], monkeypatch: py
     ],
 )
 def test_bad_input_is_one_line(
-    capsys: pytest.CaptureFixture[str],
+    run: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: list[object],
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, _, err = run(capsys, *SMALL, *arguments)
+    status, _, err = run("chat-demo", *SMALL, *arguments)
     assert status == 2
     assert err.startswith(f"kvcache: error: {message}")
     assert err.count("\n") == 1

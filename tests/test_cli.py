@@ -14,7 +14,6 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 import kvcache
-from kvcache.cli import main
 from kvcache.cli.common import complete_policies, parse_capacities, parse_size
 
 TRACE = [
@@ -31,16 +30,8 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main([str(arg) for arg in argv])
-    captured = capsys.readouterr()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, captured.out, captured.err
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    status, _, err = run(capsys, *argv)
+def error_of(run: Any, *argv: object) -> str:
+    status, _, err = run(*argv)
     lines = [line for line in err.splitlines() if "kvcache: error: " in line]
     assert status == 2
     assert len(lines) == 1
@@ -48,22 +39,20 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return lines[0].removeprefix("kvcache: error: ")
 
 
-def test_replay_counts_hits_and_prints_a_table(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
-    status, out, err = run(capsys, "replay", trace, "--no-data", "--blocks", 2)
+def test_replay_counts_hits_and_prints_a_table(run: Any, trace: Path) -> None:
+    status, out, err = run("replay", trace, "--no-data", "--blocks", 2)
     assert (status, err) == (0, "")
     assert "block hit rate" in out
     assert "57.14% (4 of 7)" in out
     assert "bookkeeping per request" in out
 
 
-def test_replay_writes_json_to_a_file_or_to_standard_output(
-    capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
-) -> None:
+def test_replay_writes_json_to_a_file_or_to_standard_output(run: Any, trace: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     argv = ("replay", trace, "--no-data", "--split", 2, "--limit", 2)
-    assert run(capsys, *argv, "--json", target)[0] == 0
+    assert run(*argv, "--json", target)[0] == 0
     written = json.loads(target.read_text())
-    _, out, _ = run(capsys, *argv, "--json")
+    _, out, _ = run(*argv, "--json")
     printed = json.loads(out)
     for document in (written, printed):
         assert document["source"] == {"kind": "trace", "file": str(trace), "format": "mooncake", "skipped_lines": 0}
@@ -72,32 +61,32 @@ def test_replay_writes_json_to_a_file_or_to_standard_output(
         assert document["data"] is None
 
 
-def test_demo_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_needs_no_file(run: Any) -> None:
     argv = ("demo", "--no-data", "--requests", 300, "--blocks", 500, "--json")
-    documents = [json.loads(run(capsys, *argv)[1]) for _ in range(2)]
+    documents = [json.loads(run(*argv)[1]) for _ in range(2)]
     assert documents[0]["requests"] == 300
     assert documents[0]["evicted_blocks"] > 0
     assert documents[0]["hit_blocks"] == documents[1]["hit_blocks"] > 0
 
 
-def test_gate_stores_what_was_offered_often_enough(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+def test_gate_stores_what_was_offered_often_enough(run: Any, trace: Path) -> None:
     argv = ("replay", trace, "--no-data", "--store-threshold", 2, "--json")
-    document = json.loads(run(capsys, *argv)[1])
+    document = json.loads(run(*argv)[1])
     assert (document["store_threshold"], document["stored_blocks"], document["hit_blocks"]) == (2, 2, 2)
 
 
-def test_what_if_tells_of_other_capacities(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_if_tells_of_other_capacities(run: Any) -> None:
     argv = ("demo", "--no-data", "--requests", 300, "--blocks", 2000, "--what-if")
-    _, out, _ = run(capsys, *argv)
+    _, out, _ = run(*argv)
     assert "twice the memory" in out
-    assert json.loads(run(capsys, *argv, "--json")[1])["what_if"]["capacities"]
+    assert json.loads(run(*argv, "--json")[1])["what_if"]["capacities"]
 
 
-def test_bad_lines_can_be_skipped_and_are_counted(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+def test_bad_lines_can_be_skipped_and_are_counted(run: Any, trace: Path) -> None:
     with trace.open("a") as file:
         file.write('{"timestamp": 1}\n')
-    assert error_of(capsys, "replay", trace, "--no-data").startswith(f"{trace}:4: lacks 'hash_ids'")
-    status, out, _ = run(capsys, "replay", trace, "--no-data", "--skip-bad", "--json")
+    assert error_of(run, "replay", trace, "--no-data").startswith(f"{trace}:4: lacks 'hash_ids'")
+    status, out, _ = run("replay", trace, "--no-data", "--skip-bad", "--json")
     assert status == 0
     assert json.loads(out)["source"]["skipped_lines"] == 1
 
@@ -122,10 +111,8 @@ def test_bad_lines_can_be_skipped_and_are_counted(capsys: pytest.CaptureFixture[
         (("--json", "missing/out.json"), "--json cannot be written: 'missing/out.json': No such file or directory"),
     ],
 )
-def test_bad_option_is_named(
-    capsys: pytest.CaptureFixture[str], trace: Path, options: tuple[str, ...], message: str
-) -> None:
-    assert error_of(capsys, "replay", trace, "--no-data", *options).startswith(message)
+def test_bad_option_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
+    assert error_of(run, "replay", trace, "--no-data", *options).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -140,21 +127,19 @@ def test_bad_option_is_named(
         (("--policy", "min"), "--policy min is the optimum of a trace: kvcache replay FILE --policy min"),
     ],
 )
-def test_bad_demo_option_is_named(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str) -> None:
-    assert error_of(capsys, "demo", "--no-data", *options) == message
+def test_bad_demo_option_is_named(run: Any, options: tuple[str, ...], message: str) -> None:
+    assert error_of(run, "demo", "--no-data", *options) == message
 
 
-def test_refused_command_leaves_no_output_behind(
-    capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
-) -> None:
+def test_refused_command_leaves_no_output_behind(run: Any, trace: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
-    error_of(capsys, "replay", trace, "--no-data", "--json", target, "--split", 7)
+    error_of(run, "replay", trace, "--no-data", "--json", target, "--split", 7)
     assert not target.exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_full_disk_is_named(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
-    status, _, err = run(capsys, "replay", trace, "--no-data", "--json", "/dev/full")
+def test_full_disk_is_named(run: Any, trace: Path) -> None:
+    status, _, err = run("replay", trace, "--no-data", "--json", "/dev/full")
     assert (status, err) == (1, "kvcache: error: --json cannot be written: '/dev/full': No space left on device\n")
 
 
@@ -167,9 +152,9 @@ def test_full_standard_output_is_named(trace: Path) -> None:
     assert done.stderr.splitlines()[-1] == "kvcache: error: --json cannot be written: '-': No space left on device"
 
 
-def test_missing_trace_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_trace_is_named(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "missing.jsonl"
-    assert error_of(capsys, "replay", path) == f"cannot open trace {path}: No such file or directory"
+    assert error_of(run, "replay", path) == f"cannot open trace {path}: No such file or directory"
 
 
 @pytest.mark.parametrize(
@@ -188,21 +173,21 @@ def test_memory_is_turned_into_whole_blocks() -> None:
         parse_capacities("20,10", None, 1, "1")
 
 
-def test_command_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, err = run(capsys)
+def test_command_alone_prints_its_help(run: Any) -> None:
+    _, out, err = run()
     assert "Usage: kvcache" in out + err
     assert "error" not in out + err
 
 
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "--version") == (0, f"kvcache {kvcache.__version__}\n", "")
+def test_version_is_that_of_the_package(run: Any) -> None:
+    assert run("--version") == (0, f"kvcache {kvcache.__version__}\n", "")
 
 
-def test_shell_completes_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shell_completes_policies(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     monkeypatch.setenv("_KVCACHE_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "kvcache replay --policy lru,a")
     monkeypatch.setenv("COMP_CWORD", "3")
-    status, out, _ = run(capsys)
+    status, out, _ = run()
     assert status == 0
     assert out.split()[0] == "lru,arc"
 

@@ -233,18 +233,6 @@ def test_plots_are_drawn(tmp_path: Path, suffix: str) -> None:
         assert ET.fromstring(content).tag.endswith("svg")
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    pytest.importorskip("typer")
-    pytest.importorskip("rich")
-    from kvcache.cli import main
-
-    with pytest.raises(SystemExit) as caught:
-        main([str(arg) for arg in argv])
-    captured = capsys.readouterr()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, captured.out, captured.err
-
-
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
@@ -258,14 +246,12 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_grid_command_writes_table_json_csv_and_plot(
-    capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
-) -> None:
+def test_grid_command_writes_table_json_csv_and_plot(run: Any, trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     targets = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "svg")}
     argv = ("--policy", "lru,min", "--blocks", "3,5", "--model", "llama-3.1-8b", "--jobs", 1)
     outputs = ("--json", targets["json"], "--csv", targets["csv"], "--plot", targets["svg"])
-    status, out, err = run(capsys, "replay", trace, *argv, *outputs)
+    status, out, err = run("replay", trace, *argv, *outputs)
     assert (status, err) == (0, "")
     assert "blocks hit, of 11 of 512 tokens" in out
     assert "prefill saved, at least, in seconds (llama-3.1-8b, bf16, 400 TFLOP/s)" in out
@@ -284,7 +270,7 @@ def test_grid_command_writes_table_json_csv_and_plot(
     assert ET.parse(targets["svg"]).getroot().tag.endswith("svg")
 
 
-def test_grid_of_long_names_keeps_its_figures(capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path) -> None:
+def test_grid_of_long_names_keeps_its_figures(run: Any, trace: Path, tmp_path: Path) -> None:
     odd = trace.rename(tmp_path / "a[red]$x_{y$z.jsonl")
     policies = [
         "lru",
@@ -295,18 +281,18 @@ def test_grid_of_long_names_keeps_its_figures(capsys: pytest.CaptureFixture[str]
         *(f"kvcache.policies.{name}:{name.upper()}CachePolicy" for name in ("lru", "arc", "mq", "amq")),
     ]
     plot = tmp_path / "out.svg"
-    status, out, err = run(capsys, "replay", odd, "--policy", ",".join(policies), "--blocks", 5, "--plot", plot)
+    status, out, err = run("replay", odd, "--policy", ",".join(policies), "--blocks", 5, "--plot", plot)
     assert (status, err) == (0, "")
     assert f"{odd.name} (mooncake): blocks hit" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["5", "320.0", "KiB", *["54.55%"] * 9] in lines
 
 
-def test_grid_says_how_many_bad_lines_it_skipped(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+def test_grid_says_how_many_bad_lines_it_skipped(run: Any, trace: Path) -> None:
     argv = ("replay", trace, "--blocks", "3,5", "--jobs", 1, "--skip-bad")
-    assert "bad lines" not in run(capsys, *argv)[1]
+    assert "bad lines" not in run(*argv)[1]
     trace.write_text("oops\n" + trace.read_text())
-    assert run(capsys, *argv)[1].splitlines()[-1] == "bad lines skipped: 1"
+    assert run(*argv)[1].splitlines()[-1] == "bad lines skipped: 1"
 
 
 @pytest.mark.parametrize(
@@ -333,19 +319,17 @@ def test_grid_says_how_many_bad_lines_it_skipped(capsys: pytest.CaptureFixture[s
         (("--flops", "0"), "--flops must be a number > 0, got 0.0"),
     ],
 )
-def test_bad_grid_option_is_named(
-    capsys: pytest.CaptureFixture[str], trace: Path, options: tuple[str, ...], message: str
-) -> None:
-    status, _, err = run(capsys, "replay", trace, *options)
+def test_bad_grid_option_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
+    status, _, err = run("replay", trace, *options)
     (line,) = [line for line in err.splitlines() if "error" in line]
     assert status == 2
     assert line.startswith(f"kvcache: error: {message}")
     assert not Path("out.pdf").exists()
 
 
-def test_model_sizes_the_blocks_of_a_single_replay(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+def test_model_sizes_the_blocks_of_a_single_replay(run: Any, trace: Path) -> None:
     shape = ("--layers", 2, "--heads", 1, "--head-size", 8, "--dtype", "fp8", "--params", "1e9")
-    status, out, _ = run(capsys, "replay", trace, "--blocks", 5, *shape, "--split", 2, "--json")
+    status, out, _ = run("replay", trace, "--blocks", 5, *shape, "--split", 2, "--json")
     document = json.loads(out)
     assert status == 0
     assert document["block_bytes"] == 2 * 2 * 8 * 256

@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("torch")
 
 from kvcache import CPUOffloadingManager
-from kvcache.cli import main
 from kvcache.replay.chats import ChatWorkload
 from kvcache.replay.keys import KeyMaker
 from kvcache.replay.payload import VerifiedPayload
@@ -111,16 +110,8 @@ def test_chats_survive_eviction_byte_for_byte(policy: str) -> None:
     assert report["store_bytes"] == replay.tally.stored_blocks * 4096
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main([str(arg) for arg in argv])
-    captured = capsys.readouterr()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, captured.out, captured.err
-
-
-def test_demo_moves_and_compares_real_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "demo", "--requests", 200, "--memory", "4MiB", "--block-bytes", "8KiB", "--json")
+def test_demo_moves_and_compares_real_bytes(run: Any) -> None:
+    status, out, _ = run("demo", "--requests", 200, "--memory", "4MiB", "--block-bytes", "8KiB", "--json")
     document = json.loads(out)
     assert status == 0
     assert document["num_blocks"] == 512
@@ -129,7 +120,7 @@ def test_demo_moves_and_compares_real_bytes(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_mismatch_ends_the_command_with_status_1(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = VerifiedPayload.store
 
@@ -138,20 +129,20 @@ def test_mismatch_ends_the_command_with_status_1(
         self.pool.array[spec.block_ids[0], 9] ^= 1
 
     monkeypatch.setattr(VerifiedPayload, "store", store_and_flip)
-    status, _, err = run(capsys, "demo", "--requests", 50, "--blocks", 5000, "--block-bytes", 4096)
+    status, _, err = run("demo", "--requests", 50, "--blocks", 5000, "--block-bytes", 4096)
     assert status == 1
     (line,) = [line for line in err.splitlines() if "error" in line]
     assert line.startswith("kvcache: error: block ")
     assert "differs from what was stored at byte 8: expected " in line
 
 
-def test_block_bytes_that_hold_no_words_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status, _, err = run(capsys, "demo", "--block-bytes", 100)
+def test_block_bytes_that_hold_no_words_are_refused(run: Any, tmp_path: Path) -> None:
+    status, _, err = run("demo", "--block-bytes", 100)
     assert (status, err) == (2, "kvcache: error: block_bytes must be a multiple of 8, got 100\n")
 
 
-def test_pool_larger_than_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run(capsys, "demo", "--memory", "900TiB", "--block-bytes", "1GiB")
+def test_pool_larger_than_memory_is_refused(run: Any) -> None:
+    status, _, err = run("demo", "--memory", "900TiB", "--block-bytes", "1GiB")
     assert status == 2
     assert err.startswith("kvcache: error: a pool of ")
     assert err.count("\n") == 1
