@@ -372,13 +372,8 @@ class BackendOffloadingManager(_PolicyManager):
         A policy's name, class or ``"package.module:Class"``.
     enable_events : bool
         Whether `take_events` has anything to tell.
-    store_threshold : int
-        A key is stored only once it has been offered so often; 0 and 1: at once.
-    max_tracker_size : int
-        Keys whose offers are remembered.
-    what_if : bool or int
-        Whether to sample the keys for the method `what_if`; an int is the number of sampled uses that are kept, 12
-        bytes each, at least 1,024 (True: 131,072).
+    store_threshold, max_tracker_size, what_if
+        As in `CPUOffloadingManager`.
 
     Raises
     ------

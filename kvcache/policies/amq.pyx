@@ -22,16 +22,6 @@ cdef class AMQCachePolicy(MultiQueue):
 
     Multi-Queue whose blocks live as long as the traffic's own median distance between a key's first two uses.
 
-    Parameters
-    ----------
-    cache_capacity : int
-        Blocks that the cache holds, >= 1; the history remembers the uses of the last four times as many evicted keys.
-
-    Raises
-    ------
-    ValueError
-        The capacity is not a positive int.
-
     Notes
     -----
     As mq, but a block expires when it has neither been used nor demoted for `life` requests. The distances from a key's

@@ -27,20 +27,10 @@ cdef class ARCCachePolicy(Table):
 
     Balance recency and frequency by what was evicted too early.
 
-    Parameters
-    ----------
-    cache_capacity : int
-        Blocks that the cache holds, >= 1; also the keys that each ghost list remembers.
-
-    Raises
-    ------
-    ValueError
-        The capacity is not a positive int.
-
     Notes
     -----
     REPLACE of Megiddo & Modha, FAST '03, fig. 4; unlike it, passes over referenced, unready and protected blocks, and
-    trims both ghost lists to the capacity.
+    trims both ghost lists to `cache_capacity`.
     """
 
     cdef double target

@@ -27,19 +27,10 @@ cdef class LFUDACachePolicy(Table):
 
     Evict the block of least worth: its uses, plus the age of the cache when it was last used.
 
-    Parameters
-    ----------
-    cache_capacity : int
-        Blocks that the cache holds, >= 1; the history remembers the uses of the last four times as many evicted keys.
-
-    Raises
-    ------
-    ValueError
-        The capacity is not a positive int.
-
     Notes
     -----
-    The age is the greatest worth that was ever evicted. O(log capacity) a block: a heap by worth, then by recency.
+    The age is the greatest worth that was ever evicted. O(log capacity) a block: a heap by worth, then by recency. The
+    uses of the last ``4 * cache_capacity`` evicted keys are remembered.
     """
 
     cdef uint32_t* uses             # [num_rows]; the worth stands in Table.ranks

@@ -15,16 +15,6 @@ cdef class LRUCachePolicy(Table):
     """LRUCachePolicy(cache_capacity)
 
     Evict the least recently used block, passing over those referenced, not ready or protected.
-
-    Parameters
-    ----------
-    cache_capacity : int
-        Blocks that the cache holds, >= 1.
-
-    Raises
-    ------
-    ValueError
-        The capacity is not a positive int.
     """
 
     def __cinit__(self, cache_capacity):

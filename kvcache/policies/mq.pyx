@@ -210,20 +210,11 @@ cdef class MQCachePolicy(MultiQueue):
 
     Keep what is used often, as long as it is used: eight recency queues by the logarithm of a block's uses.
 
-    Parameters
-    ----------
-    cache_capacity : int
-        Blocks that the cache holds, >= 1; the history remembers the uses of the last four times as many evicted keys.
-
-    Raises
-    ------
-    ValueError
-        The capacity is not a positive int.
-
     Notes
     -----
     Multi-Queue of Zhou, Philbin & Li, USENIX ATC '01. The clock counts requests; a block that is not used for 500 of
-    them goes down one queue, at most 1,024 blocks a request. Eviction starts at the lowest queue's oldest block.
+    them goes down one queue, at most 1,024 blocks a request. Eviction starts at the lowest queue's oldest block. The
+    uses of the last ``4 * cache_capacity`` evicted keys are remembered.
     """
 
 
