@@ -81,16 +81,7 @@ def prefix_hits(
     total = 0
     for (arrival_s, keys), hint in zip(requests, hints, strict=True):
         now_s = max(now_s, arrival_s)
-        context = ReqContext(retention=hint)
-        num_hits = manager.lookup(keys, context)
-        manager.touch(keys, context)
-        manager.prepare_load(keys[:num_hits], context)
-        manager.complete_load(keys[:num_hits], context)
-        output = manager.prepare_store(keys, context)
-        if output is not None:
-            manager.complete_store(output.keys_to_store, context)
-        manager.on_request_finished(context)
-        total += num_hits
+        total += _serve(manager, keys, keys, ReqContext(retention=hint))
     return total
 
 
@@ -100,18 +91,21 @@ def bound_hits(requests: Iterable[list[bytes]], prompts: Prompts, policy: str, n
     manager = CPUOffloadingManager(block_size, num_blocks, policy)
     total = 0
     for number, (keys, ids) in enumerate(zip(requests, prompts, strict=True)):
-        context = ReqContext()
-        num_hits = manager.lookup(keys, context)
-        manager.touch(keys, context)
-        manager.prepare_load(keys[:num_hits], context)
-        manager.complete_load(keys[:num_hits], context)
         offered = [key for key, block in zip(keys, ids, strict=True) if last[block] > number]
-        output = manager.prepare_store(offered, context)
-        if output is not None:
-            manager.complete_store(output.keys_to_store, context)
-        manager.on_request_finished(context)
-        total += num_hits
+        total += _serve(manager, keys, offered, ReqContext())
     return total
+
+
+def _serve(manager: CPUOffloadingManager, keys: list[bytes], offered: list[bytes], context: ReqContext) -> int:
+    num_hits = manager.lookup(keys, context)
+    manager.touch(keys, context)
+    manager.prepare_load(keys[:num_hits], context)
+    manager.complete_load(keys[:num_hits], context)
+    output = manager.prepare_store(offered, context)
+    if output is not None:
+        manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+    return num_hits
 
 
 def table(path: str, policies: list[str], capacities: list[int]) -> Iterator[str]:
