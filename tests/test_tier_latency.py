@@ -1,13 +1,16 @@
 """The scheduler's thread is never kept: not by a disk that is busy, and not by one that hangs.
 
-Bounded is the longest call of a round, by the wall's clock and by the CPU time of its thread. Each clock may take its
-best round of several: what a busy machine adds, because it runs somebody else, is in some rounds and not in others.
+Bounded is the longest call of a round, by the wall's clock less the time for which the thread could run and no core was
+free: a busy machine's work for others is not the call's, a wait for a disk or a lock is. The best round of several
+counts, as whoever held the lock may have waited for a core as well.
 """
 
 import gc
 import mmap
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,41 +26,45 @@ BLOCK_BYTES = 16384
 NUM_BLOCKS = 1024
 REQUEST_BLOCKS = 256
 LIMIT_S = 0.002
-
-
 MAX_ROUNDS = 10
+SCHEDULER_STATISTICS = Path("/proc/thread-self/schedstat")
+
+
+def waited_for_a_core_s():
+    return int(SCHEDULER_STATISTICS.read_text().split()[1]) / 1e9 if SCHEDULER_STATISTICS.exists() else 0.0
 
 
 class Timed:
-    """Calls a manager; keeps the longest call by the wall's clock, and by the CPU time of the thread."""
+    """Calls a manager; keeps the longest time that a call has kept the thread."""
 
     def __init__(self, manager):
         self.manager = manager
-        self.wall_s = self.cpu_s = 0.0
+        self.longest_s = 0.0
 
     def __getattr__(self, name):
         method = getattr(self.manager, name)
 
         def call(*args):
-            wall, cpu = time.perf_counter(), time.thread_time()
+            waited = waited_for_a_core_s()
+            start = time.perf_counter()
             answer = method(*args)
-            self.cpu_s = max(self.cpu_s, time.thread_time() - cpu)
-            self.wall_s = max(self.wall_s, time.perf_counter() - wall)
+            taken = time.perf_counter() - start
+            self.longest_s = max(self.longest_s, taken - (waited_for_a_core_s() - waited))
             return answer
 
         return call
 
 
 def rounds(manager):
-    """Give out timed managers until each clock has seen a round within the limit; fail after too many."""
-    seen = []
+    """Give out timed managers, three at least, until one round has kept within the limit; fail after too many."""
+    longest = []
     for _ in range(MAX_ROUNDS):
         timed = Timed(manager)
         yield timed
-        seen.append((timed.wall_s, timed.cpu_s))
-        if len(seen) >= 3 and all(min(clock) < LIMIT_S for clock in zip(*seen, strict=True)):
+        longest.append(timed.longest_s)
+        if len(longest) >= 3 and min(longest) < LIMIT_S:
             return
-    pytest.fail(f"the longest calls of each round, wall and CPU seconds: {seen}")
+    pytest.fail(f"the longest calls of each round, in seconds: {longest}")
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +80,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "_SHUTDOWN_S", 0.2)
     flat = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES), np.uint8)
     tier = DiskTier(tmp_path / "tier", capacity_for(4096, BLOCK_BYTES), flat.reshape(NUM_BLOCKS, BLOCK_BYTES))
-    rule = TierRule(deadline_s=0.3, pause_s=60.0, max_store_blocks=256)
+    rule = TierRule(deadline_s=20.0, pause_s=60.0, max_store_blocks=256)
     manager = TieredOffloadingManager(16, NUM_BLOCKS, [(tier, rule)], deadline_s=0.5)
     yield tier, manager
     manager.shutdown()
@@ -116,6 +123,9 @@ def test_hung_disk_does_not_keep_the_scheduler(world):
     for number in range(6):
         serve(manager, number)
     assert manager.settle(20)
+    # From here on: what a busy disk wrote too late before would still hold request 0 in host memory.
+    (lane,) = manager._lanes
+    lane.rule = replace(lane.rule, deadline_s=0.3)
     released = threading.Event()
 
     def hang(*args):
