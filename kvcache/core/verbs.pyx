@@ -39,10 +39,11 @@ DEBUG = bool(KV_DEBUG)
 
 cdef object _empty = np.empty
 cdef object _int64 = np.dtype(np.int64)
+cdef Py_ssize_t _num_calls = 0  # in debug builds
 
 cdef enum:
     RUN_CHUNK = 16          # keys looked up together where the first miss ends the walk
-    CHECKED_SIZE = 4096     # debug builds check tables up to this size after every call
+    CHECKED_SIZE = 256      # debug builds check tables up to this size after every call, larger ones as much rarer
 
 
 cdef class Verbs(Retention):
@@ -447,8 +448,11 @@ cdef class Verbs(Retention):
         return 0
 
     cdef int _after(self) except -1:
-        if KV_DEBUG and self.cache_capacity <= CHECKED_SIZE:
-            self.check()
+        global _num_calls
+        if KV_DEBUG:
+            _num_calls += 1
+            if _num_calls * CHECKED_SIZE % self.cache_capacity < CHECKED_SIZE:
+                self.check()
         return 0
 
 
