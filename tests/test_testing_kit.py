@@ -129,6 +129,18 @@ class EvictsBlocksInUse(ReferenceLRU):
         return [self.blocks.popitem(last=False) for _ in range(n)]
 
 
+class KeepsWhatItEvicts(ReferenceLRU):
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        victims = super().evict(n, protected)
+        self.blocks.update(victims or [])
+        return victims
+
+
+class EvictsNothing(ReferenceLRU):
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        return []
+
+
 class TakesWhatItCan(ReferenceLRU):
     def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
         victims = []
@@ -169,6 +181,8 @@ class AnyCapacity(ReferenceLRU):
         (TooFew, "test_evict_returns_exactly_n_blocks_with_their_keys"),
         (IgnoresProtection, "test_evict_passes_over_protected_blocks"),
         (TakesWhatItCan, "test_a_refused_eviction_changes_nothing"),
+        (KeepsWhatItEvicts, "test_remove_lets_a_block_go"),
+        (EvictsNothing, "test_remove_lets_a_block_go"),
         (CountsGets, "test_get_is_no_use"),
         (ComparesKeysByIdentity, "test_finds_equal_keys_that_are_other_objects"),
         (RemovesQuietly, "test_remove_of_an_absent_key_is_a_key_error"),

@@ -255,7 +255,10 @@ class PolicyContract:
 
 def drained(policy: CachePolicy, protected: Iterable[bytes] = ()) -> list[bytes]:
     """Evict one block after the other until none may leave, and return their keys, in order."""
-    keys = []
+    keys: list[bytes] = []
     while (victims := policy.evict(1, set(protected))) is not None:
-        keys += [key for key, _ in victims]
+        assert len(victims) == 1, f"evict(1, ...) must return one victim, got {victims!r}"
+        key = victims[0][0]
+        assert key not in keys, f"evict must let go what it returns, got {key!r} twice"
+        keys.append(key)
     return keys
