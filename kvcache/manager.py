@@ -6,6 +6,7 @@ verbs of its policy (`kvcache.policies.verbs`). It never waits for I/O.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from kvcache.policies.verbs import BatchVerbs
 
 Keys = Iterable[bytes]
+
+MAX_BLOCKS = 1 << 30
 
 
 class OffloadingManager(ABC):
@@ -206,9 +209,12 @@ class _PolicyManager(OffloadingManager):
         if hint is None or hint.priority == 0:
             trail = self._verbs.open_request()
         else:
-            trail = self._verbs.open_request(hint.priority, hint.ttl_ns)
             if self._now_s is None:
-                self._start_s = self._now_s = self._clock()
+                now_s = self._clock()
+                if not math.isfinite(now_s):
+                    raise ValueError(f"the clock must give finite seconds, got {now_s!r}")
+                self._start_s = self._now_s = now_s
+            trail = self._verbs.open_request(hint.priority, hint.ttl_ns)
         trails[self] = trail
         return trail
 
@@ -456,7 +462,8 @@ class CPUOffloadingManager(_PolicyManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         checked_size("block_size", block_size)
-        checked_size("num_blocks", num_blocks)
+        if checked_size("num_blocks", num_blocks) >= MAX_BLOCKS:
+            raise ValueError(f"num_blocks must be < 2**30, got {num_blocks}")
         policy = _new_policy(cache_policy, num_blocks)
         verbs = policy.native(num_blocks) or PrimitiveVerbs(policy, CPUBackend(block_size, num_blocks))
         super().__init__(

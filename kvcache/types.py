@@ -200,6 +200,11 @@ class BlockStatus(ctypes.Structure):
     block_id : int
         Slot in the pool, int64.
 
+    Raises
+    ------
+    ValueError
+        The id is no int64.
+
     Notes
     -----
     C layout `{int32 ref_cnt; int64 block_id}`, 16 bytes. `ref_cnt` starts at -1: not ready, being written.
@@ -209,6 +214,8 @@ class BlockStatus(ctypes.Structure):
 
     def __init__(self, block_id: int) -> None:
         super().__init__(-1, block_id)
+        if self.block_id != block_id:
+            raise ValueError(f"block_id must be an int64, got {block_id!r}")
 
     @property
     def is_ready(self) -> bool:

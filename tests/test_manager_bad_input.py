@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvcache import BlockStateError, BlockStatus, CPUOffloadingManager, ReqContext
+from kvcache import (
+    BackendOffloadingManager,
+    BlockStateError,
+    BlockStatus,
+    CPUBackend,
+    CPULoadStoreSpec,
+    CPUOffloadingManager,
+    ReqContext,
+)
 from kvcache.testing.reference import ReferenceLRU, Victims
 
 A, B, C, D = b"A", b"B", b"C", b"D"
@@ -40,7 +48,7 @@ def test_what_is_no_key_is_refused_before_anything_changes(
     # A look-up of several ends at the first miss; a bad head is always seen.
     keys = [bad, B] if method == "lookup" else [B, D, bad]
 
-    with pytest.raises(ValueError, match="key must be non-empty bytes, got") as error:
+    with pytest.raises(ValueError, match="key must be exact, non-empty bytes, got") as error:
         getattr(manager, method)(keys, ReqContext())
     assert repr(bad) in str(error.value)
     assert seen(manager) == before
@@ -50,7 +58,7 @@ def test_a_subclass_of_bytes_is_no_key(manager: CPUOffloadingManager) -> None:
     class Bytes(bytes):
         pass
 
-    with pytest.raises(ValueError, match="key must be non-empty bytes"):
+    with pytest.raises(ValueError, match="key must be exact, non-empty bytes"):
         manager.prepare_store([Bytes(b"D")])
 
 
@@ -204,3 +212,20 @@ def test_a_plug_in_that_refuses_to_evict_makes_the_store_refused() -> None:
 def test_a_finished_request_needs_its_context(manager: CPUOffloadingManager) -> None:
     with pytest.raises(ValueError, match="req_context must be a ReqContext, got None"):
         manager.on_request_finished(None)
+
+
+def test_more_blocks_than_rows_can_be_numbered_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_blocks must be < 2\*\*30, got 1073741824"):
+        CPUOffloadingManager(16, 1 << 30)
+
+
+def test_backend_that_cannot_say_where_its_blocks_lie_gets_them_back() -> None:
+    class Silent(CPUBackend):
+        def get_load_store_spec(self, block_hashes: object, blocks: object) -> CPULoadStoreSpec:
+            raise NotImplementedError("nowhere")
+
+    backend = Silent(16, 4)
+    manager = BackendOffloadingManager(backend)
+    with pytest.raises(NotImplementedError, match="nowhere"):
+        manager.prepare_store([A, B])
+    assert (backend.get_num_free_blocks(), manager.stats().num_pending) == (4, 0)

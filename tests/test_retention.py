@@ -296,6 +296,15 @@ def test_at_most_256_fall_in_one_call(clock: Clock) -> None:
     manager.policy.check()
 
 
+def test_a_clock_that_gives_no_number_is_refused_at_the_first_hint() -> None:
+    manager = CPUOffloadingManager(16, 4, "lru", clock=lambda: float("nan"))
+    store(manager, [A])
+    with pytest.raises(ValueError, match="clock must give finite seconds, got nan"):
+        store(manager, [B], 1, 10)
+    store(manager, [C])
+    assert manager.lookup([A, C]) == 2
+
+
 def test_plain_python_policies_ignore_hints(clock: Clock) -> None:
     policy: type[CachePolicy] = REFERENCE_POLICIES["lru"]
     manager = CPUOffloadingManager(16, 8, policy, clock=clock)

@@ -175,6 +175,12 @@ def test_blocks_may_be_subclassed() -> None:
     assert (block.block_id, block.ref_cnt, block.node) == (4, -1, "east")
 
 
+@pytest.mark.parametrize("block_id", [1 << 63, -(1 << 63) - 1, 1 << 70])
+def test_block_ids_beyond_int64_are_refused(block_id: int) -> None:
+    with pytest.raises(ValueError, match=f"block_id must be an int64, got {block_id}"):
+        BlockStatus(block_id)
+
+
 @pytest.mark.parametrize("given", [[3, 1, 2], (3, 1, 2), np.array([3, 1, 2], np.int32)])
 def test_specs_hold_ids_as_int64(given: Any) -> None:
     spec = CPULoadStoreSpec(given)

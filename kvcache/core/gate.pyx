@@ -77,7 +77,7 @@ cdef class StoreGate:
         for i in range(n):
             key = PyList_GET_ITEM(keys, i)
             if not PyBytes_CheckExact(key) or PyBytes_GET_SIZE(key) == 0:
-                raise ValueError(f"key must be non-empty bytes, got {<object> key!r}")
+                raise ValueError(f"key must be exact, non-empty bytes, got {<object> key!r}")
         admitted = bytearray(n)
         flags = PyByteArray_AS_STRING(admitted)
         self._make_room(n)

@@ -234,7 +234,7 @@ cdef class Rows:
                     prefetch(<char*> key + 64)
                 key = PyList_GET_ITEM(keys, i)
                 if not PyBytes_CheckExact(key) or PyBytes_GET_SIZE(key) == 0:
-                    raise ValueError(f"key must be non-empty bytes, got {<object> key!r}")
+                    raise ValueError(f"key must be exact, non-empty bytes, got {<object> key!r}")
                 hash = <uint64_t> PyObject_Hash(key)
                 hashes[i] = hash
                 prefetch(&buckets[home_of(<uint32_t> hash, num_buckets)])
@@ -310,7 +310,7 @@ cdef class Rows:
     cdef int32_t _row_of(self, key) except -1:
         """Return the row of one key, or 0."""
         if type(key) is not bytes or not key:
-            raise ValueError(f"key must be non-empty bytes, got {key!r}")
+            raise ValueError(f"key must be exact, non-empty bytes, got {key!r}")
         return self._find_one(<PyObject*> key, <uint64_t> PyObject_Hash(<PyObject*> key))
 
     # ---- rows come and go -------------------------------------------------------------------------------------

@@ -212,11 +212,17 @@ class PrimitiveVerbs:
             for block in allocated:
                 backend.free(block)
             raise BlockStateError(f"backend allocated {len(allocated)} blocks, {len(new)} were asked for")
+        try:
+            spec = backend.get_load_store_spec(new, allocated)
+        except BaseException:
+            for block in allocated:
+                backend.free(block)
+            raise
         for key, block in zip(new, allocated, strict=True):
             self._policy.insert(key, block)
             self._resident[key] = block
         self.num_pending += len(new)
-        return PrepareStoreOutput(new, backend.get_load_store_spec(new, allocated), [key for key, _ in victims])
+        return PrepareStoreOutput(new, spec, [key for key, _ in victims])
 
     def commit(self, keys: list[bytes], trail: Trail | None) -> list[bytes]:
         _check_keys(keys)
@@ -298,7 +304,7 @@ def sorted_by_position(keys: list[bytes], positions: dict[bytes, int]) -> list[b
 
 def _check_key(key: object) -> None:
     if type(key) is not bytes or not key:
-        raise ValueError(f"key must be non-empty bytes, got {key!r}")
+        raise ValueError(f"key must be exact, non-empty bytes, got {key!r}")
 
 
 def _check_keys(keys: list[bytes]) -> None:

@@ -233,7 +233,7 @@ def _checked(keys: Iterable[bytes]) -> list[bytes]:
     listed = list(keys)
     for key in listed:
         if type(key) is not bytes or not key:
-            raise ValueError(f"key must be non-empty bytes, got {key!r}")
+            raise ValueError(f"key must be exact, non-empty bytes, got {key!r}")
     return listed
 
 
