@@ -82,12 +82,13 @@ def busy():
 def test_store_then_load_brings_the_bytes_back(handlers, kv_caches):
     store, load = handlers
     before = [kv.tensor.clone() for kv in kv_caches.tensors]
+    start_s = time.perf_counter()
     assert store.transfer_async(1, store_spec([3, 1, 8], [5, 0, 9]))
     store.wait([1])
     (result,) = store.get_finished()
     assert (result.job_id, result.success, result.transfer_size) == (1, True, 3 * 128)
     assert result.transfer_type == ("GPU", "CPU")
-    assert 0 <= result.transfer_time < 1
+    assert 0 <= result.transfer_time <= time.perf_counter() - start_s
     assert load.transfer_async(2, store_spec([10, 11, 12], [5, 0, 9])[::-1])
     load.wait([2])
     (result,) = load.get_finished()
