@@ -141,7 +141,7 @@ def test_grid_stops_at_once_and_in_silence(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "slow.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         start_new_session=True,
         capture_output=True,
         text=True,
@@ -286,6 +286,22 @@ def test_grid_of_long_names_keeps_its_figures(run: Any, trace: Path, tmp_path: P
     assert f"{odd.name} (mooncake): blocks hit" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["5", "320.0", "KiB", *["54.55%"] * 9] in lines
+
+
+def test_folder_of_the_call_hides_no_installed_package(trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "kvcache").mkdir()
+    (tmp_path / "kvcache" / "__init__.py").write_text("raise ImportError('not this one')")
+    argv = ["replay", str(trace), "--policy", "lru,arc", "--blocks", "5", "--jobs", "2"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"from kvcache.cli import main; main({argv})"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
 
 
 def test_grid_says_how_many_bad_lines_it_skipped(run: Any, trace: Path) -> None:

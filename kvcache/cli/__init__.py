@@ -60,9 +60,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if error.name not in ("typer", "rich"):
             raise
         _fail(f"the command line needs {error.name}: pip install 'kvcache[cli]'", _EXIT_FAILED)
-    # A policy of one's own, "module:Class", may lie in the folder that the command is called from.
+    # A policy of one's own, "module:Class", may lie in the folder that the command is called from. Last: what else lies
+    # there is not to stand in for what is installed, in processes that are spawned either.
     if "" not in sys.path:
-        sys.path.insert(0, "")
+        sys.path.append("")
     try:
         app(args=_with_json_target(sys.argv[1:] if argv is None else argv), prog_name="kvcache")
     except Exception as error:
