@@ -11,9 +11,10 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 PYTEST_ARGS ?=
 PYTEST := $(CURDIR)/$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations=10 $(PYTEST_ARGS)
-# What `make test` alone runs: long, and no more is learnt from them on a second build.
-export ONCE := -m 'not slow' $(foreach name,chat_demo disk_kills leaks policy_trace tier_interleavings tiny_engine \
-	transfer_leaks transformers*,--ignore-glob='tests/test_$(name).py') --ignore-glob=tests/vllm
+# What `make test` alone runs: long, and no more is learnt from them on a second build, nor from as many examples.
+export ONCE := -m 'not slow' --hypothesis-profile=few $(foreach name,chat_demo disk_kills leaks policy_trace \
+	tier_interleavings tiny_engine transfer_leaks transformers*,--ignore-glob='tests/test_$(name).py') \
+	--ignore-glob=tests/vllm
 
 # Build environments follow the constraints too: old pips read the first variable there, new ones the second.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -23,7 +24,7 @@ export KVCACHE_BUILD_JOBS ?= $(JOBS)
 # The installed package is meant, never the checkout, in subprocesses too.
 export PYTHONSAFEPATH := 1
 
-SOURCES := setup.py pyproject.toml MANIFEST.in README.md $(shell find kvcache -name '*.py' -o -name '*.py[xi]' -o -name '*.pxd')
+SOURCES := setup.py pyproject.toml MANIFEST.in README.md $(shell find kvcache -name '*.py' -o -name '*.py[xi]' -o -name '*.pxd' -o -name '*.h')
 
 help:
 	@echo "make demo    install into .venv and run the main job"
@@ -78,13 +79,18 @@ bench-smoke: $(VENV)/extra-bench.stamp
 	$(BIN)/asv machine --yes >/dev/null
 	$(BIN)/asv run --python=same --quick --show-stderr --bench "^(?!calls[.](WorstCall|Memory)|copies[.]Copy[.])(?!.*(00000|30000|'(arc|mq|lfuda)'))"
 
-# Every call checks the whole table in this build: exact tests of what is compiled, not the long machines and timings.
-DEBUG_TESTS := $(foreach name,manager manager_bad_input manager_life retention types transfer_geometry,tests/test_$(name).py)
+# Calls walk their tables in this build. So nothing that measures time is run on it, nor the one test that replays
+# thousands of requests in a hundred caches, to compare curves: minutes of it here.
+NOT_DEBUG := test_tier_latency.py test_import.py::test_import_takes_under_100_ms_beyond_numpy \
+	test_hashing.py::test_keys_a_million_tokens_in_under_100_ms \
+	test_what_if.py::test_curves_are_within_two_points_of_exact_replays \
+	test_what_if.py::test_filter_costs_at_most_a_twentieth_of_bookkeeping
 test-debug: $(SOURCES) $(VENV)/extra-test.stamp
 	rm -rf build/debug
 	KVCACHE_DEBUG=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/debug/wheel .
 	$(BIN)/pip install --quiet --no-deps --target build/debug/site build/debug/wheel/*.whl
-	PYTHONPATH=build/debug/site KVCACHE_EXPECT_IN=build/debug/site KVCACHE_EXPECT_DEBUG=1 $(PYTEST) $(DEBUG_TESTS)
+	PYTHONPATH=$(CURDIR)/build/debug/site KVCACHE_EXPECT_IN=build/debug/site KVCACHE_EXPECT_DEBUG=1 \
+		$(PYTEST) $(ONCE) $(NOT_DEBUG:%=--deselect=tests/%)
 
 sdist-test:
 	.ci/sdist-test

@@ -19,7 +19,10 @@ PACKAGE = Path(kvcache.__file__).resolve().parent
 # In CI every run draws the same examples: a red run must say something about the change.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, database=None, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "default")
+PROFILE = "ci" if os.environ.get("CI") else "default"
+settings.load_profile(PROFILE)
+# For a second build of what has been tested in full: pytest --hypothesis-profile=few.
+settings.register_profile("few", settings.get_profile(PROFILE), max_examples=20)
 
 # Where only the control plane is installed, tests of the rest have nothing to run on; anywhere else a missing package
 # is a failure.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvcache.core.geometry import Geometry
 from kvcache.testing.transfers import GUARD, HostStream, NoisyPool, cases
@@ -40,7 +40,6 @@ def staged_many_blocks(geometry, to_host):
 
 @pytest.mark.parametrize("make_handler", [copied_at_once, copied_by_threads, staged_block_by_block, staged_many_blocks])
 @pytest.mark.parametrize("to_host", [True, False], ids=["store", "load"])
-@settings(max_examples=100, deadline=None)
 @given(case=cases())
 def test_bytes_go_where_the_reference_puts_them(make_handler, to_host, case):
     buffers, memory = case.expected(to_host)
@@ -57,7 +56,6 @@ def test_bytes_go_where_the_reference_puts_them(make_handler, to_host, case):
     handler.shutdown()
 
 
-@settings(max_examples=100, deadline=None)
 @given(case=cases())
 def test_runs_that_touch_on_both_sides_are_merged(case):
     geometry = KVGeometry(case.kv_caches, case.pool, case.factor)
