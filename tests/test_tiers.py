@@ -353,6 +353,40 @@ def test_reset_waits_for_what_is_in_flight_and_is_empty_at_once():
     assert bench.manager.lookup(b"a", ReqContext()) is False
 
 
+@pytest.mark.parametrize("is_load", [True, False])
+def test_reset_does_not_wait_for_a_tier_that_hangs_and_keeps_its_slot(is_load):
+    bench = Bench().on_tier(b"a")
+    if is_load:
+        bench.manager.lookup(b"a", ReqContext())
+    else:
+        bench.store(b"b")
+    bench.manager.on_schedule_end()
+    (job,) = bench.tier.pending
+    bench.manager.reset_cache()
+    assert bench.manager.prepare_store([b"c"]) is None
+    bench.clock.now_s += 5
+    bench.manager.on_schedule_end()
+    assert bench.manager.lookup(keys_of("ab"), ReqContext()) == 0
+    assert bench.manager.prepare_store(keys_of("cde")) is None
+    output = bench.manager.prepare_store(keys_of("cd"))
+    assert sorted([*output.store_spec.block_ids.tolist(), *job.block_ids]) == [0, 1, 2]
+    bench.manager.complete_store(keys_of("cd"))
+    for other in bench.tier.pending[1:]:
+        bench.tier.end(other)
+    bench.manager.reset_cache()
+    bench.manager.on_schedule_end()
+    output = bench.manager.prepare_store(keys_of("fg"))
+    assert sorted([*output.store_spec.block_ids.tolist(), *job.block_ids]) == [0, 1, 2]
+    bench.manager.complete_store(keys_of("fg"))
+    bench.events()
+    bench.step()
+    assert bench.manager.lookup(keys_of("fgab"), ReqContext()) == 2
+    assert not {key for _, _, keys in bench.events() for key in keys}.intersection(keys_of("abcd"))
+    assert bench.manager.prepare_store(keys_of("h")).evicted_keys == []
+    stats = bench.manager.stats()
+    assert (stats.num_pending, stats.num_referenced, stats.num_free) == (1, 0, 0)
+
+
 def test_second_tier_is_asked_after_the_first():
     clock = Clock()
     upper, lower = ManualTier(1, is_automatic=True), ManualTier(8, is_automatic=True)

@@ -32,6 +32,15 @@ class Ask:
         self.held: dict[bytes, None] = {}
         self.is_over = False
 
+    def by_lane(self) -> list[tuple[Lane, list[bytes]]]:
+        """Return the wanted keys in order, cut into runs of one tier each."""
+        runs: list[tuple[Lane, list[bytes]]] = []
+        for key, lane in self.wanted.items():
+            if not runs or runs[-1][0] is not lane:
+                runs.append((lane, []))
+            runs[-1][1].append(key)
+        return runs
+
     def tries(self, keys: list[bytes]) -> None:
         """Note that the promotion of wanted keys is tried now, or never will be."""
         self.tried.update(keys)

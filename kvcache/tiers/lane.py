@@ -136,13 +136,19 @@ class Breaker:
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """A job under way; `waiters` are the requests that asked for its blocks."""
+    """A job under way.
+
+    `waiters` are the requests that asked for its blocks. A job that a reset did not wait for has `stand_ins`: keys that
+    keep its host blocks from everybody until it is reported.
+    """
 
     job_id: int
     lane: Lane
     is_load: bool
     keys: list[bytes]
+    block_ids: list[int]
     deadline_s: float
+    stand_ins: list[bytes] = field(default_factory=list)
     waiters: set[ReqContext | None] = field(default_factory=set)
     is_overdue: bool = False
 
@@ -248,11 +254,11 @@ class Lane:
         except Exception:
             self._complain("on_request_finished")
 
-    def send(self, move: Move, block_ids: list[int]) -> bool:
+    def send(self, move: Move) -> bool:
         """Give a job to the tier; return whether it took it."""
         submit = self.tier.submit_load if move.is_load else self.tier.submit_store
         try:
-            is_taken = submit(move.job_id, move.keys, block_ids)
+            is_taken = submit(move.job_id, move.keys, move.block_ids)
         except Exception:
             # What it took before it raised is not known: the job counts as lost.
             self._complain("submit")

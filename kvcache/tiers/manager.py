@@ -14,8 +14,8 @@ them, ends, or its deadline passes. Past the deadline, `lookup` answers from wha
 What is in flight
 -----------------
 Host blocks of a job are the tier's until it reports the job, be it long after the deadline: a block being read into
-stays reserved, a block being written stays referenced. `reset_cache` waits for them in the same way: the cache is
-empty at once, and takes new blocks when the last old job has ended.
+stays reserved, a block being written stays referenced. `reset_cache` waits for the jobs under way: the cache is empty
+at once, and takes new blocks when the last old job has ended or is overdue; slots of overdue ones stay reserved.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._write_down(now_s)
 
     def reset_cache(self) -> None:
-        """Forget everything, in all tiers; new blocks are taken once the last job under way has ended."""
+        """Forget everything, in all tiers; new blocks are taken once the last job under way has ended or is overdue."""
         self._asks.clear()
         self._uses.clear()
         for lane in self._lanes:
@@ -320,7 +320,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _promote(self, now_s: float) -> None:
         for ask in self._asks.wanting():
-            for lane, keys in _by_lane(ask.wanted):
+            for lane, keys in ask.by_lane():
                 if not lane.may_load(now_s):
                     ask.tries(keys)
                     continue
@@ -337,9 +337,10 @@ class TieredOffloadingManager(OffloadingManager):
                 if output is None or not output.keys_to_store:
                     continue
                 stored = output.keys_to_store
-                move = Move(next(self._job_ids), lane, True, stored, now_s + lane.rule.deadline_s)
+                block_ids = _block_ids(output.store_spec)
+                move = Move(next(self._job_ids), lane, True, stored, block_ids, now_s + lane.rule.deadline_s)
                 move.waiters.add(ask.req_context)
-                if lane.send(move, _block_ids(output.store_spec)):
+                if lane.send(move):
                     self._promoting.update(dict.fromkeys(stored, move))
                 else:
                     self._verbs.abort(stored, None)
@@ -384,8 +385,8 @@ class TieredOffloadingManager(OffloadingManager):
                 if not ready:
                     continue
                 block_ids = _block_ids(self._verbs.pin(ready, None))
-                move = Move(next(self._job_ids), lane, False, ready, now_s + lane.rule.deadline_s)
-                if not lane.send(move, block_ids):
+                move = Move(next(self._job_ids), lane, False, ready, block_ids, now_s + lane.rule.deadline_s)
+                if not lane.send(move):
                     self._verbs.unpin(ready, None)
                     lane.dropped_blocks += len(ready)
                     lane.drop_backlog()
@@ -394,6 +395,9 @@ class TieredOffloadingManager(OffloadingManager):
         """Take over what the tiers have done since the last time."""
         for lane in self._lanes:
             for move, result in lane.ended(now_s):
+                if move.stand_ins:
+                    self._free_stuck(move)
+                    continue
                 if move.is_load:
                     self._end_promotion(move, result)
                 else:
@@ -419,9 +423,31 @@ class TieredOffloadingManager(OffloadingManager):
             self._offer(ready, move.lane)
 
     def _end_fence(self) -> None:
-        if self._is_fenced and not any(lane.moves for lane in self._lanes):
-            self._is_fenced = False
-            self._host.reset_cache()
+        """Open the empty cache once no job is under way but those that nobody waits for."""
+        if not self._is_fenced:
+            return
+        stuck = [move for lane in self._lanes for move in lane.moves.values()]
+        if not all(move.is_overdue for move in stuck):
+            return
+        self._is_fenced = False
+        self._promoting.clear()
+        self._host.reset_cache()
+        if not stuck:
+            return
+        # Every slot is taken once, so that those of the stuck jobs can be kept.
+        names = [b"stuck-%d" % i for i in range(self._num_blocks)]
+        output = self._verbs.reserve(names, None, None)
+        assert output is not None
+        name_at = dict(zip(_block_ids(output.store_spec), names, strict=True))
+        for move in stuck:
+            move.stand_ins = [name_at[block_id] for block_id in move.block_ids]
+        taken = {name for move in stuck for name in move.stand_ins}
+        self._verbs.abort([name for name in reversed(names) if name not in taken], None)
+
+    def _free_stuck(self, move: Move) -> None:
+        # Two tiers may have been writing the same block.
+        taken = {name for lane in self._lanes for other in lane.moves.values() for name in other.stand_ins}
+        self._verbs.abort([name for name in move.stand_ins if name not in taken], None)
 
     def _take_host_events(self) -> list[bytes]:
         """Take over what the host manager did; return the keys that became ready."""
@@ -471,12 +497,3 @@ class TieredOffloadingManager(OffloadingManager):
 def _block_ids(spec: LoadStoreSpec) -> list[int]:
     ids: list[int] = cast("BlockIDsLoadStoreSpec", spec).block_ids.tolist()
     return ids
-
-
-def _by_lane(wanted: dict[bytes, Lane]) -> list[tuple[Lane, list[bytes]]]:
-    groups: list[tuple[Lane, list[bytes]]] = []
-    for key, lane in wanted.items():
-        if not groups or groups[-1][0] is not lane:
-            groups.append((lane, []))
-        groups[-1][1].append(key)
-    return groups
