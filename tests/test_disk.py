@@ -434,14 +434,17 @@ def test_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
         DiskTier(tmp_path / "missing", 1 << 20, host_blocks(), read_only=True)
 
 
-def test_removed_folder_makes_the_tier_quiet(open_tier, tmp_path):
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_removed_folder_makes_the_tier_quiet(open_tier, tmp_path, is_moved):
     tier = open_tier(flush_interval_s=0.01)
     store(tier, keys_of(1))
-    shutil.rmtree(tmp_path / "tier")
-    end = time.monotonic() + 20
-    while not tier.stats().quiet_reason and time.monotonic() < end:
-        time.sleep(0.005)
+    if is_moved:
+        (tmp_path / "tier").rename(tmp_path / "moved")
+    else:
+        shutil.rmtree(tmp_path / "tier")
+    tier._keeper.join(20)
     assert tier.stats().quiet_reason == f"folder {tmp_path / 'tier'} was removed"
+    assert os.fstat(tier._file.fd).st_size == (16 * BLOCK_BYTES if is_moved else 0)
     assert tier.lookup(keys_of(1)) == 0
     assert tier.submit_store(5, keys_of(2), [0]) is False
 

@@ -455,6 +455,9 @@ class DiskTier(Tier):
             try:
                 if not is_last and not self._folder.is_present(self._file.fd):
                     self._quiet_reason = f"folder {self.path} was removed"
+                    if not os.fstat(self._file.fd).st_nlink:
+                        # Open and deleted, it would take its space until the engine ends.
+                        os.ftruncate(self._file.fd, 0)
                     return
                 self._records.flush()
                 os.fdatasync(self._file.fd)
