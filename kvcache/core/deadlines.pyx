@@ -16,7 +16,7 @@ cdef class Deadlines:
     """
 
     def __cinit__(self, Py_ssize_t num_rows):
-        # Memory that is touched as it is used, whatever it holds: zeroing it would take a scheduler's call milliseconds.
+        # Memory that is touched as it is used, whatever it holds: zeroing it would take a call milliseconds.
         self.at = <int32_t*> PyMem_Malloc(num_rows * sizeof(int32_t))
         self.nodes = <HeapNode*> PyMem_Malloc(num_rows * sizeof(HeapNode))
         if self.at == NULL or self.nodes == NULL:

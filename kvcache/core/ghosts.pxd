@@ -22,7 +22,6 @@ cdef class GhostList:
     cdef Py_ssize_t num_ghosts
 
     cdef int32_t find(self, uint64_t hash) noexcept nogil
-    cdef int32_t _search(self, uint64_t hash) noexcept nogil
     cdef int32_t push(self, uint64_t hash) noexcept nogil
     cdef void refresh(self, int32_t ghost) noexcept nogil
     cdef void drop(self, int32_t ghost) noexcept nogil

@@ -5,13 +5,12 @@ costs one adaptation step, never a wrong block.
 """
 
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint64_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
 from kvcache.core.index cimport (
-    BUCKET_FULL, Bucket, after, buckets_for, equal, home_of, index_delete, index_guess, index_insert, lowest_bit,
-    tight_buckets_for, used, zeroed,
+    Bucket, Probe, buckets_for, index_delete, index_first, index_insert, index_next, tight_buckets_for, zeroed,
 )
 
 
@@ -67,24 +66,11 @@ cdef class GhostList:
 
     cdef int32_t find(self, uint64_t hash) noexcept nogil:
         """Return the ghost of a hash, or 0."""
-        cdef int32_t ghost = index_guess(self.buckets, self.num_buckets, hash)
-        return ghost if ghost == 0 or self.ghosts[ghost].hash == hash else self._search(hash)
-
-    cdef int32_t _search(self, uint64_t hash) noexcept nogil:
-        cdef uint32_t at = home_of(<uint32_t> hash, self.num_buckets)
-        cdef uint32_t taken, same
-        cdef int32_t ghost
-        while True:
-            taken = used(&self.buckets[at])
-            same = equal(self.buckets[at].tag, <uint32_t> hash) & taken
-            while same:
-                ghost = self.buckets[at].row[lowest_bit(same)]
-                if self.ghosts[ghost].hash == hash:
-                    return ghost
-                same &= same - 1
-            if taken != BUCKET_FULL:
-                return 0
-            at = after(at, self.num_buckets)
+        cdef Probe probe
+        cdef int32_t ghost = index_first(self.buckets, self.num_buckets, hash, &probe)
+        while ghost != 0 and self.ghosts[ghost].hash != hash:
+            ghost = index_next(self.buckets, self.num_buckets, hash, &probe)
+        return ghost
 
     cdef int32_t push(self, uint64_t hash) noexcept nogil:
         """Append a ghost (or refresh the one of that hash) and return it; the oldest goes if there are too many."""

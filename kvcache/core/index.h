@@ -94,17 +94,31 @@ static inline void kv_index_insert(kv_bucket *buckets, uint32_t num_buckets, uin
     buckets[at].row[slot] = row;
 }
 
-/* A row whose tag is the hash's, or 0: the caller compares hash and key. */
-static inline int32_t kv_index_guess(const kv_bucket *buckets, uint32_t num_buckets, uint64_t hash)
+/* A walk over the rows whose tag is a hash's: the caller compares hash and key. */
+typedef struct {
+    uint32_t at;        /* bucket */
+    uint32_t same;      /* its slots that are still to be seen, a bit each */
+} kv_probe;
+
+/* The next such row, or 0. */
+static inline int32_t kv_index_next(const kv_bucket *buckets, uint32_t num_buckets, uint64_t hash, kv_probe *probe)
 {
-    for (uint32_t at = kv_home((uint32_t)hash, num_buckets);; at = kv_after(at, num_buckets)) {
-        uint32_t used = kv_used(&buckets[at]);
-        uint32_t same = kv_equal(buckets[at].tag, (uint32_t)hash) & used;
-        if (same)
-            return buckets[at].row[__builtin_ctz(same)];
-        if (used != KV_FULL)
+    while (probe->same == 0) {
+        if (kv_used(&buckets[probe->at]) != KV_FULL)
             return 0;
+        probe->at = kv_after(probe->at, num_buckets);
+        probe->same = kv_equal(buckets[probe->at].tag, (uint32_t)hash) & kv_used(&buckets[probe->at]);
     }
+    int slot = __builtin_ctz(probe->same);
+    probe->same &= probe->same - 1;
+    return buckets[probe->at].row[slot];
+}
+
+static inline int32_t kv_index_first(const kv_bucket *buckets, uint32_t num_buckets, uint64_t hash, kv_probe *probe)
+{
+    probe->at = kv_home((uint32_t)hash, num_buckets);
+    probe->same = kv_equal(buckets[probe->at].tag, (uint32_t)hash) & kv_used(&buckets[probe->at]);
+    return kv_index_next(buckets, num_buckets, hash, probe);
 }
 
 /* Empty a slot; the bucket's last used one takes its place. */

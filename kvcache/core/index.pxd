@@ -7,28 +7,28 @@ cdef extern from "index.h" nogil:
     ctypedef struct Bucket "kv_bucket":
         uint32_t tag[8]
         int32_t row[8]
+    ctypedef struct Probe "kv_probe":
+        pass
     const uint32_t BUCKET_SLOTS "KV_SLOTS"
-    const uint32_t BUCKET_FULL "KV_FULL"
     void* zeroed "kv_zeroed"(size_t num_bytes) noexcept
-    uint32_t equal "kv_equal"(const void* values, uint32_t x) noexcept
     uint32_t used "kv_used"(const Bucket* bucket) noexcept
     uint32_t home_of "kv_home"(uint32_t tag, uint32_t num_buckets) noexcept
-    uint32_t after "kv_after"(uint32_t at, uint32_t num_buckets) noexcept
     void index_insert "kv_index_insert"(Bucket* buckets, uint32_t num_buckets, uint64_t hash, int32_t row) noexcept
-    int32_t index_guess "kv_index_guess"(const Bucket* buckets, uint32_t num_buckets, uint64_t hash) noexcept
+    int32_t index_first "kv_index_first"(
+        const Bucket* buckets, uint32_t num_buckets, uint64_t hash, Probe* probe) noexcept
+    int32_t index_next "kv_index_next"(
+        const Bucket* buckets, uint32_t num_buckets, uint64_t hash, Probe* probe) noexcept
     void index_delete "kv_index_delete"(Bucket* buckets, uint32_t num_buckets, uint64_t hash, int32_t row) noexcept
 
 cdef extern from *:
     """
     #define kv_prefetch(address) __builtin_prefetch(address)
-    #define kv_lowest_bit(bits) __builtin_ctz(bits)
     static inline int kv_same_bytes(PyObject *a, PyObject *b) {
         return a == b || (PyBytes_GET_SIZE(a) == PyBytes_GET_SIZE(b)
                           && memcmp(PyBytes_AS_STRING(a), PyBytes_AS_STRING(b), PyBytes_GET_SIZE(a)) == 0);
     }
     """
     void prefetch "kv_prefetch"(const void* address) noexcept nogil
-    int lowest_bit "kv_lowest_bit"(uint32_t bits) noexcept nogil
     bint same_bytes "kv_same_bytes"(PyObject* a, PyObject* b) noexcept nogil
 
 

@@ -11,8 +11,8 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from kvcache.core.index cimport (
-    BUCKET_FULL, Bucket, after, buckets_for, equal, home_of, index_delete, index_guess, index_insert, lowest_bit,
-    prefetch, same_bytes, used, zeroed,
+    Bucket, Probe, buckets_for, home_of, index_delete, index_first, index_insert, index_next, prefetch, same_bytes,
+    zeroed,
 )
 from kvcache.core.links cimport FREE, PARKED, Lane, Row
 from kvcache.core.trail cimport Named
@@ -193,20 +193,11 @@ cdef class Rows:
         return self.mark
 
     cdef int32_t _find_one(self, PyObject* key, uint64_t hash) noexcept nogil:
-        cdef uint32_t at = home_of(<uint32_t> hash, self.num_buckets)
-        cdef uint32_t taken, same
-        cdef int32_t row
-        while True:
-            taken = used(&self.buckets[at])
-            same = equal(self.buckets[at].tag, <uint32_t> hash) & taken
-            while same:
-                row = self.buckets[at].row[lowest_bit(same)]
-                if self.rows[row].hash == hash and same_bytes(self.rows[row].key, key):
-                    return row
-                same &= same - 1
-            if taken != BUCKET_FULL:
-                return 0
-            at = after(at, self.num_buckets)
+        cdef Probe probe
+        cdef int32_t row = index_first(self.buckets, self.num_buckets, hash, &probe)
+        while row != 0 and not (self.rows[row].hash == hash and same_bytes(self.rows[row].key, key)):
+            row = index_next(self.buckets, self.num_buckets, hash, &probe)
+        return row
 
     cdef int _find(self, list keys, Py_ssize_t start, Py_ssize_t stop) except -1:
         """Write hash and row (0: absent) of each key to the batch arrays; ValueError names a key that is none.
@@ -217,6 +208,7 @@ cdef class Rows:
         cdef PyObject* key
         cdef uint64_t hash
         cdef int32_t row
+        cdef Probe probe
         cdef int32_t* found
         cdef uint64_t* hashes
         cdef Row* rows = self.rows
@@ -239,7 +231,7 @@ cdef class Rows:
                 hashes[i] = hash
                 prefetch(&buckets[home_of(<uint32_t> hash, num_buckets)])
             for i in range(low, high):
-                row = index_guess(buckets, num_buckets, hashes[i])
+                row = index_first(buckets, num_buckets, hashes[i], &probe)
                 found[i] = row
                 if row != 0:
                     prefetch(&rows[row])

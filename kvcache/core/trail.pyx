@@ -10,7 +10,7 @@ from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdlib cimport free
 
 from kvcache.core.index cimport (
-    BUCKET_FULL, after, buckets_for, equal, home_of, index_guess, index_insert, lowest_bit, same_bytes, used, zeroed,
+    Bucket, Probe, buckets_for, index_first, index_insert, index_next, same_bytes, zeroed,
 )
 
 cdef extern from "Python.h":
@@ -64,22 +64,11 @@ cdef class Trail:
 
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil:
         """Return where the key stands in `named`, or -1."""
-        cdef uint32_t at = home_of(<uint32_t> hash, self.num_buckets)
-        cdef uint32_t taken, same
-        cdef Named* named
-        if self.num_named == 0:
-            return -1
-        while True:
-            taken = used(&self.buckets[at])
-            same = equal(self.buckets[at].tag, <uint32_t> hash) & taken
-            while same:
-                named = &self.named[self.buckets[at].row[lowest_bit(same)] - 1]
-                if named.hash == hash and same_bytes(named.key, key):
-                    return named - self.named
-                same &= same - 1
-            if taken != BUCKET_FULL:
-                return -1
-            at = after(at, self.num_buckets)
+        cdef Probe probe
+        cdef int32_t place = index_first(self.buckets, self.num_buckets, hash, &probe) if self.num_named else 0
+        while place != 0 and not (self.named[place - 1].hash == hash and same_bytes(self.named[place - 1].key, key)):
+            place = index_next(self.buckets, self.num_buckets, hash, &probe)
+        return place - 1
 
     cdef void meet(self, list keys, Py_ssize_t start, Py_ssize_t stop, const uint64_t* hashes, const int32_t* found,
                    const Row* rows, bint add, Py_ssize_t* places) noexcept:
@@ -92,9 +81,7 @@ cdef class Trail:
         cdef Named* named
         for i in range(start, stop):
             key = PyList_GET_ITEM(keys, i)
-            place = -1
-            if self.num_named and index_guess(self.buckets, self.num_buckets, hashes[i]) != 0:
-                place = self.locate(key, hashes[i])
+            place = self.locate(key, hashes[i])
             places[i] = place
             if place < 0:
                 if not add:
