@@ -98,8 +98,8 @@ sdist-test:
 test-other-pythons:
 	.ci/test-other-pythons
 
-test-vllm:
-	tests/vllm/run $(PYTEST_ARGS)
+test-vllm: $(VENV)/package.stamp
+	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/vllm/run $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist .venv .venv-* *.egg-info docs/_build docs/api/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis
