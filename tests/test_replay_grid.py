@@ -289,6 +289,7 @@ def test_grid_of_long_names_keeps_its_figures(run: Any, trace: Path, tmp_path: P
 
 
 def test_folder_of_the_call_hides_no_installed_package(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("typer")
     (tmp_path / "kvcache").mkdir()
     (tmp_path / "kvcache" / "__init__.py").write_text("raise ImportError('not this one')")
     argv = ["replay", str(trace), "--policy", "lru,arc", "--blocks", "5", "--jobs", "2"]
