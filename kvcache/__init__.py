@@ -111,7 +111,16 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    try:
+        value = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("kvcache."):
+            raise
+        raise ImportError(
+            f"{error.name} is not compiled in {__path__[0]}: Python took kvcache from a folder of its sources. "
+            "Run from another folder or with PYTHONSAFEPATH=1, where kvcache is installed; or build it there: "
+            "python setup.py build_ext --inplace"
+        ) from error
     globals()[name] = value
     return value
 

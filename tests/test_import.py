@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import kvcache
 
@@ -39,6 +41,14 @@ def test_import_takes_under_100_ms_beyond_numpy() -> None:
     )
     # Processor time, and the least of several: what else runs on the machine is not the import's cost.
     assert min(float(run(code)) for _ in range(5)) < 0.1
+
+
+def test_a_folder_of_sources_says_what_it_is(tmp_path: Path) -> None:
+    shutil.copytree(Path(kvcache.__file__).parent, tmp_path / "kvcache", ignore=shutil.ignore_patterns("*.so"))
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvcache import CPUOffloadingManager"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"is not compiled in {tmp_path / 'kvcache'}: Python took kvcache from a folder of its sources" in done.stderr
 
 
 def test_every_public_name_is_importable_and_known() -> None:
