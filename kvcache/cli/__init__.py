@@ -98,4 +98,11 @@ def _status_of(error: Exception) -> int | None:
 
 def _fail(message: str, status: int) -> NoReturn:
     print(f"kvcache: error: {' '.join(message.split())}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What it still holds would fail once more at exit, and the status would be Python's own, 120.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
     sys.exit(status)
