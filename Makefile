@@ -51,7 +51,7 @@ $(VENV)/extra-%.stamp: pyproject.toml $(VENV)/package.stamp
 
 # --- the two commands of the README ----------------------------------------------------------------------------------
 
-demo: $(VENV)/extra-cli,plot,transformers.stamp
+demo: $(VENV)/extra-cli,disk,plot,transformers.stamp
 	$(BIN)/kvcache demo
 	$(BIN)/kvcache chat-demo --plot build/chat-demo.png
 

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        _fail(f"the command line needs {error.name}: pip install 'kvcache[cli]'", _EXIT_FAILED)
+        _fail(f"the command line needs {error.name}: install kvcache's extra 'cli'", _EXIT_FAILED)
     # A policy of one's own, "module:Class", may lie in the folder that the command is called from. Last: what else lies
     # there is not to stand in for what is installed, in processes that are spawned either.
     if "" not in sys.path:

@@ -84,7 +84,7 @@ def _draw(rates: list[CopyRate], target: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ValueError("--plot needs matplotlib: pip install 'kvcache[plot]'") from None
+        raise ValueError("--plot needs matplotlib: install kvcache's extra 'plot'") from None
     figure = Figure(figsize=(10, 7), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     sizes = sorted({rate.block_bytes for rate in rates})

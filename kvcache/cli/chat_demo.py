@@ -49,7 +49,7 @@ def chat_demo(
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise common.CommandError("the chat demo needs transformers: pip install 'kvcache[transformers]'") from error
+        raise common.CommandError("the chat demo needs transformers: install kvcache's extra 'transformers'") from error
     if plot is not None:
         _matplotlib()
 
@@ -144,7 +144,7 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise common.CommandError("the plot needs matplotlib: pip install 'kvcache[plot]'") from error
+        raise common.CommandError("the plot needs matplotlib: install kvcache's extra 'plot'") from error
     return matplotlib
 
 

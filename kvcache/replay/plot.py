@@ -85,7 +85,7 @@ def check_plot_target(target: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'kvcache[plot]'") from None
+        raise ValueError("--plot needs matplotlib: install kvcache's extra 'plot'") from None
 
 
 def draw(chart: Chart, target: str) -> None:

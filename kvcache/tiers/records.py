@@ -16,7 +16,7 @@ import numpy as np
 try:
     import xxhash
 except ImportError as error:
-    raise ImportError("the disk tier needs the package xxhash: pip install 'kvcache[disk]'") from error
+    raise ImportError("the disk tier needs the package xxhash: install kvcache's extra 'disk'") from error
 
 from kvcache.tiers.folder import RECENCY, RECENCY_BYTES, RECORD_BYTES, RECORDS, Folder
 
