@@ -33,21 +33,22 @@ help:
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
+# torch first and alone: the package's own open-ended requirement would take the newest, several GB of it.
 $(VENV)/torch.stamp: constraints.txt .ci/find-python
+	@echo "installing torch and building the package (1-2 minutes) ..."
 	$$(.ci/find-python) -m venv $(VENV)
-	# First and alone: the package's own open-ended requirement would take the newest torch, several GB of it.
 	$(BIN)/pip install --quiet "$$(grep ^torch== constraints.txt)"
-	touch $@
+	@touch $@
 
 $(VENV)/package.stamp: $(SOURCES) $(VENV)/torch.stamp
-	rm -rf build/wheel build/lib.* *.egg-info
+	@rm -rf build/wheel build/lib.* *.egg-info
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	$(BIN)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
-	touch $@
+	@touch $@
 
 $(VENV)/extra-%.stamp: pyproject.toml $(VENV)/package.stamp
 	$(BIN)/pip install --quiet "$$(echo build/wheel/*.whl)[$*]"
-	touch $@
+	@touch $@
 
 # --- the two commands of the README ----------------------------------------------------------------------------------
 
@@ -70,7 +71,7 @@ typecheck: $(VENV)/extra-lint.stamp $(VENV)/extra-test.stamp
 	$(BIN)/python -m mypy.stubtest $$(find kvcache -name '*.pyi' | sed 's/[.]pyi$$//; s#/#.#g' | sort) --mypy-config-file pyproject.toml
 
 docs: $(VENV)/extra-docs.stamp
-	rm -rf docs/_build docs/api/generated
+	@rm -rf docs/_build docs/api/generated
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
 
 # The benchmarks once, at their smaller sizes, but those that take minutes by design: worst calls and memory at a million
@@ -86,7 +87,7 @@ NOT_DEBUG := test_tier_latency.py test_import.py::test_import_takes_under_100_ms
 	test_what_if.py::test_curves_are_within_two_points_of_exact_replays \
 	test_what_if.py::test_filter_costs_at_most_a_twentieth_of_bookkeeping
 test-debug: $(SOURCES) $(VENV)/extra-test.stamp
-	rm -rf build/debug
+	@rm -rf build/debug
 	KVCACHE_DEBUG=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/debug/wheel .
 	$(BIN)/pip install --quiet --no-deps --target build/debug/site build/debug/wheel/*.whl
 	PYTHONPATH=$(CURDIR)/build/debug/site KVCACHE_EXPECT_IN=build/debug/site KVCACHE_EXPECT_DEBUG=1 \
@@ -102,4 +103,4 @@ test-vllm: $(VENV)/package.stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/vllm/run $(PYTEST_ARGS)
 
 clean:
-	rm -rf build dist .venv .venv-* *.egg-info docs/_build docs/api/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf build dist .venv .venv-* *.egg-info docs/_build docs/api/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis
