@@ -5,10 +5,11 @@ The two share nothing but the configuration, so everything that both must agree 
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.manager import CPUOffloadingManager, OffloadingManager
 from kvcache.registry import POLICIES, SPECS
@@ -17,6 +18,9 @@ from kvcache.types import CanonicalKVCacheRef, CanonicalKVCaches, CPULoadStoreSp
 if TYPE_CHECKING:
     from kvcache.transfer.base import OffloadingHandler
     from kvcache.transfer.memory import HostPool
+
+_LOG = logging.getLogger(__name__)
+_MANAGER_OPTIONS = frozenset({"store_threshold", "max_tracker_size", "what_if", "retention_share"})
 
 HandlerOf = tuple[type[LoadStoreSpec], type[LoadStoreSpec], "OffloadingHandler"]
 """Source and destination of a handler's jobs, and the handler."""
@@ -119,18 +123,29 @@ class OffloadingSpec(ABC):
         Device blocks in one offloaded block.
     offload_prompt_only : bool
         Whether only the blocks of prompts are offloaded.
+    option_names : set of str
+        What this very class reads of `extra_config`; keys beyond it are logged. A subclass that has none of its own
+        is not asked.
 
     Raises
     ------
     ValueError
-        A size does not divide another that it must divide, or an option is of the wrong kind.
+        A size does not divide another that it must divide, an option is of the wrong kind, or there are ``tiers``
+        that this class does not read.
     """
+
+    option_names: ClassVar[Set[str]] = frozenset({"spec_name", "block_size", "offload_prompt_only"})
 
     def __init__(self, config: OffloadingConfig) -> None:
         if not isinstance(config, OffloadingConfig):
             raise ValueError(f"config must be an OffloadingConfig, got {config!r}")
         self.config = config
         self.extra_config = config.extra_config
+        names = vars(type(self)).get("option_names")
+        if names is not None:
+            if "tiers" not in names and self.extra_config.get("tiers") is not None:
+                raise ValueError("tiers need spec_name 'tiering'")
+            warn_of_unknown("extra_config", self.extra_config, names)
         self.hash_block_size = config.hash_block_size
         spread = config.decode_context_parallel_size * config.prefill_context_parallel_size
         self.gpu_block_size = tuple(group.block_size * spread for group in config.groups)
@@ -187,7 +202,8 @@ class CPUOffloadingSpec(OffloadingSpec):
     config : OffloadingConfig
         Its `extra_config` gives the pool's size as ``num_cpu_blocks``, or as ``cpu_bytes_to_use``: bytes over all
         workers, which needs every group's refs. It may give ``cache_policy`` (default ``"lru"``), ``enable_events``
-        (default False) and ``num_copy_threads`` (per direction; default by the CPUs).
+        (default False) and ``num_copy_threads`` (per direction; default by the CPUs). ``store_threshold``,
+        ``max_tracker_size``, ``what_if`` and ``retention_share`` go to the `CPUOffloadingManager`, which checks them.
 
     Attributes
     ----------
@@ -202,6 +218,15 @@ class CPUOffloadingSpec(OffloadingSpec):
         See `OffloadingSpec`; or the pool's size is missing, given twice, or less than one block.
     """
 
+    option_names = OffloadingSpec.option_names | {
+        "num_cpu_blocks",
+        "cpu_bytes_to_use",
+        "cache_policy",
+        "enable_events",
+        "num_copy_threads",
+        *_MANAGER_OPTIONS,
+    }
+
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.num_blocks = self._num_blocks()
@@ -212,6 +237,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         self._num_copy_threads = self._option("num_copy_threads", int, None)
         if self._num_copy_threads is not None:
             _check_size("num_copy_threads", self._num_copy_threads)
+        given = {name: self.extra_config.get(name) for name in _MANAGER_OPTIONS}
+        self._manager_options = {name: value for name, value in given.items() if value is not None}
         self._manager: CPUOffloadingManager | None = None
         self._handlers: list[HandlerOf] | None = None
         self._kv_caches: CanonicalKVCaches | None = None
@@ -219,7 +246,11 @@ class CPUOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             self._manager = CPUOffloadingManager(
-                self.block_size, self.num_blocks, self._cache_policy, enable_events=self._enable_events
+                self.block_size,
+                self.num_blocks,
+                self._cache_policy,
+                enable_events=self._enable_events,
+                **self._manager_options,
             )
         return self._manager
 
@@ -292,6 +323,18 @@ def make_spec(config: OffloadingConfig) -> OffloadingSpec:
     if not issubclass(found, OffloadingSpec):
         raise ValueError(f"spec {found.__name__} must be an OffloadingSpec")
     return found(config)
+
+
+def warn_of_unknown(where: str, options: Mapping[str, Any], known: Set[str]) -> None:
+    """Log a warning of options that are not known: an engine's other components may read them, or nobody does."""
+    unknown = sorted(str(name) for name in options.keys() - known)
+    if not unknown:
+        return
+    import difflib
+
+    close = [difflib.get_close_matches(name, sorted(known), n=1) for name in unknown]
+    told = [f"{name} (did you mean {hit[0]!r}?)" if hit else name for name, hit in zip(unknown, close, strict=True)]
+    _LOG.warning("kvcache does not know these keys of %s: %s", where, ", ".join(told))
 
 
 def _check_size(name: str, value: object) -> None:

@@ -24,6 +24,7 @@ from kvcache.types import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec
 if TYPE_CHECKING:
     from kvcache.tiers.base import HostBlocks
     from kvcache.transfer.shared import SharedHostPool
+    from kvcache.whatif import WhatIf
 
 _ALIGN_BYTES = 4096
 _RULE_OPTIONS = ("write_policy", "num_uses", "deadline_s", "max_store_blocks", "max_failures", "pause_s")
@@ -84,6 +85,10 @@ class _Manager(TieredOffloadingManager):
     """A manager that owns its host blocks."""
 
     shared: SharedBlocks
+
+    def what_if(self, policies: Any = None, capacities: Any = None) -> WhatIf:
+        """Estimate for the host pool; see `CPUOffloadingManager.what_if`."""
+        return self._host.what_if(policies, capacities)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -180,6 +185,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         See `CPUOffloadingSpec`; or a tier's options are bad.
     """
 
+    option_names = CPUOffloadingSpec.option_names | {"tiers", "pool_path", "lookup_deadline_s"}
+
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self._tiers = self.extra_config.get("tiers")
@@ -224,6 +231,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 cache_policy=self._cache_policy,
                 enable_events=self._enable_events,
                 deadline_s=self._deadline_s,
+                **self._manager_options,
             )
         return self._tiered
 

@@ -1,5 +1,6 @@
 """One configuration, two halves that agree: sizes that must divide, options that must fit."""
 
+import logging
 import pickle
 import subprocess
 import sys
@@ -102,6 +103,7 @@ def test_bytes_are_shared_by_all_workers():
         (lambda: config_of(16, extra={"cache_policy": "lur"}), "unknown policy 'lur', known ones: .*lru"),
         (lambda: config_of(16, extra={"enable_events": "yes"}), "enable_events in extra_config must be a bool"),
         (lambda: config_of(16, extra={"num_copy_threads": 0}), "num_copy_threads must be an int >= 1, got 0"),
+        (lambda: config_of(16, extra={"tiers": []}), "tiers need spec_name 'tiering'"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(make, message):
@@ -146,6 +148,45 @@ def test_a_spec_is_chosen_by_name():
     with pytest.raises(ValueError, match="must be an OffloadingSpec"):
         make_spec(config_of(extra={"spec_name": "kvcache.types:ReqContext"}))
     assert issubclass(CPUOffloadingSpec, OffloadingSpec)
+
+
+def test_unknown_options_are_told_not_swallowed(caplog):
+    with caplog.at_level(logging.WARNING):
+        make_spec(config_of(extra={"cache_polcy": "arc", "zzz": 1, "spec_name": "cpu"}))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "kvcache does not know these keys of extra_config: cache_polcy (did you mean 'cache_policy'?), zzz"
+    )
+    caplog.clear()
+    make_spec(config_of(extra={"block_size": 32, "offload_prompt_only": False, "store_threshold": 2}))
+    assert not caplog.records
+
+
+def test_a_spec_of_others_is_told_of_unknown_options_if_it_says_what_it_reads(caplog):
+    class Silent(CPUOffloadingSpec):
+        pass
+
+    class Speaking(CPUOffloadingSpec):
+        option_names = CPUOffloadingSpec.option_names | {"colour", "tiers"}
+
+    config = config_of(extra={"colour": "red", "shade": 1, "tiers": []})
+    Silent(config)
+    assert not caplog.records
+    Speaking(config)
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvcache does not know these keys of extra_config: shade"
+    ]
+
+
+def test_the_managers_own_options_reach_it():
+    manager = CPUOffloadingSpec(
+        config_of(extra={"store_threshold": 2, "max_tracker_size": 100, "what_if": 4096, "retention_share": 0.25})
+    ).get_manager()
+    assert manager.prepare_store([b"a"]).keys_to_store == []
+    assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]
+    assert list(manager.what_if("lru").hit_ratios) == ["lru"]
+    with pytest.raises(ValueError, match="store_threshold must be an int >= 0, got 'two'"):
+        CPUOffloadingSpec(config_of(extra={"store_threshold": "two"})).get_manager()
 
 
 def test_what_crosses_a_process_boundary_pickles():

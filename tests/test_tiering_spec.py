@@ -186,6 +186,17 @@ def test_bad_options_name_the_value(tmp_path, extra, fault):
         make_spec(config_of(tmp_path, **extra))
 
 
+def test_the_host_pools_own_options_reach_it(tmp_path, caplog):
+    manager = make_spec(config_of(tmp_path, store_threshold=2, what_if=True)).get_manager()
+    try:
+        assert not caplog.records
+        assert manager.prepare_store([b"a"]).keys_to_store == []
+        assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]
+        assert list(manager.what_if("lru").hit_ratios) == ["lru"]
+    finally:
+        manager.shutdown()
+
+
 def test_pool_in_use_has_the_size_that_both_sides_agree_on(tmp_path):
     Path(config_of(tmp_path).extra_config["pool_path"]).write_bytes(bytes(5))
     try:

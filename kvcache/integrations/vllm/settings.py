@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcache.registry import POLICIES
+from kvcache.spec import warn_of_unknown
 from kvcache.tiering import check_tiers
-
-logger = logging.getLogger(__name__)
 
 # Read by vLLM itself out of the same mapping.
 _ENGINE_KEYS = frozenset(
@@ -76,9 +74,8 @@ class Settings:
                 raise ValueError(f"kvcache reads {ours!r}, not {key!r}={extra_config[key]!r}")
         if extra_config.get("canonical_layout"):
             raise ValueError("kvcache keeps each rank's own bytes; 'canonical_layout' is not supported")
-        unknown = sorted(extra_config.keys() - _ENGINE_KEYS - _OUR_KEYS - {"canonical_layout"})
-        if unknown:
-            logger.warning("kvcache does not know these keys of kv_connector_extra_config: %s", ", ".join(unknown))
+        known = _ENGINE_KEYS | _OUR_KEYS | {"canonical_layout"}
+        warn_of_unknown("kv_connector_extra_config", extra_config, known)
         if "cpu_bytes_to_use" not in extra_config:
             raise ValueError("kv_connector_extra_config must say 'cpu_bytes_to_use' (bytes, for all ranks together)")
         policy = extra_config.get("cache_policy", "lru")
