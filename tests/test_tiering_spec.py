@@ -1,5 +1,6 @@
 """One configuration with tiers: a scheduler's half and workers' halves that share memory and nothing else."""
 
+import pickle
 import subprocess
 import sys
 import time
@@ -168,6 +169,24 @@ def test_another_model_is_refused(tmp_path):
 def test_default_pool_differs_between_configurations(tmp_path):
     paths = {make_spec(config_of(tmp_path, model_name=name, pool_path="/dev/shm/x"))._identity() for name in ("a", "b")}
     assert len(paths) == 2
+
+
+def test_memory_of_a_process_that_ends_without_shutdown_is_given_back(tmp_path):
+    config = config_of(tmp_path)
+    path = Path(config.extra_config["pool_path"])
+    code = (
+        "import os, pickle, sys\n"
+        "from pathlib import Path\n"
+        "from kvcache import make_spec\n"
+        "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+        "manager = make_spec(config).get_manager()\n"
+        "child = os.fork()\n"
+        "if not child: sys.exit()\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert Path(config.extra_config['pool_path']).exists()\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, pickle.dumps(config).hex()], check=True, timeout=60)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(

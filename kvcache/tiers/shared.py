@@ -1,7 +1,8 @@
 """Host blocks in shared memory, so that a tier's threads and the workers of other processes reach the same bytes.
 
 Shared memory outlives processes that are killed. So each process that maps a file holds a lock on it, which goes with
-the process, and whoever opens a file removes those of its kind beside it that nobody holds.
+the process, and whoever opens a file removes those of its kind beside it that nobody holds. An owner that ends normally
+removes its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +31,8 @@ class SharedBlocks:
     num_blocks, block_bytes : int
         Its shape.
     is_owner : bool
-        Whether to keep others from owning the same file, and to remove it at `close`.
+        Whether to keep others from owning the same file, and to remove it at `close`, or when this process ends; a
+        child that it forks leaves the file alone.
 
     Attributes
     ----------
@@ -43,8 +46,6 @@ class SharedBlocks:
     """
 
     def __init__(self, path: Path, num_blocks: int, block_bytes: int, is_owner: bool) -> None:
-        self._path = path
-        self._is_owner = is_owner
         num_bytes = num_blocks * block_bytes
         _remove_orphans(path)
         try:
@@ -72,6 +73,7 @@ class SharedBlocks:
                 raise ValueError(f"shared pool {path} of {num_bytes} bytes: {error.strerror}") from error
             raise
         self.array = np.frombuffer(self.mapping, np.uint8).reshape(num_blocks, block_bytes)
+        self._remove = weakref.finalize(self, _remove_own, path, os.getpid()) if is_owner else None
 
     def has_owner(self) -> bool:
         """Return whether anybody owns the file that is mapped here."""
@@ -85,8 +87,8 @@ class SharedBlocks:
     def close(self) -> None:
         """Give the file back; the memory goes with the last view of it."""
         if self._fd >= 0:
-            if self._is_owner:
-                self._path.unlink(missing_ok=True)
+            if self._remove is not None:
+                self._remove()
             os.close(self._fd)
             self._fd = -1
 
@@ -111,6 +113,11 @@ def _open_and_hold(path: Path) -> int:
             raise
         # It was taken for an orphan in between.
         os.close(fd)
+
+
+def _remove_own(path: Path, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        path.unlink(missing_ok=True)
 
 
 def _remove_orphans(path: Path) -> None:
