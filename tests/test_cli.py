@@ -47,6 +47,17 @@ def test_replay_counts_hits_and_prints_a_table(run: Any, trace: Path) -> None:
     assert "bookkeeping per request" in out
 
 
+def test_size_of_test_data_is_not_taken_for_memory(run: Any, trace: Path) -> None:
+    argv = ("replay", trace, "--blocks", 2)
+    _, out, _ = run(*argv)
+    assert "(128.0 KiB)" not in out
+    assert "64.0 KiB a block (--model tells real sizes)" in out
+    assert "test data" not in run(*argv, "--no-data")[1]
+    assert json.loads(run(*argv, "--no-data", "--json")[1])["block_bytes"] is None
+    assert "2 blocks of 512 tokens (128.0 KiB)" in run(*argv, "--block-bytes", "64KiB")[1]
+    assert "2 blocks of 512 tokens (128.0 MiB)" in run(*argv, "--model", "llama-3.1-8b", "--no-data")[1]
+
+
 def test_replay_writes_json_to_a_file_or_to_standard_output(run: Any, trace: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     argv = ("replay", trace, "--no-data", "--split", 2, "--limit", 2)

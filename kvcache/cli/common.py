@@ -20,6 +20,7 @@ Number = TypeVar("Number", int, float)
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}ib": 1 << 10 * power for power, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
+TEST_BLOCK_BYTES = "64KiB"  # of a block whose real size nobody has said
 _MOST_BLOCKS = 1 << 30  # what a table's rows can number
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
@@ -50,6 +51,9 @@ MemoryOption = Annotated[
     str | None, typer.Option(help="Capacity in bytes instead, as in 4GiB.", metavar="SIZE", show_default=False)
 ]
 BlockBytesOption = Annotated[str, typer.Option(help="Bytes of one block.", metavar="SIZE")]
+ReplayBlockBytesOption = Annotated[
+    str | None, typer.Option(help="Bytes of one block [default: 64KiB].", metavar="SIZE", show_default=False)
+]
 DataOption = Annotated[
     bool, typer.Option("--data/--no-data", help="Move and compare real bytes, or do the bookkeeping alone.")
 ]

@@ -15,7 +15,7 @@ def demo(
     policy: common.PolicyOption = "lru",
     blocks: common.BlocksOption = None,
     memory: common.MemoryOption = None,
-    block_bytes: common.BlockBytesOption = "64KiB",
+    block_bytes: common.ReplayBlockBytesOption = None,
     block_tokens: Annotated[int, typer.Option(help="Tokens of one block.")] = 16,
     system_prompts: Annotated[int, typer.Option(help="System prompts that the chats share.")] = 12,
     turns: Annotated[float, typer.Option(help="Mean turns of a chat.")] = 6.0,
@@ -35,11 +35,12 @@ def demo(
         num_system_prompts=common.at_least("--system-prompts", system_prompts, 1),
         mean_turns=common.at_least("--turns", turns, 1),
     )
-    bytes_per_block = common.parse_size("--block-bytes", block_bytes)
+    bytes_per_block = common.parse_size("--block-bytes", block_bytes or common.TEST_BLOCK_BYTES)
     settings = session.Settings(
         policy=common.one_policy(policy),
         num_blocks=common.parse_capacity(blocks, memory, bytes_per_block, default="4000"),
         block_bytes=bytes_per_block,
+        sized=block_bytes is not None or memory is not None,
         split=1,
         limit=None,
         data=data,

@@ -43,9 +43,9 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How every cell is replayed."""
+    """How every cell is replayed; `block_bytes` is None where nobody has said how large a block is."""
 
-    block_bytes: int
+    block_bytes: int | None
     split: int
     store_threshold: int
     limit: int | None
@@ -131,9 +131,9 @@ def run(
             console.print(f"bad lines skipped: {trace.num_skipped:,}")
 
 
-def _facts(cell: Cell, block_bytes: int, weights: Weights | None) -> dict[str, Any]:
+def _facts(cell: Cell, block_bytes: int | None, weights: Weights | None) -> dict[str, Any]:
     facts = cell.as_dict()
-    facts["memory_bytes"] = None if cell.num_blocks is None else cell.num_blocks * block_bytes
+    facts["memory_bytes"] = None if cell.num_blocks is None or block_bytes is None else cell.num_blocks * block_bytes
     facts["saved_prefill_s"] = weights.saved_s(cell.hit_tokens) if weights else None
     return facts
 
@@ -148,7 +148,7 @@ def _print(
     title: str,
     cells: list[Cell],
     unbounded: Cell,
-    block_bytes: int,
+    block_bytes: int | None,
     block_size: int,
     weights: Weights | None,
 ) -> None:
@@ -160,6 +160,12 @@ def _print(
     for cell in cells:
         rows.setdefault(cell.num_blocks, []).append(cell)
     rows[None] = [unbounded] * len(policies)
+
+    def memory_of(num_blocks: int | None) -> list[str]:
+        if block_bytes is None:
+            return []
+        return [common.human_bytes(num_blocks * block_bytes) if num_blocks else ""]
+
     views: list[tuple[str, Callable[[Cell], str]]] = [
         (f"{title}: blocks hit, of {unbounded.blocks:,} of {block_size} tokens", lambda cell: f"{cell.hit_blocks:,}"),
         ("share of blocks hit", lambda cell: f"{cell.block_hit_rate:.2%}"),
@@ -174,13 +180,11 @@ def _print(
         views.append((f"prefill saved, at least, in {unit} ({weights})", saved))
     for heading, shown in views:
         lines = [
-            ("no limit", "", *map(shown, row))
-            if num_blocks is None
-            else (f"{num_blocks:,}", common.human_bytes(num_blocks * block_bytes), *map(shown, row))
+            ("no limit" if num_blocks is None else f"{num_blocks:,}", *memory_of(num_blocks), *map(shown, row))
             for num_blocks, row in rows.items()
         ]
         table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for name, *values in zip(("blocks", "memory", *policies), *lines, strict=True):
+        for name, *values in zip(("blocks", *["memory"] * (block_bytes is not None), *policies), *lines, strict=True):
             # A long name is folded; a figure never is.
             table.add_column(name, justify="right", overflow="fold", min_width=max(map(len, values)))
         for line in lines[:-1]:

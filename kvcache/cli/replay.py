@@ -36,9 +36,7 @@ def replay(
     memory: Annotated[
         str | None, typer.Option(help="Capacity in bytes instead, as in 4GiB.", metavar="SIZE,...", show_default=False)
     ] = None,
-    block_bytes: Annotated[
-        str | None, typer.Option(help="Bytes of one block [default: 64KiB].", metavar="SIZE", show_default=False)
-    ] = None,
+    block_bytes: common.ReplayBlockBytesOption = None,
     split: Annotated[int, typer.Option(help="Turn each listed block into this many.")] = 1,
     limit: Annotated[int | None, typer.Option(help="Stop after so many requests.", show_default=False)] = None,
     format: Annotated[  # noqa: A002 - the option's name
@@ -86,7 +84,8 @@ def replay(
     weights = model.weights_of(model_name, layers, heads, head_size, dtype, params, flops)
     if weights is not None and block_bytes is not None:
         raise ValueError(f"--block-bytes and a model exclude each other, got {block_bytes!r} and {weights.model.name}")
-    bytes_per_block = common.parse_size("--block-bytes", block_bytes or "64KiB")
+    bytes_per_block = common.parse_size("--block-bytes", block_bytes or common.TEST_BLOCK_BYTES)
+    sized = not (weights is None and block_bytes is None and memory is None)
     if limit is not None:
         common.at_least("--limit", limit, 1)
     if jobs is not None:
@@ -109,7 +108,7 @@ def replay(
             if disk is not None:
                 raise ValueError(f"--disk replays one policy at one capacity, got {policy!r} and {len(capacities)}")
             targets = grid.Targets(json, csv, plot)
-            options = grid.Options(bytes_per_block, split, store_threshold, limit, jobs)
+            options = grid.Options(bytes_per_block if sized else None, split, store_threshold, limit, jobs)
             grid.run(trace, policies, capacities, options, weights, targets)
             return
         if what_if and disk is not None:
@@ -118,6 +117,7 @@ def replay(
             policy=policy,
             num_blocks=capacities[0],
             block_bytes=bytes_per_block,
+            sized=sized,
             split=split,
             limit=limit,
             data=data is not False,

@@ -26,11 +26,15 @@ _REFRESH_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a single replay is told on the command line, checked."""
+    """What a single replay is told on the command line, checked.
+
+    Where the user has not said how large a block is (`sized`), `block_bytes` is the size of the test data alone.
+    """
 
     policy: str
     num_blocks: int
     block_bytes: int
+    sized: bool
     split: int
     limit: int | None
     data: bool
@@ -130,7 +134,7 @@ def run(
         "source": facts(),
         "policy": settings.policy,
         "num_blocks": settings.num_blocks,
-        "block_bytes": settings.block_bytes,
+        "block_bytes": settings.block_bytes if settings.sized or settings.data or settings.disk else None,
         "block_size": block_size,
         "elapsed_s": elapsed_s,
         **counted,
@@ -143,7 +147,7 @@ def run(
     }
     if settings.json_target != "-":
         console.print(title, soft_wrap=True, markup=False)
-        console.print(_table(document, settings.weights))
+        console.print(_table(document, settings))
         if what_if is not None:
             console.print(str(what_if), soft_wrap=True)
     common.write_json(settings.json_target, document)
@@ -178,18 +182,19 @@ def _drive(
         )
 
 
-def _table(document: dict[str, Any], weights: Weights | None) -> Any:
+def _table(document: dict[str, Any], settings: Settings) -> Any:
     from rich.table import Table
 
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    pool = common.human_bytes(document["num_blocks"] * document["block_bytes"])
     times = document["bookkeeping_us"]
+    skipped = document["source"].get("skipped_lines")
     rows = [
         ("policy", document["policy"]),
-        ("capacity", f"{document['num_blocks']:,} blocks of {document['block_size']} tokens ({pool})"),
+        *_sizes(document, settings),
         ("requests", f"{document['requests']:,}"),
+        *([("bad lines skipped", f"{skipped:,}")] if skipped else []),
         ("tokens", f"{document['tokens']:,}"),
         ("token hit rate", f"{document['token_hit_rate']:.2%} ({document['hit_tokens']:,})"),
         ("block hit rate", f"{document['block_hit_rate']:.2%} ({document['hit_blocks']:,} of {document['blocks']:,})"),
@@ -198,8 +203,6 @@ def _table(document: dict[str, Any], weights: Weights | None) -> Any:
         ("evicted", f"{document['evicted_blocks']:,} blocks"),
         ("rejected", f"{document['rejected_requests']:,} requests"),
     ]
-    if document["source"].get("skipped_lines"):
-        rows.insert(3, ("bad lines skipped", f"{document['source']['skipped_lines']:,}"))
     disk = document.get("disk")
     if disk is not None:
         rows.append(
@@ -211,7 +214,7 @@ def _table(document: dict[str, Any], weights: Weights | None) -> Any:
             )
         )
     if document["saved_prefill_s"] is not None:
-        rows.append(("prefill saved, at least", f"{document['saved_prefill_s']:,.1f} s ({weights})"))
+        rows.append(("prefill saved, at least", f"{document['saved_prefill_s']:,.1f} s ({settings.weights})"))
     data = document["data"]
     if data is not None:
         rows += [
@@ -229,3 +232,14 @@ def _table(document: dict[str, Any], weights: Weights | None) -> Any:
     for label, value in rows:
         table.add_row(label, value)
     return table
+
+
+def _sizes(document: dict[str, Any], settings: Settings) -> Iterator[tuple[str, str]]:
+    blocks = f"{settings.num_blocks:,} blocks of {document['block_size']} tokens"
+    if settings.sized:
+        yield "capacity", f"{blocks} ({common.human_bytes(settings.num_blocks * settings.block_bytes)})"
+        return
+    yield "capacity", blocks
+    if document["block_bytes"] is not None:
+        hint = " (--model tells real sizes)" if document["source"]["kind"] == "trace" else ""
+        yield "test data", f"{common.human_bytes(settings.block_bytes)} a block{hint}"

@@ -38,7 +38,7 @@ th, td {{ padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #dd
 <h1>{title}</h1>
 {figure}
 <table>
-<tr><th>blocks</th><th>memory</th>{heads}</tr>
+<tr><th>blocks</th>{heads}</tr>
 {rows}
 </table>
 <p>{footnote}</p>
@@ -59,8 +59,8 @@ class Chart:
         Policies at capacities.
     unbounded : Cell
         The cache without limit.
-    block_bytes : int
-        Bytes of one block, for the second axis.
+    block_bytes : int or None
+        Bytes of one block, for the second axis; None: not known, and no such axis.
     footnote : str
         How the figures came about.
     """
@@ -68,7 +68,7 @@ class Chart:
     title: str
     cells: Sequence[Cell]
     unbounded: Cell
-    block_bytes: int
+    block_bytes: int | None
     footnote: str
 
 
@@ -158,11 +158,14 @@ def _figure(chart: Chart) -> Figure:
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines["right"].set_visible(False)
-    bytes_axis = axes.secondary_xaxis("top")
-    bytes_axis.set_xticks(ticks, [_short_bytes(blocks * chart.block_bytes) for blocks in ticks])
-    bytes_axis.xaxis.set_minor_locator(NullLocator())
-    bytes_axis.set_xlabel(f"memory at {_short_bytes(chart.block_bytes)} a block", fontsize=9)
-    bytes_axis.tick_params(labelsize=9)
+    if chart.block_bytes is None:
+        axes.spines["top"].set_visible(False)
+    else:
+        bytes_axis = axes.secondary_xaxis("top")
+        bytes_axis.set_xticks(ticks, [_short_bytes(blocks * chart.block_bytes) for blocks in ticks])
+        bytes_axis.xaxis.set_minor_locator(NullLocator())
+        bytes_axis.set_xlabel(f"memory at {_short_bytes(chart.block_bytes)} a block", fontsize=9)
+        bytes_axis.tick_params(labelsize=9)
     axes.legend(loc="best", frameon=True, framealpha=0.9, edgecolor="none")
     figure.suptitle(chart.title, x=0.01, ha="left", fontsize=12, fontweight="bold", parse_math=False)
     figure.supxlabel(chart.footnote, x=0.01, ha="left", fontsize=8, color="#666666", parse_math=False)
@@ -199,16 +202,18 @@ def _short_bytes(count: float) -> str:
 
 def _page(chart: Chart, svg: str) -> str:
     lines = _lines(chart)
+    memory_head = () if chart.block_bytes is None else ("memory",)
     cell_at = {(cell.policy, cell.num_blocks): cell for cell in chart.cells}
     rows = []
     for blocks in sorted({cell.num_blocks for cell in chart.cells if cell.num_blocks is not None}):
         rates = "".join(f"<td>{cell_at[policy, blocks].block_hit_rate:.2%}</td>" for policy in lines)
-        rows.append(f"<tr><td>{blocks:,}</td><td>{_short_bytes(blocks * chart.block_bytes)}</td>{rates}</tr>")
+        memory = "" if chart.block_bytes is None else f"<td>{_short_bytes(blocks * chart.block_bytes)}</td>"
+        rows.append(f"<tr><td>{blocks:,}</td>{memory}{rates}</tr>")
     return _PAGE.format(
         title=html.escape(chart.title),
         # The XML declaration and the doctype have no place inside a page.
         figure=svg[svg.index("<svg") :],
-        heads="".join(f"<th>{html.escape(policy)}</th>" for policy in lines),
+        heads="".join(f"<th>{html.escape(name)}</th>" for name in (*memory_head, *lines)),
         rows="\n".join(rows),
         footnote=html.escape(chart.footnote),
     )
