@@ -58,6 +58,12 @@ def test_size_of_test_data_is_not_taken_for_memory(run: Any, trace: Path) -> Non
     assert "2 blocks of 512 tokens (128.0 MiB)" in run(*argv, "--model", "llama-3.1-8b", "--no-data")[1]
 
 
+def test_pool_without_room_is_told_the_way_out(run: Any, trace: Path) -> None:
+    error = error_of(run, "replay", trace, "--blocks", 1 << 29, "--model", "llama-3.1-8b")
+    assert "does not fit into host memory" in error
+    assert error.endswith("; --no-data needs none")
+
+
 def test_replay_writes_json_to_a_file_or_to_standard_output(run: Any, trace: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     argv = ("replay", trace, "--no-data", "--split", 2, "--limit", 2)

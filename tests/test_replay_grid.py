@@ -254,6 +254,8 @@ def test_grid_command_writes_table_json_csv_and_plot(run: Any, trace: Path, tmp_
     status, out, err = run("replay", trace, *argv, *outputs)
     assert (status, err) == (0, "")
     assert "blocks hit, of 11 of 512 tokens" in out
+    written = f"json: {targets['json']}, csv: {targets['csv']}, plot: {targets['svg']}"
+    assert out.splitlines()[-1] == written
     assert "prefill saved, at least, in seconds (llama-3.1-8b, bf16, 400 TFLOP/s)" in out
 
     document = json.loads(targets["json"].read_text())

@@ -29,6 +29,11 @@ class Targets:
     csv: str | None
     plot: str | None
 
+    def files(self) -> str:
+        """Return what has been written where, in one line."""
+        named = (("json", self.json), ("csv", self.csv), ("plot", self.plot))
+        return ", ".join(f"{kind}: {target}" for kind, target in named if target is not None)
+
     def check(self) -> None:
         """Raise ValueError if one of them cannot be written."""
         for option, target in (("--json", self.json), ("--csv", self.csv), ("--plot", self.plot)):
@@ -129,6 +134,8 @@ def run(
         _print(console, title, cells, unbounded, block_bytes, block_size, weights)
         if trace.num_skipped:
             console.print(f"bad lines skipped: {trace.num_skipped:,}")
+        if written := targets.files():
+            console.print(written, soft_wrap=True, markup=False)
 
 
 def _facts(cell: Cell, block_bytes: int | None, weights: Weights | None) -> dict[str, Any]:

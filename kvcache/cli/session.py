@@ -92,6 +92,8 @@ def run(
         if settings.data:
             from kvcache.replay.payload import VerifiedPayload
 
+            if settings.disk is None:
+                _check_memory(settings)
             payload = open_now.enter_context(VerifiedPayload(settings.num_blocks, settings.block_bytes))
         tiered = None
         if settings.disk is None:
@@ -151,6 +153,15 @@ def run(
         if what_if is not None:
             console.print(str(what_if), soft_wrap=True)
     common.write_json(settings.json_target, document)
+
+
+def _check_memory(settings: Settings) -> None:
+    from kvcache.transfer.memory import check_memory
+
+    try:
+        check_memory(settings.num_blocks * settings.block_bytes)
+    except ValueError as error:
+        raise ValueError(f"{error}; --no-data needs none") from error
 
 
 def _drive(
