@@ -16,7 +16,7 @@ from kvcache.manager import OffloadingManager
 from kvcache.registry import TIERS
 from kvcache.spec import CPUOffloadingSpec, HandlerOf, OffloadingConfig
 from kvcache.tiers.base import Tier
-from kvcache.tiers.lane import TierRule
+from kvcache.tiers.lane import RULE_OPTIONS, TierRule
 from kvcache.tiers.manager import TieredOffloadingManager
 from kvcache.tiers.shared import PREFIX, SharedBlocks
 from kvcache.types import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from kvcache.whatif import WhatIf
 
 _ALIGN_BYTES = 4096
-_RULE_OPTIONS = ("write_policy", "num_uses", "deadline_s", "max_store_blocks", "max_failures", "pause_s")
 
 
 def make_tiers(options: Any, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> list[tuple[Tier, TierRule]]:
@@ -76,7 +75,7 @@ def _checked_tiers(options: Any) -> list[tuple[type[Tier], TierRule, dict[str, A
         found = TIERS.resolve(own.pop("type"))
         if not issubclass(found, Tier):
             raise ValueError(f"tier {found.__name__} must be a Tier")
-        rule = TierRule(**{name: own.pop(name) for name in _RULE_OPTIONS if name in own})
+        rule = TierRule(**{name: own.pop(name) for name in RULE_OPTIONS if name in own})
         checked.append((found, rule, own))
     return checked
 

@@ -470,7 +470,9 @@ def test_config_is_checked(tmp_path):
     tier = DiskTier.from_config(options, host_blocks(), {"model": "m"})
     assert tier.capacity_bytes == 1 << 20
     tier.shutdown()
-    with pytest.raises(ValueError, match="unknown options of a disk tier: size"):
+    with pytest.raises(
+        ValueError, match=r"unknown options of a disk tier: size; known ones: .*path.*: write_policy,.* pause_s$"
+    ):
         DiskTier.from_config({**options, "size": 1}, host_blocks(), {})
     with pytest.raises(ValueError, match="a disk tier needs 'capacity'"):
         DiskTier.from_config({"path": "x"}, host_blocks(), {})

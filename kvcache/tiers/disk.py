@@ -28,6 +28,7 @@ from kvcache.manager import CPUOffloadingManager
 from kvcache.tiers.base import Tier, TierResult, TierStats, checked_host_blocks
 from kvcache.tiers.blockfile import MAX_RUN_BLOCKS, BlockFile, LoadRun, ResetRun, StoreRun
 from kvcache.tiers.folder import Folder, Header, TierFolderError, capacity_for, num_slots_within
+from kvcache.tiers.lane import RULE_OPTIONS
 from kvcache.tiers.records import MAX_KEY_BYTES, Records
 from kvcache.tiers.threads import IOThreads
 
@@ -175,7 +176,10 @@ class DiskTier(Tier):
         }
         values = dict(options)
         if unknown := sorted(values.keys() - known):
-            raise ValueError(f"unknown options of a disk tier: {', '.join(unknown)}; known ones: {sorted(known)}")
+            raise ValueError(
+                f"unknown options of a disk tier: {', '.join(unknown)}; known ones: {', '.join(sorted(known))}; "
+                f"of the rule by which any tier is used: {', '.join(RULE_OPTIONS)}"
+            )
         for name in ("path", "capacity"):
             if name not in values:
                 raise ValueError(f"a disk tier needs {name!r}, got {dict(options)!r}")

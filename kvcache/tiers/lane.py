@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from kvcache.backend import checked_size
@@ -66,6 +66,9 @@ class TierRule:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"{name} must be a number > 0, got {value!r}")
+
+
+RULE_OPTIONS = tuple(option.name for option in fields(TierRule))
 
 
 @dataclass(frozen=True, slots=True)
