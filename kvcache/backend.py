@@ -18,6 +18,31 @@ def checked_size(name: str, value: object) -> int:
     return value
 
 
+def parsed_bytes(text: object) -> int:
+    """Return the bytes that `text` names: an int, or a number with a unit of kB, MB, GB, TB, KiB, MiB, GiB or TiB.
+
+    Raises
+    ------
+    ValueError
+        It is neither.
+    """
+    if type(text) is int:
+        return text
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", 1):
+        units[letter + "b"] = 1000**power
+        units[letter] = units[letter + "ib"] = 1024**power
+    if isinstance(text, str):
+        number = text.strip().rstrip("bBiIkKmMgGtT")
+        unit = text.strip()[len(number) :].lower()
+        try:
+            if unit in units:
+                return int(float(number) * units[unit])
+        except (ValueError, OverflowError):
+            pass
+    raise ValueError(f"a size must be bytes or a number with a unit, such as '100GiB', got {text!r}")
+
+
 class Backend(ABC):
     """Allocate blocks on one medium.
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvcache.backend import parsed_bytes
 from kvcache.manager import CPUOffloadingManager, OffloadingManager
 from kvcache.registry import POLICIES, SPECS
 from kvcache.types import CanonicalKVCacheRef, CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
@@ -190,7 +191,8 @@ class OffloadingSpec(ABC):
     def _option(self, name: str, kind: type, default: Any) -> Any:
         value = self.extra_config.get(name, default)
         if value is not default and type(value) is not kind:
-            raise ValueError(f"{name} in extra_config must be a {kind.__name__}, got {value!r}")
+            article = "an" if kind is int else "a"
+            raise ValueError(f"{name} in extra_config must be {article} {kind.__name__}, got {value!r}")
         return value
 
 
@@ -201,9 +203,10 @@ class CPUOffloadingSpec(OffloadingSpec):
     ----------
     config : OffloadingConfig
         Its `extra_config` gives the pool's size as ``num_cpu_blocks``, or as ``cpu_bytes_to_use``: bytes over all
-        workers, which needs every group's refs. It may give ``cache_policy`` (default ``"lru"``), ``enable_events``
-        (default False) and ``num_copy_threads`` (per direction; default by the CPUs). ``store_threshold``,
-        ``max_tracker_size``, ``what_if`` and ``retention_share`` go to the `CPUOffloadingManager`, which checks them.
+        workers, an int or a size such as ``"4GiB"``, which needs every group's refs. It may give ``cache_policy``
+        (default ``"lru"``), ``enable_events`` (default False) and ``num_copy_threads`` (per direction; default by the
+        CPUs). ``store_threshold``, ``max_tracker_size``, ``what_if`` and ``retention_share`` go to the
+        `CPUOffloadingManager`, which checks them.
 
     Attributes
     ----------
@@ -281,9 +284,16 @@ class CPUOffloadingSpec(OffloadingSpec):
             if group.refs and list(group.refs) != list(refs):
                 raise ValueError(f"the config has {list(group.refs)} in group {i}, got {list(refs)}")
 
+    def _num_bytes(self) -> int | None:
+        value = self.extra_config.get("cpu_bytes_to_use")
+        try:
+            return None if value is None else parsed_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"cpu_bytes_to_use in extra_config: {error}") from None
+
     def _num_blocks(self) -> int:
         num_blocks: int | None = self._option("num_cpu_blocks", int, None)
-        num_bytes: int | None = self._option("cpu_bytes_to_use", int, None)
+        num_bytes = self._num_bytes()
         if num_blocks is not None and num_bytes is None:
             _check_size("num_cpu_blocks", num_blocks)
             return num_blocks

@@ -11,7 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from kvcache.tiers.disk import DiskTier, parsed_bytes
+from kvcache.backend import parsed_bytes
+from kvcache.tiers.disk import DiskTier
 from kvcache.tiers.folder import TierFolderError, capacity_for, folder_bytes, num_slots_within
 from kvcache.types import ReqContext
 

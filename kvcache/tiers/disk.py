@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from kvcache.backend import checked_size
+from kvcache.backend import checked_size, parsed_bytes
 from kvcache.manager import CPUOffloadingManager
 from kvcache.tiers.base import Tier, TierResult, TierStats, checked_host_blocks
 from kvcache.tiers.blockfile import MAX_RUN_BLOCKS, BlockFile, LoadRun, ResetRun, StoreRun
@@ -471,28 +471,3 @@ class DiskTier(Tier):
                     self._last_error = f"flush: {error}"
             if is_last:
                 return
-
-
-def parsed_bytes(text: object) -> int:
-    """Return the bytes that `text` names: an int, or a number with a unit of kB, MB, GB, TB, KiB, MiB, GiB or TiB.
-
-    Raises
-    ------
-    ValueError
-        It is neither.
-    """
-    if type(text) is int:
-        return text
-    units = {"": 1, "b": 1}
-    for power, letter in enumerate("kmgt", 1):
-        units[letter + "b"] = 1000**power
-        units[letter] = units[letter + "ib"] = 1024**power
-    if isinstance(text, str):
-        number = text.strip().rstrip("bBiIkKmMgGtT")
-        unit = text.strip()[len(number) :].lower()
-        try:
-            if unit in units:
-                return int(float(number) * units[unit])
-        except (ValueError, OverflowError):
-            pass
-    raise ValueError(f"a size must be bytes or a number with a unit, such as '100GiB', got {text!r}")
