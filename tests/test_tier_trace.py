@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvcache.manager import CPUOffloadingManager
+from kvcache.replay import tiered
 from kvcache.replay.keys import KeyMaker
 from kvcache.replay.run import Replay
 from kvcache.replay.tiered import DiskChoice, PatientManager, patient_manager
@@ -35,16 +36,16 @@ def test_host_over_disk_hits_as_much_as_one_memory_cache(shared, tmp_path):
     flat = np.frombuffer(mmap.mmap(-1, NUM_HOST * BLOCK_BYTES), np.uint8)
     disk = DiskChoice(tmp_path / "tier", capacity_for(NUM_DISK, BLOCK_BYTES))
     with patient_manager(512, "lru", disk, flat.reshape(NUM_HOST, BLOCK_BYTES)) as manager:
-        tiered = replayed(manager, path, NUM_REQUESTS)
+        tally = replayed(manager, path, NUM_REQUESTS)
         stats = manager.tier_stats()[0]
-    print(whole.token_hit_rate, tiered.token_hit_rate, tiered.hit_blocks, stats)
+    print(whole.token_hit_rate, tally.token_hit_rate, tally.hit_blocks, stats)
     assert stats.promoted_blocks > 0
     assert (stats.failed_jobs, stats.overdue_jobs, stats.tier.corrupt_blocks) == (0, 0, 0)
-    assert abs(whole.token_hit_rate - tiered.token_hit_rate) < 0.01
+    assert abs(whole.token_hit_rate - tally.token_hit_rate) < 0.01
     assert folder_bytes(disk.path) <= disk.capacity_bytes
     if WHOLE:
         # The disk holds all that host memory holds, so this is LRU at 100,000 blocks.
-        assert tiered.hit_blocks == 104_924
+        assert tally.hit_blocks == 104_924
 
 
 @pytest.mark.parametrize("write_policy", ["on_evict", "after_n_uses"])
@@ -54,6 +55,18 @@ def test_other_write_policies_lose_little(shared, write_policy):
     tier = ManualTier(12_000, is_automatic=True)
     rule = TierRule(write_policy=write_policy, num_uses=1, max_store_blocks=256)
     manager = PatientManager(512, 600, [(tier, rule)])
-    tiered = replayed(manager, path, 1500)
-    assert abs(whole.token_hit_rate - tiered.token_hit_rate) < 0.01
+    tally = replayed(manager, path, 1500)
+    assert abs(whole.token_hit_rate - tally.token_hit_rate) < 0.01
     assert manager.tier_stats()[0].dropped_blocks < 100
+
+
+def test_waiting_is_not_timed_as_bookkeeping(monkeypatch):
+    now = [1000]
+    monkeypatch.setattr(tiered, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(PatientManager.__base__, "settle", lambda *_: now.__setitem__(0, now[0] + 500))
+    monkeypatch.setattr(PatientManager.__base__, "on_schedule_end", lambda _: now.__setitem__(0, now[0] + 7))
+    manager = PatientManager(512, 6, [(ManualTier(12), TierRule())])
+    before = manager.clock()
+    manager.settle()
+    assert manager.clock() - before == 7
+    assert now == [1507]

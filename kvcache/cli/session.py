@@ -121,7 +121,7 @@ def run(
                     store_threshold=settings.store_threshold,
                 )
             )
-        replay = Replay(manager, payload)
+        replay = Replay(manager, payload, tiered.clock) if tiered else Replay(manager, payload)
         try:
             _drive(replay, requests, make_keys, console, progressed)
         except ReplayError as error:

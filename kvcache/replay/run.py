@@ -6,7 +6,7 @@ Only the manager's calls are timed, so that neither making keys nor moving bytes
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol
@@ -98,6 +98,8 @@ class Replay:
         Of one tier; its block size is what one key stands for, in tokens.
     payload : Payload, optional
         Moves and compares the bytes; None: bookkeeping alone.
+    clock : callable, optional
+        What bookkeeping is timed with, in nanoseconds; that of a manager which waits stands still meanwhile.
 
     Attributes
     ----------
@@ -105,37 +107,40 @@ class Replay:
         What has been counted.
     """
 
-    def __init__(self, manager: OffloadingManager, payload: Payload | None = None) -> None:
+    def __init__(
+        self, manager: OffloadingManager, payload: Payload | None = None, clock: Callable[[], int] = perf_counter_ns
+    ) -> None:
         self.tally = Tally()
+        self._clock = clock
         self._manager = manager
         self._payload = payload
 
     def step(self, request: Request, keys: list[bytes]) -> int:
         """Run one request, whose blocks have these `keys`, and return the length of its leading run of hits."""
-        manager, payload, tally = self._manager, self._payload, self.tally
+        manager, payload, tally, clock = self._manager, self._payload, self.tally, self._clock
         context = ReqContext()
-        start = perf_counter_ns()
+        start = clock()
         num_hits: int = manager.lookup(keys, context)  # type: ignore[assignment]
         manager.touch(keys, context)
         hits = keys[:num_hits]
         load_spec = manager.prepare_load(hits, context)
-        spent = perf_counter_ns() - start
+        spent = clock() - start
         if payload is not None and hits:
             payload.load(hits, load_spec)
-        start = perf_counter_ns()
+        start = clock()
         manager.complete_load(hits, context)
         output = manager.prepare_store(keys, context)
-        spent += perf_counter_ns() - start
+        spent += clock() - start
         if output is not None:
             stored = output.keys_to_store
             if payload is not None and stored:
                 payload.store(stored, output.store_spec)
-            start = perf_counter_ns()
+            start = clock()
             manager.complete_store(stored, context)
-            spent += perf_counter_ns() - start
-        start = perf_counter_ns()
+            spent += clock() - start
+        start = clock()
         manager.on_request_finished(context)
-        spent += perf_counter_ns() - start
+        spent += clock() - start
 
         if output is None:
             tally.rejected_requests += 1
