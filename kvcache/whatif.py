@@ -168,7 +168,9 @@ class WhatIf:
 
     def __str__(self) -> str:
         width = max(map(len, ("blocks", *self.hit_ratios)))
-        lines = [f"{'blocks':<{width}}" + "".join(f" {capacity:>11,}" for capacity in self.capacities)]
+        named = [f"{capacity:,}{'*' * (capacity == self.num_blocks)}" for capacity in self.capacities]
+        lines = ["share of blocks hit, by capacity" + ", * the present one" * (self.num_blocks in self.capacities)]
+        lines.append(f"{'blocks':<{width}}" + "".join(f" {capacity:>11}" for capacity in named))
         for name, ratios in self.hit_ratios.items():
             lines.append(f"{name:<{width}}" + "".join(f" {ratio:>11.1%}" for ratio in ratios))
         lines += self._headlines()
@@ -190,7 +192,7 @@ class WhatIf:
             yield f"twice the memory: {self.gain(2 * here):+.1%} hits"
         best = max(self.hit_ratios, key=lambda name: self.hits_at(here, name))
         if best != own:
-            yield f"{best} instead of {own}: {self.gain(here, best):+.1%} hits"
+            yield f"{best} instead of {own} at {here:,} blocks: {self.gain(here, best):+.1%} hits"
 
 
 @dataclass(frozen=True, slots=True)

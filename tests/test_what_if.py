@@ -325,7 +325,9 @@ def test_twice_the_memory_is_told_in_one_line() -> None:
     assert found.hits_at(150) == found.hits_at(200) == (49 + 450) / 650
     assert found.gain(200) == pytest.approx(450 / 49)
     assert "twice the memory: +918.4% hits" in str(found)
-    assert str(found).splitlines()[0].split() == ["blocks", "25", "50", "100", "200", "400", "800"]
+    caption, heads = str(found).splitlines()[:2]
+    assert caption == "share of blocks hit, by capacity, * the present one"
+    assert heads.split() == ["blocks", "25", "50", "100*", "200", "400", "800"]
     assert "estimated from 650 of 650 uses in 650 requests, 1 key in 1" in str(found)
 
 

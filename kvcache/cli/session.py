@@ -152,6 +152,11 @@ def run(
         console.print(_table(document, settings))
         if what_if is not None:
             console.print(str(what_if), soft_wrap=True)
+            if settings.sized:
+                sizes = (
+                    f"{blocks:,} = {common.human_bytes(blocks * settings.block_bytes)}" for blocks in what_if.capacities
+                )
+                console.print(f"blocks in memory: {', '.join(sizes)}", soft_wrap=True)
     common.write_json(settings.json_target, document)
 
 
