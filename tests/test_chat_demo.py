@@ -29,7 +29,9 @@ def test_counts_tokens_by_turn_and_saves_a_plot(run: Any, tmp_path: Path) -> Non
     plot, document_path = tmp_path / "chat.png", tmp_path / "chat.json"
     status, out, err = run("chat-demo", *SMALL, "--plot", plot, "--json", document_path)
     assert (status, err) == (0, "")
-    assert "All tokens are equal" in out
+    assert "Turn 1 hits what all chats share" in " ".join(out.split())
+    said = ["All tokens are equal without and with the cache.", "Next: kvcache replay --help, docs/quickstart.md"]
+    assert out.splitlines()[-2:] == said
     assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     document = json.loads(document_path.read_text())
     # First turns: 48 tokens, of which the second user finds the system prompt's 32. Second turns: 68 tokens; of the 51

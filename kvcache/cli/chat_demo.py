@@ -73,8 +73,10 @@ def chat_demo(
     if json != "-":
         console.print(_table(document, f"{users} users, {turns} turns each, seed {seed}"))
         if plot is not None:
-            console.print(f"plot: {plot}")
+            console.print(f"plot: {plot}", soft_wrap=True, markup=False)
+        console.print("All tokens are equal without and with the cache.")
     common.write_json(json, document)
+    common.say_next(json)
 
 
 def _document(done: list[Turn], cache: Any, policy: str, elapsed_s: float) -> dict[str, Any]:
@@ -114,10 +116,13 @@ def _table(document: dict[str, Any], title: str) -> Any:
 
     pool = common.human_bytes(document["num_blocks"] * document["block_bytes"])
     held = document["num_blocks"] - document["blocks"]["num_free"]
+    shared = ""
+    if document["turns"][0]["hit_rate"] > 0:
+        shared = "Turn 1 hits what all chats share: the system prompt, which the first user has stored. "
     table = Table(
         title=f"Chat with a small Llama: {title}",
         title_justify="left",
-        caption=f"Time to first token is the median over users. All tokens are equal without and with the cache. "
+        caption=f"Time to first token is the median over users. {shared}"
         f"{document['policy']}, {held:,} of {document['num_blocks']:,} blocks held ({pool}), "
         f"{document['elapsed_s']:.1f} s in all.",
         caption_justify="left",
@@ -126,11 +131,11 @@ def _table(document: dict[str, Any], title: str) -> Any:
     whole = [*document["turns"], document]
     columns = {
         "turn": [*(str(row["turn"]) for row in document["turns"]), "all"],
-        "prompt tokens": [f"{row['prompt_tokens']:,}" for row in whole],
-        "computed with kvcache": [f"{row['computed_tokens']:,}" for row in whole],
-        "hit rate": [f"{row['hit_rate']:.1%}" for row in whole],
-        "first token without": [f"{row['plain_ttft_s'] * 1e3:,.0f} ms" for row in whole],
-        "first token with": [f"{row['cached_ttft_s'] * 1e3:,.0f} ms" for row in whole],
+        "prompt\ntokens": [f"{row['prompt_tokens']:,}" for row in whole],
+        "computed\nwith kvcache": [f"{row['computed_tokens']:,}" for row in whole],
+        "hit\nrate": [f"{row['hit_rate']:.1%}" for row in whole],
+        "first token\nwithout": [f"{row['plain_ttft_s'] * 1e3:,.0f} ms" for row in whole],
+        "first token\nwith": [f"{row['cached_ttft_s'] * 1e3:,.0f} ms" for row in whole],
         "faster": [f"{row['plain_ttft_s'] / row['cached_ttft_s']:.1f}x" for row in whole],
     }
     for name, cells in columns.items():

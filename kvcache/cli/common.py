@@ -199,6 +199,12 @@ def check_writable(option: str, target: str | None) -> None:
         path.unlink()
 
 
+def say_next(json_target: str | None) -> None:
+    """Tell whoever has tried a demo how to go on."""
+    if json_target != "-":
+        console(json_target).print("Next: kvcache replay --help, docs/quickstart.md")
+
+
 def write_json(target: str | None, document: dict[str, Any]) -> None:
     """Write `document` as `write_text` does."""
     if target is not None:

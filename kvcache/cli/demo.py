@@ -55,3 +55,4 @@ def demo(
         lambda done: done / requests,
         lambda: {"kind": "chats", "seed": seed},
     )
+    common.say_next(json)
