@@ -220,7 +220,10 @@ class PolicyContract:
         output = manager.prepare_store(_KEYS[6:8])
 
         assert output is not None
-        assert output.evicted_keys == [_KEYS[5], _KEYS[4]]
+        assert output.evicted_keys == [_KEYS[5], _KEYS[4]], (
+            "a request's last blocks should leave first; a policy that does not promise it says so in its test class: "
+            "evicts_tails_first = False"
+        )
         assert manager.lookup(_KEYS[:6]) == 4
 
     def test_agrees_with_its_reference_under_every_manager(self) -> None:
