@@ -116,8 +116,15 @@ def test_bad_lines_can_be_skipped_and_are_counted(run: Any, trace: Path) -> None
         (("--policy", "collections:OrderedDict"), "policy 'collections:OrderedDict' must be a CachePolicy, got <class"),
         (("--blocks", "0"), "--blocks must be a whole number >= 1, got '0'"),
         (("--blocks", "ten"), "--blocks must be a whole number >= 1, got 'ten'"),
-        (("--memory", "4GiX"), "--memory must be a size such as 65536, 64KiB or 4GiB, got '4GiX'"),
-        (("--memory", "1KiB"), "--memory must hold at least one block of 65536 bytes, got '1KiB'"),
+        (("--memory", "256GiB"), "--memory needs the size of a block, got '256GiB' alone: name a model (--model"),
+        (
+            ("--memory", "4GiX", "--block-bytes", "64K"),
+            "--memory must be a size such as 65536, 64KiB or 4GiB, got '4GiX'",
+        ),
+        (
+            ("--memory", "1KiB", "--block-bytes", "64KiB"),
+            "--memory must hold at least one block of 65536 bytes, got '1KiB'",
+        ),
         (("--memory", "1GiB", "--blocks", "4"), "--blocks and --memory exclude each other, got '4' and '1GiB'"),
         (("--block-bytes", "-1"), "--block-bytes must be a size such as 65536, 64KiB or 4GiB, got '-1'"),
         (("--split", "7"), "split must divide the 512 tokens of a block, got 7"),
@@ -176,7 +183,16 @@ def test_missing_trace_is_named(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("7", 7), ("64KiB", 65536), ("64 kib", 65536), ("1.5MiB", 1572864), ("4GB", 4_000_000_000), ("1TiB", 1 << 40)],
+    [
+        ("7", 7),
+        ("64KiB", 65536),
+        ("64 kib", 65536),
+        ("1.5MiB", 1572864),
+        ("4GB", 4_000_000_000),
+        ("1TiB", 1 << 40),
+        ("64G", 64 << 30),
+        ("2k", 2048),
+    ],
 )
 def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
     assert parse_size("--memory", text) == size
@@ -186,8 +202,35 @@ def test_memory_is_turned_into_whole_blocks() -> None:
     assert parse_capacities(None, "1MiB,2.5MiB", 1 << 20, "1") == [1, 2]
     assert parse_capacities("10,20", None, 1, "1") == [10, 20]
     assert parse_capacities(None, None, 1, "5") == [5]
-    with pytest.raises(ValueError, match="--blocks must ascend in blocks, got '20,10'"):
-        parse_capacities("20,10", None, 1, "1")
+
+
+def test_capacities_may_come_in_any_order_and_in_thousands() -> None:
+    assert parse_capacities("20,10k,1.5k,20", None, 1, "1") == [20, 1500, 10_000]
+    assert parse_capacities(None, "2G,1GiB,1.5G", 1 << 30, "1") == [1, 2]
+
+
+def test_trace_is_read_from_standard_input(trace: Path) -> None:
+    argv = ["replay", "-", "--no-data", "--blocks", "2", "--json"]
+    code = f"from kvcache.cli import main; main({argv})"
+    with trace.open("rb") as file:
+        done: Any = subprocess.run(
+            [sys.executable, "-c", code], stdin=file, capture_output=True, text=True, check=False
+        )
+    assert (done.stderr, done.returncode) == ("", 0)
+    document = json.loads(done.stdout)
+    assert (document["source"]["file"], document["hit_blocks"]) == ("-", 4)
+
+
+def test_progress_goes_to_standard_error_and_only_to_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, run: Any, trace: Path
+) -> None:
+    argv = ("replay", trace, "--no-data", "--blocks", 2)
+    assert run(*argv)[2] == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, out, err = run(*argv)
+    assert "100%" in err
+    assert "100%" not in out
+    assert run(*argv, "--quiet")[2] == ""
 
 
 def test_command_alone_prints_its_help(run: Any) -> None:

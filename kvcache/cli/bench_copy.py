@@ -24,6 +24,7 @@ def copy(
     device: Annotated[str, typer.Option(help="Where the engine's tensors lie: cpu or cuda.")] = "cpu",
     json: common.JsonOption = None,
     plot: Annotated[str | None, typer.Option(help="Draw the ratios to a file.", metavar="FILE")] = None,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Copy scattered and contiguous blocks both ways, beside one large memcpy and beside torch's own ways."""
     block_sizes = [common.parse_size("--sizes", part) for part in sizes.split(",")]
@@ -42,14 +43,16 @@ def copy(
     counts = {size: min(blocks, job_bytes // size) for size in block_sizes}
     if 0 in counts.values():
         raise ValueError(f"--bytes must hold a block of {max(block_sizes)} bytes, got {total!r}")
-    rates = _measure(counts, num_threads, repeats, device, json)
+    rates = _measure(counts, num_threads, repeats, device, json, quiet)
     document = {"device": device, "torch": torch.__version__, "rates": [asdict(rate) for rate in rates]}
     common.write_json(json, document)
     if plot is not None:
         _draw(rates, plot)
 
 
-def _measure(counts: dict[int, int], threads: list[int], repeats: int, device: str, json: str | None) -> list[CopyRate]:
+def _measure(
+    counts: dict[int, int], threads: list[int], repeats: int, device: str, json: str | None, is_quiet: bool
+) -> list[CopyRate]:
     from rich.table import Table
 
     from kvcache.transfer.measure import DIRECTIONS, LAYOUTS, CopyBench
@@ -58,7 +61,7 @@ def _measure(counts: dict[int, int], threads: list[int], repeats: int, device: s
     console.print("GB/s, and the ratio to one large copy of as many bytes")
     rates: list[CopyRate] = []
     columns = [(direction, layout) for direction in DIRECTIONS for layout in LAYOUTS]
-    with common.progress(console, "block sizes") as bar:
+    with common.progress("block sizes", is_quiet) as bar:
         task = bar.add_task("copying", total=len(counts) * len(columns), done=0, status="")
         for done, (size, count) in enumerate(counts.items()):
             table = Table("way", title=f"{count:,} blocks of {common.human_bytes(size)}", title_justify="left")
@@ -75,7 +78,7 @@ def _measure(counts: dict[int, int], threads: list[int], repeats: int, device: s
             bench.close()
             for way, values in cells.items():
                 table.add_row(way, *values)
-            bar.console.print(table)
+            console.print(table)
         bar.update(task, done=len(counts), status="")
     return rates
 

@@ -21,6 +21,7 @@ def disk(
     size: Annotated[str, typer.Option(help="Bytes to write and read back.", metavar="SIZE")] = "1GiB",
     threads: Annotated[int, typer.Option(help="Operations in flight.")] = 4,
     json: common.JsonOption = None,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Write blocks to a new disk tier and read them back, every checksum compared."""
     from rich.table import Table
@@ -39,7 +40,7 @@ def disk(
         raise ValueError(f"--size must fit into the {common.human_bytes(free_bytes)} free in {folder}, got {size!r}")
     common.check_writable("--json", json)
     console = common.console(json)
-    bar = common.progress(console, "blocks")
+    bar = common.progress("blocks", quiet)
     with bar:
         task = bar.add_task("disk", total=2 * num_blocks, done=0, status="")
         due = monotonic()

@@ -30,6 +30,7 @@ def chat_demo(
         Path | None, typer.Option(help="Save a plot of it as PNG.", metavar="FILE", show_default=False)
     ] = None,
     json: common.JsonOption = None,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Chat with a small Llama built on the spot: time to first token and prefill, without kvcache and with it."""
     for option, value in (
@@ -58,7 +59,7 @@ def chat_demo(
     said = chats.Chats(users, turns, system_tokens, message_tokens, answer_tokens, common.at_least("--seed", seed, 0))
     cache = PrefixCache(chats.build_model(seed, threads), memory=common.parse_size("--memory", memory), policy=policy)
     done: list[Turn] = []
-    bar = common.progress(console, "turns")
+    bar = common.progress("turns", quiet)
     with bar:
         task = bar.add_task("chat", total=users * turns, done=0, status="")
         for turn in chats.run(said, cache):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from itertools import pairwise
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", int, float)
 
 _UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{letter}ib": 1 << 10 * power for power, letter in enumerate("kmgt", 1)}
+# A bare letter is binary, as `free`, `ls` and `truncate` read it.
+_UNITS |= {f"{letter}{tail}": 1 << 10 * power for power, letter in enumerate("kmgt", 1) for tail in ("", "ib")}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
+_COUNTS = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
 TEST_BLOCK_BYTES = "64KiB"  # of a block whose real size nobody has said
 _MOST_BLOCKS = 1 << 30  # what a table's rows can number
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)", re.IGNORECASE)
 
 
 class CommandError(Exception):
@@ -48,7 +51,7 @@ PolicyOption = Annotated[
 ]
 BlocksOption = Annotated[str | None, typer.Option(help="Capacity in blocks.", metavar="N", show_default=False)]
 MemoryOption = Annotated[
-    str | None, typer.Option(help="Capacity in bytes instead, as in 4GiB.", metavar="SIZE", show_default=False)
+    str | None, typer.Option(help="Capacity in bytes instead, as in 4GiB or 4G.", metavar="SIZE", show_default=False)
 ]
 BlockBytesOption = Annotated[str, typer.Option(help="Bytes of one block.", metavar="SIZE")]
 ReplayBlockBytesOption = Annotated[
@@ -61,7 +64,7 @@ GateOption = Annotated[int, typer.Option("--store-threshold", help="Store a bloc
 JsonOption = Annotated[
     str | None, typer.Option("--json", help="Write the result as JSON; - is standard output.", metavar="FILE")
 ]
-
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 WhatIfOption = Annotated[
     bool, typer.Option("--what-if", help="Sample the keys, and estimate what other policies and capacities would hit.")
 ]
@@ -84,7 +87,7 @@ def root(
 
 
 def parse_size(option: str, text: str) -> int:
-    """Return the bytes that `text` says, as in ``64KiB`` or ``4GB``.
+    """Return the bytes that `text` says, as in ``64KiB``, ``64G`` (the same as ``64GiB``) or ``4GB``.
 
     Raises
     ------
@@ -100,10 +103,18 @@ def parse_size(option: str, text: str) -> int:
 
 
 def parse_count(option: str, text: str) -> int:
-    """Return the whole number >= 1 that `text` says; ValueError otherwise."""
-    if not text.strip().isdecimal() or int(text) < 1:
+    """Return the whole number that `text` says, as in ``10000`` or ``10k``.
+
+    Raises
+    ------
+    ValueError
+        The text is no whole number >= 1.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    count = Fraction(match[1]) * _COUNTS[match[2].lower()] if match else Fraction(0)
+    if count < 1 or count.denominator != 1:
         raise ValueError(f"{option} must be a whole number >= 1, got {text!r}")
-    return int(text)
+    return int(count)
 
 
 def at_least(option: str, value: Number, least: int) -> Number:
@@ -131,12 +142,12 @@ def parse_capacity(blocks: str | None, memory: str | None, block_bytes: int, def
 
 
 def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, default: str) -> list[int]:
-    """Return the capacities in blocks that `--blocks` or `--memory` list.
+    """Return the capacities in blocks that `--blocks` or `--memory` list, ascending and each once.
 
     Raises
     ------
     ValueError
-        Both are given, one holds no number, less than a block or too many, or the list does not ascend.
+        Both are given, or one holds no number, less than a block or too many.
     """
     if blocks is not None and memory is not None:
         raise ValueError(f"--blocks and --memory exclude each other, got {blocks!r} and {memory!r}")
@@ -148,8 +159,7 @@ def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, d
         capacities = [parse_size(option, part) // block_bytes for part in text.split(",")]
         if 0 in capacities:
             raise ValueError(f"--memory must hold at least one block of {block_bytes} bytes, got {text!r}")
-    if any(after <= before for before, after in pairwise(capacities)):
-        raise ValueError(f"{option} must ascend in blocks, got {text!r}")
+    capacities = sorted(set(capacities))
     if capacities[-1] >= _MOST_BLOCKS:
         raise ValueError(f"{option} must be less than 2**30 blocks ({block_bytes} bytes each), got {text!r}")
     return capacities
@@ -162,10 +172,15 @@ def console(json_target: str | None) -> Console:
     return Console(stderr=json_target == "-", highlight=False)
 
 
-def progress(on: Console, unit: str) -> Progress:
-    """Return a progress bar that also tells what `fields[status]` says."""
+def progress(unit: str, is_quiet: bool = False) -> Progress:
+    """Return a progress bar on standard error that also shows `fields[status]`.
+
+    It is drawn on a terminal only: a file that standard error goes to would hold nothing but its last state.
+    """
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    on = Console(stderr=True, highlight=False)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -174,6 +189,7 @@ def progress(on: Console, unit: str) -> Progress:
         TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(),
         console=on,
+        disable=is_quiet or not on.is_terminal,
         refresh_per_second=4,
     )
 

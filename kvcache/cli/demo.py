@@ -23,6 +23,7 @@ def demo(
     what_if: common.WhatIfOption = False,
     data: common.DataOption = True,
     json: common.JsonOption = None,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Store, evict, load back and verify the blocks of generated multi-turn chats that share system prompts."""
     from kvcache.cli import session
@@ -47,6 +48,7 @@ def demo(
         json_target=json,
         store_threshold=common.at_least("--store-threshold", store_threshold, 0),
         what_if=what_if,
+        is_quiet=quiet,
     )
     session.run(
         workload,

@@ -55,6 +55,7 @@ class Options:
     store_threshold: int
     limit: int | None
     jobs: int | None
+    is_quiet: bool = False
 
 
 def run(
@@ -84,7 +85,7 @@ def run(
     targets.check()
     console = common.console(targets.json or targets.csv)
     started = monotonic()
-    with common.progress(console, "replays") as bar:
+    with common.progress("replays", options.is_quiet) as bar:
         task = bar.add_task("reading", total=1.0, done=0, status="")
         num_cells = len(policies) * len(capacities)
 
@@ -106,7 +107,7 @@ def run(
         unbounded = optimum_cell(compact, None, split)
         bar.update(task, completed=1.0, done=num_cells)
 
-    title = f"{trace.path.name} ({trace.format})"
+    title = f"{trace.name} ({trace.format})"
     facts = [_facts(cell, block_bytes, weights) for cell in cells]
     document = {
         "source": {

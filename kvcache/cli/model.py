@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,7 +27,11 @@ def complete_dtypes(incomplete: str) -> list[str]:
 
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", help="Weigh blocks for this model, e.g. llama-3.1-8b.", autocompletion=complete_models),
+    typer.Option(
+        "--model",
+        help="Weigh blocks for this model: a name, e.g. llama-3.1-8b, or the path of its config.json.",
+        autocompletion=complete_models,
+    ),
 ]
 LayersOption = Annotated[int | None, typer.Option("--layers", help="Or say its shape: layers that keep KV.")]
 HeadsOption = Annotated[int | None, typer.Option("--heads", help="KV heads.")]
@@ -35,9 +39,7 @@ HeadSizeOption = Annotated[int | None, typer.Option("--head-size", help="Size of
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="KV dtype: bf16, fp16, fp32, fp8 or int8.", autocompletion=complete_dtypes)
 ]
-ParamsOption = Annotated[
-    float | None, typer.Option("--params", help="Parameters a token passes through, e.g. 8e9, with --layers.")
-]
+ParamsOption = Annotated[float | None, typer.Option("--params", help="Parameters a token passes through, e.g. 8e9.")]
 FlopsOption = Annotated[
     float, typer.Option("--flops", help="FLOP/s of prefill, for the time that hits save.", show_default="400e12")
 ]
@@ -93,12 +95,13 @@ def weights_of(
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{option} must be a number > 0, got {value}")
     if model is not None:
-        if given or params is not None:
-            raise ValueError(f"--model excludes {', '.join(given) or '--params'}, got {model!r}")
-        return Weights(model_of(model, dtype), flops)
+        if given:
+            raise ValueError(f"--model excludes {', '.join(given)}, got {model!r}")
+        known = model_of(model, dtype)
+        return Weights(known if params is None else replace(known, num_params=params), flops)
     if not given:
         if params is not None:
-            raise ValueError("--params needs --layers, --heads and --head-size")
+            raise ValueError("--params needs --model, or --layers, --heads and --head-size")
         return None
     if layers is None or heads is None or head_size is None:
         missing = [option for option, value in shape.items() if value is None]

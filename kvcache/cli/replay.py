@@ -21,7 +21,9 @@ def complete_formats(incomplete: str) -> list[str]:
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd.")],
+    file: Annotated[
+        Path, typer.Argument(help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd; - is standard input.")
+    ],
     policy: Annotated[
         str,
         typer.Option(
@@ -34,7 +36,8 @@ def replay(
         typer.Option(help="Capacity in blocks [default: 10000], or several.", metavar="N,...", show_default=False),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Capacity in bytes instead, as in 4GiB.", metavar="SIZE,...", show_default=False)
+        str | None,
+        typer.Option(help="Capacity in bytes instead, as in 4GiB or 4G.", metavar="SIZE,...", show_default=False),
     ] = None,
     block_bytes: common.ReplayBlockBytesOption = None,
     split: Annotated[int, typer.Option(help="Turn each listed block into this many.")] = 1,
@@ -72,6 +75,7 @@ def replay(
     dtype: model.DtypeOption = "bf16",
     params: model.ParamsOption = None,
     flops: model.FlopsOption = 400e12,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Replay a request trace: look up, load, store and evict its blocks, with real bytes that are compared.
 
@@ -84,8 +88,13 @@ def replay(
     weights = model.weights_of(model_name, layers, heads, head_size, dtype, params, flops)
     if weights is not None and block_bytes is not None:
         raise ValueError(f"--block-bytes and a model exclude each other, got {block_bytes!r} and {weights.model.name}")
+    if memory is not None and blocks is None and weights is None and block_bytes is None:
+        raise ValueError(
+            f"--memory needs the size of a block, got {memory!r} alone: name a model (--model llama-3.1-8b, or its "
+            "config.json), give its shape (--layers, --heads, --head-size), or say --block-bytes"
+        )
     bytes_per_block = common.parse_size("--block-bytes", block_bytes or common.TEST_BLOCK_BYTES)
-    sized = not (weights is None and block_bytes is None and memory is None)
+    sized = weights is not None or block_bytes is not None
     if limit is not None:
         common.at_least("--limit", limit, 1)
     if jobs is not None:
@@ -108,7 +117,7 @@ def replay(
             if disk is not None:
                 raise ValueError(f"--disk replays one policy at one capacity, got {policy!r} and {len(capacities)}")
             targets = grid.Targets(json, csv, plot)
-            options = grid.Options(bytes_per_block if sized else None, split, store_threshold, limit, jobs)
+            options = grid.Options(bytes_per_block if sized else None, split, store_threshold, limit, jobs, quiet)
             grid.run(trace, policies, capacities, options, weights, targets)
             return
         if what_if and disk is not None:
@@ -126,10 +135,11 @@ def replay(
             store_threshold=store_threshold,
             what_if=what_if,
             disk=_disk_choice(disk),
+            is_quiet=quiet,
         )
         session.run(
             trace,
-            f"{file.name} ({trace.format})",
+            f"{trace.name} ({trace.format})",
             settings,
             lambda done: max(trace.position_bytes / trace.size_bytes, done / limit if limit else 0.0),
             lambda: {

@@ -43,6 +43,7 @@ class Settings:
     store_threshold: int = 0
     what_if: bool = False
     disk: DiskChoice | None = None
+    is_quiet: bool = False
 
 
 def run(
@@ -123,7 +124,7 @@ def run(
             )
         replay = Replay(manager, payload, tiered.clock) if tiered else Replay(manager, payload)
         try:
-            _drive(replay, requests, make_keys, console, progressed)
+            _drive(replay, requests, make_keys, settings.is_quiet, progressed)
         except ReplayError as error:
             raise common.CommandError(str(error)) from error
         moved = payload.as_dict() if payload else None
@@ -175,12 +176,12 @@ def _drive(
     replay: Replay,
     requests: Iterator[Request],
     make_keys: Callable[[Any], list[bytes]],
-    console: Any,
+    is_quiet: bool,
     progressed: Callable[[int], float],
 ) -> None:
     tally = replay.tally
     # Refreshed between requests only: a thread of the bar's own would be timed with the manager's calls.
-    bar = common.progress(console, "requests")
+    bar = common.progress("requests", is_quiet)
     with bar:
         task = bar.add_task("replay", total=1.0, done=0, status="")
         due = monotonic() + _REFRESH_S

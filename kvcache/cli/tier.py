@@ -13,8 +13,6 @@ import typer
 from kvcache.cli import common
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvcache.tiers.upkeep import Progress, TierFacts
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of the tier.", show_default=False)]
@@ -43,13 +41,14 @@ def verify(
     path: PathArgument,
     wipe: Annotated[bool, typer.Option("--wipe", help="Drop the blocks that are bad.")] = False,
     json: common.JsonOption = None,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Read every block and compare its checksum."""
     from kvcache.tiers.upkeep import verify_tier
 
     common.check_writable("--json", json)
     console = common.console(json)
-    num_good, num_bad = _with_progress(console, "verify", lambda progress: verify_tier(path, wipe, progress))
+    num_good, num_bad = _with_progress("verify", quiet, lambda progress: verify_tier(path, wipe, progress))
     if json != "-":
         console.print(f"{num_good:,} blocks are right, {num_bad:,} are not{' and were dropped' if wipe else ''}")
     common.write_json(json, {"path": str(path), "good_blocks": num_good, "bad_blocks": num_bad, "wiped": wipe})
@@ -63,20 +62,19 @@ def compact(
         str | None, typer.Option(help="New capacity, as in 100GiB.", metavar="SIZE", show_default=False)
     ] = None,
     json: common.JsonOption = None,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Pack the most recent blocks together and give the rest of the disk space back."""
     from kvcache.tiers.upkeep import compact_tier
 
     common.check_writable("--json", json)
     capacity_bytes = None if capacity is None else common.parse_size("--capacity", capacity)
-    facts = _with_progress(
-        common.console(json), "compact", lambda progress: compact_tier(path, capacity_bytes, progress)
-    )
+    facts = _with_progress("compact", quiet, lambda progress: compact_tier(path, capacity_bytes, progress))
     _report(facts, json)
 
 
-def _with_progress(console: Console, name: str, work: Callable[[Progress], Any]) -> Any:
-    bar = common.progress(console, "blocks")
+def _with_progress(name: str, is_quiet: bool, work: Callable[[Progress], Any]) -> Any:
+    bar = common.progress("blocks", is_quiet)
     with bar:
         task = bar.add_task(name, total=None, done=0, status="")
         due = 0.0

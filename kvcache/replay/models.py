@@ -8,8 +8,12 @@ with the length of the prompt, is left out, so the time saved is a lower bound.
 from __future__ import annotations
 
 import difflib
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 
@@ -72,16 +76,30 @@ _MODELS = {
     "llama-3.1-8b": _attention(32, 8, 128, 8.0e9),
     "llama-3.1-70b": _attention(80, 8, 128, 70.6e9),
     "llama-3.1-405b": _attention(126, 8, 128, 405.9e9),
+    "llama-3.2-1b": _attention(16, 8, 64, 1.24e9),
+    "llama-3.2-3b": _attention(28, 8, 128, 3.2e9),
+    "llama-3.3-70b": _attention(80, 8, 128, 70.6e9),
     "mistral-7b": _attention(32, 8, 128, 7.2e9),
+    "mistral-small-24b": _attention(40, 8, 128, 23.6e9),
+    "mixtral-8x7b": _attention(32, 8, 128, 12.9e9),
+    "phi-4": _attention(40, 10, 128, 14.7e9),
+    "yi-34b": _attention(60, 8, 128, 34.4e9),
     "qwen2.5-7b": _attention(28, 4, 128, 7.6e9),
+    "qwen2.5-14b": _attention(48, 8, 128, 14.8e9),
+    "qwen2.5-32b": _attention(64, 8, 128, 32.8e9),
     "qwen2.5-72b": _attention(80, 8, 128, 72.7e9),
+    "qwen3-4b": _attention(36, 8, 128, 4.0e9),
     "qwen3-8b": _attention(36, 8, 128, 8.2e9),
+    "qwen3-14b": _attention(40, 8, 128, 14.8e9),
     "qwen3-32b": _attention(64, 8, 128, 32.8e9),
+    "qwen3-30b-a3b": _attention(48, 4, 128, 3.3e9),
     "qwen3-235b-a22b": _attention(94, 4, 128, 22.0e9),
     # 512 latent values and a rotary key of 64 per layer.
     "deepseek-v3": (61, 576, 37.0e9),
+    "deepseek-r1": (61, 576, 37.0e9),
     "kimi-k2": (61, 576, 32.0e9),
 }
+_TAILS = ("-instruct", "-chat", "-base", "-it", "-hf", "-fp8", "-awq", "-gptq")
 
 
 def dtype_names() -> list[str]:
@@ -95,9 +113,108 @@ def model_names() -> list[str]:
 
 
 def model_of(name: str, dtype: str = "bf16") -> Model:
-    """Return a model by name; ValueError listing the known ones otherwise."""
-    if name not in _MODELS:
-        close = difflib.get_close_matches(name.lower(), _MODELS, n=1)
+    """Return a model by name, or by the path of its Hugging Face ``config.json``.
+
+    Parameters
+    ----------
+    name : str
+        One of `model_names`, also as the hub spells it (``Qwen/Qwen3-8B-FP8``); or a file that ends in ``.json``, or a
+        folder that holds a ``config.json``.
+    dtype : str
+        Of the KV cache.
+
+    Returns
+    -------
+    Model
+        The shape of its KV cache.
+
+    Raises
+    ------
+    ValueError
+        The name is not known, or the file holds no shape.
+    """
+    path = Path(name)
+    if path.suffix == ".json" or (path / "config.json").is_file():
+        return _model_of_file(path if path.suffix == ".json" else path / "config.json", dtype)
+    known = _plain(name)
+    if known not in _MODELS:
+        close = difflib.get_close_matches(known, _MODELS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown model {name!r}, known ones: {', '.join(_MODELS)}{hint}")
-    return Model(name, *_MODELS[name], dtype=dtype)
+        raise ValueError(
+            f"unknown model {name!r}, known ones: {', '.join(_MODELS)}; or the path of its config.json{hint}"
+        )
+    return Model(known, *_MODELS[known], dtype=dtype)
+
+
+def _plain(name: str) -> str:
+    """Return a name as the table spells it: without organisation, capitals, vendor's prefix and kind of tuning."""
+    plain = name.rpartition("/")[2].lower().removeprefix("meta-")
+    while tail := next((tail for tail in _TAILS if plain.endswith(tail)), None):
+        plain = plain.removesuffix(tail)
+    return plain
+
+
+def _model_of_file(path: Path, dtype: str) -> Model:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"model config {str(path)!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"model config {str(path)!r} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model config {str(path)!r} must be a JSON object")
+    try:
+        name = str(config.get("_name_or_path") or "").rpartition("/")[2] or path.resolve().parent.name
+        return _model_of_config(config, name, dtype)
+    except ValueError as error:
+        raise ValueError(f"model config {str(path)!r}: {error}") from error
+
+
+def _model_of_config(config: Mapping[str, Any], name: str, dtype: str) -> Model:
+    """Read the shape from a Hugging Face configuration; of a model with pictures, that of its language part."""
+    nested = config.get("text_config")
+    if isinstance(nested, Mapping):
+        config = nested
+
+    def number(*names: str) -> int | None:
+        for field in names:
+            value = config.get(field)
+            if type(value) is int and value > 0:
+                return value
+        return None
+
+    def needed(*names: str) -> int:
+        found = number(*names)
+        if found is None:
+            raise ValueError(f"must hold a positive int {names[0]!r}, got {config.get(names[0])!r}")
+        return found
+
+    layers = needed("num_hidden_layers", "n_layer")
+    # Layers of linear attention keep a state of fixed size and no KV.
+    kinds = config.get("layer_types")
+    kept = sum("linear" not in str(kind) for kind in kinds) if isinstance(kinds, list) else layers
+    latent = number("kv_lora_rank")
+    if latent is not None:
+        values = latent + needed("qk_rope_head_dim")
+    else:
+        heads = needed("num_attention_heads", "n_head")
+        head_size = number("head_dim") or needed("hidden_size", "n_embd") // heads
+        values = 2 * (number("num_key_value_heads") or heads) * head_size
+    return Model(name, kept, values, _params_of_config(number, layers), dtype)
+
+
+def _params_of_config(number: Any, layers: int) -> float | None:
+    """Return about how many parameters a token passes through, or None where the shape does not say."""
+    hidden, heads, inner = number("hidden_size"), number("num_attention_heads"), number("intermediate_size")
+    if hidden is None or heads is None or number("kv_lora_rank") is not None:
+        return None
+    head_size = number("head_dim") or hidden // heads
+    attention = 2 * hidden * head_size * (heads + (number("num_key_value_heads") or heads))
+    experts = number("num_experts_per_tok")
+    if experts is not None:
+        inner = experts * (number("moe_intermediate_size") or inner or 0)
+        inner += number("shared_expert_intermediate_size") or 0
+    if not inner:
+        return None
+    # Gate, up and down; the embedding is a lookup, the head one product for each answer.
+    return float(layers * (attention + 3 * hidden * inner))

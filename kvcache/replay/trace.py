@@ -83,7 +83,7 @@ class Trace:
     Parameters
     ----------
     path : path-like
-        The file; plain, gzip or zstd, told apart by its first bytes.
+        The file; plain, gzip or zstd, told apart by its first bytes. ``-`` is standard input.
     trace_format : str
         ``"auto"`` (by the first line that is a request), ``"mooncake"`` or ``"bailian"``.
     skip_bad : bool
@@ -99,6 +99,8 @@ class Trace:
         Bad lines so far.
     size_bytes : int
         Size of the file as it lies on disk, at least 1; a pipe's is not known.
+    name : str
+        The file's name, for a title.
 
     Raises
     ------
@@ -114,12 +116,14 @@ class Trace:
         if trace_format != "auto" and trace_format not in _FORMATS:
             raise TraceError(f"unknown trace format {trace_format!r}, known ones: auto, {', '.join(_FORMATS)}")
         self.path = Path(path)
+        self.name = "standard input" if str(path) == "-" else self.path.name
         self.num_skipped = 0
         self._skip_bad = skip_bad
         self._line = 0
         self.format = trace_format
         try:
-            self._raw = self.path.open("rb")
+            # A copy of the descriptor: closing the trace leaves standard input open.
+            self._raw = os.fdopen(os.dup(0), "rb") if str(path) == "-" else self.path.open("rb")
         except OSError as error:
             raise TraceError(f"cannot open trace {self.path}: {error.strerror}") from error
         try:
