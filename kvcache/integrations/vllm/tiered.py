@@ -21,6 +21,8 @@ from kvcache.integrations.vllm.releases import Release
 from kvcache.integrations.vllm.settings import Settings
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.tiering import make_tiers
+from kvcache.tiers.base import Tier
+from kvcache.tiers.lane import TierRule
 from kvcache.tiers.manager import TieredOffloadingManager
 from kvcache.tiers.shared import PREFIX, SharedBlocks
 from kvcache.transfer.memory import check_memory
@@ -118,17 +120,22 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         release: Release,
     ) -> None:
         self._shared = SharedPool(config, settings, num_blocks, rank_bytes, is_owner=True)
+        opened: list[tuple[Tier, TierRule]] = []
         try:
+            opened = make_tiers(settings.tiers, self._shared.array, fingerprint(config))
             manager = TieredOffloadingManager(
                 block_size,
                 num_blocks,
-                make_tiers(settings.tiers, self._shared.array, fingerprint(config)),
+                opened,
                 settings.cache_policy,
                 enable_events,
                 deadline_s=settings.lookup_deadline_s,
                 **settings.manager_options,
             )
         except BaseException:
+            # An open disk tier holds its folder's lock, and threads that write into the pool.
+            for tier, _ in opened:
+                tier.shutdown()
             self._shared.close()
             raise
         super().__init__(manager, release)

@@ -1,0 +1,183 @@
+"""What the vLLM adapter costs a key, through vLLM's own interface, beside vLLM's own manager in one run.
+
+``python -m asv_benchmarks.vllm_adapter [TRACE]``, in an environment with vLLM, takes 2,000 requests of the conversation
+trace at 32 keys a listed block through a cache of 100,000 blocks as the engine's connector does: one question a key
+until the first miss, one load, stores in parts of a scheduler step, completions with sets, the end of the request. It
+prints nanoseconds a key by kind of call, the best of three interleaved runs, and the cost of a request of 65,536 keys
+that are stored one by one. Keys and contexts are made before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from time import process_time_ns
+from typing import Any
+
+from asv_benchmarks.traces import conversation_path, fresh_keys
+from kvcache import CPUOffloadingManager
+from kvcache.replay.requests import Request
+from kvcache.replay.trace import Trace
+
+NUM_REQUESTS = 2000
+SPLIT = 32
+NUM_BLOCKS = 100_000
+# Keys of one store: what a scheduler step of 8,192 tokens computes, in blocks of 16.
+STEP_KEYS = 512
+LONG_REQUEST_KEYS = 65_536
+KINDS = ("new", "lookup", "load", "store", "end")
+
+
+def contexts_of(requests: Iterable[list[bytes]]) -> list[Any]:
+    """Return the engine's context of each request, with the position of every key, as its connector fills them in."""
+    from vllm.v1.kv_offload.base import ReqContext
+
+    contexts = []
+    for number, keys in enumerate(requests):
+        context = ReqContext(req_id=str(number))
+        if hasattr(context, "set_offload_key_position"):
+            for i, key in enumerate(keys):
+                context.set_offload_key_position(key, 16 * (i + 1))
+        contexts.append(context)
+    return contexts
+
+
+def serve(manager: Any, requests: list[list[bytes]], step_keys: int = STEP_KEYS) -> tuple[dict[str, int], int]:
+    """Take every request through the connector's calls; return the nanoseconds by kind of call, and the hits."""
+    from vllm.v1.kv_offload.base import LookupResult
+
+    hit = LookupResult.HIT
+    contexts = contexts_of(requests)
+    spent = dict.fromkeys(KINDS, 0)
+    num_hits = 0
+    now = process_time_ns
+    gc.collect()
+    gc.disable()
+    for keys, context in zip(requests, contexts, strict=True):
+        times = [now()]
+        manager.on_new_request(context)
+        times.append(now())
+        hits = 0
+        lookup = manager.lookup
+        for key in keys:
+            if lookup(key, context) is not hit:
+                break
+            hits += 1
+        times.append(now())
+        if hits:
+            manager.prepare_load(keys[:hits], context)
+            manager.complete_load(set(keys[:hits]), context)
+        times.append(now())
+        for start in range(hits, len(keys), step_keys):
+            output = manager.prepare_store(keys[start : start + step_keys], context)
+            if output is not None and output.keys_to_store:
+                manager.complete_store(set(output.keys_to_store), context)
+        times.append(now())
+        manager.on_request_finished(context)
+        times.append(now())
+        for i, kind in enumerate(KINDS):
+            spent[kind] += times[i + 1] - times[i]
+        num_hits += hits
+    gc.enable()
+    return spent, num_hits
+
+
+def ours(num_blocks: int, policy: str = "lru") -> Any:
+    """Return the adapter over a manager of `num_blocks`."""
+    from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
+    from kvcache.integrations.vllm.releases import installed_release
+
+    return KVCacheOffloadingManager(CPUOffloadingManager(16, num_blocks, policy), installed_release())
+
+
+def theirs(num_blocks: int, policy: str = "lru") -> Any:
+    """Return vLLM's own manager of `num_blocks`."""
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager as EngineManager
+
+    return EngineManager(num_blocks, cache_policy=policy)
+
+
+def best(
+    make: Callable[[], Any], requests: list[Request], split: int, runs: int, step_keys: int = STEP_KEYS
+) -> tuple[dict[str, float], int]:
+    """Return the least nanoseconds a key by kind over `runs` runs, and the hits."""
+    found: dict[str, float] = {}
+    num_hits = 0
+    for _ in range(runs):
+        keys = fresh_keys(requests, split)
+        num_keys = sum(map(len, keys))
+        spent, num_hits = serve(make(), keys, step_keys)
+        for kind, nanoseconds in spent.items():
+            found[kind] = min(found.get(kind, float("inf")), nanoseconds / num_keys)
+    return found, num_hits
+
+
+def one_by_one(manager: Any, num_keys: int = LONG_REQUEST_KEYS) -> float:
+    """Return the seconds that one request takes that stores `num_keys` keys, a key a call."""
+    keys = [number.to_bytes(32, "little") + bytes(4) for number in range(num_keys)]
+    spent, _ = serve(manager, [keys], step_keys=1)
+    return sum(spent.values()) / 1e9
+
+
+class Serve:
+    """2,000 requests at 32 keys a block through a cache of 100,000 blocks; skipped where vLLM is not installed."""
+
+    timeout = 600
+    unit = "ns"
+
+    def setup(self) -> None:
+        path = conversation_path()
+        try:
+            import vllm  # noqa: F401
+        except ImportError:
+            raise NotImplementedError("vLLM is not installed") from None
+        if path is None:
+            raise NotImplementedError("the conversation trace is not there")
+        with Trace(path) as trace:
+            self.requests = list(islice(trace, NUM_REQUESTS))
+
+    def track_ns_per_key(self) -> float:
+        found, _ = best(lambda: ours(NUM_BLOCKS), self.requests, SPLIT, 3)
+        return sum(found.values())
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", nargs="?", type=Path, default=conversation_path())
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--step-keys", type=int, default=STEP_KEYS, help="keys of one store at most (default 512)")
+    parser.add_argument("--no-theirs", action="store_true", help="leave vLLM's own manager out: it takes minutes")
+    parser.add_argument("--no-long", action="store_true", help="leave the request of 65,536 keys out")
+    arguments = parser.parse_args()
+    if arguments.trace is None:
+        print("vllm_adapter: name the conversation trace, or its folder in KVCACHE_SHARED", file=sys.stderr)
+        return 2
+    with Trace(arguments.trace) as trace:
+        requests = list(islice(trace, NUM_REQUESTS))
+    cases: list[tuple[str, Callable[[int], Any], int]] = [("kvcache", ours, arguments.runs)]
+    if not arguments.no_theirs:
+        cases.append(("vLLM", theirs, 1))
+    print(f"{'ns a key':<10}", *(f"{kind:>8}" for kind in (*KINDS, "all")), "    hits", sep="")
+    for name, make, runs in cases:
+        found, num_hits = best(partial(make, NUM_BLOCKS), requests, SPLIT, runs, arguments.step_keys)
+        row = (*found.values(), sum(found.values()))
+        print(f"{name:<10}", *(f"{value:8.1f}" for value in row), f"{num_hits:9,}", sep="", flush=True)
+    if not arguments.no_long:
+        for name, make, _ in cases:
+            for capacity in (LONG_REQUEST_KEYS, LONG_REQUEST_KEYS // 4):
+                seconds = one_by_one(make(capacity))
+                print(
+                    f"{name}: {LONG_REQUEST_KEYS:,} keys one by one into {capacity:,} blocks {seconds:.2f} s",
+                    flush=True,
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

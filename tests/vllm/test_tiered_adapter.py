@@ -1,0 +1,65 @@
+"""The adapter over tiers, with vLLM's types and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcache.integrations.vllm.releases import installed_release
+from kvcache.integrations.vllm.settings import Settings
+from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager
+
+RANK_BYTES = 4096
+
+
+def engine_config(engine_id: str = "engine") -> Any:
+    """What the adapter reads of the engine's `OffloadingConfig`, for one group on one rank."""
+    return SimpleNamespace(
+        engine_id=engine_id,
+        model=SimpleNamespace(name="model", dtype="float32"),
+        kv_cache_layout="LBHNC",
+        groups=[SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("layer",))],
+        cache=SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=16),
+        worker_kv_bytes_per_block=RANK_BYTES,
+        parallel=SimpleNamespace(
+            rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0
+        ),
+    )
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    """A function that builds the adapter over one disk tier from extra options; everything is shut down at the end."""
+    made = []
+    (tmp_path / "pool").mkdir()
+
+    def build(num_blocks: int = 4, enable_events: bool = False, **options: Any) -> TieredKVCacheOffloadingManager:
+        settings = Settings.from_extra_config(
+            {
+                "cpu_bytes_to_use": num_blocks * RANK_BYTES,
+                "pool_folder": str(tmp_path / "pool"),
+                "tiers": [{"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}],
+                **options,
+            }
+        )
+        adapter = TieredKVCacheOffloadingManager(
+            engine_config(), settings, 16, num_blocks, RANK_BYTES, enable_events, installed_release()
+        )
+        made.append(adapter)
+        return adapter
+
+    yield build
+    for adapter in made:
+        adapter.shutdown()
+
+
+def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="store_threshold"):
+        make(store_threshold=-1)
+    assert list((tmp_path / "pool").iterdir()) == []
+    # A tier that had stayed open would hold the folder's lock.
+    assert make().get_stats() is not None
