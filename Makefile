@@ -12,8 +12,8 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 PYTEST_ARGS ?=
 PYTEST := $(CURDIR)/$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations=10 $(PYTEST_ARGS)
 # What `make test` alone runs: long, and no more is learnt from them on a second build, nor from as many examples.
-export ONCE := -m 'not slow' --hypothesis-profile=few $(foreach name,chat_demo disk_kills leaks policy_trace \
-	tier_interleavings tiny_engine transfer_leaks transformers*,--ignore-glob='tests/test_$(name).py') \
+export ONCE := -m 'not slow' --hypothesis-profile=few $(foreach name,cli/test_chat_demo.py stress \
+	policies/test_policy_trace.py tiering/test_interleavings.py project/test_tiny_engine.py integrations/test_transformers*,--ignore-glob='tests/$(name)') \
 	--ignore-glob=tests/vllm
 
 # Build environments follow the constraints too: old pips read the first variable there, new ones the second.
@@ -82,10 +82,10 @@ bench-smoke: $(VENV)/extra-bench.stamp
 
 # Calls walk their tables in this build. So nothing that measures time is run on it, nor the one test that replays
 # thousands of requests in a hundred caches, to compare curves: minutes of it here.
-NOT_DEBUG := test_tier_latency.py test_import.py::test_import_takes_under_100_ms_beyond_numpy \
-	test_hashing.py::test_keys_a_million_tokens_in_under_100_ms \
-	test_what_if.py::test_curves_are_within_two_points_of_exact_replays \
-	test_what_if.py::test_filter_costs_at_most_a_twentieth_of_bookkeeping
+NOT_DEBUG := tiering/test_latency.py project/test_import.py::test_import_takes_under_100_ms_beyond_numpy \
+	test_keys.py::test_keys_a_million_tokens_in_under_100_ms \
+	control/test_what_if.py::test_curves_are_within_two_points_of_exact_replays \
+	control/test_what_if.py::test_filter_costs_at_most_a_twentieth_of_bookkeeping
 test-debug: $(SOURCES) $(VENV)/extra-test.stamp
 	@rm -rf build/debug
 	KVCACHE_DEBUG=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/debug/wheel .

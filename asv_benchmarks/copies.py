@@ -4,18 +4,18 @@ from time import perf_counter
 
 import numpy as np
 
-from kvcache.transfer.geometry import KVGeometry
-from kvcache.transfer.handler import cpu_gpu_handlers
-from kvcache.transfer.host import CPUCopyHandler
-from kvcache.transfer.measure import CopyBench
-from kvcache.transfer.memory import HostPool
-from kvcache.types import (
+from kvcache.bench.copy import CopyBench
+from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
 )
+from kvcache.transfer.cpu import CPUCopyHandler
+from kvcache.transfer.factory import cpu_gpu_handlers
+from kvcache.transfer.geometry import KVGeometry
+from kvcache.transfer.host_pool import HostPool
 
 JOB_BYTES = 64 << 20
 

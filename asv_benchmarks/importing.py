@@ -5,4 +5,4 @@ class Import:
     """From nothing to a manager class, numpy already there."""
 
     def timeraw_import(self):
-        return "import kvcache.manager", "import numpy"
+        return "import kvcache.control.cpu", "import numpy"

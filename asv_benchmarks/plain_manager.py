@@ -138,7 +138,7 @@ class PlainManager:
         self.num_blocks = num_blocks
         self.num_fresh_used = 0
         self.freed: list[int] = []
-        self.trails: dict[Any, dict[bytes, None]] = {}
+        self.request_keys_by_pool: dict[Any, dict[bytes, None]] = {}
 
     def lookup(self, keys: list[bytes], context: Any) -> int:
         get = self.policy.get
@@ -152,11 +152,11 @@ class PlainManager:
 
     def count(self, keys: list[bytes], context: Any) -> int:
         """Count a use of the keys that this request has not named yet, and return how many they are."""
-        trail = self.trails.setdefault(context, {})
-        fresh = [key for key in keys if key not in trail] if trail else keys
+        request_keys = self.request_keys_by_pool.setdefault(context, {})
+        fresh = [key for key in keys if key not in request_keys] if request_keys else keys
         if fresh:
             self.policy.touch(fresh)
-            trail.update(dict.fromkeys(fresh))
+            request_keys.update(dict.fromkeys(fresh))
         return len(fresh)
 
     def touch(self, keys: list[bytes], context: Any) -> None:
@@ -212,4 +212,4 @@ class PlainManager:
                 block.ref_cnt = 0
 
     def on_request_finished(self, context: Any) -> None:
-        self.policy.order(list(self.trails.pop(context)))
+        self.policy.order(list(self.request_keys_by_pool.pop(context)))

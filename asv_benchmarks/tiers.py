@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcache.bench.disk import DiskRates, measure_disk
+from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
-from kvcache.tiers.bench import DiskRates, measure_disk
-from kvcache.tiers.disk import DiskTier
-from kvcache.tiers.folder import capacity_for
-from kvcache.tiers.manager import TieredOffloadingManager
-from kvcache.types import ReqContext
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiers.disk.directory import capacity_for
+from kvcache.tiers.disk.tier import DiskTier
 
 
 class RestoreDiskIndex:

@@ -11,29 +11,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "kvcache.types": (
+    "kvcache.keys": ("OffloadKey", "get_offload_block_hash", "get_offload_group_idx", "make_offload_key"),
+    "kvcache.block": ("BlockStateError", "BlockStatus"),
+    "kvcache.request": ("OffloadPolicy", "ReqContext", "RequestOffloadingContext", "Retention"),
+    "kvcache.specs": (
         "BlockIDsLoadStoreSpec",
-        "BlockStateError",
-        "BlockStatus",
         "CPULoadStoreSpec",
         "CanonicalKVCacheRef",
         "CanonicalKVCacheTensor",
         "CanonicalKVCaches",
         "GPULoadStoreSpec",
         "LoadStoreSpec",
-        "ManagerStats",
-        "OffloadKey",
-        "OffloadPolicy",
-        "OffloadingEvent",
         "PrepareStoreOutput",
-        "ReqContext",
-        "RequestOffloadingContext",
-        "Retention",
         "TransferResult",
-        "get_offload_block_hash",
-        "get_offload_group_idx",
-        "make_offload_key",
     ),
+    "kvcache.events": ("OffloadingEvent",),
+    "kvcache.metrics": ("ManagerStats",),
     "kvcache.policies": (
         "AMQCachePolicy",
         "ARCCachePolicy",
@@ -42,27 +35,36 @@ _HOMES = {
         "LRUCachePolicy",
         "MQCachePolicy",
     ),
-    "kvcache.backend": ("Backend", "CPUBackend"),
-    "kvcache.whatif": ("WhatIf",),
-    "kvcache.manager": ("BackendOffloadingManager", "CPUOffloadingManager", "OffloadingManager"),
+    "kvcache.control.backend": ("Backend", "CPUBackend"),
+    "kvcache.control.observers.what_if": ("WhatIf",),
+    "kvcache.control.manager": ("OffloadingManager",),
+    "kvcache.control.cpu": ("BackendOffloadingManager", "CPUOffloadingManager"),
     "kvcache.transfer.base": ("OffloadingHandler",),
-    "kvcache.transfer.handler": ("cpu_gpu_handlers",),
-    "kvcache.transfer.memory": ("HostPool",),
+    "kvcache.transfer.factory": ("cpu_gpu_handlers",),
+    "kvcache.transfer.host_pool": ("HostPool",),
     "kvcache.transfer.worker": ("OffloadingWorker",),
-    "kvcache.tiers.base": ("Tier", "TierResult", "TierStats"),
-    "kvcache.tiers.disk": ("DiskTier",),
-    "kvcache.tiers.lane": ("LaneStats", "TierRule"),
-    "kvcache.tiers.manager": ("TieredOffloadingManager",),
-    "kvcache.tiering": ("TieringOffloadingSpec",),
-    "kvcache.spec": ("CPUOffloadingSpec", "OffloadingConfig", "OffloadingGroup", "OffloadingSpec", "make_spec"),
+    "kvcache.tiering.tier": ("Tier", "TierResult", "TierStats"),
+    "kvcache.tiering.controller": ("TierConfig", "TierControllerStats"),
+    "kvcache.tiering.manager": ("TieredOffloadingManager",),
+    "kvcache.tiers.disk.tier": ("DiskTier",),
+    "kvcache.spec.config": ("OffloadingConfig", "OffloadingGroup"),
+    "kvcache.spec.base": ("OffloadingSpec", "make_spec"),
+    "kvcache.spec.cpu": ("CPUOffloadingSpec",),
+    "kvcache.spec.tiered": ("TieringOffloadingSpec",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
 if TYPE_CHECKING:
-    from kvcache.backend import Backend, CPUBackend
-    from kvcache.manager import BackendOffloadingManager, CPUOffloadingManager, OffloadingManager
+    from kvcache.block import BlockStateError, BlockStatus
+    from kvcache.control.backend import Backend, CPUBackend
+    from kvcache.control.cpu import BackendOffloadingManager, CPUOffloadingManager
+    from kvcache.control.manager import OffloadingManager
+    from kvcache.control.observers.what_if import WhatIf
+    from kvcache.events import OffloadingEvent
+    from kvcache.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
+    from kvcache.metrics import ManagerStats
     from kvcache.policies import (
         AMQCachePolicy,
         ARCCachePolicy,
@@ -71,40 +73,30 @@ if TYPE_CHECKING:
         LRUCachePolicy,
         MQCachePolicy,
     )
-    from kvcache.spec import CPUOffloadingSpec, OffloadingConfig, OffloadingGroup, OffloadingSpec, make_spec
-    from kvcache.tiering import TieringOffloadingSpec
-    from kvcache.tiers.base import Tier, TierResult, TierStats
-    from kvcache.tiers.disk import DiskTier
-    from kvcache.tiers.lane import LaneStats, TierRule
-    from kvcache.tiers.manager import TieredOffloadingManager
-    from kvcache.transfer.base import OffloadingHandler
-    from kvcache.transfer.handler import cpu_gpu_handlers
-    from kvcache.transfer.memory import HostPool
-    from kvcache.transfer.worker import OffloadingWorker
-    from kvcache.types import (
+    from kvcache.request import OffloadPolicy, ReqContext, RequestOffloadingContext, Retention
+    from kvcache.spec.base import OffloadingSpec, make_spec
+    from kvcache.spec.config import OffloadingConfig, OffloadingGroup
+    from kvcache.spec.cpu import CPUOffloadingSpec
+    from kvcache.spec.tiered import TieringOffloadingSpec
+    from kvcache.specs import (
         BlockIDsLoadStoreSpec,
-        BlockStateError,
-        BlockStatus,
         CanonicalKVCacheRef,
         CanonicalKVCaches,
         CanonicalKVCacheTensor,
         CPULoadStoreSpec,
         GPULoadStoreSpec,
         LoadStoreSpec,
-        ManagerStats,
-        OffloadingEvent,
-        OffloadKey,
-        OffloadPolicy,
         PrepareStoreOutput,
-        ReqContext,
-        RequestOffloadingContext,
-        Retention,
         TransferResult,
-        get_offload_block_hash,
-        get_offload_group_idx,
-        make_offload_key,
     )
-    from kvcache.whatif import WhatIf
+    from kvcache.tiering.controller import TierConfig, TierControllerStats
+    from kvcache.tiering.manager import TieredOffloadingManager
+    from kvcache.tiering.tier import Tier, TierResult, TierStats
+    from kvcache.tiers.disk.tier import DiskTier
+    from kvcache.transfer.base import OffloadingHandler
+    from kvcache.transfer.factory import cpu_gpu_handlers
+    from kvcache.transfer.host_pool import HostPool
+    from kvcache.transfer.worker import OffloadingWorker
 
 
 def __getattr__(name: str) -> Any:

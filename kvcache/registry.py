@@ -114,10 +114,10 @@ POLICIES = Registry(
     },
 )
 
-TIERS = Registry("tier", "kvcache.tiers", {"disk": "kvcache.tiers.disk:DiskTier"})
+TIERS = Registry("tier", "kvcache.tiers", {"disk": "kvcache.tiers.disk.tier:DiskTier"})
 
 SPECS = Registry(
     "spec",
     "kvcache.specs",
-    {"cpu": "kvcache.spec:CPUOffloadingSpec", "tiering": "kvcache.tiering:TieringOffloadingSpec"},
+    {"cpu": "kvcache.spec.cpu:CPUOffloadingSpec", "tiering": "kvcache.spec.tiered:TieringOffloadingSpec"},
 )

@@ -32,7 +32,7 @@ OPTIONAL = {"markdown_it", "matplotlib", "rich", "torch", "transformers", "typer
 
 def _is_debug_build() -> bool:
     try:
-        return bool(importlib.import_module("kvcache.core.table").DEBUG)
+        return bool(importlib.import_module("kvcache.core.policy_adapter").DEBUG)
     except ImportError:
         return False
 

@@ -86,8 +86,8 @@ def _with_json_target(argv: list[str]) -> list[str]:
 
 def _status_of(error: Exception) -> int | None:
     """Return the exit status of an error that a user can cause; None for one that is ours."""
+    from kvcache.block import BlockStateError
     from kvcache.cli.common import CommandError
-    from kvcache.types import BlockStateError
 
     if isinstance(error, ValueError):
         return _EXIT_BAD_INPUT

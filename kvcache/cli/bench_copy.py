@@ -10,7 +10,7 @@ import typer
 from kvcache.cli import common
 
 if TYPE_CHECKING:
-    from kvcache.transfer.measure import CopyRate
+    from kvcache.bench.copy import CopyRate
 
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
 
@@ -55,7 +55,7 @@ def _measure(
 ) -> list[CopyRate]:
     from rich.table import Table
 
-    from kvcache.transfer.measure import DIRECTIONS, LAYOUTS, CopyBench
+    from kvcache.bench.copy import DIRECTIONS, LAYOUTS, CopyBench
 
     console = common.console(json)
     console.print("GB/s, and the ratio to one large copy of as many bytes")

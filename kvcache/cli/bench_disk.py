@@ -26,7 +26,7 @@ def disk(
     """Write blocks to a new disk tier and read them back, every checksum compared."""
     from rich.table import Table
 
-    from kvcache.tiers.bench import measure_disk
+    from kvcache.bench.disk import measure_disk
 
     num_bytes = common.parse_size("--block-bytes", block_bytes)
     num_blocks = common.parse_size("--size", size) // num_bytes

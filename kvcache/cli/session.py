@@ -16,7 +16,7 @@ from kvcache.cli import common
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
-    from kvcache.manager import OffloadingManager
+    from kvcache.control.manager import OffloadingManager
     from kvcache.replay.requests import Request, RequestSource
     from kvcache.replay.run import Replay
     from kvcache.replay.tiered import DiskChoice
@@ -75,7 +75,7 @@ def run(
     CommandError
         A loaded block is not what was stored, or could not be moved.
     """
-    from kvcache.manager import CPUOffloadingManager
+    from kvcache.control.cpu import CPUOffloadingManager
     from kvcache.replay.keys import KeyMaker, split_block_size
     from kvcache.replay.requests import ReplayError
     from kvcache.replay.run import Replay, check_policy
@@ -164,7 +164,7 @@ def run(
 
 
 def _check_memory(settings: Settings) -> None:
-    from kvcache.transfer.memory import check_memory
+    from kvcache.transfer.host_pool import check_memory
 
     try:
         check_memory(settings.num_blocks * settings.block_bytes)

@@ -13,7 +13,7 @@ import typer
 from kvcache.cli import common
 
 if TYPE_CHECKING:
-    from kvcache.tiers.upkeep import Progress, TierFacts
+    from kvcache.tiers.disk.maintenance import Progress, TierFacts
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of the tier.", show_default=False)]
 _REFRESH_S = 0.25
@@ -31,7 +31,7 @@ def build_app() -> typer.Typer:
 
 def inspect(path: PathArgument, json: common.JsonOption = None) -> None:
     """Say what a tier holds: its size, its blocks, how often they were used, whose they are."""
-    from kvcache.tiers.upkeep import inspect_tier
+    from kvcache.tiers.disk.maintenance import inspect_tier
 
     common.check_writable("--json", json)
     _report(inspect_tier(path), json)
@@ -44,7 +44,7 @@ def verify(
     quiet: common.QuietOption = False,
 ) -> None:
     """Read every block and compare its checksum."""
-    from kvcache.tiers.upkeep import verify_tier
+    from kvcache.tiers.disk.maintenance import verify_tier
 
     common.check_writable("--json", json)
     console = common.console(json)
@@ -65,7 +65,7 @@ def compact(
     quiet: common.QuietOption = False,
 ) -> None:
     """Pack the most recent blocks together and give the rest of the disk space back."""
-    from kvcache.tiers.upkeep import compact_tier
+    from kvcache.tiers.disk.maintenance import compact_tier
 
     common.check_writable("--json", json)
     capacity_bytes = None if capacity is None else common.parse_size("--capacity", capacity)

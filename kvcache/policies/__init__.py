@@ -1,4 +1,4 @@
-"""Replacement policies: the abstract one, the batch verbs that a manager speaks, and the compiled ones."""
+"""Replacement policies: the abstract one, the batch operations that a manager speaks, and the compiled ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """amq: multi-queue replacement that finds out for itself after how many requests a block is stale.
 
-Compiled because it is a Table; our own, mq without its parameter.
+Compiled because it is a PolicyAdapter; our own, mq without its parameter.
 """
 
 cimport cython
@@ -34,7 +34,7 @@ cdef class AMQCachePolicy(MultiQueue):
     def __cinit__(self, cache_capacity):
         self.distances = self.bins
 
-    cdef void _tick(self) noexcept nogil:
+    cdef void on_request(self) noexcept nogil:
         self.clock += 1
         if self.clock % TICKS_PER_SETTING == 0 and self.num_distances >= FEWEST_DISTANCES:
             self._set_life()

@@ -1,10 +1,10 @@
 from typing import final
 
 from kvcache.core.ghosts import GhostList
-from kvcache.core.table import ListView, Table
+from kvcache.core.policy_adapter import ListView, PolicyAdapter
 
 @final
-class ARCCachePolicy(Table):
+class ARCCachePolicy(PolicyAdapter):
     @property
     def t1(self) -> ListView: ...
     @property

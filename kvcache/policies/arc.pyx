@@ -1,20 +1,20 @@
 """arc: two recency lists, blocks seen once and blocks seen again, whose shares follow the ghosts that are asked for.
 
-Compiled because it is a Table. Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST '03.
+Compiled because it is a PolicyAdapter. Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST '03.
 """
 
 cimport cython
 from libc.stdint cimport int32_t, uint64_t
 
 from kvcache.core.ghosts cimport GhostList
-from kvcache.core.rows cimport enter, place, ref_of, take_oldest
-from kvcache.core.table cimport Table
+from kvcache.core.table cimport enter, move_to_tail, ref_of, take_victim
+from kvcache.core.policy_adapter cimport PolicyAdapter
 
 import math
 
-from kvcache.core.table import ListView
+from kvcache.core.policy_adapter import ListView
 from kvcache.policies.base import CachePolicy
-from kvcache.types import BlockStateError
+from kvcache.block import BlockStateError
 
 cdef enum:
     T1 = 0
@@ -22,7 +22,7 @@ cdef enum:
 
 
 @cython.final
-cdef class ARCCachePolicy(Table):
+cdef class ARCCachePolicy(PolicyAdapter):
     """ARCCachePolicy(cache_capacity)
 
     Balance recency and frequency by what was evicted too early.
@@ -63,14 +63,14 @@ cdef class ARCCachePolicy(Table):
             raise ValueError(f"target_t1_size must be a number >= 0, got {value!r}")
         self.target = value
 
-    cdef void _touch(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
+    cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t row, ghost
         cdef double len1, len2
         for i in range(n - 1, -1, -1):
             row = rows[i]
             if row != 0:
-                place(self, row, T1 if self.rows[row].list_idx == T1 and ref_of(self, row) < 0 else T2)
+                move_to_tail(self, row, T1 if self.rows[row].list_idx == T1 and ref_of(self, row) < 0 else T2)
                 continue
             len1 = self.b1.num_ghosts
             len2 = self.b2.num_ghosts
@@ -84,7 +84,7 @@ cdef class ARCCachePolicy(Table):
                 self.target = max(self.target - max(1.0, len1 / len2), 0.0)
                 self.b2.refresh(ghost)
 
-    cdef void _insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+    cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t ghost
         for i in range(n):
@@ -96,15 +96,15 @@ cdef class ARCCachePolicy(Table):
             if ghost != 0:
                 self.b2.drop(ghost)
 
-    cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         cdef Py_ssize_t got = 0
         cdef int32_t row, choice
         while got < n:
             choice = T1 if self.num_in_list[T1] >= <Py_ssize_t> self.target else T2
-            row = take_oldest(self, choice, priority)
+            row = take_victim(self, choice, priority)
             if row == 0:
                 choice = T2 if choice == T1 else T1
-                row = take_oldest(self, choice, priority)
+                row = take_victim(self, choice, priority)
             if row == 0:
                 break
             if choice == T1:
@@ -115,7 +115,7 @@ cdef class ARCCachePolicy(Table):
             got += 1
         return got
 
-    cdef void _forget(self) noexcept nogil:
+    cdef void on_reset(self) noexcept nogil:
         self.target = 0.0
         self.b1.clear()
         self.b2.clear()

@@ -1,18 +1,18 @@
-"""CachePolicy: what a replacement policy must answer. Read this first.
+"""What a replacement policy must answer: five primitives, and the batch operations. Read this first.
 
-Five primitives make a policy; a manager never calls them one block at a time on the fast path but through the batch
-verbs (`kvcache.policies.verbs`), which are written in terms of the five and which compiled policies bring themselves.
+Five primitives make a policy. A manager calls batch operations only: their default bodies
+(`kvcache.control.generic_cache`) are written in terms of the five, and compiled policies bring their own.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from kvcache.policies.verbs import BatchVerbs
-    from kvcache.types import BlockStatus
+    from kvcache.block import BlockStatus
+    from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 
 
 class CachePolicy(ABC):
@@ -78,8 +78,8 @@ class CachePolicy(ABC):
         """
         raise NotImplementedError
 
-    def native(self, num_blocks: int) -> BatchVerbs | None:
-        """Return batch verbs of the policy's own over a pool of `num_blocks` slots, or None to get the default ones.
+    def native(self, num_blocks: int) -> BlockCacheOps | None:
+        """Return the policy's own batch operations over a pool of `num_blocks` slots, or None for the default ones.
 
         Compiled policies own their pool and answer with themselves.
         """
@@ -91,3 +91,65 @@ def checked_capacity(cache_capacity: object) -> int:
     if type(cache_capacity) is not int or cache_capacity < 1:
         raise ValueError(f"cache_capacity must be an int >= 1, got {cache_capacity!r}")
     return cache_capacity
+
+
+class BlockCacheOps(Protocol):
+    """What a manager asks of a policy, a list of keys at a time.
+
+    `request_keys` is what `open_request` made for the request, or None where no request is known. Every operation
+    checks all its keys before it changes anything.
+    """
+
+    gated_blocks: int
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold no block."""
+
+    @property
+    def num_referenced(self) -> int:
+        """Blocks with at least one reference."""
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks being written."""
+
+    def current_policy(self) -> CachePolicy:
+        """Return the policy; after `reset` it may be another one."""
+
+    @property
+    def num_raised(self) -> int:
+        """Blocks held at a raised priority."""
+
+    def open_request(self, priority: int = 0, ttl_ns: int = 0) -> Any:
+        """Return the (empty) keys of a new request, with its retention hint (`ttl_ns` 0: no end)."""
+
+    def advance(self, now_ns: int, max_raised: int) -> None:
+        """Let raised blocks whose time is over fall back; at most `max_raised` may be held from now on."""
+
+    def match_prefix(self, keys: list[bytes], request_keys: Any) -> int:
+        """Return how many of the first keys are ready; this is no use."""
+
+    def touch(self, keys: list[bytes], request_keys: Any) -> None:
+        """Count a use of each key (once per request), then order those that were counted before."""
+
+    def pin(self, keys: list[bytes], request_keys: Any) -> LoadStoreSpec:
+        """Take a reference on each key's block and say where the blocks lie."""
+
+    def unpin(self, keys: list[bytes], request_keys: Any) -> None:
+        """Give the references back."""
+
+    def reserve(self, keys: list[bytes], request_keys: Any, admit: bytearray | None) -> PrepareStoreOutput | None:
+        """Make room for the absent keys (where `admit` is given: those it marks with 1); None if that cannot be."""
+
+    def commit(self, keys: list[bytes], request_keys: Any) -> list[bytes]:
+        """Make written blocks ready and return their keys: `keys` itself where it is all of them."""
+
+    def abort(self, keys: list[bytes], request_keys: Any) -> int:
+        """Drop blocks that were being written and return how many."""
+
+    def end_request(self, request_keys: Any, positions: dict[bytes, int] | None) -> None:
+        """Order all keys that the request named, by their positions in the prompt or as first seen."""
+
+    def reset(self) -> None:
+        """Forget everything; block ids start again at 0."""

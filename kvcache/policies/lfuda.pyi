@@ -1,10 +1,10 @@
 from typing import final
 
 from kvcache.core.ghosts import GhostList
-from kvcache.core.table import Table
+from kvcache.core.policy_adapter import PolicyAdapter
 
 @final
-class LFUDACachePolicy(Table):
+class LFUDACachePolicy(PolicyAdapter):
     @property
     def history(self) -> GhostList: ...
     @property

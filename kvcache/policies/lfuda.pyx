@@ -1,7 +1,7 @@
 """lfuda: least frequently used with dynamic ageing: a block is worth its uses plus the worth of what last left.
 
-Compiled because it is a Table. Arlitt et al., "Evaluating Content Management Techniques for Web Proxy Caches", 2000,
-with a history of the uses of evicted keys.
+Compiled because it loops over rows. Arlitt et al., "Evaluating Content Management Techniques for Web Proxy Caches",
+2000, with a history of the uses of evicted keys.
 """
 
 cimport cython
@@ -10,19 +10,19 @@ from libc.stdlib cimport free, realloc
 
 from kvcache.core.ghosts cimport GhostList
 from kvcache.core.index cimport zeroed
-from kvcache.core.links cimport HEAPED, heap_update
-from kvcache.core.rows cimport enter, lane_of, take_oldest
-from kvcache.core.table cimport Table
+from kvcache.core.eviction_queue cimport HEAPED, heap_update
+from kvcache.core.table cimport enter, lane_of, take_victim
+from kvcache.core.policy_adapter cimport PolicyAdapter
 
 from kvcache.policies.base import CachePolicy
-from kvcache.types import BlockStateError
+from kvcache.block import BlockStateError
 
 cdef enum:
     HISTORY_FACTOR = 4      # evicted keys remembered, in capacities
 
 
 @cython.final
-cdef class LFUDACachePolicy(Table):
+cdef class LFUDACachePolicy(PolicyAdapter):
     """LFUDACachePolicy(cache_capacity)
 
     Evict the block of least worth: its uses, plus the age of the cache when it was last used.
@@ -33,7 +33,7 @@ cdef class LFUDACachePolicy(Table):
     uses of the last ``4 * cache_capacity`` evicted keys are remembered.
     """
 
-    cdef uint32_t* uses             # [num_rows]; the worth stands in Table.ranks
+    cdef uint32_t* uses             # [num_rows]; the worth stands in PolicyAdapter.ranks
     cdef readonly GhostList history
     cdef readonly uint64_t age
 
@@ -56,7 +56,7 @@ cdef class LFUDACachePolicy(Table):
         if self.rows[row].where == HEAPED:
             heap_update(self.rows, &self.lanes[lane_of(self, row)], row, self.ranks[row])
 
-    cdef void _touch(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
+    cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t row
         for i in range(n - 1, -1, -1):
@@ -66,13 +66,13 @@ cdef class LFUDACachePolicy(Table):
                 self.ranks[row] = self.age + self.uses[row]
                 self._rank(row)
 
-    cdef void _order(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+    cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         for i in range(n - 1, -1, -1):
             if rows[i] != 0:
                 self._rank(rows[i])
 
-    cdef void _insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+    cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t row, ghost
         for i in range(n):
@@ -85,11 +85,11 @@ cdef class LFUDACachePolicy(Table):
             self.ranks[row] = self.age + self.uses[row]
             enter(self, row, 0)
 
-    cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         cdef Py_ssize_t got = 0
         cdef int32_t row, ghost
         while got < n:
-            row = take_oldest(self, 0, priority)
+            row = take_victim(self, 0, priority)
             if row == 0:
                 break
             self.age = max(self.age, self.ranks[row])
@@ -99,11 +99,11 @@ cdef class LFUDACachePolicy(Table):
             got += 1
         return got
 
-    cdef void _forget(self) noexcept nogil:
+    cdef void on_reset(self) noexcept nogil:
         self.age = 0
         self.history.clear()
 
-    cdef int _grown(self, int32_t num_rows_before) except -1:
+    cdef int on_grow(self, int32_t num_rows_before) except -1:
         cdef void* uses = realloc(self.uses, self.num_rows * sizeof(uint32_t))
         if uses == NULL:
             raise MemoryError(f"no memory for {self.num_rows} blocks")

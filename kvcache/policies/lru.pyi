@@ -1,6 +1,6 @@
 from typing import final
 
-from kvcache.core.table import Table
+from kvcache.core.policy_adapter import PolicyAdapter
 
 @final
-class LRUCachePolicy(Table): ...
+class LRUCachePolicy(PolicyAdapter): ...

@@ -1,17 +1,17 @@
 """lru: the block whose last use is longest ago leaves first.
 
-Compiled because it is a Table; its one recency list is the table's default.
+Compiled because it is a PolicyAdapter; its one recency list is the table's default.
 """
 
 cimport cython
 
-from kvcache.core.table cimport Table
+from kvcache.core.policy_adapter cimport PolicyAdapter
 
 from kvcache.policies.base import CachePolicy
 
 
 @cython.final
-cdef class LRUCachePolicy(Table):
+cdef class LRUCachePolicy(PolicyAdapter):
     """LRUCachePolicy(cache_capacity)
 
     Evict the least recently used block, passing over those referenced, not ready or protected.

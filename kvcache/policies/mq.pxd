@@ -1,7 +1,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from kvcache.core.ghosts cimport GhostList
-from kvcache.core.table cimport Table
+from kvcache.core.policy_adapter cimport PolicyAdapter
 
 cdef enum:
     NUM_LEVELS = 8
@@ -14,7 +14,7 @@ cdef struct Member:
     int32_t prev            # neighbours in its queue, referenced blocks included
     int32_t next
 
-cdef class MultiQueue(Table):
+cdef class MultiQueue(PolicyAdapter):
     cdef Member* members            # [num_rows]; queue L's head is member L
     cdef readonly GhostList history
     cdef readonly int64_t clock     # requests that have counted a use

@@ -3,10 +3,10 @@ from typing import final
 from typing_extensions import disjoint_base
 
 from kvcache.core.ghosts import GhostList
-from kvcache.core.table import ListView, Table
+from kvcache.core.policy_adapter import ListView, PolicyAdapter
 
 @disjoint_base
-class MultiQueue(Table):
+class MultiQueue(PolicyAdapter):
     @property
     def queues(self) -> list[ListView]: ...
     @property

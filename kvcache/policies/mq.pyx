@@ -1,7 +1,7 @@
 """mq: recency queues by the logarithm of a block's uses; who is not used for a while goes down one.
 
-Compiled because it is a Table. Zhou, Philbin & Li, "The Multi-Queue Replacement Algorithm for Second Level Buffer
-Caches", USENIX ATC '01, with a history of the uses of evicted keys.
+Compiled because it loops over rows. Zhou, Philbin & Li, "The Multi-Queue Replacement Algorithm for Second Level
+Buffer Caches", USENIX ATC '01, with a history of the uses of evicted keys.
 """
 
 cimport cython
@@ -11,12 +11,12 @@ from libc.string cimport memset
 
 from kvcache.core.ghosts cimport GhostList
 from kvcache.core.index cimport zeroed
-from kvcache.core.rows cimport enter, place
-from kvcache.core.table cimport Table
+from kvcache.core.table cimport enter, move_to_tail
+from kvcache.core.policy_adapter cimport PolicyAdapter
 
-from kvcache.core.table import ListView
+from kvcache.core.policy_adapter import ListView
 from kvcache.policies.base import CachePolicy
-from kvcache.types import BlockStateError
+from kvcache.block import BlockStateError
 
 cdef enum:
     DEMOTIONS_PER_TICK = 1024   # more wait for the next request: no call is unbounded
@@ -55,7 +55,7 @@ cdef inline void leave_queue(Member* members, int32_t row) noexcept nogil:
     members[members[row].next].prev = members[row].prev
 
 
-cdef class MultiQueue(Table):
+cdef class MultiQueue(PolicyAdapter):
     """MultiQueue(cache_capacity)
 
     What mq and amq share: eight queues, their demotions, and the history.
@@ -67,7 +67,7 @@ cdef class MultiQueue(Table):
         if self.members == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
         self.history = GhostList(HISTORY_FACTOR * cache_capacity, tight=True)
-        self._forget()
+        self.on_reset()
 
     def __dealloc__(self):
         free(self.members)
@@ -77,7 +77,7 @@ cdef class MultiQueue(Table):
         """The keys of each queue, seldom used ones first."""
         return [ListView(self, level) for level in range(NUM_LEVELS)]
 
-    cdef void _tick(self) noexcept nogil:
+    cdef void on_request(self) noexcept nogil:
         self.clock += 1
         self._demote()
 
@@ -89,7 +89,7 @@ cdef class MultiQueue(Table):
             while row != level and num_left and self.members[row].moved_at + self.life < self.clock:
                 leave_queue(self.members, row)
                 join_queue(self.members, row, level - 1)
-                place(self, row, level - 1)
+                move_to_tail(self, row, level - 1)
                 self.members[row].moved_at = self.clock
                 num_left -= 1
                 row = self.members[level].next
@@ -103,7 +103,7 @@ cdef class MultiQueue(Table):
         member.uses += 1
         member.used_at = member.moved_at = self.clock
 
-    cdef void _touch(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
+    cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t row, level
         for i in range(n - 1, -1, -1):
@@ -114,9 +114,9 @@ cdef class MultiQueue(Table):
             self._count_use(row)
             level = level_of(self.members[row].uses)
             join_queue(self.members, row, level)
-            place(self, row, level)
+            move_to_tail(self, row, level)
 
-    cdef void _order(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+    cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t row, level
         for i in range(n - 1, -1, -1):
@@ -126,9 +126,9 @@ cdef class MultiQueue(Table):
             level = self.rows[row].list_idx
             leave_queue(self.members, row)
             join_queue(self.members, row, level)
-            place(self, row, level)
+            move_to_tail(self, row, level)
 
-    cdef void _insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+    cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t row, ghost, level
         for i in range(n):
@@ -146,7 +146,7 @@ cdef class MultiQueue(Table):
             join_queue(self.members, row, level)
             enter(self, row, level)
 
-    cdef Py_ssize_t _select(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         cdef Py_ssize_t i, got = 0
         cdef int32_t level, row, ghost
         for level in range(NUM_LEVELS):
@@ -160,12 +160,12 @@ cdef class MultiQueue(Table):
             self.history.ghosts[ghost].used_at = <uint32_t> self.members[row].used_at
         return got
 
-    cdef void _leave(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+    cdef void on_remove(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         for i in range(n):
             leave_queue(self.members, rows[i])
 
-    cdef void _forget(self) noexcept nogil:
+    cdef void on_reset(self) noexcept nogil:
         cdef int32_t level
         for level in range(NUM_LEVELS):
             self.members[level].prev = self.members[level].next = level
@@ -176,7 +176,7 @@ cdef class MultiQueue(Table):
         if self.distances != NULL:
             memset(self.distances, 0, NUM_BINS * sizeof(uint32_t))
 
-    cdef int _grown(self, int32_t num_rows_before) except -1:
+    cdef int on_grow(self, int32_t num_rows_before) except -1:
         cdef void* members = realloc(self.members, self.num_rows * sizeof(Member))
         if members == NULL:
             raise MemoryError(f"no memory for {self.num_rows} blocks")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.manager import CPUOffloadingManager
+from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.replay.keys import KeyMaker, split_block_size
 from kvcache.replay.optimum import optimal_hits
 from kvcache.replay.requests import ReplayError, Request

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcache.replay.requests import DataMismatchError, TransferFailedError
-from kvcache.transfer.handler import cpu_gpu_handlers
-from kvcache.transfer.memory import HostPool
-from kvcache.transfer.worker import OffloadingWorker
-from kvcache.types import (
+from kvcache.specs import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -24,6 +21,9 @@ from kvcache.types import (
     GPULoadStoreSpec,
     TransferResult,
 )
+from kvcache.transfer.factory import cpu_gpu_handlers
+from kvcache.transfer.host_pool import HostPool
+from kvcache.transfer.worker import OffloadingWorker
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
-from kvcache.manager import CPUOffloadingManager
+from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.replay.keys import KeyMaker
 from kvcache.replay.run import check_policy
 from kvcache.replay.trace import Trace, TraceError
-from kvcache.types import ReqContext, Retention
+from kvcache.request import ReqContext, Retention
 
 Prompts: TypeAlias = list[list[int]]
 Hint: TypeAlias = Retention | None

@@ -15,10 +15,10 @@ import numpy as np
 
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
-from kvcache.types import ReqContext
+from kvcache.request import ReqContext
 
 if TYPE_CHECKING:
-    from kvcache.manager import OffloadingManager
+    from kvcache.control.manager import OffloadingManager
     from kvcache.replay.requests import Request
 
 

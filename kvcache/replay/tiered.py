@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.tiers.disk import DiskTier
-from kvcache.tiers.lane import TierRule
-from kvcache.tiers.manager import TieredOffloadingManager
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiers.disk.tier import DiskTier
 
 if TYPE_CHECKING:
-    from kvcache.tiers.base import HostBlocks
-    from kvcache.types import ReqContext
+    from kvcache.request import ReqContext
+    from kvcache.tiering.tier import HostBlocks
 
 _PATIENCE_S = 60.0
 
@@ -87,7 +87,7 @@ def patient_manager(
         cache_policy=policy,
         preallocate=False,
     )
-    rule = TierRule(deadline_s=_PATIENCE_S, max_store_blocks=1024)
+    rule = TierConfig(deadline_s=_PATIENCE_S, max_store_blocks=1024)
     try:
         manager = PatientManager(
             block_size, len(host_blocks), [(tier, rule)], policy, deadline_s=_PATIENCE_S, **host_options

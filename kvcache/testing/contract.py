@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvcache.manager import CPUOffloadingManager
+from kvcache.block import BlockStatus
+from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
+from kvcache.request import ReqContext
 from kvcache.testing.machine import Policy, cache_machine
-from kvcache.types import BlockStatus, ReqContext
 
 _KEYS = [b"key %d" % i for i in range(12)]
 

@@ -1,6 +1,6 @@
 """A Hypothesis state machine that holds four managers side by side, after every step, for any policy.
 
-One is the manager's specification over the reference policy; one runs the reference policy under the default verbs;
+One is the manager's specification over the reference policy; one runs the reference policy under the default cache;
 one is what users get; and one drives the policy's five primitives over a backend. Where two of them part, one is wrong.
 """
 
@@ -12,12 +12,15 @@ from typing import Any, ClassVar, TypeAlias
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcache.backend import CPUBackend
-from kvcache.manager import BackendOffloadingManager, CPUOffloadingManager, OffloadingManager
+from kvcache.block import BlockStateError
+from kvcache.control.backend import CPUBackend
+from kvcache.control.cpu import BackendOffloadingManager, CPUOffloadingManager
+from kvcache.control.manager import OffloadingManager
 from kvcache.policies.base import CachePolicy
+from kvcache.request import ReqContext
+from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.testing.reference import REFERENCE_POLICIES
 from kvcache.testing.reference_manager import ReferenceManager
-from kvcache.types import BlockStateError, LoadStoreSpec, PrepareStoreOutput, ReqContext
 
 Policy: TypeAlias = str | type[CachePolicy]
 
@@ -74,7 +77,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.specified = ReferenceManager(16, capacity, twin, **options)
         self.managers: dict[str, OffloadingManager] = {
             "specification": self.specified,
-            "default verbs over the reference": CPUOffloadingManager(16, capacity, twin, **options),
+            "default cache over the reference": CPUOffloadingManager(16, capacity, twin, **options),
             "CPU manager": CPUOffloadingManager(16, capacity, self.policy, **options),
             "backend manager": BackendOffloadingManager(CPUBackend(16, capacity), self.policy, **options),
         }

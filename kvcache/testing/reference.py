@@ -12,8 +12,8 @@ from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from kvcache.block import BlockStatus
 from kvcache.policies.base import CachePolicy
-from kvcache.types import BlockStatus
 
 Blocks = OrderedDict[bytes, BlockStatus]
 Victims = list[tuple[bytes, BlockStatus]]

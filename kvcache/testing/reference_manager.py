@@ -1,6 +1,6 @@
 """The specification of the manager in plain dicts: whole, checked, and with no regard for speed.
 
-It shares no code with the batch verbs, so that a fault in those shows as a difference.
+It shares no code with the batch operations, so that a fault in those shows as a difference.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ from dataclasses import fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvcache.manager import OffloadingManager
+from kvcache.block import BlockStateError, BlockStatus
+from kvcache.control.manager import OffloadingManager
+from kvcache.events import OffloadingEvent
+from kvcache.metrics import ManagerStats
 from kvcache.policies.base import CachePolicy
+from kvcache.request import ReqContext
+from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
-from kvcache.types import (
-    BlockStateError,
-    BlockStatus,
-    CPULoadStoreSpec,
-    ManagerStats,
-    OffloadingEvent,
-    PrepareStoreOutput,
-    ReqContext,
-)
 
 
 class ReferenceManager(OffloadingManager):

@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
+from kvcache.block import BlockStatus
+from kvcache.metrics import ManagerStats
+from kvcache.request import ReqContext
+from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.testing.reference_manager import ReferenceManager, _checked
-from kvcache.types import BlockStatus, CPULoadStoreSpec, ManagerStats, PrepareStoreOutput, ReqContext
 
 ONE_SHOT, NORMAL, HIGHEST = -1, 0, 3
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.types import ReqContext
+from kvcache.request import ReqContext
 
 if TYPE_CHECKING:
-    from kvcache.tiers.base import HostBlocks, Tier, TierResult
+    from kvcache.tiering.tier import HostBlocks, Tier, TierResult
 
 
 class TierContract(ABC):
@@ -111,7 +111,7 @@ class TierContract(ABC):
             bench.tier.reset()
             bench.wait_for(jobs)
             end = time.monotonic() + self.timeout_s
-            while bench.tier.stats().quiet_reason and time.monotonic() < end:
+            while bench.tier.stats().unavailable_reason and time.monotonic() < end:
                 bench.tier.finished()
                 time.sleep(0.001)
             assert [bench.found([key]) for key in _keys(0, 1, 2)] == [0, 0, 0]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.backend import checked_size
-from kvcache.manager import CPUOffloadingManager
-from kvcache.tiers.base import Tier, TierResult, TierStats, checked_host_blocks
+from kvcache.control.backend import checked_size
+from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks
 
 if TYPE_CHECKING:
-    from kvcache.tiers.base import HostBlocks
-    from kvcache.types import ReqContext
+    from kvcache.request import ReqContext
+    from kvcache.tiering.tier import HostBlocks
 
 
 @dataclass(slots=True)

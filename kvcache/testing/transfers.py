@@ -14,15 +14,15 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from kvcache.transfer.geometry import host_block_bytes
-from kvcache.transfer.streams import DeviceStream, Mark
-from kvcache.types import (
+from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
 )
+from kvcache.transfer.geometry import host_block_bytes
+from kvcache.transfer.streams import DeviceStream, Mark
 
 GUARD = 64
 

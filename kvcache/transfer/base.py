@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable
 
-from kvcache.types import (
+from kvcache.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     LoadStoreSpec,

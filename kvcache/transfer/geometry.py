@@ -9,9 +9,9 @@ from numbers import Integral
 
 import torch
 
-from kvcache.core.geometry import Geometry
-from kvcache.transfer.memory import HostPool
-from kvcache.types import CanonicalKVCaches
+from kvcache.specs import CanonicalKVCaches
+from kvcache.transfer._native.plan import Geometry
+from kvcache.transfer.host_pool import HostPool
 
 
 def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -> int:

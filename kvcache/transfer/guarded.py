@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from kvcache.transfer.base import OffloadingHandler
 
 if TYPE_CHECKING:
+    from kvcache.specs import TransferResult
     from kvcache.transfer.base import TransferSpec
-    from kvcache.types import TransferResult
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 
+from kvcache.specs import LoadStoreSpec, TransferResult
 from kvcache.transfer.base import OffloadingHandler, TransferSpec, checked_pair
-from kvcache.types import LoadStoreSpec, TransferResult
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.tiers.disk import DiskTier
-from kvcache.tiers.folder import capacity_for, folder_bytes
+from kvcache.tiers.disk.directory import capacity_for, folder_bytes
+from kvcache.tiers.disk.tier import DiskTier
 
 BLOCK_BYTES = 16384
 NUM_BLOCKS = 200

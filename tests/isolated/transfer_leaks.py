@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 
-from kvcache.transfer.geometry import KVGeometry
-from kvcache.transfer.host import CPUCopyHandler
-from kvcache.transfer.memory import HostPool
-from kvcache.transfer.worker import OffloadingWorker
-from kvcache.types import (
+from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
 )
+from kvcache.transfer.cpu import CPUCopyHandler
+from kvcache.transfer.geometry import KVGeometry
+from kvcache.transfer.host_pool import HostPool
+from kvcache.transfer.worker import OffloadingWorker
 
 
 def make_worker():

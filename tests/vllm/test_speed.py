@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from kvcache.types import TransferResult
+from kvcache.specs import TransferResult
 
 
 class TorchLoop:

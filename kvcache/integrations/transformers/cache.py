@@ -15,14 +15,15 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from kvcache.hashing import block_keys, key_seed
+from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.integrations.transformers.identity import ModelIdentity
 from kvcache.integrations.transformers.layout import KVLayout, new_past
 from kvcache.integrations.transformers.rows import Row, checked_generation, read_rows
-from kvcache.manager import CPUOffloadingManager
+from kvcache.keys import block_keys, key_seed
+from kvcache.metrics import ManagerStats
 from kvcache.registry import POLICIES
-from kvcache.transfer.memory import HostPool
-from kvcache.types import ManagerStats, ReqContext
+from kvcache.request import ReqContext
+from kvcache.transfer.host_pool import HostPool
 
 # Before 5.21, generate(prefill_chunk_size=...) computes the prompt anew behind a prefix that it is given.
 OLDEST, NEWEST = (5, 21), (5, 23)

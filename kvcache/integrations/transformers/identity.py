@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvcache.hashing import key_seed
+from kvcache.keys import key_seed
 
 _CHUNK_BYTES = 1 << 28
 # What a config says of where it came from, not of what it computes.

@@ -18,11 +18,12 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 
+from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.integrations.vllm.metrics import MetricsSource
 from kvcache.integrations.vllm.releases import Release
-from kvcache.manager import CPUOffloadingManager
-from kvcache.tiers.manager import TieredOffloadingManager
-from kvcache.types import LoadStoreSpec, PrepareStoreOutput, ReqContext
+from kvcache.request import ReqContext
+from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
+from kvcache.tiering.manager import TieredOffloadingManager
 
 
 class _Request(ReqContext):

@@ -12,8 +12,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from kvcache.tiers.lane import LaneStats
-from kvcache.types import ManagerStats
+from kvcache.metrics import ManagerStats
+from kvcache.tiering.controller import TierControllerStats
 
 # vLLM clears collectors of this prefix when an engine starts again in one process.
 _PREFIX = "vllm:kvcache_"
@@ -47,7 +47,7 @@ _TIER_COUNTERS = {
 }
 _TIER_GAUGES = {
     "tier_num_held": "Blocks that tiers hold.",
-    "tiers_quiet": "Tiers that are not working, or left alone after failures.",
+    "tiers_unavailable": "Tiers that are not working, or left alone after failures.",
 }
 
 
@@ -71,15 +71,17 @@ class MetricsSource:
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
 
-    def changes(self, stats: ManagerStats, tiers: Sequence[LaneStats] = ()) -> OffloadingConnectorStats | None:
+    def changes(
+        self, stats: ManagerStats, tiers: Sequence[TierControllerStats] = ()
+    ) -> OffloadingConnectorStats | None:
         """Return counters' increments and gauges' values, or None if nothing changed."""
         now: dict[str, float] = {field.name: getattr(stats, field.name) for field in fields(stats)}
         now["hit_rate"] = hit_rate(stats)
         for name in _TIER_COUNTERS:
             now[name] = sum(getattr(tier, name.removeprefix("tier_")) for tier in tiers)
         now["tier_num_held"] = sum(tier.tier.num_held for tier in tiers)
-        now["tiers_quiet"] = sum(
-            bool(tier.tier.quiet_reason) or (tier.reads, tier.writes) != ("open", "open") for tier in tiers
+        now["tiers_unavailable"] = sum(
+            bool(tier.tier.unavailable_reason) or (tier.reads, tier.writes) != ("open", "open") for tier in tiers
         )
         last = self._last
         if now == last:

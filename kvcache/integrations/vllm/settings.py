@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.registry import POLICIES
-from kvcache.spec import warn_of_unknown
-from kvcache.tiering import check_tiers
+from kvcache.spec.base import warn_of_unknown
+from kvcache.spec.tiered import check_tiers
 
 # Read by vLLM itself out of the same mapping.
 _ENGINE_KEYS = frozenset(
@@ -44,7 +44,7 @@ class Settings:
     manager_options : dict
         What else the manager is built with, as given: ``store_threshold``, ``max_tracker_size``, ``retention_share``.
     tiers : list of dict or None
-        What lies below host memory, as `kvcache.tiering.make_tiers` takes it.
+        What lies below host memory, as `kvcache.spec.tiered.make_tiers` takes it.
     pool_folder : str
         With tiers: a folder in shared memory for the host blocks.
     lookup_deadline_s : float

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
@@ -18,7 +19,6 @@ from kvcache.integrations.vllm.tiered import (
     aligned_bytes,
 )
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
-from kvcache.manager import CPUOffloadingManager
 
 # vLLM shows what is logged below its own name.
 logger = init_logger(f"vllm.{__name__}")

@@ -20,13 +20,13 @@ from kvcache.integrations.vllm.manager import KVCacheOffloadingManager, _Request
 from kvcache.integrations.vllm.releases import Release
 from kvcache.integrations.vllm.settings import Settings
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
-from kvcache.tiering import make_tiers
-from kvcache.tiers.base import Tier
-from kvcache.tiers.lane import TierRule
-from kvcache.tiers.manager import TieredOffloadingManager
-from kvcache.tiers.shared import PREFIX, SharedBlocks
-from kvcache.transfer.memory import check_memory
-from kvcache.transfer.shared import SharedHostPool
+from kvcache.spec.tiered import make_tiers
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.tier import Tier
+from kvcache.transfer.host_pool import check_memory
+from kvcache.transfer.shared_file import PREFIX, SharedBlocks
+from kvcache.transfer.shared_pool import SharedHostPool
 
 _ALIGN_BYTES = 4096
 
@@ -120,7 +120,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         release: Release,
     ) -> None:
         self._shared = SharedPool(config, settings, num_blocks, rank_bytes, is_owner=True)
-        opened: list[tuple[Tier, TierRule]] = []
+        opened: list[tuple[Tier, TierConfig]] = []
         try:
             opened = make_tiers(settings.tiers, self._shared.array, fingerprint(config))
             manager = TieredOffloadingManager(

@@ -12,11 +12,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingWorker
 
-from kvcache.transfer.geometry import host_block_bytes
-from kvcache.transfer.handler import cpu_gpu_handlers
-from kvcache.transfer.memory import HostPool
-from kvcache.transfer.worker import OffloadingWorker as TransferWorker
-from kvcache.types import (
+from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
@@ -25,6 +21,10 @@ from kvcache.types import (
     LoadStoreSpec,
     TransferResult,
 )
+from kvcache.transfer.factory import cpu_gpu_handlers
+from kvcache.transfer.geometry import host_block_bytes
+from kvcache.transfer.host_pool import HostPool
+from kvcache.transfer.worker import OffloadingWorker as TransferWorker
 
 # vLLM shows what is logged below its own name.
 logger = init_logger(f"vllm.{__name__}")

@@ -1,0 +1,204 @@
+"""How fast blocks move, beside one large copy of as many bytes and beside what torch offers, all in one run.
+
+Ratios within a run say more than rates: other users of the machine slow every way down alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvcache.specs import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+)
+from kvcache.transfer.base import OffloadingHandler, TransferSpec
+from kvcache.transfer.factory import cpu_gpu_handlers
+from kvcache.transfer.host_pool import HostPool
+
+DIRECTIONS = ("store", "load")
+LAYOUTS = ("scattered", "contiguous")
+# Of each pool a job uses four blocks in five, so that scattered ones have gaps between them.
+_SPREAD = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRate:
+    """What one way of copying reached.
+
+    Parameters
+    ----------
+    way : str
+        What was measured.
+    direction : str
+        ``"store"`` or ``"load"``.
+    layout : str
+        ``"scattered"`` or ``"contiguous"``.
+    block_bytes, num_blocks : int
+        What was moved.
+    seconds : float
+        The shortest time.
+    gb_per_s : float
+        Its rate.
+    ratio : float
+        To the shortest time of one large copy of as many bytes in the same direction.
+    """
+
+    way: str
+    direction: str
+    layout: str
+    block_bytes: int
+    num_blocks: int
+    seconds: float
+    gb_per_s: float
+    ratio: float
+
+
+class CopyBench:
+    """Blocks of one size in two memories, and the ways to copy them.
+
+    Parameters
+    ----------
+    block_bytes : int
+        Bytes of one block.
+    num_blocks : int
+        Blocks of one job.
+    threads : sequence of int
+        Numbers of copy threads to measure; one each, where the blocks lie on a device.
+    device : str
+        Where the engine's tensors lie.
+    seed : int
+        Which blocks are chosen.
+
+    Raises
+    ------
+    ValueError
+        The blocks do not fit into memory.
+    """
+
+    def __init__(
+        self, block_bytes: int, num_blocks: int, threads: Sequence[int] = (1, 2), device: str = "cpu", seed: int = 0
+    ) -> None:
+        count = int(num_blocks * _SPREAD)
+        self.block_bytes = block_bytes
+        self.num_blocks = num_blocks
+        self._pool = HostPool(count, block_bytes)
+        if device == "cpu":
+            self._device_pool = HostPool(count, block_bytes, pin=False)
+            self._device = self._device_pool.tensor
+        else:
+            self._device = torch.zeros((count, block_bytes), dtype=torch.int8, device=device)
+        kv_caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(self._device, block_bytes)], [[CanonicalKVCacheRef(0, block_bytes)]]
+        )
+        self._handlers = {
+            n: cpu_gpu_handlers(kv_caches, self._pool, num_threads=n) for n in (threads if device == "cpu" else [1])
+        }
+        rng = np.random.default_rng(seed)
+        in_order = np.arange(num_blocks)
+        self._ids = {
+            "scattered": (rng.permutation(count)[:num_blocks], rng.permutation(count)[:num_blocks]),
+            "contiguous": (in_order, in_order),
+        }
+        self._job_id = 0
+
+    def close(self) -> None:
+        """End the copy threads and unpin the pool."""
+        for pair in self._handlers.values():
+            for handler in pair:
+                handler.shutdown()
+        self._pool.close()
+
+    def ways(self, direction: str, layout: str) -> dict[str, Callable[[], object]]:
+        """Return what can be timed: by name, functions that move the blocks once."""
+        device_ids, host_ids = self._ids[layout]
+        device, host = GPULoadStoreSpec(device_ids, [len(device_ids)], [0]), CPULoadStoreSpec(host_ids)
+        store = direction == "store"
+        spec: TransferSpec = (device, host) if store else (host, device)
+        found: dict[str, Callable[[], object]] = {}
+        for n, pair in self._handlers.items():
+            name = f"kvcache, {n} thread{'s' * (n > 1)}" if self._device.is_cpu else "kvcache"
+            found[name] = partial(self._transfer, pair[not store], spec)
+        target, source = (self._pool.tensor, self._device) if store else (self._device, self._pool.tensor)
+        ids = [torch.from_numpy(ids) for ids in ((host_ids, device_ids) if store else (device_ids, host_ids))]
+        to, of = (side.to(tensor.device) for side, tensor in zip(ids, (target, source), strict=True))
+        pairs = list(zip(ids[0].tolist(), ids[1].tolist(), strict=True))
+
+        def one_by_one() -> None:
+            for i, j in pairs:
+                target[i].copy_(source[j], non_blocking=True)
+
+        def select() -> None:
+            target.index_copy_(0, to, source.index_select(0, of).to(target.device))
+
+        def advanced() -> None:
+            target[to] = source[of].to(target.device)
+
+        return found | {"torch copy_ per block": one_by_one, "torch index_select": select, "torch indexing": advanced}
+
+    def one_copy(self, direction: str) -> Callable[[], object]:
+        """Return a function that moves as many bytes in one piece."""
+        num_bytes = self.num_blocks * self.block_bytes
+        if self._device.is_cpu:
+            ends = (self._pool.address, self._device.data_ptr())
+            target, source = ends if direction == "store" else ends[::-1]
+            return lambda: ctypes.memmove(target, source, num_bytes)
+        host, device = (tensor.view(-1)[:num_bytes] for tensor in (self._pool.tensor, self._device))
+        if direction == "store":
+            return lambda: host.copy_(device, non_blocking=True)
+        return lambda: device.copy_(host, non_blocking=True)
+
+    def measure(self, direction: str, layout: str, repeats: int = 5) -> Iterator[CopyRate]:
+        """Time one large copy and every way in turn, `repeats` times (torch's, which are slow, twice); yield the best.
+
+        Yields
+        ------
+        CopyRate
+            First that of the one large copy.
+        """
+        ways = {"one large copy": self.one_copy(direction)} | self.ways(direction, layout)
+        best = dict.fromkeys(ways, float("inf"))
+        for round_index in range(repeats):
+            for name, way in ways.items():
+                if round_index > 1 and name.startswith("torch"):
+                    continue
+                best[name] = min(best[name], self._seconds(way))
+        for name, seconds in best.items():
+            yield CopyRate(
+                name,
+                direction,
+                layout,
+                self.block_bytes,
+                self.num_blocks,
+                seconds,
+                self.num_blocks * self.block_bytes / seconds / 1e9,
+                best["one large copy"] / seconds,
+            )
+
+    def _seconds(self, way: Callable[[], object]) -> float:
+        self._settle()
+        started = time.perf_counter()
+        way()
+        self._settle()
+        return time.perf_counter() - started
+
+    def _settle(self) -> None:
+        if not self._device.is_cpu:
+            torch.cuda.synchronize()
+
+    def _transfer(self, handler: OffloadingHandler, spec: TransferSpec) -> None:
+        self._job_id += 1
+        handler.transfer_async(self._job_id, spec)
+        handler.wait([self._job_id])
+        (result,) = handler.get_finished()
+        if not result.success:
+            raise RuntimeError(f"a transfer of {self.num_blocks} blocks failed")

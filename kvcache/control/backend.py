@@ -1,0 +1,135 @@
+"""Where blocks are allocated: the abstract backend and the one in host memory.
+
+A backend knows slots; which block leaves when they run out is the policy's business.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kvcache.block import BlockStatus
+from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec
+
+
+def checked_size(name: str, value: object) -> int:
+    """Return `value` if it is an int >= 1; ValueError naming it otherwise."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+    return value
+
+
+def parsed_bytes(text: object) -> int:
+    """Return the bytes that `text` names: an int, or a number with a unit of kB, MB, GB, TB, KiB, MiB, GiB or TiB.
+
+    Raises
+    ------
+    ValueError
+        It is neither.
+    """
+    if type(text) is int:
+        return text
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", 1):
+        units[letter + "b"] = 1000**power
+        units[letter] = units[letter + "ib"] = 1024**power
+    if isinstance(text, str):
+        number = text.strip().rstrip("bBiIkKmMgGtT")
+        unit = text.strip()[len(number) :].lower()
+        try:
+            if unit in units:
+                return int(float(number) * units[unit])
+        except (ValueError, OverflowError):
+            pass
+    raise ValueError(f"a size must be bytes or a number with a unit, such as '100GiB', got {text!r}")
+
+
+class Backend(ABC):
+    """Allocate blocks on one medium.
+
+    Parameters
+    ----------
+    block_size : int
+        Tokens of one block, >= 1.
+    medium : str
+        The medium's name, as in its `LoadStoreSpec`.
+    """
+
+    def __init__(self, block_size: int, medium: str) -> None:
+        self.block_size = checked_size("block_size", block_size)
+        self.medium = medium
+
+    @abstractmethod
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks can be allocated now."""
+
+    @abstractmethod
+    def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
+        """Return one new block per hash, `ref_cnt` -1; the caller has made sure that there is room."""
+
+    @abstractmethod
+    def free(self, block: BlockStatus) -> None:
+        """Take a block back; called once per block."""
+
+    def get_load_store_spec(self, block_hashes: Sequence[bytes], blocks: Sequence[BlockStatus]) -> LoadStoreSpec:
+        """Say where `blocks` lie, for the worker."""
+        raise NotImplementedError(f"{type(self).__name__} does not say where its blocks lie")
+
+    def reset(self) -> None:  # noqa: B027
+        """Start block ids again; every block has been freed. The default does nothing."""
+
+
+class CPUBackend(Backend):
+    """Slots of a pool in host memory.
+
+    Parameters
+    ----------
+    block_size : int
+        Tokens of one block, >= 1.
+    num_blocks : int
+        Slots, >= 1.
+
+    Notes
+    -----
+    Fresh ids 0, 1, 2, ... first; when all have been handed out, the last freed is the first reused.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        super().__init__(block_size, CPULoadStoreSpec.medium())
+        self.num_blocks = checked_size("num_blocks", num_blocks)
+        self._num_fresh_used = 0
+        self._freed: list[int] = []
+
+    def get_num_free_blocks(self) -> int:
+        """Return how many slots hold no block."""
+        return self.num_blocks - self._num_fresh_used + len(self._freed)
+
+    def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
+        """Return one new block per hash, `ref_cnt` -1.
+
+        Raises
+        ------
+        ValueError
+            There are fewer free slots than hashes.
+        """
+        count = len(block_hashes)
+        if count > self.get_num_free_blocks():
+            raise ValueError(f"{count} blocks were asked for, {self.get_num_free_blocks()} are free")
+        first = self._num_fresh_used
+        self._num_fresh_used = min(self.num_blocks, first + count)
+        blocks = [BlockStatus(block_id) for block_id in range(first, self._num_fresh_used)]
+        blocks.extend(BlockStatus(self._freed.pop()) for _ in range(count - len(blocks)))
+        return blocks
+
+    def free(self, block: BlockStatus) -> None:
+        """Take a slot back."""
+        self._freed.append(block.block_id)
+
+    def get_load_store_spec(self, block_hashes: Sequence[bytes], blocks: Sequence[BlockStatus]) -> CPULoadStoreSpec:
+        """Return the blocks' ids, in order."""
+        return CPULoadStoreSpec([block.block_id for block in blocks])
+
+    def reset(self) -> None:
+        """Start again at id 0."""
+        self._num_fresh_used = 0
+        self._freed.clear()

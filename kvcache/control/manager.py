@@ -1,0 +1,116 @@
+"""The manager's contract: what an engine's scheduler asks of an offloading cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from kvcache.events import OffloadingEvent
+from kvcache.metrics import ManagerStats
+from kvcache.request import ReqContext, RequestOffloadingContext
+from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
+
+Keys = Iterable[bytes]
+
+
+class OffloadingManager(ABC):
+    """What an engine's scheduler asks of an offloading cache.
+
+    Attributes
+    ----------
+    block_size : int
+        Tokens of one offloaded block.
+    medium : str
+        Where the blocks lie.
+
+    Notes
+    -----
+    Wherever `keys` are asked for, any iterable of keys will do (it is consumed once); a list is the fast path.
+    Errors, all checked before anything changes: ValueError for a bad argument, KeyError for an unknown key,
+    BlockStateError for a wrong reference count or state.
+    """
+
+    block_size: int
+    medium: str
+
+    @abstractmethod
+    def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
+        """Say whether one key, or how many leading ones of a list or tuple, are offloaded and ready.
+
+        Parameters
+        ----------
+        keys : bytes, or list or tuple of bytes
+            One key, or a request's keys in prefix order.
+        req_context : ReqContext, optional
+            The request.
+
+        Returns
+        -------
+        bool, int or None
+            For one key, True or False; for several, the length of the longest leading run that is ready. None:
+            ask again later, a lower tier is being asked. A manager of one tier never answers None.
+        """
+
+    @abstractmethod
+    def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
+        """Take a reference on each block, so that it stays until `complete_load`, and say where the blocks lie.
+
+        Raises
+        ------
+        KeyError, BlockStateError
+            A key is unknown, or its block is not ready; no reference has been taken.
+        """
+
+    @abstractmethod
+    def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
+        """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent."""
+
+    @abstractmethod
+    def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
+        """Give back the references that `prepare_load` took.
+
+        Raises
+        ------
+        KeyError, BlockStateError
+            A key is unknown, or has fewer references than are given back; nothing has changed.
+        """
+
+    @abstractmethod
+    def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
+        """Make room for the keys that are not there yet and say where to write them.
+
+        Returns
+        -------
+        PrepareStoreOutput or None
+            None: there is no room, and nothing has changed.
+        """
+
+    @abstractmethod
+    def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
+        """Make written blocks ready, or drop them if `success` is False; unknown keys are ignored."""
+
+    @abstractmethod
+    def stats(self) -> ManagerStats:
+        """Return counters since start and gauges now."""
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Yield the events since the last call, each once."""
+        return iter(())
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Hear of a new request, and say how its blocks are offloaded."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
+        """Hear of a request's end."""
+
+    def on_schedule_end(self) -> None:  # noqa: B027
+        """Hear of the end of a scheduler step."""
+
+    @abstractmethod
+    def reset_cache(self) -> None:
+        """Forget everything; the caller has drained or dropped older jobs."""
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Release resources."""

@@ -1,0 +1,6 @@
+from kvcache.core.table import BlockTable
+
+class PriorityClasses(BlockTable):
+    @property
+    def num_raised(self) -> int: ...
+    def advance(self, now_ns: int, max_raised: int) -> None: ...

@@ -1,0 +1,32 @@
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from kvcache.core.index cimport Bucket
+from kvcache.core.eviction_queue cimport Row
+
+cdef struct Named:
+    PyObject* key           # strong
+    uint64_t hash
+    int32_t row             # where the key was last found; 0: nowhere
+    uint32_t generation     # of that row, then
+    uint32_t seen           # 1, 2, ...: in this order the request used its keys; 0: only looked up
+    uint32_t mark           # of the last prepare_store that named it
+
+
+@cython.final
+cdef class RequestKeys:
+    cdef Named* named               # [size]
+    cdef Bucket* buckets            # [num_buckets]: from hash to place in named + 1
+    cdef uint32_t num_buckets
+    cdef readonly Py_ssize_t num_named
+    cdef Py_ssize_t size
+    cdef readonly uint32_t num_seen
+    cdef uint64_t version           # the table's when all rows were last right
+    cdef public int32_t priority    # the request's hint: -1 (one-shot) to 3
+    cdef public int64_t ttl_ns      # for how long a raised priority holds; 0: without end
+
+    cdef int reserve(self, Py_ssize_t n) except -1
+    cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil
+    cdef void meet(self, list keys, Py_ssize_t start, Py_ssize_t stop, const uint64_t* hashes, const int32_t* found,
+                   const Row* rows, bint add, Py_ssize_t* places) noexcept

@@ -1,6 +1,0 @@
-from kvcache.core.rows import Rows
-
-class Retention(Rows):
-    @property
-    def num_raised(self) -> int: ...
-    def advance(self, now_ns: int, max_raised: int) -> None: ...

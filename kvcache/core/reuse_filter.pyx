@@ -1,0 +1,114 @@
+"""ReuseFilter: admit a key to be stored only once it has been offered often enough.
+
+Compiled because it looks at every key of every `prepare_store`.
+"""
+
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport int32_t, uint32_t, uint64_t
+
+from kvcache.core.ghosts cimport GhostList
+from kvcache.core.table cimport (
+    PyByteArray_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE, PyList_GET_ITEM, PyObject_Hash,
+)
+
+
+@cython.final
+cdef class ReuseFilter:
+    """ReuseFilter(threshold, max_tracker_size=64000)
+
+    Count how often keys are offered, in a table of the keys offered last.
+
+    Parameters
+    ----------
+    threshold : int
+        Offers after which a key is admitted, >= 2.
+    max_tracker_size : int
+        Keys remembered, >= 1; beyond them the one offered longest ago is forgotten, but never one of the call itself.
+
+    Raises
+    ------
+    ValueError
+        A size is not an int in its range.
+    """
+
+    cdef readonly Py_ssize_t threshold
+    cdef readonly Py_ssize_t max_tracker_size
+    cdef GhostList offers       # uses: offers so far; used_at: the call that offered the key last
+    cdef uint32_t call
+
+    def __cinit__(self, threshold, max_tracker_size=64_000):
+        if type(threshold) is not int or not 2 <= threshold < 1 << 31:
+            raise ValueError(f"store_threshold must be an int >= 2, got {threshold!r}")
+        if type(max_tracker_size) is not int or not 1 <= max_tracker_size < 1 << 29:
+            raise ValueError(f"max_tracker_size must be an int >= 1, got {max_tracker_size!r}")
+        self.threshold = threshold
+        self.max_tracker_size = max_tracker_size
+        self.clear()
+
+    def __len__(self):
+        return len(self.offers)
+
+    def clear(self):
+        """Forget all offers."""
+        self.offers = GhostList(2 * self.max_tracker_size)
+        self.call = 0
+
+    @cython.critical_section
+    def admit(self, list keys not None):
+        """Count an offer of each key, once per call, and say which may be stored.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            The keys of one `prepare_store`.
+
+        Returns
+        -------
+        bytearray
+            Per key 1 or 0.
+        """
+        cdef Py_ssize_t n = len(keys)
+        cdef Py_ssize_t i
+        cdef PyObject* key
+        cdef int32_t ghost
+        cdef uint64_t hash
+        cdef char* flags
+        for i in range(n):
+            key = PyList_GET_ITEM(keys, i)
+            if not PyBytes_CheckExact(key) or PyBytes_GET_SIZE(key) == 0:
+                raise ValueError(f"key must be exact, non-empty bytes, got {<object> key!r}")
+        admitted = bytearray(n)
+        flags = PyByteArray_AS_STRING(admitted)
+        self._make_room(n)
+        self.call += 1
+        for i in range(n):
+            hash = <uint64_t> PyObject_Hash(PyList_GET_ITEM(keys, i))
+            ghost = self.offers.find(hash)
+            if ghost == 0 or self.offers.ghosts[ghost].used_at != self.call:
+                ghost = self.offers.push(hash)
+                self.offers.ghosts[ghost].used_at = self.call
+                if self.offers.ghosts[ghost].uses < self.threshold:
+                    self.offers.ghosts[ghost].uses += 1
+            flags[i] = self.offers.ghosts[ghost].uses >= self.threshold
+        ghost = self.offers.ghosts[0].next
+        while self.offers.num_ghosts > self.max_tracker_size and self.offers.ghosts[ghost].used_at != self.call:
+            self.offers.drop(ghost)
+            ghost = self.offers.ghosts[0].next
+        return admitted
+
+    cdef int _make_room(self, Py_ssize_t n) except -1:
+        """Let the table hold a call of more keys than it was made for."""
+        cdef GhostList larger
+        cdef int32_t ghost, copy
+        if self.offers.num_ghosts + n <= self.offers.capacity:
+            return 0
+        larger = GhostList(self.offers.num_ghosts + n)
+        ghost = self.offers.ghosts[0].next
+        while ghost != 0:
+            copy = larger.push(self.offers.ghosts[ghost].hash)
+            larger.ghosts[copy].uses = self.offers.ghosts[ghost].uses
+            larger.ghosts[copy].used_at = self.offers.ghosts[ghost].used_at
+            ghost = self.offers.ghosts[ghost].next
+        self.offers = larger
+        return 0

@@ -1,0 +1,163 @@
+"""What is known of one request: its context, its positions, and its retention hint.
+
+A hint comes with the context, or through the engine in `kv_transfer_params["kvcache"]`, where a client may have written
+anything: what is no hint is ignored and counted, never raised in the engine's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from dataclasses import dataclass
+from operator import index
+from typing import Any, TypeVar
+
+_logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_CENTURY_S = 100 * 365 * 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long a request's blocks deserve to stay: a soft hint, never a pin.
+
+    Parameters
+    ----------
+    priority : int
+        -1 (one-shot: first out), 0 (normal), 1, 2 or 3 (last out).
+    ttl_s : float, optional
+        Seconds for which a raised priority holds after the request's last call; None: until it is crowded out.
+
+    Raises
+    ------
+    ValueError
+        The priority is out of range, or the time is not a positive finite number.
+    """
+
+    priority: int = 0
+    ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int or not -1 <= self.priority <= 3:
+            raise ValueError(f"priority must be an int in -1..3, got {self.priority!r}")
+        ttl_s = self.ttl_s
+        if ttl_s is not None and (
+            isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf
+        ):
+            raise ValueError(f"ttl_s must be a positive number of seconds or None, got {ttl_s!r}")
+
+    @property
+    def ttl_ns(self) -> int:
+        """The time in whole nanoseconds, at least 1 and at most a century, which nobody outlives; 0: none."""
+        return 0 if self.ttl_s is None else max(1, int(min(self.ttl_s, _CENTURY_S) * 1e9))
+
+
+class ReqContext:
+    """What is known of one request; hashed by identity.
+
+    Parameters
+    ----------
+    req_id : str
+        The engine's name for the request.
+    kv_transfer_params : dict, optional
+        What the client sent along for KV transfer.
+    retention : Retention, optional
+        How long the request's blocks deserve to stay.
+
+    Notes
+    -----
+    A manager keeps what it must remember of a request in its context, so a context that is dropped is forgotten.
+    """
+
+    __slots__ = ("__weakref__", "_positions", "_request_keys", "_state", "kv_transfer_params", "req_id", "retention")
+
+    def __init__(
+        self,
+        req_id: str = "",
+        kv_transfer_params: dict[str, Any] | None = None,
+        retention: Retention | None = None,
+    ) -> None:
+        if retention is not None and not isinstance(retention, Retention):
+            raise ValueError(f"retention must be a Retention or None, got {retention!r}")
+        self.req_id = req_id
+        self.kv_transfer_params = kv_transfer_params
+        self.retention = retention
+        self._state: dict[type, Any] | None = None
+        self._positions: dict[bytes, int] | None = None
+        # One request_keys (the keys this request named) per manager that the request met.
+        self._request_keys: dict[Any, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"ReqContext(req_id={self.req_id!r})"
+
+    def __getstate__(self) -> Any:
+        state: Any = super().__getstate__()
+        # A copy, perhaps in another process, is a request that no manager has met.
+        state[1]["_request_keys"] = None
+        return state
+
+    def set_state(self, value: object) -> None:
+        """Keep `value` for this request, under its type; a later value of the same type replaces it."""
+        if self._state is None:
+            self._state = {}
+        self._state[type(value)] = value
+
+    def get_state(self, cls: type[T]) -> T | None:
+        """Return what `set_state` kept under `cls`, or None."""
+        return None if self._state is None else self._state.get(cls)
+
+    def set_offload_key_position(self, key: bytes, end_token: int) -> None:
+        """Say where in the prompt a key's block ends, in tokens; ValueError where that is no int."""
+        if type(end_token) is not int:
+            try:
+                end_token = index(end_token)
+            except TypeError:
+                raise ValueError(f"end_token must be an int, got {end_token!r}") from None
+        if self._positions is None:
+            self._positions = {}
+        self._positions[key] = end_token
+
+    def get_offload_key_position(self, key: bytes) -> int | None:
+        """Return where in the prompt a key's block ends, in tokens, or None if unknown."""
+        return None if self._positions is None else self._positions.get(key)
+
+
+class HintReader:
+    """Read the hints of one manager's requests, and count those that are none."""
+
+    def __init__(self) -> None:
+        self.num_ignored = 0
+
+    def of(self, req_context: ReqContext) -> Retention | None:
+        """Return the request's hint, or None."""
+        retention = req_context.retention
+        if retention is not None:
+            if not isinstance(retention, Retention):
+                raise ValueError(f"retention must be a Retention or None, got {retention!r}")
+            return retention
+        params: Any = req_context.kv_transfer_params
+        if not isinstance(params, dict) or "kvcache" not in params:
+            return None
+        try:
+            return Retention(**params["kvcache"])
+        except (TypeError, ValueError) as error:
+            if self.num_ignored == 0:
+                _logger.warning("ignoring the retention hint %.200r: %.200s", params["kvcache"], error)
+            self.num_ignored += 1
+            return None
+
+
+class OffloadPolicy(enum.Enum):
+    """Which of a request's blocks are offloaded."""
+
+    BLOCK_LEVEL = "block_level"
+    REQUEST_LEVEL = "request_level"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOffloadingContext:
+    """How one request's blocks are offloaded: only new blocks (`BLOCK_LEVEL`), or all (`REQUEST_LEVEL`)."""
+
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL

@@ -1,0 +1,88 @@
+"""What scheduler and workers of an engine must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcache.specs import CanonicalKVCacheRef
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingGroup:
+    """One KV-cache group: layers whose blocks share block ids.
+
+    Parameters
+    ----------
+    block_size : int
+        Tokens of one device block on one rank, >= 1.
+    layer_names : tuple of str
+        The layers.
+    refs : tuple of CanonicalKVCacheRef, optional
+        Where a worker's layers lie; needed where the pool's size is given in bytes.
+    """
+
+    block_size: int
+    layer_names: tuple[str, ...] = ()
+    refs: tuple[CanonicalKVCacheRef, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_size("block_size of a group", self.block_size)
+        for name, kind in (("layer_names", str), ("refs", CanonicalKVCacheRef)):
+            values = getattr(self, name)
+            if isinstance(values, str) or not all(isinstance(value, kind) for value in values):
+                raise ValueError(f"{name} of a group must be a sequence of {kind.__name__}, got {values!r}")
+            object.__setattr__(self, name, tuple(values))
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingConfig:
+    """What scheduler and workers must agree on; it pickles.
+
+    Parameters
+    ----------
+    groups : tuple of OffloadingGroup
+        The KV-cache groups, at least one.
+    hash_block_size : int
+        Tokens that one block hash stands for.
+    decode_context_parallel_size, prefill_context_parallel_size : int
+        Ranks that a block's tokens are spread over.
+    rank, world_size : int
+        Which worker this is, of how many.
+    model_name, dtype : str
+        What the bytes are: two configurations that differ in them share no blocks.
+    extra_config : dict
+        Options of the spec.
+
+    Raises
+    ------
+    ValueError
+        There is no group, or a number is out of range.
+    """
+
+    groups: tuple[OffloadingGroup, ...]
+    hash_block_size: int
+    decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    rank: int = 0
+    world_size: int = 1
+    model_name: str = ""
+    dtype: str = ""
+    extra_config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
+        if not self.groups or not all(isinstance(group, OffloadingGroup) for group in self.groups):
+            raise ValueError(f"groups must be OffloadingGroups, at least one, got {self.groups!r}")
+        for name in ("hash_block_size", "decode_context_parallel_size", "prefill_context_parallel_size", "world_size"):
+            check_size(name, getattr(self, name))
+        if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {self.rank!r}")
+        if not isinstance(self.extra_config, Mapping):
+            raise ValueError(f"extra_config must be a dict, got {self.extra_config!r}")
+
+
+def check_size(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an int >= 1, got {value!r}")

@@ -1,0 +1,177 @@
+"""Tier: what a place below host memory must answer. Read this first.
+
+A tier keeps copies of whole blocks under their keys. It is driven by one thread, the engine's scheduler, which must
+never wait; so every method only looks at memory, posts to queues or takes from them, and the I/O happens in threads
+of the tier's own, in the process that owns the pool of host blocks.
+
+The life of a block below host memory::
+
+    host block --submit_store--> (tier I/O) --finished--> held: lookup finds it
+    host block <--submit_load--- (tier I/O) <---------- held
+
+A *job* is some keys with one host block each. From the moment that a tier takes a job until it reports it in
+`finished`, the job's host blocks belong to the tier: the caller keeps a reference on blocks being stored (they stay
+readable) and gives nobody the blocks being loaded into. Therefore the one promise that a tier must keep, whatever
+goes wrong, is this: **after a job was reported, its host blocks are not touched any more.** A job that hangs is
+reported when it ends, and not before; deadlines, and what they mean to a request, are the manager's
+(`kvcache.tiering.manager`), and so are circuit breakers, write policies and events. A tier that loses a job for ever
+costs the manager the job's blocks, which is why the manager bounds how many it has under way.
+
+`host_blocks` is the pool as a two-dimensional array of bytes, one row per block, each row contiguous:
+`HostPool.array` of `kvcache.transfer.host_pool`, or any writable numpy array of that shape.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvcache.request import ReqContext
+
+    HostBlocks = npt.NDArray[np.uint8] | npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult:
+    """The end of one job.
+
+    Parameters
+    ----------
+    job_id : int
+        As given to `submit_store` or `submit_load`.
+    done : list of bytes
+        Keys whose blocks were written, or read and verified. A key that was already held when it was to be stored
+        is in neither list.
+    failed : list of bytes
+        Keys whose blocks were not. A host block of a failed load holds garbage.
+    removed : list of bytes
+        Keys that left the tier with this job: they made room, or were found bad.
+    error : str
+        Why I/O failed; empty if it did not. A block that was merely gone, or bad, is no I/O failure.
+    """
+
+    job_id: int
+    done: list[bytes]
+    failed: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Gauges now and counters since start of one tier; all count blocks, but `io_errors` (failed operations).
+
+    `missed_blocks` were to be loaded and were gone, `corrupt_blocks` did not verify, `refused_blocks` were turned
+    away by a full queue or a quiet tier. `unavailable_reason` is empty while the tier works.
+    """
+
+    medium: str
+    num_blocks: int
+    num_held: int
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    evicted_blocks: int = 0
+    missed_blocks: int = 0
+    corrupt_blocks: int = 0
+    refused_blocks: int = 0
+    io_errors: int = 0
+    last_error: str = ""
+    unavailable_reason: str = ""
+
+
+class Tier(ABC):
+    """A place below host memory.
+
+    Attributes
+    ----------
+    medium : str
+        The medium's name in events: ``"DISK"``.
+
+    Notes
+    -----
+    No method waits for I/O or raises because of it. All are called by one thread at a time.
+    """
+
+    medium: str
+
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Tier:
+        """Make a tier from what a user configured.
+
+        Parameters
+        ----------
+        options : mapping
+            The tier's entry of ``extra_config["tiers"]`` without ``type`` and what the manager itself reads.
+        host_blocks : numpy.ndarray
+            The pool, uint8 or int8, shape (num_blocks, block_bytes).
+        fingerprint : mapping
+            What makes blocks of one model and geometry different from another's.
+
+        Raises
+        ------
+        ValueError
+            An option is unknown or has a bad value.
+        """
+        raise NotImplementedError(f"{cls.__name__} cannot be made from a configuration")
+
+    @abstractmethod
+    def lookup(self, keys: list[bytes]) -> int | None:
+        """Return how many of the first keys are held and can be loaded; None: ask again, the answer is on its way."""
+
+    @abstractmethod
+    def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        """Start to write host blocks; False: the tier is full of work or quiet, and nothing was taken."""
+
+    @abstractmethod
+    def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        """Start to read blocks into host blocks; False: the tier is full of work or quiet, and nothing was taken."""
+
+    @abstractmethod
+    def finished(self) -> list[TierResult]:
+        """Return the jobs that ended since the last call, each once."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget every block; jobs under way are still reported, and leave nothing behind."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """Return counters since start and gauges now."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the threads and release resources; the only method that may wait, and never for ever."""
+
+    def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:  # noqa: B027
+        """Hear that a request uses `keys`, in prefix order; unknown ones are ignored. The default does nothing."""
+
+    def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
+        """Hear of a request's end. The default does nothing."""
+
+
+def checked_host_blocks(host_blocks: object) -> HostBlocks:
+    """Return `host_blocks` if it is a writable array of bytes with one contiguous row per block.
+
+    Raises
+    ------
+    ValueError
+        It is something else.
+    """
+    if (
+        not isinstance(host_blocks, np.ndarray)
+        or host_blocks.ndim != 2
+        or host_blocks.dtype.itemsize != 1
+        or not host_blocks.size
+        or host_blocks.strides[1] != 1
+        or not host_blocks.flags.writeable
+    ):
+        shape = (getattr(host_blocks, "dtype", type(host_blocks).__name__), getattr(host_blocks, "shape", ""))
+        raise ValueError(f"host_blocks must be a writable array of bytes, shape (num_blocks, block_bytes), got {shape}")
+    return host_blocks

@@ -1,0 +1,215 @@
+"""One record per slot of a disk tier: whose bytes lie there, their checksum, and when they were last used.
+
+A record is written in place once its payload is, and sealed, so that a torn one is no record at all. There is no log
+to replay and none to compact: a restart reads one array, and the size never changes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+try:
+    import xxhash
+except ImportError as error:
+    raise ImportError("the disk tier needs the package xxhash: install kvcache's extra 'disk'") from error
+
+from kvcache.tiers.disk.directory import RECENCY, RECENCY_BYTES, RECORD_BYTES, RECORDS, Folder
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Buffer = bytes | bytearray | memoryview
+
+MAX_KEY_BYTES = 88
+_RECORD = struct.Struct("<QQIIHHI88s")
+_NUM_LANES = _RECORD.size // 8
+_NO_SEAL = bytes(8)
+# Odd factors: a change in any one lane changes the sum for certain, in several but for one case in 2**64.
+_FACTORS = np.uint64(0x9E3779B97F4A7C15) * np.arange(1, 2 * _NUM_LANES, 2, dtype=np.uint64)
+_START = np.uint64(0x6B76636163686531)
+_DTYPE = np.dtype(
+    [
+        ("seq", "<u8"),
+        ("checksum", "<u8"),
+        ("length", "<u4"),
+        ("epoch", "<u4"),
+        ("key_bytes", "<u2"),
+        ("pad", "<u2"),
+        ("pad2", "<u4"),
+        ("key", f"V{MAX_KEY_BYTES}"),
+        ("seal", "<u8"),
+    ]
+)
+_RECENCY_DTYPE = np.dtype([("stamp", "<u8"), ("uses", "<u8")])
+_READ_RECORDS = 1 << 15
+_MAX_STAMP = 1 << 62
+_PAGE_ROWS = 4096 // RECENCY_BYTES
+
+assert _RECORD.size + len(_NO_SEAL) == _DTYPE.itemsize == RECORD_BYTES
+assert _RECENCY_DTYPE.itemsize == RECENCY_BYTES
+
+
+def checksum(key: bytes, payload: Buffer, num_bytes: int) -> int:
+    """Return the xxh3 of key, length and payload, 64 bits."""
+    digest = xxhash.xxh3_64(struct.pack("<IQ", len(key), num_bytes) + key)
+    digest.update(payload)
+    return digest.intdigest()
+
+
+def _seals(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+    lanes = rows.view(np.uint64).reshape(len(rows), _NUM_LANES + 1)
+    seals: npt.NDArray[np.uint64] = lanes[:, :_NUM_LANES] @ _FACTORS + _START
+    return seals
+
+
+class Found(NamedTuple):
+    """The blocks that the records name, least recently used first; `slots` is int64, `seqs` and `times` uint64."""
+
+    keys: list[bytes]
+    slots: npt.NDArray[np.int64]
+    seqs: npt.NDArray[np.uint64]
+    times: npt.NDArray[np.uint64]
+
+
+class Records:
+    """The records and the recency of an open folder.
+
+    Parameters
+    ----------
+    folder : Folder
+        Open.
+    read_only : bool
+        Whether nothing will be written.
+
+    Attributes
+    ----------
+    checksums : numpy.ndarray
+        uint64, one per slot; meaningful where a block lies.
+    recency : numpy.ndarray
+        ``stamp`` (a clock, larger is later) and ``uses`` of each slot; changed in memory, written by `flush`.
+    """
+
+    def __init__(self, folder: Folder, read_only: bool = False) -> None:
+        header = folder.header
+        self._num_slots = header.num_slots
+        self._epoch = header.epoch
+        self._block_bytes = header.block_bytes
+        flags = os.O_RDONLY if read_only else os.O_RDWR
+        self._fd = folder.open_file(RECORDS, flags)
+        self._recency_fd = folder.open_file(RECENCY, flags)
+        self.checksums = np.zeros(self._num_slots, np.uint64)
+        self.recency = np.zeros(self._num_slots, _RECENCY_DTYPE)
+        self._is_dirty = np.zeros(-(-self._num_slots // _PAGE_ROWS), np.bool_)
+
+    def load(self) -> Found:
+        """Read which block lies in which slot, and the recency.
+
+        Notes
+        -----
+        A record that is torn or of another epoch counts as none. A key may be named twice, if its older slot was
+        given away but not yet written to; the later record is the right one.
+        """
+        flat = np.frombuffer(_read(self._recency_fd, self._num_slots * RECENCY_BYTES, 0), _RECENCY_DTYPE)
+        self.recency[: len(flat)] = flat
+        # Nothing seals them, and a clock that takes over what is damaged must have room to run on.
+        self.recency["stamp"][self.recency["stamp"] > _MAX_STAMP] = 0
+        parts, places = [], []
+        for first in range(0, self._num_slots, _READ_RECORDS):
+            count = min(_READ_RECORDS, self._num_slots - first)
+            rows = np.frombuffer(_read(self._fd, count * RECORD_BYTES, first * RECORD_BYTES), _DTYPE)
+            valid = np.flatnonzero(self._is_valid(rows))
+            parts.append(rows if len(valid) == len(rows) else rows[valid])
+            places.append(valid + first)
+        rows, slots = np.concatenate(parts), np.concatenate(places)
+        self.checksums[slots] = rows["checksum"]
+        times = np.maximum(rows["seq"], self.recency["stamp"][slots])
+        order = np.argsort(times, kind="stable")
+        # Keys are made in the order of their use, so that whoever walks them walks memory forward.
+        keys: list[bytes] = []
+        for first in range(0, len(order), _READ_RECORDS):
+            keys.extend(_keys(rows[order[first : first + _READ_RECORDS]]))
+        return Found(keys, slots[order], rows["seq"][order], times[order])
+
+    def _is_valid(self, rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        valid: npt.NDArray[np.bool_] = (
+            (_seals(rows) == rows["seal"])
+            & (rows["epoch"] == self._epoch)
+            & (rows["length"] == self._block_bytes)
+            & (rows["key_bytes"] > 0)
+            & (rows["key_bytes"] <= MAX_KEY_BYTES)
+        )
+        return valid
+
+    def write(self, first_slot: int, seqs: list[int], keys: list[bytes], checks: list[int]) -> None:
+        """Write the records of consecutive slots whose payload has been written."""
+        pack, num_bytes, epoch = _RECORD.pack, self._block_bytes, self._epoch
+        body = bytearray().join(
+            pack(seq, check, num_bytes, epoch, len(key), 0, 0, key) + _NO_SEAL
+            for seq, key, check in zip(seqs, keys, checks, strict=True)
+        )
+        rows = np.frombuffer(body, _DTYPE)
+        rows["seal"] = _seals(rows)
+        _write_all(self._fd, body, first_slot * RECORD_BYTES)
+        self.checksums[first_slot : first_slot + len(checks)] = checks
+
+    def wipe(self, slot: int) -> None:
+        """Write that nothing lies in a slot."""
+        _write_all(self._fd, bytes(RECORD_BYTES), slot * RECORD_BYTES)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Write records of another epoch from now on."""
+        self._epoch = epoch
+
+    def stamp(self, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64] | int) -> None:
+        """Set when slots were last used; on disk with the next `flush`."""
+        self.recency["stamp"][slots] = stamps
+        self._is_dirty[slots // _PAGE_ROWS] = True
+
+    def count_use(self, first_slot: int, num_slots: int) -> None:
+        """Count that consecutive slots were read; on disk with the next `flush`."""
+        last_slot = first_slot + num_slots
+        self.recency["uses"][first_slot:last_slot] += np.uint64(1)
+        self._is_dirty[first_slot // _PAGE_ROWS : (last_slot - 1) // _PAGE_ROWS + 1] = True
+
+    def flush(self) -> None:
+        """Write the recency that changed, and make all records durable."""
+        dirty = np.flatnonzero(self._is_dirty)
+        for page in dirty.tolist():
+            self._is_dirty[page] = False
+            rows = self.recency[page * _PAGE_ROWS : (page + 1) * _PAGE_ROWS]
+            _write_all(self._recency_fd, rows.tobytes(), page * 4096)
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Close the files."""
+        os.close(self._fd)
+        os.close(self._recency_fd)
+
+
+def _keys(rows: npt.NDArray[np.void]) -> list[bytes]:
+    lengths = rows["key_bytes"]
+    if not len(rows):
+        return []
+    longest = int(lengths.max())
+    column = np.ascontiguousarray(rows["key"]).view(np.uint8).reshape(len(rows), MAX_KEY_BYTES)[:, :longest]
+    padded: list[bytes] = np.ascontiguousarray(column).view(f"V{longest}").ravel().tolist()
+    if int(lengths.min()) == longest:
+        return padded
+    return [key[:num_bytes] for key, num_bytes in zip(padded, lengths.tolist(), strict=True)]
+
+
+def _read(fd: int, num_bytes: int, offset: int) -> bytes:
+    body = os.pread(fd, num_bytes, offset)
+    # A file that was cut short ends within a row.
+    return body[: len(body) // RECENCY_BYTES * RECENCY_BYTES]
+
+
+def _write_all(fd: int, body: Buffer, offset: int) -> None:
+    written = os.pwrite(fd, body, offset)
+    if written != len(body):
+        raise OSError(errno.ENOSPC, f"{written} of {len(body)} bytes were written")

@@ -1,0 +1,474 @@
+"""The disk tier: blocks in one file of fixed slots, verified on every load, found again after a restart.
+
+Which block lies where, and what leaves, is the business of a manager like the host pool's own, over slots instead of
+host memory; it is asked by the caller's thread only. The threads below move bytes, compute checksums and write
+records; they share nothing with it but queues.
+
+A restart hands the blocks found on disk to a fresh manager, oldest first, so that recency comes back as order. It
+numbers blocks 0, 1, 2, ... in that order; `_slot_of` says in which slot of the file each of its numbers lies.
+
+A block that does not verify is quarantined: it is answered as absent, its record is wiped, and it keeps its slot
+until it is evicted, or until the same key is stored again and written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from kvcache.control.backend import checked_size, parsed_bytes
+from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.tiering.controller import RULE_OPTIONS
+from kvcache.tiering.io_threads import IOThreads
+from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks
+from kvcache.tiers.disk.data_file import MAX_RUN_BLOCKS, BlockFile, LoadRun, ResetRun, StoreRun
+from kvcache.tiers.disk.directory import Folder, Header, TierDirectoryError, capacity_for, num_slots_within
+from kvcache.tiers.disk.slot_table import MAX_KEY_BYTES, Records
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvcache.request import ReqContext
+    from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec
+    from kvcache.tiering.tier import HostBlocks
+
+_SHUTDOWN_S = 5.0
+
+
+class _Job:
+    """What is left of a job: runs under way, and the outcome so far."""
+
+    __slots__ = ("done", "error", "failed", "num_runs", "removed")
+
+    def __init__(self, failed: list[bytes], removed: list[bytes]) -> None:
+        self.num_runs = 0
+        self.done: list[bytes] = []
+        self.failed = failed
+        self.removed = removed
+        self.error = ""
+
+
+class DiskTier(Tier):
+    """Keep blocks in a folder of a local disk.
+
+    Parameters
+    ----------
+    path : path-like
+        The folder; made if it is missing. One process may write to it at a time.
+    capacity_bytes : int
+        Bytes on disk at most, metadata included.
+    host_blocks : numpy.ndarray
+        The pool, uint8 or int8, shape (num_blocks, block_bytes); for direct I/O, blocks start at multiples of 4096.
+    fingerprint : mapping, optional
+        The model, dtype and geometry whose blocks these are, as JSON can say it; a folder of another one is refused.
+    cache_policy : str or type
+        What leaves when the tier is full: a policy's name, class or ``"package.module:Class"``.
+    num_threads : int
+        Operations in flight.
+    flush_interval_s : float
+        How often recency is written and what was written is made durable.
+    max_queued_blocks : int
+        Blocks under way at most; more are refused.
+    max_io_bytes : int
+        Bytes in one operation at most, where blocks lie side by side.
+    preallocate : bool
+        Whether to take all disk space at once, where the file system can do that without writing.
+    read_only : bool
+        Serve what the folder holds and change nothing; another process may be writing to it.
+
+    Raises
+    ------
+    TierDirectoryError
+        The folder cannot be used; the message says why. It is a ValueError.
+    ValueError
+        An argument is out of range, or the capacity is below one block.
+    """
+
+    medium = "DISK"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        capacity_bytes: int,
+        host_blocks: HostBlocks,
+        *,
+        fingerprint: Mapping[str, Any] | None = None,
+        cache_policy: str | type = "lru",
+        num_threads: int = 4,
+        flush_interval_s: float = 1.0,
+        max_queued_blocks: int = 65536,
+        max_io_bytes: int = 2 << 20,
+        preallocate: bool = True,
+        read_only: bool = False,
+    ) -> None:
+        checked_host_blocks(host_blocks)
+        block_bytes = host_blocks.shape[1]
+        for name, value in (
+            ("num_threads", num_threads),
+            ("max_queued_blocks", max_queued_blocks),
+            ("max_io_bytes", max_io_bytes),
+        ):
+            checked_size(name, value)
+        if isinstance(flush_interval_s, bool) or not flush_interval_s > 0:
+            raise ValueError(f"flush_interval_s must be > 0, got {flush_interval_s!r}")
+        try:
+            plain = json.loads(json.dumps(dict(fingerprint or {})))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"fingerprint must be what JSON can say, got {fingerprint!r}") from error
+        header = Header(block_bytes, num_slots_within(capacity_bytes, block_bytes), 1, plain)
+        self._folder = Folder(path, header, read_only)
+        self.path = Path(path)
+        self.capacity_bytes = capacity_bytes
+        self.num_blocks = self._folder.header.num_slots
+        self._policy = cache_policy
+        self._read_only = read_only
+        self._max_queued = max_queued_blocks
+        is_packed = self._folder.header.slot_bytes == block_bytes
+        self._max_run = max(1, min(MAX_RUN_BLOCKS, max_io_bytes // block_bytes)) if is_packed else 1
+        with ExitStack() as undo:
+            undo.callback(self._folder.close)
+            try:
+                if preallocate and not read_only:
+                    self._folder.allocate()
+                self._records = Records(self._folder, read_only)
+                undo.callback(self._records.close)
+                self._file = BlockFile(self._folder, host_blocks, read_only)
+                undo.callback(self._file.close)
+                self._restore()
+            except OSError as error:
+                raise TierDirectoryError(f"disk tier folder {path} cannot be opened: {error}") from error
+            undo.pop_all()
+        self._bad: set[bytes] = set()
+        self._jobs: dict[int, _Job] = {}
+        self._results: list[TierResult] = []
+        self._num_queued = 0
+        self._reset_wanted = False
+        self._quiet_reason = ""
+        self._counts = dict.fromkeys(("loaded", "missed", "corrupt", "refused", "io_errors"), 0)
+        self._last_error = ""
+        self._lock = Lock()
+        self._threads: IOThreads[StoreRun | LoadRun | ResetRun] = IOThreads(num_threads, "kvcache-disk")
+        self._stop = Event()
+        self._keeper = Thread(target=self._keep, args=(flush_interval_s,), name="kvcache-disk-keeper", daemon=True)
+        if not read_only:
+            self._keeper.start()
+
+    @classmethod
+    def from_config(
+        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
+    ) -> DiskTier:
+        known = {
+            "path",
+            "capacity",
+            "cache_policy",
+            "num_threads",
+            "flush_interval_s",
+            "max_queued_blocks",
+            "max_io_bytes",
+            "preallocate",
+            "read_only",
+        }
+        values = dict(options)
+        if unknown := sorted(values.keys() - known):
+            raise ValueError(
+                f"unknown options of a disk tier: {', '.join(unknown)}; known ones: {', '.join(sorted(known))}; "
+                f"of the rule by which any tier is used: {', '.join(RULE_OPTIONS)}"
+            )
+        for name in ("path", "capacity"):
+            if name not in values:
+                raise ValueError(f"a disk tier needs {name!r}, got {dict(options)!r}")
+        path, capacity_bytes = values.pop("path"), parsed_bytes(values.pop("capacity"))
+        return cls(path, capacity_bytes, host_blocks, fingerprint=fingerprint, **values)
+
+    @staticmethod
+    def capacity_for(num_blocks: int, block_bytes: int) -> int:
+        """Return the smallest `capacity_bytes` that holds `num_blocks` blocks."""
+        return capacity_for(num_blocks, block_bytes)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether I/O passes the page cache by."""
+        return self._file.is_direct
+
+    def lookup(self, keys: list[bytes]) -> int:
+        with self._lock:
+            if self._is_quiet():
+                return 0
+            return self._held(keys)
+
+    def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
+        with self._lock:
+            if self._is_quiet():
+                return
+            self._index.touch(keys, req_context)
+            num_held = self._index.lookup(keys)
+            if num_held:
+                held = keys[:num_held]
+                slots = self._slots(self._index.prepare_load(held))
+                self._index.complete_load(held)
+                # The head of the prefix is the latest.
+                self._clock += num_held
+                self._records.stamp(slots, self._clock - np.arange(num_held, dtype=np.uint64))
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        with self._lock:
+            self._index.on_request_finished(req_context)
+
+    def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        with self._lock:
+            if self._read_only or not self._has_room(job_id, keys, block_ids):
+                self._counts["refused"] += len(keys)
+                return False
+            source = dict(zip(keys, block_ids, strict=True))
+            refused = [key for key in keys if len(key) > MAX_KEY_BYTES]
+            offered = [key for key in keys if len(key) <= MAX_KEY_BYTES] if refused else keys
+            output = self._index.prepare_store(offered)
+            if output is None:
+                self._counts["refused"] += len(keys)
+                return False
+            self._bad.difference_update(output.evicted_keys)
+            stored, slots = output.keys_to_store, self._slots(output.store_spec)
+            rewritten = [key for key in dict.fromkeys(offered) if key in self._bad] if self._bad else []
+            if rewritten:
+                slots = np.concatenate([slots, self._slots(self._index.prepare_load(rewritten))])
+                stored = stored + rewritten
+            job = self._jobs[job_id] = _Job(refused, output.evicted_keys)
+            first_seq = self._clock + 1
+            self._clock += len(stored)
+            for slot, places in self._runs(slots):
+                run = [stored[i] for i in places]
+                ids = [source[key] for key in run]
+                task = StoreRun(self._file, self._records, job_id, slot, run, ids)
+                task.seqs = [first_seq + i for i in places]
+                self._start(job, task)
+            self._end_if_done(job_id, job)
+            return True
+
+    def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        with self._lock:
+            if not self._has_room(job_id, keys, block_ids):
+                self._counts["refused"] += len(keys)
+                return False
+            target = dict(zip(keys, block_ids, strict=True))
+            held, missed = keys, []
+            if self._held(keys) < len(keys):
+                held = [key for key in keys if self._held([key])]
+                missed = [key for key in keys if not self._held([key])]
+                self._counts["missed"] += len(missed)
+            slots = self._slots(self._index.prepare_load(held))
+            job = self._jobs[job_id] = _Job(missed, [])
+            for slot, places in self._runs(slots):
+                run = [held[i] for i in places]
+                ids = [target[key] for key in run]
+                task = LoadRun(self._file, self._records, job_id, slot, run, ids)
+                task.may_wipe = not self._read_only
+                self._start(job, task)
+            self._end_if_done(job_id, job)
+            return True
+
+    def finished(self) -> list[TierResult]:
+        with self._lock:
+            for run in self._threads.finished():
+                self._num_queued -= 0 if isinstance(run, ResetRun) else len(run.keys)
+                if run.error:
+                    self._counts["io_errors"] += 1
+                    self._last_error = run.error
+                if isinstance(run, LoadRun):
+                    self._finish_load(run)
+                elif isinstance(run, StoreRun):
+                    self._finish_store(run)
+                else:
+                    self._finish_reset(run)
+            if self._reset_wanted and not self._jobs:
+                self._begin_reset()
+            results, self._results = self._results, []
+            return results
+
+    def reset(self) -> None:
+        with self._lock:
+            if self._read_only:
+                # The blocks are another process's; this one looks away.
+                self._quiet_reason = "reset while read-only"
+                return
+            self._reset_wanted = True
+            if not self._jobs:
+                self._begin_reset()
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            index = self._index.stats()
+            counts = self._counts
+            return TierStats(
+                medium=self.medium,
+                num_blocks=self.num_blocks,
+                num_held=index.num_blocks - index.num_free - index.num_pending - len(self._bad),
+                stored_blocks=index.stored_blocks - self._num_restored,
+                loaded_blocks=counts["loaded"],
+                evicted_blocks=index.evicted_blocks,
+                missed_blocks=counts["missed"],
+                corrupt_blocks=counts["corrupt"],
+                refused_blocks=counts["refused"],
+                io_errors=counts["io_errors"],
+                last_error=self._last_error,
+                unavailable_reason="reset under way" if self._reset_wanted else self._quiet_reason,
+            )
+
+    def shutdown(self) -> None:
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._quiet_reason = "shut down"
+        is_over = self._threads.close(_SHUTDOWN_S)
+        self._stop.set()
+        if self._keeper.ident is not None:
+            self._keeper.join(_SHUTDOWN_S)
+            is_over = is_over and not self._keeper.is_alive()
+        # A thread that hangs still uses the files.
+        if is_over:
+            self._file.close()
+            self._records.close()
+            self._folder.close()
+
+    def _restore(self) -> None:
+        """Take over what the folder holds, least recent first."""
+        keys, slots, seqs, times = self._records.load()
+        self._clock = int(times[-1]) if keys else 0
+        self._index = CPUOffloadingManager(1, self.num_blocks, self._policy)
+        output = self._index.prepare_store(keys)
+        if output is None or len(output.keys_to_store) != len(keys):
+            # A key stands in two slots: of the older one, only the record was left.
+            latest: dict[bytes, int] = {}
+            for i, key in enumerate(keys):
+                if key not in latest or seqs[i] > seqs[latest[key]]:
+                    latest[key] = i
+            kept = sorted(latest.values())
+            keys, slots = [keys[i] for i in kept], slots[kept]
+            self._index.reset_cache()
+            self._index.prepare_store(keys)
+        self._index.complete_store(keys)
+        self._num_restored = len(keys)
+        is_free = np.ones(self.num_blocks, np.bool_)
+        is_free[slots] = False
+        self._slot_of = np.concatenate([slots, np.flatnonzero(is_free)])
+
+    def _is_quiet(self) -> bool:
+        return bool(self._quiet_reason) or self._reset_wanted
+
+    def _held(self, keys: list[bytes]) -> int:
+        num_held: int = self._index.lookup(keys)
+        if self._bad:
+            return next((i for i in range(num_held) if keys[i] in self._bad), num_held)
+        return num_held
+
+    def _has_room(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id} is still under way")
+        if len(keys) != len(block_ids):
+            raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
+        return not self._is_quiet() and self._num_queued + len(keys) <= self._max_queued
+
+    def _slots(self, spec: LoadStoreSpec) -> npt.NDArray[np.int64]:
+        return self._slot_of[cast("BlockIDsLoadStoreSpec", spec).block_ids]
+
+    def _runs(self, slots: npt.NDArray[np.int64]) -> list[tuple[int, list[int]]]:
+        """Cut slots into consecutive runs: the first slot, and which of `slots` are in the run, in order."""
+        order = np.argsort(slots, kind="stable")
+        runs: list[tuple[int, list[int]]] = []
+        expected = -1
+        for i, slot in zip(order.tolist(), slots[order].tolist(), strict=True):
+            if slot != expected or len(runs[-1][1]) == self._max_run:
+                runs.append((slot, []))
+            runs[-1][1].append(i)
+            expected = slot + 1
+        return runs
+
+    def _start(self, job: _Job, run: StoreRun | LoadRun) -> None:
+        job.num_runs += 1
+        self._num_queued += len(run.keys)
+        self._threads.submit(run, urgent=run.is_load)
+
+    def _finish_store(self, run: StoreRun) -> None:
+        job = self._jobs[run.job_id]
+        rewritten = [key for key in run.keys if key in self._bad] if self._bad else []
+        if rewritten:
+            self._index.complete_load(rewritten)
+        if run.done:
+            self._bad.difference_update(rewritten)
+            self._index.complete_store(run.keys)
+            self._records.stamp(
+                np.arange(run.slot, run.slot + len(run.keys)),
+                np.array(run.seqs, np.uint64),
+            )
+            job.done += run.keys
+        else:
+            self._index.complete_store(run.keys, success=False)
+            job.failed += run.keys
+        self._finish_run(run, job)
+
+    def _finish_load(self, run: LoadRun) -> None:
+        job = self._jobs[run.job_id]
+        self._index.complete_load(run.keys)
+        if run.error:
+            # Nothing is known of blocks that were not read, so they stay.
+            job.failed += run.keys
+        else:
+            job.done += run.done
+            job.failed += run.corrupt
+            job.removed += [key for key in run.corrupt if key not in self._bad]
+            self._bad.update(run.corrupt)
+            self._counts["loaded"] += len(run.done)
+            self._counts["corrupt"] += len(run.corrupt)
+            self._records.count_use(run.slot, len(run.keys))
+        self._finish_run(run, job)
+
+    def _finish_run(self, run: StoreRun | LoadRun, job: _Job) -> None:
+        job.num_runs -= 1
+        job.error = job.error or run.error
+        self._end_if_done(run.job_id, job)
+
+    def _end_if_done(self, job_id: int, job: _Job) -> None:
+        if not job.num_runs:
+            del self._jobs[job_id]
+            self._results.append(TierResult(job_id, job.done, job.failed, job.removed, job.error))
+
+    def _begin_reset(self) -> None:
+        self._reset_wanted = True
+        self._jobs[-1] = _Job([], [])
+        self._threads.submit(ResetRun(self._folder, self._records, self._folder.header.epoch + 1), urgent=True)
+
+    def _finish_reset(self, run: ResetRun) -> None:
+        del self._jobs[-1]
+        self._reset_wanted = False
+        self._index.reset_cache()
+        self._slot_of = np.arange(self.num_blocks)
+        self._bad.clear()
+        if run.error:
+            # What could not be declared void would come back after a restart.
+            self._quiet_reason = f"reset failed: {run.error}"
+
+    def _keep(self, interval_s: float) -> None:
+        """Write recency and make everything durable, now and then."""
+        while True:
+            is_last = self._stop.wait(interval_s)
+            try:
+                if not is_last and not self._folder.is_present(self._file.fd):
+                    self._quiet_reason = f"folder {self.path} was removed"
+                    if not os.fstat(self._file.fd).st_nlink:
+                        # Open and deleted, it would take its space until the engine ends.
+                        os.ftruncate(self._file.fd, 0)
+                    return
+                self._records.flush()
+                os.fdatasync(self._file.fd)
+            except OSError as error:
+                with self._lock:
+                    self._counts["io_errors"] += 1
+                    self._last_error = f"flush: {error}"
+            if is_last:
+                return

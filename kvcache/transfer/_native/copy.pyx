@@ -1,0 +1,405 @@
+"""Transfers of one direction in a queue, and the threads that work on it.
+
+Compiled because an engine's thread that never lets go of the GIL must not hold up a copy: the threads here are plain
+C, and need no interpreter to start, run or finish a transfer.
+"""
+
+import os
+
+cimport cython
+
+from libc.stdint cimport int64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+from posix.signal cimport sigfillset, sigset_t
+from posix.time cimport CLOCK_MONOTONIC, CLOCK_REALTIME, clock_gettime, timespec
+from posix.unistd cimport getpid
+
+from kvcache.transfer._native.plan cimport Geometry
+from kvcache.transfer._native.pthread cimport (
+    pthread_cond_broadcast, pthread_cond_destroy, pthread_cond_init, pthread_cond_signal, pthread_cond_t,
+    pthread_cond_timedwait, pthread_cond_wait, pthread_create, pthread_join, pthread_mutex_destroy, pthread_mutex_init,
+    pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_sigmask, pthread_t,
+)
+from kvcache.transfer._native.runs cimport Cursor, Layout, Plan, Run, next_run, open_runs
+
+
+cdef extern from "stream_copy.h" nogil:
+    void kvcache_stream(char* dst, const char* src, size_t n)
+    void kvcache_stream_fence()
+
+
+cdef extern from "signal.h" nogil:
+    int SIG_SETMASK
+
+
+cdef extern from "Python.h":
+    int PyErr_CheckSignals() except -1
+
+
+# Sizes from measurements (docs/howto/dataplane): what is handed from thread to thread at once, from when a job is
+# worth another thread, and from when streaming stores beat the C library's copy.
+cdef enum:
+    SLICE_BYTES = 262_144
+    THREAD_BYTES = 1_048_576
+    STREAM_JOB_BYTES = 1_048_576
+    STREAM_RUN_BYTES = 8_192
+    MAX_THREADS = 64
+
+
+cdef struct Job:
+    Job* next
+    int64_t job_id
+    Plan* plan
+    int64_t units_per_slice
+    int64_t next_unit
+    int num_active
+    int max_threads
+    bint cancelled
+    bint started
+    double start_s
+    double end_s
+
+
+cdef void _copy(const Layout* layout, const Plan* plan, bint to_host, int64_t first, int64_t end) noexcept nogil:
+    cdef Cursor cursor
+    cdef Run run
+    cdef bint stream = plan.num_bytes >= STREAM_JOB_BYTES
+    cdef char* dst
+    cdef char* src
+    open_runs(&cursor, layout, plan, first, end)
+    while next_run(&cursor, &run):
+        dst, src = (run.host, run.device) if to_host else (run.device, run.host)
+        if stream and run.n_bytes >= STREAM_RUN_BYTES:
+            kvcache_stream(dst, src, run.n_bytes)
+        else:
+            memcpy(dst, src, run.n_bytes)
+    if stream:
+        kvcache_stream_fence()
+
+
+cdef double _clock() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return now.tv_sec + now.tv_nsec * 1e-9
+
+
+cdef struct Queue:
+    const Layout* layout
+    bint to_host
+    bint stopping
+    pthread_mutex_t mutex
+    pthread_cond_t work        # a job came, or the queue stops
+    pthread_cond_t progress    # a job ended
+    Job* head                  # not ended yet, oldest first; only the oldest is worked on
+    Job* tail
+    Job* ended_head            # not taken yet, oldest first
+    Job* ended_tail
+    int64_t submitted
+    int64_t ended
+    int num_threads
+    pthread_t[MAX_THREADS] threads
+
+
+cdef void _end(Queue* queue, Job* job) noexcept nogil:
+    """Append a job to the ended ones. The mutex is held."""
+    job.next = NULL
+    job.end_s = _clock()
+    if queue.ended_tail == NULL:
+        queue.ended_head = job
+    else:
+        queue.ended_tail.next = job
+    queue.ended_tail = job
+    queue.ended += 1
+    pthread_cond_broadcast(&queue.progress)
+
+
+cdef bint _advance(Queue* queue) noexcept nogil:
+    """Copy a slice of the oldest job, or end it; say whether there was anything to do. The mutex is held."""
+    cdef Job* job = queue.head
+    cdef int64_t first, end
+    if job == NULL:
+        return False
+    if not job.started:
+        job.started = True
+        job.start_s = _clock()
+    if not job.num_active and (job.cancelled or job.next_unit == job.plan.num_units):
+        queue.head = job.next
+        if queue.head == NULL:
+            queue.tail = NULL
+        if queue.stopping or (queue.head != NULL and queue.head.max_threads > 1):
+            pthread_cond_broadcast(&queue.work)
+        _end(queue, job)
+        return True
+    if job.cancelled or job.next_unit == job.plan.num_units or job.num_active == job.max_threads:
+        return False
+    first = job.next_unit
+    end = job.next_unit = min(first + job.units_per_slice, job.plan.num_units)
+    job.num_active += 1
+    pthread_mutex_unlock(&queue.mutex)
+    _copy(queue.layout, job.plan, queue.to_host, first, end)
+    pthread_mutex_lock(&queue.mutex)
+    job.num_active -= 1
+    return True
+
+
+cdef void* _work(void* argument) noexcept nogil:
+    """Do what there is to do until the queue stops and is empty."""
+    cdef Queue* queue = <Queue*> argument
+    pthread_mutex_lock(&queue.mutex)
+    while queue.head != NULL or not queue.stopping:
+        if not _advance(queue):
+            pthread_cond_wait(&queue.work, &queue.mutex)
+    pthread_mutex_unlock(&queue.mutex)
+    return NULL
+
+
+cdef void _help(Queue* queue, int64_t sequence) noexcept nogil:
+    """Work for a tenth of a second at the most, or sleep as long where others are at it, until a job has ended."""
+    cdef timespec until
+    cdef double end_s = _clock() + 0.1
+    clock_gettime(CLOCK_REALTIME, &until)
+    until.tv_nsec += 100_000_000
+    if until.tv_nsec >= 1_000_000_000:
+        until.tv_nsec -= 1_000_000_000
+        until.tv_sec += 1
+    pthread_mutex_lock(&queue.mutex)
+    while queue.ended < sequence and _clock() < end_s:
+        if not _advance(queue):
+            pthread_cond_timedwait(&queue.progress, &queue.mutex, &until)
+    # The threads may sleep because this one had taken their place.
+    if queue.head != NULL:
+        pthread_cond_broadcast(&queue.work)
+    pthread_mutex_unlock(&queue.mutex)
+
+
+@cython.no_gc_clear
+cdef class CopyQueue:
+    """CopyQueue(geometry, to_host, num_threads=0, inline_bytes=131072)
+
+    Transfers of one direction, run by C threads in the order in which they were submitted.
+
+    Parameters
+    ----------
+    geometry : Geometry
+        Where the bytes lie; the queue keeps it, and with it the memory, until its threads have ended.
+    to_host : bool
+        Whether bytes go from the device's blocks to the host's.
+    num_threads : int
+        At most so many threads, 1..64; 0: by the CPUs this process may use, at most 4. A job gets one per MiB.
+    inline_bytes : int
+        A job of at most so many bytes is copied by the caller at once if nothing is in flight.
+
+    Notes
+    -----
+    One thread submits; any may wait. Threads start with the first job they are needed for. A process that forks must
+    make queues of its own.
+    """
+
+    cdef Geometry geometry
+    cdef Queue queue
+    cdef int max_threads
+    cdef int64_t inline_bytes
+    cdef int pid
+    cdef bint closed
+
+    def __cinit__(self, Geometry geometry not None, bint to_host, int num_threads=0, int64_t inline_bytes=131072):
+        if not 0 <= num_threads <= MAX_THREADS:
+            raise ValueError(f"num_threads must be in 0..{MAX_THREADS}, got {num_threads}")
+        self.geometry = geometry
+        self.max_threads = num_threads or min(4, len(os.sched_getaffinity(0)))
+        self.inline_bytes = inline_bytes
+        self.pid = getpid()
+        self.queue.layout = &geometry.layout
+        self.queue.to_host = to_host
+        pthread_mutex_init(&self.queue.mutex, NULL)
+        pthread_cond_init(&self.queue.work, NULL)
+        pthread_cond_init(&self.queue.progress, NULL)
+
+    def __dealloc__(self):
+        if self.geometry is None or getpid() != self.pid:
+            return
+        self._stop(True)
+        _free_jobs(self.queue.ended_head)
+        pthread_mutex_destroy(&self.queue.mutex)
+        pthread_cond_destroy(&self.queue.work)
+        pthread_cond_destroy(&self.queue.progress)
+
+    def submit(self, int64_t job_id, device_ids, group_sizes, block_indices, host_ids, bint lost=False):
+        """Check a transfer and queue it.
+
+        Parameters
+        ----------
+        job_id : int
+            Given back when the job has ended.
+        device_ids, host_ids : ndarray of int64
+            Blocks, group after group; copied.
+        group_sizes, block_indices : sequence of int
+            As in `GPULoadStoreSpec`.
+        lost : bool
+            Whether the memory is known to be gone: the job ends as failed when its turn comes, and moves nothing.
+
+        Returns
+        -------
+        int
+            The job's place in the order of submission, for `wait`.
+
+        Raises
+        ------
+        ValueError
+            An id is out of range, or the lengths do not fit; no byte has moved.
+        RuntimeError
+            The queue is closed, or belongs to the process that forked this one.
+        """
+        cdef Queue* queue = &self.queue
+        cdef Plan* plan
+        cdef Job* job
+        cdef int64_t sequence
+        cdef bint at_once
+        self._check_open()
+        plan = self.geometry.plan(device_ids, group_sizes, block_indices, host_ids)
+        job = <Job*> calloc(1, sizeof(Job))
+        if job == NULL:
+            free(plan)
+            raise MemoryError()
+        job.job_id = job_id
+        job.plan = plan
+        job.cancelled = lost
+        job.max_threads = <int> min(self.max_threads, 1 + plan.num_bytes // THREAD_BYTES)
+        job.units_per_slice = max(1, SLICE_BYTES * plan.num_units // max(plan.num_bytes, 1))
+        # Nobody else appends, and an empty queue stays empty: the caller may copy without the mutex. It keeps the
+        # GIL: giving it up for some microseconds can cost milliseconds to get it back.
+        pthread_mutex_lock(&queue.mutex)
+        sequence = queue.submitted = queue.submitted + 1
+        at_once = queue.head == NULL and (lost or plan.num_bytes <= self.inline_bytes)
+        pthread_mutex_unlock(&queue.mutex)
+        # Where no thread can be had none is busy either, and the caller does what it must.
+        if at_once or not self._start_threads(job.max_threads):
+            job.start_s = _clock()
+            if not lost:
+                _copy(queue.layout, plan, queue.to_host, 0, plan.num_units)
+            pthread_mutex_lock(&queue.mutex)
+            _end(queue, job)
+            pthread_mutex_unlock(&queue.mutex)
+            return sequence
+        pthread_mutex_lock(&queue.mutex)
+        if queue.tail == NULL:
+            queue.head = job
+        else:
+            queue.tail.next = job
+        queue.tail = job
+        if job.max_threads > 1:
+            pthread_cond_broadcast(&queue.work)
+        else:
+            pthread_cond_signal(&queue.work)
+        pthread_mutex_unlock(&queue.mutex)
+        return sequence
+
+    def get_finished(self):
+        """Return `(job_id, success, num_bytes, seconds)` of each job that ended since the last call, in order."""
+        cdef Job* job
+        cdef Job* first
+        cdef list ended = []
+        self._check_process()
+        pthread_mutex_lock(&self.queue.mutex)
+        first = job = self.queue.ended_head
+        self.queue.ended_head = self.queue.ended_tail = NULL
+        pthread_mutex_unlock(&self.queue.mutex)
+        while job != NULL:
+            ended.append((job.job_id, not job.cancelled, job.plan.num_bytes, job.end_s - job.start_s))
+            job = job.next
+        _free_jobs(first)
+        return ended
+
+    def wait(self, int64_t sequence):
+        """Return once the job that `submit` gave this place has ended, and all before it.
+
+        The caller copies too, in the place of one of the threads: waking those can take longer than a small job.
+        """
+        cdef Queue* queue = &self.queue
+        self._check_process()
+        if sequence > queue.submitted:
+            raise ValueError(f"only {queue.submitted} jobs were submitted, got {sequence}")
+        while queue.ended < sequence:
+            with nogil:
+                _help(queue, sequence)
+            PyErr_CheckSignals()
+
+    def cancel(self, int64_t job_id):
+        """Let a job that has not ended end as failed, as soon as its copying threads notice.
+
+        Returns
+        -------
+        bool
+            Whether there was such a job. What it has copied by then stays copied.
+        """
+        cdef Job* job
+        cdef bint found = False
+        self._check_process()
+        pthread_mutex_lock(&self.queue.mutex)
+        job = self.queue.head
+        while job != NULL:
+            if job.job_id == job_id:
+                job.cancelled = found = True
+            job = job.next
+        pthread_cond_broadcast(&self.queue.work)
+        pthread_mutex_unlock(&self.queue.mutex)
+        return found
+
+    def close(self, bint abandon=False):
+        """Take no more jobs, and return once those in flight have ended: as failed, if they are abandoned."""
+        self._check_process()
+        self.closed = True
+        self._stop(abandon)
+
+    cdef void _stop(self, bint abandon) noexcept:
+        cdef Queue* queue = &self.queue
+        cdef Job* job
+        cdef int i
+        pthread_mutex_lock(&queue.mutex)
+        queue.stopping = True
+        job = queue.head
+        while job != NULL:
+            job.cancelled |= abandon
+            job = job.next
+        pthread_cond_broadcast(&queue.work)
+        pthread_mutex_unlock(&queue.mutex)
+        with nogil:
+            for i in range(queue.num_threads):
+                pthread_join(queue.threads[i], NULL)
+        queue.num_threads = 0
+
+    cdef int _start_threads(self, int n) noexcept:
+        """Have `n` threads, or as many as the system gives; return how many there are."""
+        cdef sigset_t all_signals, before
+        cdef int error = 0
+        if self.queue.num_threads >= n:
+            return n
+        # Signals belong to the interpreter's threads.
+        sigfillset(&all_signals)
+        pthread_sigmask(SIG_SETMASK, &all_signals, &before)
+        while self.queue.num_threads < n and not error:
+            error = pthread_create(&self.queue.threads[self.queue.num_threads], NULL, _work, &self.queue)
+            self.queue.num_threads += not error
+        pthread_sigmask(SIG_SETMASK, &before, NULL)
+        return self.queue.num_threads
+
+    cdef int _check_process(self) except -1:
+        if getpid() != self.pid:
+            raise RuntimeError(f"this queue belongs to process {self.pid}, not to its fork {getpid()}")
+        return 0
+
+    cdef int _check_open(self) except -1:
+        self._check_process()
+        if self.closed:
+            raise RuntimeError("the queue is closed")
+        return 0
+
+
+cdef void _free_jobs(Job* job) noexcept nogil:
+    cdef Job* after
+    while job != NULL:
+        after = job.next
+        free(job.plan)
+        free(job)
+        job = after

@@ -1,0 +1,254 @@
+"""Check a transfer against a KV-cache geometry, and lay it out as runs of bytes.
+
+Compiled because it loops over blocks and layers.
+"""
+
+import numpy as np
+
+cimport cython
+
+from libc.stdint cimport int32_t, int64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+
+from kvcache.transfer._native.runs cimport Cursor, Group, Plan, Run, Segment, Span, next_run, open_runs
+
+
+cdef enum:
+    MAX_BLOCKS = 0x7fffffff
+
+
+cdef int _take(
+    int32_t* out, const int64_t[::1] ids, int64_t first, int64_t n, int64_t limit, str what,
+) except -1:
+    """Copy ids, each checked: the caller may change its array later, and a bad one would write anywhere."""
+    cdef int64_t i
+    for i in range(n):
+        if not 0 <= ids[first + i] < limit:
+            raise ValueError(f"a {what}'s id must be in 0..{limit - 1}, got {ids[first + i]}")
+        out[i] = <int32_t> ids[first + i]
+    return 0
+
+
+# Threads may still copy when the collector finds the last user: what they need goes after them, in __dealloc__ only.
+@cython.no_gc_clear
+cdef class Geometry:
+    """Geometry(tensors, groups, host_address, host_stride_bytes, num_host_blocks, block_size_factor=1, owner=None)
+
+    Where every byte of a block lies, on the device's side and in the host pool.
+
+    Parameters
+    ----------
+    tensors : sequence of (int, int, int)
+        Address, number of blocks and bytes from one block to the next, per tensor.
+    groups : sequence of sequence of (int, int)
+        Per KV-cache group, the tensor and the bytes to move of each of its layers.
+    host_address : int
+        First byte of the host pool.
+    host_stride_bytes : int
+        From one host block to the next.
+    num_host_blocks : int
+        Blocks of the host pool.
+    block_size_factor : int
+        Device blocks in a host block.
+    owner : object
+        Kept as long as the geometry is: who holds the memory.
+
+    Raises
+    ------
+    ValueError
+        A group's device blocks do not fit a host block, or a layer names a tensor that is not there.
+
+    Notes
+    -----
+    In a host block, device blocks follow each other, and in each of them the layers of its group: a part of a host
+    block is one run too. Addresses are trusted.
+    """
+
+    def __cinit__(
+        self, tensors, groups, host_address, host_stride_bytes, num_host_blocks, block_size_factor=1, owner=None,
+    ):
+        cdef int64_t num_segments = sum(len(group) for group in groups)
+        cdef int64_t i = 0
+        cdef Group* group
+        cdef Segment* segment
+        if block_size_factor < 1:
+            raise ValueError(f"block_size_factor must be >= 1, got {block_size_factor}")
+        self.owner = owner
+        self.layout.host = <char*> <uintptr_t> host_address
+        self.layout.host_stride = host_stride_bytes
+        self.layout.num_host_blocks = min(num_host_blocks, MAX_BLOCKS)
+        self.layout.factor = block_size_factor
+        self.layout.num_groups = len(groups)
+        self.layout.groups = <Group*> calloc(max(len(groups), 1), sizeof(Group))
+        self.pieces = <Segment*> calloc(max(num_segments, 1), sizeof(Segment))
+        if self.layout.groups == NULL or self.pieces == NULL:
+            raise MemoryError()
+        segment = self.pieces
+        for i, refs in enumerate(groups):
+            group = &self.layout.groups[i]
+            group.segments = segment
+            # A rank that holds no layer of a group moves nothing for it, whatever the ids.
+            group.num_blocks = MAX_BLOCKS
+            for index, n_bytes in refs:
+                if not 0 <= index < len(tensors):
+                    raise ValueError(f"group {i} names tensor {index}, there are {len(tensors)}")
+                address, num_blocks, stride = tensors[index]
+                group.num_blocks = min(group.num_blocks, num_blocks)
+                self._add(group, address, stride, n_bytes)
+            segment += group.num_segments
+            if group.part_bytes * self.layout.factor > self.layout.host_stride:
+                raise ValueError(
+                    f"a host block has {host_stride_bytes} bytes, {block_size_factor} device blocks of group {i} "
+                    f"need {group.part_bytes * self.layout.factor}"
+                )
+
+    cdef void _add(self, Group* group, uintptr_t address, int64_t stride, int64_t n_bytes) noexcept:
+        cdef Segment* last = &group.segments[group.num_segments - 1]
+        # Of tensors with one block, neighbours may be strangers.
+        if (
+            group.num_segments and group.num_blocks > 1 and last.stride == stride
+            and <uintptr_t> last.base + last.n_bytes == address
+        ):
+            last.n_bytes += n_bytes
+        else:
+            last = &group.segments[group.num_segments]
+            last.base = <char*> address
+            last.stride = stride
+            last.host_offset = group.part_bytes
+            last.n_bytes = n_bytes
+            group.num_segments += 1
+        group.part_bytes += n_bytes
+
+    def __dealloc__(self):
+        free(self.layout.groups)
+        free(self.pieces)
+
+    def segments(self, Py_ssize_t group_idx):
+        """Return the pieces of one device block of a group: its layers, those that lie side by side as one.
+
+        Returns
+        -------
+        list of (int, int, int, int)
+            Address in device block 0, bytes from one device block to the next, offset in the host block, bytes.
+        """
+        cdef Group* group = self._group(group_idx)
+        cdef Segment* segment
+        cdef int64_t i
+        cdef list found = []
+        for i in range(group.num_segments):
+            segment = &group.segments[i]
+            found.append((<uintptr_t> segment.base, segment.stride, segment.host_offset, segment.n_bytes))
+        return found
+
+    def part_bytes(self, Py_ssize_t group_idx):
+        """Return the bytes of one device block of a group, all layers together."""
+        return self._group(group_idx).part_bytes
+
+    cdef Group* _group(self, Py_ssize_t group_idx) except NULL:
+        if not 0 <= group_idx < self.layout.num_groups:
+            raise ValueError(f"group_idx must be in 0..{self.layout.num_groups - 1}, got {group_idx}")
+        return &self.layout.groups[group_idx]
+
+    def check(self, device_ids, group_sizes, block_indices, host_ids):
+        """Return the bytes of one transfer, or raise ValueError as `runs` does."""
+        cdef Plan* plan = self.plan(device_ids, group_sizes, block_indices, host_ids)
+        num_bytes = plan.num_bytes
+        free(plan)
+        return num_bytes
+
+    def runs(self, device_ids, group_sizes, block_indices, host_ids):
+        """Return the runs of one transfer, in host block order.
+
+        Parameters
+        ----------
+        device_ids : ndarray of int64
+            Device blocks, group after group.
+        group_sizes, block_indices : sequence of int
+            As in `GPULoadStoreSpec`.
+        host_ids : ndarray of int64
+            Host blocks, group after group.
+
+        Returns
+        -------
+        ndarray of int64, shape (num_runs, 3)
+            Host address, device address, bytes.
+
+        Raises
+        ------
+        ValueError
+            An id is out of range, or the lengths do not fit.
+        """
+        cdef Plan* plan = self.plan(device_ids, group_sizes, block_indices, host_ids)
+        cdef Cursor cursor
+        cdef Run run
+        cdef int64_t n = 0
+        cdef int64_t[:, ::1] rows
+        try:
+            table = np.empty((plan.num_units, 3), dtype=np.int64)
+            rows = table
+            open_runs(&cursor, &self.layout, plan, 0, plan.num_units)
+            while next_run(&cursor, &run):
+                rows[n, 0] = <int64_t> run.host
+                rows[n, 1] = <int64_t> run.device
+                rows[n, 2] = run.n_bytes
+                n += 1
+        finally:
+            free(plan)
+        return table[:n].copy()
+
+    cdef Plan* plan(self, device_ids, group_sizes, block_indices, host_ids) except NULL:
+        """Check a transfer and lay it out in one piece of memory, which the caller frees."""
+        cdef const int64_t[::1] device = np.ascontiguousarray(device_ids, dtype=np.int64)
+        cdef const int64_t[::1] host = np.ascontiguousarray(host_ids, dtype=np.int64)
+        cdef int64_t num_device = device.shape[0]
+        cdef int64_t num_host = host.shape[0]
+        cdef int64_t num_groups = self.layout.num_groups
+        cdef int64_t i, size, first_part, need, first_device = 0, first_host = 0, units = 0, num_bytes = 0
+        cdef Group* group
+        cdef Plan* plan
+        cdef int32_t* ids
+        if len(group_sizes) != num_groups or len(block_indices) != num_groups:
+            raise ValueError(
+                f"there are {num_groups} KV-cache groups, got {len(group_sizes)} group_sizes "
+                f"and {len(block_indices)} block_indices"
+            )
+        plan = <Plan*> calloc(1, sizeof(Plan) + num_groups * sizeof(Span) + (num_device + num_host) * sizeof(int32_t))
+        if plan == NULL:
+            raise MemoryError()
+        try:
+            plan.spans = <Span*> (plan + 1)
+            ids = <int32_t*> (plan.spans + num_groups)
+            for i in range(num_groups):
+                size = group_sizes[i]
+                if size < 0 or block_indices[i] < 0 or size > num_device - first_device:
+                    raise ValueError(
+                        f"group_sizes must be >= 0 and add up to {num_device} block ids, and block_indices be >= 0, "
+                        f"got {list(group_sizes)} and {list(block_indices)}"
+                    )
+                group = &self.layout.groups[i]
+                first_part = block_indices[i] % self.layout.factor
+                need = (first_part + size + self.layout.factor - 1) // self.layout.factor if size else 0
+                if need > num_host - first_host:
+                    raise ValueError(self._misfit(group_sizes, block_indices, num_host))
+                if size and group.num_segments:
+                    units += size * group.num_segments
+                num_bytes += size * group.part_bytes
+                plan.spans[i] = Span(group, ids + first_device, ids + num_device + first_host, first_part, units)
+                _take(&ids[first_device], device, first_device, size, group.num_blocks, "device block")
+                _take(&ids[num_device + first_host], host, first_host, need, self.layout.num_host_blocks, "host block")
+                first_device += size
+                first_host += need
+            if first_device != num_device or first_host != num_host:
+                raise ValueError(self._misfit(group_sizes, block_indices, num_host))
+        except BaseException:
+            free(plan)
+            raise
+        plan.num_units = units
+        plan.num_bytes = num_bytes
+        return plan
+
+    def _misfit(self, group_sizes, block_indices, num_host):
+        return (
+            f"{list(group_sizes)} device blocks per group, from {list(block_indices)} on, at {self.layout.factor} to a "
+            f"host block do not fill {num_host} host blocks"
+        )

@@ -1,0 +1,81 @@
+"""The handler for tensors in host memory: the compiled queue, told in an engine's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcache.specs import TransferResult
+from kvcache.transfer._native.copy import CopyQueue
+from kvcache.transfer.base import OffloadingHandler, TransferSpec, check_job_id, checked_specs
+from kvcache.transfer.geometry import KVGeometry
+
+
+class CPUCopyHandler(OffloadingHandler):
+    """Copies between an engine's tensors in host memory and the pool, by threads that need no interpreter.
+
+    Parameters
+    ----------
+    geometry : KVGeometry
+        The tensors, the pool, and where the bytes of a block lie in both.
+    to_host : bool
+        Whether blocks go to the pool (a store) or come from it (a load).
+    num_threads : int, optional
+        At most so many copy threads; None: by the CPUs, at most 4, and fewer for small jobs.
+    inline_bytes : int
+        A job of at most so many bytes runs at once, in the caller's thread, if nothing else is in flight: handing it
+        over would take longer. -1: none does.
+
+    Notes
+    -----
+    A destination block that a job names twice holds the bytes of either source.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        to_host: bool,
+        num_threads: int | None = None,
+        inline_bytes: int = 128 << 10,
+    ) -> None:
+        if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
+            raise ValueError(f"num_threads must be an int >= 1, got {num_threads!r}")
+        self._geometry = geometry
+        self._to_host = to_host
+        self._queue = CopyQueue(geometry.compiled, to_host, num_threads or 0, inline_bytes)
+        self._places: dict[int, int] = {}
+        self._closed = False
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        if self._closed:
+            return False
+        check_job_id(job_id, self._places)
+        device, host = checked_specs(spec, self._to_host)
+        self._places[job_id] = self._queue.submit(
+            job_id,
+            device.block_ids,
+            device.group_sizes,
+            device.block_indices,
+            host.block_ids,
+            self._geometry.is_lost(),
+        )
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        ended = self._queue.get_finished()
+        kind = ("GPU", "CPU") if self._to_host else ("CPU", "GPU")
+        results = []
+        for job_id, success, num_bytes, seconds in ended:
+            del self._places[job_id]
+            results.append(TransferResult(job_id, success, num_bytes if success else 0, seconds, kind))
+        return results
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self._queue.wait(max((self._places.get(job_id, 0) for job_id in job_ids), default=0))
+
+    def cancel(self, job_id: int) -> bool:
+        """Let a job in flight end as failed, as soon as its copying threads notice; say whether it was in flight."""
+        return self._queue.cancel(job_id)
+
+    def shutdown(self, wait: bool = True) -> None:
+        self._closed = True
+        self._queue.close(not wait)

@@ -1,0 +1,53 @@
+"""The handlers for an engine's tensors, wherever those lie."""
+
+from __future__ import annotations
+
+from kvcache.specs import CanonicalKVCaches
+from kvcache.transfer.base import OffloadingHandler
+from kvcache.transfer.cpu import CPUCopyHandler
+from kvcache.transfer.cuda import STAGING_BYTES, StagedCopyHandler
+from kvcache.transfer.geometry import KVGeometry
+from kvcache.transfer.host_pool import HostPool
+from kvcache.transfer.streams import CudaStream
+
+
+def cpu_gpu_handlers(
+    kv_caches: CanonicalKVCaches,
+    pool: HostPool,
+    block_size_factor: int = 1,
+    num_threads: int | None = None,
+    staging_bytes: int = STAGING_BYTES,
+) -> tuple[OffloadingHandler, OffloadingHandler]:
+    """Make the two handlers between an engine's KV cache and a host pool.
+
+    Parameters
+    ----------
+    kv_caches : CanonicalKVCaches
+        The engine's tensors, all on one device.
+    pool : HostPool
+        Its blocks hold at least `host_block_bytes(kv_caches, block_size_factor)` bytes.
+    block_size_factor : int
+        Device blocks in one offloaded block.
+    num_threads : int, optional
+        At most so many copy threads per direction, where the tensors are in host memory.
+    staging_bytes : int
+        Device memory per direction for gathering layers, where the tensors are in CUDA memory.
+
+    Returns
+    -------
+    tuple of (OffloadingHandler, OffloadingHandler)
+        The one that stores (``"GPU"`` to ``"CPU"``) and the one that loads.
+
+    Raises
+    ------
+    ValueError
+        A tensor's dtype, shape, strides or device is wrong, a ref does not fit its tensor, or a block does not fit
+        the pool.
+    """
+    geometry = KVGeometry(kv_caches, pool, block_size_factor)
+    if geometry.device.type == "cuda":
+        return (
+            StagedCopyHandler(geometry, True, CudaStream(geometry.device), staging_bytes),
+            StagedCopyHandler(geometry, False, CudaStream(geometry.device), staging_bytes),
+        )
+    return CPUCopyHandler(geometry, True, num_threads), CPUCopyHandler(geometry, False, num_threads)

@@ -1,0 +1,466 @@
+"""The what-if of running traffic: exact while all keys are sampled, close when few are, bounded, and nearly free."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache import (
+    BackendOffloadingManager,
+    CPUBackend,
+    CPUOffloadingManager,
+    LRUCachePolicy,
+    OffloadingManager,
+    ReqContext,
+    WhatIf,
+)
+from kvcache.control.observers.what_if import sampler_for
+from kvcache.core.policy_adapter import PolicyAdapter
+from kvcache.core.sampler import Sampler, pass_requests
+from kvcache.registry import POLICIES
+from kvcache.replay.chats import ChatWorkload
+from kvcache.replay.keys import KeyMaker
+from kvcache.testing.reference import ReferenceLRU
+
+PLAIN = "kvcache.testing.reference:ReferenceLRU"
+COMPILED = [name for name in POLICIES.names() if issubclass(POLICIES.resolve(name), PolicyAdapter)]
+
+ACCURACY = """
+import json, sys
+from pathlib import Path
+from kvcache import CPUOffloadingManager
+from kvcache.replay.chats import ChatWorkload
+from kvcache.replay.keys import KeyMaker
+from kvcache.replay.run import Replay
+from kvcache.replay.trace import Trace
+
+def hit_ratio(manager, requests):
+    replay, make_keys = Replay(manager), KeyMaker()
+    for request in requests:
+        replay.step(request, make_keys(request.hash_ids))
+    return replay.tally.block_hit_rate
+
+if len(sys.argv) > 1:
+    num_blocks, capacities = 10000, (3000, 10000, 20000, 50000)
+    with Trace(Path(sys.argv[1])) as trace:
+        requests = list(trace)
+else:
+    num_blocks, capacities = 7000, (3000, 5000, 10000, 15000)
+    requests = list(ChatWorkload(num_requests=3000, seed=1))
+manager = CPUOffloadingManager(16, num_blocks, "lru", what_if=True)
+hit_ratio(manager, requests)
+found = manager.what_if(capacities=capacities)
+exact = {
+    name: [hit_ratio(CPUOffloadingManager(16, capacity, name), requests) for capacity in capacities]
+    for name in found.hit_ratios
+}
+json.dump([found.as_dict(), exact], sys.stdout)
+"""
+
+
+def serve(manager: OffloadingManager, requests: Sequence[Sequence[bytes]]) -> int:
+    """Take requests through a manager as a scheduler does and return the prefix hits."""
+    num_hits = 0
+    for request in requests:
+        keys = list(request)
+        context = ReqContext()
+        hits = manager.lookup(keys, context)
+        assert isinstance(hits, int)
+        num_hits += hits
+        manager.touch(keys, context)
+        output = manager.prepare_store(keys, context)
+        if output is not None:
+            manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+    return num_hits
+
+
+def chats(num_requests: int, seed: int = 0) -> list[list[bytes]]:
+    make_keys = KeyMaker()
+    return [make_keys(request.hash_ids) for request in ChatWorkload(num_requests=num_requests, seed=seed)]
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def what_if_of(manager: CPUOffloadingManager, requests: Sequence[Sequence[bytes]], **options: Any) -> WhatIf:
+    serve(manager, requests)
+    return manager.what_if(**options)
+
+
+@pytest.mark.parametrize("workload", ["chats", "conversation"])
+def test_curves_are_within_two_points_of_exact_replays(workload: str, request: pytest.FixtureRequest) -> None:
+    import json
+
+    argv = [sys.executable, "-c", ACCURACY]
+    if workload == "conversation":
+        argv.append(str(request.getfixturevalue("shared") / "traces" / "mooncake_conversation.jsonl"))
+    # Which keys are sampled hangs on the hash of the process: the same sample, the same errors.
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=True, timeout=240)
+    found, exact = json.loads(done.stdout)
+    assert found["sample_rate"] == 0.25
+    assert list(exact) == COMPILED
+    for name, ratios in exact.items():
+        errors = np.abs(np.array(found["hit_ratios"][name]) - ratios)
+        assert errors.mean() <= 0.02, f"{name}: {errors}"
+    lru_errors = np.abs(np.array(found["hit_ratios"]["lru"]) - exact["lru"])
+    assert (lru_errors <= 4 * np.array(found["standard_errors"])).all()
+
+
+def test_all_keys_sampled_means_no_error() -> None:
+    requests = chats(300)
+    longest = max(map(len, requests))
+    capacities = (longest, 2 * longest, 5000, 10_000)
+    found = what_if_of(CPUOffloadingManager(16, 1000, what_if=True), requests, capacities=capacities)
+    uses = sum(map(len, requests))
+    assert (found.sample_rate, found.sampled_uses, found.uses, found.requests) == (1.0, uses, uses, 300)
+    assert found.standard_errors == (0.0,) * 4
+    assert list(found.hit_ratios) == COMPILED
+    for name, ratios in found.hit_ratios.items():
+        hits = [serve(CPUOffloadingManager(16, capacity, name), requests) for capacity in capacities]
+        assert [round(ratio * uses) for ratio in ratios] == hits, name
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 3)), max_size=30), st.integers(6, 20))
+def test_run_distances_are_those_of_a_served_lru(paths: list[tuple[int, int, int]], capacity: int) -> None:
+    # A request is a stem and then a branch of its own, so that heads are shared and tails are not.
+    requests = [[key(100 * stem + at + (10 * branch if at > 2 else 0)) for at in range(n)] for stem, n, branch in paths]
+    manager = CPUOffloadingManager(1, capacity, what_if=1024)
+    hits = serve(manager, requests)
+    uses = sum(map(len, requests))
+    assert manager.what_if("lru").hits_at(capacity) == (hits / uses if uses else 0.0)
+
+
+def test_sample_holds_every_use_of_every_sampled_key() -> None:
+    sampler = Sampler(1024, 63)
+    requests = chats(100)
+    for keys in requests:
+        sampler.take_keys(keys)
+    hashes, numbers, uses, num_requests = sampler.snapshot()
+    limit = 1 << (64 - sampler.num_halvings)
+    counted = Counter(hash(key) % (1 << 64) for keys in requests for key in keys)
+    assert Counter(hashes.tolist()) == {value: count for value, count in counted.items() if value < limit}
+    assert (uses, num_requests) == (sum(map(len, requests)), 100)
+    assert sampler.num_halvings >= 3
+    assert not sampler.is_window
+    assert (np.diff(numbers) >= 0).all()
+    assert (numbers[0] >= 1, numbers[-1] <= 100) == (True, True)
+
+
+def test_log_takes_twelve_bytes_a_use_however_long_the_traffic() -> None:
+    max_uses = 100_000
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        sampler = Sampler(max_uses, 3)
+        for request in range(150):
+            sampler.take_keys([key(number) for number in range(1000 * request, 1000 * request + 4000)])
+            assert sampler.num_sampled <= max_uses
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    # Other threads of the process (a test runner's) may allocate a little of their own meanwhile.
+    assert 12 * max_uses < grown <= 12 * max_uses + 65536
+    assert sampler.num_halvings == 3
+
+
+def test_full_log_at_the_lowest_rate_forgets_the_oldest_half() -> None:
+    # 100 blocks: the rate may not fall, or the capacity would be lost in the sample.
+    manager = CPUOffloadingManager(16, 100, what_if=1024)
+    old = [[key(number) for number in range(8)]] * 100
+    new = [[key(1000 + 8 * request + at) for at in range(8)] for request in range(200)]
+    assert what_if_of(manager, old).hit_ratios["lru"][-1] == pytest.approx(0.99)
+    found = what_if_of(manager, new)
+    assert found.sample_rate == 1.0
+    assert 512 <= found.uses == found.sampled_uses <= 1024
+    assert found.requests == found.uses // 8
+    assert found.hit_ratios["lru"] == (0.0,) * 6
+    assert any("older ones have been dropped" in note for note in found.notes)
+
+
+def test_window_warms_up_before_it_counts() -> None:
+    manager = CPUOffloadingManager(16, 100, what_if=1024)
+    found = what_if_of(manager, [[key(number) for number in range(8)]] * 300)
+    assert manager._sampler is not None
+    assert manager._sampler.is_window
+    assert all(ratios == (1.0,) * 6 for ratios in found.hit_ratios.values())
+
+
+def test_one_hot_key_fills_no_log_for_good() -> None:
+    sampler = Sampler(1024, 63)
+    for _ in range(10_000):
+        sampler.take_keys([b"hot"])
+    assert sampler.num_sampled <= 1024
+    for number in range(100_000):
+        sampler.take_keys([key(number)])
+    assert sampler.num_sampled <= 1024
+
+
+def test_hot_keys_in_or_out_of_the_sample_do_not_tilt_the_curve() -> None:
+    # Ten keys make half of all uses: sampled or not, they are hits.
+    hot = [key(number) for number in range(10)]
+    requests = [hot + [key(100 * request + at) for at in range(10)] for request in range(1, 2000)]
+    # At a quarter of the keys: 5,000 uses of cold ones and, should all ten be sampled, 20,000 of hot ones.
+    found = what_if_of(CPUOffloadingManager(16, 10_000, what_if=24_576), requests, policies="lru")
+    assert found.sample_rate <= 1 / 2
+    assert not found.notes
+    assert found.hits_at(4000) == pytest.approx(0.5, abs=0.03)
+
+
+def test_requests_count_when_they_finish_and_each_key_once() -> None:
+    manager = CPUOffloadingManager(16, 100, what_if=True)
+    keys = [key(number) for number in range(5)]
+    context = ReqContext()
+    manager.lookup(keys, context)
+    manager.touch(keys[:3], context)
+    manager.touch(keys[:3], context)
+    output = manager.prepare_store(keys[:4], context)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, context)
+    assert (manager.what_if().uses, manager.what_if().notes) == (0, ("no request has finished yet",))
+    manager.on_request_finished(context)
+    assert (manager.what_if().uses, manager.what_if().requests) == (4, 1)
+    manager.touch(keys[:2])
+    manager.touch(keys[:2])
+    found = manager.what_if()
+    assert (found.uses, found.requests) == (8, 3)
+    assert found.hits_at(100) == 0.5
+
+
+def test_looking_up_alone_is_no_use() -> None:
+    manager = CPUOffloadingManager(16, 100, what_if=True)
+    context = ReqContext()
+    manager.lookup([b"a", b"b"], context)
+    manager.on_request_finished(context)
+    assert manager.what_if().requests == 0
+
+
+def test_reset_forgets_the_sample() -> None:
+    manager = CPUOffloadingManager(16, 1000, what_if=1024)
+    serve(manager, chats(100))
+    assert manager.what_if("lru").sample_rate < 1
+    manager.reset_cache()
+    found = manager.what_if()
+    assert (found.uses, found.requests, found.sample_rate) == (0, 0, 1.0)
+    assert set(found.hit_ratios["lru"]) == {0.0}
+
+
+def test_sampling_changes_no_answer() -> None:
+    requests = chats(100)
+    managers = [CPUOffloadingManager(16, 700, "arc", True, what_if=what_if) for what_if in (False, 1024)]
+    assert serve(managers[0], requests) == serve(managers[1], requests)
+    assert managers[0].stats() == managers[1].stats()
+    assert list(managers[0].take_events()) == list(managers[1].take_events())
+
+
+def test_policies_in_plain_python_are_sampled_alike() -> None:
+    requests = chats(60)
+    compiled = CPUOffloadingManager(16, 700, what_if=1024)
+    plain = CPUOffloadingManager(16, 700, PLAIN, what_if=1024)
+    backend = BackendOffloadingManager(CPUBackend(16, 700), what_if=1024)
+    found = [what_if_of(manager, requests, policies="lru") for manager in (compiled, plain)]
+    serve(backend, requests)
+    found.append(backend.what_if("lru"))
+    assert found[0].hit_ratios == found[1].hit_ratios == found[2].hit_ratios
+    assert [one.policy for one in found] == ["lru", None, "lru"]
+
+
+def test_policy_in_plain_python_is_estimated_if_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES._paths, "plain", PLAIN)
+    requests = chats(30)
+    manager = CPUOffloadingManager(16, 700, "plain", what_if=True)
+    found = what_if_of(manager, requests)
+    assert "plain" not in found.hit_ratios
+    assert found.notes == ("plain is left out: it is not compiled; name it to have it estimated",)
+    assert found.policy == "plain"
+    named = manager.what_if(["plain", "lru"])
+    assert named.hit_ratios["plain"] == named.hit_ratios["lru"]
+
+
+def test_policy_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES._paths, "gone", "kvcache.no_such_module:Policy")
+    found = what_if_of(CPUOffloadingManager(16, 700, what_if=True), chats(10))
+    assert list(found.hit_ratios) == COMPILED
+    assert [note.partition(":")[0] for note in found.notes] == ["gone is left out"]
+
+
+def test_passing_requests_runs_a_clock_like_requests_that_use_no_key() -> None:
+    tables: list[Any] = [POLICIES.resolve("mq")(4).native(4) for _ in range(2)]
+    for table in tables:
+        request_keys = table.open_request()
+        output = table.reserve([b"a"], request_keys, None)
+        table.commit(output.keys_to_store, request_keys)
+        for _ in range(4):
+            table.touch([b"a"], table.open_request())
+    pass_requests(tables[0], 600)
+    for _ in range(600):
+        tables[1].use([b"absent"], True)
+    places = [[list(queue) for queue in table.queues] for table in tables]
+    assert places[0] == places[1]
+    assert [b"a"] in places[0][:2]
+
+
+def test_twice_the_memory_is_told_in_one_line() -> None:
+    # Rounds over 150 blocks: 100 hold none of them till they come again, 200 hold all.
+    requests = [[key(number)] for number in range(150)] * 4
+    found = what_if_of(CPUOffloadingManager(16, 100, what_if=True), [*requests, *([[b"a"]] * 50)], policies="lru")
+    assert found.capacities == (25, 50, 100, 200, 400, 800)
+    assert found.hits_at(100) == found.hits_at(149) == 49 / 650
+    assert found.hits_at(150) == found.hits_at(200) == (49 + 450) / 650
+    assert found.gain(200) == pytest.approx(450 / 49)
+    assert "twice the memory: +918.4% hits" in str(found)
+    caption, heads = str(found).splitlines()[:2]
+    assert caption == "share of blocks hit, by capacity, * the present one"
+    assert heads.split() == ["blocks", "25", "50", "100*", "200", "400", "800"]
+    assert "estimated from 650 of 650 uses in 650 requests, 1 key in 1" in str(found)
+
+
+def test_ratios_between_two_capacities_lie_between_theirs() -> None:
+    found = what_if_of(CPUOffloadingManager(16, 1000, what_if=True), chats(100), policies=["arc"])
+    low, high = found.hits_at(1000, "arc"), found.hits_at(2000, "arc")
+    middle = found.hits_at(round(1000 * math.sqrt(2)), "arc")
+    assert middle == pytest.approx((low + high) / 2, abs=1e-3)
+    assert found.gain(2000, "arc") == high / found.hits_at(1000) - 1
+    with pytest.raises(ValueError, match=r"capacity must be in 250..8000 for arc, got 9000"):
+        found.hits_at(9000, "arc")
+    with pytest.raises(ValueError, match="policy must be one of lru, arc, got 'mq'"):
+        found.hits_at(1000, "mq")
+    with pytest.raises(ValueError, match="capacity must be an int >= 1, got 0"):
+        found.hits_at(0)
+
+
+def test_nothing_hit_and_nothing_to_gain() -> None:
+    found = CPUOffloadingManager(16, 100, what_if=True).what_if("lru")
+    assert found.gain(200) == 0.0
+    found = what_if_of(CPUOffloadingManager(16, 1, what_if=True), [[b"a"], [b"b"]] * 2, policies="lru")
+    assert found.gain(2) == math.inf
+    assert found.capacities == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 1023, -5, 1 << 30, 2.5, "yes", None])
+def test_bad_sample_sizes_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="what_if must be a bool, or an int >= 1024 and < ") as caught:
+        CPUOffloadingManager(16, 100, what_if=wrong)
+    assert repr(wrong) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policies": "lur"}, "'lur'"),
+        ({"policies": []}, "policies must name at least one policy, got none"),
+        ({"policies": ["builtins:dict"]}, "policy 'builtins:dict' must be a CachePolicy"),
+        ({"capacities": []}, r"capacities must be ints >= 1 and < 2\*\*30, at least one, got \(\)"),
+        ({"capacities": [0, 1]}, r"got \(0, 1\)"),
+        ({"capacities": [1.5]}, r"got \(1.5,\)"),
+        ({"capacities": [20, 10]}, r"capacities must ascend, got \(20, 10\)"),
+        ({"capacities": [10, 10]}, r"capacities must ascend, got \(10, 10\)"),
+    ],
+)
+def test_bad_questions_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CPUOffloadingManager(16, 100, what_if=True).what_if(**options)
+
+
+def test_manager_without_a_sampler_says_how_to_get_one() -> None:
+    with pytest.raises(ValueError, match="make it with what_if=True"):
+        CPUOffloadingManager(16, 100).what_if()
+
+
+def test_trails_that_hide_their_keys_are_refused() -> None:
+    class BlockCache:
+        def open_request(self) -> object:
+            return object()
+
+    assert sampler_for(False, 10, BlockCache()) is None  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="request_keys has `keys`, got object"):
+        sampler_for(True, 10, BlockCache())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arguments", [(1, 0), (0, 0), (1 << 30, 0), (2.0, 0), (10, -1), (10, 64), (10, 1.0)])
+def test_sampler_checks_its_sizes(arguments: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be an int"):
+        Sampler(*arguments)
+
+
+def test_sampler_cannot_be_pickled() -> None:
+    import pickle
+
+    with pytest.raises(TypeError, match="belongs to one manager"):
+        pickle.dumps(Sampler(2, 0))
+
+
+def test_filter_costs_at_most_a_twentieth_of_bookkeeping() -> None:
+    # New objects for every round, as an engine makes them; but request_keys_by_pool as warm as a request leaves them.
+    rounds_of_requests = [chats(500) for _ in range(5)]
+    cache = LRUCachePolicy(3000).native(3000)
+    request_keys_by_pool = []
+    for keys in rounds_of_requests[0][:40]:
+        request_keys_by_pool.append(cache.open_request())
+        cache.touch(keys, request_keys_by_pool[-1])
+
+    def serving(requests: list[list[bytes]]) -> float:
+        manager = CPUOffloadingManager(16, 3000)
+        start = process_time()
+        serve(manager, requests)
+        return (process_time() - start) / sum(map(len, requests))
+
+    def sampling() -> float:
+        # Long enough for the log to be full several times.
+        sampler = Sampler(8192, 20)
+        start = process_time()
+        for _ in range(20):
+            for request_keys in request_keys_by_pool:
+                sampler.take(request_keys)
+        return (process_time() - start) / sampler.snapshot()[2]
+
+    rounds = [(serving(requests), sampling()) for requests in rounds_of_requests]
+    assert min(spent for _, spent in rounds) <= 0.05 * min(spent for spent, _ in rounds)
+
+
+def test_reference_policy_is_the_one_meant() -> None:
+    assert POLICIES.resolve(PLAIN) is ReferenceLRU
+
+
+def test_command_line_tells_what_if(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import json
+
+    pytest.importorskip("typer")
+    from kvcache.cli import main
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main([str(arg) for arg in argv])
+        captured = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, captured.out, captured.err
+
+    demo = ("demo", "--no-data", "--requests", 200, "--blocks", 1000, "--what-if")
+    status, out, _ = run(*demo)
+    assert status == 0
+    assert "twice the memory: +" in out
+    document = json.loads(run(*demo, "--json", "-")[1])
+    assert document["what_if"]["capacities"] == [250, 500, 1000, 2000, 4000, 8000]
+    assert document["what_if"]["hit_ratios"]["lru"][2] == pytest.approx(document["block_hit_rate"])
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}) + "\n")
+    status, _, err = run("replay", trace, "--blocks", "1,2", "--what-if")
+    assert status == 2
+    assert "--what-if is for one policy at one capacity" in err

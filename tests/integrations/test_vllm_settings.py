@@ -1,0 +1,170 @@
+"""What the adapter for vLLM decides without vLLM: releases, settings and hints; the rest is tested in tests/vllm."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcache.integrations.vllm.releases import RELEASES, REQUIRED_NAMES, choose_release
+from kvcache.integrations.vllm.settings import Settings
+
+
+def modules_with(names: dict[str, tuple[str, ...]]) -> Any:
+    """Return an importer that knows these modules and names only."""
+
+    def import_module(module: str) -> Any:
+        if module not in names:
+            raise ImportError(module)
+        return SimpleNamespace(**dict.fromkeys(names[module]))
+
+    return import_module
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1rc1.dev3+g1234567", "0.32.0+cpu"])
+def test_tried_release_is_taken(found: str) -> None:
+    assert choose_release(found, import_module=modules_with(REQUIRED_NAMES)) is RELEASES[0, 32]
+
+
+@pytest.mark.parametrize("found", ["0.29.0", "0.99.0", "1.0", "dev"])
+def test_untried_release_is_refused_unless_told_otherwise(found: str) -> None:
+    import_module = modules_with(REQUIRED_NAMES)
+    with pytest.raises(ImportError, match=f"vLLM {found} has not been tried .* KVCACHE_ALLOW_UNTRIED_VLLM=1"):
+        choose_release(found, import_module=import_module)
+    assert choose_release(found, allow_untried=True, import_module=import_module) is RELEASES[max(RELEASES)]
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.99.0"])
+def test_refusal_names_what_is_missing(found: str) -> None:
+    base, metrics = REQUIRED_NAMES
+    fewer = {base: tuple(name for name in REQUIRED_NAMES[base] if name != "LookupResult")}
+    with pytest.raises(ImportError, match=rf"vLLM {found} lacks .*: {base}\.LookupResult, {metrics} \(tried with"):
+        choose_release(found, allow_untried=True, import_module=modules_with(fewer))
+
+
+def test_settings_read_numbers_as_json_writes_them() -> None:
+    settings = Settings.from_extra_config(
+        {"spec_name": "X", "cpu_bytes_to_use": 1e9, "cache_policy": "arc", "store_threshold": 2, "num_copy_threads": 1}
+    )
+    assert settings == Settings(10**9, "arc", 1, {"store_threshold": 2})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "much", float("inf"), [1]])
+def test_cpu_bytes_to_use_must_be_a_positive_whole_number(value: Any) -> None:
+    with pytest.raises(ValueError, match="cpu_bytes_to_use must be a positive whole number, got"):
+        Settings.from_extra_config({"cpu_bytes_to_use": value})
+
+
+@pytest.mark.parametrize(
+    ("extra_config", "message"),
+    [
+        ({}, "must say 'cpu_bytes_to_use'"),
+        (
+            {"cpu_bytes_to_use": 1, "cache_policy": "lur"},
+            "unknown policy 'lur', known ones: lru, arc.*did you mean 'lru'",
+        ),
+        (
+            {"cpu_bytes_to_use": 1, "eviction_policy": "arc"},
+            "kvcache reads 'cache_policy', not 'eviction_policy'='arc'",
+        ),
+        ({"cpu_bytes_to_use": 1, "canonical_layout": True}, "'canonical_layout' is not supported"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings.from_extra_config(extra_config)
+
+
+DISK = {"type": "disk", "path": "kv", "capacity": "1GiB"}
+
+
+@pytest.fixture
+def disk_tier() -> None:
+    # Read from a setting, a tier that lacks its package is a ValueError like any other; here it is an ImportError.
+    importlib.import_module("kvcache.tiers.disk.tier")
+
+
+@pytest.mark.usefixtures("disk_tier")
+def test_tiers_are_read(tmp_path: Path) -> None:
+    found = Settings.from_extra_config(
+        {"cpu_bytes_to_use": 1, "tiers": [DISK], "pool_folder": str(tmp_path), "lookup_deadline_s": 1}
+    )
+    assert (found.tiers, found.pool_folder, found.lookup_deadline_s) == ([DISK], str(tmp_path), 1)
+    assert Settings.from_extra_config({"cpu_bytes_to_use": 1}).tiers is None
+
+
+@pytest.mark.parametrize(
+    ("extra_config", "message"),
+    [
+        ({"tiers": []}, "tiers in extra_config must be a list of dicts, at least one, got"),
+        ({"tiers": DISK}, "tiers in extra_config must be a list of dicts, at least one, got"),
+        ({"tiers": [{"path": "kv"}]}, "a tier needs a type"),
+        ({"tiers": [{**DISK, "type": "dsk"}]}, "unknown tier 'dsk'.*did you mean 'disk'"),
+        ({"lookup_deadline_s": 1}, "lookup_deadline_s in kv_connector_extra_config mean nothing without 'tiers'"),
+    ],
+)
+def test_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings.from_extra_config({"cpu_bytes_to_use": 1, **extra_config})
+
+
+@pytest.mark.usefixtures("disk_tier")
+@pytest.mark.parametrize(
+    ("extra_config", "message"),
+    [
+        ({"tiers": [{**DISK, "write_policy": "never"}]}, "write_policy must be one of .*, got 'never'"),
+        ({"tiers": [DISK], "lookup_deadline_s": 0}, "lookup_deadline_s must be a number > 0, got 0"),
+        ({"tiers": [DISK], "pool_folder": "/no/such"}, "pool_folder must be a folder in shared memory, got '/no/such'"),
+    ],
+)
+def test_disk_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings.from_extra_config({"cpu_bytes_to_use": 1, **extra_config})
+
+
+@pytest.mark.usefixtures("disk_tier")
+def test_tiers_are_refused_with_a_pipeline() -> None:
+    settings = Settings.from_extra_config({"cpu_bytes_to_use": 1000, "tiers": [DISK]})
+    assert (settings.num_blocks(1, 100), settings.num_blocks(2, 100)) == (10, 5)
+    with pytest.raises(ValueError, match=r"'tiers' under vLLM are for tensor parallelism, .* a pipeline of 2 stages"):
+        settings.num_blocks(2, 100, 2)
+
+
+def test_unknown_keys_are_told_not_swallowed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Settings.from_extra_config({"cpu_bytes_to_use": 1, "spec_name": "X", "cache_polcy": "arc"})
+    assert "does not know these keys of kv_connector_extra_config: cache_polcy" in caplog.text
+
+
+def test_each_rank_gets_its_share() -> None:
+    settings = Settings(1000, "lru", None, {})
+    assert (settings.num_blocks(1, 100), settings.num_blocks(4, 100), settings.num_blocks(3, 100)) == (10, 2, 3)
+
+
+def test_share_below_one_block_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"cpu_bytes_to_use=1000 .* each of 4 ranks gets 250 bytes, and one block takes 251"
+    ):
+        Settings(1000, "lru", None, {}).num_blocks(4, 251)
+    with pytest.raises(ValueError, match="no KV cache to offload"):
+        Settings(1000, "lru", None, {}).num_blocks(1, 0)
+
+
+def test_package_can_be_imported_without_vllm() -> None:
+    code = "import sys, kvcache.integrations.vllm; assert not {'vllm', 'torch'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_spec_without_vllm_says_what_is_missing() -> None:
+    import kvcache.integrations.vllm as door
+
+    with pytest.raises(ImportError, match="needs vLLM, and none is installed"):
+        door.KVCacheOffloadingSpec  # noqa: B018

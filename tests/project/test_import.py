@@ -1,0 +1,57 @@
+"""`import kvcache` is cheap: no engine, no torch, and next to no time."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import kvcache
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_import_brings_no_engine_and_no_torch() -> None:
+    names = "torch", "vllm", "transformers", "typer", "rich", "matplotlib"
+    assert run(f"import sys, kvcache; print([name for name in {names} if name in sys.modules])") == "[]\n"
+
+
+def test_the_control_plane_runs_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "import kvcache\n"
+        "manager = kvcache.CPUOffloadingManager(16, 2)\n"
+        "manager.prepare_store([b'a'])\n"
+        "manager.complete_store([b'a'])\n"
+        "print(manager.lookup([b'a', b'b']))\n"
+    )
+    assert run(code) == "1\n"
+
+
+def test_import_takes_under_100_ms_beyond_numpy() -> None:
+    code = (
+        "import time, numpy\n"
+        "start = time.process_time()\n"
+        "import kvcache, kvcache.control.cpu, kvcache.policies.lru\n"
+        "print(time.process_time() - start)\n"
+    )
+    # Processor time, and the least of several: what else runs on the machine is not the import's cost.
+    assert min(float(run(code)) for _ in range(5)) < 0.1
+
+
+def test_a_folder_of_sources_says_what_it_is(tmp_path: Path) -> None:
+    shutil.copytree(Path(kvcache.__file__).parent, tmp_path / "kvcache", ignore=shutil.ignore_patterns("*.so"))
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvcache import CPUOffloadingManager"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"is not compiled in {tmp_path / 'kvcache'}: Python took kvcache from a folder of its sources" in done.stderr
+
+
+def test_every_public_name_is_importable_and_known() -> None:
+    for name in kvcache.__all__:
+        assert getattr(kvcache, name) is not None
+        assert name in dir(kvcache)

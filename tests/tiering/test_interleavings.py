@@ -1,0 +1,310 @@
+"""Every interleaving of two requests and a tier, on a small scale: nobody waits for ever, nothing leaks, no wrong byte.
+
+3 host blocks, 4 tier blocks, 5 keys, 2 requests. From each state that can be reached by steps of the requests, ends of
+scheduler steps, completions and failures of jobs in any order, and passing deadlines, two futures are played out: one
+where every job completes, and one where none ever does. In both, both requests must end.
+"""
+
+import os
+from collections import OrderedDict, deque
+
+import numpy as np
+import pytest
+
+from kvcache.policies.base import CachePolicy
+from kvcache.request import ReqContext
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+
+KEYS = [b"a", b"b", b"c", b"d", b"e"]
+DEADLINE_S = 5.0
+MAX_ROUNDS = 16
+MANY = 10**9
+
+
+class PlainLRU(CachePolicy):
+    """Least recently used, in a dict whose order can be seen."""
+
+    def __init__(self, cache_capacity):
+        super().__init__(cache_capacity)
+        self.blocks = OrderedDict()
+
+    def get(self, key):
+        return self.blocks.get(key)
+
+    def insert(self, key, block):
+        self.blocks[key] = block
+
+    def remove(self, key):
+        del self.blocks[key]
+
+    def touch(self, keys):
+        for key in reversed(list(keys)):
+            if key in self.blocks:
+                self.blocks.move_to_end(key)
+
+    order = touch
+
+    def evict(self, n, protected):
+        victims = [(key, block) for key, block in self.blocks.items() if block.ref_cnt == 0 and key not in protected]
+        if len(victims) < n:
+            return None
+        for key, _ in victims[:n]:
+            del self.blocks[key]
+        return victims[:n]
+
+    def clear(self):
+        self.blocks.clear()
+
+
+class Request:
+    def __init__(self, name, keys):
+        self.context = ReqContext(name)
+        self.keys = keys
+        self.state = "ask"
+        self.hits = 0
+        self.output = None
+
+    def step(self, world):
+        manager, context = world.manager, self.context
+        if self.state == "ask":
+            hits = manager.lookup(self.keys, context)
+            if hits is not None:
+                self.hits = hits
+                spec = manager.prepare_load(self.keys[:hits], context)
+                world.check_bytes(self.keys[:hits], spec.block_ids)
+                self.state = "load"
+        elif self.state == "load":
+            spec_ids = [manager.policy.get(key).block_id for key in self.keys[: self.hits]]
+            world.check_bytes(self.keys[: self.hits], spec_ids)
+            manager.complete_load(self.keys[: self.hits], context)
+            self.output = manager.prepare_store(self.keys, context)
+            if self.output is None:
+                self.end(manager)
+            else:
+                world.check_free_of_jobs(self.output.store_spec.block_ids)
+                self.state = "store"
+        elif self.state == "store":
+            for key, block_id in zip(self.output.keys_to_store, self.output.store_spec.block_ids, strict=True):
+                world.host[block_id] = np.frombuffer(key * 4, np.uint8)
+            manager.complete_store(self.output.keys_to_store, context)
+            self.end(manager)
+
+    def end(self, manager):
+        manager.on_request_finished(self.context)
+        self.state, self.output = "ended", None
+
+
+class World:
+    """One run of the small scale; `actions` are what may happen next."""
+
+    def __init__(self, scenario):
+        self.now_s = 0.0
+        self.num_ticks = 0
+        self.host = np.zeros((3, 4), np.uint8)
+        self.tier = ManualTier(4, self.host, PlainLRU)
+        rule = TierConfig(
+            deadline_s=DEADLINE_S, pause_s=DEADLINE_S, max_failures=2, max_store_blocks=2, **scenario["rule"]
+        )
+        self.manager = TieredOffloadingManager(
+            16, 3, [(self.tier, rule)], PlainLRU, deadline_s=DEADLINE_S, clock=lambda: self.now_s
+        )
+        for key in scenario["on_tier"]:
+            self.host[0] = np.frombuffer(key * 4, np.uint8)
+            assert self.tier.submit_store(-1, [key], [0])
+            self.tier.end(self.tier.pending[0])
+        self.tier.finished()
+        for key in scenario["in_host"]:
+            output = self.manager.prepare_store([key])
+            self.host[output.store_spec.block_ids[0]] = np.frombuffer(key * 4, np.uint8)
+            self.manager.complete_store([key])
+            for job in list(self.tier.pending):
+                self.tier.end(job)
+            self.manager.on_schedule_end()
+        self.requests = [Request(str(i), keys) for i, keys in enumerate(scenario["requests"])]
+
+    def actions(self, max_ticks):
+        found = [("step", i) for i, request in enumerate(self.requests) if request.state != "ended"]
+        found.append(("schedule", 0))
+        found += [("end", i) for i in range(len(self.tier.pending))]
+        found += [("fail", i) for i in range(len(self.tier.pending))]
+        if self.num_ticks < max_ticks:
+            found.append(("tick", 0))
+        return found
+
+    def act(self, action):
+        kind, i = action
+        if kind == "step":
+            self.requests[i].step(self)
+        elif kind == "schedule":
+            self.manager.on_schedule_end()
+        elif kind == "tick":
+            self.now_s += DEADLINE_S
+            self.num_ticks += 1
+        else:
+            job = self.tier.pending[i]
+            self.tier.end(job, "failed" if kind == "fail" else "")
+        self.check()
+
+    def check_bytes(self, keys, block_ids):
+        for key, block_id in zip(keys, block_ids, strict=True):
+            assert self.host[block_id].tobytes() == key * 4
+
+    def check_free_of_jobs(self, block_ids):
+        busy = {block_id for job in self.tier.pending for block_id in job.block_ids}
+        assert not busy.intersection(block_ids.tolist())
+
+    def check(self):
+        blocks = self.manager.policy.blocks
+        ids = [block.block_id for block in blocks.values()]
+        assert len(set(ids)) == len(ids) <= 3
+        for job in self.tier.pending:
+            for key, block_id in zip(job.keys, job.block_ids, strict=True):
+                if not job.is_load and key in blocks and block_id == blocks[key].block_id:
+                    assert blocks[key].ref_cnt > 0
+                    assert self.host[block_id].tobytes() == key * 4
+
+    def signature(self):
+        manager, now_s = self.manager, self.now_s
+        lane = manager._lanes[0]
+        ask_of = {None if c is None else c.req_id: ask for c, ask in manager._asks._asks.items()}
+
+        def left(deadline_s):
+            return None if deadline_s is None else max(deadline_s - now_s, -2 * DEADLINE_S)
+
+        return (
+            tuple((r.state, r.hits, r.output and tuple(r.output.keys_to_store)) for r in self.requests),
+            tuple(
+                tuple(request_keys.keys)
+                for r in self.requests
+                for owner, request_keys in (r.context._request_keys or {}).items()
+                if hasattr(request_keys, "keys") and owner is not None
+            ),
+            tuple((key, block.ref_cnt) for key, block in manager.policy.blocks.items()),
+            tuple((key, block.ref_cnt) for key, block in self.tier._index.policy.blocks.items()),
+            tuple((job.is_load, tuple(job.moving), tuple(job.failed)) for job in self.tier.pending),
+            tuple((result.error, tuple(result.done), tuple(result.failed)) for result in self.tier._results),
+            tuple(
+                (name, tuple(ask.wanted), frozenset(ask.tried), frozenset(ask.held), ask.is_over, left(ask.deadline_s))
+                for name, ask in ask_of.items()
+            ),
+            tuple(
+                (
+                    move.is_load,
+                    tuple(move.keys),
+                    move.is_overdue,
+                    left(move.deadline_s),
+                    frozenset(c and c.req_id for c in move.waiters),
+                )
+                for move in lane.moves.values()
+            ),
+            tuple(lane.backlog),
+            tuple((b._num_failures, left(b._until_s), b._is_probing) for b in (lane._reads, lane._writes)),
+            lane.ahead and (tuple(lane.ahead._unwritten), lane.ahead._num_ahead),
+            self.num_ticks,
+        )
+
+    def ends(self, completing):
+        """Play on, fairly, until both requests have ended; return whether they did."""
+        for _ in range(MAX_ROUNDS):
+            for request in self.requests:
+                request.step(self)
+            if completing:
+                for job in list(self.tier.pending):
+                    self.tier.end(job)
+            self.manager.on_schedule_end()
+            # A tier that answers lets everybody end without the help of a deadline.
+            self.now_s += 0 if completing else 0.5 * DEADLINE_S
+            if all(request.state == "ended" for request in self.requests):
+                return True
+        return False
+
+    def is_clean_in_the_end(self):
+        """Let every job end, and see that nothing is left of them."""
+        for _ in range(MAX_ROUNDS):
+            for job in list(self.tier.pending):
+                self.tier.end(job)
+            self.now_s += DEADLINE_S
+            self.manager.on_schedule_end()
+        stats = self.manager.stats()
+        return (stats.num_referenced, stats.num_pending, self.tier._index.stats().num_referenced) == (0, 0, 0)
+
+
+def replayed(scenario, path):
+    world = World(scenario)
+    for action in path:
+        world.act(action)
+    return world
+
+
+def explore(scenario, max_ticks, max_failures, max_states):
+    """Visit every reachable state, breadth first, and play both futures from each; return how many, and if all."""
+    start = World(scenario)
+    seen = {(start.signature(), 0)}
+    queue = deque([((), 0)])
+    num_visited = 0
+    while queue and num_visited < max_states:
+        path, num_failures = queue.popleft()
+        num_visited += 1
+        for completing in (True, False):
+            world = replayed(scenario, path)
+            assert world.ends(completing), f"a request waits for ever (jobs complete: {completing}) after {path}"
+            assert world.is_clean_in_the_end(), f"something is left over (jobs complete: {completing}) after {path}"
+        for action in replayed(scenario, path).actions(max_ticks):
+            failures = num_failures + (action[0] == "fail")
+            if failures > max_failures:
+                continue
+            world = replayed(scenario, path)
+            world.act(action)
+            # Where failures are not bounded, how many there were does not matter.
+            state = (world.signature(), failures if max_failures < MANY else 0)
+            if state not in seen:
+                seen.add(state)
+                queue.append(((*path, action), failures))
+    return num_visited, not queue
+
+
+SCENARIOS = {
+    "write_through": {
+        "rule": {"write_policy": "write_through"},
+        "in_host": [b"a"],
+        "on_tier": [b"b", b"c", b"d"],
+        "requests": [[b"a", b"b", b"c"], [b"d", b"c", b"e"]],
+    },
+    "write_back": {
+        "rule": {"write_policy": "write_back"},
+        "in_host": [b"a", b"e"],
+        "on_tier": [b"b", b"c", b"d"],
+        "requests": [[b"a", b"b", b"c"], [b"d", b"e"]],
+    },
+    "more_than_fits": {
+        "rule": {"write_policy": "write_through_selective", "num_uses": 2},
+        "in_host": [],
+        "on_tier": [b"b", b"c", b"d", b"e"],
+        "requests": [[b"b", b"c", b"d", b"e"], [b"e", b"d", b"c", b"b"]],
+    },
+}
+
+
+# Visiting everything, 69,864 states, takes 7 minutes:
+# KVCACHE_ALL_INTERLEAVINGS=1 python -m pytest -s --timeout=3600 tests/tiering/test_interleavings.py
+ALL = os.environ.get("KVCACHE_ALL_INTERLEAVINGS") == "1"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nobody_waits_for_ever_and_nothing_leaks(name):
+    num_visited, is_whole = explore(SCENARIOS[name], 0, MANY, MANY if ALL else 250)
+    print(f"{name}, any number of failures: {num_visited} states")
+    assert is_whole or num_visited == 250
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_passing_deadlines_change_nothing_of_that(name):
+    num_visited, is_whole = explore(SCENARIOS[name], 1, 1, MANY if ALL else 250)
+    print(f"{name}, a deadline and a failure: {num_visited} states")
+    assert is_whole or num_visited == 250
+
+
+def test_every_interleaving_without_failures():
+    assert explore(SCENARIOS["write_through"], 0, 0, MANY) == (356, True)

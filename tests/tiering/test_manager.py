@@ -1,0 +1,425 @@
+"""The manager of a host pool with tiers below it."""
+
+import time
+
+import numpy as np
+import pytest
+
+from kvcache.block import BlockStateError
+from kvcache.request import ReqContext
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Bench:
+    """A manager over one hand-driven tier."""
+
+    def __init__(self, num_blocks=3, num_tier_blocks=4, **rule):
+        self.clock = Clock()
+        options = {name: rule.pop(name) for name in ("cache_policy", "deadline_s") if name in rule}
+        self.host = np.zeros((num_blocks, 8), np.uint8)
+        self.tier = ManualTier(num_tier_blocks, self.host)
+        self.manager = TieredOffloadingManager(
+            16, num_blocks, [(self.tier, TierConfig(**rule))], enable_events=True, clock=self.clock, **options
+        )
+
+    def store(self, *keys, context=None):
+        output = self.manager.prepare_store(list(keys), context)
+        assert output is not None
+        for key, block_id in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
+            self.host[block_id] = np.frombuffer(key.ljust(8), np.uint8)
+        self.manager.complete_store(output.keys_to_store, context)
+        return output
+
+    def step(self, *, error=""):
+        """End every job of the tier, and then the scheduler's step."""
+        for job in list(self.tier.pending):
+            self.tier.end(job, error)
+        self.manager.on_schedule_end()
+
+    def on_tier(self, *keys):
+        """Bring keys to the tier and out of host memory."""
+        for key in keys:
+            self.store(key)
+            self.step()
+        output = self.manager.prepare_store([b"filler%d" % i for i in range(len(self.host))])
+        self.manager.complete_store(output.keys_to_store, None, False)
+        return self
+
+    def bytes_of(self, key, context=None):
+        (block_id,) = self.manager.prepare_load([key], context).block_ids
+        value = self.host[block_id].tobytes().rstrip()
+        self.manager.complete_load([key], context)
+        return value
+
+    def events(self):
+        return [(event.medium, event.removed, event.keys) for event in self.manager.take_events()]
+
+
+def keys_of(text):
+    return [letter.encode() for letter in text]
+
+
+def test_stored_block_goes_down_and_stays_readable():
+    bench = Bench()
+    bench.store(b"a")
+    assert [job.keys for job in bench.tier.pending] == [[b"a"]]
+    assert bench.manager.lookup(b"a") is True
+    assert bench.bytes_of(b"a") == b"a"
+    assert bench.manager.stats().num_referenced == 1
+    bench.step()
+    assert bench.tier.lookup([b"a"]) == 1
+    assert bench.manager.stats().num_referenced == 0
+    assert bench.events() == [("CPU", False, [b"a"]), ("MANUAL", False, [b"a"])]
+
+
+def test_block_comes_back_before_it_is_loaded():
+    bench = Bench().on_tier(b"a")
+    context = ReqContext()
+    assert bench.manager.lookup(b"a", context) is None
+    assert bench.tier.pending == []
+    bench.manager.on_schedule_end()
+    assert [(job.is_load, job.keys) for job in bench.tier.pending] == [(True, [b"a"])]
+    assert bench.manager.lookup(b"a", context) is None
+    bench.step()
+    assert bench.manager.lookup(b"a", context) is True
+    assert bench.bytes_of(b"a", context) == b"a"
+    assert bench.manager.tier_stats()[0].promoted_blocks == 1
+
+
+def test_run_goes_through_both_media():
+    bench = Bench(num_blocks=4).on_tier(b"a", b"b")
+    bench.store(b"c")
+    bench.step()
+    context = ReqContext()
+    assert bench.manager.lookup(keys_of("abcx"), context) is None
+    bench.manager.on_schedule_end()
+    assert [job.keys for job in bench.tier.pending] == [keys_of("ab")]
+    bench.step()
+    assert bench.manager.lookup(keys_of("abcx"), context) == 3
+
+
+def test_promotions_of_a_step_are_sent_together():
+    bench = Bench(num_blocks=6).on_tier(*keys_of("abc"))
+    context = ReqContext()
+    for key in keys_of("abc"):
+        assert bench.manager.lookup(key, context) is None
+    bench.manager.on_schedule_end()
+    assert [job.keys for job in bench.tier.pending] == [keys_of("abc")]
+
+
+def test_two_requests_share_one_promotion_and_both_hold_it():
+    bench = Bench().on_tier(b"a")
+    first, second = ReqContext("1"), ReqContext("2")
+    assert bench.manager.lookup(b"a", first) is None
+    bench.manager.on_schedule_end()
+    assert bench.manager.lookup(b"a", second) is None
+    bench.step()
+    assert len(bench.tier.pending) == 0
+    assert bench.manager.policy.get(b"a").ref_cnt == 2
+    bench.manager.prepare_load([b"a"], first)
+    assert bench.manager.policy.get(b"a").ref_cnt == 2
+    bench.manager.on_request_finished(second)
+    assert bench.manager.policy.get(b"a").ref_cnt == 1
+
+
+def test_promoted_blocks_are_held_until_they_are_loaded():
+    bench = Bench().on_tier(b"a")
+    context = ReqContext()
+    bench.manager.lookup(b"a", context)
+    bench.manager.on_schedule_end()
+    bench.step()
+    assert bench.manager.prepare_store(keys_of("xyz")) is None
+    bench.manager.prepare_load([b"a"], context)
+    bench.manager.complete_load([b"a"], context)
+    assert bench.manager.prepare_store(keys_of("xyz")) is not None
+
+
+def test_promotion_that_does_not_fit_is_cut():
+    bench = Bench(num_blocks=2, num_tier_blocks=4).on_tier(*keys_of("ab"))
+    bench.store(b"p")
+    bench.step()
+    bench.manager.prepare_load([b"p"])
+    context = ReqContext()
+    assert bench.manager.lookup(keys_of("ab"), context) is None
+    bench.manager.on_schedule_end()
+    bench.step()
+    assert bench.manager.lookup(keys_of("ab"), context) == 1
+
+
+def test_failed_promotion_is_a_miss():
+    bench = Bench().on_tier(b"a")
+    context = ReqContext()
+    bench.manager.lookup(b"a", context)
+    bench.manager.on_schedule_end()
+    bench.step(error="broken")
+    assert bench.manager.lookup(b"a", context) is False
+    assert bench.manager.stats().num_pending == 0
+    assert bench.manager.tier_stats()[0].failed_jobs == 1
+
+
+def test_lost_promotion_is_a_miss_after_the_deadline_and_its_slot_stays_taken():
+    bench = Bench(deadline_s=2.0).on_tier(b"a")
+    context = ReqContext()
+    bench.manager.lookup(b"a", context)
+    bench.manager.on_schedule_end()
+    bench.clock.now_s += 1.9
+    assert bench.manager.lookup(b"a", context) is None
+    bench.clock.now_s += 0.2
+    assert bench.manager.lookup(b"a", context) is False
+    bench.clock.now_s += 10
+    bench.manager.on_schedule_end()
+    assert bench.manager.lookup(b"a", ReqContext()) is False
+    assert bench.manager.stats().num_pending == 1
+    stats = bench.manager.tier_stats()[0]
+    assert (stats.overdue_jobs, stats.stuck_blocks, stats.reads, stats.writes) == (1, 1, "paused", "open")
+    bench.step()
+    assert bench.manager.stats().num_pending == 0
+    assert bench.manager.lookup(b"a", ReqContext()) is True
+    assert bench.bytes_of(b"a") == b"a"
+
+
+def test_request_that_never_loads_lets_go_after_the_deadline():
+    bench = Bench(deadline_s=2.0).on_tier(b"a")
+    context = ReqContext()
+    bench.manager.lookup(b"a", context)
+    bench.manager.on_schedule_end()
+    bench.step()
+    assert bench.manager.stats().num_referenced == 1
+    bench.clock.now_s += 2
+    bench.manager.on_schedule_end()
+    assert bench.manager.stats().num_referenced == 0
+
+
+def test_engine_cannot_make_a_block_ready_that_a_tier_reads_into():
+    bench = Bench().on_tier(b"a")
+    bench.manager.lookup(b"a", ReqContext())
+    bench.manager.on_schedule_end()
+    bench.manager.complete_store([b"a"])
+    assert bench.manager.lookup([b"a"], ReqContext()) is None
+    with pytest.raises(BlockStateError):
+        bench.manager.prepare_load([b"a"])
+
+
+def test_slow_tier_drops_stores_and_counts_them():
+    bench = Bench(max_store_blocks=1)
+    bench.store(*keys_of("abc"))
+    assert [job.keys for job in bench.tier.pending] == [[b"c"]]
+    bench.store(*keys_of("de"))
+    bench.step()
+    assert [job.keys for job in bench.tier.pending] == [[b"e"]]
+    bench.step()
+    assert bench.manager.tier_stats()[0].dropped_blocks == 2
+
+
+def test_breaker_opens_after_failures_and_one_job_tries_again():
+    bench = Bench(max_failures=2, pause_s=10.0, num_tier_blocks=8)
+    for key in keys_of("ab"):
+        bench.store(key)
+        bench.step(error="no space")
+    assert bench.manager.tier_stats()[0].writes == "paused"
+    bench.store(b"c")
+    assert bench.tier.pending == []
+    assert bench.manager.tier_stats()[0].dropped_blocks == 3
+    assert bench.manager.tier_stats()[0].reads == "open"
+    bench.clock.now_s += 10
+    bench.store(b"d")
+    bench.store(b"e")
+    assert [job.keys for job in bench.tier.pending] == [[b"d"]]
+    assert bench.manager.tier_stats()[0].writes == "probing"
+    bench.step()
+    assert bench.manager.tier_stats()[0].writes == "open"
+
+
+def test_tier_that_raises_harms_nobody(caplog):
+    bench = Bench()
+
+    def broken(*args):
+        raise RuntimeError("bug")
+
+    bench.tier.lookup = bench.tier.finished = bench.tier.touch = bench.tier.submit_store = broken
+    bench.store(b"a")
+    bench.manager.touch([b"a"])
+    bench.manager.on_schedule_end()
+    assert bench.manager.lookup(keys_of("ab"), ReqContext()) == 1
+    assert "tier MANUAL: lookup raised, which a tier must not do" in caplog.text
+
+
+def test_block_is_written_on_its_nth_use():
+    bench = Bench(write_policy="write_through_selective", num_uses=3)
+    first = ReqContext()
+    bench.store(b"a", context=first)
+    bench.manager.touch([b"a"], first)
+    assert bench.tier.pending == []
+    bench.manager.touch([b"a"], ReqContext())
+    bench.manager.on_schedule_end()
+    assert bench.tier.pending == []
+    bench.manager.touch([b"a"], ReqContext())
+    bench.manager.on_schedule_end()
+    assert [job.keys for job in bench.tier.pending] == [[b"a"]]
+
+
+def test_first_use_can_be_enough():
+    bench = Bench(write_policy="write_through_selective", num_uses=1)
+    bench.manager.prepare_store([b"a"], ReqContext())
+    bench.manager.on_schedule_end()
+    bench.manager.complete_store([b"a"])
+    assert [job.keys for job in bench.tier.pending] == [[b"a"]]
+    assert bench.manager.tier_stats()[0].dropped_blocks == 0
+
+
+def test_uses_of_blocks_that_left_are_forgotten_in_time_that_does_not_grow():
+    num_blocks = 20_000
+    manager = TieredOffloadingManager(
+        16, num_blocks, [(ManualTier(8), TierConfig(write_policy="write_through_selective", num_uses=9))]
+    )
+    times_s = []
+    for step in range(60):
+        keys = [b"%d-%d" % (step, i) for i in range(2000)]
+        start = time.thread_time()
+        manager.prepare_store(keys, ReqContext())
+        times_s.append(time.thread_time() - start)
+        manager.complete_store(keys)
+    assert sum(times_s[40:]) < 5 * sum(times_s[:20]), times_s
+
+
+def served(bench, text):
+    """Store a request's blocks; at its end they are ordered so that the prefix's tail leaves first."""
+    context = ReqContext()
+    bench.store(*keys_of(text), context=context)
+    bench.manager.on_request_finished(context)
+
+
+def test_least_recently_used_blocks_are_written_before_they_leave():
+    bench = Bench(num_blocks=4, write_policy="write_back")
+    served(bench, "abc")
+    bench.step()
+    assert bench.tier.pending == []
+    served(bench, "d")
+    assert [job.keys for job in bench.tier.pending] == [[b"c"]]
+    assert bench.manager.lookup(b"c") is True
+    bench.step()
+    bench.manager.touch([b"b"], ReqContext())
+    served(bench, "e")
+    assert ("CPU", True, [b"c"]) in bench.events()
+    assert bench.tier.lookup([b"c"]) == 1
+    assert [job.keys for job in bench.tier.pending] == [[b"a"]]
+    assert bench.manager.tier_stats()[0].dropped_blocks == 0
+
+
+def test_burst_loses_unwritten_blocks_counts_them_and_is_foreseen_the_next_time():
+    bench = Bench(num_blocks=8, num_tier_blocks=64, write_policy="write_back", max_store_blocks=8)
+    served(bench, "abcdefgh")
+    bench.step()
+    served(bench, "ijkl")
+    assert bench.manager.tier_stats()[0].dropped_blocks == 2
+    for burst in ("mnop", "qrst", "uvwx"):
+        bench.step()
+        served(bench, burst)
+    assert bench.manager.tier_stats()[0].dropped_blocks == 2
+
+
+def test_pool_that_is_not_full_writes_nothing_on_eviction():
+    bench = Bench(num_blocks=8, write_policy="write_back")
+    bench.store(*keys_of("abcdef"))
+    bench.step()
+    assert bench.tier.stats().stored_blocks == 0
+
+
+def test_reset_waits_for_what_is_in_flight_and_is_empty_at_once():
+    bench = Bench().on_tier(b"a")
+    bench.manager.lookup(b"a", ReqContext())
+    bench.manager.on_schedule_end()
+    bench.store(b"b")
+    bench.events()
+    bench.manager.reset_cache()
+    assert bench.manager.lookup(b"b") is False
+    assert bench.manager.lookup(keys_of("ab"), ReqContext()) == 0
+    assert bench.manager.prepare_store([b"c"]) is None
+    with pytest.raises(KeyError):
+        bench.manager.prepare_load([b"b"])
+    bench.step()
+    assert bench.events() == []
+    output = bench.manager.prepare_store(keys_of("cde"))
+    assert output.store_spec.block_ids.tolist() == [0, 1, 2]
+    assert bench.manager.lookup(b"a", ReqContext()) is False
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+def test_reset_does_not_wait_for_a_tier_that_hangs_and_keeps_its_slot(is_load):
+    bench = Bench().on_tier(b"a")
+    if is_load:
+        bench.manager.lookup(b"a", ReqContext())
+    else:
+        bench.store(b"b")
+    bench.manager.on_schedule_end()
+    (job,) = bench.tier.pending
+    bench.manager.reset_cache()
+    assert bench.manager.prepare_store([b"c"]) is None
+    bench.clock.now_s += 5
+    bench.manager.on_schedule_end()
+    assert bench.manager.lookup(keys_of("ab"), ReqContext()) == 0
+    assert bench.manager.prepare_store(keys_of("cde")) is None
+    output = bench.manager.prepare_store(keys_of("cd"))
+    assert sorted([*output.store_spec.block_ids.tolist(), *job.block_ids]) == [0, 1, 2]
+    bench.manager.complete_store(keys_of("cd"))
+    for other in bench.tier.pending[1:]:
+        bench.tier.end(other)
+    bench.manager.reset_cache()
+    bench.manager.on_schedule_end()
+    output = bench.manager.prepare_store(keys_of("fg"))
+    assert sorted([*output.store_spec.block_ids.tolist(), *job.block_ids]) == [0, 1, 2]
+    bench.manager.complete_store(keys_of("fg"))
+    bench.events()
+    bench.step()
+    assert bench.manager.lookup(keys_of("fgab"), ReqContext()) == 2
+    assert not {key for _, _, keys in bench.events() for key in keys}.intersection(keys_of("abcd"))
+    assert bench.manager.prepare_store(keys_of("h")).evicted_keys == []
+    stats = bench.manager.stats()
+    assert (stats.num_pending, stats.num_referenced, stats.num_free) == (1, 0, 0)
+
+
+def test_second_tier_is_asked_after_the_first():
+    clock = Clock()
+    upper, lower = ManualTier(1, is_automatic=True), ManualTier(8, is_automatic=True)
+    lower.medium = "LOWER"
+    manager = TieredOffloadingManager(16, 3, [upper, lower], enable_events=True, clock=clock)
+    for key in keys_of("abcdef"):
+        output = manager.prepare_store([key])
+        manager.complete_store(output.keys_to_store)
+        manager.on_schedule_end()
+        manager.on_schedule_end()
+    events = [(event.medium, event.removed, event.keys) for event in manager.take_events()]
+    assert ("MANUAL", True, [b"a"]) in events
+    assert ("LOWER", False, [b"a"]) in events
+    context = ReqContext()
+    assert manager.lookup(b"a", context) is None
+    assert manager.settle(5)
+    assert manager.lookup(b"a", context) is True
+    assert upper.lookup([b"a"]) == 1
+    assert [stats.promoted_blocks for stats in manager.tier_stats()] == [0, 1]
+
+
+def test_bad_arguments_name_the_value():
+    with pytest.raises(ValueError, match=r"tiers must be Tier or \(Tier, TierConfig\), got \('disk',"):
+        TieredOffloadingManager(16, 3, ["disk"])
+    with pytest.raises(ValueError, match="deadline_s must be a number > 0, got 0"):
+        TieredOffloadingManager(16, 3, [], deadline_s=0)
+    known = "write_through, write_back, write_through_selective"
+    with pytest.raises(ValueError, match=f"write_policy must be one of {known}, got 'never'"):
+        TierConfig(write_policy="never")
+    with pytest.raises(ValueError, match="num_uses must be an int >= 1, got 0"):
+        TierConfig(num_uses=0)
+    with pytest.raises(ValueError, match="pause_s must be a number > 0, got -1"):
+        TierConfig(pause_s=-1)
+    with pytest.raises(ValueError, match="keys must be an iterable of keys"):
+        TieredOffloadingManager(16, 3, []).lookup("abc")

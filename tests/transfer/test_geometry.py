@@ -1,0 +1,157 @@
+"""Every byte of every geometry goes where a slow reference puts it, and no other byte changes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from kvcache.specs import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+)
+from kvcache.testing.transfers import GUARD, HostStream, NoisyPool, cases
+from kvcache.transfer._native.plan import Geometry
+from kvcache.transfer.cpu import CPUCopyHandler
+from kvcache.transfer.cuda import StagedCopyHandler
+from kvcache.transfer.geometry import KVGeometry, host_block_bytes
+
+
+def copied_at_once(geometry, to_host):
+    return CPUCopyHandler(geometry, to_host, 1)
+
+
+def copied_by_threads(geometry, to_host):
+    return CPUCopyHandler(geometry, to_host, 2, inline_bytes=-1)
+
+
+def staged_block_by_block(geometry, to_host):
+    num_groups = len(geometry.kv_caches.group_data_refs)
+    return StagedCopyHandler(
+        geometry, to_host, HostStream(), max(1, *(geometry.compiled.part_bytes(i) for i in range(num_groups)), 1)
+    )
+
+
+def staged_many_blocks(geometry, to_host):
+    return StagedCopyHandler(geometry, to_host, HostStream(), 2000)
+
+
+@pytest.mark.parametrize("make_handler", [copied_at_once, copied_by_threads, staged_block_by_block, staged_many_blocks])
+@pytest.mark.parametrize("to_host", [True, False], ids=["store", "load"])
+@given(case=cases())
+def test_bytes_go_where_the_reference_puts_them(make_handler, to_host, case):
+    buffers, memory = case.expected(to_host)
+    handler = make_handler(KVGeometry(case.kv_caches, case.pool, case.factor), to_host)
+    spec = (case.device_spec, case.host_spec)
+    assert handler.transfer_async(7, spec if to_host else spec[::-1])
+    handler.wait([7])
+    (result,) = handler.get_finished()
+    assert result.success
+    assert result.transfer_size == sum(n for *_, n in case.pieces())
+    np.testing.assert_array_equal(case.pool.memory, memory)
+    for buffer, expected in zip(case.buffers, buffers, strict=True):
+        np.testing.assert_array_equal(buffer.numpy(), expected)
+    handler.shutdown()
+
+
+@given(case=cases())
+def test_runs_that_touch_on_both_sides_are_merged(case):
+    geometry = KVGeometry(case.kv_caches, case.pool, case.factor)
+    spec = case.device_spec
+    runs = geometry.compiled.runs(spec.block_ids, spec.group_sizes, spec.block_indices, case.host_spec.block_ids)
+    assert runs[:, 2].sum() == sum(n for *_, n in case.pieces())
+    touching = (runs[:-1, 0] + runs[:-1, 2] == runs[1:, 0]) & (runs[:-1, 1] + runs[:-1, 2] == runs[1:, 1])
+    assert not touching.any()
+
+
+def test_adjacent_blocks_become_one_run():
+    geometry = Geometry([(1000, 8, 16)], [[(0, 16)]], 5000, 16, 8)
+    ids = np.array([2, 3, 4, 7])
+    runs = geometry.runs(ids, [4], [0], np.array([0, 1, 2, 3]))
+    assert runs.tolist() == [[5000, 1032, 48], [5048, 1112, 16]]
+
+
+def test_partial_blocks_start_and_end_inside_a_host_block():
+    geometry = Geometry([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, 4)
+    runs = geometry.runs(np.array([7, 5, 3]), [3], [6], np.array([2, 0]))
+    # Block 6 of the request is the third device block of its offloaded block, and block 8 begins the next one.
+    assert runs.tolist() == [[1100, 70, 10], [1110, 50, 10], [1000, 30, 10]]
+
+
+def test_layers_side_by_side_are_one_piece():
+    geometry = Geometry([(0, 4, 100), (10, 4, 100), (30, 4, 100)], [[(0, 10), (1, 10), (2, 5)]], 1000, 25, 4)
+    assert geometry.segments(0) == [(0, 100, 0, 20), (30, 100, 20, 5)]
+    assert geometry.runs(np.array([1]), [1], [0], np.array([3])).tolist() == [[1075, 100, 20], [1095, 130, 5]]
+
+
+def test_hundred_thousand_blocks_in_one_transfer():
+    n = 100_000
+    device = torch.arange(n, dtype=torch.int32).view(torch.int8).view(n, 4).clone()
+    pool = NoisyPool(np.zeros(2 * GUARD + 4 * n, np.int8), n, 4, 4)
+    kv_caches = CanonicalKVCaches([CanonicalKVCacheTensor(device, 4)], [[CanonicalKVCacheRef(0, 4)]])
+    handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True)
+    order = np.random.default_rng(0).permutation(n)
+    handler.transfer_async(1, (GPULoadStoreSpec(order, [n], [0]), CPULoadStoreSpec(np.arange(n))))
+    handler.wait([1])
+    assert handler.get_finished()[0].transfer_size == 4 * n
+    np.testing.assert_array_equal(pool.memory[GUARD:-GUARD].view(np.int32), order)
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "sizes", "indices", "host_ids", "message"),
+    [
+        ([8], [1], [0], [0], r"device block's id must be in 0\.\.7, got 8"),
+        ([-1], [1], [0], [0], r"device block's id must be in 0\.\.7, got -1"),
+        ([0], [1], [0], [3], r"host block's id must be in 0\.\.2, got 3"),
+        ([0], [1], [0], [-1], r"host block's id must be in 0\.\.2, got -1"),
+        ([0, 1], [2], [3], [0], r"\[2\] device blocks per group, from \[3\] on, .* do not fill 1 host blocks"),
+        ([0, 1], [2], [0], [0, 1], r"do not fill 2 host blocks"),
+        ([0, 1], [1], [0], [0], r"do not fill 1 host blocks"),
+        ([0], [2], [0], [0], r"add up to 1 block ids"),
+        ([0], [-1], [0], [0], r"group_sizes must be >= 0"),
+        ([0], [1], [-1], [0], r"block_indices be >= 0"),
+        ([0], [1, 0], [0, 0], [0], r"there are 1 KV-cache groups, got 2 group_sizes and 2 block_indices"),
+    ],
+)
+def test_what_does_not_fit_is_refused(device_ids, sizes, indices, host_ids, message):
+    geometry = Geometry([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, 4)
+    with pytest.raises(ValueError, match=message):
+        geometry.runs(np.array(device_ids), sizes, indices, np.array(host_ids))
+
+
+def kv_caches_of(tensor, page, refs=((0, 8),)):
+    return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page)], [[CanonicalKVCacheRef(i, n) for i, n in refs]])
+
+
+@pytest.mark.parametrize("factor", [0, -2, "2"])
+def test_a_host_block_of_no_device_blocks_has_no_size(factor):
+    with pytest.raises(ValueError, match=f"block_size_factor must be an int >= 1, got {factor!r}"):
+        host_block_bytes(kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), factor)
+
+
+@pytest.mark.parametrize(
+    ("kv_caches", "factor", "message"),
+    [
+        (kv_caches_of(torch.zeros(4, 8), 8), 1, r"tensor 0 must be int8 .*, got torch.float32"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 9), 1, r"shape \(num_blocks, 9\), got \(4, 8\)"),
+        (kv_caches_of(torch.zeros(32, dtype=torch.int8), 8), 1, r"shape \(num_blocks, 8\), got \(32,\)"),
+        (kv_caches_of(torch.zeros(8, 4, dtype=torch.int8).t(), 8), 1, r"side by side, got strides \(1, 4\)"),
+        (kv_caches_of(torch.zeros(1, 8, dtype=torch.int8).expand(4, 8), 8), 1, r"overlap: 8 bytes at stride 0"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8, device="meta"), 8), 1, r"host or CUDA memory, got meta"),
+        (kv_caches_of(np.zeros((4, 8), np.int8), 8), 1, r"must be a torch.Tensor, got ndarray"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(1, 8)]), 1, r"names tensor 1, there are 1"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(0, 9)]), 1, r"copies 9 bytes .* has 1\.\.8"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(0, 0)]), 1, r"copies 0 bytes"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(0, 8.0)]), 1, r"two ints, got 0 and 8\.0"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8.0), 1, r"an int for page_size_bytes, got 8\.0"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), True, r"factor must be an int >= 1, got True"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), 3, r"block has 24 bytes, the pool's blocks have 16"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), 0, r"block_size_factor must be an int >= 1, got 0"),
+    ],
+)
+def test_a_wrong_kv_cache_is_refused(kv_caches, factor, message):
+    pool = NoisyPool(np.zeros(2 * GUARD + 64, np.int8), 4, 16, 16)
+    with pytest.raises(ValueError, match=message):
+        KVGeometry(kv_caches, pool, factor)

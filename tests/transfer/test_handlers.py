@@ -1,0 +1,519 @@
+"""Jobs end once, in order, as told, whatever goes wrong on the way."""
+
+import gc
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.specs import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    TransferResult,
+)
+from kvcache.transfer._native.copy import CopyQueue
+from kvcache.transfer.base import OffloadingHandler
+from kvcache.transfer.cpu import CPUCopyHandler
+from kvcache.transfer.factory import cpu_gpu_handlers
+from kvcache.transfer.geometry import KVGeometry, host_block_bytes
+from kvcache.transfer.host_pool import HostPool
+from kvcache.transfer.worker import OffloadingWorker
+
+
+def make_kv_caches(num_blocks=16, page_bytes=64, num_layers=2):
+    tensors = [
+        CanonicalKVCacheTensor(torch.randint(-128, 128, (num_blocks, page_bytes), dtype=torch.int8), page_bytes)
+        for _ in range(num_layers)
+    ]
+    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(i, page_bytes) for i in range(num_layers)]])
+
+
+def store_spec(device_ids, host_ids):
+    return GPULoadStoreSpec(device_ids, [len(device_ids)], [0]), CPULoadStoreSpec(host_ids)
+
+
+# Of a `busy` handler's blocks: minutes of copying, for a test that looks at what is in flight and then gives it up.
+LONG_JOB = store_spec(list(range(64)) * 5000, list(range(64)) * 5000)
+
+
+@pytest.fixture
+def kv_caches():
+    return make_kv_caches()
+
+
+@pytest.fixture
+def pool(kv_caches):
+    return HostPool(16, host_block_bytes(kv_caches), pin=False)
+
+
+@pytest.fixture(params=["at once", "queued"])
+def handlers(request, kv_caches, pool):
+    geometry = KVGeometry(kv_caches, pool)
+    inline_bytes = {"at once": 1 << 20, "queued": -1}[request.param]
+    pair = [CPUCopyHandler(geometry, to_host, 2, inline_bytes) for to_host in (True, False)]
+    yield pair
+    for handler in pair:
+        handler.shutdown(wait=False)
+
+
+@pytest.fixture
+def busy():
+    """A handler whose queue is held up by one job of some milliseconds, with the tensors it reads."""
+    kv_caches = make_kv_caches(64, 1 << 20, 1)
+    pool = HostPool(64, 1 << 20, pin=False)
+    handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True, 1)
+    yield handler, kv_caches, pool
+    handler.shutdown(wait=False)
+
+
+def test_store_then_load_brings_the_bytes_back(handlers, kv_caches):
+    store, load = handlers
+    before = [kv.tensor.clone() for kv in kv_caches.tensors]
+    start_s = time.perf_counter()
+    assert store.transfer_async(1, store_spec([3, 1, 8], [5, 0, 9]))
+    store.wait([1])
+    (result,) = store.get_finished()
+    assert (result.job_id, result.success, result.transfer_size) == (1, True, 3 * 128)
+    assert result.transfer_type == ("GPU", "CPU")
+    assert 0 <= result.transfer_time <= time.perf_counter() - start_s
+    assert load.transfer_async(2, store_spec([10, 11, 12], [5, 0, 9])[::-1])
+    load.wait([2])
+    (result,) = load.get_finished()
+    assert result.transfer_type == ("CPU", "GPU")
+    for kv, old in zip(kv_caches.tensors, before, strict=True):
+        assert torch.equal(kv.tensor[10:13], old[[3, 1, 8]])
+
+
+def test_a_job_of_no_blocks_ends_in_its_turn(handlers):
+    store, _ = handlers
+    for job_id in (4, 5, 6):
+        store.transfer_async(job_id, store_spec([], []) if job_id == 5 else store_spec([1], [1]))
+    store.wait([4, 5, 6])
+    assert [(r.job_id, r.transfer_size) for r in store.get_finished()] == [(4, 128), (5, 0), (6, 128)]
+
+
+def test_jobs_end_in_submission_order(busy):
+    handler, *_ = busy
+    handler.transfer_async(99, store_spec(range(64), range(64)))
+    for job_id in range(98, 0, -1):
+        handler.transfer_async(job_id, store_spec([job_id % 64], [job_id % 64]))
+    handler.wait(range(100))
+    assert [result.job_id for result in handler.get_finished()] == list(range(99, 0, -1))
+
+
+def test_a_later_job_of_one_direction_overwrites_an_earlier_one(busy):
+    handler, kv_caches, pool = busy
+    tensor = kv_caches.tensors[0].tensor
+    for job_id in range(8):
+        handler.transfer_async(job_id, store_spec([job_id] * 40, range(40)))
+    handler.wait([7])
+    assert all(torch.equal(pool.block(i), tensor[7]) for i in range(40))
+
+
+def test_each_end_is_told_once(handlers):
+    store, _ = handlers
+    store.transfer_async(1, store_spec([1], [1]))
+    store.wait([1])
+    assert len(store.get_finished()) == 1
+    assert store.get_finished() == []
+
+
+def test_waiting_for_unknown_or_ended_jobs_returns(handlers):
+    store, _ = handlers
+    store.wait([])
+    store.wait([1, 2])
+    store.transfer_async(1, store_spec([1], [1]))
+    store.wait([1, 17])
+    store.wait([1])
+    store.get_finished()
+    store.wait([1])
+
+
+def test_neither_submission_nor_get_finished_waits(busy):
+    handler, *_ = busy
+    handler.transfer_async(1, LONG_JOB)
+    assert handler.get_finished() == []
+    assert handler.cancel(1)
+    handler.wait([1])
+    assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, False)]
+
+
+def test_a_job_id_in_flight_is_refused(handlers):
+    store, _ = handlers
+    store.transfer_async(1, store_spec([1], [1]))
+    with pytest.raises(ValueError, match="job_id 1 is in flight"):
+        store.transfer_async(1, store_spec([2], [2]))
+    store.wait([1])
+    assert len(store.get_finished()) == 1
+    assert store.transfer_async(1, store_spec([2], [2]))
+
+
+@pytest.mark.parametrize("job_id", ["1", None, 1 << 63, 1.5])
+def test_a_job_id_that_is_no_int64_is_refused(handlers, job_id):
+    with pytest.raises(ValueError, match="job_id must be an int64"):
+        handlers[0].transfer_async(job_id, store_spec([1], [1]))
+
+
+def test_the_wrong_media_are_refused(handlers):
+    store, load = handlers
+    spec = store_spec([1], [1])
+    with pytest.raises(ValueError, match=r"jobs are \(GPULoadStoreSpec, CPULoadStoreSpec\), got \(CPULoadStoreSpec"):
+        store.transfer_async(1, spec[::-1])
+    with pytest.raises(ValueError, match=r"jobs are \(CPULoadStoreSpec, GPULoadStoreSpec\)"):
+        load.transfer_async(1, spec)
+
+
+@pytest.mark.parametrize("spec", [None, "GC", (CPULoadStoreSpec([1]),), (None, CPULoadStoreSpec([1]))])
+def test_what_is_no_pair_of_specs_is_refused(handlers, spec):
+    worker = OffloadingWorker()
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, handlers[0])
+    for target in (handlers[0], worker):
+        with pytest.raises(ValueError, match="a transfer is a tuple of two LoadStoreSpecs"):
+            target.transfer_async(1, spec)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1.5, "2"])
+def test_a_number_of_threads_that_is_none_is_refused(kv_caches, pool, num_threads):
+    with pytest.raises(ValueError, match=f"num_threads must be an int >= 1, got {num_threads!r}"):
+        cpu_gpu_handlers(kv_caches, pool, num_threads=num_threads)
+
+
+def test_a_refused_job_moves_no_byte_and_later_jobs_run(handlers, pool):
+    store, _ = handlers
+    pool.tensor.fill_(7)
+    with pytest.raises(ValueError, match="got 16"):
+        store.transfer_async(1, store_spec([1, 2, 16], [1, 2, 3]))
+    assert bool((pool.tensor == 7).all())
+    assert store.transfer_async(1, store_spec([1], [1]))
+    store.wait([1])
+    assert [result.success for result in store.get_finished()] == [True]
+
+
+def test_specs_may_be_changed_once_submitted(busy):
+    handler, kv_caches, pool = busy
+    ids, host_ids = np.arange(64), np.arange(64)
+    handler.transfer_async(1, store_spec(ids, host_ids))
+    handler.transfer_async(2, store_spec(ids, host_ids))
+    ids[:] = 1 << 40
+    host_ids[:] = -5
+    handler.wait([2])
+    assert torch.equal(pool.tensor, kv_caches.tensors[0].tensor)
+
+
+def test_a_tensor_that_went_away_fails_its_jobs_once_each(handlers, kv_caches):
+    store, load = handlers
+    kv_caches.tensors[0].tensor.untyped_storage().resize_(0)
+    store.transfer_async(1, store_spec([1], [1]))
+    store.transfer_async(2, store_spec([2], [2]))
+    load.transfer_async(3, store_spec([2], [2])[::-1])
+    store.wait([1, 2])
+    load.wait([3])
+    assert [(r.job_id, r.success, r.transfer_size) for r in store.get_finished()] == [(1, False, 0), (2, False, 0)]
+    assert [(r.job_id, r.success) for r in load.get_finished()] == [(3, False)]
+    assert store.get_finished() == []
+
+
+def test_a_fault_between_submission_and_end_fails_that_job_alone(busy):
+    handler, kv_caches, pool = busy
+    handler.transfer_async(0, LONG_JOB)
+    for job_id in range(1, 6):
+        handler.transfer_async(job_id, store_spec(range(job_id - 1, 64), range(job_id - 1, 64)))
+    assert handler.cancel(3)
+    assert handler.cancel(4)
+    assert handler.cancel(0)
+    handler.wait(range(6))
+    assert [(r.job_id, r.success) for r in handler.get_finished()] == [(i, i in (1, 2, 5)) for i in range(6)]
+    assert torch.equal(pool.tensor, kv_caches.tensors[0].tensor)
+    assert not handler.cancel(3)
+
+
+def test_shutdown_waits_for_what_is_in_flight(busy):
+    handler, kv_caches, pool = busy
+    handler.transfer_async(1, store_spec(range(64), range(64)))
+    handler.transfer_async(2, store_spec(range(64), range(64)))
+    handler.shutdown()
+    assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, True), (2, True)]
+    assert torch.equal(pool.tensor, kv_caches.tensors[0].tensor)
+    assert handler.transfer_async(3, store_spec([1], [1])) is False
+    handler.shutdown()
+
+
+def test_shutdown_abandons_what_is_in_flight_if_told_so(busy):
+    handler, *_ = busy
+    handler.transfer_async(0, LONG_JOB)
+    for job_id in range(1, 20):
+        handler.transfer_async(job_id, store_spec(range(64), range(64)))
+    handler.shutdown(wait=False)
+    results = handler.get_finished()
+    assert [(r.job_id, r.success, r.transfer_size) for r in results] == [(i, False, 0) for i in range(20)]
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_handler_that_is_dropped_in_flight_ends_before_its_memory(request, in_a_cycle):
+    # A collection that began by itself, in another thread, would leave none to the one below.
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    kv_caches = make_kv_caches(64, 1 << 20, 1)
+    # Once was not enough to see memory go first.
+    for _ in range(10):
+        pool = HostPool(64, 1 << 20, pin=False)
+        handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True, 2)
+        for job_id in range(5):
+            handler.transfer_async(job_id, store_spec(range(64), range(64)))
+        if in_a_cycle:
+            # Now it is the collector that takes them apart, in an order of its own.
+            handler.me = handler
+        blocks = weakref.ref(pool.tensor)
+        del pool, handler
+        gc.collect()
+        assert blocks() is None
+
+
+def test_a_spinning_main_thread_does_not_slow_a_copy_down(busy):
+    handler, *_ = busy
+    spec = store_spec(range(64), range(64))
+    handler.transfer_async(0, spec)
+    handler.wait([0])
+    handler.get_finished()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(5)
+    try:
+        # With the GIL never handed over, a copy that needed it would not even start.
+        for job_id in range(1, 4):
+            handler.transfer_async(job_id, spec)
+        until = time.monotonic() + 30
+        ended = []
+        while len(ended) < 3 and time.monotonic() < until:
+            ended += handler.get_finished()
+    finally:
+        sys.setswitchinterval(interval)
+    assert [result.success for result in ended] == [True] * 3
+
+
+def test_waiting_lets_other_threads_run(busy):
+    handler, *_ = busy
+    for job_id in range(4):
+        handler.transfer_async(job_id, store_spec(range(64), range(64)))
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(len(handler.get_finished())))
+    thread.start()
+    handler.wait([3])
+    thread.join()
+    assert len(seen) == 1
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_wait_leaves_its_work_to_the_threads(busy):
+    handler, *_ = busy
+
+    def interrupt(*_):
+        raise Interrupted
+
+    def wait_and_be_interrupted(job_id):
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        handler.wait([job_id])
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for job_id in range(0, 20, 2):
+            handler.transfer_async(job_id, LONG_JOB)
+            handler.transfer_async(job_id + 1, store_spec([1], [1]))
+            with pytest.raises(Interrupted):
+                wait_and_be_interrupted(job_id)
+            assert handler.cancel(job_id)
+            ended, until = [], time.monotonic() + 60
+            while len(ended) < 2 and time.monotonic() < until:
+                ended += handler.get_finished()
+            assert [(r.job_id, r.success) for r in ended] == [(job_id, False), (job_id + 1, True)]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_fork_gets_an_error_instead_of_a_hang(kv_caches, pool):
+    queue = CopyQueue(KVGeometry(kv_caches, pool).compiled, True)
+    one = np.array([1])
+    pid = os.fork()
+    if not pid:
+        try:
+            queue.submit(1, one, [1], [0], one)
+        except RuntimeError as error:
+            os._exit(0 if "its fork" in str(error) else 2)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_where_no_thread_can_be_had_the_caller_copies():
+    code = """
+import resource, numpy as np
+from pathlib import Path
+from kvcache.transfer._native.copy import CopyQueue
+from kvcache.transfer._native.plan import Geometry
+device, host = np.arange(64, dtype=np.int8), np.zeros(64, np.int8)
+address = [memory.__array_interface__["data"][0] for memory in (device, host)]
+queue = CopyQueue(Geometry([(address[0], 8, 8)], [[(0, 8)]], address[1], 8, 8), True, 2, -1)
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 20), resource.RLIM_INFINITY))
+every = np.arange(8)
+for job_id in range(3):
+    queue.submit(job_id, every, [8], [0], every)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+threads = len(list(Path("/proc/self/task").iterdir()))
+queue.wait(3)
+assert [ended[:3] for ended in queue.get_finished()] == [(i, True, 64) for i in range(3)]
+assert (device == host).all()
+queue.submit(3, every, [8], [0], every)
+queue.wait(4)
+assert len(list(Path("/proc/self/task").iterdir())) == threads + 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_who_waits_copies_too():
+    # A job for two threads where only one can be had: the second place is the waiter's.
+    code = """
+import resource, time, numpy as np
+from pathlib import Path
+from kvcache.transfer._native.copy import CopyQueue
+from kvcache.transfer._native.plan import Geometry
+device, host = np.ones((64, 1 << 20), np.int8), np.zeros((64, 1 << 20), np.int8)
+address = [memory.__array_interface__["data"][0] for memory in (device, host)]
+queue = CopyQueue(Geometry([(address[0], 64, 1 << 20)], [[(0, 1 << 20)]], address[1], 1 << 20, 64), True, 2, -1)
+queue.wait(queue.submit(0, np.array([], np.int64), [0], [0], np.array([], np.int64)))
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 20), resource.RLIM_INFINITY))
+every = np.arange(64)
+for job_id in range(1, 31):
+    last = queue.submit(job_id, every, [64], [0], every)
+before = time.thread_time()
+queue.wait(last)
+used = time.thread_time() - before
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+seconds = sum(ended[3] for ended in queue.get_finished())
+assert (host == 1).all()
+assert used > 0.02 * seconds, (used, seconds)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_ten_thousand_jobs_in_flight_hold_no_more_than_their_specs():
+    num_ids = 2000
+    spec = store_spec([0] * num_ids, [0] * num_ids)
+    handler = CPUCopyHandler(KVGeometry(make_kv_caches(4, 1, 32), HostPool(4, 32, pin=False)), True, 1, inline_bytes=-1)
+    before = resident_bytes()
+    for job_id in range(10_000):
+        handler.transfer_async(job_id, spec)
+    held = resident_bytes() - before
+    handler.shutdown(wait=False)
+    # Two int64 arrays per job, as the specs hold them; their runs would be 96 times that.
+    assert held < 10_000 * 2 * 8 * num_ids
+    assert len(handler.get_finished()) == 10_000
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_worker_routes_by_media(kv_caches, pool):
+    worker = OffloadingWorker()
+    store, load = cpu_gpu_handlers(kv_caches, pool)
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
+    worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
+    assert worker.transfer_async(1, store_spec([1], [1]))
+    worker.wait([1])
+    assert worker.transfer_async(2, store_spec([2], [1])[::-1])
+    worker.wait([1, 2])
+    assert [(r.job_id, r.transfer_type) for r in worker.get_finished()] == [(1, ("GPU", "CPU")), (2, ("CPU", "GPU"))]
+    worker.shutdown()
+    assert worker.transfer_async(3, store_spec([1], [1])) is False
+
+
+def test_worker_names_the_media_it_cannot_serve(kv_caches, pool):
+    worker = OffloadingWorker()
+    with pytest.raises(ValueError, match="no handler for transfers GPU -> CPU, known ones: none"):
+        worker.transfer_async(1, store_spec([1], [1]))
+    store, _ = cpu_gpu_handlers(kv_caches, pool)
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
+    with pytest.raises(ValueError, match="GPU -> CPU have a handler already"):
+        worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
+    with pytest.raises(ValueError, match="CPU -> GPU, known ones: GPU -> CPU"):
+        worker.transfer_async(1, store_spec([1], [1])[::-1])
+    worker.shutdown()
+
+
+class BrokenHandler(OffloadingHandler):
+    """A third party's handler that raises wherever it can."""
+
+    def transfer_async(self, job_id, spec):
+        raise OSError("no such medium")
+
+    def get_finished(self):
+        return []
+
+    def wait(self, job_ids):
+        pass
+
+    def shutdown(self, wait=True):
+        pass
+
+
+def test_worker_reports_a_handler_that_raises_as_a_failed_job(kv_caches, pool):
+    worker = OffloadingWorker()
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, BrokenHandler())
+    assert worker.transfer_async(5, store_spec([1], [1])) is True
+    assert worker.get_finished() == [TransferResult(5, False, 0, 0.0, ("GPU", "CPU"))]
+    assert worker.get_finished() == []
+
+
+def test_a_handler_that_raises_loses_nothing_of_the_others(kv_caches, pool, monkeypatch):
+    worker, broken = OffloadingWorker(), BrokenHandler()
+    store, load = cpu_gpu_handlers(kv_caches, pool)
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
+    worker.register_handler(GPULoadStoreSpec, GPULoadStoreSpec, broken)
+    worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
+    worker.transfer_async(1, store_spec([1], [1]))
+    worker.wait([1])
+
+    def gone(*_):
+        raise OSError("the medium is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, "get_finished", gone)
+        with pytest.raises(OSError, match="the medium is gone"):
+            worker.get_finished()
+    assert [result.job_id for result in worker.get_finished()] == [1]
+    monkeypatch.setattr(broken, "shutdown", gone)
+    with pytest.raises(OSError, match="the medium is gone"):
+        worker.shutdown()
+    assert store.transfer_async(2, store_spec([1], [1])) is False
+    assert load.transfer_async(3, store_spec([1], [1])[::-1]) is False
+
+
+def test_specs_and_results_pickle():
+    device, host = pickle.loads(pickle.dumps(store_spec([1, 2], [3, 4])))
+    assert device.block_ids.tolist() == [1, 2]
+    assert (device.group_sizes, device.block_indices) == ((2,), (0,))
+    assert host.block_ids.dtype == np.int64
+    result = TransferResult(1, True, 5, 0.25, ("GPU", "CPU"))
+    assert pickle.loads(pickle.dumps(result)) == result
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, 65])
+def test_a_wrong_number_of_threads_is_refused(kv_caches, pool, num_threads):
+    with pytest.raises(ValueError, match=f"got {num_threads}"):
+        cpu_gpu_handlers(kv_caches, pool, num_threads=num_threads)
