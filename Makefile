@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint typecheck docs bench-smoke test-debug sdist-test test-other-pythons test-vllm clean
+.PHONY: help build stress demo test lint typecheck docs bench-smoke test-debug sdist-test test-other-pythons test-vllm clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,6 +29,8 @@ SOURCES := setup.py pyproject.toml MANIFEST.in README.md $(shell find kvcache -n
 help:
 	@echo "make demo    install into .venv and run the main job"
 	@echo "make test    install into .venv and run all tests"
+	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
+	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
 	@echo "Others: lint typecheck docs bench-smoke test-debug sdist-test test-other-pythons test-vllm clean"
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -58,6 +60,19 @@ demo: $(VENV)/extra-cli,disk,plot,transformers.stamp
 
 test: $(VENV)/extra-test.stamp
 	KVCACHE_EXPECT_IN=$(VENV) $(PYTEST)
+
+# --- development -----------------------------------------------------------------------------------------------------
+
+# In place and incremental: then `PYTHONPATH=$$PWD .venv/bin/pytest tests/...` tests what stands in the checkout.
+$(VENV)/build.stamp: constraints.txt $(VENV)/torch.stamp
+	$(BIN)/pip install --quiet $$(sed -n 's/^\(cython\|setuptools\)==/&/Ip' constraints.txt)
+	@touch $@
+
+build: $(VENV)/build.stamp
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+stress: $(VENV)/extra-test.stamp
+	KVCACHE_STRESS=$${KVCACHE_STRESS:-1} $(PYTEST) tests/stress
 
 # --- the rest of what CI runs ----------------------------------------------------------------------------------------
 
