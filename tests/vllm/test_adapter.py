@@ -10,6 +10,7 @@ import pytest
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadingManager,
     OffloadingSpec,
     OffloadingWorker,
@@ -162,6 +163,13 @@ def test_events_are_the_engines() -> None:
     assert list(adapter.take_events()) == []
 
 
+def test_first_report_names_every_counter() -> None:
+    sent = manager(num_blocks=2).get_stats().reduce()
+    counters = {name for name, kind in metric_definitions().items() if isinstance(kind, OffloadingCounterMetadata)}
+    assert {name: sent[name] for name in counters} == dict.fromkeys(counters, 0)
+    assert sent.keys() == metric_definitions().keys()
+
+
 def test_every_metric_sent_is_declared_and_tells_only_changes() -> None:
     adapter = manager(num_blocks=2)
     assert adapter.get_stats() is not None
@@ -173,17 +181,29 @@ def test_every_metric_sent_is_declared_and_tells_only_changes() -> None:
     adapter.prepare_store(keys_of("b", 2), context)
     sent = adapter.get_stats().reduce()
     assert sent == {
-        "vllm:kvcache_looked_up_blocks": 1,
-        "vllm:kvcache_hit_blocks": 1,
+        "vllm:kvcache_needed_blocks": 3,
         "vllm:kvcache_loaded_blocks": 1,
         "vllm:kvcache_stored_blocks": 2,
         "vllm:kvcache_rejected_stores": 1,
         "vllm:kvcache_ignored_hints": 1,
         "vllm:kvcache_num_free": 0,
         "vllm:kvcache_num_referenced": 1,
-        "vllm:kvcache_hit_rate": 1 / 3,
     }
     assert sent.keys() <= metric_definitions().keys()
+
+
+def test_questions_asked_again_are_not_counted_again() -> None:
+    adapter = manager(num_blocks=4)
+    serve(adapter, "a", keys_of("a", 2))
+    context = request(adapter, "b", keys_of("a", 2) + keys_of("b", 2))
+    # The engine stops at the first miss, and asks again in every step in which the request has to wait.
+    for _ in range(5):
+        assert [adapter.lookup(key, context) for key in (b"a0", b"a1", b"b0")].count(LookupResult.HIT) == 2
+    adapter.prepare_load(keys_of("a", 2), context)
+    adapter.prepare_store(keys_of("b", 2), context)
+    sent = adapter.get_stats().reduce()
+    # 2 blocks of the first request, 2 loaded and 2 computed ones of the second.
+    assert (sent["vllm:kvcache_needed_blocks"], sent["vllm:kvcache_loaded_blocks"]) == (6, 2)
 
 
 class OneResult:

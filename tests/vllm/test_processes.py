@@ -86,5 +86,5 @@ def test_blocks_of_two_ranks_come_back_from_disk_also_in_the_next_process(
         metrics = result["metrics"]
         assert metrics["vllm:kvcache_num_blocks"] == 40
         assert metrics["vllm:kvcache_tier_num_held"] == 140
-        assert metrics["vllm:kvcache_tiers_quiet"] == 0
+        assert metrics["vllm:kvcache_tiers_unavailable"] == 0
     assert set(Path("/dev/shm").glob("kvcache-*")) == shared_before

@@ -55,7 +55,7 @@ def test_blocks_come_back_from_disk_and_after_a_restart(
         # All at once: where loads leave no room in host memory, blocks are computed again, and nobody waits for ever.
         engine.drop_device_cache()
         assert engine.answers(crowd) == expected(crowd)
-        assert engine.metric("vllm:kvcache_tiers_quiet") == 0
+        assert engine.metric("vllm:kvcache_tiers_unavailable") == 0
         assert engine.metric("vllm:kvcache_tier_num_held") == 140
         stats = engine.stats
         assert (stats.num_pending, stats.failed_blocks) == (0, 0)

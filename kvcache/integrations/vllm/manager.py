@@ -50,6 +50,7 @@ class KVCacheOffloadingManager(OffloadingManager):
     def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, release: Release) -> None:
         self._manager = manager
         self._metrics = MetricsSource()
+        self._needed_blocks = 0
         self._key_positions = release.key_positions
         self._load_source = None
         if release.load_source:
@@ -75,6 +76,7 @@ class KVCacheOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
         ours, keys = req_context.get_state(_Request), list(keys)
         spec = self._manager.prepare_load(keys, ours)
+        self._needed_blocks += len(keys)
         ours.named += keys
         return spec
 
@@ -85,6 +87,8 @@ class KVCacheOffloadingManager(OffloadingManager):
         ours, keys = req_context.get_state(_Request), list(keys)
         output = self._manager.prepare_store(keys, ours)
         if output is not None:
+            # A store that is refused is offered again, so it is not counted yet.
+            self._needed_blocks += len(keys)
             ours.named += keys
             self._manager.touch(ours.named, ours)
         return output
@@ -114,7 +118,7 @@ class KVCacheOffloadingManager(OffloadingManager):
             yield OffloadingEvent(keys=event.keys, medium=Medium.CPU, removed=event.removed)
 
     def get_stats(self) -> Any:
-        return self._metrics.changes(self._manager.stats())
+        return self._metrics.changes(self._manager.stats(), self._needed_blocks)
 
     def reset_cache(self) -> None:
         self._manager.reset_cache()

@@ -19,12 +19,12 @@ from kvcache.tiering.controller import TierControllerStats
 _PREFIX = "vllm:kvcache_"
 
 _COUNTERS = {
-    "looked_up_blocks": "Blocks that requests asked for.",
-    "hit_blocks": "Blocks asked for that were there and ready.",
-    "loaded_blocks": "Blocks loaded from host memory.",
+    "needed_blocks": "Blocks of requests that the engine did not hold itself: loaded, or computed and offered.",
+    "loaded_blocks": "Blocks loaded from host memory; divided by needed_blocks, over any window: the hit rate.",
     "stored_blocks": "Blocks stored to host memory.",
     "evicted_blocks": "Blocks that made room for others.",
     "rejected_stores": "Stores refused because no room could be made.",
+    "failed_blocks": "Blocks whose store failed.",
     "gated_blocks": "Blocks not stored because they were not offered often enough (store_threshold).",
     "ignored_hints": "Retention hints in kv_transfer_params that made no sense.",
 }
@@ -34,8 +34,6 @@ _GAUGES = {
     "num_referenced": "Blocks being loaded now.",
     "num_pending": "Blocks being stored now.",
     "retained_blocks": "Blocks held at a raised priority.",
-    "hit_rate": "Of the blocks that were loaded, stored or gated, the share that was loaded: what the engine did not "
-    "have itself and was spared computing.",
 }
 # Sums over all tiers; they stay 0 without.
 _TIER_COUNTERS = {
@@ -44,7 +42,11 @@ _TIER_COUNTERS = {
     "tier_dropped_blocks": "Blocks to be written to a tier that were not.",
     "tier_failed_jobs": "Jobs of a tier that failed.",
     "tier_overdue_jobs": "Jobs of a tier that missed their deadline.",
+    "tier_corrupt_blocks": "Blocks read from a tier that were not what had been written; they are computed again.",
+    "tier_io_errors": "Reads, writes and other operations of a tier that failed.",
 }
+# Counted by the tier itself, not by what drives it.
+_TIERS_OWN = frozenset({"tier_corrupt_blocks", "tier_io_errors"})
 _TIER_GAUGES = {
     "tier_num_held": "Blocks that tiers hold.",
     "tiers_unavailable": "Tiers that are not working, or left alone after failures.",
@@ -66,39 +68,35 @@ def metric_definitions() -> dict[str, Any]:
 
 
 class MetricsSource:
-    """Turns a manager's counters since start into what changed since the last time."""
+    """Turns a manager's counters since start into what changed since the last time.
+
+    The first report names every counter, with 0 where nothing has happened, so that a rate has a beginning.
+    """
 
     def __init__(self) -> None:
-        self._last: dict[str, float] = {}
+        self._last: dict[str, float] | None = None
 
     def changes(
-        self, stats: ManagerStats, tiers: Sequence[TierControllerStats] = ()
+        self, stats: ManagerStats, needed_blocks: int, tiers: Sequence[TierControllerStats] = ()
     ) -> OffloadingConnectorStats | None:
         """Return counters' increments and gauges' values, or None if nothing changed."""
         now: dict[str, float] = {field.name: getattr(stats, field.name) for field in fields(stats)}
-        now["hit_rate"] = hit_rate(stats)
+        now["needed_blocks"] = needed_blocks
         for name in _TIER_COUNTERS:
-            now[name] = sum(getattr(tier, name.removeprefix("tier_")) for tier in tiers)
+            attribute = name.removeprefix("tier_")
+            now[name] = sum(getattr(tier.tier if name in _TIERS_OWN else tier, attribute) for tier in tiers)
         now["tier_num_held"] = sum(tier.tier.num_held for tier in tiers)
         now["tiers_unavailable"] = sum(
             bool(tier.tier.unavailable_reason) or (tier.reads, tier.writes) != ("open", "open") for tier in tiers
         )
-        last = self._last
+        last, self._last = self._last, now
         if now == last:
             return None
-        self._last = now
         sent = OffloadingConnectorStats()
         for name in (*_COUNTERS, *_TIER_COUNTERS):
-            increment = now[name] - last.get(name, 0)
-            if increment:
-                sent.increase_counter(_PREFIX + name, increment)
+            if last is None or now[name] != last[name]:
+                sent.increase_counter(_PREFIX + name, now[name] - (last[name] if last else 0))
         for name in (*_GAUGES, *_TIER_GAUGES):
-            if now[name] != last.get(name):
+            if last is None or now[name] != last[name]:
                 sent.set_gauge(_PREFIX + name, now[name])
         return None if sent.is_empty() else sent
-
-
-def hit_rate(stats: ManagerStats) -> float:
-    """Return the share of blocks that were loaded, of those that had to be loaded or computed; 0.0 if none."""
-    needed = stats.loaded_blocks + stats.stored_blocks + stats.gated_blocks
-    return stats.loaded_blocks / needed if needed else 0.0

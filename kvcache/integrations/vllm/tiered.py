@@ -157,7 +157,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
             yield OffloadingEvent(keys=event.keys, medium=medium, removed=event.removed)
 
     def get_stats(self) -> Any:
-        return self._metrics.changes(self._tiered.stats(), self._tiered.tier_stats())
+        return self._metrics.changes(self._tiered.stats(), self._needed_blocks, self._tiered.tier_stats())
 
     def has_pending_work(self) -> bool:
         return self._tiered.has_pending_work()
