@@ -1,6 +1,7 @@
-"""What-if: one trace under many policies and capacities, on all cores.
+"""What-if: one trace under many policies and capacities, on all cores or on a cluster.
 
-Bookkeeping alone, since hits do not depend on the bytes. Every cell of the grid is a process's own replay.
+Bookkeeping alone, since hits do not depend on the bytes. Every cell of the grid is a process's own replay; a cell that
+has finished is handed over at once, so that stopping a grid loses no more than the cells under way.
 """
 
 from __future__ import annotations
@@ -9,118 +10,90 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvcache.control.cpu import CPUOffloadingManager
-from kvcache.replay.keys import KeyMaker, split_block_size
-from kvcache.replay.optimum import optimal_hits
-from kvcache.replay.requests import ReplayError, Request
-from kvcache.replay.run import Replay, check_policy
+from kvcache.replay.cells import OPTIMUM, Cell, Job, Plan, joined, optimum_cell, run_job
+from kvcache.replay.compact import CompactTrace, next_uses
+from kvcache.replay.keys import split_block_size
+from kvcache.replay.requests import ReplayError
+from kvcache.replay.run import check_policy
 
 if TYPE_CHECKING:
     from kvcache.replay.requests import Int64Array, RequestSource
 
-OPTIMUM = "min"
-"""The name of the offline optimum, which stands among the policies of a grid and serves nobody."""
+__all__ = ["OPTIMUM", "Cell", "CompactTrace", "Grid", "check_grid", "optimum_cell", "simulate"]
 
-_ARRAYS = ("ids", "bounds", "input_lengths")
 _POLL_S = 0.2
-_PROGRESS_REQUESTS = 64
+_MANY_IDS = 10_000_000
+# Memory of a process before it replays anything, and of each block under a policy: rows, index, key and the ghosts of a
+# policy that remembers four times its capacity. Measured; a policy in Python may need more.
+_PROCESS_BYTES = 96 << 20
+_BLOCK_BYTES = 320
+_PLUGIN_BLOCK_BYTES = 1200
+# What a job costs beside a replay of as many ids, for the progress bar.
+_OPTIMUM_WORK, _TIERED_WORK = 0.1, 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class CompactTrace:
-    """A whole trace in three arrays, which processes share through files.
+class Grid:
+    """Which cells to replay, and how.
 
     Parameters
     ----------
-    ids : numpy.ndarray
-        The ids of all requests, one after the other; int64.
-    bounds : numpy.ndarray
-        Where each request begins in `ids`, and where the last one ends; int64, shape (requests + 1,).
-    input_lengths : numpy.ndarray
-        Tokens of each prompt; int64, shape (requests,).
-    block_size : int
-        Tokens of one id.
+    policies : sequence of str
+        Names, ``"package.module:Class"``, or ``"min"`` for the offline optimum.
+    capacities : sequence of int
+        Blocks of host memory, ascending.
+    stacks : sequence of tuple of int
+        Blocks of the tiers below it, a stack for each; ``()`` is host memory alone. ``"min"`` has no tiers.
+    plan : Plan
+        What holds for all cells.
     """
 
-    ids: Int64Array
-    bounds: Int64Array
-    input_lengths: Int64Array
-    block_size: int
+    policies: Sequence[str]
+    capacities: Sequence[int]
+    stacks: Sequence[tuple[int, ...]] = ((),)
+    plan: Plan = field(default_factory=Plan)
 
-    @classmethod
-    def of(cls, requests: Iterable[Request], block_size: int) -> CompactTrace:
-        """Gather requests."""
-        parts, lengths = [], []
-        for request in requests:
-            parts.append(request.hash_ids)
-            lengths.append(request.input_length)
-        bounds = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-        ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-        return cls(ids, bounds, np.array(lengths, dtype=np.int64), block_size)
+    def cells(self) -> list[Job]:
+        """Return the cells in the order of a report: policy by policy, tiers by tiers."""
+        return [
+            Job(policy, capacity, stack)
+            for policy in self.policies
+            for stack in self.stacks
+            for capacity in self.capacities
+            if not (stack and policy == OPTIMUM)
+        ]
 
-    def __len__(self) -> int:
-        return len(self.input_lengths)
-
-    def __iter__(self) -> Iterator[Request]:
-        bounds = self.bounds.tolist()
-        for i, length in enumerate(self.input_lengths.tolist()):
-            yield Request(self.ids[bounds[i] : bounds[i + 1]], length, 0, 0.0)
-
-    def split(self, parts: int) -> CompactTrace:
-        """Return the trace with every id as `parts` ids of as many blocks; ids are renumbered."""
-        block_size = split_block_size(self.block_size, parts)
-        _, dense = np.unique(self.ids, return_inverse=True)
-        ids = (dense.astype(np.int64)[:, None] * parts + np.arange(parts)).ravel()
-        return CompactTrace(ids, self.bounds * parts, self.input_lengths, block_size)
-
-    def save(self, folder: Path) -> None:
-        """Write the arrays to `folder`."""
-        for name in _ARRAYS:
-            np.save(folder / f"{name}.npy", getattr(self, name))
-
-    @classmethod
-    def load(cls, folder: Path, block_size: int) -> CompactTrace:
-        """Map what `save` wrote."""
-        ids, bounds, input_lengths = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
-        return cls(ids, bounds, input_lengths, block_size)
+    def jobs_of(self, cell: Job) -> list[Job]:
+        """Return the jobs that make a cell: one for each shard."""
+        return [Job(cell.policy, cell.num_blocks, cell.tiers, i) for i in range(self.plan.num_shards)]
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One policy at one capacity; the counts that the optimum does not have are None."""
+class Runner(Protocol):
+    """Something that runs jobs elsewhere."""
 
-    policy: str
-    num_blocks: int | None
-    requests: int
-    tokens: int
-    hit_tokens: int
-    token_hit_rate: float
-    blocks: int
-    hit_blocks: int
-    block_hit_rate: float
-    stored_blocks: int | None = None
-    evicted_blocks: int | None = None
-    rejected_requests: int | None = None
-    bookkeeping_us: dict[str, float] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for a report."""
-        return asdict(self)
+    def run(self, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:
+        """Yield each job with its cell, as they finish."""
 
 
 def check_grid(policies: Sequence[str], capacities: Sequence[int]) -> None:
     """Raise if a policy is not known or named twice, or the capacities are not positive and ascending.
+
+    Parameters
+    ----------
+    policies : sequence of str
+        Names, ``"package.module:Class"``, or ``"min"``.
+    capacities : sequence of int
+        Blocks.
 
     Raises
     ------
@@ -161,11 +134,11 @@ def simulate(
     split : int
         Keys that one listed id becomes.
     store_threshold : int
-        Offers after which a key is stored; does not bear on ``"min"``.
+        Offers after which a key is stored; not used by ``"min"``.
     num_processes : int, optional
         Processes; None: one per CPU that this process may use. One cell, or one process, runs in the caller's.
     progressed : callable, optional
-        Hears a few times a second which share of the work is done.
+        Called a few times a second with the share of the work that is done.
 
     Returns
     -------
@@ -186,45 +159,183 @@ def simulate(
     check_grid(policies, capacities)
     split_block_size(trace.block_size, split)
     compact = trace if isinstance(trace, CompactTrace) else CompactTrace.of(trace, trace.block_size)
-    jobs = [(policy, capacity) for policy in policies for capacity in capacities]
-    workers = min(len(jobs), num_processes or len(os.sched_getaffinity(0)))
-    tell = progressed or (lambda share: None)
-    total = max(1, len(jobs) * len(compact))
-    if workers <= 1:
-        cells: list[Cell] = []
-        for policy, capacity in jobs:
-            before = len(cells) * len(compact)
-            cells.append(
-                run_cell(compact, policy, capacity, split, store_threshold, partial(_tell_share, tell, before, total))
-            )
-        return cells
-    with tempfile.TemporaryDirectory(prefix="kvcache-grid-") as name:
-        folder = Path(name)
-        compact.save(folder)
-        # Requests done of each job, and behind them whether to stop: a job that has begun cannot be cancelled.
-        done = np.lib.format.open_memmap(folder / "done.npy", mode="w+", dtype=np.int64, shape=(len(jobs) + 1,))
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            try:
+    grid = Grid(policies, capacities, plan=Plan(split, store_threshold))
+    found: dict[Job, Cell] = {}
+    for cell in run_grid(compact, grid, num_processes=num_processes, progressed=progressed):
+        found[Job(cell.policy, cell.num_blocks)] = cell
+    return [found[job] for job in grid.cells()]
+
+
+def run_grid(
+    trace: CompactTrace,
+    grid: Grid,
+    *,
+    known: Collection[Job] = (),
+    with_unbounded: bool = False,
+    num_processes: int | None = None,
+    max_memory_bytes: int | None = None,
+    progressed: Callable[[float], None] | None = None,
+    runner: Runner | None = None,
+) -> Iterator[Cell]:
+    """Yield the cells of a grid as they finish.
+
+    Parameters
+    ----------
+    trace : CompactTrace
+        The requests.
+    grid : Grid
+        The cells.
+    known : collection of Job
+        Cells to leave out.
+    with_unbounded : bool
+        Whether to yield the cache without limit, too: a cell of ``"min"`` with `num_blocks` None.
+    num_processes : int, optional
+        Processes; None: one per CPU that this process may use.
+    max_memory_bytes : int, optional
+        Memory that all processes may take together, by estimate; None: as they need.
+    progressed : callable, optional
+        Called a few times a second with the share of the work that is done.
+    runner : Runner, optional
+        Where to run; None: processes of this machine.
+
+    Yields
+    ------
+    Cell
+        As they finish.
+
+    Raises
+    ------
+    ValueError
+        A single cell does not fit into the memory.
+    ReplayError
+        A process died.
+    """
+    wanted = grid.cells()
+    if with_unbounded:
+        wanted.append(Job(OPTIMUM, None))
+    wanted = [cell for cell in wanted if cell not in known]
+    jobs = [job for cell in wanted for job in grid.jobs_of(cell)]
+    if not jobs:
+        return
+    report = progressed or (lambda share: None)
+    parts: dict[Job, dict[int, Cell]] = {}
+    with ExitStack() as open_now:
+        if runner is not None:
+            finished = _counted(runner.run(trace, jobs, grid.plan), len(jobs), report)
+        else:
+            workers = min(len(jobs), num_processes or len(os.sched_getaffinity(0)))
+            if workers <= 1 and max_memory_bytes is None:
+                finished = _run_here(trace, jobs, grid.plan, report)
+            else:
+                name = open_now.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-grid-"))
+                finished = _run_processes(trace, jobs, grid.plan, report, workers, max_memory_bytes, Path(name))
+        for job, cell in finished:
+            whole = Job(job.policy, job.num_blocks, job.tiers)
+            if grid.plan.num_shards == 1:
+                yield cell
+                continue
+            shards = parts.setdefault(whole, {})
+            shards[job.shard] = cell
+            if len(shards) == grid.plan.num_shards:
+                yield joined([shards[i] for i in range(grid.plan.num_shards)])
+
+
+def cell_bytes(job: Job, num_ids: int, plan: Plan) -> int:
+    """Return about how much memory one job takes, where the trace names at most `num_ids` different blocks."""
+    if job.policy == OPTIMUM:
+        return _PROCESS_BYTES + num_ids * plan.split // 6
+    each = _PLUGIN_BLOCK_BYTES if ":" in job.policy else _BLOCK_BYTES
+    most = num_ids * plan.split
+    return _PROCESS_BYTES + each * sum(min(blocks, most) for blocks in (job.num_blocks or 0, *job.tiers))
+
+
+def _work_of(job: Job) -> float:
+    return _OPTIMUM_WORK if job.policy == OPTIMUM else _TIERED_WORK if job.tiers else 1.0
+
+
+def _run_here(
+    trace: CompactTrace, jobs: Sequence[Job], plan: Plan, report: Callable[[float], None]
+) -> Iterator[tuple[Job, Cell]]:
+    work = np.cumsum([0.0, *map(_work_of, jobs)])
+    nexts: Int64Array | None = None
+    if plan.num_shards == 1 and any(job.policy == OPTIMUM for job in jobs):
+        nexts, _ = next_uses(trace)
+    for i, job in enumerate(jobs):
+
+        def progressed(done: int, i: int = i) -> None:
+            report(float(work[i] + (work[i + 1] - work[i]) * done / max(1, len(trace.ids))) / float(work[-1]))
+
+        cell = run_job(trace, job, plan, progressed, nexts)
+        report(float(work[i + 1] / work[-1]))
+        yield job, cell
+
+
+def _counted(
+    finished: Iterator[tuple[Job, Cell]], total: int, report: Callable[[float], None]
+) -> Iterator[tuple[Job, Cell]]:
+    for done, pair in enumerate(finished, 1):
+        report(done / total)
+        yield pair
+
+
+def _run_processes(
+    trace: CompactTrace,
+    jobs: Sequence[Job],
+    plan: Plan,
+    report: Callable[[float], None],
+    workers: int,
+    max_memory_bytes: int | None,
+    folder: Path,
+) -> Iterator[tuple[Job, Cell]]:
+    trace.save(folder)
+    distinct = len(trace.ids)
+    if plan.num_shards == 1 and (max_memory_bytes is not None or any(job.policy == OPTIMUM for job in jobs)):
+        sort_bytes = None if max_memory_bytes is None else max_memory_bytes // 2
+        nexts, distinct = next_uses(CompactTrace.load(folder), folder, sort_bytes)
+        del nexts
+    needs = {job: cell_bytes(job, -(-distinct // plan.num_shards), plan) for job in jobs}
+    if max_memory_bytes is not None and max(needs.values()) > max_memory_bytes:
+        job = max(jobs, key=needs.__getitem__)
+        raise ValueError(
+            f"{job.policy} at {job.num_blocks:,} blocks needs about {needs[job] / (1 << 30):.2f} GiB, more than the "
+            f"{max_memory_bytes / (1 << 30):.2f} GiB it may take: sample the trace (--sample 0.1 needs a tenth)"
+        )
+    # Ids done of each job, and behind them whether to stop: a job that has begun cannot be cancelled.
+    done = np.lib.format.open_memmap(folder / "done.npy", mode="w+", dtype=np.int64, shape=(len(jobs) + 1,))
+    work = np.array([_work_of(job) for job in jobs]) / max(1, len(trace.ids))
+    total = max(1e-9, float(work.sum()) * len(trace.ids))
+    # A process that has ended gives its memory back; one that goes on may keep some of it.
+    is_large = max_memory_bytes is not None or len(trace.ids) > _MANY_IDS
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1 if is_large else None) as pool:
+        waiting = list(enumerate(jobs))
+        running: dict[Future[Cell], Job] = {}
+        try:
+            while waiting or running:
+                room = None if max_memory_bytes is None else max_memory_bytes - sum(needs[j] for j in running.values())
+                begin = [pair for pair in waiting if room is None or needs[pair[1]] <= room]
+                begin = begin[: workers - len(running)] if room is None else begin[: min(1, workers - len(running))]
                 with _uninterrupted():
-                    futures = [
-                        pool.submit(
-                            _run_shared, folder, compact.block_size, policy, capacity, split, store_threshold, i
-                        )
-                        for i, (policy, capacity) in enumerate(jobs)
-                    ]
-                _watch(futures, lambda: tell(float(done[:-1].sum()) / total))
-                return [future.result() for future in futures]
-            except BrokenProcessPool as error:
-                raise ReplayError("a process of the grid died (out of memory?); nothing was kept") from error
-            finally:
-                done[-1] = 1
-                pool.shutdown(wait=True, cancel_futures=True)
+                    for slot, job in begin:
+                        running[pool.submit(_run_shared, folder, job, plan, slot)] = job
+                        waiting.remove((slot, job))
+                if begin and room is not None:
+                    continue
+                ended, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+                report(min(1.0, float((done[:-1] * work).sum()) / total))
+                for future in ended:
+                    job = running.pop(future)
+                    yield job, future.result()
+        except BrokenProcessPool as error:
+            raise ReplayError("a process of the grid died (out of memory? --max-memory bounds it)") from error
+        finally:
+            done[-1] = 1
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Start processes that hear no Ctrl-C, wherever they stand: their parent does, and stops them."""
+    """Start processes that get no Ctrl-C, wherever they stand: their parent does, and stops them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -232,22 +343,7 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _tell_share(tell: Callable[[float], None], before: int, total: int, done: int) -> None:
-    tell((before + done) / total)
-
-
-def _watch(futures: list[Future[Cell]], tell: Callable[[], None]) -> None:
-    pending = set(futures)
-    while pending:
-        ended, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-        for future in ended:
-            future.result()
-        tell()
-
-
-def _run_shared(
-    folder: Path, block_size: int, policy: str, num_blocks: int, split: int, store_threshold: int, slot: int
-) -> Cell:
+def _run_shared(folder: Path, job: Job, plan: Plan, slot: int) -> Cell:
     done = np.load(folder / "done.npy", mmap_mode="r+")
 
     def progressed(count: int) -> None:
@@ -255,51 +351,15 @@ def _run_shared(
         if done[-1]:
             raise ReplayError("the grid was stopped")
 
-    return run_cell(CompactTrace.load(folder, block_size), policy, num_blocks, split, store_threshold, progressed)
-
-
-def run_cell(
-    trace: CompactTrace,
-    policy: str,
-    num_blocks: int,
-    split: int,
-    store_threshold: int,
-    progressed: Callable[[int], None],
-) -> Cell:
-    """Replay the trace under one policy at one capacity, in this process."""
-    if policy == OPTIMUM:
-        cell = optimum_cell(trace, num_blocks, split, progressed)
-    else:
-        block_size = split_block_size(trace.block_size, split)
-        replay = Replay(CPUOffloadingManager(block_size, num_blocks, policy, store_threshold=store_threshold))
-        make_keys = KeyMaker(split)
-        for done, request in enumerate(trace):
-            if done % _PROGRESS_REQUESTS == 0:
-                progressed(done)
-            replay.step(request, make_keys(request.hash_ids))
-        counted = replay.tally.as_dict()
-        del counted["loaded_blocks"]
-        cell = Cell(policy, num_blocks, **counted)
-    progressed(len(trace))
+    trace = CompactTrace.load(folder)
+    nexts = folder / "nexts.npy"
+    known = np.load(nexts, mmap_mode="r") if job.policy == OPTIMUM and nexts.exists() and len(trace.ids) else None
+    cell = run_job(trace, job, plan, progressed, known)
+    done[slot] = len(trace.ids)
     return cell
 
 
-def optimum_cell(
-    trace: CompactTrace, num_blocks: int | None, split: int, progressed: Callable[[int], None] | None = None
-) -> Cell:
-    """Return what the offline optimum hits; with `num_blocks` None, what an unbounded cache hits."""
-    trace = trace.split(split) if split > 1 else trace
-    hits = np.array(optimal_hits(trace, num_blocks, progressed), dtype=np.int64)
-    hit_tokens = int(np.minimum(hits * trace.block_size, trace.input_lengths).sum())
-    tokens, hit_blocks, blocks = int(trace.input_lengths.sum()), int(hits.sum()), len(trace.ids)
-    return Cell(
-        policy=OPTIMUM,
-        num_blocks=num_blocks,
-        requests=len(trace),
-        tokens=tokens,
-        hit_tokens=hit_tokens,
-        token_hit_rate=hit_tokens / max(1, tokens),
-        blocks=blocks,
-        hit_blocks=hit_blocks,
-        block_hit_rate=hit_blocks / max(1, blocks),
-    )
+def facts_of(grid: Grid) -> Mapping[str, Any]:
+    """Return what tells cells of one grid from those of another, but for policy and capacities."""
+    plan = grid.plan
+    return {"split": plan.split, "store_threshold": plan.store_threshold, "num_shards": plan.num_shards}

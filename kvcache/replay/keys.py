@@ -29,6 +29,11 @@ def _mix(lanes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return lanes
 
 
+def mixed(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return a hash of each id, by which ids are sampled and cut into parts."""
+    return _mix(ids.astype(np.uint64) + _LANES[0])
+
+
 class KeyMaker:
     """Make the keys of a request: a 32-byte digest of each id, followed by the KV-cache group index.
 

@@ -20,6 +20,7 @@ from kvcache.request import ReqContext
 if TYPE_CHECKING:
     from kvcache.control.manager import OffloadingManager
     from kvcache.replay.requests import Request
+    from kvcache.request import Retention
 
 
 def check_policy(policy: str) -> None:
@@ -89,6 +90,17 @@ class Tally:
         }
 
 
+class ReplayClock:
+    """The trace's own time, in seconds: that of the request at hand. For policies and hints that need a clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """Return when the request at hand arrived; never less than before."""
+        return self.now_s
+
+
 class Replay:
     """Take requests one at a time through the calls of a scheduler.
 
@@ -100,6 +112,8 @@ class Replay:
         Moves and compares the bytes; None: bookkeeping alone.
     clock : callable, optional
         What bookkeeping is timed with, in nanoseconds; that of a manager which waits stands still meanwhile.
+    arrivals : ReplayClock, optional
+        The manager's clock, which is set to each request's arrival.
 
     Attributes
     ----------
@@ -108,17 +122,38 @@ class Replay:
     """
 
     def __init__(
-        self, manager: OffloadingManager, payload: Payload | None = None, clock: Callable[[], int] = perf_counter_ns
+        self,
+        manager: OffloadingManager,
+        payload: Payload | None = None,
+        clock: Callable[[], int] = perf_counter_ns,
+        arrivals: ReplayClock | None = None,
     ) -> None:
         self.tally = Tally()
+        self._arrivals = arrivals or ReplayClock()
         self._clock = clock
         self._manager = manager
         self._payload = payload
 
-    def step(self, request: Request, keys: list[bytes]) -> int:
-        """Run one request, whose blocks have these `keys`, and return the length of its leading run of hits."""
+    def step(self, request: Request, keys: list[bytes], retention: Retention | None = None) -> int:
+        """Run one request.
+
+        Parameters
+        ----------
+        request : Request
+            The request.
+        keys : list of bytes
+            Of its blocks.
+        retention : Retention, optional
+            The hint that it carries.
+
+        Returns
+        -------
+        int
+            The length of its leading run of hits.
+        """
+        self._arrivals.now_s = max(self._arrivals.now_s, request.arrival_s)
         manager, payload, tally, clock = self._manager, self._payload, self.tally, self._clock
-        context = ReqContext()
+        context = ReqContext(retention=retention)
         start = clock()
         num_hits: int = manager.lookup(keys, context)  # type: ignore[assignment]
         manager.touch(keys, context)

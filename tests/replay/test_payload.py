@@ -119,9 +119,7 @@ def test_demo_moves_and_compares_real_bytes(run: Any) -> None:
     assert document["data"]["store_bytes"] == document["stored_blocks"] * 8192
 
 
-def test_mismatch_ends_the_command_with_status_1(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mismatch_ends_the_command_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = VerifiedPayload.store
 
     def store_and_flip(self: VerifiedPayload, keys: Any, spec: Any) -> None:

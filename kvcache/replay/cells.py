@@ -1,0 +1,282 @@
+"""One cell of a grid: a trace under one policy at one capacity, perhaps over tiers, perhaps a shard of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.replay.keys import KeyMaker, split_block_size
+from kvcache.replay.optimum import optimal_hits
+from kvcache.replay.run import Replay, ReplayClock
+from kvcache.replay.serving import Flow, Serving, price_of, weigh
+
+if TYPE_CHECKING:
+    from kvcache.control.manager import OffloadingManager
+    from kvcache.replay.compact import CompactTrace
+    from kvcache.replay.requests import Int64Array
+
+OPTIMUM = "min"
+"""The name of the offline optimum, which stands among the policies of a grid and serves nobody."""
+
+_PROGRESS_REQUESTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process replays.
+
+    Parameters
+    ----------
+    policy : str
+        A name, ``"package.module:Class"``, or ``"min"``.
+    num_blocks : int or None
+        Blocks of host memory; None: no limit, for ``"min"`` alone.
+    tiers : tuple of int
+        Blocks of each tier below it.
+    shard : int
+        Which shard of a sample; 0 where there is one.
+    """
+
+    policy: str
+    num_blocks: int | None
+    tiers: tuple[int, ...] = ()
+    shard: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How every job of a grid is replayed.
+
+    Parameters
+    ----------
+    split : int
+        Keys that one listed id becomes.
+    store_threshold : int
+        Offers after which a key is stored; not used by ``"min"``.
+    num_shards : int
+        Parts of a sample that are replayed apart, so that they tell how far sampling is off.
+    serving : Serving, optional
+        What to weigh hits by.
+    """
+
+    split: int = 1
+    store_threshold: int = 0
+    num_shards: int = 1
+    serving: Serving | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One policy at one capacity; the counts that the optimum does not have are None.
+
+    `tiers` are the blocks of each tier below host memory, `serving` is what `kvcache.replay.serving.weigh` returns, and
+    `block_hit_error` the standard error of `block_hit_rate`, which a sample has.
+    """
+
+    policy: str
+    num_blocks: int | None
+    requests: int
+    tokens: int
+    hit_tokens: int
+    token_hit_rate: float
+    blocks: int
+    hit_blocks: int
+    block_hit_rate: float
+    stored_blocks: int | None = None
+    evicted_blocks: int | None = None
+    rejected_requests: int | None = None
+    bookkeeping_us: dict[str, float] | None = None
+    tiers: tuple[int, ...] = ()
+    block_hit_error: float | None = None
+    serving: dict[str, Any] | None = field(default=None, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for a report."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Cell:
+        """Return the cell that `as_dict` wrote."""
+        return cls(**fields | {"tiers": tuple(fields.get("tiers", ()))})
+
+
+def run_job(
+    trace: CompactTrace,
+    job: Job,
+    plan: Plan,
+    progressed: Callable[[int], None] | None = None,
+    nexts: Int64Array | None = None,
+) -> Cell:
+    """Replay a trace in this process.
+
+    Parameters
+    ----------
+    trace : CompactTrace
+        The requests.
+    job : Job
+        Policy and capacity.
+    plan : Plan
+        The rest.
+    progressed : callable, optional
+        Called now and then with the ids that are done.
+    nexts : numpy.ndarray, optional
+        The trace's `next_uses`, where they are known.
+
+    Returns
+    -------
+    Cell
+        What was counted. Of a shard: what it says of the whole trace.
+    """
+    report = progressed or (lambda done: None)
+    if plan.num_shards > 1:
+        trace, nexts = trace.shard(job.shard, plan.num_shards), None
+    if job.policy == OPTIMUM:
+        cell = _optimum(trace, _scaled(job.num_blocks, trace.rate), plan.split, report, nexts)
+    else:
+        cell = _replayed(trace, job, plan, report)
+    report(len(trace.ids))
+    return replace(_estimated(cell, trace, plan.split), num_blocks=job.num_blocks, tiers=job.tiers)
+
+
+def joined(cells: Sequence[Cell]) -> Cell:
+    """Return one cell of the cells of all shards of a sample, with the standard error of its block hit rate."""
+    rates = np.array([cell.block_hit_rate for cell in cells])
+    first = cells[0]
+    counts: dict[str, Any] = {
+        name: None if getattr(first, name) is None else round(float(np.mean([getattr(cell, name) for cell in cells])))
+        for name in ("hit_tokens", "hit_blocks", "stored_blocks", "evicted_blocks")
+    }
+    return replace(
+        first,
+        **counts,
+        block_hit_rate=float(rates.mean()),
+        token_hit_rate=float(np.mean([cell.token_hit_rate for cell in cells])),
+        rejected_requests=None,
+        bookkeeping_us=None,
+        block_hit_error=float(rates.std(ddof=1) / len(rates) ** 0.5),
+    )
+
+
+def _scaled(num_blocks: int | None, rate: float) -> int | None:
+    return num_blocks if num_blocks is None or rate == 1 else max(1, round(num_blocks * rate))
+
+
+def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int], None]) -> Cell:
+    block_size = split_block_size(trace.block_size, plan.split)
+    num_blocks = _scaled(job.num_blocks, trace.rate)
+    assert num_blocks is not None
+    arrivals = ReplayClock()
+    options: dict[str, Any] = {"store_threshold": plan.store_threshold, "clock": arrivals}
+    # More blocks than the trace names change nothing, but cost memory.
+    most = max(1, len(trace.ids) * plan.split)
+    below = []
+    if job.tiers:
+        from kvcache.replay.simulated_tier import SimulatedTieredManager
+
+        tiers = [min(_scaled(blocks, trace.rate) or 1, most) for blocks in job.tiers]
+        simulated = SimulatedTieredManager(block_size, min(num_blocks, most), tiers, job.policy, **options)
+        manager: OffloadingManager = simulated
+        below = simulated.simulated
+    else:
+        manager = CPUOffloadingManager(block_size, min(num_blocks, most), job.policy, **options)
+    replay, make_keys = Replay(manager, arrivals=arrivals), KeyMaker(plan.split)
+    needs_flow = plan.serving is not None and trace.rate == 1
+    # Per request: hits, blocks stored, and of each tier blocks loaded and stored, since the start.
+    counts = np.zeros((len(trace) + 1 if needs_flow else 1, 3 + 2 * len(below)), dtype=np.int64)
+    done, tally = 0, replay.tally
+    for number, request in enumerate(trace, 1):
+        if number % _PROGRESS_REQUESTS == 0:
+            report(done)
+        replay.step(request, make_keys(request.hash_ids))
+        done += len(request.hash_ids)
+        if needs_flow:
+            row = [tally.hit_blocks, tally.stored_blocks, tally.hit_tokens]
+            counts[number] = row + [count for tier in below for count in (tier.loaded_blocks, tier.stored_blocks)]
+    counted = tally.as_dict()
+    del counted["loaded_blocks"]
+    serving = None
+    if plan.serving is not None and needs_flow:
+        moved = np.diff(counts, axis=0)
+        loads, stores = moved[:, 3::2], moved[:, 4::2]
+        flow = Flow(
+            np.column_stack([moved[:, 0] - loads.sum(axis=1), loads]),
+            np.column_stack([moved[:, 1] + loads.sum(axis=1), stores]),
+            moved[:, 2],
+        )
+        used = replace(plan.serving, media=plan.serving.media[: 1 + len(below)])
+        serving = weigh(np.asarray(trace.arrivals_s), np.asarray(trace.input_lengths), flow, used)
+        serving["price"] = price_of((job.num_blocks or 0, *job.tiers), used)
+    elif below:
+        lower = [tier.loaded_blocks for tier in below]
+        hits = [tally.hit_blocks - sum(lower), *lower]
+        serving = {"media": [{"hit_blocks": count} for count in hits]}
+    return Cell(job.policy, job.num_blocks, **counted, serving=serving)
+
+
+def _optimum(
+    trace: CompactTrace,
+    num_blocks: int | None,
+    split: int,
+    report: Callable[[int], None],
+    nexts: Int64Array | None,
+) -> Cell:
+    block_size = split_block_size(trace.block_size, split)
+    hits = optimal_hits(trace, num_blocks, report, split, nexts)
+    lengths = np.asarray(trace.input_lengths)
+    hit_tokens = int(np.minimum(hits * block_size, lengths).sum())
+    tokens, hit_blocks, blocks = int(lengths.sum()), int(hits.sum()), len(trace.ids) * split
+    return Cell(
+        policy=OPTIMUM,
+        num_blocks=num_blocks,
+        requests=len(trace),
+        tokens=tokens,
+        hit_tokens=hit_tokens,
+        token_hit_rate=hit_tokens / max(1, tokens),
+        blocks=blocks,
+        hit_blocks=hit_blocks,
+        block_hit_rate=hit_blocks / max(1, blocks),
+    )
+
+
+def _estimated(cell: Cell, trace: CompactTrace, split: int) -> Cell:
+    """Return what a sample's cell says of the whole trace.
+
+    Where more or fewer sampled uses than expected came, that is the work of a few hot blocks that are, or are not, in
+    the sample: their uses would have been hits (SHARDS_adj of Waldspurger et al., FAST '15).
+    """
+    if trace.rate == 1:
+        return cell
+
+    def share(hits: int, sampled: int, whole: int) -> float:
+        expected = whole * trace.rate
+        return min(max((hits + expected - sampled) / expected, 0.0), 1.0) if expected else 0.0
+
+    blocks, tokens = trace.num_blocks * split, trace.num_tokens
+    block_rate = share(cell.hit_blocks, cell.blocks, blocks)
+    token_rate = share(cell.hit_tokens, cell.tokens, tokens)
+
+    def grown(count: int | None) -> int | None:
+        return None if count is None else round(count / trace.rate)
+
+    return replace(
+        cell,
+        tokens=tokens,
+        blocks=blocks,
+        hit_blocks=round(block_rate * blocks),
+        hit_tokens=round(token_rate * tokens),
+        block_hit_rate=block_rate,
+        token_hit_rate=token_rate,
+        stored_blocks=grown(cell.stored_blocks),
+        evicted_blocks=grown(cell.evicted_blocks),
+    )
+
+
+def optimum_cell(
+    trace: CompactTrace, num_blocks: int | None, split: int = 1, progressed: Callable[[int], None] | None = None
+) -> Cell:
+    """Return what the offline optimum hits; with `num_blocks` None, what an unbounded cache hits."""
+    return run_job(trace, Job(OPTIMUM, num_blocks), Plan(split), progressed)

@@ -1,0 +1,139 @@
+"""Tiers without bytes: the bookkeeping of host memory over other media, for capacities that no machine here has.
+
+The manager is the one that serves, with tiers that keep an index and no blocks and end every job at once. So what it
+counts is what it would count over real tiers that keep up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.tier import Tier, TierResult, TierStats
+
+if TYPE_CHECKING:
+    from kvcache.request import ReqContext
+
+# As in a replay over a real disk: what a step has to write is under way at once.
+_MAX_STORE_BLOCKS = 1024
+
+
+class SimulatedTier(Tier):
+    """Hold keys, as many as a tier of `num_blocks` blocks would, under a policy.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks of the tier.
+    cache_policy : str
+        What leaves when it is full.
+    """
+
+    medium = "SIMULATED"
+
+    def __init__(self, num_blocks: int, cache_policy: str = "lru", **options: Any) -> None:
+        self._index = CPUOffloadingManager(1, num_blocks, cache_policy, **options)
+        self._num_blocks = num_blocks
+        self._ended: list[TierResult] = []
+        self.loaded_blocks = 0
+        self.stored_blocks = 0
+
+    def lookup(self, keys: list[bytes]) -> int:
+        found: int = self._index.lookup(keys)
+        return found
+
+    def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
+        self._index.touch(keys, req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._index.on_request_finished(req_context)
+
+    def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        output = self._index.prepare_store(keys)
+        if output is None:
+            return False
+        self._index.complete_store(output.keys_to_store)
+        self.stored_blocks += len(output.keys_to_store)
+        self._ended.append(TierResult(job_id, output.keys_to_store, removed=output.evicted_keys))
+        return True
+
+    def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        # What was found a moment ago may have left since, for a store of the same step.
+        held = [key for key in keys if self._index.lookup(key)]
+        self.loaded_blocks += len(held)
+        missed = [key for key in keys if key not in set(held)] if len(held) < len(keys) else []
+        self._ended.append(TierResult(job_id, held, failed=missed))
+        return True
+
+    def finished(self) -> list[TierResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def reset(self) -> None:
+        self._index.reset_cache()
+
+    def stats(self) -> TierStats:
+        index = self._index.stats()
+        return TierStats(
+            medium=self.medium,
+            num_blocks=self._num_blocks,
+            num_held=index.num_blocks - index.num_free,
+            stored_blocks=self.stored_blocks,
+            loaded_blocks=self.loaded_blocks,
+            evicted_blocks=index.evicted_blocks,
+        )
+
+    def shutdown(self) -> None:
+        """Nothing is running."""
+
+
+class SimulatedTieredManager(TieredOffloadingManager):
+    """Host memory over simulated tiers, for a replay: it waits instead of answering None, and no time passes.
+
+    Parameters
+    ----------
+    block_size : int
+        Tokens of one block.
+    num_blocks : int
+        Blocks of host memory.
+    tier_blocks : sequence of int
+        Blocks of each tier below it, the first to be asked first.
+    cache_policy : str
+        Of host memory and of every tier.
+    clock : callable
+        The trace's own time, in seconds.
+    **host_options
+        For the host pool's manager.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int,
+        tier_blocks: Sequence[int],
+        cache_policy: str,
+        *,
+        clock: Callable[[], float],
+        **host_options: Any,
+    ) -> None:
+        self.simulated = [SimulatedTier(blocks, cache_policy) for blocks in tier_blocks]
+        rule = TierConfig(max_store_blocks=_MAX_STORE_BLOCKS)
+        tiers = [(tier, rule) for tier in self.simulated]
+        super().__init__(block_size, num_blocks, tiers, cache_policy, clock=clock, **host_options)
+
+    def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int:
+        while (answer := super().lookup(keys, req_context)) is None:
+            self._settle()
+        return answer
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        super().on_request_finished(req_context)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.on_schedule_end()
+        while self.has_pending_work():
+            self.on_schedule_end()
