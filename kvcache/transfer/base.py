@@ -1,7 +1,7 @@
-"""Handlers: what an engine's worker gives the copies of one direction to.
+"""Handlers: each runs an engine's copies of one direction.
 
-A handler checks a job at once, in the call that brings it; from then on nothing raises in the engine's thread, and
-whatever becomes of the job is told by `get_finished`.
+A handler checks a job in the call that submits it; from then on nothing raises in the engine's thread, and
+`get_finished` reports how the job ended.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class OffloadingHandler(ABC):
         Parameters
         ----------
         job_id : int
-            Names the job until `get_finished` has told its end; not in use by another one.
+            Names the job until `get_finished` has returned it; not in use by another one.
         spec : tuple of (LoadStoreSpec, LoadStoreSpec)
             Source and destination; may be reused as soon as the call returns.
 
         Returns
         -------
         bool
-            True: `get_finished` will tell the end. False: the handler takes no more jobs.
+            True: `get_finished` will return the job. False: the handler takes no more jobs.
 
         Raises
         ------
@@ -53,12 +53,11 @@ class OffloadingHandler(ABC):
     def wait(self, job_ids: Iterable[int]) -> None:
         """Return once these jobs have ended; unknown ids and ended jobs are passed over.
 
-        `get_finished` still tells their ends.
+        `get_finished` still returns them.
         """
 
-    @abstractmethod
-    def shutdown(self, wait: bool = True) -> None:
-        """Take no more jobs, and return when nothing is in flight.
+    def shutdown(self, wait: bool = True) -> None:  # noqa: B027
+        """Take no more jobs, and return when nothing is in flight; does nothing by default.
 
         Parameters
         ----------

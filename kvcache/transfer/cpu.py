@@ -1,7 +1,8 @@
-"""The handler for tensors in host memory: the compiled queue, told in an engine's words."""
+"""The handler for tensors in host memory: the compiled queue behind an engine's interface."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from kvcache.specs import TransferResult
@@ -42,40 +43,44 @@ class CPUCopyHandler(OffloadingHandler):
         self._geometry = geometry
         self._to_host = to_host
         self._queue = CopyQueue(geometry.compiled, to_host, num_threads or 0, inline_bytes)
+        # Between a job's submission and the note of its place no other thread may take the job's result.
+        self._lock = threading.Lock()
         self._places: dict[int, int] = {}
         self._closed = False
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        if self._closed:
-            return False
-        check_job_id(job_id, self._places)
         device, host = checked_specs(spec, self._to_host)
-        self._places[job_id] = self._queue.submit(
-            job_id,
-            device.block_ids,
-            device.group_sizes,
-            device.block_indices,
-            host.block_ids,
-            self._geometry.is_lost(),
-        )
+        with self._lock:
+            if self._closed:
+                return False
+            check_job_id(job_id, self._places)
+            self._places[job_id] = self._queue.submit(
+                job_id,
+                device.block_ids,
+                device.group_sizes,
+                device.block_indices,
+                host.block_ids,
+                self._geometry.is_lost(),
+            )
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        ended = self._queue.get_finished()
         kind = ("GPU", "CPU") if self._to_host else ("CPU", "GPU")
         results = []
-        for job_id, success, num_bytes, seconds in ended:
-            del self._places[job_id]
-            results.append(TransferResult(job_id, success, num_bytes if success else 0, seconds, kind))
+        with self._lock:
+            for job_id, success, num_bytes, seconds in self._queue.get_finished():
+                del self._places[job_id]
+                results.append(TransferResult(job_id, success, num_bytes if success else 0, seconds, kind))
         return results
 
     def wait(self, job_ids: Iterable[int]) -> None:
         self._queue.wait(max((self._places.get(job_id, 0) for job_id in job_ids), default=0))
 
     def cancel(self, job_id: int) -> bool:
-        """Let a job in flight end as failed, as soon as its copying threads notice; say whether it was in flight."""
+        """End a job in flight as failed as soon as its copying threads notice; return whether it was in flight."""
         return self._queue.cancel(job_id)
 
     def shutdown(self, wait: bool = True) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         self._queue.close(not wait)

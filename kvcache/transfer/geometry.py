@@ -79,6 +79,7 @@ class KVGeometry:
         if need > pool.block_bytes:
             raise ValueError(f"an offloaded block has {need} bytes, the pool's blocks have {pool.block_bytes}")
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        memory = [_held_memory(tensor) for tensor in self.tensors]
         self.compiled = Geometry(
             [(tensor.data_ptr(), tensor.shape[0], tensor.stride(0)) for tensor in self.tensors],
             [[(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in kv_caches.group_data_refs],
@@ -86,7 +87,7 @@ class KVGeometry:
             pool.stride_bytes,
             pool.num_blocks,
             block_size_factor,
-            (self.tensors, pool.tensor),
+            (memory, pool.tensor),
         )
 
     def segments(self, group_idx: int) -> list[tuple[torch.Tensor, int]]:
@@ -113,8 +114,18 @@ class KVGeometry:
         return sorted(found.items())
 
     def is_lost(self) -> bool:
-        """Whether a tensor's memory is no longer where it was, as after ``untyped_storage().resize_(0)``."""
+        """Whether a tensor has left the memory it had, as after ``set_``."""
         return any(tensor.data_ptr() != address for tensor, address in zip(self.tensors, self._addresses, strict=True))
+
+
+def _held_memory(tensor: torch.Tensor) -> object:
+    """Return what keeps a tensor's memory where it is: copies in flight know its address only.
+
+    A tensor can be given other memory (``set_``, ``data``): its storage is held. A storage can be resized, unless
+    numpy has a view of it: so one is made, of host memory.
+    """
+    whole = torch.empty(0, dtype=torch.int8, device=tensor.device).set_(tensor.untyped_storage())
+    return whole if whole.is_cuda else whole.numpy()
 
 
 def _check_factor(block_size_factor: int) -> None:

@@ -1,13 +1,12 @@
-"""The worker's switchboard: it hands a job to the handler of its two media.
+"""Routes each job to the handler of its two media.
 
-An engine's worker then knows job ids and specs only, whatever media are configured.
+An engine's worker then knows job ids and specs only, whatever media are configured, and no handler's fault reaches it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from contextlib import ExitStack
 
 from kvcache.specs import LoadStoreSpec, TransferResult
 from kvcache.transfer.base import OffloadingHandler, TransferSpec, checked_pair
@@ -16,11 +15,18 @@ _log = logging.getLogger(__name__)
 
 
 class OffloadingWorker:
-    """Routes jobs to handlers by source and destination medium."""
+    """Route jobs to handlers by source and destination medium.
+
+    Notes
+    -----
+    A handler that raises is logged, and costs neither the engine's thread nor another handler's job anything. Its own
+    jobs stay in flight until it reports them: their memory may still be in use.
+    """
 
     def __init__(self) -> None:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
-        self._ended: list[TransferResult] = []
+        self._finished: list[TransferResult] = []
+        self._failing: set[int] = set()
 
     def register_handler(
         self, src_type: type[LoadStoreSpec], dst_type: type[LoadStoreSpec], handler: OffloadingHandler
@@ -63,30 +69,42 @@ class OffloadingWorker:
         except ValueError:
             raise
         except Exception:
-            # A third party's handler must not end the engine: what it could not start has failed.
+            # A third party's handler must not end the engine: the job that it could not start has failed.
             _log.exception("transfer %s -> %s of job %s could not be started", *kind, job_id)
-            self._ended.append(TransferResult(job_id, False, 0, 0.0, kind))
+            self._finished.append(TransferResult(job_id, False, 0, 0.0, kind))
             return True
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call, those of one direction in the order of submission."""
         for handler in self._unique():
-            # Kept before the next handler is asked: what one that raises does not lose.
-            self._ended += handler.get_finished()
-        ended, self._ended = self._ended, []
-        return ended
+            try:
+                for result in handler.get_finished():
+                    self._finished.append(result)
+                self._failing.discard(id(handler))
+            except Exception:
+                # An engine asks at every step: only the first of a row is logged.
+                if id(handler) not in self._failing:
+                    self._failing.add(id(handler))
+                    _log.exception("%s did not return its finished jobs", type(handler).__name__)
+        finished, self._finished = self._finished, []
+        return finished
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Return once these jobs have ended; unknown ids are passed over."""
+        """Return once these jobs have ended, as far as their handlers can wait; unknown ids are passed over."""
         job_ids = list(job_ids)
         for handler in self._unique():
-            handler.wait(job_ids)
+            try:
+                handler.wait(job_ids)
+            except Exception:
+                _log.exception("%s did not wait: its jobs may still be in flight", type(handler).__name__)
 
     def shutdown(self, wait: bool = True) -> None:
         """Shut every handler down; see `OffloadingHandler.shutdown`."""
-        with ExitStack() as stack:
-            for handler in reversed(self._unique()):
-                stack.callback(handler.shutdown, wait)
+        for handler in self._unique():
+            try:
+                handler.shutdown(wait)
+            except Exception:
+                _log.exception("%s did not shut down", type(handler).__name__)
 
     def _unique(self) -> list[OffloadingHandler]:
-        return list(dict.fromkeys(self._handlers.values()))
+        return list({id(handler): handler for handler in self._handlers.values()}.values())

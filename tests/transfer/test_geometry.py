@@ -121,6 +121,45 @@ def test_what_does_not_fit_is_refused(device_ids, sizes, indices, host_ids, mess
         geometry.runs(np.array(device_ids), sizes, indices, np.array(host_ids))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, 1 << 62), r"in 1\.\.2147483647, got 4611686018427387904"),
+        (([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, 1 << 70), r"factor must be in 1\.\.2147483647"),
+        (([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, (1 << 30)), r"1073741824 device blocks of group 0 need 10737418240"),
+        (([(0, 8, 1 << 62)] * 4, [[(i, 1 << 62) for i in range(4)]], 0, 40, 3), r"tensor 0 must lie within"),
+        (([(0, 1, 1 << 62)] * 4, [[(i, 1 << 62) for i in range(4)]], 0, 40, 3), r"group 0 need 18446744073709551616"),
+        (([(0, 8, 10)], [[(0, -10)]], 1000, 40, 3), r"must copy >= 1 bytes of each block of tensor 0, got -10"),
+        (([(0, 8, -10)], [[(0, 10)]], 1000, 40, 3), r"tensor 0 must lie within"),
+        (([(0, 8, 10)], [[(0, 10)]], 1 << 63, 40, 3), r"the host pool must lie within"),
+        (([(0, 8, 10)], [[(0, 10)]], 0, 1 << 62, 3), r"the host pool must lie within"),
+    ],
+)
+def test_numbers_that_overflow_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Geometry(*arguments)
+
+
+def test_more_bytes_than_can_be_counted_are_refused():
+    geometry = Geometry([(0, 1, 1 << 61)], [[(0, 1 << 61)]], 0, 1 << 61, 1)
+    with pytest.raises(ValueError, match="5 device blocks of 2305843009213693952 bytes are more than a job can move"):
+        geometry.check(np.zeros(5, np.int64), [5], [0], np.zeros(5, np.int64))
+
+
+class Fickle(list):
+    """A sequence that answers otherwise the second time."""
+
+    def __getitem__(self, i):
+        value = super().__getitem__(i)
+        self[i] = -1000
+        return value
+
+
+def test_sequences_are_read_once():
+    geometry = Geometry([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, 4)
+    assert geometry.runs(np.array([7]), Fickle([1]), Fickle([6]), np.array([2])).tolist() == [[1100, 70, 10]]
+
+
 def kv_caches_of(tensor, page, refs=((0, 8),)):
     return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page)], [[CanonicalKVCacheRef(i, n) for i, n in refs]])
 

@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,9 +214,29 @@ def test_specs_may_be_changed_once_submitted(busy):
     assert torch.equal(pool.tensor, kv_caches.tensors[0].tensor)
 
 
+def test_memory_of_a_tensor_with_handlers_cannot_be_resized(handlers, kv_caches):
+    with pytest.raises(RuntimeError, match="not resizable"):
+        kv_caches.tensors[0].tensor.untyped_storage().resize_(0)
+
+
+def test_memory_of_a_tensor_stays_while_it_is_copied(busy):
+    handler, kv_caches, pool = busy
+    tensor = kv_caches.tensors[0].tensor
+    first, last = tensor[0].clone(), tensor[63].clone()
+    handler.transfer_async(1, LONG_JOB)
+    # The tensor lets go of its memory, which is large enough for the system to take it back at once.
+    tensor.set_()
+    handler.transfer_async(2, store_spec([0, 63], [0, 63]))
+    time.sleep(0.2)
+    handler.shutdown(wait=False)
+    assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, False), (2, False)]
+    assert torch.equal(pool.block(0), first)
+    assert torch.equal(pool.block(63), last)
+
+
 def test_a_tensor_that_went_away_fails_its_jobs_once_each(handlers, kv_caches):
     store, load = handlers
-    kv_caches.tensors[0].tensor.untyped_storage().resize_(0)
+    kv_caches.tensors[0].tensor.set_()
     store.transfer_async(1, store_spec([1], [1]))
     store.transfer_async(2, store_spec([2], [2]))
     load.transfer_async(3, store_spec([2], [2])[::-1])
@@ -259,6 +280,37 @@ def test_shutdown_abandons_what_is_in_flight_if_told_so(busy):
     handler.shutdown(wait=False)
     results = handler.get_finished()
     assert [(r.job_id, r.success, r.transfer_size) for r in results] == [(i, False, 0) for i in range(20)]
+
+
+def test_any_number_of_threads_may_shut_down():
+    # Joined twice, a copying thread left one caller hanging, or let one return before the copy had ended.
+    code = """
+import threading, numpy as np
+from kvcache.transfer._native.copy import CopyQueue
+from kvcache.transfer._native.plan import Geometry
+device, host = np.ones((64, 1 << 18), np.int8), np.zeros((64, 1 << 18), np.int8)
+address = [memory.__array_interface__["data"][0] for memory in (device, host)]
+geometry = Geometry([(address[0], 64, 1 << 18)], [[(0, 1 << 18)]], address[1], 1 << 18, 64)
+every = np.arange(64)
+for _ in range(30):
+    queue = CopyQueue(geometry, True, 2, -1)
+    for job_id in range(4):
+        queue.submit(job_id, every, [64], [0], every)
+    ended, barrier = [], threading.Barrier(4)
+    def close():
+        barrier.wait()
+        queue.close()
+        ended.extend(queue.get_finished())
+        returned.append(len(ended))
+    returned = []
+    closers = [threading.Thread(target=close, daemon=True) for _ in range(4)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(20)
+    assert returned == [4] * 4, returned
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
@@ -343,6 +395,77 @@ def test_an_interrupted_wait_leaves_its_work_to_the_threads(busy):
             assert [(r.job_id, r.success) for r in ended] == [(job_id, False), (job_id + 1, True)]
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_step_of_the_wall_clock_does_not_hold_up_a_wait(tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    source = tmp_path / "stepped.c"
+    # To the waiter the wall clock reads a day ahead of what the system goes by: as if it were set back by a day.
+    source.write_text("""
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    int error = syscall(SYS_clock_gettime, clock, now);
+    if (clock == CLOCK_REALTIME)
+        now->tv_sec += 86400;
+    return error;
+}
+""")
+    library = tmp_path / "stepped.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    code = """
+import signal, numpy as np
+from kvcache.transfer._native.copy import CopyQueue
+from kvcache.transfer._native.plan import Geometry
+device, host = np.ones(1 << 20, np.int8), np.zeros(1 << 20, np.int8)
+address = [memory.__array_interface__["data"][0] for memory in (device, host)]
+queue = CopyQueue(Geometry([(address[0], 1, 1 << 20)], [[(0, 1 << 20)]], address[1], 1 << 20, 1), True, 1)
+minutes = np.zeros(1 << 20, np.int64)
+place = queue.submit(1, minutes, [len(minutes)], [0], minutes)
+class Interrupted(Exception): pass
+def interrupt(*_): raise Interrupted
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    queue.wait(place)
+except Interrupted:
+    queue.close(abandon=True)
+    print([ended[:2] for ended in queue.get_finished()])
+"""
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, timeout=30) == b"[(1, False)]\n"
+
+
+def test_results_taken_by_another_thread_are_whole(kv_caches, pool):
+    handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True, 1)
+    spec = store_spec([1], [1])
+    num_jobs = 3000
+    taken, faults = [], []
+
+    def take():
+        until = time.monotonic() + 60
+        try:
+            while len(taken) < num_jobs and time.monotonic() < until:
+                taken.extend(handler.get_finished())
+        except Exception as fault:
+            faults.append(fault)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        taker = threading.Thread(target=take)
+        taker.start()
+        for job_id in range(num_jobs):
+            handler.transfer_async(job_id, spec)
+        taker.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert faults == []
+    assert [result.job_id for result in taken] == list(range(num_jobs))
 
 
 def test_a_fork_gets_an_error_instead_of_a_hang(kv_caches, pool):
@@ -463,45 +586,65 @@ class BrokenHandler(OffloadingHandler):
         raise OSError("no such medium")
 
     def get_finished(self):
+        yield TransferResult(7, True, 1, 0.0, ("GPU", "GPU"))
+        raise OSError("the medium is gone")
+
+    def wait(self, job_ids):
+        raise OSError("the medium is gone")
+
+    def shutdown(self, wait=True):
+        raise OSError("the medium is gone")
+
+
+class MinimalHandler(OffloadingHandler):
+    """A third party's handler that defines what the contract asks for, and no more."""
+
+    def transfer_async(self, job_id, spec):
+        return True
+
+    def get_finished(self):
         return []
 
     def wait(self, job_ids):
         pass
 
-    def shutdown(self, wait=True):
-        pass
-
 
 def test_worker_reports_a_handler_that_raises_as_a_failed_job(kv_caches, pool):
     worker = OffloadingWorker()
-    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, BrokenHandler())
+    broken = BrokenHandler()
+    broken.get_finished = list
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, broken)
     assert worker.transfer_async(5, store_spec([1], [1])) is True
     assert worker.get_finished() == [TransferResult(5, False, 0, 0.0, ("GPU", "CPU"))]
     assert worker.get_finished() == []
 
 
-def test_a_handler_that_raises_loses_nothing_of_the_others(kv_caches, pool, monkeypatch):
-    worker, broken = OffloadingWorker(), BrokenHandler()
+def test_a_handler_that_raises_everywhere_costs_the_others_nothing(kv_caches, pool, caplog):
+    worker = OffloadingWorker()
     store, load = cpu_gpu_handlers(kv_caches, pool)
+    worker.register_handler(GPULoadStoreSpec, GPULoadStoreSpec, BrokenHandler())
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
-    worker.register_handler(GPULoadStoreSpec, GPULoadStoreSpec, broken)
     worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
     worker.transfer_async(1, store_spec([1], [1]))
     worker.wait([1])
-
-    def gone(*_):
-        raise OSError("the medium is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(broken, "get_finished", gone)
-        with pytest.raises(OSError, match="the medium is gone"):
-            worker.get_finished()
-    assert [result.job_id for result in worker.get_finished()] == [1]
-    monkeypatch.setattr(broken, "shutdown", gone)
-    with pytest.raises(OSError, match="the medium is gone"):
-        worker.shutdown()
+    # What it returned before it raised counts, too.
+    assert [result.job_id for result in worker.get_finished()] == [7, 1]
+    assert [result.job_id for result in worker.get_finished()] == [7]
+    worker.shutdown()
     assert store.transfer_async(2, store_spec([1], [1])) is False
     assert load.transfer_async(3, store_spec([1], [1])[::-1]) is False
+    # The engine asks at every step: it is warned once.
+    assert [record.message for record in caplog.records] == [
+        "BrokenHandler did not wait: its jobs may still be in flight",
+        "BrokenHandler did not return its finished jobs",
+        "BrokenHandler did not shut down",
+    ]
+
+
+def test_a_handler_needs_no_shutdown():
+    worker = OffloadingWorker()
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, MinimalHandler())
+    worker.shutdown()
 
 
 def test_specs_and_results_pickle():

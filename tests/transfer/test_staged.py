@@ -140,7 +140,7 @@ def test_a_device_that_breaks_fails_its_jobs_without_raising(caplog):
 def test_a_tensor_that_went_away_fails_its_job():
     kv_caches = layered()
     handler, _ = make_handler(kv_caches)
-    kv_caches.tensors[1].tensor.untyped_storage().resize_(0)
+    kv_caches.tensors[1].tensor.set_()
     handler.transfer_async(1, spec_of([1], [1]))
     assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, False)]
 

@@ -12,14 +12,15 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 from posix.signal cimport sigfillset, sigset_t
-from posix.time cimport CLOCK_MONOTONIC, CLOCK_REALTIME, clock_gettime, timespec
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport getpid
 
 from kvcache.transfer._native.plan cimport Geometry
 from kvcache.transfer._native.pthread cimport (
     pthread_cond_broadcast, pthread_cond_destroy, pthread_cond_init, pthread_cond_signal, pthread_cond_t,
-    pthread_cond_timedwait, pthread_cond_wait, pthread_create, pthread_join, pthread_mutex_destroy, pthread_mutex_init,
-    pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_sigmask, pthread_t,
+    pthread_cond_timedwait, pthread_cond_wait, pthread_condattr_destroy, pthread_condattr_init,
+    pthread_condattr_setclock, pthread_condattr_t, pthread_create, pthread_join, pthread_mutex_destroy,
+    pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_sigmask, pthread_t,
 )
 from kvcache.transfer._native.runs cimport Cursor, Layout, Plan, Run, next_run, open_runs
 
@@ -87,10 +88,11 @@ cdef double _clock() noexcept nogil:
 cdef struct Queue:
     const Layout* layout
     bint to_host
+    pthread_mutex_t mutex      # guards what follows
+    pthread_cond_t work        # a job was queued, or the queue stops
+    pthread_cond_t progress    # a job has ended, or the threads were joined
     bint stopping
-    pthread_mutex_t mutex
-    pthread_cond_t work        # a job came, or the queue stops
-    pthread_cond_t progress    # a job ended
+    bint joining               # one caller joins the threads, the others wait for it
     Job* head                  # not ended yet, oldest first; only the oldest is worked on
     Job* tail
     Job* ended_head            # not taken yet, oldest first
@@ -102,7 +104,7 @@ cdef struct Queue:
 
 
 cdef void _end(Queue* queue, Job* job) noexcept nogil:
-    """Append a job to the ended ones. The mutex is held."""
+    """Append a job to those that have ended. The mutex is held."""
     job.next = NULL
     job.end_s = _clock()
     if queue.ended_tail == NULL:
@@ -115,7 +117,7 @@ cdef void _end(Queue* queue, Job* job) noexcept nogil:
 
 
 cdef bint _advance(Queue* queue) noexcept nogil:
-    """Copy a slice of the oldest job, or end it; say whether there was anything to do. The mutex is held."""
+    """Copy a slice of the oldest job, or end it; return whether there was anything to do. The mutex is held."""
     cdef Job* job = queue.head
     cdef int64_t first, end
     if job == NULL:
@@ -154,11 +156,12 @@ cdef void* _work(void* argument) noexcept nogil:
     return NULL
 
 
-cdef void _help(Queue* queue, int64_t sequence) noexcept nogil:
-    """Work for a tenth of a second at the most, or sleep as long where others are at it, until a job has ended."""
+cdef bint _help(Queue* queue, int64_t sequence) noexcept nogil:
+    """Copy, or sleep where threads do it, until a job has ended or 0.1 s have passed; return whether it has ended."""
     cdef timespec until
     cdef double end_s = _clock() + 0.1
-    clock_gettime(CLOCK_REALTIME, &until)
+    cdef bint has_ended
+    clock_gettime(CLOCK_MONOTONIC, &until)
     until.tv_nsec += 100_000_000
     if until.tv_nsec >= 1_000_000_000:
         until.tv_nsec -= 1_000_000_000
@@ -167,9 +170,30 @@ cdef void _help(Queue* queue, int64_t sequence) noexcept nogil:
     while queue.ended < sequence and _clock() < end_s:
         if not _advance(queue):
             pthread_cond_timedwait(&queue.progress, &queue.mutex, &until)
+    has_ended = queue.ended >= sequence
     # The threads may sleep because this one had taken their place.
     if queue.head != NULL:
         pthread_cond_broadcast(&queue.work)
+    pthread_mutex_unlock(&queue.mutex)
+    return has_ended
+
+
+cdef void _join(Queue* queue) noexcept nogil:
+    """Return once the threads of a stopping queue have ended; any number of callers."""
+    cdef int i
+    pthread_mutex_lock(&queue.mutex)
+    # A thread can be joined once only.
+    while queue.joining:
+        pthread_cond_wait(&queue.progress, &queue.mutex)
+    if queue.num_threads:
+        queue.joining = True
+        pthread_mutex_unlock(&queue.mutex)
+        for i in range(queue.num_threads):
+            pthread_join(queue.threads[i], NULL)
+        pthread_mutex_lock(&queue.mutex)
+        queue.num_threads = 0
+        queue.joining = False
+        pthread_cond_broadcast(&queue.progress)
     pthread_mutex_unlock(&queue.mutex)
 
 
@@ -192,8 +216,8 @@ cdef class CopyQueue:
 
     Notes
     -----
-    One thread submits; any may wait. Threads start with the first job they are needed for. A process that forks must
-    make queues of its own.
+    Any thread may call any method; jobs that two threads submit at once are queued in either order. Copying threads start
+    with the first job they are needed for. A process that forks must make queues of its own.
     """
 
     cdef Geometry geometry
@@ -201,9 +225,9 @@ cdef class CopyQueue:
     cdef int max_threads
     cdef int64_t inline_bytes
     cdef int pid
-    cdef bint closed
 
     def __cinit__(self, Geometry geometry not None, bint to_host, int num_threads=0, int64_t inline_bytes=131072):
+        cdef pthread_condattr_t attributes
         if not 0 <= num_threads <= MAX_THREADS:
             raise ValueError(f"num_threads must be in 0..{MAX_THREADS}, got {num_threads}")
         self.geometry = geometry
@@ -214,7 +238,11 @@ cdef class CopyQueue:
         self.queue.to_host = to_host
         pthread_mutex_init(&self.queue.mutex, NULL)
         pthread_cond_init(&self.queue.work, NULL)
-        pthread_cond_init(&self.queue.progress, NULL)
+        # By the monotonic clock: a step of the wall clock must not stretch a timed wait.
+        pthread_condattr_init(&attributes)
+        pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC)
+        pthread_cond_init(&self.queue.progress, &attributes)
+        pthread_condattr_destroy(&attributes)
 
     def __dealloc__(self):
         if self.geometry is None or getpid() != self.pid:
@@ -225,6 +253,7 @@ cdef class CopyQueue:
         pthread_cond_destroy(&self.queue.work)
         pthread_cond_destroy(&self.queue.progress)
 
+    @cython.critical_section
     def submit(self, int64_t job_id, device_ids, group_sizes, block_indices, host_ids, bint lost=False):
         """Check a transfer and queue it.
 
@@ -255,8 +284,8 @@ cdef class CopyQueue:
         cdef Plan* plan
         cdef Job* job
         cdef int64_t sequence
-        cdef bint at_once
-        self._check_open()
+        cdef bint at_once, stopping
+        self._check_process()
         plan = self.geometry.plan(device_ids, group_sizes, block_indices, host_ids)
         job = <Job*> calloc(1, sizeof(Job))
         if job == NULL:
@@ -267,12 +296,19 @@ cdef class CopyQueue:
         job.cancelled = lost
         job.max_threads = <int> min(self.max_threads, 1 + plan.num_bytes // THREAD_BYTES)
         job.units_per_slice = max(1, SLICE_BYTES * plan.num_units // max(plan.num_bytes, 1))
-        # Nobody else appends, and an empty queue stays empty: the caller may copy without the mutex. It keeps the
-        # GIL: giving it up for some microseconds can cost milliseconds to get it back.
+        # From here on no Python runs, so that the GIL, or the critical section, keeps out whoever else submits: an empty
+        # queue stays empty, and the caller may copy without the mutex. Giving the GIL up for some microseconds can cost
+        # milliseconds to get it back.
         pthread_mutex_lock(&queue.mutex)
-        sequence = queue.submitted = queue.submitted + 1
+        stopping = queue.stopping
         at_once = queue.head == NULL and (lost or plan.num_bytes <= self.inline_bytes)
+        if not stopping:
+            queue.submitted += 1
+        sequence = queue.submitted
         pthread_mutex_unlock(&queue.mutex)
+        if stopping:
+            _free_jobs(job)
+            raise RuntimeError("the queue is closed")
         # Where no thread can be had none is busy either, and the caller does what it must.
         if at_once or not self._start_threads(job.max_threads):
             job.start_s = _clock()
@@ -305,10 +341,12 @@ cdef class CopyQueue:
         first = job = self.queue.ended_head
         self.queue.ended_head = self.queue.ended_tail = NULL
         pthread_mutex_unlock(&self.queue.mutex)
-        while job != NULL:
-            ended.append((job.job_id, not job.cancelled, job.plan.num_bytes, job.end_s - job.start_s))
-            job = job.next
-        _free_jobs(first)
+        try:
+            while job != NULL:
+                ended.append((job.job_id, not job.cancelled, job.plan.num_bytes, job.end_s - job.start_s))
+                job = job.next
+        finally:
+            _free_jobs(first)
         return ended
 
     def wait(self, int64_t sequence):
@@ -317,12 +355,18 @@ cdef class CopyQueue:
         The caller copies too, in the place of one of the threads: waking those can take longer than a small job.
         """
         cdef Queue* queue = &self.queue
+        cdef int64_t submitted
+        cdef bint has_ended
         self._check_process()
-        if sequence > queue.submitted:
-            raise ValueError(f"only {queue.submitted} jobs were submitted, got {sequence}")
-        while queue.ended < sequence:
+        pthread_mutex_lock(&queue.mutex)
+        submitted = queue.submitted
+        has_ended = queue.ended >= sequence
+        pthread_mutex_unlock(&queue.mutex)
+        if sequence > submitted:
+            raise ValueError(f"only {submitted} jobs were submitted, got {sequence}")
+        while not has_ended:
             with nogil:
-                _help(queue, sequence)
+                has_ended = _help(queue, sequence)
             PyErr_CheckSignals()
 
     def cancel(self, int64_t job_id):
@@ -346,16 +390,18 @@ cdef class CopyQueue:
         pthread_mutex_unlock(&self.queue.mutex)
         return found
 
+    @cython.critical_section
     def close(self, bint abandon=False):
-        """Take no more jobs, and return once those in flight have ended: as failed, if they are abandoned."""
+        """Take no more jobs, and return once those in flight have ended: as failed, if they are abandoned.
+
+        Any number of threads may call it, any number of times; each returns when the copying threads have ended.
+        """
         self._check_process()
-        self.closed = True
         self._stop(abandon)
 
     cdef void _stop(self, bint abandon) noexcept:
         cdef Queue* queue = &self.queue
         cdef Job* job
-        cdef int i
         pthread_mutex_lock(&queue.mutex)
         queue.stopping = True
         job = queue.head
@@ -365,9 +411,7 @@ cdef class CopyQueue:
         pthread_cond_broadcast(&queue.work)
         pthread_mutex_unlock(&queue.mutex)
         with nogil:
-            for i in range(queue.num_threads):
-                pthread_join(queue.threads[i], NULL)
-        queue.num_threads = 0
+            _join(queue)
 
     cdef int _start_threads(self, int n) noexcept:
         """Have `n` threads, or as many as the system gives; return how many there are."""
@@ -387,12 +431,6 @@ cdef class CopyQueue:
     cdef int _check_process(self) except -1:
         if getpid() != self.pid:
             raise RuntimeError(f"this queue belongs to process {self.pid}, not to its fork {getpid()}")
-        return 0
-
-    cdef int _check_open(self) except -1:
-        self._check_process()
-        if self.closed:
-            raise RuntimeError("the queue is closed")
         return 0
 
 

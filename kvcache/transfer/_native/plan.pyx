@@ -3,6 +3,8 @@
 Compiled because it loops over blocks and layers.
 """
 
+from operator import index
+
 import numpy as np
 
 cimport cython
@@ -17,15 +19,28 @@ cdef enum:
     MAX_BLOCKS = 0x7fffffff
 
 
+cdef int64_t MAX_BYTES = 0x7fffffffffffffff
+
+
+cdef int _check_extent(str what, object address, object num_blocks, object stride) except -1:
+    """Raise ValueError unless the address of every block can be computed."""
+    if address < 0 or num_blocks < 0 or stride < 0 or address + num_blocks * stride > MAX_BYTES:
+        raise ValueError(
+            f"{what} must lie within 0..{MAX_BYTES}, got {num_blocks} blocks {stride} bytes apart at {address}"
+        )
+    return 0
+
+
 cdef int _take(
     int32_t* out, const int64_t[::1] ids, int64_t first, int64_t n, int64_t limit, str what,
 ) except -1:
-    """Copy ids, each checked: the caller may change its array later, and a bad one would write anywhere."""
-    cdef int64_t i
+    """Copy ids, each read once and checked: the caller may change its array, and a bad id would write anywhere."""
+    cdef int64_t i, block_id
     for i in range(n):
-        if not 0 <= ids[first + i] < limit:
-            raise ValueError(f"a {what}'s id must be in 0..{limit - 1}, got {ids[first + i]}")
-        out[i] = <int32_t> ids[first + i]
+        block_id = (<const volatile int64_t*> &ids[first + i])[0]
+        if not 0 <= block_id < limit:
+            raise ValueError(f"a {what}'s id must be in 0..{limit - 1}, got {block_id}")
+        out[i] = <int32_t> block_id
     return 0
 
 
@@ -56,7 +71,8 @@ cdef class Geometry:
     Raises
     ------
     ValueError
-        A group's device blocks do not fit a host block, or a layer names a tensor that is not there.
+        A number is out of range, a group's device blocks do not fit a host block, or a layer names a tensor that is
+        not there.
 
     Notes
     -----
@@ -67,16 +83,25 @@ cdef class Geometry:
     def __cinit__(
         self, tensors, groups, host_address, host_stride_bytes, num_host_blocks, block_size_factor=1, owner=None,
     ):
-        cdef int64_t num_segments = sum(len(group) for group in groups)
-        cdef int64_t i = 0
+        cdef int64_t num_segments, i
         cdef Group* group
         cdef Segment* segment
-        if block_size_factor < 1:
-            raise ValueError(f"block_size_factor must be >= 1, got {block_size_factor}")
+        # Read once, as ints: the loop below relies on what is counted and compared here. Python's ints do not overflow.
+        tensors = [(index(address), index(num_blocks), index(stride)) for address, num_blocks, stride in tensors]
+        groups = [[(index(tensor), index(n_bytes)) for tensor, n_bytes in group_refs] for group_refs in groups]
+        host_address, host_stride_bytes = index(host_address), index(host_stride_bytes)
+        num_host_blocks, block_size_factor = index(num_host_blocks), index(block_size_factor)
+        num_segments = sum(len(group_refs) for group_refs in groups)
+        if not 1 <= block_size_factor <= MAX_BLOCKS:
+            raise ValueError(f"block_size_factor must be in 1..{MAX_BLOCKS}, got {block_size_factor}")
+        num_host_blocks = min(num_host_blocks, MAX_BLOCKS)
+        _check_extent("the host pool", host_address, num_host_blocks, host_stride_bytes)
+        for i, (address, num_blocks, stride) in enumerate(tensors):
+            _check_extent(f"tensor {i}", address, num_blocks, stride)
         self.owner = owner
         self.layout.host = <char*> <uintptr_t> host_address
         self.layout.host_stride = host_stride_bytes
-        self.layout.num_host_blocks = min(num_host_blocks, MAX_BLOCKS)
+        self.layout.num_host_blocks = num_host_blocks
         self.layout.factor = block_size_factor
         self.layout.num_groups = len(groups)
         self.layout.groups = <Group*> calloc(max(len(groups), 1), sizeof(Group))
@@ -89,34 +114,34 @@ cdef class Geometry:
             group.segments = segment
             # A rank that holds no layer of a group moves nothing for it, whatever the ids.
             group.num_blocks = MAX_BLOCKS
-            for index, n_bytes in refs:
-                if not 0 <= index < len(tensors):
-                    raise ValueError(f"group {i} names tensor {index}, there are {len(tensors)}")
-                address, num_blocks, stride = tensors[index]
+            needed = sum(n_bytes for _, n_bytes in refs) * block_size_factor
+            if needed > host_stride_bytes:
+                raise ValueError(
+                    f"a host block has {host_stride_bytes} bytes, {block_size_factor} device blocks of group {i} "
+                    f"need {needed}"
+                )
+            for tensor, n_bytes in refs:
+                if not 0 <= tensor < len(tensors):
+                    raise ValueError(f"group {i} names tensor {tensor}, there are {len(tensors)}")
+                if n_bytes < 1:
+                    raise ValueError(f"group {i} must copy >= 1 bytes of each block of tensor {tensor}, got {n_bytes}")
+                address, num_blocks, stride = tensors[tensor]
                 group.num_blocks = min(group.num_blocks, num_blocks)
                 self._add(group, address, stride, n_bytes)
             segment += group.num_segments
-            if group.part_bytes * self.layout.factor > self.layout.host_stride:
-                raise ValueError(
-                    f"a host block has {host_stride_bytes} bytes, {block_size_factor} device blocks of group {i} "
-                    f"need {group.part_bytes * self.layout.factor}"
-                )
 
     cdef void _add(self, Group* group, uintptr_t address, int64_t stride, int64_t n_bytes) noexcept:
-        cdef Segment* last = &group.segments[group.num_segments - 1]
+        cdef Segment* next_one = &group.segments[group.num_segments]
+        cdef Segment* last
         # Of tensors with one block, neighbours may be strangers.
-        if (
-            group.num_segments and group.num_blocks > 1 and last.stride == stride
-            and <uintptr_t> last.base + last.n_bytes == address
-        ):
-            last.n_bytes += n_bytes
-        else:
-            last = &group.segments[group.num_segments]
-            last.base = <char*> address
-            last.stride = stride
-            last.host_offset = group.part_bytes
-            last.n_bytes = n_bytes
-            group.num_segments += 1
+        if group.num_segments and group.num_blocks > 1:
+            last = next_one - 1
+            if last.stride == stride and <uintptr_t> last.base + last.n_bytes == address:
+                last.n_bytes += n_bytes
+                group.part_bytes += n_bytes
+                return
+        next_one[0] = Segment(<char*> address, stride, group.part_bytes, n_bytes)
+        group.num_segments += 1
         group.part_bytes += n_bytes
 
     def __dealloc__(self):
@@ -203,10 +228,11 @@ cdef class Geometry:
         cdef int64_t num_device = device.shape[0]
         cdef int64_t num_host = host.shape[0]
         cdef int64_t num_groups = self.layout.num_groups
-        cdef int64_t i, size, first_part, need, first_device = 0, first_host = 0, units = 0, num_bytes = 0
+        cdef int64_t i, size, first_index, first_part, need, first_device = 0, first_host = 0, units = 0, num_bytes = 0
         cdef Group* group
         cdef Plan* plan
         cdef int32_t* ids
+        group_sizes, block_indices = list(group_sizes), list(block_indices)
         if len(group_sizes) != num_groups or len(block_indices) != num_groups:
             raise ValueError(
                 f"there are {num_groups} KV-cache groups, got {len(group_sizes)} group_sizes "
@@ -219,19 +245,20 @@ cdef class Geometry:
             plan.spans = <Span*> (plan + 1)
             ids = <int32_t*> (plan.spans + num_groups)
             for i in range(num_groups):
-                size = group_sizes[i]
-                if size < 0 or block_indices[i] < 0 or size > num_device - first_device:
+                size, first_index = group_sizes[i], block_indices[i]
+                if size < 0 or first_index < 0 or size > num_device - first_device:
                     raise ValueError(
                         f"group_sizes must be >= 0 and add up to {num_device} block ids, and block_indices be >= 0, "
-                        f"got {list(group_sizes)} and {list(block_indices)}"
+                        f"got {group_sizes} and {block_indices}"
                     )
                 group = &self.layout.groups[i]
-                first_part = block_indices[i] % self.layout.factor
+                first_part = first_index % self.layout.factor
                 need = (first_part + size + self.layout.factor - 1) // self.layout.factor if size else 0
                 if need > num_host - first_host:
                     raise ValueError(self._misfit(group_sizes, block_indices, num_host))
-                if size and group.num_segments:
-                    units += size * group.num_segments
+                if size and (MAX_BYTES - num_bytes) // size < group.part_bytes:
+                    raise ValueError(f"{size} device blocks of {group.part_bytes} bytes are more than a job can move")
+                units += size * group.num_segments
                 num_bytes += size * group.part_bytes
                 plan.spans[i] = Span(group, ids + first_device, ids + num_device + first_host, first_part, units)
                 _take(&ids[first_device], device, first_device, size, group.num_blocks, "device block")
@@ -249,6 +276,6 @@ cdef class Geometry:
 
     def _misfit(self, group_sizes, block_indices, num_host):
         return (
-            f"{list(group_sizes)} device blocks per group, from {list(block_indices)} on, at {self.layout.factor} to a "
+            f"{group_sizes} device blocks per group, from {block_indices} on, at {self.layout.factor} to a "
             f"host block do not fill {num_host} host blocks"
         )
