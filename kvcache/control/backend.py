@@ -9,39 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvcache.block import BlockStatus
+from kvcache.options import check_int
 from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec
-
-
-def checked_size(name: str, value: object) -> int:
-    """Return `value` if it is an int >= 1; ValueError naming it otherwise."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-    return value
-
-
-def parsed_bytes(text: object) -> int:
-    """Return the bytes that `text` names: an int, or a number with a unit of kB, MB, GB, TB, KiB, MiB, GiB or TiB.
-
-    Raises
-    ------
-    ValueError
-        It is neither.
-    """
-    if type(text) is int:
-        return text
-    units = {"": 1, "b": 1}
-    for power, letter in enumerate("kmgt", 1):
-        units[letter + "b"] = 1000**power
-        units[letter] = units[letter + "ib"] = 1024**power
-    if isinstance(text, str):
-        number = text.strip().rstrip("bBiIkKmMgGtT")
-        unit = text.strip()[len(number) :].lower()
-        try:
-            if unit in units:
-                return int(float(number) * units[unit])
-        except (ValueError, OverflowError):
-            pass
-    raise ValueError(f"a size must be bytes or a number with a unit, such as '100GiB', got {text!r}")
 
 
 class Backend(ABC):
@@ -56,7 +25,7 @@ class Backend(ABC):
     """
 
     def __init__(self, block_size: int, medium: str) -> None:
-        self.block_size = checked_size("block_size", block_size)
+        self.block_size = check_int("block_size", block_size)
         self.medium = medium
 
     @abstractmethod
@@ -96,7 +65,7 @@ class CPUBackend(Backend):
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         super().__init__(block_size, CPULoadStoreSpec.medium())
-        self.num_blocks = checked_size("num_blocks", num_blocks)
+        self.num_blocks = check_int("num_blocks", num_blocks)
         self._num_fresh_used = 0
         self._freed: list[int] = []
 

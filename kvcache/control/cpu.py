@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvcache.control.backend import Backend, CPUBackend, checked_size
+from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.observers.what_if import WhatIf, estimate, sampler_for
 from kvcache.core.reuse_filter import ReuseFilter
 from kvcache.events import OffloadingEvent
 from kvcache.metrics import ManagerStats
+from kvcache.options import check_int, check_share
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
 from kvcache.request import HintReader, ReqContext
@@ -46,12 +47,8 @@ class _PolicyManager(OffloadingManager):
         retention_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if type(store_threshold) is not int or store_threshold < 0:
-            raise ValueError(f"store_threshold must be an int >= 0, got {store_threshold!r}")
-        if isinstance(retention_share, bool) or not isinstance(retention_share, int | float) or not (
-            0 <= retention_share <= 1
-        ):
-            raise ValueError(f"retention_share must be a number in 0..1, got {retention_share!r}")
+        check_int("store_threshold", store_threshold, 0)
+        check_share("retention_share", retention_share)
         if not callable(clock):
             raise ValueError(f"clock must be callable, got {clock!r}")
         self.block_size = block_size
@@ -287,7 +284,7 @@ class BackendOffloadingManager(_PolicyManager):
         max_tracker_size: int = 64_000,
         what_if: bool | int = False,
     ) -> None:
-        capacity = checked_size("free blocks of the backend", backend.get_num_free_blocks())
+        capacity = check_int("free blocks of the backend", backend.get_num_free_blocks())
         policy = _new_policy(cache_policy, capacity)
         self.backend = backend
         super().__init__(
@@ -351,8 +348,8 @@ class CPUOffloadingManager(_PolicyManager):
         retention_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        checked_size("block_size", block_size)
-        if checked_size("num_blocks", num_blocks) >= MAX_BLOCKS:
+        check_int("block_size", block_size)
+        if check_int("num_blocks", num_blocks) >= MAX_BLOCKS:
             raise ValueError(f"num_blocks must be < 2**30, got {num_blocks}")
         policy = _new_policy(cache_policy, num_blocks)
         cache = policy.native(num_blocks) or GenericBlockCache(policy, CPUBackend(block_size, num_blocks))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.control.manager import OffloadingManager
+from kvcache.options import OptionTable, name_unknown, parse_count, parse_flag
 from kvcache.registry import SPECS
 from kvcache.spec.config import OffloadingConfig
 from kvcache.specs import CanonicalKVCaches, LoadStoreSpec
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from kvcache.transfer.base import OffloadingHandler
 
 _LOG = logging.getLogger(__name__)
+
+SPEC_OPTIONS = OptionTable({"block_size": parse_count, "offload_prompt_only": parse_flag})
+"""What every spec reads of `extra_config`, beside the name by which it is chosen."""
 
 HandlerOf = tuple[type[LoadStoreSpec], type[LoadStoreSpec], "OffloadingHandler"]
 """Source and destination of a handler's jobs, and the handler."""
@@ -58,7 +62,7 @@ class OffloadingSpec(ABC):
         that this class does not read.
     """
 
-    option_names: ClassVar[Set[str]] = frozenset({"spec_name", "block_size", "offload_prompt_only"})
+    option_names: ClassVar[Set[str]] = frozenset({"spec_name", *SPEC_OPTIONS})
 
     def __init__(self, config: OffloadingConfig) -> None:
         if not isinstance(config, OffloadingConfig):
@@ -79,8 +83,9 @@ class OffloadingSpec(ABC):
                     f"the device block size of group {i}, {config.groups[i].block_size} tokens on each of {spread} "
                     f"context-parallel ranks, must be a multiple of hash_block_size {self.hash_block_size}"
                 )
-        self.block_size_factor = self._factor()
-        self.offload_prompt_only = self._option("offload_prompt_only", bool, True)
+        options = SPEC_OPTIONS.read("extra_config", self.extra_config)
+        self.block_size_factor = self._factor(options.get("block_size"))
+        self.offload_prompt_only: bool = options.get("offload_prompt_only", True)
 
     @property
     def block_size(self) -> int:
@@ -101,22 +106,14 @@ class OffloadingSpec(ABC):
             The KV cache does not fit the configuration.
         """
 
-    def _factor(self) -> int:
-        size: int | None = self._option("block_size", int, None)
+    def _factor(self, size: int | None) -> int:
         if size is None:
             return 1
         if len(set(self.gpu_block_size)) > 1:
             raise ValueError(f"block_size {size} needs one device block size, the groups have {self.gpu_block_size}")
-        if size < 1 or size % self.gpu_block_size[0]:
+        if size % self.gpu_block_size[0]:
             raise ValueError(f"block_size must be a multiple of the device's {self.gpu_block_size[0]}, got {size}")
         return size // self.gpu_block_size[0]
-
-    def _option(self, name: str, kind: type, default: Any) -> Any:
-        value = self.extra_config.get(name, default)
-        if value is not default and type(value) is not kind:
-            article = "an" if kind is int else "a"
-            raise ValueError(f"{name} in extra_config must be {article} {kind.__name__}, got {value!r}")
-        return value
 
 
 def make_spec(config: OffloadingConfig) -> OffloadingSpec:
@@ -140,11 +137,6 @@ def make_spec(config: OffloadingConfig) -> OffloadingSpec:
 
 def warn_of_unknown(where: str, options: Mapping[str, Any], known: Set[str]) -> None:
     """Log a warning of options that are not known: an engine's other components may read them, or nobody does."""
-    unknown = sorted(str(name) for name in options.keys() - known)
-    if not unknown:
-        return
-    import difflib
-
-    close = [difflib.get_close_matches(name, sorted(known), n=1) for name in unknown]
-    told = [f"{name} (did you mean {hit[0]!r}?)" if hit else name for name, hit in zip(unknown, close, strict=True)]
-    _LOG.warning("kvcache does not know these keys of %s: %s", where, ", ".join(told))
+    unknown = name_unknown(options, known)
+    if unknown:
+        _LOG.warning("kvcache does not know these keys of %s: %s", where, unknown)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcache.options import check_int
 from kvcache.specs import CanonicalKVCacheRef
 
 
@@ -28,7 +29,7 @@ class OffloadingGroup:
     refs: tuple[CanonicalKVCacheRef, ...] = ()
 
     def __post_init__(self) -> None:
-        check_size("block_size of a group", self.block_size)
+        check_int("block_size of a group", self.block_size)
         for name, kind in (("layer_names", str), ("refs", CanonicalKVCacheRef)):
             values = getattr(self, name)
             if isinstance(values, str) or not all(isinstance(value, kind) for value in values):
@@ -76,13 +77,8 @@ class OffloadingConfig:
         if not self.groups or not all(isinstance(group, OffloadingGroup) for group in self.groups):
             raise ValueError(f"groups must be OffloadingGroups, at least one, got {self.groups!r}")
         for name in ("hash_block_size", "decode_context_parallel_size", "prefill_context_parallel_size", "world_size"):
-            check_size(name, getattr(self, name))
+            check_int(name, getattr(self, name))
         if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {self.rank!r}")
         if not isinstance(self.extra_config, Mapping):
             raise ValueError(f"extra_config must be a dict, got {self.extra_config!r}")
-
-
-def check_size(name: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} must be an int >= 1, got {value!r}")

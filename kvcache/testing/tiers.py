@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.control.backend import checked_size
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.options import check_int
 from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ManualTier(Tier):
         is_automatic: bool = False,
     ) -> None:
         self._host_blocks = None if host_blocks is None else checked_host_blocks(host_blocks)
-        self._index = CPUOffloadingManager(1, checked_size("num_blocks", num_blocks), cache_policy)
+        self._index = CPUOffloadingManager(1, check_int("num_blocks", num_blocks), cache_policy)
         self._is_automatic = is_automatic
         self._payloads: dict[bytes, bytes] = {}
         self._results: list[TierResult] = []

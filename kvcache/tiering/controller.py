@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from kvcache.control.backend import checked_size
+from kvcache.options import check_int, check_seconds
 from kvcache.tiering.write_policy import DirtyBlocks
 
 if TYPE_CHECKING:
@@ -61,11 +61,9 @@ class TierConfig:
         if self.write_policy not in WRITE_POLICIES:
             raise ValueError(f"write_policy must be one of {', '.join(WRITE_POLICIES)}, got {self.write_policy!r}")
         for name in ("num_uses", "max_store_blocks", "max_failures"):
-            checked_size(name, getattr(self, name))
+            check_int(name, getattr(self, name))
         for name in ("deadline_s", "pause_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name} must be a number > 0, got {value!r}")
+            check_seconds(name, getattr(self, name))
 
 
 RULE_OPTIONS = tuple(option.name for option in fields(TierConfig))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
@@ -31,6 +31,7 @@ from kvcache.control.cpu import CPUOffloadingManager, _key_list
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.events import OffloadingEvent
 from kvcache.metrics import ManagerStats
+from kvcache.options import check_seconds
 from kvcache.request import ReqContext, RequestOffloadingContext
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.controller import TierConfig, TierController, TierControllerStats, TierJob
@@ -38,6 +39,7 @@ from kvcache.tiering.pending import PendingRequests
 from kvcache.tiering.tier import Tier, TierResult
 
 if TYPE_CHECKING:
+    from kvcache.control.observers.what_if import WhatIf
     from kvcache.policies.base import CachePolicy
     from kvcache.specs import BlockIDsLoadStoreSpec
 
@@ -82,8 +84,7 @@ class TieredOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
         **host_options: Any,
     ) -> None:
-        if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not deadline_s > 0:
-            raise ValueError(f"deadline_s must be a number > 0, got {deadline_s!r}")
+        check_seconds("deadline_s", deadline_s)
         self._host = CPUOffloadingManager(block_size, num_blocks, cache_policy, enable_events=True, **host_options)
         self._cache = self._host._cache
         self.block_size = block_size
@@ -244,6 +245,15 @@ class TieredOffloadingManager(OffloadingManager):
             if time.monotonic() >= end_s:
                 return False
             time.sleep(0.0002)
+
+    def what_if(
+        self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None
+    ) -> WhatIf:
+        """Estimate for the host pool what other policies and capacities would have hit.
+
+        See `CPUOffloadingManager.what_if`.
+        """
+        return self._host.what_if(policies, capacities)
 
     def stats(self) -> ManagerStats:
         host = self._host.stats()

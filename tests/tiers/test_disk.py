@@ -11,7 +11,6 @@ import time
 import numpy as np
 import pytest
 
-from kvcache.control.backend import parsed_bytes
 from kvcache.request import ReqContext
 from kvcache.tiers.disk.directory import TierDirectoryError, capacity_for, folder_bytes, num_slots_within
 from kvcache.tiers.disk.tier import DiskTier
@@ -477,17 +476,3 @@ def test_config_is_checked(tmp_path):
         DiskTier.from_config({**options, "size": 1}, host_blocks(), {})
     with pytest.raises(ValueError, match="a disk tier needs 'capacity'"):
         DiskTier.from_config({"path": "x"}, host_blocks(), {})
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [(7, 7), ("7", 7), ("100GiB", 100 << 30), ("1.5 MB", 1_500_000), ("2k", 2048), ("3T", 3 << 40), ("5 B", 5)],
-)
-def test_sizes_are_parsed(text, num_bytes):
-    assert parsed_bytes(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "1XB", "1 0GB", None, 1.5, True, "infGB"])
-def test_bad_sizes_are_refused(text):
-    with pytest.raises(ValueError, match="a size must be bytes or a number with a unit"):
-        parsed_bytes(text)

@@ -21,6 +21,7 @@ from kvcache.integrations.transformers.layout import KVLayout, new_past
 from kvcache.integrations.transformers.rows import Row, checked_generation, read_rows
 from kvcache.keys import block_keys, key_seed
 from kvcache.metrics import ManagerStats
+from kvcache.options import check_int, parse_size
 from kvcache.registry import POLICIES
 from kvcache.request import ReqContext
 from kvcache.transfer.host_pool import HostPool
@@ -28,9 +29,6 @@ from kvcache.transfer.host_pool import HostPool
 # Before 5.21, generate(prefill_chunk_size=...) computes the prompt anew behind a prefix that it is given.
 OLDEST, NEWEST = (5, 21), (5, 23)
 """The first and the last release (major, minor) of transformers that this was tried with."""
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class PrefixCache:
     num_blocks : int, optional
         Blocks to keep, >= 1.
     memory : int or str, optional
-        Instead of `num_blocks`: bytes of host memory, as a number or as ``"2GiB"``.
+        Instead of `num_blocks`: bytes of host memory, as a number or as ``"2GiB"`` (`kvcache.options.parse_size`).
     policy : str or type
         Which blocks leave when it is full: a policy's name, class or ``"package.module:Class"``.
     block_size : int
@@ -101,8 +99,7 @@ class PrefixCache:
         fingerprint: str | None = None,
     ) -> None:
         _check_release(transformers.__version__)
-        if type(block_size) is not int or block_size < 1:
-            raise ValueError(f"block_size must be an int >= 1, got {block_size!r}")
+        check_int("block_size", block_size)
         if model.training:
             raise ValueError("the model is in training mode, and dropout would be stored: call model.eval() first")
         self.model = model
@@ -381,16 +378,8 @@ def _num_blocks(num_blocks: int | None, memory: int | str | None, block_bytes: i
     if (num_blocks is None) == (memory is None):
         raise ValueError(f"give one of num_blocks and memory, got num_blocks={num_blocks!r}, memory={memory!r}")
     if num_blocks is not None:
-        if type(num_blocks) is not int or num_blocks < 1:
-            raise ValueError(f"num_blocks must be an int >= 1, got {num_blocks!r}")
-        return num_blocks
-    num_bytes = memory
-    if isinstance(memory, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory)
-        unit = _UNITS.get(match[2].upper()) if match else None
-        num_bytes = None if match is None or unit is None else int(float(match[1]) * unit)
-    if type(num_bytes) is not int or num_bytes < 0:
-        raise ValueError(f"memory must be bytes, or a str such as '2GiB', got {memory!r}")
+        return check_int("num_blocks", num_blocks)
+    num_bytes = parse_size("memory", memory)
     if num_bytes < block_bytes:
         raise ValueError(
             f"memory={memory!r} has no room for a block: {block_size} tokens of this model take {block_bytes} bytes"

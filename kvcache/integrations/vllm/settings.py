@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.registry import POLICIES
+from kvcache.spec.assembly import read_tiers
 from kvcache.spec.base import warn_of_unknown
-from kvcache.spec.tiered import check_tiers
 
 # Read by vLLM itself out of the same mapping.
 _ENGINE_KEYS = frozenset(
@@ -44,7 +44,7 @@ class Settings:
     manager_options : dict
         What else the manager is built with, as given: ``store_threshold``, ``max_tracker_size``, ``retention_share``.
     tiers : list of dict or None
-        What lies below host memory, as `kvcache.spec.tiered.make_tiers` takes it.
+        What lies below host memory, as `kvcache.spec.assembly.read_tiers` takes it.
     pool_folder : str
         With tiers: a folder in shared memory for the host blocks.
     lookup_deadline_s : float
@@ -129,7 +129,7 @@ def _tier_settings(extra_config: Mapping[str, Any]) -> dict[str, Any]:
         if found:
             raise ValueError(f"{', '.join(found)} in kv_connector_extra_config mean nothing without 'tiers'")
         return {}
-    check_tiers(extra_config["tiers"])
+    read_tiers(extra_config["tiers"])
     folder = found.get("pool_folder", "/dev/shm")
     if not isinstance(folder, str) or not Path(folder).is_dir():
         raise ValueError(f"pool_folder must be a folder in shared memory, got {folder!r}")

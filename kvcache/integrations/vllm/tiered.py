@@ -20,7 +20,7 @@ from kvcache.integrations.vllm.manager import KVCacheOffloadingManager, _Request
 from kvcache.integrations.vllm.releases import Release
 from kvcache.integrations.vllm.settings import Settings
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
-from kvcache.spec.tiered import make_tiers
+from kvcache.spec.assembly import open_tiers, read_tiers
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier
@@ -122,7 +122,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         self._shared = SharedPool(config, settings, num_blocks, rank_bytes, is_owner=True)
         opened: list[tuple[Tier, TierConfig]] = []
         try:
-            opened = make_tiers(settings.tiers, self._shared.array, fingerprint(config))
+            opened = open_tiers(read_tiers(settings.tiers), self._shared.array, fingerprint(config))
             manager = TieredOffloadingManager(
                 block_size,
                 num_blocks,

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcache.control.backend import checked_size
+from kvcache.options import check_int
 
 FORMAT = "kvcache disk tier"
 VERSION = 1
@@ -90,8 +90,8 @@ def num_slots_within(capacity_bytes: int, block_bytes: int) -> int:
     ValueError
         Not even one.
     """
-    checked_size("capacity_bytes", capacity_bytes)
-    checked_size("block_bytes", block_bytes)
+    check_int("capacity_bytes", capacity_bytes)
+    check_int("block_bytes", block_bytes)
     num_slots = (capacity_bytes - _FIXED_BYTES) // _bytes_per_slot(block_bytes)
     if num_slots < 1:
         least = capacity_for(1, block_bytes)
@@ -103,7 +103,7 @@ def num_slots_within(capacity_bytes: int, block_bytes: int) -> int:
 
 def capacity_for(num_blocks: int, block_bytes: int) -> int:
     """Return the smallest `capacity_bytes` that holds `num_blocks` blocks."""
-    return checked_size("num_blocks", num_blocks) * _bytes_per_slot(block_bytes) + _FIXED_BYTES
+    return check_int("num_blocks", num_blocks) * _bytes_per_slot(block_bytes) + _FIXED_BYTES
 
 
 def _bytes_per_slot(block_bytes: int) -> int:
@@ -302,7 +302,7 @@ class Folder:
                 )
             header = Header(**values)
             for name in ("block_bytes", "num_slots"):
-                checked_size(name, getattr(header, name))
+                check_int(name, getattr(header, name))
             if type(header.epoch) is not int or not 1 <= header.epoch <= _MAX_EPOCH:
                 raise ValueError(f"epoch must be an int from 1 to {_MAX_EPOCH}, got {header.epoch!r}")
             if type(header.resizing) is not bool:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from kvcache.control.backend import checked_size, parsed_bytes
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.options import check_int, parse_size
 from kvcache.tiering.controller import RULE_OPTIONS
 from kvcache.tiering.io_threads import IOThreads
 from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks
@@ -115,7 +115,7 @@ class DiskTier(Tier):
             ("max_queued_blocks", max_queued_blocks),
             ("max_io_bytes", max_io_bytes),
         ):
-            checked_size(name, value)
+            check_int(name, value)
         if isinstance(flush_interval_s, bool) or not flush_interval_s > 0:
             raise ValueError(f"flush_interval_s must be > 0, got {flush_interval_s!r}")
         try:
@@ -184,7 +184,7 @@ class DiskTier(Tier):
         for name in ("path", "capacity"):
             if name not in values:
                 raise ValueError(f"a disk tier needs {name!r}, got {dict(options)!r}")
-        path, capacity_bytes = values.pop("path"), parsed_bytes(values.pop("capacity"))
+        path, capacity_bytes = values.pop("path"), parse_size("capacity", values.pop("capacity"))
         return cls(path, capacity_bytes, host_blocks, fingerprint=fingerprint, **values)
 
     @staticmethod

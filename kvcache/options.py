@@ -1,0 +1,244 @@
+"""Options as users write them: one grammar of sizes, counts, durations and shares, and one check of unknown keys.
+
+A spec's ``extra_config``, an engine's, a tier's entry and the command line are all read with these functions, so that
+one text means the same everywhere. Reading has no side effects: whoever reads decides what to log.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from fractions import Fraction
+from typing import Any, TypeGuard
+
+from kvcache.registry import POLICIES
+
+Parser = Callable[[str, Any], Any]
+"""Takes an option's name and value, and returns the value that is meant; ValueError naming both where there is none."""
+
+# A bare letter is binary, as `free`, `ls` and `truncate` read it.
+_SIZE_UNITS = {"": 1, "b": 1}
+_SIZE_UNITS |= {f"{letter}{tail}": 1 << 10 * power for power, letter in enumerate("kmgtp", 1) for tail in ("", "ib")}
+_SIZE_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
+_COUNT_UNITS = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
+_DURATION_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_CENTURY_S = 100 * 365 * 86_400
+_NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z%]*)", re.IGNORECASE)
+
+
+def parse_size(name: str, value: object) -> int:
+    """Return the bytes that `value` names.
+
+    Parameters
+    ----------
+    name : str
+        The option's name, for the error.
+    value : int, float or str
+        Whole bytes (JSON may write them as ``1e9``), or a number with a unit: ``"64GB"`` is decimal, ``"64GiB"`` and
+        ``"64G"`` are binary. Fractions of a byte are cut off.
+
+    Raises
+    ------
+    ValueError
+        It is neither, or less than one byte.
+    """
+    num_bytes = _whole_number(value)
+    if isinstance(value, str) and (parsed := _number_and_unit(value, _SIZE_UNITS)) is not None:
+        num_bytes = int(parsed)
+    if num_bytes is None or num_bytes < 1:
+        raise ValueError(f"{name} must be bytes >= 1 or a size such as '64GiB', '64GB' or '1.5TiB', got {value!r}")
+    return num_bytes
+
+
+def parse_count(name: str, value: object, least: int = 1) -> int:
+    """Return the whole number that `value` names: an int, ``10000.0``, ``"10000"``, ``"10k"``, ``"1.5M"`` or ``"2B"``.
+
+    Raises
+    ------
+    ValueError
+        It names none, or one below `least`.
+    """
+    count = _whole_number(value)
+    if isinstance(value, str) and (parsed := _number_and_unit(value, _COUNT_UNITS)) is not None:
+        count = int(parsed) if parsed.denominator == 1 else None
+    if count is None or count < least:
+        raise ValueError(f"{name} must be a whole number >= {least}, such as 10000 or '10k', got {value!r}")
+    return count
+
+
+def parse_duration(name: str, value: object) -> float:
+    """Return the seconds that `value` names: a number, or one with a unit of us, ms, s, min, h or d: ``"200ms"``.
+
+    Raises
+    ------
+    ValueError
+        It is neither, or not positive, or more than a century.
+    """
+    seconds: object = value
+    if isinstance(value, str):
+        match = _NUMBER.fullmatch(value.strip())
+        unit = _DURATION_UNITS.get(match[2].lower()) if match else None
+        seconds = None if match is None or unit is None else float(match[1]) * unit
+    if not _is_number(seconds) or not 0 < seconds <= _CENTURY_S:
+        raise ValueError(f"{name} must be a number of seconds > 0 or a duration such as '5s' or '200ms', got {value!r}")
+    return seconds
+
+
+def parse_share(name: str, value: object) -> float:
+    """Return the share that `value` names: a number in 0..1, or a percentage such as ``"50%"``.
+
+    Raises
+    ------
+    ValueError
+        It is neither.
+    """
+    share: object = value
+    if isinstance(value, str):
+        match = _NUMBER.fullmatch(value.strip())
+        unit = {"": 1, "%": 100}.get(match[2]) if match else None
+        share = None if match is None or unit is None else float(match[1]) / unit
+    if not _is_number(share) or not 0 <= share <= 1:
+        raise ValueError(f"{name} must be a number in 0..1 or a share such as '50%', got {value!r}")
+    return share
+
+
+def parse_flag(name: str, value: object) -> bool:
+    """Return `value` if it is a bool; ValueError otherwise."""
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be a bool, got {value!r}")
+    return value
+
+
+def parse_flag_or_count(name: str, value: object) -> bool | int:
+    """Return a bool as it is, and anything else as `parse_count` does."""
+    return value if type(value) is bool else parse_count(name, value)
+
+
+def parse_text(name: str, value: object) -> str:
+    """Return `value` if it is a str that is not empty; ValueError otherwise."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a str that is not empty, got {value!r}")
+    return value
+
+
+def parse_policy(name: str, value: Any) -> str | type:
+    """Return `value` if it names a policy, as `kvcache.registry.POLICIES` resolves it; ValueError otherwise."""
+    try:
+        POLICIES.resolve(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    chosen: str | type = value
+    return chosen
+
+
+def choice_of(*choices: str) -> Parser:
+    """Return the parser of an option that must be one of `choices`."""
+
+    def parse_choice(name: str, value: object) -> Any:
+        if value not in choices:
+            close = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+        return value
+
+    return parse_choice
+
+
+def count_from(least: int) -> Parser:
+    """Return the parser of a whole number that is at least `least`."""
+    return lambda name, value: parse_count(name, value, least)
+
+
+class OptionTable:
+    """The options that one component reads, and how each is parsed.
+
+    Parameters
+    ----------
+    parsers : mapping of str to callable
+        Name of the option to its parser.
+    """
+
+    def __init__(self, parsers: Mapping[str, Parser]) -> None:
+        self.parsers = dict(parsers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parsers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.parsers
+
+    def __or__(self, other: OptionTable) -> OptionTable:
+        return OptionTable(self.parsers | other.parsers)
+
+    def read(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of `given` that this table knows, parsed; None counts as left out.
+
+        Parameters
+        ----------
+        where : str
+            What `given` is, for errors: ``"extra_config"``.
+        given : mapping
+            As the user wrote it; keys that are not in the table are passed over.
+
+        Raises
+        ------
+        ValueError
+            A value is bad; the message names the key, `where` and the value.
+        """
+        return {
+            name: parse(f"{name} in {where}", given[name])
+            for name, parse in self.parsers.items()
+            if given.get(name) is not None
+        }
+
+
+def name_unknown(given: Mapping[str, Any], known: Collection[str]) -> str:
+    """Return the keys of `given` that are not `known`, each with the known one it resembles; "" if there are none.
+
+    >>> name_unknown({"cache_polcy": "arc", "zzz": 1}, ["cache_policy", "tiers"])
+    "cache_polcy (did you mean 'cache_policy'?), zzz"
+    """
+    named = []
+    for name in sorted(str(name) for name in given if name not in known):
+        close = difflib.get_close_matches(name, sorted(known), n=1)
+        named.append(f"{name} (did you mean {close[0]!r}?)" if close else name)
+    return ", ".join(named)
+
+
+def check_int(name: str, value: object, least: int = 1) -> int:
+    """Return `value` if it is an int (no bool, no text) of at least `least`; ValueError naming it otherwise."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
+    return value
+
+
+def check_seconds(name: str, value: object) -> float:
+    """Return `value` if it is a number > 0 (no bool, no text); ValueError naming it otherwise."""
+    if not _is_number(value) or not value > 0:
+        raise ValueError(f"{name} must be a number > 0, got {value!r}")
+    return value
+
+
+def check_share(name: str, value: object) -> float:
+    """Return `value` if it is a number in 0..1 (no bool, no text); ValueError naming it otherwise."""
+    if not _is_number(value) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number in 0..1, got {value!r}")
+    return value
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole_number(value: object) -> int | None:
+    if isinstance(value, float):
+        # JSON may write a whole number as 1e9.
+        return int(value) if value.is_integer() else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number_and_unit(text: str, units: Mapping[str, int]) -> Fraction | None:
+    match = _NUMBER.fullmatch(text.strip())
+    unit = units.get(match[2].lower()) if match else None
+    return None if match is None or unit is None else Fraction(match[1]) * unit

@@ -1,0 +1,317 @@
+"""The one assembly: what a user configured, read once, and the manager that it describes, with its pool and tiers.
+
+Specs and integrations read options and make managers here and nowhere else, so that an option means the same, is
+refused with the same error, and everything that was opened is closed, whoever asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.options import (
+    OptionTable,
+    Parser,
+    count_from,
+    parse_count,
+    parse_duration,
+    parse_flag,
+    parse_flag_or_count,
+    parse_policy,
+    parse_share,
+    parse_size,
+    parse_text,
+)
+from kvcache.registry import TIERS
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.tier import Tier
+
+if TYPE_CHECKING:
+    from kvcache.tiering.tier import HostBlocks
+    from kvcache.transfer.shared_file import SharedBlocks
+
+MANAGER_OPTIONS = OptionTable(
+    {
+        "store_threshold": count_from(0),
+        "max_tracker_size": parse_count,
+        "what_if": parse_flag_or_count,
+        "retention_share": parse_share,
+    }
+)
+"""What goes to the manager as it is."""
+POOL_OPTIONS = MANAGER_OPTIONS | OptionTable(
+    {
+        "cache_policy": parse_policy,
+        "cpu_bytes_to_use": parse_size,
+        "enable_events": parse_flag,
+        "num_copy_threads": parse_count,
+        "num_cpu_blocks": parse_count,
+    }
+)
+"""What a pool in host memory is described by."""
+TIERING_OPTIONS = OptionTable({"lookup_deadline_s": parse_duration, "pool_folder": parse_text, "pool_path": parse_text})
+"""What means something with ``tiers`` only."""
+OPTION_NAMES = frozenset({*POOL_OPTIONS, *TIERING_OPTIONS, "tiers"})
+"""Every key that `OffloadSettings.read` reads."""
+
+
+def _parser_of(option: str) -> Parser:
+    # A name says its unit.
+    if option.endswith("_s"):
+        return parse_duration
+    return parse_count if option.startswith(("num_", "max_")) else parse_text
+
+
+_TIER_CONFIG_OPTIONS = OptionTable({option.name: _parser_of(option.name) for option in fields(TierConfig)})
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """One entry of ``tiers``: the tier's class, how the manager uses it, and the tier's own options."""
+
+    tier: type[Tier]
+    config: TierConfig
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSettings:
+    """What users write to describe a pool and what lies below it, in `extra_config` or an engine's own mapping.
+
+    Parameters
+    ----------
+    cpu_bytes_to_use : int, optional
+        Bytes of host memory, over all workers.
+    num_cpu_blocks : int, optional
+        Or: blocks of the pool.
+    cache_policy : str or type
+        A policy's name, class or ``"package.module:Class"``.
+    enable_events : bool
+        Whether the manager reports events.
+    num_copy_threads : int, optional
+        Copy threads per direction; None: by the CPUs.
+    manager_options : dict
+        ``store_threshold``, ``max_tracker_size``, ``what_if`` and ``retention_share``, where given.
+    tiers : tuple of TierSettings
+        What lies below host memory, in the order in which it is looked into.
+    lookup_deadline_s : float
+        With tiers: how long a request waits for them at most.
+    pool_folder : str
+        With tiers: the folder in shared memory where the host blocks are.
+    pool_path : str, optional
+        With tiers: the file itself.
+    """
+
+    cpu_bytes_to_use: int | None = None
+    num_cpu_blocks: int | None = None
+    cache_policy: str | type = "lru"
+    enable_events: bool = False
+    num_copy_threads: int | None = None
+    manager_options: dict[str, Any] = field(default_factory=dict)
+    tiers: tuple[TierSettings, ...] = ()
+    lookup_deadline_s: float = 5.0
+    pool_folder: str = "/dev/shm"
+    pool_path: str | None = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], where: str = "extra_config") -> OffloadSettings:
+        """Read and check what a user wrote; this has no side effects, and passes over keys that it does not know.
+
+        Parameters
+        ----------
+        given : mapping
+            Sizes, counts and durations as `kvcache.options` parses them. A key whose value is None counts as left out.
+        where : str
+            What `given` is, for errors.
+
+        Raises
+        ------
+        ValueError
+            A value is bad, or an option of tiers is given without any; the message names key and value.
+        """
+        found = POOL_OPTIONS.read(where, given)
+        of_tiers = TIERING_OPTIONS.read(where, given)
+        tiers = () if given.get("tiers") is None else read_tiers(given["tiers"], where)
+        if of_tiers and not tiers:
+            raise ValueError(f"{', '.join(of_tiers)} in {where} mean nothing without 'tiers'")
+        options = {name: found.pop(name) for name in MANAGER_OPTIONS if name in found}
+        return cls(**found, **of_tiers, manager_options=options, tiers=tiers)
+
+    def num_blocks(self, rank_bytes: int, world_size: int = 1, where: str = "extra_config") -> int:
+        """Return the blocks of the pool.
+
+        Parameters
+        ----------
+        rank_bytes : int
+            Bytes of one offloaded block on one worker; 0: not known.
+        world_size : int
+            Workers that share `cpu_bytes_to_use`.
+        where : str
+            What the settings were read from, for errors.
+
+        Raises
+        ------
+        ValueError
+            Not exactly one of `num_cpu_blocks` and `cpu_bytes_to_use` is given, or the bytes do not hold one block.
+        """
+        if (self.num_cpu_blocks is None) == (self.cpu_bytes_to_use is None):
+            raise ValueError(
+                f"{where} must have one of num_cpu_blocks and cpu_bytes_to_use, "
+                f"got num_cpu_blocks={self.num_cpu_blocks} and cpu_bytes_to_use={self.cpu_bytes_to_use}"
+            )
+        if self.cpu_bytes_to_use is None:
+            return self.num_cpu_blocks or 0
+        if not rank_bytes:
+            raise ValueError(
+                "cpu_bytes_to_use needs the refs of every group, which say how large a block is; "
+                "give num_cpu_blocks where they are not known"
+            )
+        num_blocks = self.cpu_bytes_to_use // (rank_bytes * world_size)
+        if not num_blocks:
+            raise ValueError(
+                f"cpu_bytes_to_use must be at least one block of {rank_bytes * world_size} bytes over all "
+                f"{world_size} workers, got {self.cpu_bytes_to_use}"
+            )
+        return num_blocks
+
+
+def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, ...]:
+    """Read and check a list of tiers.
+
+    Parameters
+    ----------
+    given : list of dict
+        Per tier its ``type`` (a name, a class or ``"package.module:Class"``), the options of `TierConfig`, and the
+        tier's own, which are checked when it is opened.
+    where : str
+        Where the list stands, for errors.
+
+    Raises
+    ------
+    ValueError
+        It is no such list, a type is not known, or an option of `TierConfig` is bad.
+    """
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(entry, Mapping) for entry in given):
+        raise ValueError(f"tiers in {where} must be a list of dicts, at least one, got {given!r}")
+    settings = []
+    for entry in given:
+        if "type" not in entry:
+            raise ValueError(f"a tier needs a type, one of {', '.join(TIERS.names())}, got {dict(entry)!r}")
+        tier = TIERS.resolve(entry["type"])
+        if not issubclass(tier, Tier):
+            raise ValueError(f"tier {tier.__name__} must be a Tier")
+        config = TierConfig(**_TIER_CONFIG_OPTIONS.read(f"tier {entry['type']!r}", entry))
+        own = {name: value for name, value in entry.items() if name != "type" and name not in _TIER_CONFIG_OPTIONS}
+        settings.append(TierSettings(tier, config, own))
+    return tuple(settings)
+
+
+def open_tiers(
+    tiers: tuple[TierSettings, ...], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
+) -> list[tuple[Tier, TierConfig]]:
+    """Open tiers over a pool; where one cannot be opened, those before it are shut down.
+
+    Parameters
+    ----------
+    tiers : tuple of TierSettings
+        As `read_tiers` returns them.
+    host_blocks : numpy.ndarray
+        The pool, uint8 or int8, shape (num_blocks, block_bytes).
+    fingerprint : mapping
+        What makes blocks of one model and geometry different from another's.
+
+    Raises
+    ------
+    ValueError
+        An option of a tier is missing, unknown or bad.
+    """
+    with ExitStack() as undo:
+        opened = []
+        for settings in tiers:
+            tier = settings.tier.from_config(settings.options, host_blocks, fingerprint)
+            undo.callback(tier.shutdown)
+            opened.append((tier, settings.config))
+        undo.pop_all()
+    return opened
+
+
+class _PoolOwner(TieredOffloadingManager):
+    """A manager that owns its host blocks."""
+
+    shared: SharedBlocks
+
+    def shutdown(self) -> None:
+        try:
+            super().shutdown()
+        finally:
+            self.shared.close()
+
+
+def open_manager(
+    settings: OffloadSettings,
+    *,
+    block_size: int,
+    num_blocks: int,
+    enable_events: bool | None = None,
+    shared: SharedBlocks | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> CPUOffloadingManager | TieredOffloadingManager:
+    """Make the manager that settings describe, with its tiers.
+
+    Parameters
+    ----------
+    settings : OffloadSettings
+        What the user wrote.
+    block_size, num_blocks : int
+        Tokens of one offloaded block, and blocks of the pool.
+    enable_events : bool, optional
+        Instead of the settings' own.
+    shared : SharedBlocks, optional
+        With tiers: the host blocks, shape (num_blocks, block bytes of all ranks). From now on they are the manager's:
+        closed at its `shutdown`, and where this function raises.
+    fingerprint : mapping, optional
+        With tiers: what makes blocks of one model and geometry different from another's.
+    clock : callable
+        Returns seconds that never go back.
+
+    Raises
+    ------
+    ValueError
+        An option is bad. Nothing that was opened here stays open.
+    """
+    events = settings.enable_events if enable_events is None else enable_events
+    policy = settings.cache_policy
+    if not settings.tiers:
+        return CPUOffloadingManager(block_size, num_blocks, policy, events, clock=clock, **settings.manager_options)
+    if shared is None:
+        raise ValueError("tiers need host blocks in shared memory, got shared=None")
+    with ExitStack() as undo:
+        undo.callback(shared.close)
+        tiers = open_tiers(settings.tiers, shared.array, {} if fingerprint is None else fingerprint)
+        for tier, _ in tiers:
+            undo.callback(tier.shutdown)
+        manager = _PoolOwner(
+            block_size,
+            num_blocks,
+            tiers,
+            policy,
+            events,
+            deadline_s=settings.lookup_deadline_s,
+            clock=clock,
+            **settings.manager_options,
+        )
+        manager.shared = shared
+        undo.pop_all()
+    return manager
+
+
+def read_pool_path(settings: OffloadSettings, file_name: str) -> Path:
+    """Return where the host blocks lie: the path that the user gave, or `file_name` in the pool's folder."""
+    return Path(settings.pool_path) if settings.pool_path else Path(settings.pool_folder, file_name)

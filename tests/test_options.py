@@ -1,0 +1,143 @@
+"""Options as users write them: sizes, counts, durations and shares have one grammar, and errors name key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcache.options import (
+    OptionTable,
+    check_int,
+    check_seconds,
+    check_share,
+    choice_of,
+    count_from,
+    name_unknown,
+    parse_count,
+    parse_duration,
+    parse_flag,
+    parse_flag_or_count,
+    parse_policy,
+    parse_share,
+    parse_size,
+    parse_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [
+        (7, 7),
+        (1e9, 10**9),
+        ("7", 7),
+        ("5 B", 5),
+        ("64KiB", 65536),
+        ("64 kib", 65536),
+        ("64GB", 64 * 10**9),
+        ("64GiB", 64 << 30),
+        ("64G", 64 << 30),
+        ("2k", 2048),
+        ("3T", 3 << 40),
+        ("1.5TiB", 3 << 39),
+        ("1.5 MB", 1_500_000),
+        (" 1PiB ", 1 << 50),
+        ("0.1KB", 100),
+    ],
+)
+def test_a_size_is_bytes_or_a_number_with_a_unit(value: Any, num_bytes: int) -> None:
+    assert parse_size("memory", value) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "value", ["", "GiB", "1XB", "1 0GB", "-1GB", "1e9", "infGB", "9" * 5000, None, 1.5, True, 0, "0", "0.1B", [1]]
+)
+def test_a_size_that_is_none_is_refused_with_its_name(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^memory must be bytes >= 1 or a size such as '64GiB', .*, got "):
+        parse_size("memory", value)
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [(1, 1), ("10000", 10_000), ("10k", 10_000), ("1.5M", 1_500_000), ("2 B", 2 * 10**9), (1e4, 10_000)],
+)
+def test_a_count_is_a_whole_number(value: Any, count: int) -> None:
+    assert parse_count("blocks", value) == count
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "1.5", "0.0001k", "10kB", True, None, float("inf"), float("nan")])
+def test_a_count_that_is_none_is_refused_with_its_name(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^blocks must be a whole number >= 1, such as 10000 or '10k', got "):
+        parse_count("blocks", value)
+    assert count_from(0)("threshold", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(5, 5), (0.25, 0.25), ("5s", 5), ("5", 5), ("200ms", 0.2), ("50 us", 5e-5), ("2min", 120), ("1.5h", 5400)],
+)
+def test_a_duration_is_seconds_or_a_number_with_a_unit(value: Any, seconds: float) -> None:
+    assert parse_duration("deadline_s", value) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [0, -1, "0s", "5 parsecs", "", True, None, float("nan"), float("inf"), 10**400])
+def test_a_duration_that_is_none_is_refused_with_its_name(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^deadline_s must be a number of seconds > 0 or a duration such as"):
+        parse_duration("deadline_s", value)
+
+
+@pytest.mark.parametrize(("value", "share"), [(0, 0), (1, 1), (0.25, 0.25), ("50%", 0.5), ("0.5", 0.5)])
+def test_a_share_is_a_number_up_to_one_or_a_percentage(value: Any, share: float) -> None:
+    assert parse_share("retention_share", value) == share
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, "101%", "half", True, None, float("nan")])
+def test_a_share_that_is_none_is_refused_with_its_name(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^retention_share must be a number in 0\.\.1 or a share such as '50%', got "):
+        parse_share("retention_share", value)
+
+
+def test_flags_texts_policies_and_choices_name_what_they_refuse() -> None:
+    assert (parse_flag("a", True), parse_text("a", "x"), parse_policy("a", "lru")) == (True, "x", "lru")
+    assert (parse_flag_or_count("a", True), parse_flag_or_count("a", "4k")) == (True, 4000)
+    assert choice_of("read", "write")("mode", "read") == "read"
+    for parse, value, message in (
+        (parse_flag, 1, "^a must be a bool, got 1$"),
+        (parse_text, "", "^a must be a str that is not empty, got ''$"),
+        (parse_policy, "lur", "^a: unknown policy 'lur', .*did you mean 'lru'"),
+        (choice_of("read", "write"), "wirte", "^a must be one of read, write, got 'wirte'; did you mean 'write'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse("a", value)
+
+
+def test_constructors_take_no_text() -> None:
+    assert (check_int("n", 3), check_int("n", 0, 0), check_seconds("s", 1.5), check_share("x", 0)) == (3, 0, 1.5, 0)
+    for check, value in (
+        (check_int, "3"),
+        (check_int, True),
+        (check_int, 0),
+        (check_seconds, "5s"),
+        (check_seconds, 0),
+        (check_seconds, float("nan")),
+        (check_share, "50%"),
+        (check_share, True),
+    ):
+        with pytest.raises(ValueError, match=f"^name must be .*, got {value!r}$"):
+            check("name", value)
+
+
+def test_a_table_reads_what_it_knows_and_names_where_it_stood() -> None:
+    table = OptionTable({"memory": parse_size}) | OptionTable({"deadline_s": parse_duration})
+    given = {"memory": "1k", "deadline_s": None, "colour": "red"}
+    assert table.read("extra_config", given) == {"memory": 1024}
+    with pytest.raises(ValueError, match=r"^deadline_s in extra_config must be .*, got 'soon'"):
+        table.read("extra_config", {"deadline_s": "soon"})
+    assert list(table) == ["memory", "deadline_s"]
+
+
+def test_unknown_keys_are_named_with_what_they_resemble() -> None:
+    assert name_unknown({"cache_polcy": 1, "zzz": 2, "tiers": []}, {"cache_policy", "tiers"}) == (
+        "cache_polcy (did you mean 'cache_policy'?), zzz"
+    )
+    assert name_unknown({"tiers": []}, {"tiers"}) == ""
