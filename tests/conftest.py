@@ -27,7 +27,19 @@ settings.register_profile("few", settings.get_profile(PROFILE), max_examples=20)
 # Where only the control plane is installed, tests of the rest have nothing to run on; anywhere else a missing package
 # is a failure.
 NUMPY_ONLY = os.environ.get("KVCACHE_NUMPY_ONLY") == "1"
-OPTIONAL = {"markdown_it", "matplotlib", "rich", "torch", "transformers", "typer", "vllm", "xxhash", "zstandard"}
+OPTIONAL = {
+    "markdown_it",
+    "matplotlib",
+    "msgspec",
+    "rich",
+    "torch",
+    "transformers",
+    "typer",
+    "vllm",
+    "xxhash",
+    "zmq",
+    "zstandard",
+}
 
 
 def _is_debug_build() -> bool:
