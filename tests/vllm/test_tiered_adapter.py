@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import ReqContext as EngineContext
 
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.settings import Settings
@@ -63,3 +65,42 @@ def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make: Any,
     assert list((tmp_path / "pool").iterdir()) == []
     # A tier that had stayed open would hold the folder's lock.
     assert make().get_stats() is not None
+
+
+def request(adapter: TieredKVCacheOffloadingManager, req_id: str) -> EngineContext:
+    context = EngineContext(req_id=req_id)
+    adapter.on_new_request(context)
+    return context
+
+
+def serve(adapter: TieredKVCacheOffloadingManager, req_id: str, keys: list[bytes]) -> None:
+    """Store what a request computed, wait until the tier has it, and end the request."""
+    context = request(adapter, req_id)
+    adapter.complete_store(set(adapter.prepare_store(keys, context).keys_to_store), context)
+    assert adapter._tiered.settle()
+    adapter.on_request_finished(context)
+
+
+def keys_of(name: str, count: int) -> list[bytes]:
+    return [f"{name}{i}".encode() for i in range(count)]
+
+
+@pytest.mark.skipif(not installed_release().load_source, reason="this release does not ask")
+def test_blocks_that_came_from_disk_are_reported_as_such(make: Any) -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    adapter = make(num_blocks=4)
+    serve(adapter, "old", keys_of("a", 2))
+    serve(adapter, "new", keys_of("b", 3))  # a1 leaves host memory
+    context = request(adapter, "again")
+    keys = [b"b0", b"a1"]
+    first = [adapter.lookup(key, context) for key in keys]
+    assert first[0] is LookupResult.HIT
+    assert first[1] in (LookupResult.RETRY, LookupResult.HIT_PENDING)
+    assert adapter._tiered.settle()
+    assert [adapter.lookup(key, context) for key in keys] == [LookupResult.HIT] * 2
+    adapter.prepare_load(keys, context)
+    assert [adapter.get_load_source(key, context) for key in keys] == [CacheHitSource.HOST, CacheHitSource.DISK]
+    # Whoever asks later finds it in host memory.
+    assert adapter.get_load_source(b"a1", request(adapter, "later")) is CacheHitSource.HOST
+    adapter.complete_load(set(keys), context)

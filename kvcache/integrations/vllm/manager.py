@@ -26,14 +26,23 @@ from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
 
 
-class _Request(ReqContext):
-    """A request of the engine, and the keys it has named, in that order."""
+class EngineRequest(ReqContext):
+    """A request of the engine.
 
-    __slots__ = ("named",)
+    Attributes
+    ----------
+    named : list of bytes
+        The keys it has loaded or stored, in that order.
+    promoted : set of bytes
+        The keys that were not in host memory when it first asked for them: what it loads of them came from a tier.
+    """
+
+    __slots__ = ("named", "promoted")
 
     def __init__(self, req_id: str, kv_transfer_params: dict[str, Any] | None) -> None:
         super().__init__(req_id, kv_transfer_params)
         self.named: list[bytes] = []
+        self.promoted: set[bytes] = set()
 
 
 class KVCacheOffloadingManager(OffloadingManager):
@@ -49,21 +58,21 @@ class KVCacheOffloadingManager(OffloadingManager):
 
     def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, release: Release) -> None:
         self._manager = manager
-        self._metrics = MetricsSource()
-        self._needed_blocks = 0
+        self.metrics = MetricsSource()
+        self.needed_blocks = 0
         self._key_positions = release.key_positions
-        self._load_source = None
+        self.sources: Any = None
         if release.load_source:
             from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-            self._load_source = CacheHitSource.HOST
+            self.sources = CacheHitSource
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        req_context.set_state(_Request(req_context.req_id, req_context.kv_transfer_params))
+        req_context.set_state(EngineRequest(req_context.req_id, req_context.kv_transfer_params))
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        found = self._manager.lookup(key, req_context.get_state(_Request))
+        found = self._manager.lookup(key, req_context.get_state(EngineRequest))
         if found:
             return LookupResult.HIT
         if found is None:
@@ -71,12 +80,12 @@ class KVCacheOffloadingManager(OffloadingManager):
         return LookupResult.MISS if self._manager.policy.get(key) is None else LookupResult.HIT_PENDING
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        return self._load_source
+        return self.sources and self.sources.HOST
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
-        ours, keys = req_context.get_state(_Request), list(keys)
+        ours, keys = req_context.get_state(EngineRequest), list(keys)
         spec = self._manager.prepare_load(keys, ours)
-        self._needed_blocks += len(keys)
+        self.needed_blocks += len(keys)
         ours.named += keys
         return spec
 
@@ -84,11 +93,11 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._manager.complete_load(list(keys))
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        ours, keys = req_context.get_state(_Request), list(keys)
+        ours, keys = req_context.get_state(EngineRequest), list(keys)
         output = self._manager.prepare_store(keys, ours)
         if output is not None:
             # A store that is refused is offered again, so it is not counted yet.
-            self._needed_blocks += len(keys)
+            self.needed_blocks += len(keys)
             ours.named += keys
             self._manager.touch(ours.named, ours)
         return output
@@ -97,10 +106,10 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._manager.complete_store(list(keys), None, success)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        self._manager.touch(list(keys), req_context.get_state(_Request))
+        self._manager.touch(list(keys), req_context.get_state(EngineRequest))
 
     def on_request_finished(self, req_context: Any) -> None:
-        ours = req_context.get_state(_Request)
+        ours = req_context.get_state(EngineRequest)
         if ours is None:
             return
         if self._key_positions:
@@ -118,7 +127,7 @@ class KVCacheOffloadingManager(OffloadingManager):
             yield OffloadingEvent(keys=event.keys, medium=Medium.CPU, removed=event.removed)
 
     def get_stats(self) -> Any:
-        return self._metrics.changes(self._manager.stats(), self._needed_blocks)
+        return self.metrics.changes(self._manager.stats(), self.needed_blocks)
 
     def reset_cache(self) -> None:
         self._manager.reset_cache()

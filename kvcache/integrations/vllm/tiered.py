@@ -16,7 +16,7 @@ import vllm
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 
-from kvcache.integrations.vllm.manager import KVCacheOffloadingManager, _Request
+from kvcache.integrations.vllm.manager import EngineRequest, KVCacheOffloadingManager
 from kvcache.integrations.vllm.releases import Release
 from kvcache.integrations.vllm.settings import Settings
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
@@ -140,16 +140,25 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
             raise
         super().__init__(manager, release)
         self._tiered = manager
+        self._are_disks = all(tier.medium == "DISK" for tier, _ in opened)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        ours = req_context.get_state(_Request)
+        ours = req_context.get_state(EngineRequest)
         found = self._tiered.lookup(key, ours)
         if found:
             return LookupResult.HIT
+        is_coming = self._tiered.is_coming(key, ours)
+        if (is_coming or found is None) and self._tiered.policy.get(key) is None:
+            ours.promoted.add(key)
         # A block known to be held counts as a hit, so that a sliding window's search ends at it.
-        if self._tiered.is_coming(key, ours):
+        if is_coming:
             return LookupResult.HIT_PENDING
         return LookupResult.RETRY if found is None else LookupResult.MISS
+
+    def get_load_source(self, key: bytes, req_context: Any) -> Any:
+        if self.sources is None or key not in req_context.get_state(EngineRequest).promoted:
+            return super().get_load_source(key, req_context)
+        return self.sources.DISK if self._are_disks else self.sources.EXTERNAL_UNSPECIFIED
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         for event in self._tiered.take_events():
@@ -157,7 +166,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
             yield OffloadingEvent(keys=event.keys, medium=medium, removed=event.removed)
 
     def get_stats(self) -> Any:
-        return self._metrics.changes(self._tiered.stats(), self._needed_blocks, self._tiered.tier_stats())
+        return self.metrics.changes(self._tiered.stats(), self.needed_blocks, self._tiered.tier_stats())
 
     def has_pending_work(self) -> bool:
         return self._tiered.has_pending_work()

@@ -1,0 +1,99 @@
+"""What is checked while vLLM parses its command line, without vLLM."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.integrations.vllm import releases, startup
+
+GOOD = {"cpu_bytes_to_use": 1 << 30}
+
+
+def transfer_config(extra_config: dict[str, Any], module: str = "kvcache.integrations.vllm") -> dict[str, Any]:
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVCacheOffloadingSpec",
+            "spec_module_path": module,
+            **extra_config,
+        },
+    }
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How often the installed release of vLLM was asked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(releases, "installed_release", lambda: asked.append("release"))
+    return asked
+
+
+@pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv_transfer_config"])
+def test_bad_policy_is_refused_while_the_command_line_is_parsed(option: str, asked: list[str]) -> None:
+    config = json.dumps(transfer_config({**GOOD, "cache_policy": "lur"}))
+    for words in ([option, config], [f"{option}={config}"]):
+        with pytest.raises(ValueError, match="unknown policy 'lur'"):
+            startup.check_command_line(["vllm", "serve", "model", *words])
+    assert asked == []
+
+
+def test_good_configuration_passes_and_has_the_release_checked(asked: list[str]) -> None:
+    startup.check_command_line(["vllm", "serve", "--kv-transfer-config", json.dumps(transfer_config(GOOD))])
+    assert asked == ["release"]
+
+
+def test_connector_among_several_is_checked(asked: list[str]) -> None:
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [transfer_config({})]}}
+    with pytest.raises(ValueError, match="cpu_bytes_to_use"):
+        startup.check_command_line(["vllm", "serve", "--kv-transfer-config", json.dumps(several)])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["serve", "model"],
+        ["--kv-transfer-config"],
+        ["--kv-transfer-config", "{not json"],
+        ["--kv-transfer-config", "[1]"],
+        ["--kv-transfer-config", json.dumps({"kv_connector_extra_config": 1})],
+        ["--kv-transfer-config", json.dumps(transfer_config({}, module="other.package"))],
+    ],
+)
+def test_other_command_lines_are_left_alone(words: list[str], asked: list[str]) -> None:
+    startup.check_command_line(words)
+    assert asked == []
+
+
+def test_check_is_a_general_plugin_of_vllm() -> None:
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
+    assert project["project"]["entry-points"]["vllm.general_plugins"] == {
+        "kvcache": f"{startup.__name__}:{startup.check_command_line.__name__}"
+    }
+
+
+def engine_logger() -> tuple[logging.Logger, logging.Handler]:
+    engine, handler = logging.Logger("vllm", logging.INFO), logging.NullHandler()
+    engine.addHandler(handler)
+    return engine, handler
+
+
+def test_library_logs_where_the_engine_logs() -> None:
+    ours, (engine, handler) = logging.Logger("kvcache"), engine_logger()
+    for _ in range(2):
+        startup.use_engine_log(ours, engine)
+    assert (ours.handlers, ours.level, ours.propagate) == ([handler], logging.INFO, False)
+
+
+def test_log_that_somebody_has_configured_is_left_alone() -> None:
+    ours, own = logging.Logger("kvcache"), logging.NullHandler()
+    ours.addHandler(own)
+    startup.use_engine_log(ours, engine_logger()[0])
+    assert (ours.handlers, ours.propagate) == ([own], True)
