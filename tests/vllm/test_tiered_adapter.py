@@ -67,6 +67,14 @@ def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make: Any,
     assert make().get_stats() is not None
 
 
+def test_start_line_names_each_tier_and_what_it_found(make: Any) -> None:
+    adapter = make()
+    assert adapter.tier_descriptions() == ["tier DISK of 215 blocks, 0 found"]
+    serve(adapter, "a", keys_of("a", 3))
+    adapter.shutdown()
+    assert make().tier_descriptions() == ["tier DISK of 215 blocks, 3 found"]
+
+
 def request(adapter: TieredKVCacheOffloadingManager, req_id: str) -> EngineContext:
     context = EngineContext(req_id=req_id)
     adapter.on_new_request(context)

@@ -67,6 +67,10 @@ class KVCacheOffloadingManager(OffloadingManager):
 
             self.sources = CacheHitSource
 
+    def tier_descriptions(self) -> list[str]:
+        """Return for each tier below host memory what it is and what it holds."""
+        return []
+
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         req_context.set_state(EngineRequest(req_context.req_id, req_context.kv_transfer_params))
         return RequestOffloadingContext()

@@ -12,6 +12,7 @@ from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.settings import Settings
+from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import (
     SharedPool,
     TieredKVCacheOffloadingManager,
@@ -44,6 +45,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        use_engine_log()
         self.settings = Settings.from_extra_config(config.extra_config)
         self.bytes_per_block = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
         if self.settings.tiers is not None:
@@ -59,18 +61,25 @@ class KVCacheOffloadingSpec(OffloadingSpec):
             self._manager = self._make_manager(
                 self.tokens_per_block[0] * self.blocks_per_chunk, self.kv_events_config.enable_kv_cache_events
             )
-            logger.info(
-                "kvcache offloads to %d blocks of %d bytes per rank, policy %s",
-                self.num_blocks,
-                self.bytes_per_block,
-                self.settings.cache_policy,
-            )
+            logger.info("%s", self._description(self._manager))
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVCacheOffloadingWorker:
         if self._worker is None:
             self._worker = self._make_worker(kv_caches)
         return self._worker
+
+    def _description(self, manager: KVCacheOffloadingManager) -> str:
+        """Return the line that says at start what blocks are offloaded to."""
+        tokens, num_ranks = self.tokens_per_block[0] * self.blocks_per_chunk, self._config.parallel.world_size
+        num_bytes = self.num_blocks * self.bytes_per_block * num_ranks
+        parts = [
+            f"kvcache offloads to {self.num_blocks:,} blocks of {tokens} tokens in host memory "
+            f"({num_bytes / 2**30:.2f} GiB on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}), "
+            f"policy {self.settings.cache_policy}",
+            *manager.tier_descriptions(),
+        ]
+        return "; ".join(parts)
 
     def _make_manager(self, block_size: int, enable_events: bool) -> KVCacheOffloadingManager:
         settings, release = self.settings, installed_release()

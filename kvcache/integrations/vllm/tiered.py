@@ -142,6 +142,13 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         self._tiered = manager
         self._are_disks = all(tier.medium == "DISK" for tier, _ in opened)
 
+    def tier_descriptions(self) -> list[str]:
+        found = []
+        for tier in (stats.tier for stats in self._tiered.tier_stats()):
+            state = f" (unavailable: {tier.unavailable_reason})" if tier.unavailable_reason else ""
+            found.append(f"tier {tier.medium} of {tier.num_blocks:,} blocks, {tier.num_held:,} found{state}")
+        return found
+
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         ours = req_context.get_state(EngineRequest)
         found = self._tiered.lookup(key, ours)
