@@ -3,9 +3,10 @@
 A router that places requests by prefix keeps a view of every engine's blocks. Messages get lost, so a view drifts; a
 digest every few batches tells the router whether its view is right, and a snapshot brings it back.
 
-Wire format (vLLM's ``vllm.distributed.kv_events``): PUB frames ``topic, sequence number, payload``; the number has 8 bytes,
-big-endian, the payload is a msgpack array ``[timestamp, events, data_parallel_rank]``. A DEALER or REQ socket on the replay endpoint
-sends a sequence number and gets every buffered batch from it on, then a frame with number -1. Two things are our own:
+Wire format (vLLM's ``vllm.distributed.kv_events``): PUB frames ``topic, sequence number, payload``; the number has 8
+bytes, big-endian, the payload is a msgpack array ``[timestamp, events, data_parallel_rank]``. A DEALER or REQ socket on
+the replay endpoint sends a sequence number and gets every buffered batch from it on, then the number -1. Two things
+are our own:
 
 - frames with topic ``"digest." + topic``: msgpack maps ``{"seq", "digests": {medium: [count, sum]}}``, or
   ``{"seq", "gap": 1}`` before a batch that sums up events which were too many to send one by one;
