@@ -12,7 +12,7 @@ from kvcache.spec.assembly import read_tiers
 from kvcache.spec.base import warn_of_unknown
 
 # Read by vLLM itself out of the same mapping.
-_ENGINE_KEYS = frozenset(
+ENGINE_KEYS = frozenset(
     {
         "block_size",
         "blocks_per_chunk",
@@ -74,7 +74,7 @@ class Settings:
                 raise ValueError(f"kvcache reads {ours!r}, not {key!r}={extra_config[key]!r}")
         if extra_config.get("canonical_layout"):
             raise ValueError("kvcache keeps each rank's own bytes; 'canonical_layout' is not supported")
-        known = _ENGINE_KEYS | _OUR_KEYS | {"canonical_layout"}
+        known = ENGINE_KEYS | _OUR_KEYS | {"canonical_layout"}
         warn_of_unknown("kv_connector_extra_config", extra_config, known)
         if "cpu_bytes_to_use" not in extra_config:
             raise ValueError("kv_connector_extra_config must say 'cpu_bytes_to_use' (bytes, for all ranks together)")

@@ -1,0 +1,92 @@
+"""`kvcache check`: what a configuration would do on this machine, before an engine is started."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcache.cli import common
+from kvcache.cli.model import DtypeOption, ModelOption, weights_of
+
+_WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
+_STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+def check(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            help="JSON file: extra_config, or vLLM's kv_transfer_config; - is standard input.", show_default=False
+        ),
+    ],
+    model: ModelOption = None,
+    dtype: DtypeOption = "bf16",
+    block_tokens: Annotated[int, typer.Option("--block-size", help="With --model: tokens of an offloaded block.")] = 16,
+    block_bytes: Annotated[
+        str | None, typer.Option(help="Bytes of an offloaded block on one worker.", metavar="SIZE", show_default=False)
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Workers (ranks) of the engine.")] = 1,
+    json: common.JsonOption = None,
+) -> None:
+    """Check a configuration against this machine: options, blocks, memory, room on disk."""
+    from kvcache.spec.check import check_config
+
+    common.check_writable("--json", json)
+    common.at_least("--workers", workers, 1)
+    given, where, known = _read(config)
+    findings = check_config(
+        given,
+        block_bytes=_block_bytes(model, dtype, block_tokens, block_bytes, workers),
+        world_size=workers,
+        known_keys=known,
+        where=where,
+    )
+    if json != "-":
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(show_header=False, box=None)
+        for finding in findings:
+            table.add_row(Text(finding.level, style=_STYLES[finding.level]), finding.subject, Text(finding.text))
+        common.console(json).print(table)
+    common.write_json(json, {"config": str(config), "findings": [asdict(finding) for finding in findings]})
+    num_errors = sum(finding.level == "error" for finding in findings)
+    if num_errors:
+        raise common.CommandError(f"{num_errors} of {len(findings)} checks of {config} failed")
+
+
+def _read(config: Path) -> tuple[Mapping[str, Any], str, frozenset[str]]:
+    """Return the options, what they are called there, and the keys that the engine reads itself."""
+    from kvcache.integrations.vllm.settings import ENGINE_KEYS
+
+    try:
+        text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
+        given = json_module.loads(text)
+    except OSError as error:
+        raise ValueError(f"{config} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{config} is no JSON: {error}") from error
+    where, known = "extra_config", frozenset[str]()
+    for name in _WRAPPERS:
+        if isinstance(given, Mapping) and name in given:
+            given, where, known = given[name], name, ENGINE_KEYS
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} in {config} must be an object, got {given!r:.200}")
+    return given, where, known
+
+
+def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, workers: int) -> int:
+    if text is not None:
+        if model is not None:
+            raise ValueError(f"--block-bytes excludes --model, got {text!r} and {model!r}")
+        return common.parse_size("--block-bytes", text)
+    weights = weights_of(model, None, None, None, dtype, None, 1.0)
+    if weights is None:
+        return 0
+    # Every worker keeps its share of the heads.
+    return -(-weights.model.token_bytes * common.at_least("--block-size", tokens, 1) // workers)

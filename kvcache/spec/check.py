@@ -1,0 +1,158 @@
+"""Check a configuration against this machine before an engine is started.
+
+It says what the configuration would use, and what stands in the way.
+An engine finds out after it has loaded its weights, a minute or more into its start.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcache.options import name_unknown, parse_size
+from kvcache.spec.assembly import OPTION_NAMES, OffloadSettings, TierSettings
+
+LEVELS = ("ok", "warning", "error")
+
+SPEC_KEYS = frozenset({"spec_name", "block_size", "offload_prompt_only"})
+"""Keys of `extra_config` that every spec reads beside those of the pool and the tiers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of a check: its level (``"ok"``, ``"warning"`` or ``"error"``), what it is about, and what was found."""
+
+    level: str
+    subject: str
+    text: str
+
+
+def check_config(
+    given: Mapping[str, Any],
+    *,
+    block_bytes: int = 0,
+    world_size: int = 1,
+    known_keys: Collection[str] = (),
+    where: str = "extra_config",
+) -> list[Finding]:
+    """Say what a configuration would use on this machine.
+
+    Parameters
+    ----------
+    given : mapping
+        As `OffloadSettings.read` takes it.
+    block_bytes : int
+        Bytes of one offloaded block on one worker; 0: not known, then sizes are not checked.
+    world_size : int
+        Workers that share the host memory.
+    known_keys : collection of str
+        Keys that somebody else reads from the same mapping.
+    where : str
+        What `given` is, for messages.
+
+    Returns
+    -------
+    list of Finding
+        Errors do not raise; nothing is opened or created.
+    """
+    findings = []
+    if unknown := name_unknown(given, {*OPTION_NAMES, *SPEC_KEYS, *known_keys}):
+        findings.append(Finding("warning", "options", f"nobody reads these keys of {where}: {unknown}"))
+    try:
+        settings = OffloadSettings.read(given, where)
+    except ValueError as error:
+        return [*findings, Finding("error", "options", str(error))]
+    pool_bytes = 0
+    try:
+        num_blocks = settings.num_blocks(block_bytes, world_size, where)
+    except ValueError as error:
+        if settings.cpu_bytes_to_use is None or block_bytes:
+            return [*findings, Finding("error", "pool", str(error))]
+        pool_bytes = settings.cpu_bytes_to_use
+        findings.append(
+            Finding("ok", "pool", f"{_size(pool_bytes)}, policy {settings.cache_policy}; block size not given")
+        )
+    else:
+        pool_bytes = num_blocks * block_bytes * world_size
+        size = f" of {_size(block_bytes * world_size)}, {_size(pool_bytes)} in all" if block_bytes else ""
+        findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {settings.cache_policy}"))
+    if pool_bytes:
+        findings += _check_memory(pool_bytes, settings)
+    for tier in settings.tiers:
+        findings += _check_tier(tier, block_bytes * world_size)
+    return findings
+
+
+def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Finding]:
+    from kvcache.transfer.host_pool import check_memory
+
+    try:
+        check_memory(pool_bytes)
+    except ValueError as error:
+        yield Finding("error", "memory", str(error))
+    else:
+        yield Finding("ok", "memory", f"{_size(pool_bytes)} fit into this machine's free memory")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and limit < pool_bytes:
+        text = f"the limit is {_size(limit)} (ulimit -l): pinning {_size(pool_bytes)} may be refused"
+        yield Finding("warning", "pinned memory", f"{text}, and copies are slower then")
+    else:
+        yield Finding("ok", "pinned memory", "no limit stands in the way")
+    if settings.tiers:
+        folder = Path(settings.pool_path).parent if settings.pool_path else Path(settings.pool_folder)
+        yield _room("shared memory", folder, pool_bytes)
+
+
+def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
+    subject = f"tier {tier.tier.__name__}"
+    yield Finding("ok", subject, f"written by {tier.config.write_policy}, jobs of at most {tier.config.deadline_s:g} s")
+    if "path" not in tier.options or "capacity" not in tier.options:
+        # Only a tier that names a directory and a capacity keeps its blocks on this machine.
+        return
+    path = Path(tier.options["path"])
+    try:
+        capacity_bytes = parse_size("capacity", tier.options["capacity"])
+    except ValueError as error:
+        yield Finding("error", subject, str(error))
+        return
+    if block_bytes and capacity_bytes < block_bytes:
+        text = f"capacity {_size(capacity_bytes)} is less than one block of {_size(block_bytes)}"
+        yield Finding("error", subject, text)
+    used_bytes = 0
+    if path.is_dir():
+        status = path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            mode = oct(status.st_mode & 0o777)
+            yield Finding("warning", subject, f"{path} has owner {status.st_uid} and mode {mode}: others may read it")
+        used_bytes = sum(entry.stat().st_blocks * 512 for entry in path.iterdir() if entry.is_file())
+        yield Finding("ok", subject, f"{path} exists and takes {_size(used_bytes)} on disk")
+    elif path.exists():
+        yield Finding("error", subject, f"{path} is no directory")
+        return
+    yield _room(subject, path, max(0, capacity_bytes - used_bytes))
+
+
+def _room(subject: str, path: Path, num_bytes: int) -> Finding:
+    """Say whether a file system has room for so many bytes; `path` itself need not exist."""
+    at = path
+    while not at.exists() and at != at.parent:
+        at = at.parent
+    if not os.access(at, os.W_OK):
+        return Finding("error", subject, f"{at} cannot be written by user {os.geteuid()}")
+    free = shutil.disk_usage(at).free
+    if free < num_bytes:
+        return Finding("error", subject, f"{_size(num_bytes)} are needed below {path}, {_size(free)} are free")
+    return Finding("ok", subject, f"{_size(num_bytes)} are needed below {path}, {_size(free)} are free")
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"

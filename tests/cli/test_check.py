@@ -1,0 +1,50 @@
+"""`kvcache check` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcache.cli import main
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_settings_of_vllm_are_found_inside_its_own(tmp_path: Path, capsys):
+    config = tmp_path / "engine.json"
+    inner = {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": "kvcache.integrations.vllm"}
+    inner["cpu_bytes_to_use"] = "64MiB"
+    config.write_text(json.dumps({"kv_transfer_config": {"kv_connector_extra_config": inner}}))
+    assert run(str(config), "--model", "llama-3.1-8b", "--json") == 0
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    # 16 tokens of 128 KiB each.
+    assert findings[0]["text"] == "32 blocks of 2 MiB, 64 MiB in all, policy lru"
+    assert "options" not in {finding["subject"] for finding in findings}
+
+
+def test_errors_end_with_status_1_and_are_counted(tmp_path: Path, capsys):
+    config = tmp_path / "c.json"
+    config.write_text('{"num_cpu_blocks": 8, "cache_policy": "lru2"}')
+    assert run(str(config)) == 1
+    shown = capsys.readouterr()
+    assert "unknown policy 'lru2'" in " ".join(shown.out.split())
+    assert shown.err == f"kvcache: error: 1 of 1 checks of {config} failed\n"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"kv_transfer_config": 3}', "\x00"])
+def test_what_is_no_configuration_is_bad_input(tmp_path: Path, capsys, text):
+    config = tmp_path / "c.json"
+    config.write_text(text)
+    assert run(str(config)) == 2
+    assert capsys.readouterr().err.startswith("kvcache: error: ")
+
+
+def test_missing_file_is_bad_input(capsys):
+    assert run("nowhere.json") == 2
+    assert capsys.readouterr().err == "kvcache: error: nowhere.json cannot be read: No such file or directory\n"
