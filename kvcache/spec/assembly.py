@@ -31,6 +31,7 @@ from kvcache.registry import TIERS
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier
+from kvcache.transfer.shared_file import private_folder
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -313,5 +314,5 @@ def open_manager(
 
 
 def read_pool_path(settings: OffloadSettings, file_name: str) -> Path:
-    """Return where the host blocks lie: the path that the user gave, or `file_name` in the pool's folder."""
-    return Path(settings.pool_path) if settings.pool_path else Path(settings.pool_folder, file_name)
+    """Return where the host blocks lie: the path that the user gave, or in this user's part of the pool's folder."""
+    return Path(settings.pool_path) if settings.pool_path else private_folder(Path(settings.pool_folder)) / file_name

@@ -68,8 +68,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     config : OffloadingConfig
         Its `extra_config` lists the ``tiers`` (see `kvcache.spec.assembly.read_tiers`), and may give
         ``lookup_deadline_s`` (default 5 s), ``pool_folder``, a folder in shared memory (default ``"/dev/shm"``), or
-        ``pool_path``, the file of the host blocks (default: in that folder, by the configuration). Every group needs
-        its refs: they say how large a block is. The rest is as for `CPUOffloadingSpec`.
+        ``pool_path``, the file of the host blocks (default: in this user's part of that folder, by the configuration).
+        Every group needs its refs: they say how large a block is. The rest is as for `CPUOffloadingSpec`.
 
     Raises
     ------

@@ -54,6 +54,8 @@ class HostPool:
     ----------
     tensor : torch.Tensor
         All blocks: int8, shape (num_blocks, block_bytes).
+    flat : torch.Tensor
+        All bytes, those between blocks included: int8, one dimension.
     stride_bytes : int
         From one block to the next.
     pinned_bytes : int
@@ -93,11 +95,11 @@ class HostPool:
         self.pin_failures = 0
         num_bytes = num_blocks * self.stride_bytes
         check_memory(num_bytes)
-        self._flat = _map(num_bytes)
-        self.tensor = self._flat.view(num_blocks, self.stride_bytes)[:, :block_bytes]
+        self.flat = _map(num_bytes)
+        self.tensor = self.flat.view(num_blocks, self.stride_bytes)[:, :block_bytes]
         self._touch(min(16, len(os.sched_getaffinity(0))) if num_threads is None else num_threads, progress)
         if torch.cuda.is_available() if pin is None else pin:
-            self._pin(progress)
+            self.pin(progress)
 
     def __repr__(self) -> str:
         return f"HostPool(num_blocks={self.num_blocks}, block_bytes={self.block_bytes}, pinned={self.is_pinned})"
@@ -105,12 +107,12 @@ class HostPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole pool, alignment included."""
-        return self._flat.numel()
+        return self.flat.numel()
 
     @property
     def address(self) -> int:
         """Address of the first block."""
-        return self._flat.data_ptr()
+        return self.flat.data_ptr()
 
     @property
     def is_pinned(self) -> bool:
@@ -137,7 +139,7 @@ class HostPool:
         CUDA refuses a copy that reaches from one locked chunk into the next.
         """
         for start, length in _stretches(first, num_bytes, _PIN_BYTES):
-            yield self._flat[start : start + length]
+            yield self.flat[start : start + length]
 
     def close(self) -> None:
         """Unlock what was pinned; the memory itself goes with the last view of it."""
@@ -161,7 +163,8 @@ class HostPool:
             if progress is not None:
                 progress("touch", first + num_bytes, self.num_bytes)
 
-    def _pin(self, progress: Progress | None) -> None:
+    def pin(self, progress: Progress | None = None) -> None:
+        """Page-lock the memory for CUDA; where that is refused, warn once and leave it unpinned."""
         # One call over hundreds of GiB fails, and nothing is seen of its progress.
         for first, num_bytes in _stretches(0, self.num_bytes, _PIN_BYTES):
             error = _register(self.address + first, num_bytes)

@@ -2,23 +2,62 @@
 
 Shared memory outlives processes that are killed. So each process that maps a file holds a lock on it, which goes with
 the process, and whoever opens a file removes those of its kind beside it that nobody holds. An owner that ends normally
-removes its own.
+removes its own. KV data of prompts lies in these files: only their own user may read them, and nobody else may choose
+what is opened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 PREFIX = "kvcache-pool-"
 """What the names of files begin with that may be removed when nobody holds them."""
+
+_LOCK_TIMEOUT_S = 2.0
+_OWNER_TIMEOUT_S = 0.5
+
+
+def private_folder(parent: Path = Path("/dev/shm")) -> Path:
+    """Return this user's own folder for pool files, made if it is missing.
+
+    Parameters
+    ----------
+    parent : Path
+        A folder in shared memory, which all users may share.
+
+    Returns
+    -------
+    Path
+        ``kvcache-<user id>`` in it.
+
+    Raises
+    ------
+    ValueError
+        It is another user's, or others may read or write it, or it is no folder.
+    """
+    folder = parent / f"kvcache-{os.geteuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        found = folder.lstat()
+    except OSError as error:
+        raise ValueError(f"no folder for shared pools can be made at {folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ValueError(f"{folder} must be a folder")
+    _check_private(f"folder {folder}", found)
+    return folder
 
 
 class SharedBlocks:
@@ -27,12 +66,12 @@ class SharedBlocks:
     Parameters
     ----------
     path : Path
-        The file; made if it is missing.
+        The file; made if it is missing. A missing folder is not made.
     num_blocks, block_bytes : int
         Its shape.
     is_owner : bool
-        Whether to keep others from owning the same file, and to remove it at `close`, or when this process ends; a
-        child that it forks leaves the file alone.
+        Whether to keep others from owning the same file, and to remove it at `close`, or when this process ends. A
+        child that it forks neither owns the file nor removes it.
 
     Attributes
     ----------
@@ -42,19 +81,30 @@ class SharedBlocks:
     Raises
     ------
     ValueError
-        The file cannot be made, has another size, or is owned by another process.
+        The file cannot be made, is no regular file, is another user's, is open to others, has another size, is locked,
+        or is owned by another process.
+
+    Notes
+    -----
+    A lock of the open file (OFD) says that somebody maps it, and lasts as long as the mapping. Who removes a file holds
+    that lock alone, and has checked under it that the name still stands for this file; who opens one checks the same
+    once it has its lock. So no file that is held loses its name to anybody but its owner. An advisory lock (``flock``)
+    of a second open file says who owns it.
     """
 
     def __init__(self, path: Path, num_blocks: int, block_bytes: int, is_owner: bool) -> None:
         num_bytes = num_blocks * block_bytes
+        self._path = path
+        self._is_owner = is_owner
+        self._owner_fd = -1
+        _check_folder(path.parent)
         _remove_orphans(path)
+        self._fd = _open_and_hold(path)
         try:
-            self._fd = _open_and_hold(path)
-        except OSError as error:
-            raise ValueError(f"shared pool {path} cannot be opened: {error.strerror}") from error
-        try:
-            if is_owner:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Opened anew: a lock goes with its open file, and a child that is forked keeps the one that is mapped.
+            self._owner_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+            if is_owner and not _try_for(_OWNER_TIMEOUT_S, lambda: _flock(self._owner_fd, fcntl.LOCK_EX)):
+                raise ValueError(f"shared pool {path} belongs to another engine; give this one a pool_path of its own")
             length = os.fstat(self._fd).st_size
             if length not in (0, num_bytes):
                 raise ValueError(f"shared pool {path} must have {num_bytes} bytes, it has {length}")
@@ -62,61 +112,131 @@ class SharedBlocks:
             # Space is taken now: a page that cannot be had later would end the process.
             os.posix_fallocate(self._fd, 0, num_bytes)
             self.mapping = mmap.mmap(self._fd, num_bytes)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise ValueError(
-                f"shared pool {path} belongs to another engine; give this one a pool_path of its own"
-            ) from None
         except BaseException as error:
-            os.close(self._fd)
+            if is_owner and isinstance(error, OSError):
+                _remove_own(path, os.fstat(self._fd), os.getpid())
+            self._close_files()
             if isinstance(error, OSError):
                 raise ValueError(f"shared pool {path} of {num_bytes} bytes: {error.strerror}") from error
             raise
         self.array = np.frombuffer(self.mapping, np.uint8).reshape(num_blocks, block_bytes)
-        self._remove = weakref.finalize(self, _remove_own, path, os.getpid()) if is_owner else None
+        inode = os.fstat(self._fd)
+        self._remove = weakref.finalize(self, _remove_own, path, inode, os.getpid()) if is_owner else None
+        _OPEN.add(self)
 
     def has_owner(self) -> bool:
         """Return whether anybody owns the file that is mapped here."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if self._is_owner:
             return True
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        if not _flock(self._owner_fd, fcntl.LOCK_SH):
+            return True
+        fcntl.flock(self._owner_fd, fcntl.LOCK_UN)
         return False
+
+    def unlink(self) -> None:
+        """Take the file's name away, where this process owns it; who maps it keeps it, and nobody else finds it."""
+        if self._remove is not None:
+            self._remove()
 
     def close(self) -> None:
         """Give the file back; the memory goes with the last view of it."""
-        if self._fd >= 0:
-            if self._remove is not None:
-                self._remove()
-            os.close(self._fd)
-            self._fd = -1
+        self.unlink()
+        self._close_files()
+
+    def _disown(self) -> None:
+        self._is_owner = False
+        if self._owner_fd >= 0:
+            os.close(self._owner_fd)
+            self._owner_fd = -1
+
+    def _close_files(self) -> None:
+        for fd in (self._owner_fd, self._fd):
+            if fd >= 0:
+                os.close(fd)
+        self._owner_fd = self._fd = -1
+
+
+_OPEN: weakref.WeakSet[SharedBlocks] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    # A child would keep the ownership when its parent is gone.
+    for blocks in list(_OPEN):
+        blocks._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _open_and_hold(path: Path) -> int:
     """Open or make a file and hold it; the hold lasts as long as the descriptor, or a mapping made from it."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = _open(path)
         try:
-            try:
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _whole_file(fcntl.F_RDLCK))
-            except OSError as error:
-                # Where such locks are not known (gVisor), no orphan is found either.
-                if error.errno != errno.EINVAL:
-                    raise
-            if os.path.samestat(os.fstat(fd), path.stat()):
+            if not _try_for(_LOCK_TIMEOUT_S, lambda held=fd: _lock_whole(held, fcntl.F_RDLCK)):  # type: ignore[misc]
+                raise ValueError(f"shared pool {path} is locked by another process")
+            if _is_at(path, os.fstat(fd)):
                 return fd
-        except FileNotFoundError:
-            pass
         except BaseException:
             os.close(fd)
             raise
-        # It was taken for an orphan in between.
+        # It was removed as an orphan in between.
         os.close(fd)
 
 
-def _remove_own(path: Path, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:
+def _open(path: Path) -> int:
+    """Make a file, or open one that is there: a regular one, this user's alone, and not by way of a link."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        try:
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ValueError(f"shared pool {path} cannot be made: {error.strerror}") from error
+        try:
+            fd = os.open(path, flags | os.O_NONBLOCK)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise ValueError(f"shared pool {path} cannot be opened: {reason}") from error
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+                raise ValueError(f"shared pool {path} must be a regular file with one name")
+            _check_private(f"shared pool {path}", found)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        mode = folder.stat().st_mode
+    except OSError as error:
+        raise ValueError(f"shared pools cannot be made in {folder}: {error.strerror}") from error
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ValueError(f"shared pools cannot be made in {folder}: any user may rename files in it")
+
+
+def _check_private(name: str, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise ValueError(f"{name} belongs to user {found.st_uid}, not to {os.geteuid()}")
+    if found.st_mode & 0o077:
+        raise ValueError(f"{name} is open to other users: its mode is {stat.S_IMODE(found.st_mode):03o}")
+
+
+def _is_at(path: Path, inode: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(inode, path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_own(path: Path, inode: os.stat_result, owner_pid: int) -> None:
+    if os.getpid() == owner_pid and _is_at(path, inode):
         path.unlink(missing_ok=True)
 
 
@@ -124,19 +244,46 @@ def _remove_orphans(path: Path) -> None:
     for other in path.parent.glob(f"{PREFIX}*"):
         if other == path:
             continue
-        try:
-            fd = os.open(other, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
-            other.unlink()
-        except OSError:
-            continue
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError):
+            # A FIFO or a device must not hold this up.
+            fd = os.open(other, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                found = os.fstat(fd)
+                is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+                # The name is looked at under the lock: it may stand for a new file since this one was opened.
+                if is_ours and _lock_whole(fd, fcntl.F_WRLCK) and _is_at(other, found):
+                    other.unlink()
+            finally:
+                os.close(fd)
 
 
-def _whole_file(kind: int) -> bytes:
+def _try_for(seconds: float, attempt: Callable[[], bool]) -> bool:
+    """Return whether an attempt succeeds within a time: a lock may be held for a moment by whoever tests it."""
+    end = time.monotonic() + seconds
+    while not attempt():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def _flock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock_whole(fd: int, kind: int) -> bool:
     # struct flock; the lock belongs to the open file, not to the process: several in one process are several.
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+    whole = struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        # Where such locks are not known (gVisor), no orphan is found either.
+        if error.errno != errno.EINVAL or kind == fcntl.F_WRLCK:
+            raise
+    return True

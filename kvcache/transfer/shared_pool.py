@@ -51,9 +51,9 @@ class SharedHostPool(HostPool):
         self.stride_bytes = stride_bytes
         self.pinned_bytes = 0
         self.pin_failures = 0
-        self._flat = bytes_of(mapping)[first_byte : first_byte + num_bytes]
-        self.tensor = self._flat.as_strided((num_blocks, block_bytes), (stride_bytes, 1))
+        self.flat = bytes_of(mapping)[first_byte : first_byte + num_bytes]
+        self.tensor = self.flat.as_strided((num_blocks, block_bytes), (stride_bytes, 1))
         # Every page is read, not written: another process may keep its blocks there already.
-        self._flat[:: mmap.PAGESIZE].count_nonzero()
+        self.flat[:: mmap.PAGESIZE].count_nonzero()
         if torch.cuda.is_available() if pin is None else pin:
-            self._pin(None)
+            self.pin()

@@ -217,12 +217,14 @@ def test_the_host_pools_own_options_reach_it(tmp_path, caplog):
 
 
 def test_pool_in_use_has_the_size_that_both_sides_agree_on(tmp_path):
-    Path(config_of(tmp_path).extra_config["pool_path"]).write_bytes(bytes(5))
+    path = Path(config_of(tmp_path).extra_config["pool_path"])
+    path.write_bytes(bytes(5))
+    path.chmod(0o600)
     try:
         with pytest.raises(ValueError, match="must have 32768 bytes, it has 5"):
             make_spec(config_of(tmp_path)).get_manager()
     finally:
-        Path(config_of(tmp_path).extra_config["pool_path"]).unlink()
+        path.unlink()
 
 
 def test_direct_io_works_from_shared_memory(tmp_path):

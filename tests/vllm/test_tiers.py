@@ -41,7 +41,7 @@ def test_blocks_come_back_from_disk_and_after_a_restart(
     boot: Any, models: Any, crowd: Any, expected: Any, tmp_path: Path
 ) -> None:
     config = extra_config(tmp_path / "kv")
-    shared_before = set(Path("/dev/shm").glob("kvcache-*"))
+    shared_before = set(Path("/dev/shm").glob("kvcache-*/*"))
     with boot(models["llama"], config) as engine:
         assert ask_each(engine, crowd) == (expected(crowd), [0] * 7)
         assert written(engine, 140)
@@ -59,7 +59,7 @@ def test_blocks_come_back_from_disk_and_after_a_restart(
         assert engine.metric("vllm:kvcache_tier_num_held") == 140
         stats = engine.stats
         assert (stats.num_pending, stats.failed_blocks) == (0, 0)
-    assert set(Path("/dev/shm").glob("kvcache-*")) == shared_before
+    assert set(Path("/dev/shm").glob("kvcache-*/*")) == shared_before
 
     with boot(models["llama"], config) as engine:
         assert engine.manager._tiered.tier_stats()[0].tier.num_held == 140

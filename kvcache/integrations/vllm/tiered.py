@@ -25,7 +25,7 @@ from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier
 from kvcache.transfer.host_pool import check_memory
-from kvcache.transfer.shared_file import PREFIX, SharedBlocks
+from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
 from kvcache.transfer.shared_pool import SharedHostPool
 
 _ALIGN_BYTES = 4096
@@ -76,12 +76,12 @@ class SharedPool(SharedBlocks):
     def __init__(self, config: Any, settings: Settings, num_blocks: int, rank_bytes: int, is_owner: bool) -> None:
         parallel = config.parallel
         name = f"{PREFIX}{config.engine_id}-{parallel.data_parallel_index}".replace("/", "-")
-        path = Path(settings.pool_folder, name)
+        path = private_folder(Path(settings.pool_folder)) / name
         if not path.exists():
             check_memory(num_blocks * rank_bytes * parallel.world_size)
         super().__init__(path, num_blocks, rank_bytes * parallel.world_size, is_owner)
         if is_owner:
-            path.unlink(missing_ok=True)
+            self.unlink()
         elif self.has_owner():
             self.close()
             raise ValueError(f"shared pool {path} belongs to a running engine of the same engine_id; give each its own")

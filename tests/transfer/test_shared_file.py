@@ -1,0 +1,252 @@
+"""Memory that processes share is found by its own user only, and none of it stays when nobody holds it."""
+
+import fcntl
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvcache.transfer import shared_file
+from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
+
+NUM_BYTES = 4 * 4096
+
+
+def blocks_at(path, is_owner=True):
+    return SharedBlocks(path, 4, 4096, is_owner)
+
+
+def lock_whole(fd, kind):
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / f"{PREFIX}a"
+
+
+def test_owner_and_others_share_bytes(path):
+    owner, other = blocks_at(path), blocks_at(path, is_owner=False)
+    owner.array[2, 17] = 5
+    assert other.array[2, 17] == 5
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert owner.has_owner()
+    assert other.has_owner()
+    # Asking has not cost the owner its lock.
+    with pytest.raises(ValueError, match="belongs to another engine; give this one a pool_path of its own"):
+        blocks_at(path)
+    owner.close()
+    assert not path.exists()
+    assert not other.has_owner()
+    other.close()
+
+
+def test_symbolic_link_is_not_followed(path, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(bytes(NUM_BYTES))
+    victim.chmod(0o600)
+    path.symlink_to(victim)
+    with pytest.raises(ValueError, match=f"{path} cannot be opened: it is a symbolic link"):
+        blocks_at(path)
+    assert path.is_symlink()
+
+
+def test_dangling_link_makes_no_file(path, tmp_path):
+    path.symlink_to(tmp_path / "made")
+    with pytest.raises(ValueError, match="it is a symbolic link"):
+        blocks_at(path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_hard_link_to_another_file_is_refused(path, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"")
+    victim.chmod(0o600)
+    path.hardlink_to(victim)
+    with pytest.raises(ValueError, match="must be a regular file with one name"):
+        blocks_at(path)
+    assert victim.stat().st_size == 0
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o606])
+def test_file_that_others_can_open_is_refused(path, mode):
+    path.touch()
+    path.chmod(mode)
+    with pytest.raises(ValueError, match=f"{path} is open to other users: its mode is {mode:o}"):
+        blocks_at(path)
+    assert path.stat().st_size == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_file_of_another_user_is_refused(path):
+    path.touch(0o600)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ValueError, match=f"{path} belongs to user 12345, not to 0"):
+        blocks_at(path)
+
+
+def test_fifo_is_refused_at_once(path):
+    os.mkfifo(path, 0o600)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="must be a regular file with one name"):
+        blocks_at(path)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("is_owner", [True, False])
+def test_foreign_lock_is_waited_for_in_bounded_time(path, is_owner, monkeypatch):
+    monkeypatch.setattr(shared_file, "_LOCK_TIMEOUT_S", 0.1)
+    path.touch(0o600)
+    fd = os.open(path, os.O_RDWR)
+    lock_whole(fd, fcntl.F_WRLCK)
+    # A wait without end, as there was, would end with this.
+    release = threading.Timer(20, lock_whole, (fd, fcntl.F_UNLCK))
+    release.start()
+    try:
+        with pytest.raises(ValueError, match=f"{path} is locked by another process"):
+            blocks_at(path, is_owner)
+    finally:
+        release.cancel()
+        os.close(fd)
+
+
+def test_owner_is_not_refused_because_a_worker_asks_for_one(path):
+    worker = blocks_at(path, is_owner=False)
+    # What `has_owner` holds while it asks, for longer than it takes.
+    fd = os.open(path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    answered = threading.Timer(0.1, fcntl.flock, (fd, fcntl.LOCK_UN))
+    answered.start()
+    blocks_at(path).close()
+    answered.join()
+    os.close(fd)
+    worker.close()
+
+
+def test_file_that_replaced_an_orphan_is_not_removed(path, tmp_path, monkeypatch):
+    orphan = tmp_path / f"{PREFIX}orphan"
+    orphan.touch(0o600)
+    found = []
+
+    def replace_and_lock(fd, kind):
+        # Between its opening and its lock another process has removed the orphan and made a file of that name.
+        if kind == fcntl.F_WRLCK and not found:
+            orphan.unlink()
+            found.append(blocks_at(orphan, is_owner=False))
+        return lock_as_before(fd, kind)
+
+    lock_as_before = shared_file._lock_whole
+    monkeypatch.setattr(shared_file, "_lock_whole", replace_and_lock)
+    blocks_at(path).close()
+    assert orphan.exists()
+    found[0].close()
+
+
+def test_files_that_nobody_holds_are_removed_and_others_left(path, tmp_path):
+    names = ("held", "orphan", "link", "fifo", "folder")
+    held, orphan, link, fifo, folder = (tmp_path / f"{PREFIX}{name}" for name in names)
+    holder = blocks_at(held, is_owner=False)
+    orphan.touch(0o600)
+    link.symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(fifo)
+    folder.mkdir()
+    blocks_at(path).close()
+    assert sorted(tmp_path.iterdir()) == sorted([held, link, fifo, folder])
+    holder.close()
+
+
+def test_owner_removes_its_own_file_only(path):
+    first = blocks_at(path)
+    path.unlink()
+    second = blocks_at(path)
+    first.close()
+    assert path.exists()
+    second.close()
+    assert not path.exists()
+
+
+def test_unlinked_file_is_found_by_nobody_else(path):
+    first = blocks_at(path)
+    first.unlink()
+    second = blocks_at(path)
+    second.array[0, 0] = 1
+    assert first.array[0, 0] == 0
+    first.close()
+    assert path.exists()
+    second.close()
+
+
+@pytest.mark.parametrize("ended_by", ["kill", "exit"])
+def test_forked_child_does_not_keep_the_ownership(path, ended_by):
+    code = (
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "from kvcache.transfer.shared_file import SharedBlocks\n"
+        "blocks = SharedBlocks(Path(sys.argv[1]), 4, 4096, True)\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    os.close(1)\n"
+        "    time.sleep(60)\n"
+        "print(child, flush=True)\n"
+        "if sys.argv[2] == 'kill': os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(path), ended_by]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, check=ended_by == "exit", timeout=60)
+    try:
+        assert path.exists() == (ended_by == "kill")
+        other = blocks_at(path, is_owner=False)
+        assert not other.has_owner()
+        blocks_at(path).close()
+        other.close()
+    finally:
+        os.kill(int(ended.stdout), signal.SIGKILL)
+
+
+def test_private_folder_is_made_for_this_user_alone(tmp_path):
+    folder = private_folder(tmp_path)
+    assert folder == tmp_path / f"kvcache-{os.geteuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert private_folder(tmp_path) == folder
+
+
+def test_folder_that_others_can_read_is_no_private_one(tmp_path):
+    (tmp_path / f"kvcache-{os.geteuid()}").mkdir(0o755)
+    with pytest.raises(ValueError, match="is open to other users: its mode is 755"):
+        private_folder(tmp_path)
+
+
+def test_link_is_no_private_folder(tmp_path):
+    target = tmp_path / "target"
+    target.mkdir(0o700)
+    (tmp_path / f"kvcache-{os.geteuid()}").symlink_to(target)
+    with pytest.raises(ValueError, match="must be a folder"):
+        private_folder(tmp_path)
+
+
+def test_folder_whose_files_anybody_may_rename_is_refused(tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="any user may rename files in it"):
+        blocks_at(folder / "pool")
+    folder.chmod(0o1777)
+    blocks_at(folder / "pool").close()
+
+
+def test_missing_folder_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"shared pools cannot be made in {tmp_path}/none: No such file"):
+        blocks_at(tmp_path / "none" / "pool")
+
+
+def test_file_that_cannot_be_as_large_is_not_left_behind(tmp_path):
+    path = Path(f"/dev/shm/kvcache-test-{tmp_path.name}")
+    with pytest.raises(ValueError, match=r"No space left on device|File too large|Cannot allocate memory"):
+        SharedBlocks(path, 1 << 30, 4096, True)
+    assert not path.exists()
