@@ -29,10 +29,11 @@ class RestoreDiskIndex:
         self.path = Path(tempfile.mkdtemp())
         self.host_blocks = np.frombuffer(mmap.mmap(-1, 4096), np.uint8).reshape(1, 4096)
         tier = self.opened()
+        table = tier._table
         keys = [i.to_bytes(36, "big") for i in range(self.num_blocks)]
         for first in range(0, self.num_blocks, 4096):
             batch = keys[first : first + 4096]
-            tier._records.write(first, list(range(first, first + len(batch))), batch, [0] * len(batch))
+            table.write(first, list(range(first, first + len(batch))), batch, [0] * len(batch), table.generation)
         tier.shutdown()
 
     def opened(self) -> DiskTier:

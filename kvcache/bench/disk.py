@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcache.tiers.disk.directory import shared_names
 from kvcache.tiers.disk.tier import DiskTier
 
 Progress = Callable[[str, int, int], None]
@@ -19,7 +19,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """What was measured; rates in bytes a second, times of single calls in the caller's thread in seconds."""
+    """What was measured; rates in bytes a second, times of single calls in the caller's thread in seconds.
+
+    `shared_names` are files that users other than the owner may read here, where the file system knows no modes.
+    """
 
     block_bytes: int
     num_blocks: int
@@ -30,6 +33,7 @@ class DiskRates:
     call_s_p50: float
     call_s_p99: float
     call_s_max: float
+    shared_names: list[str]
 
 
 def measure_disk(
@@ -81,9 +85,10 @@ def measure_disk(
             start = time.perf_counter()
             _move(name, submit, tier, keys, job_blocks, in_flight, calls, progress)
             if name == "store":
-                os.fdatasync(tier._file.fd)
+                tier.flush()
             rates.append(num_blocks * block_bytes / (time.perf_counter() - start))
         is_direct = tier.is_direct
+        shared = shared_names(path)
     finally:
         tier.shutdown()
         for file in path.iterdir():
@@ -100,6 +105,7 @@ def measure_disk(
         calls[len(calls) // 2],
         calls[len(calls) * 99 // 100],
         calls[-1],
+        shared,
     )
 
 

@@ -72,4 +72,6 @@ def disk(
             f"{rates.call_s_max * 1e3:.2f} ms at most",
         )
         console.print(table)
+        if rates.shared_names:
+            console.print(f"other users can read what a tier writes here: {', '.join(rates.shared_names)}")
     common.write_json(json, asdict(rates))

@@ -100,6 +100,7 @@ def _report(facts: TierFacts, json: str | None) -> None:
             ("on disk", common.human_bytes(facts.bytes_on_disk)),
             ("loads of held blocks", f"{facts.uses:,}, at most {facts.most_uses:,} of one"),
             ("never loaded", f"{facts.never_used_blocks:,}"),
+            ("open to other users", ", ".join(facts.shared_names) or "nothing"),
             *((f"fingerprint: {key}", str(value)) for key, value in facts.fingerprint.items()),
         ):
             table.add_row(name, value)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from kvcache.tiers.disk.directory import capacity_for, folder_bytes
+from kvcache.tiers.disk.directory import capacity_for, directory_bytes
 from kvcache.tiers.disk.tier import DiskTier
 
 
@@ -51,10 +51,18 @@ def test_inspect_says_what_is_there(run, folder):
         "never_used_blocks": 7,
     }
     assert facts["fingerprint"] == {"model": "m"}
-    assert facts["bytes_on_disk"] == folder_bytes(folder) <= facts["capacity_bytes"]
+    assert facts["bytes_on_disk"] == directory_bytes(folder) <= facts["capacity_bytes"]
     status, out, _ = run("tier", "inspect", folder)
     assert status == 0
     assert "10 of 16" in out
+
+
+def test_inspect_says_what_other_users_can_read(run, folder):
+    assert json.loads(run("tier", "inspect", folder, "--json", "-")[1])["shared_names"] == []
+    folder.chmod(0o755)
+    (folder / "data").chmod(0o644)
+    assert json.loads(run("tier", "inspect", folder, "--json", "-")[1])["shared_names"] == [".", "data"]
+    assert "open to other users   ., data" in run("tier", "inspect", folder)[1]
 
 
 def test_inspect_works_beside_a_writer(run, folder):
@@ -83,12 +91,12 @@ def test_verify_finds_and_drops_bad_blocks(run, folder):
 
 
 def test_compact_keeps_the_most_recent_and_gives_space_back(run, folder):
-    before = folder_bytes(folder)
+    before = directory_bytes(folder)
     capacity = capacity_for(4, 4096)
     status, out, _ = run("tier", "compact", folder, "--capacity", capacity, "--json", "-")
     assert status == 0
     assert (json.loads(out)["num_held"], json.loads(out)["num_slots"]) == (4, 4)
-    assert folder_bytes(folder) <= min(capacity, before)
+    assert directory_bytes(folder) <= min(capacity, before)
     host, tier = opened(folder, num_blocks=4)
     try:
         held = [i for i in range(10) if tier.lookup([b"key-%d" % i])]
@@ -100,9 +108,9 @@ def test_compact_keeps_the_most_recent_and_gives_space_back(run, folder):
 
 
 def test_compact_without_a_capacity_frees_what_is_not_used(run, folder):
-    before = folder_bytes(folder)
+    before = directory_bytes(folder)
     assert run("tier", "compact", folder)[0] == 0
-    assert folder_bytes(folder) == before - 6 * 4096
+    assert directory_bytes(folder) == before - 6 * 4096
     assert run("tier", "verify", folder)[0] == 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.tiers.disk.directory import capacity_for, folder_bytes
+from kvcache.tiers.disk.directory import capacity_for, directory_bytes
 from kvcache.tiers.disk.tier import DiskTier
 
 BLOCK_BYTES = 16384
@@ -114,7 +114,7 @@ def run(folder, num_kills, seed):
         begun += begun_now
         done.update(ranges(lines, "D"))
         counts["kills"] += 1
-        counts["above_capacity"] += folder_bytes(Path(folder)) > CAPACITY_BYTES
+        counts["above_capacity"] += directory_bytes(Path(folder)) > CAPACITY_BYTES
         host_blocks, tier = open_tier(folder)
         num_held = tier.stats().num_held
         counts["above_capacity"] += num_held > NUM_BLOCKS

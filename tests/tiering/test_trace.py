@@ -14,7 +14,7 @@ from kvcache.replay.tiered import DiskChoice, PatientManager, patient_manager
 from kvcache.replay.trace import Trace
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
-from kvcache.tiers.disk.directory import capacity_for, folder_bytes
+from kvcache.tiers.disk.directory import capacity_for, directory_bytes
 
 BLOCK_BYTES = 4096
 # The whole trace over a real disk takes half a minute: KVCACHE_WHOLE_TRACE=1.
@@ -42,7 +42,7 @@ def test_host_over_disk_hits_as_much_as_one_memory_cache(shared, tmp_path):
     assert stats.promoted_blocks > 0
     assert (stats.failed_jobs, stats.overdue_jobs, stats.tier.corrupt_blocks) == (0, 0, 0)
     assert abs(whole.token_hit_rate - tally.token_hit_rate) < 0.01
-    assert folder_bytes(disk.path) <= disk.capacity_bytes
+    assert directory_bytes(disk.path) <= disk.capacity_bytes
     if WHOLE:
         # The disk holds all that host memory holds, so this is LRU at 100,000 blocks.
         assert tally.hit_blocks == 104_924

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvcache.request import ReqContext
-from kvcache.tiers.disk.directory import TierDirectoryError, capacity_for, folder_bytes, num_slots_within
+from kvcache.tiers.disk.directory import TierDirectoryError, capacity_for, directory_bytes, num_slots_within
 from kvcache.tiers.disk.tier import DiskTier
 
 BLOCK_BYTES = 4096
@@ -144,7 +144,7 @@ def test_restart_after_slots_were_reused(open_tier):
 def test_key_named_by_two_slots_is_found_in_the_later_one(open_tier):
     tier = open_tier(num_blocks=4)
     store(tier, keys_of(1))
-    tier._records.write(3, [99], keys_of(1), [int(tier._records.checksums[0])])
+    tier._table.write(3, [99], keys_of(1), [int(tier._table.checksums[0])], tier._generation)
     tier.host[1] = 0
     tier._file.write(3, tier._file.rows([0]))
     tier._file.write(0, tier._file.rows([1]))
@@ -218,11 +218,11 @@ def test_capacity_bounds_the_folder_from_the_first_byte(tmp_path):
     tier.host = tier._file._host_blocks
     try:
         for first in range(0, 120, 30):
-            assert folder_bytes(tmp_path / "small") <= capacity
+            assert directory_bytes(tmp_path / "small") <= capacity
             store(tier, keys_of(*range(first, first + 30)))
-        tier._records.flush()
+        tier._table.flush()
         assert tier.num_blocks == num_slots_within(capacity, BLOCK_BYTES) == 39
-        assert folder_bytes(tmp_path / "small") <= capacity
+        assert directory_bytes(tmp_path / "small") <= capacity
     finally:
         tier.shutdown()
 
@@ -273,7 +273,7 @@ def test_growing_and_shrinking_keep_what_fits(open_tier, tmp_path):
     held = [key for key in keys_of(*range(12)) if tier.lookup([key])]
     assert held == keys_of(0, 1, 2, 3, 4)
     assert sorted(load(tier, held).done) == held
-    assert folder_bytes(tmp_path / "tier") <= capacity_for(5, BLOCK_BYTES)
+    assert directory_bytes(tmp_path / "tier") <= capacity_for(5, BLOCK_BYTES)
 
 
 def test_second_writer_is_refused_and_a_reader_is_not(open_tier):
@@ -371,7 +371,7 @@ def test_disk_too_small_is_an_error_at_start_and_is_not_filled(open_tier, tmp_pa
     monkeypatch.setattr(os, "statvfs", lambda path: AlmostFull)
     with pytest.raises(TierDirectoryError, match=r"needs 67[0-9]+ bytes more on its disk, which has 12288 free"):
         open_tier(num_blocks=16)
-    assert folder_bytes(tmp_path / "tier") < 16 * BLOCK_BYTES
+    assert directory_bytes(tmp_path / "tier") < 16 * BLOCK_BYTES
     tier = open_tier(num_blocks=16, preallocate=False)
     assert store(tier, keys_of(1)).done == keys_of(1)
     tier.shutdown()
@@ -417,7 +417,7 @@ def test_bad_arguments_name_the_value(tmp_path):
         DiskTier(path, 1 << 20, np.zeros((4, 4096), np.float32))
     with pytest.raises(ValueError, match="num_threads must be an int >= 1, got 0"):
         DiskTier(path, 1 << 20, host_blocks(), num_threads=0)
-    with pytest.raises(ValueError, match="flush_interval_s must be > 0, got -1"):
+    with pytest.raises(ValueError, match="flush_interval_s must be a number > 0, got -1"):
         DiskTier(path, 1 << 20, host_blocks(), flush_interval_s=-1)
     with pytest.raises(ValueError, match="unknown policy 'nope'"):
         DiskTier(path, 1 << 20, host_blocks(), cache_policy="nope")
@@ -443,7 +443,7 @@ def test_removed_folder_makes_the_tier_quiet(open_tier, tmp_path, is_moved):
     else:
         shutil.rmtree(tmp_path / "tier")
     tier._keeper.join(20)
-    assert tier.stats().unavailable_reason == f"folder {tmp_path / 'tier'} was removed"
+    assert tier.stats().unavailable_reason == f"directory {tmp_path / 'tier'} was removed"
     assert os.fstat(tier._file.fd).st_size == (16 * BLOCK_BYTES if is_moved else 0)
     assert tier.lookup(keys_of(1)) == 0
     assert tier.submit_store(5, keys_of(2), [0]) is False

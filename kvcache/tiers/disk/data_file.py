@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from dataclasses import replace
+from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.tiers.disk.directory import ALIGN_BYTES, DATA, Folder
-from kvcache.tiers.disk.slot_table import Records, checksum
+from kvcache.tiers.disk.directory import ALIGN_BYTES, DATA, Generation, Header, TierDirectory
+from kvcache.tiers.disk.slot_table import SlotTable, checksum
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -21,12 +21,12 @@ MAX_RUN_BLOCKS = 32
 _SECTOR_BYTES = 512
 
 
-class BlockFile:
-    """The slots of an open folder, read and written past the page cache where the file system allows it.
+class DataFile:
+    """The slots of an open directory, read and written past the page cache where the file system allows it.
 
     Parameters
     ----------
-    folder : Folder
+    directory : TierDirectory
         Open.
     host_blocks : numpy.ndarray
         The pool that blocks come from and go to.
@@ -41,8 +41,8 @@ class BlockFile:
         The open file.
     """
 
-    def __init__(self, folder: Folder, host_blocks: HostBlocks, read_only: bool = False) -> None:
-        header = folder.header
+    def __init__(self, directory: TierDirectory, host_blocks: HostBlocks, read_only: bool = False) -> None:
+        header = directory.header
         self.block_bytes = header.block_bytes
         self.slot_bytes = header.slot_bytes
         self._host_blocks = host_blocks.view(np.uint8)
@@ -52,9 +52,9 @@ class BlockFile:
         granule = (address | host_blocks.strides[0] | self.block_bytes) & -(
             address | host_blocks.strides[0] | self.block_bytes
         )
-        direct_fd = _open_direct(folder, flags, self.block_bytes, granule)
+        direct_fd = _open_direct(directory, flags, self.block_bytes, granule)
         self.is_direct = direct_fd is not None
-        self.fd = folder.open_file(DATA, flags) if direct_fd is None else direct_fd
+        self.fd = directory.open_file(DATA, flags) if direct_fd is None else direct_fd
 
     def rows(self, block_ids: list[int]) -> list[memoryview]:
         """Return host blocks as buffers."""
@@ -62,18 +62,44 @@ class BlockFile:
         return [host_blocks[block_id].data for block_id in block_ids]
 
     def write(self, first_slot: int, rows: list[memoryview]) -> None:
-        """Write blocks to consecutive slots; OSError if not every byte was taken."""
-        written = os.pwritev(self.fd, rows, first_slot * self.slot_bytes)
-        if written != len(rows) * self.block_bytes:
-            raise OSError(errno.ENOSPC, f"{written} of {len(rows) * self.block_bytes} bytes were written")
+        """Write blocks to consecutive slots, in as many calls as it takes; OSError if that ends early."""
+        offset = first_slot * self.slot_bytes
+        while rows:
+            written = self._whole(os.pwritev(self.fd, rows, offset), rows)
+            if not written:
+                raise OSError(errno.EIO, f"the file takes no more bytes at offset {offset}")
+            offset += written
+            rows = _after(rows, written)
 
     def read(self, first_slot: int, rows: list[memoryview]) -> int:
         """Read consecutive slots; return how many of the first blocks are whole, fewer where the file ends early."""
-        return os.preadv(self.fd, rows, first_slot * self.slot_bytes) // self.block_bytes
+        start = offset = first_slot * self.slot_bytes
+        while rows:
+            num_read = self._whole(os.preadv(self.fd, rows, offset), rows)
+            if not num_read:
+                break
+            offset += num_read
+            rows = _after(rows, num_read)
+        return (offset - start) // self.block_bytes
 
     def close(self) -> None:
         """Close the file."""
         os.close(self.fd)
+
+    def _whole(self, num_bytes: int, rows: list[memoryview]) -> int:
+        """Return how much of what a call has moved the next one can go on from."""
+        if self.is_direct and num_bytes < sum(map(len, rows)):
+            return num_bytes // ALIGN_BYTES * ALIGN_BYTES
+        return num_bytes
+
+
+def _after(rows: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of buffers after their first `num_bytes`."""
+    for i, row in enumerate(rows):
+        if num_bytes < len(row):
+            return [row[num_bytes:], *rows[i + 1 :]]
+        num_bytes -= len(row)
+    return []
 
 
 class _Run:
@@ -82,10 +108,18 @@ class _Run:
     is_load = False
 
     def __init__(
-        self, file: BlockFile, records: Records, job_id: int, slot: int, keys: list[bytes], block_ids: list[int]
+        self,
+        file: DataFile,
+        table: SlotTable,
+        generation: Generation,
+        job_id: int,
+        slot: int,
+        keys: list[bytes],
+        block_ids: list[int],
     ) -> None:
         self.file = file
-        self.records = records
+        self.table = table
+        self.generation = generation
         self.job_id = job_id
         self.slot = slot
         self.keys = keys
@@ -102,55 +136,66 @@ class StoreRun(_Run):
     def run(self) -> None:
         rows = self.file.rows(self.block_ids)
         num_bytes = self.file.block_bytes
-        checks = [checksum(key, row, num_bytes) for key, row in zip(self.keys, rows, strict=True)]
+        seed = self.generation.seed
+        checks = [checksum(key, row, num_bytes, seed) for key, row in zip(self.keys, rows, strict=True)]
         self.file.write(self.slot, rows)
-        self.records.write(self.slot, self.seqs, self.keys, checks)
+        self.table.write(self.slot, self.seqs, self.keys, checks, self.generation)
         self.done = self.keys
 
 
 class LoadRun(_Run):
-    """Read blocks and verify what was read; a bad block's record is wiped, unless the folder is only read."""
+    """Read blocks and verify what was read; a bad block's record is wiped, unless the directory is only read."""
 
     is_load = True
     may_wipe = True
+    num_short = 0
 
     def run(self) -> None:
         rows = self.file.rows(self.block_ids)
         num_whole = self.file.read(self.slot, rows)
-        num_bytes = self.file.block_bytes
-        checks = self.records.checksums[self.slot : self.slot + len(rows)].tolist()
+        self.num_short = len(rows) - num_whole
+        num_bytes, seed = self.file.block_bytes, self.generation.seed
+        checks = self.table.checksums[self.slot : self.slot + len(rows)].tolist()
         self.corrupt: list[bytes] = []
         for i, (key, row, check) in enumerate(zip(self.keys, rows, checks, strict=True)):
-            if i < num_whole and checksum(key, row, num_bytes) == check:
+            if i < num_whole and checksum(key, row, num_bytes, seed) == check:
                 self.done.append(key)
             else:
                 self.corrupt.append(key)
                 if self.may_wipe:
-                    self.records.wipe(self.slot + i)
+                    self.table.wipe(self.slot + i)
 
 
 class ResetRun:
-    """Let no record of the folder count any more."""
+    """Let nothing that the directory holds count any more, durably."""
 
     is_load = False
 
-    def __init__(self, folder: Folder, records: Records, epoch: int) -> None:
-        self.folder = folder
-        self.records = records
-        self.epoch = epoch
+    def __init__(self, directory: TierDirectory, header: Header) -> None:
+        self.directory = directory
+        self.header = header
+        self.is_marked = Event()
+        self.is_over = Event()
         self.error = ""
 
     def run(self) -> None:
-        self.folder.write_header(replace(self.folder.header, epoch=self.epoch))
-        self.records.set_epoch(self.epoch)
+        try:
+            self.directory.mark_void()
+            self.is_marked.set()
+            self.directory.write_header(self.header)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self.is_marked.set()
+            self.is_over.set()
 
 
-def _open_direct(folder: Folder, flags: int, block_bytes: int, granule: int) -> int | None:
+def _open_direct(directory: TierDirectory, flags: int, block_bytes: int, granule: int) -> int | None:
     """Open the data file past the page cache, if a block can be read that way; None otherwise."""
     if granule < _SECTOR_BYTES:
         return None
     try:
-        fd = folder.open_file(DATA, flags | os.O_DIRECT)
+        fd = directory.open_file(DATA, flags | os.O_DIRECT)
     except OSError:
         return None
     # Memory that is aligned no better than the pool's own.

@@ -1,12 +1,16 @@
-"""The folder of a disk tier: whose blocks it may hold, how many, and who writes to it.
+"""The directory of a disk tier: whose blocks it may hold, how many, and who writes to it.
 
-Everything in it has a size that is fixed by the capacity, so the folder is bounded from its first byte::
+Everything in it has a size that is fixed by the capacity, so the directory is bounded from its first byte::
 
-    kvcache.json   format, geometry, fingerprint and epoch; replaced as a whole
-    lock           held by the one writer
+    kvcache.json   format, geometry, fingerprint and generation; replaced as a whole
+    lock           held by the one writer; names the generation that a reset made void
     data           one slot per block, aligned, nothing but payload
     records        one sealed record per slot: whose bytes these are, and their checksum
     recency        when each slot was last used, and how often: worth losing
+
+A *generation* is what was stored between two resets. Its seed, a digest of format, block size, fingerprint and a random
+salt, goes into every record's seal and every block's checksum: what another model, another directory or an earlier
+generation left there does not verify.
 """
 
 from __future__ import annotations
@@ -14,17 +18,23 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import json
+import logging
 import os
+import secrets
 import socket
+import stat
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from kvcache.options import check_int
 
 FORMAT = "kvcache disk tier"
-VERSION = 1
+VERSION = 2
 RECORD_BYTES = 128
 RECENCY_BYTES = 16
 ALIGN_BYTES = 4096
@@ -33,7 +43,15 @@ _EXTENT_BYTES = 16
 _FIXED_BYTES = 128 << 10
 """The folder, the small files twice over, and the rounding of each file."""
 _MAX_FINGERPRINT_BYTES = 16 << 10
+_MAX_HEADER_BYTES = 32 << 10
 _MAX_EPOCH = (1 << 32) - 1
+_MAX_SALT = (1 << 64) - 1
+_MAX_FILE_BYTES = 1 << 62
+_MARK_OFFSET = 256
+"""Where in `lock` the mark stands; the name of the writer comes before it."""
+_MARK_BYTES = 8
+
+_LOG = logging.getLogger(__name__)
 
 DATA, RECORDS, RECENCY = "data", "records", "recency"
 _HEADER, _NEW_HEADER, _LOCK = "kvcache.json", "kvcache.json.new", "lock"
@@ -41,7 +59,14 @@ _OURS = {DATA, RECORDS, RECENCY, _HEADER, _NEW_HEADER, _LOCK}
 
 
 class TierDirectoryError(ValueError):
-    """A folder cannot be used: it is not writable, in use, or holds something else."""
+    """A directory cannot be used: it is not writable, in use, damaged, or holds something else."""
+
+
+class Generation(NamedTuple):
+    """What the records and checksums that count carry."""
+
+    epoch: int
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +80,9 @@ class Header:
     num_slots : int
         Blocks that fit.
     epoch : int
-        Records of another epoch do not count; a reset raises it.
+        Counts the resets; after the largest comes 1 again.
+    salt : int
+        64 random bits, drawn anew at every reset.
     fingerprint : dict
         The model, dtype and geometry whose blocks these are.
     resizing : bool
@@ -65,6 +92,7 @@ class Header:
     block_bytes: int
     num_slots: int
     epoch: int
+    salt: int
     fingerprint: dict[str, Any]
     resizing: bool = False
 
@@ -72,6 +100,21 @@ class Header:
     def slot_bytes(self) -> int:
         """From one slot of `data` to the next."""
         return -(-self.block_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+    @property
+    def generation(self) -> Generation:
+        """What records and checksums must carry to count."""
+        text = json.dumps([FORMAT, VERSION, self.block_bytes, self.fingerprint, self.salt], sort_keys=True)
+        return Generation(self.epoch, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+
+    @classmethod
+    def fresh(cls, block_bytes: int, num_slots: int, fingerprint: dict[str, Any]) -> Header:
+        """Return the header of a directory that holds nothing yet."""
+        return cls(block_bytes, num_slots, 1, _new_salt(), fingerprint)
+
+    def after_reset(self) -> Header:
+        """Return the header under which nothing counts that counts now."""
+        return replace(self, epoch=self.epoch % _MAX_EPOCH + 1, salt=_new_salt())
 
     def file_bytes(self) -> dict[str, int]:
         """Return the length that each file of slots must have."""
@@ -83,7 +126,7 @@ class Header:
 
 
 def num_slots_within(capacity_bytes: int, block_bytes: int) -> int:
-    """Return how many blocks a folder of at most `capacity_bytes` holds, metadata included.
+    """Return how many blocks a directory of at most `capacity_bytes` holds, metadata included.
 
     Raises
     ------
@@ -111,18 +154,44 @@ def _bytes_per_slot(block_bytes: int) -> int:
     return slot_bytes + RECORD_BYTES + RECENCY_BYTES + _EXTENT_BYTES
 
 
-def folder_bytes(path: Path) -> int:
-    """Return the bytes on disk of a folder and of all that is in it."""
-    return sum(os.lstat(name).st_blocks * 512 for name in (path, *path.iterdir()))
+def directory_bytes(path: Path) -> int:
+    """Return the bytes on disk of a directory and of all that is in it."""
+    num_bytes = 0
+    for name in (path, *path.iterdir()):
+        # A header that is just being replaced may be gone again.
+        with suppress(FileNotFoundError):
+            num_bytes += os.lstat(name).st_blocks * 512
+    return num_bytes
 
 
-class Folder:
-    """An open folder: its header, and the lock if it may be written.
+def shared_names(path: Path) -> list[str]:
+    """Return what of a tier's directory users other than its owner may read or write; "." is the directory itself."""
+    names = []
+    for name in (".", *sorted(_OURS)):
+        with suppress(FileNotFoundError):
+            if stat.S_IMODE(os.lstat(path / name).st_mode) & 0o077:
+                names.append(name)
+    return names
+
+
+def _new_salt() -> int:
+    # Not 0, which is what a lock file without a mark says.
+    return secrets.randbits(64) | 1
+
+
+def _forget_locks_in_child() -> None:
+    # A lock is the process's that took it: a child that holds the descriptor would keep it after its parent's end.
+    for directory in list(_OPEN):
+        directory.close_in_child()
+
+
+class TierDirectory:
+    """An open directory: its header, and the lock if it may be written.
 
     Parameters
     ----------
     path : path-like
-        The folder; made if it is missing, unless `read_only`.
+        The directory; made if it is missing, unless `read_only`.
     header : Header or None
         What it must hold: the same block size and fingerprint. Another number of slots resizes it, its highest
         slots are lost when it shrinks. None: whatever it holds.
@@ -137,30 +206,74 @@ class Folder:
     Raises
     ------
     TierDirectoryError
-        The folder cannot be read or written, is locked, is no tier's, holds other blocks, or has a file of the
-        wrong length.
+        The directory cannot be read or written, is locked, is no tier's, holds other blocks, or has a file that is
+        no regular one or has the wrong length.
+
+    Notes
+    -----
+    A forked child gives its copy of the lock back and has no open directory.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: Header | None, read_only: bool = False) -> None:
         self.path = Path(path)
+        self._read_only = read_only
+        self._fd = -1
         self._lock_fd = -1
+        _OPEN.add(self)
         try:
+            if not read_only and header is not None:
+                self._make()
+            # A pipe or a device under this name is an error at once, not something to wait for.
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._check_ours(may_be_new=header is not None and not read_only)
             if not read_only:
-                if header is not None:
-                    self.path.mkdir(parents=True, exist_ok=True)
+                self._make_private(self._fd, os.fstat(self._fd), 0o700)
                 self._take_lock()
-            try:
-                self.header = self._open(header, read_only)
-            except BaseException:
-                self.close()
-                raise
-        except OSError as error:
-            doing = "read" if read_only else "written"
-            raise TierDirectoryError(f"disk tier folder {self.path} cannot be {doing}: {error.strerror}") from error
+            self.header = self._open(header)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                doing = "read" if read_only else "written"
+                raise TierDirectoryError(
+                    f"disk tier directory {self.path} cannot be {doing}: {error.strerror or error}"
+                ) from error
+            if isinstance(error, MemoryError | OverflowError):
+                raise TierDirectoryError(
+                    f"disk tier directory {self.path} cannot be opened: {type(error).__name__}: {error}"
+                ) from error
+            raise
 
     def open_file(self, name: str, flags: int) -> int:
-        """Open one of the slot files and return its descriptor."""
-        return os.open(self.path / name, flags | os.O_CLOEXEC)
+        """Open one of the files and return its descriptor.
+
+        Raises
+        ------
+        TierDirectoryError
+            It is no regular file: a link, a pipe, a device.
+        OSError
+            It cannot be opened.
+        """
+        # Looked at before it is opened: to open a pipe may wait, to open a device may do anything.
+        with suppress(FileNotFoundError):
+            self._check_regular(name, os.stat(name, dir_fd=self._fd, follow_symlinks=False))
+        fd = os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
+        try:
+            status = os.fstat(fd)
+            self._check_regular(name, status)
+            if not self._read_only:
+                self._make_private(fd, status, 0o600)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def truncate(self, name: str, num_bytes: int) -> None:
+        """Cut one of the files."""
+        fd = self.open_file(name, os.O_RDWR)
+        try:
+            os.ftruncate(fd, num_bytes)
+        finally:
+            os.close(fd)
 
     def allocate(self) -> None:
         """Take the disk space of all slots now, where the file system can: stores then neither fail for want of it
@@ -174,13 +287,15 @@ class Folder:
         libc = ctypes.CDLL(None, use_errno=True)
         lengths = self.header.file_bytes()
         # Asked first: an allocation that fails half-way keeps what it got, and would leave the disk full.
-        taken = {name: (self.path / name).stat().st_blocks * 512 for name in lengths}
-        needed = sum(max(0, length - taken[name]) for name, length in lengths.items())
-        disk = os.statvfs(self.path)
+        needed = 0
+        for name, length in lengths.items():
+            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            needed += max(0, length - status.st_blocks * 512)
+        disk = os.statvfs(self._fd)
         free = disk.f_bavail * disk.f_frsize
         if needed > free:
             raise TierDirectoryError(
-                f"disk tier folder {self.path} needs {needed} bytes more on its disk, which has {free} free"
+                f"disk tier directory {self.path} needs {needed} bytes more on its disk, which has {free} free"
             )
         for name, num_bytes in lengths.items():
             fd = self.open_file(name, os.O_RDWR)
@@ -190,89 +305,45 @@ class Folder:
             finally:
                 os.close(fd)
             if failed and ctypes.get_errno() == errno.ENOSPC:
-                raise TierDirectoryError(f"disk tier folder {self.path} has no room for {num_bytes} bytes of {name}")
+                raise TierDirectoryError(f"disk tier directory {self.path} has no room for {num_bytes} bytes of {name}")
 
     def is_present(self, data_fd: int) -> bool:
-        """Return whether the folder still leads to the file that `data_fd` has open."""
+        """Return whether the path still leads to the file that `data_fd` has open."""
         try:
             found = (self.path / DATA).stat()
         except OSError:
             return False
-        opened = os.fstat(data_fd)
-        return (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
+        return os.path.samestat(found, os.fstat(data_fd))
 
     def write_header(self, header: Header) -> None:
-        """Replace the header, so that either the old or the new one is found whatever happens."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(header)}, indent=1, sort_keys=True)
-        new = self.path / _NEW_HEADER
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.path / _HEADER)
+        """Replace the header durably: whatever happens, the old or the new one is found, and after this the new one."""
+        values = {"format": FORMAT, "version": VERSION, **asdict(header)}
+        text = json.dumps(values, indent=1, sort_keys=True)
+        if len(text) > _MAX_HEADER_BYTES:
+            text = json.dumps(values, sort_keys=True)
+        with suppress(FileNotFoundError):
+            os.unlink(_NEW_HEADER, dir_fd=self._fd)
+        fd = self.open_file(_NEW_HEADER, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            write_all(fd, text.encode(), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(_NEW_HEADER, _HEADER, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        _fsync_directory(self._fd)
         self.header = header
 
-    def close(self) -> None:
-        """Give the lock back."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+    def mark_void(self) -> None:
+        """Note that nothing of this generation counts any more: found by whoever opens the directory after a kill.
 
-    def _take_lock(self) -> None:
-        if not self.path.is_dir():
-            raise TierDirectoryError(f"disk tier folder {self.path} does not exist")
-        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(fd, 256, 0).decode(errors="replace").strip() or "another process"
-            os.close(fd)
-            raise TierDirectoryError(
-                f"disk tier folder {self.path} is in use by {owner}; one process may write to it, others may open "
-                f"it read-only"
-            ) from None
-        self._lock_fd = fd
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def _open(self, header: Header | None, read_only: bool) -> Header:
-        found = self._read_header()
-        if found is None:
-            names = {entry.name for entry in self.path.iterdir()} - {"lost+found"}
-            if header is None or read_only or not names <= _OURS:
-                raise TierDirectoryError(f"folder {self.path} is no disk tier: it has no {_HEADER}")
-            return self.resize(header, afresh=True)
-        if header is not None:
-            self._check_same(found, header)
-        if read_only:
-            return found
-        wanted = replace(found, resizing=False, num_slots=found.num_slots if header is None else header.num_slots)
-        if found.resizing or wanted.num_slots != found.num_slots:
-            if not found.resizing:
-                self._check_lengths(found)
-            return self.resize(wanted)
-        self._check_lengths(found)
-        return found
-
-    def _check_same(self, found: Header, header: Header) -> None:
-        for name in ("block_bytes", "fingerprint"):
-            stored, given = getattr(found, name), getattr(header, name)
-            if stored != given:
-                raise TierDirectoryError(
-                    f"disk tier folder {self.path} holds blocks of another {name}: {stored!r}, not {given!r}; "
-                    f"choose another folder, or delete this one"
-                )
-
-    def _check_lengths(self, header: Header) -> None:
-        for name, num_bytes in header.file_bytes().items():
-            length = (self.path / name).stat().st_size
-            if length != num_bytes:
-                raise TierDirectoryError(
-                    f"file {self.path / name} must have {num_bytes} bytes, it has {length}; delete the folder to "
-                    f"start afresh"
-                )
+        Notes
+        -----
+        One small write to the page cache; only `write_header` makes it last through a loss of power.
+        """
+        write_all(self._lock_fd, self.header.salt.to_bytes(_MARK_BYTES, "little"), _MARK_OFFSET)
 
     def resize(self, header: Header, afresh: bool = False) -> Header:
+        """Give all files the lengths that `header` asks for, and make it the directory's; interrupted, it is redone."""
         if len(json.dumps(header.fingerprint)) > _MAX_FINGERPRINT_BYTES:
             raise TierDirectoryError(f"fingerprint must be at most {_MAX_FINGERPRINT_BYTES} bytes of JSON")
         self.write_header(replace(header, resizing=True))
@@ -280,35 +351,191 @@ class Folder:
             fd = self.open_file(name, os.O_RDWR | os.O_CREAT)
             try:
                 if afresh:
-                    # What a lost header left behind must not come back to life.
                     os.ftruncate(fd, 0)
                 os.ftruncate(fd, num_bytes)
+                os.fsync(fd)
             finally:
                 os.close(fd)
         self.write_header(header)
         return header
 
+    def close(self) -> None:
+        """Give the lock back, also from children that hold its descriptor."""
+        if self._lock_fd >= 0:
+            with suppress(OSError):
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Close without giving back the lock, which is the parent's."""
+        _OPEN.discard(self)
+        for fd in (self._lock_fd, self._fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock_fd = self._fd = -1
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            return
+        with suppress(OSError):
+            parent_fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                _fsync_directory(parent_fd)
+            finally:
+                os.close(parent_fd)
+
+    def _check_ours(self, may_be_new: bool) -> None:
+        # By the descriptor: the path may lead elsewhere by now.
+        names = set(os.listdir(self._fd)) - {"lost+found"}  # noqa: PTH208
+        if _HEADER not in names and not (may_be_new and names <= _OURS):
+            raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {_HEADER}")
+
+    def _take_lock(self) -> None:
+        self._lock_fd = fd = self.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(fd, _MARK_OFFSET, 0).decode(errors="replace").strip(" \n\0") or "another process"
+            raise TierDirectoryError(
+                f"disk tier directory {self.path} is in use by {owner}; one process may write to it, others may open "
+                f"it read-only"
+            ) from None
+        owner = f"process {os.getpid()} on {socket.gethostname()[:64]}\n"
+        write_all(fd, owner.encode()[:_MARK_OFFSET].ljust(_MARK_OFFSET, b"\0"), 0)
+
+    def _open(self, header: Header | None) -> Header:
+        found = self._read_header()
+        if found is None:
+            if header is None:
+                raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {_HEADER}")
+            return self.resize(header, afresh=True)
+        if header is not None:
+            self._check_same(found, header)
+        is_void = self._void_salt() == found.salt
+        if self._read_only:
+            return found.after_reset() if is_void else found
+        wanted = replace(found, resizing=False, num_slots=found.num_slots if header is None else header.num_slots)
+        if is_void:
+            wanted = wanted.after_reset()
+        if found.resizing or wanted.num_slots != found.num_slots:
+            if not found.resizing:
+                self._check_lengths(found)
+            return self.resize(wanted)
+        self._check_lengths(found)
+        if is_void:
+            self.write_header(wanted)
+        return wanted
+
+    def _void_salt(self) -> int:
+        """Return the salt of the generation that a reset was about to make void; 0 if there is none."""
+        try:
+            fd = self.open_file(_LOCK, os.O_RDONLY)
+        except FileNotFoundError:
+            return 0
+        try:
+            return int.from_bytes(os.pread(fd, _MARK_BYTES, _MARK_OFFSET), "little")
+        finally:
+            os.close(fd)
+
+    def _check_regular(self, name: str, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise TierDirectoryError(
+                f"{self.path / name} must be a regular file, its mode is {stat.filemode(status.st_mode)}"
+            )
+
+    def _make_private(self, fd: int, status: os.stat_result, mode: int) -> None:
+        if not stat.S_IMODE(status.st_mode) & ~mode:
+            return
+        try:
+            os.fchmod(fd, mode)
+        except OSError as error:
+            _LOG.warning(
+                "disk tier directory %s holds KV data that others may read (mode %s), and that cannot be changed: %s",
+                self.path,
+                stat.filemode(status.st_mode),
+                error.strerror,
+            )
+
+    def _check_same(self, found: Header, header: Header) -> None:
+        for name in ("block_bytes", "fingerprint"):
+            stored, given = getattr(found, name), getattr(header, name)
+            # As JSON: to Python, 1 and true are equal.
+            if json.dumps(stored, sort_keys=True) != json.dumps(given, sort_keys=True):
+                raise TierDirectoryError(
+                    f"disk tier directory {self.path} holds blocks of another {name}: {stored!r}, not {given!r}; "
+                    f"choose another directory, or delete this one"
+                )
+
+    def _check_lengths(self, header: Header) -> None:
+        for name, num_bytes in header.file_bytes().items():
+            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            self._check_regular(name, status)
+            if status.st_size != num_bytes:
+                raise TierDirectoryError(
+                    f"file {self.path / name} must have {num_bytes} bytes, it has {status.st_size}; "
+                    f"delete the directory to start afresh"
+                )
+
     def _read_header(self) -> Header | None:
         try:
-            text = (self.path / _HEADER).read_text(encoding="utf-8")
+            fd = self.open_file(_HEADER, os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
-            values = json.loads(text)
-            name, version = values.pop("format"), values.pop("version")
-            if (name, version) != (FORMAT, VERSION):
-                raise TierDirectoryError(
-                    f"folder {self.path} is of format {name!r} version {version!r}, not {FORMAT!r} version {VERSION}"
-                )
-            header = Header(**values)
-            for name in ("block_bytes", "num_slots"):
-                check_int(name, getattr(header, name))
-            if type(header.epoch) is not int or not 1 <= header.epoch <= _MAX_EPOCH:
-                raise ValueError(f"epoch must be an int from 1 to {_MAX_EPOCH}, got {header.epoch!r}")
-            if type(header.resizing) is not bool:
-                raise ValueError(f"resizing must be true or false, got {header.resizing!r}")
-            return header
+            body = os.pread(fd, _MAX_HEADER_BYTES + 1, 0)
+        finally:
+            os.close(fd)
+        try:
+            if len(body) > _MAX_HEADER_BYTES:
+                raise ValueError(f"it has more than {_MAX_HEADER_BYTES} bytes")
+            return self._checked_header(json.loads(body.decode()))
         except TierDirectoryError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError, OverflowError) as error:
             raise TierDirectoryError(f"file {self.path / _HEADER} is not a disk tier's header: {error}") from error
+
+    def _checked_header(self, values: Any) -> Header:
+        name, version = values.pop("format"), values.pop("version")
+        if (name, version) != (FORMAT, VERSION):
+            why = "; its records do not say whose they are: delete it" if (name, version) == (FORMAT, 1) else ""
+            stored, known = f"format {name!r} version {version!r}", f"{FORMAT!r} version {VERSION}"
+            raise TierDirectoryError(f"directory {self.path} is of {stored}, not {known}{why}")
+        header = Header(**values)
+        for name in ("block_bytes", "num_slots"):
+            check_int(name, getattr(header, name))
+        for name, most in (("epoch", _MAX_EPOCH), ("salt", _MAX_SALT)):
+            value = getattr(header, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{name} must be an int from 1 to {most}, got {value!r}")
+        if max(header.file_bytes().values()) > _MAX_FILE_BYTES:
+            raise ValueError(f"num_slots {header.num_slots} of block_bytes {header.block_bytes} fit into no file")
+        if type(header.resizing) is not bool:
+            raise ValueError(f"resizing must be true or false, got {header.resizing!r}")
+        if not isinstance(header.fingerprint, dict):
+            raise ValueError(f"fingerprint must be an object, got {header.fingerprint!r}")
+        return header
+
+
+def write_all(fd: int, body: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all bytes at an offset, in as many calls as it takes; OSError if none is taken any more."""
+    written = os.pwrite(fd, body, offset)
+    while written < len(body):
+        more = os.pwrite(fd, memoryview(body)[written:], offset + written)
+        if not more:
+            raise OSError(errno.EIO, f"{written} of {len(body)} bytes were written")
+        written += more
+
+
+def _fsync_directory(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network file systems cannot, and need not.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+_OPEN: WeakSet[TierDirectory] = WeakSet()
+os.register_at_fork(after_in_child=_forget_locks_in_child)

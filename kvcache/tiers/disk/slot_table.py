@@ -6,7 +6,6 @@ to replay and none to compact: a restart reads one array, and the size never cha
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +17,16 @@ try:
 except ImportError as error:
     raise ImportError("the disk tier needs the package xxhash: install kvcache's extra 'disk'") from error
 
-from kvcache.tiers.disk.directory import RECENCY, RECENCY_BYTES, RECORD_BYTES, RECORDS, Folder
+from kvcache.tiers.disk.directory import (
+    RECENCY,
+    RECENCY_BYTES,
+    RECORD_BYTES,
+    RECORDS,
+    Generation,
+    TierDirectory,
+    TierDirectoryError,
+    write_all,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,7 +39,6 @@ _NUM_LANES = _RECORD.size // 8
 _NO_SEAL = bytes(8)
 # Odd factors: a change in any one lane changes the sum for certain, in several but for one case in 2**64.
 _FACTORS = np.uint64(0x9E3779B97F4A7C15) * np.arange(1, 2 * _NUM_LANES, 2, dtype=np.uint64)
-_START = np.uint64(0x6B76636163686531)
 _DTYPE = np.dtype(
     [
         ("seq", "<u8"),
@@ -54,16 +61,17 @@ assert _RECORD.size + len(_NO_SEAL) == _DTYPE.itemsize == RECORD_BYTES
 assert _RECENCY_DTYPE.itemsize == RECENCY_BYTES
 
 
-def checksum(key: bytes, payload: Buffer, num_bytes: int) -> int:
-    """Return the xxh3 of key, length and payload, 64 bits."""
-    digest = xxhash.xxh3_64(struct.pack("<IQ", len(key), num_bytes) + key)
+def checksum(key: bytes, payload: Buffer, num_bytes: int, seed: int) -> int:
+    """Return the xxh3 of key, length and payload, 64 bits, seeded by the generation."""
+    digest = xxhash.xxh3_64(struct.pack("<IQ", len(key), num_bytes) + key, seed)
     digest.update(payload)
     return digest.intdigest()
 
 
-def _seals(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+def _seals(rows: npt.NDArray[np.void], seed: int) -> npt.NDArray[np.uint64]:
     lanes = rows.view(np.uint64).reshape(len(rows), _NUM_LANES + 1)
-    seals: npt.NDArray[np.uint64] = lanes[:, :_NUM_LANES] @ _FACTORS + _START
+    # Seals of two seeds differ by the same number in every record: none of the one generation passes in the other.
+    seals: npt.NDArray[np.uint64] = lanes[:, :_NUM_LANES] @ _FACTORS + np.uint64(seed)
     return seals
 
 
@@ -76,58 +84,68 @@ class Found(NamedTuple):
     times: npt.NDArray[np.uint64]
 
 
-class Records:
-    """The records and the recency of an open folder.
+class SlotTable:
+    """The records and the recency of an open directory.
 
     Parameters
     ----------
-    folder : Folder
+    directory : TierDirectory
         Open.
     read_only : bool
         Whether nothing will be written.
 
     Attributes
     ----------
+    generation : Generation
+        What records must carry to be found by `load`.
     checksums : numpy.ndarray
         uint64, one per slot; meaningful where a block lies.
     recency : numpy.ndarray
         ``stamp`` (a clock, larger is later) and ``uses`` of each slot; changed in memory, written by `flush`.
     """
 
-    def __init__(self, folder: Folder, read_only: bool = False) -> None:
-        header = folder.header
+    def __init__(self, directory: TierDirectory, read_only: bool = False) -> None:
+        header = directory.header
         self._num_slots = header.num_slots
-        self._epoch = header.epoch
+        self.generation = header.generation
         self._block_bytes = header.block_bytes
-        flags = os.O_RDONLY if read_only else os.O_RDWR
-        self._fd = folder.open_file(RECORDS, flags)
-        self._recency_fd = folder.open_file(RECENCY, flags)
         self.checksums = np.zeros(self._num_slots, np.uint64)
         self.recency = np.zeros(self._num_slots, _RECENCY_DTYPE)
         self._is_dirty = np.zeros(-(-self._num_slots // _PAGE_ROWS), np.bool_)
+        flags = os.O_RDONLY if read_only else os.O_RDWR
+        self._fd = directory.open_file(RECORDS, flags)
+        try:
+            self._recency_fd = directory.open_file(RECENCY, flags)
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def load(self) -> Found:
         """Read which block lies in which slot, and the recency.
 
         Notes
         -----
-        A record that is torn or of another epoch counts as none. A key may be named twice, if its older slot was
+        A record that is torn or of another generation counts as none. A key may be named twice, if its older slot was
         given away but not yet written to; the later record is the right one.
         """
-        flat = np.frombuffer(_read(self._recency_fd, self._num_slots * RECENCY_BYTES, 0), _RECENCY_DTYPE)
+        body = _read(self._recency_fd, self._num_slots * RECENCY_BYTES, 0)
+        flat = np.frombuffer(body[: len(body) // RECENCY_BYTES * RECENCY_BYTES], _RECENCY_DTYPE)
         self.recency[: len(flat)] = flat
         # Nothing seals them, and a clock that takes over what is damaged must have room to run on.
         self.recency["stamp"][self.recency["stamp"] > _MAX_STAMP] = 0
         parts, places = [], []
         for first in range(0, self._num_slots, _READ_RECORDS):
             count = min(_READ_RECORDS, self._num_slots - first)
-            rows = np.frombuffer(_read(self._fd, count * RECORD_BYTES, first * RECORD_BYTES), _DTYPE)
+            body = _read(self._fd, count * RECORD_BYTES, first * RECORD_BYTES)
+            if len(body) < count * RECORD_BYTES:
+                raise TierDirectoryError(f"file {RECORDS} ends {count * RECORD_BYTES - len(body)} bytes early")
+            rows = np.frombuffer(body, _DTYPE)
             valid = np.flatnonzero(self._is_valid(rows))
             parts.append(rows if len(valid) == len(rows) else rows[valid])
             places.append(valid + first)
         rows, slots = np.concatenate(parts), np.concatenate(places)
         self.checksums[slots] = rows["checksum"]
-        times = np.maximum(rows["seq"], self.recency["stamp"][slots])
+        times = np.maximum(np.minimum(rows["seq"], np.uint64(_MAX_STAMP)), self.recency["stamp"][slots])
         order = np.argsort(times, kind="stable")
         # Keys are made in the order of their use, so that whoever walks them walks memory forward.
         keys: list[bytes] = []
@@ -137,33 +155,31 @@ class Records:
 
     def _is_valid(self, rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         valid: npt.NDArray[np.bool_] = (
-            (_seals(rows) == rows["seal"])
-            & (rows["epoch"] == self._epoch)
+            (_seals(rows, self.generation.seed) == rows["seal"])
+            & (rows["epoch"] == self.generation.epoch)
             & (rows["length"] == self._block_bytes)
             & (rows["key_bytes"] > 0)
             & (rows["key_bytes"] <= MAX_KEY_BYTES)
         )
         return valid
 
-    def write(self, first_slot: int, seqs: list[int], keys: list[bytes], checks: list[int]) -> None:
+    def write(
+        self, first_slot: int, seqs: list[int], keys: list[bytes], checks: list[int], generation: Generation
+    ) -> None:
         """Write the records of consecutive slots whose payload has been written."""
-        pack, num_bytes, epoch = _RECORD.pack, self._block_bytes, self._epoch
+        pack, num_bytes, epoch = _RECORD.pack, self._block_bytes, generation.epoch
         body = bytearray().join(
             pack(seq, check, num_bytes, epoch, len(key), 0, 0, key) + _NO_SEAL
             for seq, key, check in zip(seqs, keys, checks, strict=True)
         )
         rows = np.frombuffer(body, _DTYPE)
-        rows["seal"] = _seals(rows)
-        _write_all(self._fd, body, first_slot * RECORD_BYTES)
+        rows["seal"] = _seals(rows, generation.seed)
+        write_all(self._fd, body, first_slot * RECORD_BYTES)
         self.checksums[first_slot : first_slot + len(checks)] = checks
 
     def wipe(self, slot: int) -> None:
         """Write that nothing lies in a slot."""
-        _write_all(self._fd, bytes(RECORD_BYTES), slot * RECORD_BYTES)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Write records of another epoch from now on."""
-        self._epoch = epoch
+        write_all(self._fd, bytes(RECORD_BYTES), slot * RECORD_BYTES)
 
     def stamp(self, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64] | int) -> None:
         """Set when slots were last used; on disk with the next `flush`."""
@@ -182,7 +198,7 @@ class Records:
         for page in dirty.tolist():
             self._is_dirty[page] = False
             rows = self.recency[page * _PAGE_ROWS : (page + 1) * _PAGE_ROWS]
-            _write_all(self._recency_fd, rows.tobytes(), page * 4096)
+            write_all(self._recency_fd, rows.tobytes(), page * 4096)
         os.fdatasync(self._fd)
 
     def close(self) -> None:
@@ -205,11 +221,6 @@ def _keys(rows: npt.NDArray[np.void]) -> list[bytes]:
 
 def _read(fd: int, num_bytes: int, offset: int) -> bytes:
     body = os.pread(fd, num_bytes, offset)
-    # A file that was cut short ends within a row.
-    return body[: len(body) // RECENCY_BYTES * RECENCY_BYTES]
-
-
-def _write_all(fd: int, body: Buffer, offset: int) -> None:
-    written = os.pwrite(fd, body, offset)
-    if written != len(body):
-        raise OSError(errno.ENOSPC, f"{written} of {len(body)} bytes were written")
+    while len(body) < num_bytes and (more := os.pread(fd, num_bytes - len(body), offset + len(body))):
+        body += more
+    return body

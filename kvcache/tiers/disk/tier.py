@@ -9,28 +9,39 @@ numbers blocks 0, 1, 2, ... in that order; `_slot_of` says in which slot of the 
 
 A block that does not verify is quarantined: it is answered as absent, its record is wiped, and it keeps its slot
 until it is evicted, or until the same key is stored again and written anew.
+
+The directory is opened by the keeper's thread, which later makes everything durable now and then. Whoever makes the
+tier waits for it for a while only: on a mount that hangs, the tier is there and unavailable.
+
+A reset is begun at once, whatever jobs hang: a mark of a few bytes, for whoever comes after a kill, then a header of
+another generation, durably. Jobs carry the generation that they were submitted under, so nothing that they still
+write counts. The tier takes jobs again once the reset is durable and the last old job was reported.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock, Thread
+from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from kvcache.control.cpu import CPUOffloadingManager
-from kvcache.options import check_int, parse_size
+from kvcache.options import check_int, check_seconds, parse_size
 from kvcache.tiering.controller import RULE_OPTIONS
 from kvcache.tiering.io_threads import IOThreads
+from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks
-from kvcache.tiers.disk.data_file import MAX_RUN_BLOCKS, BlockFile, LoadRun, ResetRun, StoreRun
-from kvcache.tiers.disk.directory import Folder, Header, TierDirectoryError, capacity_for, num_slots_within
-from kvcache.tiers.disk.slot_table import MAX_KEY_BYTES, Records
+from kvcache.tiers.disk.data_file import MAX_RUN_BLOCKS, DataFile, LoadRun, ResetRun, StoreRun
+from kvcache.tiers.disk.directory import Header, TierDirectory, TierDirectoryError, capacity_for, num_slots_within
+from kvcache.tiers.disk.slot_table import MAX_KEY_BYTES, SlotTable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,7 +50,10 @@ if TYPE_CHECKING:
     from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec
     from kvcache.tiering.tier import HostBlocks
 
+_LOG = logging.getLogger(__name__)
 _SHUTDOWN_S = 5.0
+_MARK_S = 0.02
+"""How long `reset` waits for its mark: it is there within a fraction of that, unless the disk hangs."""
 
 
 class _Job:
@@ -56,18 +70,19 @@ class _Job:
 
 
 class DiskTier(Tier):
-    """Keep blocks in a folder of a local disk.
+    """Keep blocks in a directory of a local disk.
 
     Parameters
     ----------
     path : path-like
-        The folder; made if it is missing. One process may write to it at a time.
+        The directory; made if it is missing. One process may write to it at a time.
     capacity_bytes : int
         Bytes on disk at most, metadata included.
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes); for direct I/O, blocks start at multiples of 4096.
     fingerprint : mapping, optional
-        The model, dtype and geometry whose blocks these are, as JSON can say it; a folder of another one is refused.
+        The model, dtype and geometry whose blocks these are, as JSON can say it; a directory of another one is
+        refused.
     cache_policy : str or type
         What leaves when the tier is full: a policy's name, class or ``"package.module:Class"``.
     num_threads : int
@@ -81,12 +96,15 @@ class DiskTier(Tier):
     preallocate : bool
         Whether to take all disk space at once, where the file system can do that without writing.
     read_only : bool
-        Serve what the folder holds and change nothing; another process may be writing to it.
+        Serve what the directory holds and change nothing; another process may be writing to it.
+    open_timeout_s : float
+        How long to wait for the directory to open. After that the tier is unavailable, `stats` says so, until it opens
+        after all; if it then cannot be used, it stays unavailable and the reason is logged.
 
     Raises
     ------
     TierDirectoryError
-        The folder cannot be used; the message says why. It is a ValueError.
+        The directory cannot be used; the message says why. It is a ValueError.
     ValueError
         An argument is out of range, or the capacity is below one block.
     """
@@ -107,6 +125,7 @@ class DiskTier(Tier):
         max_io_bytes: int = 2 << 20,
         preallocate: bool = True,
         read_only: bool = False,
+        open_timeout_s: float = 10.0,
     ) -> None:
         checked_host_blocks(host_blocks)
         block_bytes = host_blocks.shape[1]
@@ -116,49 +135,62 @@ class DiskTier(Tier):
             ("max_io_bytes", max_io_bytes),
         ):
             check_int(name, value)
-        if isinstance(flush_interval_s, bool) or not flush_interval_s > 0:
-            raise ValueError(f"flush_interval_s must be > 0, got {flush_interval_s!r}")
+        for name, seconds in (("flush_interval_s", flush_interval_s), ("open_timeout_s", open_timeout_s)):
+            check_seconds(name, seconds)
         try:
-            plain = json.loads(json.dumps(dict(fingerprint or {})))
+            plain = json.loads(json.dumps(dict(fingerprint or {}), allow_nan=False))
+        except RecursionError:
+            raise ValueError("fingerprint must be what JSON can say, got one nested too deeply") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"fingerprint must be what JSON can say, got {fingerprint!r}") from error
-        header = Header(block_bytes, num_slots_within(capacity_bytes, block_bytes), 1, plain)
-        self._folder = Folder(path, header, read_only)
         self.path = Path(path)
         self.capacity_bytes = capacity_bytes
-        self.num_blocks = self._folder.header.num_slots
+        self.num_blocks = num_slots_within(capacity_bytes, block_bytes)
+        self._header = Header.fresh(block_bytes, self.num_blocks, plain)
+        self._host_blocks = host_blocks
         self._policy = cache_policy
         self._read_only = read_only
+        self._preallocate = preallocate
+        self._num_threads = num_threads
+        self._flush_interval_s = flush_interval_s
         self._max_queued = max_queued_blocks
-        is_packed = self._folder.header.slot_bytes == block_bytes
+        is_packed = self._header.slot_bytes == block_bytes
         self._max_run = max(1, min(MAX_RUN_BLOCKS, max_io_bytes // block_bytes)) if is_packed else 1
-        with ExitStack() as undo:
-            undo.callback(self._folder.close)
-            try:
-                if preallocate and not read_only:
-                    self._folder.allocate()
-                self._records = Records(self._folder, read_only)
-                undo.callback(self._records.close)
-                self._file = BlockFile(self._folder, host_blocks, read_only)
-                undo.callback(self._file.close)
-                self._restore()
-            except OSError as error:
-                raise TierDirectoryError(f"disk tier folder {path} cannot be opened: {error}") from error
-            undo.pop_all()
         self._bad: set[bytes] = set()
         self._jobs: dict[int, _Job] = {}
         self._results: list[TierResult] = []
         self._num_queued = 0
-        self._reset_wanted = False
-        self._quiet_reason = ""
+        self._num_restored = 0
+        self._clock = 0
+        self._reset: ResetRun | None = None
+        self._is_reset_wanted = False
+        self._reset_error = ""
+        self._retry_reset_s = 0.0
+        self._quiet_reason = f"directory {path} is being opened"
+        self._store_error = ""
         self._counts = dict.fromkeys(("loaded", "missed", "corrupt", "refused", "io_errors"), 0)
         self._last_error = ""
+        self._warnings = LogLimiter(_LOG)
         self._lock = Lock()
-        self._threads: IOThreads[StoreRun | LoadRun | ResetRun] = IOThreads(num_threads, "kvcache-disk")
         self._stop = Event()
-        self._keeper = Thread(target=self._keep, args=(flush_interval_s,), name="kvcache-disk-keeper", daemon=True)
-        if not read_only:
-            self._keeper.start()
+        self._is_open = False
+        self._is_waited_for = True
+        self._is_removed = False
+        self._may_close = True
+        self._may_end = Event()
+        self._open_error: BaseException | None = None
+        self._has_opened = Event()
+        self._keeper = Thread(target=self._keep, name="kvcache-disk-keeper", daemon=True)
+        self._keeper.start()
+        is_late = not self._has_opened.wait(open_timeout_s)
+        with self._lock:
+            failure, self._open_error = self._open_error, None
+            self._is_waited_for = False
+            if is_late and failure is None and not self._is_open:
+                self._quiet_reason = f"directory {path} has not opened within {open_timeout_s} s"
+                _LOG.warning("disk tier: %s; going on without it until it does", self._quiet_reason)
+        if failure is not None:
+            raise failure
 
     @classmethod
     def from_config(
@@ -174,6 +206,7 @@ class DiskTier(Tier):
             "max_io_bytes",
             "preallocate",
             "read_only",
+            "open_timeout_s",
         }
         values = dict(options)
         if unknown := sorted(values.keys() - known):
@@ -194,8 +227,13 @@ class DiskTier(Tier):
 
     @property
     def is_direct(self) -> bool:
-        """Whether I/O passes the page cache by."""
-        return self._file.is_direct
+        """Whether I/O passes the page cache by; False until the directory is open."""
+        return self._is_open and self._file.is_direct
+
+    def flush(self) -> None:
+        """Write recency and make all that was reported as stored durable; waits for the disk."""
+        self._table.flush()
+        os.fdatasync(self._file.fd)
 
     def lookup(self, keys: list[bytes]) -> int:
         with self._lock:
@@ -215,11 +253,12 @@ class DiskTier(Tier):
                 self._index.complete_load(held)
                 # The head of the prefix is the latest.
                 self._clock += num_held
-                self._records.stamp(slots, self._clock - np.arange(num_held, dtype=np.uint64))
+                self._table.stamp(slots, self._clock - np.arange(num_held, dtype=np.uint64))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         with self._lock:
-            self._index.on_request_finished(req_context)
+            if self._is_open:
+                self._index.on_request_finished(req_context)
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         with self._lock:
@@ -245,7 +284,7 @@ class DiskTier(Tier):
             for slot, places in self._runs(slots):
                 run = [stored[i] for i in places]
                 ids = [source[key] for key in run]
-                task = StoreRun(self._file, self._records, job_id, slot, run, ids)
+                task = StoreRun(self._file, self._table, self._generation, job_id, slot, run, ids)
                 task.seqs = [first_seq + i for i in places]
                 self._start(job, task)
             self._end_if_done(job_id, job)
@@ -267,7 +306,7 @@ class DiskTier(Tier):
             for slot, places in self._runs(slots):
                 run = [held[i] for i in places]
                 ids = [target[key] for key in run]
-                task = LoadRun(self._file, self._records, job_id, slot, run, ids)
+                task = LoadRun(self._file, self._table, self._generation, job_id, slot, run, ids)
                 task.may_wipe = not self._read_only
                 self._start(job, task)
             self._end_if_done(job_id, job)
@@ -275,49 +314,66 @@ class DiskTier(Tier):
 
     def finished(self) -> list[TierResult]:
         with self._lock:
+            if not self._is_open:
+                return []
             for run in self._threads.finished():
-                self._num_queued -= 0 if isinstance(run, ResetRun) else len(run.keys)
+                self._num_queued -= len(run.keys)
                 if run.error:
-                    self._counts["io_errors"] += 1
-                    self._last_error = run.error
+                    self._note_error(run)
                 if isinstance(run, LoadRun):
                     self._finish_load(run)
-                elif isinstance(run, StoreRun):
-                    self._finish_store(run)
                 else:
-                    self._finish_reset(run)
-            if self._reset_wanted and not self._jobs:
-                self._begin_reset()
+                    self._finish_store(run)
+            if self._is_reset_wanted:
+                self._go_on_with_reset()
             results, self._results = self._results, []
             return results
 
     def reset(self) -> None:
+        """Forget every block.
+
+        Notes
+        -----
+        Waits for a mark in the page cache, a hundredth of a second or two at most: from then on, nothing old comes back
+        after a kill. Against a loss of power the reset counts once `stats` does not call it under way any more.
+        """
         with self._lock:
             if self._read_only:
                 # The blocks are another process's; this one looks away.
                 self._quiet_reason = "reset while read-only"
                 return
-            self._reset_wanted = True
-            if not self._jobs:
+            self._is_reset_wanted = True
+            if not self._is_open:
+                return
+            if self._reset is None:
                 self._begin_reset()
+            assert self._reset is not None
+            is_marked = self._reset.is_marked
+        is_marked.wait(_MARK_S)
 
     def stats(self) -> TierStats:
         with self._lock:
-            index = self._index.stats()
             counts = self._counts
-            return TierStats(
+            own = TierStats(
                 medium=self.medium,
                 num_blocks=self.num_blocks,
-                num_held=index.num_blocks - index.num_free - index.num_pending - len(self._bad),
-                stored_blocks=index.stored_blocks - self._num_restored,
+                num_held=0,
                 loaded_blocks=counts["loaded"],
-                evicted_blocks=index.evicted_blocks,
                 missed_blocks=counts["missed"],
                 corrupt_blocks=counts["corrupt"],
                 refused_blocks=counts["refused"],
                 io_errors=counts["io_errors"],
                 last_error=self._last_error,
-                unavailable_reason="reset under way" if self._reset_wanted else self._quiet_reason,
+                unavailable_reason=self._unavailable_reason(),
+            )
+            if not self._is_open:
+                return own
+            index = self._index.stats()
+            return replace(
+                own,
+                num_held=index.num_blocks - index.num_free - index.num_pending - len(self._bad),
+                stored_blocks=index.stored_blocks - self._num_restored,
+                evicted_blocks=index.evicted_blocks,
             )
 
     def shutdown(self) -> None:
@@ -325,22 +381,47 @@ class DiskTier(Tier):
             if self._stop.is_set():
                 return
             self._quiet_reason = "shut down"
-        is_over = self._threads.close(_SHUTDOWN_S)
-        self._stop.set()
-        if self._keeper.ident is not None:
-            self._keeper.join(_SHUTDOWN_S)
-            is_over = is_over and not self._keeper.is_alive()
-        # A thread that hangs still uses the files.
-        if is_over:
-            self._file.close()
-            self._records.close()
-            self._folder.close()
+            self._stop.set()
+            is_open = self._is_open
+        # The keeper closes the files once it has written what is left; one that hangs leaves them to the process.
+        is_over = not is_open or self._threads.close(_SHUTDOWN_S)
+        self._may_close = is_over
+        self._may_end.set()
+        self._keeper.join(_SHUTDOWN_S)
 
-    def _restore(self) -> None:
-        """Take over what the folder holds, least recent first."""
-        keys, slots, seqs, times = self._records.load()
+    def _open(self) -> None:
+        """Open the directory and take over what it holds, least recent first."""
+        with ExitStack() as undo:
+            try:
+                directory = TierDirectory(self.path, self._header, self._read_only)
+                undo.callback(directory.close)
+                if self._preallocate and not self._read_only:
+                    directory.allocate()
+                table = SlotTable(directory, self._read_only)
+                undo.callback(table.close)
+                file = DataFile(directory, self._host_blocks, self._read_only)
+                undo.callback(file.close)
+                self._restore(table, directory.header.num_slots)
+                threads: IOThreads[StoreRun | LoadRun] = IOThreads(self._num_threads, "kvcache-disk")
+            except (OSError, MemoryError, OverflowError, RuntimeError) as error:
+                raise TierDirectoryError(
+                    f"disk tier directory {self.path} cannot be opened: {type(error).__name__}: {error}"
+                ) from error
+            undo.pop_all()
+        with self._lock:
+            self.num_blocks = directory.header.num_slots
+            self._directory, self._table, self._file, self._threads = directory, table, file, threads
+            self._generation = directory.header.generation
+            self._is_open = True
+            if not self._stop.is_set():
+                self._quiet_reason = ""
+            if self._is_reset_wanted and not self._read_only:
+                self._begin_reset()
+
+    def _restore(self, table: SlotTable, num_slots: int) -> None:
+        keys, slots, seqs, times = table.load()
         self._clock = int(times[-1]) if keys else 0
-        self._index = CPUOffloadingManager(1, self.num_blocks, self._policy)
+        self._index = CPUOffloadingManager(1, num_slots, self._policy)
         output = self._index.prepare_store(keys)
         if output is None or len(output.keys_to_store) != len(keys):
             # A key stands in two slots: of the older one, only the record was left.
@@ -354,12 +435,45 @@ class DiskTier(Tier):
             self._index.prepare_store(keys)
         self._index.complete_store(keys)
         self._num_restored = len(keys)
-        is_free = np.ones(self.num_blocks, np.bool_)
+        is_free = np.ones(num_slots, np.bool_)
         is_free[slots] = False
         self._slot_of = np.concatenate([slots, np.flatnonzero(is_free)])
 
     def _is_quiet(self) -> bool:
-        return bool(self._quiet_reason) or self._reset_wanted
+        return bool(self._quiet_reason) or self._is_reset_wanted
+
+    def _unavailable_reason(self) -> str:
+        if self._is_reset_wanted:
+            return "reset under way" if not self._reset_error else f"reset failed: {self._reset_error}"
+        return self._quiet_reason or self._store_error
+
+    def _note_error(self, run: StoreRun | LoadRun | ResetRun) -> None:
+        self._counts["io_errors"] += 1
+        self._last_error = run.error
+        verb = "load" if run.is_load else "reset" if isinstance(run, ResetRun) else "store"
+        if verb == "store":
+            self._store_error = f"stores fail: {run.error}"
+        self._warnings.warn(
+            f"{verb} {run.error.partition('] ')[0]}", "disk tier %s: a %s failed: %s", self.path, verb, run.error
+        )
+
+    def _note_corrupt(self, run: LoadRun) -> None:
+        if run.num_short:
+            self._warnings.warn(
+                "truncated",
+                "disk tier %s: its data file ends early, at slot %d; %d blocks are lost",
+                self.path,
+                run.slot + len(run.keys) - run.num_short,
+                run.num_short,
+            )
+        if len(run.corrupt) > run.num_short:
+            self._warnings.warn(
+                "corrupt",
+                "disk tier %s: %d blocks did not verify and count as misses, one of them at slot %d or after",
+                self.path,
+                len(run.corrupt) - run.num_short,
+                run.slot,
+            )
 
     def _held(self, keys: list[bytes]) -> int:
         num_held: int = self._index.lookup(keys)
@@ -400,9 +514,10 @@ class DiskTier(Tier):
         if rewritten:
             self._index.complete_load(rewritten)
         if run.done:
+            self._store_error = ""
             self._bad.difference_update(rewritten)
             self._index.complete_store(run.keys)
-            self._records.stamp(
+            self._table.stamp(
                 np.arange(run.slot, run.slot + len(run.keys)),
                 np.array(run.seqs, np.uint64),
             )
@@ -425,7 +540,9 @@ class DiskTier(Tier):
             self._bad.update(run.corrupt)
             self._counts["loaded"] += len(run.done)
             self._counts["corrupt"] += len(run.corrupt)
-            self._records.count_use(run.slot, len(run.keys))
+            if run.corrupt:
+                self._note_corrupt(run)
+            self._table.count_use(run.slot, len(run.keys))
         self._finish_run(run, job)
 
     def _finish_run(self, run: StoreRun | LoadRun, job: _Job) -> None:
@@ -439,36 +556,81 @@ class DiskTier(Tier):
             self._results.append(TierResult(job_id, job.done, job.failed, job.removed, job.error))
 
     def _begin_reset(self) -> None:
-        self._reset_wanted = True
-        self._jobs[-1] = _Job([], [])
-        self._threads.submit(ResetRun(self._folder, self._records, self._folder.header.epoch + 1), urgent=True)
+        self._reset = ResetRun(self._directory, self._directory.header.after_reset())
+        # A thread of its own: those that do I/O may all hang.
+        Thread(target=self._reset.run, name="kvcache-disk-reset", daemon=True).start()
 
-    def _finish_reset(self, run: ResetRun) -> None:
-        del self._jobs[-1]
-        self._reset_wanted = False
+    def _go_on_with_reset(self) -> None:
+        run = self._reset
+        if run is None or not run.is_over.is_set():
+            return
+        if run.error:
+            if not self._reset_error:
+                self._note_error(run)
+                self._reset_error = run.error
+                self._retry_reset_s = monotonic() + self._flush_interval_s
+            elif monotonic() >= self._retry_reset_s:
+                self._reset_error = ""
+                self._begin_reset()
+            return
+        if self._jobs:
+            return
+        self._reset, self._is_reset_wanted, self._reset_error = None, False, ""
+        self._generation = self._directory.header.generation
         self._index.reset_cache()
+        self._num_restored = 0
         self._slot_of = np.arange(self.num_blocks)
         self._bad.clear()
-        if run.error:
-            # What could not be declared void would come back after a restart.
-            self._quiet_reason = f"reset failed: {run.error}"
 
-    def _keep(self, interval_s: float) -> None:
-        """Write recency and make everything durable, now and then."""
-        while True:
-            is_last = self._stop.wait(interval_s)
+    def _keep(self) -> None:
+        """Open the directory, make everything durable now and then, and close it at the end."""
+        try:
+            self._open()
+        except Exception as error:
+            with self._lock:
+                if self._is_waited_for:
+                    self._open_error = error
+                else:
+                    self._quiet_reason = str(error)
+                    _LOG.warning("disk tier: %s", error)
+            return
+        finally:
+            self._has_opened.set()
+        while not self._stop.wait(self._flush_interval_s):
+            if self._read_only:
+                continue
             try:
-                if not is_last and not self._folder.is_present(self._file.fd):
-                    self._quiet_reason = f"folder {self.path} was removed"
-                    if not os.fstat(self._file.fd).st_nlink:
-                        # Open and deleted, it would take its space until the engine ends.
-                        os.ftruncate(self._file.fd, 0)
-                    return
-                self._records.flush()
-                os.fdatasync(self._file.fd)
+                if not self._directory.is_present(self._file.fd):
+                    self._give_up()
+                    break
+                self.flush()
             except OSError as error:
-                with self._lock:
-                    self._counts["io_errors"] += 1
-                    self._last_error = f"flush: {error}"
-            if is_last:
-                return
+                self._note_flush_error(error)
+        self._stop.wait()
+        self._may_end.wait()
+        if not self._may_close:
+            # A thread that hangs still uses the files.
+            return
+        if not self._read_only and not self._is_removed:
+            try:
+                self.flush()
+            except OSError as error:
+                self._note_flush_error(error)
+        for part in (self._file, self._table, self._directory):
+            with suppress(OSError):
+                part.close()
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._quiet_reason = f"directory {self.path} was removed"
+            self._is_removed = True
+        self._warnings.warn("removed", "disk tier: %s", self._quiet_reason)
+        if not os.fstat(self._file.fd).st_nlink:
+            # Open and deleted, it would take its space until the engine ends.
+            os.ftruncate(self._file.fd, 0)
+
+    def _note_flush_error(self, error: OSError) -> None:
+        with self._lock:
+            self._counts["io_errors"] += 1
+            self._last_error = f"flush: {error}"
+        self._warnings.warn(f"flush {error.errno}", "disk tier %s: a flush failed: %s", self.path, error)
