@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help build stress demo test lint typecheck docs bench-smoke test-debug sdist-test test-other-pythons test-vllm clean
+.PHONY: help build stress demo test lint typecheck docs bench-site docs-alone bench-smoke test-debug sdist-test test-other-pythons test-vllm clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +31,7 @@ help:
 	@echo "make test    install into .venv and run all tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
-	@echo "Others: lint typecheck docs bench-smoke test-debug sdist-test test-other-pythons test-vllm clean"
+	@echo "Others: lint typecheck docs bench-site docs-alone bench-smoke test-debug sdist-test test-other-pythons test-vllm clean"
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -85,9 +85,17 @@ typecheck: $(VENV)/extra-lint.stamp $(VENV)/extra-test.stamp
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest $$(find kvcache -name '*.pyi' | sed 's/[.]pyi$$//; s#/#.#g' | sort) --mypy-config-file pyproject.toml
 
+docs-alone:
+	.ci/docs-alone
+
 docs: $(VENV)/extra-docs.stamp
 	@rm -rf docs/_build docs/api/generated
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
+
+# The results that asv has gathered, as pages that need no network, beside the documentation.
+bench-site: $(VENV)/extra-bench.stamp
+	$(BIN)/asv publish
+	$(BIN)/python -m asv_benchmarks.site .asv/html docs/_build/html/benchmarks
 
 # The benchmarks once, at their smaller sizes, but those that take minutes by design: worst calls and memory at a million
 # blocks, and the copy rates that `kvcache bench copy` measures.

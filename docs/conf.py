@@ -1,9 +1,13 @@
 """How the documentation is built: pages in Markdown, the API from the compiled modules themselves."""
 
 import os
+import sys
+from pathlib import Path
 
 # Autodoc would read the .pyi beside a compiled module, which has no docstrings.
 os.environ["SPHINX_AUTODOC_IGNORE_NATIVE_MODULE_TYPE_STUBS"] = "1"
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 import kvcache
 
@@ -18,14 +22,17 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx.ext.viewcode",
+    "command_page",
     "sphinx_copybutton",
+    "sphinx_design",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_ext"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 
 html_theme = "furo"
 html_title = f"kvcache {version}"
-html_static_path = []
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -124,7 +124,7 @@ class Scheduler:
             self._load(request, step)
 
     def _load(self, request: Request, step: Step) -> None:
-        """PendingRequest for the longest prefix that every group has offloaded."""
+        """Look up the longest prefix that every group has offloaded."""
         keys = [self._keys(request, group, 0, request.num_prompt // self._factor) for group in range(NUM_GROUPS)]
         hits = min(self.manager.lookup(group_keys, request.context) or 0 for group_keys in keys)
         if not hits:

@@ -29,7 +29,7 @@ def written(engine: Any, num_blocks: int) -> bool:
 
 
 def ask_each(engine: Any, prompts: Any) -> tuple[list[list[int]], list[int]]:
-    """PendingRequest one prompt after another; return tokens, and how many of each prompt's were not computed."""
+    """Send one prompt after another; return tokens, and how many of each prompt's were not computed."""
     outputs = []
     for prompt in prompts:
         outputs += engine.generate([prompt])

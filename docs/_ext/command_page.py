@@ -1,0 +1,69 @@
+"""The directive `kvcache-commands`: every command of the command line, with its arguments and options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer.main
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from kvcache.cli import build_app
+
+
+def pages_of(name: str, command: Any) -> Iterator[str]:
+    """Yield the lines of Markdown for a command and those below it."""
+    commands = getattr(command, "commands", None)
+    yield from (f"## `{name}`" if name.count(" ") < 2 else f"### `{name}`", "", command.help or "", "")
+    if commands:
+        for child_name, child in commands.items():
+            yield from pages_of(f"{name} {child_name}", child)
+        return
+    words = [argument(param) for param in command.params if param.param_type_name == "argument"]
+    yield from ("```text", " ".join([name, *words, "[OPTIONS]"]), "```", "")
+    for param in command.params:
+        is_argument = param.param_type_name == "argument"
+        names = [param.name.upper()] if is_argument else [*param.opts, *param.secondary_opts]
+        names = [f"`{name}`" for name in names]
+        value = "" if is_argument or param.is_flag else f" {metavar(param)}"
+        yield f"{', '.join(names)}{value}"
+        yield f": {param.help or ''}{default_of(param)}"
+        yield ""
+
+
+def argument(param: Any) -> str:
+    """Return an argument as a usage line shows it."""
+    name = str(param.name).upper()
+    return name if param.required else f"[{name}]"
+
+
+def metavar(param: Any) -> str:
+    """Return what an option's value is called."""
+    return f"*{(param.metavar or param.type_descriptor.annotation.__name__).upper()}*"
+
+
+def default_of(param: Any) -> str:
+    """Return the default of an option, if it is worth showing."""
+    if isinstance(param.show_default, str):
+        return f" Default: `{param.show_default}`."
+    value = param.default
+    if param.show_default is False or value is None or value is False or callable(value) or param.required:
+        return ""
+    return f" Default: `{value}`."
+
+
+class Commands(SphinxDirective):
+    """Insert the commands here, as Markdown."""
+
+    def run(self) -> list[Any]:
+        """Return the parsed page."""
+        lines = StringList(list(pages_of("kvcache", typer.main.get_command(build_app()))), source="kvcache.cli")
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directive."""
+    app.add_directive("kvcache-commands", Commands)
+    return {"parallel_read_safe": True}
