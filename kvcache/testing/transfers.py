@@ -22,7 +22,7 @@ from kvcache.specs import (
     GPULoadStoreSpec,
 )
 from kvcache.transfer.geometry import host_block_bytes
-from kvcache.transfer.streams import DeviceStream, Mark
+from kvcache.transfer.streams import DeviceStream, StreamEvent
 
 GUARD = 64
 
@@ -169,14 +169,14 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-class HostMark(Mark):
-    """A place in a `HostStream`."""
+class HostStreamEvent(StreamEvent):
+    """An event of a `HostStream`."""
 
     def __init__(self, stream: HostStream, place: int) -> None:
         self.stream = stream
         self.place = place
 
-    def is_past(self) -> bool:
+    def is_done(self) -> bool:
         self.stream.check()
         return self.stream.done >= self.place
 
@@ -184,24 +184,24 @@ class HostMark(Mark):
         self.stream.check()
         self.stream.done = max(self.stream.done, self.place)
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def elapsed_s(self, earlier: StreamEvent) -> float:
         return float(self.place - getattr(earlier, "place", self.place))
 
 
 class HostStream(DeviceStream):
-    """Copies host tensors at once, and says that it has when it is told to.
+    """Copies host tensors at once, and reports it when `done` is raised.
 
     Parameters
     ----------
     done : int
-        The last place that is past; waiting moves it.
+        The number of the last event that is done; waiting raises it.
 
     Attributes
     ----------
     log : list of str
-        What was asked of the stream.
+        What the stream was called for.
     broken : bool
-        Whether places raise when asked.
+        Whether its events raise.
     """
 
     def __init__(self, done: int = 1 << 60) -> None:
@@ -211,16 +211,16 @@ class HostStream(DeviceStream):
         self.broken = False
         self.log: list[str] = []
 
-    def after_compute(self) -> None:
-        self.log.append("after compute")
+    def wait_for_compute(self) -> None:
+        self.log.append("wait for compute")
 
     def queueing(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def mark(self) -> Mark:
+    def record_event(self) -> StreamEvent:
         self.places += 1
-        self.log.append("mark")
-        return HostMark(self, self.places)
+        self.log.append("record event")
+        return HostStreamEvent(self, self.places)
 
     def send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         self.log.append(f"send {len(values)}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvcache.transfer.geometry import KVGeometry
-    from kvcache.transfer.streams import DeviceStream, Mark
+    from kvcache.transfer.streams import DeviceStream, StreamEvent
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 class _Job:
     job_id: int
     num_bytes: int
-    start: Mark | None = None
-    end: Mark | None = None
+    start: StreamEvent | None = None
+    end: StreamEvent | None = None
     failed: bool = False
 
 
@@ -120,10 +120,10 @@ class StagedCopyHandler(OffloadingHandler):
         self._jobs[job_id] = job
         try:
             if not job.failed:
-                self._stream.after_compute()
+                self._stream.wait_for_compute()
                 # Tensors that an engine made in inference mode can be written to in that mode only.
                 with self._stream.queueing(), torch.inference_mode():
-                    job.start = self._stream.mark()
+                    job.start = self._stream.record_event()
                     ids = self._sent(device)
                     for chunk in self._chunks(device, host):
                         self._queue(chunk, ids)
@@ -132,7 +132,7 @@ class StagedCopyHandler(OffloadingHandler):
             job.failed = True
         finally:
             # What was queued before a fault still runs: the job has ended when that has.
-            job.end = self._end_mark(job)
+            job.end = self._end_event(job)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -141,10 +141,10 @@ class StagedCopyHandler(OffloadingHandler):
         for job in self._jobs.values():
             seconds = 0.0
             try:
-                if job.end is not None and not job.end.is_past():
+                if job.end is not None and not job.end.is_done():
                     break
                 if job.start is not None and job.end is not None:
-                    seconds = job.end.seconds_since(job.start)
+                    seconds = job.end.elapsed_s(job.start)
             except Exception:
                 _log.exception("transfer %s failed on the device", job.job_id)
                 job.failed = True
@@ -157,7 +157,8 @@ class StagedCopyHandler(OffloadingHandler):
 
     def wait(self, job_ids: Iterable[int]) -> None:
         wanted = set(job_ids)
-        for job in reversed(self._jobs.values()):
+        # A copy: another thread may take finished jobs meanwhile.
+        for job in reversed(list(self._jobs.values())):
             if job.job_id in wanted and job.end is not None:
                 try:
                     job.end.wait()
@@ -167,9 +168,9 @@ class StagedCopyHandler(OffloadingHandler):
                 return
 
     def shutdown(self, wait: bool = True) -> None:
-        # What is queued on a device cannot be called back: abandoned jobs run on, and end as failed.
+        # What is queued on a device cannot be cancelled: abandoned jobs run on, and end as failed.
         self._closed = True
-        for job in self._jobs.values():
+        for job in list(self._jobs.values()):
             job.failed |= not wait
         self.wait(self._jobs)
 
@@ -178,11 +179,11 @@ class StagedCopyHandler(OffloadingHandler):
         if getattr(self, "_jobs", None):
             self.wait(self._jobs)
 
-    def _end_mark(self, job: _Job) -> Mark | None:
+    def _end_event(self, job: _Job) -> StreamEvent | None:
         if job.start is None:
             return None
         try:
-            return self._stream.mark()
+            return self._stream.record_event()
         except Exception:
             _log.exception("transfer %s failed while it was queued", job.job_id)
             job.failed = True

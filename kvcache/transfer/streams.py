@@ -1,6 +1,6 @@
-"""Streams: where a device's copies are queued, and how their ends are seen.
+"""Streams of a device: they run copies in order, and record events that say how far they are.
 
-The staged handler knows this interface only, so that its arithmetic is tested where there is no device.
+The CUDA handler uses this interface only, so that its arithmetic is tested where there is no device.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy.typing as npt
 import torch
 
 
-class Mark(ABC):
-    """A place in a stream."""
+class StreamEvent(ABC):
+    """An event recorded in a stream: done once the stream has done everything that was queued before it."""
 
     @abstractmethod
-    def is_past(self) -> bool:
-        """Whether the stream has done everything before this place; raises what the device raised."""
+    def is_done(self) -> bool:
+        """Return whether the stream has reached the event; raise what the device raised."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return once the stream has done everything before this place."""
+        """Return once the stream has reached the event."""
 
     @abstractmethod
-    def seconds_since(self, earlier: Mark) -> float:
-        """Return the time from an earlier place of the same stream to this one; both are past."""
+    def elapsed_s(self, earlier: StreamEvent) -> float:
+        """Return the seconds between an earlier event of the same stream and this one; both are done."""
 
 
 class DeviceStream(ABC):
@@ -35,37 +35,37 @@ class DeviceStream(ABC):
     device: torch.device
 
     @abstractmethod
-    def after_compute(self) -> None:
-        """Let what is queued from here on wait for what the engine has queued on its own stream so far."""
+    def wait_for_compute(self) -> None:
+        """Order what is queued from here on after everything that the engine has queued on its own stream."""
 
     @abstractmethod
     def queueing(self) -> AbstractContextManager[object]:
-        """Return a context within which torch queues its work here."""
+        """Return a context within which torch queues its work on this stream."""
 
     @abstractmethod
-    def mark(self) -> Mark:
-        """Return the present end of the stream as a place."""
+    def record_event(self) -> StreamEvent:
+        """Record an event behind everything that is queued now."""
 
     @abstractmethod
     def send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Return an array on the device, copied there in the stream's order without a stop."""
+        """Return an array on the device, copied there in the stream's order without blocking."""
 
 
-class CudaMark(Mark):
-    """A place in a CUDA stream: an event."""
+class CudaStreamEvent(StreamEvent):
+    """An event of a CUDA stream."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
-    def is_past(self) -> bool:
+    def is_done(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self._event.synchronize()
 
-    def seconds_since(self, earlier: Mark) -> float:
-        if not isinstance(earlier, CudaMark):
-            raise ValueError(f"earlier must be a place in a CUDA stream, got {earlier!r}")
+    def elapsed_s(self, earlier: StreamEvent) -> float:
+        if not isinstance(earlier, CudaStreamEvent):
+            raise ValueError(f"earlier must be an event of a CUDA stream, got {earlier!r}")
         return float(earlier._event.elapsed_time(self._event)) * 1e-3
 
 
@@ -82,7 +82,7 @@ class CudaStream(DeviceStream):
         self.device = device
         self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
-    def after_compute(self) -> None:
+    def wait_for_compute(self) -> None:
         # A stream that waits for one under capture is captured with it, and the copies would run at every replay.
         with torch.cuda.device(self.device):
             if torch.cuda.is_current_stream_capturing():
@@ -92,10 +92,10 @@ class CudaStream(DeviceStream):
     def queueing(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> StreamEvent:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return CudaMark(event)
+        return CudaStreamEvent(event)
 
     def send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         # The allocator of pinned memory keeps it from being reused until the stream has read it.

@@ -50,7 +50,7 @@ def test_the_staging_buffer_bounds_a_chunk(monkeypatch):
     handler.transfer_async(1, spec_of(range(12), range(12)))
     assert chunks == [5, 5, 2]
     # The ids go to the device once for all of them.
-    assert stream.log == ["after compute", "mark", "send 12", "mark"]
+    assert stream.log == ["wait for compute", "record event", "send 12", "record event"]
 
 
 def test_layers_are_gathered_in_the_widest_words_that_fit():
@@ -81,7 +81,7 @@ def test_a_job_waits_for_the_compute_stream_before_it_copies():
         handler, _ = make_handler(layered(), to_host, stream)
         spec = spec_of([1], [2])
         handler.transfer_async(1, spec if to_host else spec[::-1])
-        assert stream.log == ["after compute", "mark", "send 1", "mark"]
+        assert stream.log == ["wait for compute", "record event", "send 1", "record event"]
 
 
 def test_ends_are_told_in_order_once_the_device_is_there():

@@ -20,22 +20,22 @@ from kvcache.specs import (
 from kvcache.transfer.cuda import StagedCopyHandler
 from kvcache.transfer.geometry import KVGeometry
 from kvcache.transfer.host_pool import HostPool
-from kvcache.transfer.streams import CudaStream, DeviceStream, Mark
+from kvcache.transfer.streams import CudaStream, DeviceStream, StreamEvent
 
 
-class LateMark(Mark):
+class LateStreamEvent(StreamEvent):
     def __init__(self, stream, place):
         self.stream, self.place = stream, place
 
-    def is_past(self):
+    def is_done(self):
         return self.stream.done >= self.place
 
     def wait(self):
-        while not self.is_past():
+        while not self.is_done():
             if not self.stream.step():
                 self.stream.compute.step()
 
-    def seconds_since(self, earlier):
+    def elapsed_s(self, earlier):
         return 0.0
 
 
@@ -56,15 +56,15 @@ class LateStream(DeviceStream, TorchDispatchMode):
         self.work.append(partial(func, *args, **kwargs))
         return kwargs.get("out", args[0])
 
-    def after_compute(self):
-        place = self.compute.mark()
-        self.work.append(place.is_past)
+    def wait_for_compute(self):
+        place = self.compute.record_event()
+        self.work.append(place.is_done)
 
     def queueing(self):
         return self
 
-    def mark(self):
-        return LateMark(self, self.done + len(self.work))
+    def record_event(self):
+        return LateStreamEvent(self, self.done + len(self.work))
 
     def send(self, values):
         return torch.from_numpy(values.copy())
@@ -227,11 +227,11 @@ class FakeCuda:
 def test_cuda_is_asked_about_the_tensors_device_whichever_is_the_current_one(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     stream = CudaStream(torch.device("cuda", 3))
-    stream.after_compute()
+    stream.wait_for_compute()
     with stream.queueing():
-        start = stream.mark()
-    assert stream.mark().seconds_since(start) == 0.25
-    assert start.is_past()
+        start = stream.record_event()
+    assert stream.record_event().elapsed_s(start) == 0.25
+    assert start.is_done()
     assert cuda.log == [
         "look at cuda:3",
         "ours of cuda:3 waits for the engine's of cuda:3",
@@ -246,5 +246,5 @@ def test_copies_do_not_become_part_of_a_cuda_graph(monkeypatch):
     stream = CudaStream(torch.device("cuda", 0))
     cuda.capturing = True
     with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"):
-        stream.after_compute()
+        stream.wait_for_compute()
     assert cuda.log == ["look at cuda:0"]
