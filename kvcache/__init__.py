@@ -45,8 +45,10 @@ _HOMES = {
     "kvcache.transfer.worker": ("OffloadingWorker",),
     "kvcache.tiering.tier": ("Tier", "TierResult", "TierStats"),
     "kvcache.tiering.controller": ("TierConfig", "TierControllerStats"),
+    "kvcache.tiering.job_tier": ("BlockOutcome", "JobTier", "TierBatch", "TierContents"),
     "kvcache.tiering.manager": ("TieredOffloadingManager",),
     "kvcache.tiers.disk.tier": ("DiskTier",),
+    "kvcache.tiers.memory": ("MemoryTier",),
     "kvcache.spec.config": ("OffloadingConfig", "OffloadingGroup"),
     "kvcache.spec.base": ("OffloadingSpec", "make_spec"),
     "kvcache.spec.cpu": ("CPUOffloadingSpec",),
@@ -90,9 +92,11 @@ if TYPE_CHECKING:
         TransferResult,
     )
     from kvcache.tiering.controller import TierConfig, TierControllerStats
+    from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
     from kvcache.tiering.manager import TieredOffloadingManager
     from kvcache.tiering.tier import Tier, TierResult, TierStats
     from kvcache.tiers.disk.tier import DiskTier
+    from kvcache.tiers.memory import MemoryTier
     from kvcache.transfer.base import OffloadingHandler
     from kvcache.transfer.factory import cpu_gpu_handlers
     from kvcache.transfer.host_pool import HostPool

@@ -114,7 +114,11 @@ POLICIES = Registry(
     },
 )
 
-TIERS = Registry("tier", "kvcache.tiers", {"disk": "kvcache.tiers.disk.tier:DiskTier"})
+TIERS = Registry(
+    "tier",
+    "kvcache.tiers",
+    {"disk": "kvcache.tiers.disk.tier:DiskTier", "memory": "kvcache.tiers.memory:MemoryTier"},
+)
 
 SPECS = Registry(
     "spec",

@@ -135,9 +135,11 @@ def _move(
             busy[position] = ids
             position += len(batch)
         start = clock()
-        results = tier.finished()
+        results = tier.get_finished()
         calls.append(clock() - start)
         for result in results:
+            if result.job_id is None:
+                continue
             if result.error or result.failed:
                 raise OSError(f"a {name} of {len(result.failed)} blocks failed: {result.error or 'did not verify'}")
             free.append(busy.pop(result.job_id))

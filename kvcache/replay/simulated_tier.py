@@ -68,7 +68,7 @@ class SimulatedTier(Tier):
         self._ended.append(TierResult(job_id, held, failed=missed))
         return True
 
-    def finished(self) -> list[TierResult]:
+    def get_finished(self) -> list[TierResult]:
         ended, self._ended = self._ended, []
         return ended
 

@@ -1,12 +1,19 @@
-"""The contract of all tiers, as tests: subclass `TierContract`, say how a tier is opened, and run it under pytest."""
+"""The contract of all tiers, as tests: subclass `TierContract`, say how a tier is opened, and run it under pytest.
+
+Every failure says what was expected and what came, whether or not pytest rewrites this module's assertions, and every
+call of the tier is watched, so that one that hangs is a failure and not a test run without an end.
+"""
 
 from __future__ import annotations
 
 import mmap
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +21,8 @@ from kvcache.request import ReqContext
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks, Tier, TierResult
+
+_NUM_HOST_BLOCKS = 64
 
 
 class TierContract(ABC):
@@ -24,15 +33,18 @@ class TierContract(ABC):
     block_bytes : int
         Bytes of the blocks that the tests use.
     evicts : bool
-        Whether a tier that is full makes room for new blocks.
+        Whether a tier that is full makes room for new blocks and names those that left.
+    is_bounded : bool
+        Whether the tier, not its medium, keeps the number of blocks within what it was opened with.
     survives_restart : bool
         Whether a tier that is shut down and opened again at the same place still holds its blocks.
     timeout_s : float
-        How long a job may take.
+        How long a job, or a call, may take.
     """
 
     block_bytes = 4096
     evicts = True
+    is_bounded = True
     survives_restart = False
     timeout_s = 20.0
 
@@ -42,24 +54,29 @@ class TierContract(ABC):
 
     def test_stored_blocks_are_found_and_come_back_as_they_were(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:
-            assert bench.tier.lookup(_keys(0, 1)) == 0
-            assert sorted(bench.store(_keys(0, 1, 2)).done) == _keys(0, 1, 2)
-            assert bench.found(_keys(0, 1, 2, 3)) == 3
-            assert bench.found(_keys(3, 0)) == 0
-            assert sorted(bench.load(_keys(2, 0, 1)).done) == _keys(0, 1, 2)
-            assert bench.tier.stats().num_held == 3
+            _expect("blocks found in an empty tier", bench.found(_keys(0, 1)), 0)
+            _expect("keys stored", sorted(bench.store(_keys(0, 1, 2)).done), _keys(0, 1, 2))
+            _expect("blocks found of three stored and one absent", bench.found(_keys(0, 1, 2, 3)), 3)
+            _expect("blocks found behind an absent one", bench.found(_keys(3, 0)), 0)
+            _expect("keys loaded", sorted(bench.load(_keys(2, 0, 1)).done), _keys(0, 1, 2))
+            _expect("stats().num_held", bench.tier.stats().num_held, 3)
 
     def test_held_block_is_not_stored_again(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:
             bench.store(_keys(0, 1))
             result = bench.store(_keys(1, 2))
-            assert (result.done, result.failed) == (_keys(2), [])
+            # A held key goes in neither list.
+            _expect("(done, failed) of a held key and a new one", (result.done, result.failed), (_keys(2), []))
 
     def test_absent_block_fails_without_an_error(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:
             bench.store(_keys(0))
             result = bench.load(_keys(0, 7))
-            assert (result.done, result.failed, result.error) == (_keys(0), _keys(7), "")
+            _expect(
+                "(done, failed, error) of a held key and an absent one",
+                (result.done, result.failed, result.error),
+                (_keys(0), _keys(7), ""),
+            )
 
     def test_every_job_is_reported_once(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 64) as bench:
@@ -69,14 +86,20 @@ class TierContract(ABC):
                 bench.fill(key, job_id)
                 if bench.tier.submit_store(job_id, key, [job_id]):
                     taken.append(job_id)
-            assert taken
+            _expect("whether a job of 32 was taken", bool(taken), True)
             results = bench.wait_for(set(taken))
-            assert sorted(result.job_id for result in results) == taken
-            assert sorted(key for result in results for key in result.done) == sorted(
-                key for job_id in taken for key in _keys(job_id)
-            )
+            _expect("jobs reported", sorted(bench.job_ids(results)), taken)
+            done = sorted(key for result in results for key in result.done)
+            _expect("keys reported as stored", done, sorted(key for job_id in taken for key in _keys(job_id)))
             time.sleep(0.05)
-            assert bench.tier.finished() == []
+            _expect("jobs reported again", bench.job_ids(bench.tier.get_finished()), [])
+
+    def test_host_blocks_outside_of_a_job_are_not_touched(self, tmp_path: Path) -> None:
+        with _Bench(self, tmp_path, 16) as bench:
+            bench.store(_keys(0, 1, 2))
+            bench.load(_keys(0, 1))
+            changed = np.flatnonzero(bench.host_blocks[2:].any(axis=1)) + 2
+            _expect("host blocks that a load of blocks 0 and 1 changed", changed.tolist(), [])
 
     def test_full_tier_makes_room_and_names_what_left(self, tmp_path: Path) -> None:
         if not self.evicts:
@@ -84,19 +107,45 @@ class TierContract(ABC):
         with _Bench(self, tmp_path, 4) as bench:
             bench.store(_keys(0, 1, 2, 3))
             bench.tier.touch(_keys(0), ReqContext())
-            result = bench.store(_keys(4))
-            assert len(result.removed) == 1
-            assert result.removed[0] != _keys(0)[0]
-            assert bench.found(result.removed) == 0
-            assert bench.found(_keys(4)) == 1
-            assert bench.tier.stats().num_held == 4
+            removed = bench.store(_keys(4)).removed
+            _expect("number of keys removed for one", len(removed), 1)
+            _expect("whether the block used last was removed", removed == _keys(0), False)
+            _expect("blocks found that were removed", bench.found(removed), 0)
+            _expect("blocks found of the one that came", bench.found(_keys(4)), 1)
+            _expect("stats().num_held", bench.tier.stats().num_held, 4)
+
+    def test_tier_holds_no_more_than_its_capacity(self, tmp_path: Path) -> None:
+        if not self.is_bounded:
+            return
+        with _Bench(self, tmp_path, 4) as bench:
+            for number in range(12):
+                if bench.submit_store(_keys(number)) is not None:
+                    bench.wait_for({bench.last_job})
+            held = [number for number in range(12) if bench.found(_keys(number))]
+            if len(held) > 4 or bench.tier.stats().num_held > 4:
+                raise AssertionError(
+                    f"a tier of 4 blocks holds {len(held)}: {held}; stats().num_held {bench.tier.stats().num_held}"
+                )
 
     def test_unknown_keys_may_be_touched(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 4) as bench:
             context = ReqContext()
             bench.tier.touch(_keys(0, 1), context)
             bench.tier.on_request_finished(context)
-            assert bench.found(_keys(0)) == 0
+            _expect("blocks found that were only touched", bench.found(_keys(0)), 0)
+
+    def test_job_may_be_cancelled_at_any_time(self, tmp_path: Path) -> None:
+        with _Bench(self, tmp_path, 16) as bench:
+            bench.store(_keys(0))
+            bench.tier.cancel(bench.last_job)
+            bench.tier.cancel(123456)
+            bench.fill(_keys(1), 1)
+            if bench.tier.submit_store(91, _keys(1), [1]):
+                bench.tier.cancel(91)
+                (result,) = bench.wait_for({91})
+                _expect("keys of a cancelled job, done or failed", result.done + result.failed, _keys(1))
+            bench.store(_keys(1))
+            _expect("keys loaded", sorted(bench.load(_keys(0, 1)).done), _keys(0, 1))
 
     def test_reset_forgets_and_still_reports(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:
@@ -110,13 +159,10 @@ class TierContract(ABC):
                 jobs.add(92)
             bench.tier.reset()
             bench.wait_for(jobs)
-            end = time.monotonic() + self.timeout_s
-            while bench.tier.stats().unavailable_reason and time.monotonic() < end:
-                bench.tier.finished()
-                time.sleep(0.001)
-            assert [bench.found([key]) for key in _keys(0, 1, 2)] == [0, 0, 0]
-            assert sorted(bench.store(_keys(0, 5)).done) == _keys(0, 5)
-            assert sorted(bench.load(_keys(0, 5)).done) == _keys(0, 5)
+            bench.wait_until_available()
+            _expect("blocks found after a reset", [bench.found([key]) for key in _keys(0, 1, 2)], [0, 0, 0])
+            _expect("keys stored after a reset", sorted(bench.store(_keys(0, 5)).done), _keys(0, 5))
+            _expect("keys loaded after a reset", sorted(bench.load(_keys(0, 5)).done), _keys(0, 5))
 
     def test_blocks_survive_a_restart(self, tmp_path: Path) -> None:
         if not self.survives_restart:
@@ -124,7 +170,19 @@ class TierContract(ABC):
         with _Bench(self, tmp_path, 16) as bench:
             bench.store(_keys(0, 1, 2))
         with _Bench(self, tmp_path, 16) as bench:
-            assert sorted(bench.load(_keys(0, 1, 2)).done) == _keys(0, 1, 2)
+            bench.wait_until_available()
+            _expect("keys loaded after a restart", sorted(bench.load(_keys(0, 1, 2)).done), _keys(0, 1, 2))
+
+    def test_reset_survives_a_restart(self, tmp_path: Path) -> None:
+        if not self.survives_restart:
+            return
+        with _Bench(self, tmp_path, 16) as bench:
+            bench.store(_keys(0, 1, 2))
+            bench.tier.reset()
+            bench.wait_until_available()
+        with _Bench(self, tmp_path, 16) as bench:
+            bench.wait_until_available()
+            _expect("blocks found after a reset and a restart", bench.found(_keys(0, 1, 2)), 0)
 
     def test_shutdown_may_come_twice(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 4) as bench:
@@ -132,58 +190,134 @@ class TierContract(ABC):
             bench.tier.shutdown()
 
 
+def _expect(what: str, actual: object, expected: object) -> None:
+    if actual != expected:
+        raise AssertionError(f"{what}: expected {expected!r}, got {actual!r}")
+
+
+class _Watched:
+    """Call a tier in a thread of its own; a call that takes too long is a failure."""
+
+    def __init__(self, open_tier: Callable[[], Tier], timeout_s: float) -> None:
+        self._calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._timeout_s = timeout_s
+        self._hangs = ""
+        Thread(target=self._serve, name="tier-contract", daemon=True).start()
+        self._tier = self._call("open_tier", open_tier)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: self._call(name, getattr(self._tier, name), *args)
+
+    def end(self) -> None:
+        self._calls.put(None)
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        if self._hangs:
+            return None
+        self._calls.put((method, args))
+        try:
+            answer, error = self._answers.get(timeout=self._timeout_s)
+        except Empty:
+            self._hangs = name
+            raise AssertionError(f"{name} did not return within {self._timeout_s} s") from None
+        if error is not None:
+            raise error
+        return answer
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                self._answers.put((call[0](*call[1]), None))
+            except BaseException as error:
+                self._answers.put((None, error))
+
+
 class _Bench:
-    """A tier under test and its pool of 64 host blocks."""
+    """A tier under test and its pool of host blocks."""
 
     def __init__(self, contract: TierContract, path: Path, num_blocks: int) -> None:
         block_bytes = contract.block_bytes
-        flat = np.frombuffer(mmap.mmap(-1, 64 * block_bytes), np.uint8)
-        self.host_blocks = flat.reshape(64, block_bytes)
-        self.tier = contract.open_tier(path / "tier", self.host_blocks, num_blocks)
+        flat = np.frombuffer(mmap.mmap(-1, _NUM_HOST_BLOCKS * block_bytes), np.uint8)
+        self.host_blocks = flat.reshape(_NUM_HOST_BLOCKS, block_bytes)
         self._timeout_s = contract.timeout_s
-        self._num_jobs = 1000
+        self.tier = _Watched(
+            lambda: contract.open_tier(path / "tier", self.host_blocks, num_blocks), contract.timeout_s
+        )
+        self.last_job = 1000
+        self._early: list[TierResult] = []
 
     def __enter__(self) -> _Bench:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.tier.shutdown()
+        self.tier.end()
 
     def fill(self, keys: list[bytes], first_block: int) -> None:
         for i, key in enumerate(keys):
             self.host_blocks[first_block + i] = _payload(key, self.host_blocks.shape[1])
 
-    def store(self, keys: list[bytes]) -> TierResult:
+    def submit_store(self, keys: list[bytes]) -> int | None:
+        """Submit a job, and again while the tier is busy; return its id, or None if it is never taken."""
         self.fill(keys, 0)
-        self._num_jobs += 1
-        assert self.tier.submit_store(self._num_jobs, keys, list(range(len(keys))))
-        return self.wait_for({self._num_jobs})[0]
+        self.last_job += 1
+        return self.last_job if self.tier.submit_store(self.last_job, keys, list(range(len(keys)))) else None
+
+    def store(self, keys: list[bytes]) -> TierResult:
+        if self.submit_store(keys) is None:
+            raise AssertionError(f"submit_store of {keys} was refused: {self.tier.stats()}")
+        return self.wait_for({self.last_job})[0]
 
     def load(self, keys: list[bytes]) -> TierResult:
         self.host_blocks[:] = 0
-        self._num_jobs += 1
-        assert self.tier.submit_load(self._num_jobs, keys, list(range(len(keys))))
-        result = self.wait_for({self._num_jobs})[0]
+        self.last_job += 1
+        if not self.tier.submit_load(self.last_job, keys, list(range(len(keys)))):
+            raise AssertionError(f"submit_load of {keys} was refused: {self.tier.stats()}")
+        result = self.wait_for({self.last_job})[0]
         for key in result.done:
             expected = _payload(key, self.host_blocks.shape[1])
-            assert np.array_equal(self.host_blocks[keys.index(key)], expected), f"wrong bytes of {key!r}"
+            loaded = self.host_blocks[keys.index(key)]
+            if not np.array_equal(loaded, expected):
+                wrong = np.flatnonzero(loaded != expected)
+                raise AssertionError(f"{len(wrong)} bytes of {key!r} are wrong, the first at {wrong[0]}")
         return result
 
     def found(self, keys: list[bytes]) -> int:
-        end = time.monotonic() + self._timeout_s
+        """Return the answer of `lookup`, once it is one."""
+        end_s = time.monotonic() + self._timeout_s
         while (answer := self.tier.lookup(keys)) is None:
-            assert time.monotonic() < end, "lookup answers None for ever"
+            if time.monotonic() > end_s:
+                raise AssertionError(f"lookup of {keys} still answers None after {self._timeout_s} s")
+            self._early += self.tier.get_finished()
             time.sleep(0.001)
-        return answer
+        found: int = answer
+        return found
 
     def wait_for(self, job_ids: set[int]) -> list[TierResult]:
-        results: list[TierResult] = []
-        end = time.monotonic() + self._timeout_s
-        while {result.job_id for result in results} != job_ids:
-            assert time.monotonic() < end, f"jobs {job_ids} did not all end: {results}"
-            results += self.tier.finished()
+        """Return the results of jobs, and whatever else was reported with them."""
+        results, self._early = self._early, []
+        results = [result for result in results if result.job_id is not None]
+        end_s = time.monotonic() + self._timeout_s
+        while set(self.job_ids(results)) != job_ids:
+            if time.monotonic() > end_s:
+                raise AssertionError(f"jobs {sorted(job_ids)} did not all end in {self._timeout_s} s, but {results}")
+            results += [result for result in self.tier.get_finished() if result.job_id is not None]
             time.sleep(0.001)
         return results
+
+    def wait_until_available(self) -> None:
+        """Wait for the end of a reset, or of opening."""
+        end_s = time.monotonic() + self._timeout_s
+        while reason := self.tier.stats().unavailable_reason:
+            if time.monotonic() > end_s:
+                raise AssertionError(f"the tier is still unavailable after {self._timeout_s} s: {reason}")
+            self._early += self.tier.get_finished()
+            time.sleep(0.001)
+
+    @staticmethod
+    def job_ids(results: list[TierResult]) -> list[int]:
+        return [result.job_id for result in results if result.job_id is not None]
 
 
 def _keys(*numbers: int) -> list[bytes]:
@@ -191,5 +325,5 @@ def _keys(*numbers: int) -> list[bytes]:
 
 
 def _payload(key: bytes, num_bytes: int) -> HostBlocks:
-    payload: HostBlocks = np.random.default_rng(list(key)).integers(0, 256, num_bytes, np.uint8)
+    payload: HostBlocks = np.random.default_rng(list(key)).integers(1, 256, num_bytes, np.uint8)
     return payload

@@ -44,7 +44,7 @@ class ManualTier(Tier):
     cache_policy : str or type
         What leaves when it is full.
     is_automatic : bool
-        Whether jobs end by themselves with the next `finished`.
+        Whether jobs end by themselves with the next `get_finished`.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class ManualTier(Tier):
         done, failed = ([], job.failed + job.moving) if error else (job.moving, job.failed)
         self._results.append(TierResult(job.job_id, done, failed, job.removed, error))
 
-    def finished(self) -> list[TierResult]:
+    def get_finished(self) -> list[TierResult]:
         while self._is_automatic and self.pending:
             self.end(self.pending[0])
         results, self._results = self._results, []
@@ -254,14 +254,20 @@ class FaultyTier(Tier):
         self._block_ids[job_id] = dict(zip(keys, block_ids, strict=True))
         return True
 
-    def finished(self) -> list[TierResult]:
+    def cancel(self, job_id: int) -> None:
+        self.inner.cancel(job_id)
+
+    def get_finished(self) -> list[TierResult]:
         now_s = self._clock()
         due = [result for due_s, result in self._late if due_s <= now_s]
         self._late = [(due_s, result) for due_s, result in self._late if due_s > now_s]
-        for result in self.inner.finished():
-            answer = self._tampered(result)
+        for result in self.inner.get_finished():
+            if result.job_id is None:
+                due.append(result)
+                continue
+            answer = self._tampered(result, result.job_id)
             if self._happens(self.faults.lost_rate):
-                self.lost.append(answer.job_id)
+                self.lost.append(result.job_id)
             elif self._happens(self.faults.late_rate):
                 self._late.append((now_s + self.faults.delay_s, answer))
             else:
@@ -270,8 +276,8 @@ class FaultyTier(Tier):
             self._random.shuffle(due)
         return due
 
-    def _tampered(self, result: TierResult) -> TierResult:
-        rows = self._block_ids.pop(result.job_id, None)
+    def _tampered(self, result: TierResult, job_id: int) -> TierResult:
+        rows = self._block_ids.pop(job_id, None)
         if self._happens(self.faults.error_rate):
             for key in result.done if rows is not None else ():
                 self._spoil(rows, key)

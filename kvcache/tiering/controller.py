@@ -288,12 +288,12 @@ class TierController:
         """Return the jobs that the tier reports, with their results; a report of an unknown job is ignored."""
         pairs = []
         try:
-            results = self.tier.finished()
+            results = self.tier.get_finished()
         except Exception:
             self._complain("finished")
             return []
         for result in results:
-            move = self.moves.pop(result.job_id, None)
+            move = None if result.job_id is None else self.moves.pop(result.job_id, None)
             if move is None:
                 continue
             breaker = self._reads if move.is_load else self._writes

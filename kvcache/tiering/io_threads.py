@@ -1,4 +1,4 @@
-"""Threads that do a tier's I/O: urgent tasks first, every task answered, nobody waited for.
+"""Threads that do a tier's I/O: urgent tasks first, every task handed back, nobody waited for.
 
 Python threads serve because the system calls and checksums they spend their time in release the GIL.
 """
@@ -10,6 +10,9 @@ from collections import deque
 from queue import SimpleQueue
 from threading import Thread
 from typing import Generic, Protocol, TypeVar
+
+QUERY, LOAD, STORE = 0, 1, 2
+"""Priorities: of the tasks that have not begun, those of a lower number go first."""
 
 
 class Task(Protocol):
@@ -36,48 +39,55 @@ class IOThreads(Generic[T]):
 
     Notes
     -----
-    Neither `submit` nor `finished` ever waits: the queues are C code that holds its locks for a few instructions.
+    Neither `submit` nor `get_finished` ever waits: the queues are C code that holds its locks for a few instructions.
     The threads are daemons, so one that hangs in a dead mount does not keep the process.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._tokens: SimpleQueue[bool] = SimpleQueue()
-        self._urgent: deque[T] = deque()
-        self._patient: deque[T] = deque()
+        self._waiting: tuple[deque[T], ...] = (deque(), deque(), deque())
         self._done: deque[T] = deque()
         self._threads = [Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(num_threads)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, task: T, urgent: bool) -> None:
-        """Queue a task; urgent ones overtake the others that have not begun."""
-        (self._urgent if urgent else self._patient).append(task)
+    def submit(self, task: T, priority: int) -> None:
+        """Queue a task behind those of its priority, which is QUERY, LOAD or STORE."""
+        self._waiting[priority].append(task)
         self._tokens.put(True)
 
-    def finished(self) -> list[T]:
-        """Return the tasks that ended since the last call."""
-        done = self._done
-        return [done.popleft() for _ in range(len(done))]
+    def get_finished(self) -> T | None:
+        """Return one task that has ended, in the order in which they did; None: there is no other."""
+        try:
+            return self._done.popleft()
+        except IndexError:
+            return None
 
     def close(self, timeout_s: float) -> bool:
         """Let the threads end after the queued tasks; return whether they all did in time."""
         for _ in self._threads:
             self._tokens.put(False)
-        end = time.monotonic() + timeout_s
+        end_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, end_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _next(self) -> T:
+        # There are never more tokens than tasks; but another thread may take the one that was seen here.
+        while True:
+            for waiting in self._waiting:
+                try:
+                    return waiting.popleft()
+                except IndexError:
+                    continue
 
     def _work(self) -> None:
         while self._tokens.get():
-            # There are never more tokens than tasks; another thread may take the urgent one seen here.
-            try:
-                task = self._urgent.popleft()
-            except IndexError:
-                task = self._patient.popleft()
+            task = self._next()
             try:
                 task.run()
-            except Exception as error:
+            except BaseException as error:
+                # Whatever it was, the task must be handed back, and the thread must serve the next one.
                 task.error = f"{type(error).__name__}: {error}"
             self._done.append(task)
             del task

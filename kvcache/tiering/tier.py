@@ -6,11 +6,11 @@ of the tier's own, in the process that owns the pool of host blocks.
 
 The life of a block below host memory::
 
-    host block --submit_store--> (tier I/O) --finished--> held: lookup finds it
+    host block --submit_store--> (tier I/O) --get_finished--> held: lookup finds it
     host block <--submit_load--- (tier I/O) <---------- held
 
 A *job* is some keys with one host block each. From the moment that a tier takes a job until it reports it in
-`finished`, the job's host blocks belong to the tier: the caller keeps a reference on blocks being stored (they stay
+`get_finished`, the job's host blocks belong to the tier: the caller keeps a reference on blocks being stored (they stay
 readable) and gives nobody the blocks being loaded into. Therefore the one promise that a tier must keep, whatever
 goes wrong, is this: **after a job was reported, its host blocks are not touched any more.** A job that hangs is
 reported when it ends, and not before; deadlines, and what they mean to a request, are the manager's
@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
-    """The end of one job.
+    """The end of one job, or what happened in the tier without one.
 
     Parameters
     ----------
-    job_id : int
-        As given to `submit_store` or `submit_load`.
+    job_id : int or None
+        As given to `submit_store` or `submit_load`. None: no job did this; then `done` are blocks that the tier found
+        when it was opened, and `removed` are blocks that left by themselves.
     done : list of bytes
         Keys whose blocks were written, or read and verified. A key that was already held when it was to be stored
         is in neither list.
@@ -57,8 +58,8 @@ class TierResult:
         Why I/O failed; empty if it did not. A block that was merely gone, or bad, is no I/O failure.
     """
 
-    job_id: int
-    done: list[bytes]
+    job_id: int | None
+    done: list[bytes] = field(default_factory=list)
     failed: list[bytes] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
     error: str = ""
@@ -69,7 +70,8 @@ class TierStats:
     """Gauges now and counters since start of one tier; all count blocks, but `io_errors` (failed operations).
 
     `missed_blocks` were to be loaded and were gone, `corrupt_blocks` did not verify, `refused_blocks` were turned
-    away by a full queue or a quiet tier. `unavailable_reason` is empty while the tier works.
+    away by a full queue or an unavailable tier. `num_blocks` is 0 where the medium decides how much it holds.
+    `unavailable_reason` is empty while the tier works.
     """
 
     medium: str
@@ -127,15 +129,18 @@ class Tier(ABC):
 
     @abstractmethod
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        """Start to write host blocks; False: the tier is full of work or quiet, and nothing was taken."""
+        """Start to write host blocks; False: the tier is busy or unavailable, and took nothing."""
 
     @abstractmethod
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        """Start to read blocks into host blocks; False: the tier is full of work or quiet, and nothing was taken."""
+        """Start to read blocks into host blocks; False: the tier is busy or unavailable, and took nothing."""
 
     @abstractmethod
-    def finished(self) -> list[TierResult]:
-        """Return the jobs that ended since the last call, each once."""
+    def get_finished(self) -> list[TierResult]:
+        """Return the jobs that ended since the last call, each once, and what happened without a job."""
+
+    def cancel(self, job_id: int) -> None:  # noqa: B027
+        """Called when nobody waits for a job any more: what has not begun may fail now. The default does nothing."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -150,10 +155,10 @@ class Tier(ABC):
         """Stop the threads and release resources; the only method that may wait, and never for ever."""
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:  # noqa: B027
-        """Hear that a request uses `keys`, in prefix order; unknown ones are ignored. The default does nothing."""
+        """Called when a request uses `keys`, in prefix order; unknown ones are ignored. The default does nothing."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """Hear of a request's end. The default does nothing."""
+        """Called at a request's end. The default does nothing."""
 
 
 def checked_host_blocks(host_blocks: object) -> HostBlocks:

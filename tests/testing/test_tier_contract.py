@@ -1,6 +1,8 @@
 """The built-in tiers keep the contract of all tiers, and the manager keeps its own over tiers that do not."""
 
 import random
+import re
+import threading
 
 import numpy as np
 import pytest
@@ -9,9 +11,11 @@ from kvcache.request import ReqContext
 from kvcache.testing.tier_contract import TierContract
 from kvcache.testing.tiers import Faults, FaultyTier, ManualTier
 from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.job_tier import BlockOutcome, JobTier
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.disk.directory import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.memory import MemoryTier
 
 
 class TestDiskTier(TierContract):
@@ -28,6 +32,45 @@ class TestBufferedDiskTier(TestDiskTier):
 class TestManualTier(TierContract):
     def open_tier(self, path, host_blocks, num_blocks):
         return ManualTier(num_blocks, host_blocks, is_automatic=True)
+
+
+class TestMemoryTier(TierContract):
+    def open_tier(self, path, host_blocks, num_blocks):
+        return MemoryTier(num_blocks, host_blocks)
+
+
+class RemoteTier(JobTier):
+    """A medium that keeps its own index, and is asked what it holds."""
+
+    def __init__(self, host_blocks):
+        self.values = {}
+        super().__init__(host_blocks, "REMOTE", absent_s=0.001)
+
+    def exists(self, keys):
+        return [key in self.values for key in keys]
+
+    def put(self, batch):
+        self.values.update(zip(batch.keys, map(bytes, batch.buffers), strict=True))
+
+    def get(self, batch):
+        outcomes = []
+        for key, buffer in zip(batch.keys, batch.buffers, strict=True):
+            value = self.values.get(key)
+            outcomes.append(BlockOutcome.ABSENT if value is None else BlockOutcome.DONE)
+            if value is not None:
+                buffer[:] = value
+        return outcomes
+
+    def clear(self, generation):
+        self.values.clear()
+
+
+class TestRemoteTier(TierContract):
+    evicts = False
+    is_bounded = False
+
+    def open_tier(self, path, host_blocks, num_blocks):
+        return RemoteTier(host_blocks)
 
 
 class TestFaultyTierWithoutFaults(TierContract):
@@ -93,3 +136,83 @@ def test_no_wrong_byte_and_no_endless_wait_whatever_the_tier_does(name, write_po
     stats, stuck = manager.stats(), manager.tier_stats()[0].stuck_blocks
     assert stats.num_pending + stats.num_referenced <= stuck
     assert (stuck > 0) == bool(tier.lost)
+
+
+CONTRACT_TESTS = [name for name in dir(TierContract) if name.startswith("test_")]
+
+
+def verdict_of(tier_class, tmp_path):
+    """Run the contract by hand, without pytest's rewriting of assertions; return the first complaint."""
+
+    class Contract(TierContract):
+        timeout_s = 0.3
+
+        def open_tier(self, path, host_blocks, num_blocks):
+            return tier_class(num_blocks, host_blocks, is_automatic=True)
+
+    for i, name in enumerate(CONTRACT_TESTS):
+        try:
+            getattr(Contract(), name)(tmp_path / str(i))
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+class WrongCount(ManualTier):
+    def lookup(self, keys):
+        return len(keys)
+
+
+class Endless(ManualTier):
+    def lookup(self, keys):
+        threading.Event().wait()
+
+
+class Silent(ManualTier):
+    def get_finished(self):
+        return []
+
+
+class Grown(ManualTier):
+    def __init__(self, num_blocks, host_blocks, is_automatic):
+        super().__init__(4 * num_blocks, host_blocks, is_automatic=is_automatic)
+
+
+class Spoiled(ManualTier):
+    def end(self, job, error=""):
+        super().end(job, error)
+        if job.is_load:
+            self._host_blocks[job.block_ids[0], 7] ^= 1
+
+
+class Scribbling(ManualTier):
+    def end(self, job, error=""):
+        super().end(job, error)
+        self._host_blocks[60] = 1
+
+
+@pytest.mark.parametrize(
+    ("tier_class", "complaint"),
+    [
+        (ManualTier, ""),
+        (WrongCount, "absent one|blocks found|reset|whether"),
+        (Endless, "lookup did not return within 0.3 s"),
+        (Silent, r"jobs \[\d+(, \d+)*\] did not all end in 0.3 s, but \[\]"),
+        (Grown, "number of keys removed for one: expected 1, got 0"),
+        (Spoiled, "1 bytes of b'contract-000' are wrong, the first at 7"),
+        (Scribbling, r"host blocks that a load of blocks 0 and 1 changed: expected \[\], got \[60\]"),
+    ],
+)
+def test_contract_gives_a_verdict_with_values_in_bounded_time(tier_class, complaint, tmp_path):
+    assert re.match(complaint or "$", verdict_of(tier_class, tmp_path))
+
+
+def test_contract_fails_a_tier_that_ignores_its_capacity(tmp_path):
+    class Contract(TierContract):
+        evicts = False
+
+        def open_tier(self, path, host_blocks, num_blocks):
+            return Grown(num_blocks, host_blocks, is_automatic=True)
+
+    with pytest.raises(AssertionError, match="a tier of 4 blocks holds 12"):
+        Contract().test_tier_holds_no_more_than_its_capacity(tmp_path)

@@ -114,7 +114,7 @@ class World:
             self.host[0] = np.frombuffer(key * 4, np.uint8)
             assert self.tier.submit_store(-1, [key], [0])
             self.tier.end(self.tier.pending[0])
-        self.tier.finished()
+        self.tier.get_finished()
         for key in scenario["in_host"]:
             output = self.manager.prepare_store([key])
             self.host[output.store_spec.block_ids[0]] = np.frombuffer(key * 4, np.uint8)

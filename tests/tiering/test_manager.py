@@ -246,7 +246,7 @@ def test_tier_that_raises_harms_nobody(caplog):
     def broken(*args):
         raise RuntimeError("bug")
 
-    bench.tier.lookup = bench.tier.finished = bench.tier.touch = bench.tier.submit_store = broken
+    bench.tier.lookup = bench.tier.get_finished = bench.tier.touch = bench.tier.submit_store = broken
     bench.store(b"a")
     bench.manager.touch([b"a"])
     bench.manager.on_schedule_end()

@@ -55,7 +55,7 @@ class DiskBench:
     def result(self, tier, job_id):
         end = time.monotonic() + 20
         while time.monotonic() < end:
-            for result in tier.finished():
+            for result in tier.get_finished():
                 if result.job_id == job_id:
                     return result
             time.sleep(0.001)
@@ -81,7 +81,7 @@ class DiskBench:
         """Wait until a reset is over."""
         end = time.monotonic() + 20
         while tier.stats().unavailable_reason.startswith("reset") and time.monotonic() < end:
-            tier.finished()
+            tier.get_finished()
             time.sleep(0.001)
         assert tier.stats().unavailable_reason == ""
 

@@ -54,7 +54,7 @@ def open_tier(tmp_path):
 def ended(tier, job_id):
     end = time.monotonic() + 20
     while time.monotonic() < end:
-        for result in tier.finished():
+        for result in tier.get_finished():
             if result.job_id == job_id:
                 return result
         time.sleep(0.001)
@@ -231,7 +231,7 @@ def test_more_blocks_than_slots_are_refused(open_tier):
     tier = open_tier(num_blocks=4)
     assert tier.submit_store(1, keys_of(*range(5)), list(range(5))) is False
     assert tier.stats().refused_blocks == 5
-    assert tier.finished() == []
+    assert tier.get_finished() == []
 
 
 def test_full_queue_refuses(open_tier):
@@ -251,7 +251,7 @@ def test_reset_forgets_also_across_a_restart(open_tier):
     assert sorted(ended(tier, 5).done) == keys_of(0, 1)
     end = time.monotonic() + 20
     while tier.stats().unavailable_reason and time.monotonic() < end:
-        tier.finished()
+        tier.get_finished()
         time.sleep(0.001)
     store(tier, keys_of(7))
     tier.shutdown()

@@ -109,7 +109,7 @@ def test_reset_that_fails_keeps_the_tier_unavailable_and_is_tried_again(bench, m
 
     monkeypatch.setattr(TierDirectory, "write_header", full)
     tier.reset()
-    wait_for(lambda: tier.finished() == [] and "reset failed: OSError" in tier.stats().unavailable_reason)
+    wait_for(lambda: tier.get_finished() == [] and "reset failed: OSError" in tier.stats().unavailable_reason)
     assert tier.lookup(bench.keys(0)) == 0
     monkeypatch.undo()
     bench.settle(tier)
@@ -193,7 +193,7 @@ def test_tier_on_a_mount_that_hangs_is_there_and_unavailable(bench, monkeypatch,
     keys = bench.keys(0)
     assert (tier.lookup(keys), tier.submit_store(1, keys, [0]), tier.submit_load(2, keys, [0])) == (0, False, False)
     tier.touch(keys)
-    assert tier.finished() == []
+    assert tier.get_finished() == []
     released.set()
     wait_for(lambda: tier.stats().unavailable_reason == "")
     assert bench.store(tier, keys).done == keys
@@ -215,7 +215,7 @@ def test_reset_before_the_directory_is_open_is_not_forgotten(bench, monkeypatch)
     tier = bench.open(open_timeout_s=0.02)
     tier.reset()
     released.set()
-    wait_for(lambda: tier.finished() == [] and not tier.stats().unavailable_reason)
+    wait_for(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
     assert tier.stats().num_held == 0
     tier.shutdown()
     assert bench.open().stats().num_held == 0

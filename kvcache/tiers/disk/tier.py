@@ -36,7 +36,7 @@ import numpy as np
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.options import check_int, check_seconds, parse_size
 from kvcache.tiering.controller import RULE_OPTIONS
-from kvcache.tiering.io_threads import IOThreads
+from kvcache.tiering.io_threads import LOAD, STORE, IOThreads
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks
 from kvcache.tiers.disk.data_file import MAX_RUN_BLOCKS, DataFile, LoadRun, ResetRun, StoreRun
@@ -312,11 +312,11 @@ class DiskTier(Tier):
             self._end_if_done(job_id, job)
             return True
 
-    def finished(self) -> list[TierResult]:
+    def get_finished(self) -> list[TierResult]:
         with self._lock:
             if not self._is_open:
                 return []
-            for run in self._threads.finished():
+            while (run := self._threads.get_finished()) is not None:
                 self._num_queued -= len(run.keys)
                 if run.error:
                     self._note_error(run)
@@ -506,7 +506,7 @@ class DiskTier(Tier):
     def _start(self, job: _Job, run: StoreRun | LoadRun) -> None:
         job.num_runs += 1
         self._num_queued += len(run.keys)
-        self._threads.submit(run, urgent=run.is_load)
+        self._threads.submit(run, LOAD if run.is_load else STORE)
 
     def _finish_store(self, run: StoreRun) -> None:
         job = self._jobs[run.job_id]

@@ -1,0 +1,461 @@
+"""JobTier does everything of a tier but the I/O: jobs, refusals, cancelling, reset, quarantine, queries, removals."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvcache.tiering import existence, job_tier
+from kvcache.tiering.existence import ExistenceCache
+from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
+from kvcache.tiering.slot_index import SlotIndex
+from kvcache.tiers.memory import MemoryTier
+
+BLOCK_BYTES = 8
+NUM_HOST = 32
+
+
+class Store:
+    """What survives a tier: a medium that keeps its own index, where a test can intervene."""
+
+    def __init__(self):
+        self.values = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_begun = 0
+        self.queries = []
+        self.fail = {}
+
+    def enter(self, name):
+        self.num_begun += 1
+        self.gate.wait()
+        if name in self.fail:
+            raise self.fail[name]
+
+
+class StoreTier(JobTier):
+    """Keep blocks in a `Store`; with `slots` it has an index of its own."""
+
+    def __init__(self, store, host, slots=None, found=(), **options):
+        self.store = store
+        self.found = found
+        self.slots = slots
+        super().__init__(host, "STORE", **options)
+
+    def open(self):
+        self.store.enter("open")
+        if self.slots is None:
+            return None
+        return TierContents(self.slots, list(self.found), range(len(self.found)))
+
+    def exists(self, keys):
+        self.store.enter("exists")
+        self.store.queries.append(keys)
+        return [key in self.store.values for key in keys]
+
+    def put(self, batch):
+        self.store.enter("put")
+        for key, buffer in zip(batch.keys, batch.buffers, strict=True):
+            self.store.values[key] = bytes(buffer)
+
+    def get(self, batch):
+        self.store.enter("get")
+        outcomes = []
+        for key, buffer in zip(batch.keys, batch.buffers, strict=True):
+            value = self.store.values.get(key)
+            if value is None:
+                outcomes.append(BlockOutcome.ABSENT)
+            elif value == b"bad":
+                outcomes.append(BlockOutcome.CORRUPT)
+            else:
+                buffer[:] = value
+                outcomes.append(BlockOutcome.DONE)
+        return outcomes
+
+    def clear(self, generation):
+        self.store.enter("clear")
+        self.store.values.clear()
+
+
+@pytest.fixture
+def host():
+    return np.zeros((NUM_HOST, BLOCK_BYTES), np.uint8)
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+@pytest.fixture
+def make(store, host, monkeypatch):
+    monkeypatch.setattr(job_tier, "_SHUTDOWN_S", 0.3)
+    made = []
+
+    def make_one(**options):
+        made.append(StoreTier(store, host, **options))
+        return made[-1]
+
+    yield make_one
+    store.gate.set()
+    for tier in made:
+        tier.shutdown()
+
+
+def keys_of(text):
+    return [letter.encode() for letter in text]
+
+
+def until(condition):
+    end = time.monotonic() + 10
+    while not (answer := condition()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.0005)
+    return answer
+
+
+def ended(tier, *job_ids):
+    found = {}
+
+    def is_over():
+        found.update((result.job_id, result) for result in tier.get_finished())
+        return set(job_ids) <= found.keys()
+
+    until(is_over)
+    return [found[job_id] for job_id in job_ids]
+
+
+def put(tier, host, text, job_id=1):
+    keys = keys_of(text)
+    for i, key in enumerate(keys):
+        host[i] = key[0]
+    assert tier.submit_store(job_id, keys, list(range(len(keys))))
+    return ended(tier, job_id)[0]
+
+
+def found(tier, text):
+    def ask():
+        tier.get_finished()
+        answer = tier.lookup(keys_of(text))
+        return None if answer is None else [answer]
+
+    return until(ask)[0]
+
+
+@pytest.mark.parametrize("slots", [None, 8])
+def test_corrupt_block_is_absent_until_its_key_is_stored_again(make, host, store, slots):
+    tier = make(slots=slots)
+    put(tier, host, "ab")
+    store.values[b"a"] = b"bad"
+    assert found(tier, "ab") == 2
+    assert tier.submit_load(2, keys_of("ab"), [5, 6])
+    (result,) = ended(tier, 2)
+    assert (result.done, result.failed, result.removed, result.error) == ([b"b"], [b"a"], [b"a"], "")
+    assert found(tier, "ab") == 0
+    assert found(tier, "b") == 1
+    assert tier.stats().corrupt_blocks == 1
+    assert put(tier, host, "a", 3).done == [b"a"]
+    assert found(tier, "ab") == 2
+
+
+@pytest.mark.parametrize("slots", [None, 8])
+def test_block_that_left_the_medium_is_a_miss_and_named(make, host, store, slots):
+    tier = make(slots=slots)
+    put(tier, host, "ab")
+    del store.values[b"b"]
+    assert found(tier, "ab") == 2
+    tier.submit_load(2, keys_of("ab"), [5, 6])
+    (result,) = ended(tier, 2)
+    assert (result.done, result.failed, result.removed) == ([b"a"], [b"b"], [b"b"])
+    assert (tier.stats().missed_blocks, tier.stats().corrupt_blocks) == (1, 0)
+    assert found(tier, "ab") == 1
+
+
+@pytest.mark.parametrize("slots", [None, 8])
+def test_removal_without_a_job_is_reported(make, host, slots):
+    tier = make(slots=slots)
+    put(tier, host, "ab")
+    assert found(tier, "ab") == 2
+    tier.report_removed(keys_of("ax"))
+    (result,) = tier.get_finished()
+    assert (result.job_id, result.done, result.removed) == (None, [], [b"a"])
+    assert found(tier, "b") == 1
+    assert tier.lookup([b"a"]) == 0
+
+
+def test_batch_that_raises_fails_whole_and_keeps_what_was_held(make, host, store):
+    tier = make(slots=8)
+    put(tier, host, "ab")
+    store.fail["get"] = OSError("the cable")
+    tier.submit_load(2, keys_of("ab"), [5, 6])
+    (result,) = ended(tier, 2)
+    assert (result.done, result.failed, result.removed) == ([], keys_of("ab"), [])
+    assert result.error == "OSError: the cable"
+    assert tier.lookup(keys_of("ab")) == 2
+    assert (tier.stats().io_errors, tier.stats().last_error) == (1, "OSError: the cable")
+
+
+@pytest.mark.parametrize("outcomes", [[0], [0, 9], [0, None], 7, [0, 0, 0]])
+def test_lying_subclass_fails_the_batch(make, host, outcomes):
+    tier = make(slots=8)
+    tier.put = lambda batch: outcomes
+    tier.submit_store(1, keys_of("ab"), [0, 1])
+    (result,) = ended(tier, 1)
+    assert (result.done, result.failed, bool(result.error)) == ([], keys_of("ab"), True)
+    assert tier.lookup(keys_of("ab")) == 0
+
+
+def test_thread_survives_whatever_is_raised_in_it(make, host):
+    tier = make(slots=8, num_threads=1)
+    tier.put = lambda batch: (_ for _ in ()).throw(SystemExit(3))
+    tier.submit_store(1, [b"a"], [0])
+    assert ended(tier, 1)[0].error == "SystemExit: 3"
+    del tier.put
+    assert put(tier, host, "a", 2).done == [b"a"]
+
+
+def test_failing_stores_are_the_reason_until_one_succeeds(make, host, store):
+    tier = make(slots=8)
+    store.fail["put"] = OSError("full")
+    put(tier, host, "a")
+    assert tier.stats().unavailable_reason == "stores fail: OSError: full"
+    store.fail.clear()
+    assert put(tier, host, "b", 2).done == [b"b"]
+    assert tier.stats().unavailable_reason == ""
+
+
+def test_full_queue_is_refused_and_counted(make, host, store):
+    tier = make(slots=8, max_queued_blocks=2)
+    store.gate.clear()
+    assert tier.submit_store(1, keys_of("ab"), [0, 1])
+    assert not tier.submit_store(2, keys_of("c"), [2])
+    assert not tier.submit_load(3, keys_of("c"), [2])
+    assert tier.stats().refused_blocks == 2
+    store.gate.set()
+    ended(tier, 1)
+    assert tier.submit_store(4, keys_of("c"), [2])
+
+
+def test_long_key_and_refused_block_fail_without_an_error(make, host):
+    tier = make(slots=8, max_key_bytes=2)
+    tier.submit_store(1, [b"a", b"long"], [0, 1])
+    assert ended(tier, 1)[0].failed == [b"long"]
+    tier.put = lambda batch: [BlockOutcome.REFUSED] * len(batch.keys)
+    tier.submit_store(2, [b"c"], [0])
+    (result,) = ended(tier, 2)
+    assert (result.failed, result.error) == ([b"c"], "")
+    assert tier.stats().refused_blocks == 2
+    assert tier.lookup([b"c"]) == 0
+
+
+def test_cancelled_batches_that_have_not_begun_fail_at_once(make, host, store):
+    tier = make(slots=16, num_threads=1, max_batch_blocks=1)
+    put(tier, host, "ab")
+    store.gate.clear()
+    begun = store.num_begun
+    tier.submit_store(2, [b"c"], [2])
+    until(lambda: store.num_begun > begun)
+    tier.submit_load(3, keys_of("ab"), [5, 6])
+    tier.submit_store(4, keys_of("de"), [3, 4])
+    for job_id in (2, 3, 4, 99):
+        tier.cancel(job_id)
+    first, second = ended(tier, 3, 4)
+    assert (first.done, sorted(first.failed), first.error) == ([], keys_of("ab"), "")
+    assert (second.done, sorted(second.failed), second.error) == ([], keys_of("de"), "")
+    store.gate.set()
+    (result,) = ended(tier, 2)
+    assert result.done == [b"c"]
+    time.sleep(0.02)
+    assert tier.get_finished() == []
+    assert store.values.keys() == {b"a", b"b", b"c"}
+    assert put(tier, host, "de", 5).done == keys_of("de")
+
+
+def test_loads_overtake_stores_that_have_not_begun(make, host, store):
+    tier = make(slots=32, num_threads=1, max_batch_blocks=1)
+    put(tier, host, "a")
+    store.gate.clear()
+    begun = store.num_begun
+    tier.submit_store(2, [b"b"], [1])
+    until(lambda: store.num_begun > begun)
+    order = []
+    tier.on_stored = tier.on_loaded = lambda batch: order.extend(batch.keys)
+    tier.submit_store(3, [b"c"], [2])
+    tier.submit_load(4, [b"a"], [3])
+    store.gate.set()
+    ended(tier, 2, 3, 4)
+    assert order == [b"b", b"a", b"c"]
+
+
+@pytest.mark.parametrize("slots", [None, 8])
+def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, store, slots):
+    tier = make(slots=slots, num_threads=1)
+    put(tier, host, "ab")
+    hung = threading.Event()
+    tier.get = lambda batch: hung.wait() and None
+    tier.submit_load(2, keys_of("ab"), [5, 6])
+    until(lambda: not tier._jobs[2].batches[0]._unclaimed)
+    tier.reset()
+    until(lambda: not store.values)
+    time.sleep(0.01)
+    assert tier.get_finished() == []
+    assert tier.lookup(keys_of("ab")) == 0
+    assert not tier.submit_store(3, [b"c"], [0])
+    assert tier.stats().unavailable_reason == "reset under way"
+    hung.set()
+    ended(tier, 2)
+    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+    assert found(tier, "ab") == 0
+    assert put(tier, host, "c", 4).done == [b"c"]
+
+
+def test_reset_that_fails_is_tried_again_and_serves_nothing_meanwhile(make, host, store, monkeypatch):
+    monkeypatch.setattr(job_tier, "_RETRY_S", 0.005)
+    tier = make(slots=8)
+    put(tier, host, "ab")
+    store.fail["clear"] = OSError("read-only")
+    tier.reset()
+    until(lambda: tier.get_finished() == [] and "read-only" in tier.stats().unavailable_reason)
+    assert tier.stats().unavailable_reason == "reset failed: OSError: read-only"
+    assert tier.lookup(keys_of("ab")) == 0
+    assert not tier.submit_load(2, [b"a"], [0])
+    store.fail.clear()
+    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+    assert tier.lookup(keys_of("ab")) == 0
+    assert put(tier, host, "ab", 3).done == keys_of("ab")
+
+
+def test_store_before_a_reset_does_not_count_after_it(make, host, store):
+    tier = make(num_threads=1)
+    store.gate.clear()
+    begun = store.num_begun
+    tier.submit_store(1, [b"a"], [0])
+    until(lambda: store.num_begun > begun)
+    tier.reset()
+    store.gate.set()
+    ended(tier, 1)
+    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+    assert tier.stats().num_held == 0
+
+
+def test_slow_open_leaves_the_tier_unavailable_until_it_ends(make, host, store):
+    store.gate.clear()
+    tier = make(slots=8, found=keys_of("ab"), open_timeout_s=0.01)
+    assert tier.lookup([b"a"]) == 0
+    assert not tier.submit_store(1, [b"c"], [0])
+    assert tier.stats().unavailable_reason == "opening"
+    store.gate.set()
+    until(lambda: tier.lookup(keys_of("ab")) == 2)
+    assert tier.stats().num_blocks == 8
+
+
+def test_reset_while_opening_serves_nothing_of_what_was_found(make, host, store):
+    store.gate.clear()
+    tier = make(slots=8, found=keys_of("ab"), open_timeout_s=0.01)
+    tier.reset()
+    store.gate.set()
+    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+    assert tier.lookup(keys_of("ab")) == 0
+    assert put(tier, host, "ab").done == keys_of("ab")
+
+
+def test_error_of_open_is_raised_or_becomes_the_reason(make, host, store):
+    store.fail["open"] = OSError("no such server")
+    with pytest.raises(OSError, match="no such server"):
+        make(slots=8)
+    store.gate.clear()
+    tier = make(slots=8, open_timeout_s=0.01)
+    store.gate.set()
+    until(lambda: tier.stats().unavailable_reason == "opening failed: OSError: no such server")
+    assert tier.lookup([b"a"]) == 0
+
+
+def test_what_was_found_is_announced_once_in_pieces_without_what_left(make, host, monkeypatch):
+    monkeypatch.setattr(job_tier, "MAX_STEP_BLOCKS", 3)
+    tier = make(slots=5, found=keys_of("abcde"))
+    assert [(result.job_id, result.done) for result in tier.get_finished()] == [(None, keys_of("abc"))]
+    put(tier, host, "fghij")
+    reported = [result for _ in range(3) for result in tier.get_finished()]
+    assert [key for result in reported if result.job_id is None for key in result.done] == []
+
+
+def test_existence_is_asked_for_in_one_batch_and_remembered(make, store):
+    store.values.update({b"a": b"", b"b": b""})
+    tier = make(absent_s=10.0)
+    assert tier.lookup(keys_of("abc")) is None
+    assert tier.lookup(keys_of("abc")) is None
+    assert found(tier, "abc") == 2
+    assert found(tier, "bca") == 1
+    assert store.queries == [keys_of("abc")]
+
+
+def test_existence_query_that_hangs_counts_as_absent_after_its_deadline(make, store):
+    store.values[b"a"] = b""
+    tier = make(query_deadline_s=0.02)
+    store.gate.clear()
+    assert tier.lookup([b"a"]) is None
+    time.sleep(0.03)
+    assert tier.lookup([b"a"]) == 0
+    store.gate.set()
+    until(lambda: tier.get_finished() == [] and tier.lookup([b"a"]) == 1)
+
+
+@pytest.mark.parametrize("answer", [OSError("gone"), [True], None])
+def test_existence_query_that_fails_counts_as_absent(make, store, answer):
+    tier = make(absent_s=10.0)
+
+    def exists(keys):
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    tier.exists = exists
+    assert found(tier, "ab") == 0
+    assert tier.stats().io_errors == 1
+
+
+def test_existence_is_remembered_for_a_bounded_time_and_number_of_keys(monkeypatch):
+    cache = ExistenceCache(held_s=10, absent_s=1, deadline_s=5, max_keys=3)
+    cache.learn(keys_of("ab"), True, 0.0)
+    cache.learn(keys_of("c"), False, 0.0)
+    assert cache.count_held(keys_of("abc"), 0.5) == (2, [], False)
+    assert cache.count_held(keys_of("abc"), 1.5) == (3, [b"c"], False)
+    assert cache.count_held(keys_of("abc"), 11) == (3, keys_of("abc"), False)
+    cache.learn(keys_of("def"), True, 20.0)
+    assert cache.num_held == 3
+    assert cache.count_held(keys_of("a"), 20.0) == (1, [b"a"], False)
+    monkeypatch.setattr(existence, "_MAX_ASKED_KEYS", 2)
+    cache.ask(keys_of("xy"), 20.0)
+    assert cache.count_held(keys_of("dxyz"), 20.0) == (3, [], True)
+
+
+def test_index_refuses_contents_that_do_not_fit():
+    with pytest.raises(ValueError, match="2 keys share slots"):
+        SlotIndex(4, "lru", keys_of("ab"), [1, 1])
+    with pytest.raises(ValueError, match="2 keys in 1 slots of 4"):
+        SlotIndex(4, "lru", keys_of("ab"), [1])
+
+
+def test_block_being_rewritten_is_not_rewritten_twice_at_once():
+    index = SlotIndex(4, "lru", [], ())
+    placement = index.place([b"a"])
+    index.end_store(placement.keys, placement.keys)
+    assert index.quarantine([b"a"]) == [b"a"]
+    assert index.place([b"a"]).keys == [b"a"]
+    assert index.place([b"a"]).keys == []
+    index.end_store([b"a"], [b"a"])
+    assert index.count_held([b"a"]) == 1
+    assert index.place(keys_of("bcde")).evicted == [b"a"]
+
+
+def test_memory_tier_comes_from_a_configuration(host):
+    tier = MemoryTier.from_config({"capacity": 64, "cache_policy": "arc"}, host, {})
+    try:
+        assert tier.stats().num_blocks == 8
+    finally:
+        tier.shutdown()
+    with pytest.raises(ValueError, match="unknown options of a memory tier: path"):
+        MemoryTier.from_config({"path": "x"}, host, {})
+    with pytest.raises(ValueError, match="a memory tier needs 'capacity'"):
+        MemoryTier.from_config({}, host, {})
