@@ -1,24 +1,39 @@
-"""Many policies at many capacities: the what-if of `kvcache replay`."""
+"""Many policies at many capacities, with tiers below or without: the what-if of `kvcache replay`."""
 
 from __future__ import annotations
 
 import csv
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from io import StringIO
 from itertools import islice
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
 
 if TYPE_CHECKING:
+    from kvcache.cli.below import TierChoice
     from kvcache.cli.model import Weights
-    from kvcache.replay.grid import Cell, CompactTrace
+    from kvcache.replay.cells import Cell, Job
+    from kvcache.replay.compact import CompactTrace
+    from kvcache.replay.grid import Grid
     from kvcache.replay.requests import Request
+    from kvcache.replay.serving import Serving
     from kvcache.replay.trace import Trace
 
+INTERRUPTED = 130
 _REFRESH_REQUESTS = 1000
+_PLAIN_S = 30.0
+# A sample is replayed in so many shards, whose spread tells how far it is off.
+_NUM_SHARDS = 8
+_LEAST_BLOCKS = 8
+# Where nobody bounds it, a grid takes so much of the memory that is free.
+_MEMORY_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +43,11 @@ class Targets:
     json: str | None
     csv: str | None
     plot: str | None
+    checkpoint: str | None = None
 
     def files(self) -> str:
         """Return what has been written where, in one line."""
-        named = (("json", self.json), ("csv", self.csv), ("plot", self.plot))
+        named = (("json", self.json), ("csv", self.csv), ("plot", self.plot), ("checkpoint", self.checkpoint))
         return ", ".join(f"{kind}: {target}" for kind, target in named if target is not None)
 
     def check(self) -> None:
@@ -56,6 +72,49 @@ class Options:
     limit: int | None
     jobs: int | None
     is_quiet: bool = False
+    sample: float = 1.0
+    seed: int = 0
+    max_memory_bytes: int | None = None
+    dask: str | None = None
+    tiers: list[TierChoice] = field(default_factory=list)
+    prices: list[float | None] = field(default_factory=lambda: [None])
+    memory_bytes_per_s: float = 50e9
+    engines: int | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """What is known of a grid when it ends, or is stopped."""
+
+    title: str
+    grid: Grid
+    options: Options
+    weights: Weights | None
+    compact: CompactTrace
+    found: dict[Job, Cell]
+    wanted: list[Job]
+    unbounded: Job
+    baseline: dict[str, Any] | None
+    is_complete: bool
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The finished cells, in the grid's order."""
+        return [self.found[job] for job in self.wanted if job in self.found]
+
+    @property
+    def media(self) -> list[str]:
+        """Host memory and the tiers below it, as reports call them."""
+        return ["memory", *(tier.name for tier in self.options.tiers)]
+
+    def stack_name(self, cell: Cell) -> str:
+        """Return what lies below host memory in a cell."""
+        block_bytes = self.options.block_bytes or 1
+        named = [
+            f"{tier.name} {common.human_bytes(blocks * block_bytes)}"
+            for tier, blocks in zip(self.options.tiers, cell.tiers, strict=False)
+        ]
+        return " + ".join(named) or "none"
 
 
 def run(
@@ -66,49 +125,184 @@ def run(
     weights: Weights | None,
     targets: Targets,
 ) -> None:
-    """Simulate the grid and report.
+    """Simulate the grid and report; Ctrl-C ends it with what has finished so far.
 
     Raises
     ------
     ValueError
-        A policy, a capacity or a target is bad.
+        A policy, a capacity, a target or the checkpoint is bad.
     CommandError
         A process of the grid died.
     """
-    from kvcache.replay.grid import CompactTrace, check_grid, optimum_cell, simulate
+    from kvcache.cli.below import stacks_of
+    from kvcache.replay.cells import OPTIMUM, Job, Plan
+    from kvcache.replay.checkpoint import Checkpoint
+    from kvcache.replay.compact import CompactTrace
+    from kvcache.replay.grid import Grid, check_grid, run_grid
     from kvcache.replay.keys import split_block_size
     from kvcache.replay.requests import ReplayError
 
     check_grid(policies, capacities)
-    block_bytes, split = options.block_bytes, options.split
-    block_size = split_block_size(trace.block_size, split)
+    split_block_size(trace.block_size, options.split)
     targets.check()
-    console = common.console(targets.json or targets.csv)
+    stacks = stacks_of(options.tiers, options.block_bytes) if options.block_bytes else [()]
+    num_shards = 1 if options.sample == 1 else _NUM_SHARDS
     started = monotonic()
-    with common.progress("replays", options.is_quiet) as bar:
-        task = bar.add_task("reading", total=1.0, done=0, status="")
-        num_cells = len(policies) * len(capacities)
+    unbounded = Job(OPTIMUM, None)
+    with ExitStack() as open_now:
+        folder = Path(open_now.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-trace-")))
+        progress = open_now.enter_context(_Progress(options.is_quiet))
 
         def read() -> Iterator[Request]:
             for i, request in enumerate(islice(trace, options.limit)):
                 if i % _REFRESH_REQUESTS == 0:
-                    bar.update(task, completed=trace.position_bytes / trace.size_bytes)
+                    progress.update("reading", trace.position_bytes / trace.size_bytes, f"{i:,} requests")
                 yield request
 
-        def progressed(share: float) -> None:
-            bar.update(task, completed=share, done=int(share * num_cells))
+        compact = CompactTrace.spool(read(), trace.block_size, folder, options.sample, options.seed)
+        serving = _serving(options, weights, compact)
+        grid = Grid(policies, capacities, stacks, Plan(options.split, options.store_threshold, num_shards, serving))
+        wanted = grid.cells()
+        found: dict[Job, Cell] = {}
+        checkpoint = None
+        if targets.checkpoint is not None:
+            checkpoint = open_now.enter_context(Checkpoint(targets.checkpoint, _facts_of(compact, grid, options)))
+            found = {job: cell for job, cell in checkpoint.cells.items() if job in [*wanted, unbounded]}
+        total = len(wanted) + 1
+        before = len(found)
 
-        compact = CompactTrace.of(read(), trace.block_size)
-        bar.update(task, description="simulating", completed=0.0)
+        def progressed(share: float) -> None:
+            status = f"{len(found):,} of {total:,} cells"
+            progress.update("simulating", before / total + share * (1 - before / total), status)
+
+        is_complete = True
         try:
-            cells = simulate(compact, policies, capacities, split, options.store_threshold, options.jobs, progressed)
+            for cell in run_grid(
+                compact,
+                grid,
+                known=found,
+                with_unbounded=True,
+                num_processes=options.jobs,
+                max_memory_bytes=options.max_memory_bytes or _free_bytes(),
+                progressed=progressed,
+                runner=_runner(options),
+            ):
+                found[Job(cell.policy, cell.num_blocks, cell.tiers)] = cell
+                if checkpoint is not None:
+                    checkpoint.add(cell)
+        except KeyboardInterrupt:
+            is_complete = False
         except ReplayError as error:
             raise common.CommandError(str(error)) from error
-        unbounded = optimum_cell(compact, None, split)
-        bar.update(task, completed=1.0, done=num_cells)
+        baseline = _baseline(compact, serving)
+        result = Result(
+            f"{trace.name} ({trace.format})",
+            grid,
+            options,
+            weights,
+            compact,
+            found,
+            wanted,
+            unbounded,
+            baseline,
+            is_complete,
+        )
+        progress.stop()
+        _report(result, trace, targets, monotonic() - started)
+    if not is_complete:
+        print(f"kvcache: stopped: {len(found):,} of {total:,} cells have finished", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
-    title = f"{trace.name} ({trace.format})"
-    facts = [_facts(cell, block_bytes, weights) for cell in cells]
+
+class _Progress:
+    """A bar on a terminal; elsewhere a line every half a minute, so that a log shows that something moves."""
+
+    def __init__(self, is_quiet: bool) -> None:
+        self._bar = common.progress("%", is_quiet)
+        self._task: Any = None
+        self._is_plain = not is_quiet and not self._bar.console.is_terminal
+        self._due = monotonic() + _PLAIN_S
+
+    def __enter__(self) -> _Progress:
+        self._bar.__enter__()
+        self._task = self._bar.add_task("reading", total=1.0, done=0, status="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+    def update(self, stage: str, share: float, status: str) -> None:
+        self._bar.update(self._task, description=stage, completed=share, done=int(100 * share), status=status)
+        if self._is_plain and monotonic() >= self._due:
+            print(f"kvcache: {stage}: {share:.0%}, {status}", file=sys.stderr, flush=True)
+            self._due = monotonic() + _PLAIN_S
+
+
+def _runner(options: Options) -> Any:
+    if options.dask is None:
+        return None
+    from kvcache.replay.on_dask import DaskRunner
+
+    return DaskRunner(options.dask)
+
+
+def _free_bytes() -> int | None:
+    """Return most of the memory that is free, or None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    free = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if free is None else int(int(free) * 1024 * _MEMORY_SHARE)
+
+
+def _serving(options: Options, weights: Weights | None, compact: CompactTrace) -> Serving | None:
+    if options.block_bytes is None or not (options.tiers or weights):
+        return None
+    from kvcache.replay.serving import Medium, Serving, engines_for
+
+    rates = [options.memory_bytes_per_s, *(tier.bytes_per_s for tier in options.tiers)]
+    names = ["memory", *(tier.name for tier in options.tiers)]
+    media = tuple(map(Medium, names, rates, options.prices))
+    token_s = weights.saved_s(1) if weights else None
+    engines = options.engines
+    if engines is None:
+        engines = 1 if token_s is None else engines_for(compact.arrivals_s, compact.num_tokens, token_s)
+    return Serving(options.block_bytes, media, token_s, engines)
+
+
+def _baseline(compact: CompactTrace, serving: Serving | None) -> dict[str, Any] | None:
+    """Return what serving without any cache would be like, where that can be known."""
+    if serving is None or serving.token_prefill_s is None or compact.rate < 1:
+        return None
+    import numpy as np
+
+    from kvcache.replay.serving import Flow, weigh
+
+    none = np.zeros((len(compact), len(serving.media)), dtype=np.int64)
+    flow = Flow(none, none, none[:, 0])
+    facts = weigh(np.asarray(compact.arrivals_s), np.asarray(compact.input_lengths), flow, serving)
+    return {name: facts[name] for name in ("ttft_p50_s", "ttft_p99_s", "engine_busy", "num_engines")}
+
+
+def _facts_of(compact: CompactTrace, grid: Grid, options: Options) -> dict[str, Any]:
+    from kvcache.replay.grid import facts_of
+
+    weighed = repr(grid.plan.serving)
+    return {"trace": compact.digest, **facts_of(grid), "weighed_by": weighed}
+
+
+def _report(result: Result, trace: Trace, targets: Targets, elapsed_s: float) -> None:
+    from kvcache.replay.keys import split_block_size
+
+    options, weights = result.options, result.weights
+    console = common.console(targets.json or targets.csv)
+    unbounded = result.found.get(result.unbounded)
+    facts = [_facts(cell, result) for cell in result.cells]
+    block_size = split_block_size(trace.block_size, options.split)
     document = {
         "source": {
             "kind": "trace",
@@ -116,67 +310,139 @@ def run(
             "format": trace.format,
             "skipped_lines": trace.num_skipped,
         },
-        "block_bytes": block_bytes,
+        "complete": result.is_complete,
+        "block_bytes": options.block_bytes,
         "block_size": block_size,
         "store_threshold": options.store_threshold,
-        "elapsed_s": monotonic() - started,
+        "sample": options.sample,
+        "elapsed_s": elapsed_s,
         "model": weights.as_dict() if weights else None,
+        "tiers": [{"name": tier.name, "bytes_per_s": tier.bytes_per_s} for tier in options.tiers],
+        "no_cache": result.baseline,
         "cells": facts,
-        "unbounded": _facts(unbounded, block_bytes, weights),
+        "unbounded": _facts(unbounded, result) if unbounded else None,
     }
-    _write_csv(targets.csv, facts)
-    if targets.plot is not None:
+    if facts:
+        _write_csv(targets.csv, facts)
+    if targets.plot is not None and facts and unbounded is not None:
         from kvcache.replay.plot import Chart, draw
 
-        footnote = _footnote(compact, split, block_size, weights)
-        draw(Chart(title, cells, unbounded, block_bytes, footnote), targets.plot)
+        names = tuple(tier.name for tier in options.tiers)
+        footnote = _footnote(result, block_size)
+        draw(Chart(result.title, result.cells, unbounded, options.block_bytes, footnote, names), targets.plot)
     common.write_json(targets.json, document)
-    if "-" not in (targets.json, targets.csv):
-        _print(console, title, cells, unbounded, block_bytes, block_size, weights)
-        if trace.num_skipped:
-            console.print(f"bad lines skipped: {trace.num_skipped:,}")
-        if written := targets.files():
-            console.print(written, soft_wrap=True, markup=False)
+    if "-" in (targets.json, targets.csv):
+        return
+    if facts and unbounded is not None:
+        _print(console, result, unbounded, block_size)
+    elif facts:
+        for cell in result.cells:
+            console.print(f"{cell.policy} at {cell.num_blocks:,} blocks: {cell.block_hit_rate:.2%}", soft_wrap=True)
+    if trace.num_skipped:
+        console.print(f"bad lines skipped: {trace.num_skipped:,}")
+    if written := targets.files():
+        console.print(written, soft_wrap=True, markup=False)
 
 
-def _facts(cell: Cell, block_bytes: int | None, weights: Weights | None) -> dict[str, Any]:
+def _facts(cell: Cell, result: Result) -> dict[str, Any]:
     facts = cell.as_dict()
+    block_bytes, weights = result.options.block_bytes, result.weights
     facts["memory_bytes"] = None if cell.num_blocks is None or block_bytes is None else cell.num_blocks * block_bytes
+    facts["tier_bytes"] = [blocks * (block_bytes or 0) for blocks in cell.tiers]
     facts["saved_prefill_s"] = weights.saved_s(cell.hit_tokens) if weights else None
     return facts
 
 
-def _footnote(compact: CompactTrace, split: int, block_size: int, weights: Weights | None) -> str:
-    blocks = f"{len(compact):,} requests, {len(compact.ids) * split:,} blocks of {block_size} tokens"
+def _footnote(result: Result, block_size: int) -> str:
+    compact, weights = result.compact, result.weights
+    blocks = f"{len(compact):,} requests, {compact.num_blocks * result.options.split:,} blocks of {block_size} tokens"
+    if compact.rate < 1:
+        blocks += f", 1 in {1 / compact.rate:g} sampled"
     return f"{blocks}; {weights.model.name}, {weights.model.dtype}" if weights else blocks
 
 
-def _print(
-    console: Any,
-    title: str,
-    cells: list[Cell],
-    unbounded: Cell,
-    block_bytes: int | None,
-    block_size: int,
-    weights: Weights | None,
-) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def _print(console: Any, result: Result, unbounded: Cell, block_size: int) -> None:
+    if result.options.tiers:
+        _print_tiers(console, result, unbounded, block_size)
+    else:
+        _print_policies(console, result, unbounded, block_size)
+    for line in best_policies(result.cells, result.stack_name if result.options.tiers else None):
+        console.print(line, soft_wrap=True, markup=False)
+    if result.compact.rate < 1:
+        least = _LEAST_BLOCKS * _NUM_SHARDS / result.compact.rate
+        console.print(
+            f"estimated from 1 block in {1 / result.compact.rate:g}, in {_NUM_SHARDS} shards: +- is twice the standard "
+            "error",
+            soft_wrap=True,
+        )
+        if any(cell.num_blocks and cell.num_blocks < least for cell in result.cells):
+            console.print(f"capacities below {least:,.0f} blocks are too small for this sample", soft_wrap=True)
 
-    policies = list(dict.fromkeys(cell.policy for cell in cells))
-    rows: dict[int | None, list[Cell]] = {}
+
+def best_policies(cells: list[Cell], stack_name: Callable[[Cell], str] | None) -> Iterator[str]:
+    """Yield a line for each run of capacities at which one policy hits most, with its margin to the next.
+
+    Parameters
+    ----------
+    cells : list of Cell
+        Of several policies; the optimum is left out.
+    stack_name : callable, optional
+        What lies below host memory in a cell, where that is to be told.
+
+    Yields
+    ------
+    str
+        A sentence.
+    """
+    from kvcache.replay.cells import OPTIMUM
+
+    places: dict[tuple[tuple[int, ...], int], list[Cell]] = {}
     for cell in cells:
-        rows.setdefault(cell.num_blocks, []).append(cell)
-    rows[None] = [unbounded] * len(policies)
+        if cell.policy != OPTIMUM and cell.num_blocks is not None:
+            places.setdefault((cell.tiers, cell.num_blocks), []).append(cell)
+    runs: list[tuple[tuple[int, ...], str, list[tuple[Cell, Cell]]]] = []
+    for (tiers, _), there in sorted(places.items()):
+        if len(there) < 2:
+            continue
+        first, second = sorted(there, key=lambda cell: -cell.block_hit_rate)[:2]
+        if not runs or runs[-1][:2] != (tiers, first.policy):
+            runs.append((tiers, first.policy, []))
+        runs[-1][2].append((first, second))
+    for _, policy, pairs in runs:
+        low, high = pairs[0][0], pairs[-1][0]
+        margins = [100 * (first.block_hit_rate - second.block_hit_rate) for first, second in pairs]
+        rivals = ", ".join(dict.fromkeys(second.policy for _, second in pairs))
+        where = f"{low.num_blocks:,}" if low is high else f"{low.num_blocks:,} to {high.num_blocks:,}"
+        least, most = f"{min(margins):.2f}", f"{max(margins):.2f}"
+        margin = least if least == most else f"{least} to {most}"
+        below = f", tiers {stack_name(low)}" if stack_name is not None else ""
+        if most == "0.00":
+            yield f"best at {where} blocks{below}: no policy, {policy} and {rivals} hit alike"
+            continue
+        yield f"best at {where} blocks{below}: {policy}, by {margin} points over {rivals}"
+
+
+def _print_policies(console: Any, result: Result, unbounded: Cell, block_size: int) -> None:
+    cells, weights, block_bytes = result.cells, result.weights, result.options.block_bytes
+    policies = list(dict.fromkeys(cell.policy for cell in cells))
+    by_place = {(cell.policy, cell.num_blocks): cell for cell in cells}
+    places = sorted({cell.num_blocks for cell in cells if cell.num_blocks is not None})
 
     def memory_of(num_blocks: int | None) -> list[str]:
         if block_bytes is None:
             return []
         return [common.human_bytes(num_blocks * block_bytes) if num_blocks else ""]
 
+    def rate(cell: Cell) -> str:
+        error = f" +-{200 * cell.block_hit_error:.2f}" if cell.block_hit_error is not None else ""
+        return f"{cell.block_hit_rate:.2%}{error}"
+
     views: list[tuple[str, Callable[[Cell], str]]] = [
-        (f"{title}: blocks hit, of {unbounded.blocks:,} of {block_size} tokens", lambda cell: f"{cell.hit_blocks:,}"),
-        ("share of blocks hit", lambda cell: f"{cell.block_hit_rate:.2%}"),
+        (
+            f"{result.title}: blocks hit, of {unbounded.blocks:,} of {block_size} tokens",
+            lambda cell: f"{cell.hit_blocks:,}",
+        ),
+        ("share of blocks hit", rate),
     ]
     saved_s = weights.saved_s(unbounded.hit_tokens) if weights else None
     if weights is not None and saved_s is not None:
@@ -188,30 +454,134 @@ def _print(
         views.append((f"prefill saved, at least, in {unit} ({weights})", saved))
     for heading, shown in views:
         lines = [
-            ("no limit" if num_blocks is None else f"{num_blocks:,}", *memory_of(num_blocks), *map(shown, row))
-            for num_blocks, row in rows.items()
+            (
+                "no limit" if place is None else f"{place:,}",
+                *memory_of(place),
+                *(
+                    shown(unbounded if place is None else by_place[policy, place])
+                    if place is None or (policy, place) in by_place
+                    else ""
+                    for policy in policies
+                ),
+            )
+            for place in (*places, None)
         ]
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for name, *values in zip(("blocks", *["memory"] * (block_bytes is not None), *policies), *lines, strict=True):
-            # A long name is folded; a figure never is.
-            table.add_column(name, justify="right", overflow="fold", min_width=max(map(len, values)))
-        for line in lines[:-1]:
-            table.add_row(*line)
-        table.add_section()
-        table.add_row(*lines[-1])
+        heads = ("blocks", *["memory"] * (block_bytes is not None), *policies)
         console.print(heading, soft_wrap=True, markup=False)
-        console.print(table, crop=False)
+        console.print(_plain_table(heads, lines[:-1], lines[-1]), crop=False)
+
+
+def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int) -> None:
+    block_bytes = result.options.block_bytes or 1
+    media = result.media
+    lines: list[tuple[str, ...]] = []
+    flows: list[tuple[str, ...]] = []
+    for cell in sorted(result.cells, key=lambda cell: (cell.num_blocks or 0, len(cell.tiers), cell.tiers)):
+        serving = cell.serving or {}
+        served = serving.get("media", [])
+        where = (common.human_bytes((cell.num_blocks or 0) * block_bytes), result.stack_name(cell), cell.policy)
+        hits = [f"{medium['hit_blocks'] / max(1, cell.blocks):.2%}" for medium in served]
+        error = f" +-{200 * cell.block_hit_error:.2f}" if cell.block_hit_error is not None else ""
+        lines.append(
+            (
+                *where,
+                *(hits + [""] * len(media))[: len(media)],
+                f"{cell.block_hit_rate:.2%}{error}",
+                _shown(serving.get("saved_prefill_share"), "{:.1%}"),
+                _shown(serving.get("ttft_p50_s"), "{:.2f} s"),
+                _shown(serving.get("ttft_p99_s"), "{:.2f} s"),
+                _shown(serving.get("engine_busy"), "{:.0%}"),
+                _shown(serving.get("load_s"), "{:,.0f} s"),
+                _shown(serving.get("price"), "{:,.0f}"),
+            )
+        )
+        for medium in served:
+            if "read_bytes" not in medium:
+                continue
+            written = medium["write_bytes_per_day"]
+            flows.append(
+                (
+                    *where,
+                    medium["name"],
+                    _shown(medium["read_gb_per_s"], "{:.2f}"),
+                    _shown(medium["read_peak_gb_per_s"], "{:.2f}"),
+                    _shown(medium["write_gb_per_s"], "{:.2f}"),
+                    _shown(medium["write_peak_gb_per_s"], "{:.2f}"),
+                    f"{medium['load_s']:,.0f} s",
+                    "" if written is None else common.human_bytes(written),
+                )
+            )
+    heads = ("memory", "below", "policy", *media, "hits", "saved", "TTFT p50", "p99", "busy", "loads", "price")
+    title = f"{result.title}: share of blocks hit, by medium, of {unbounded.blocks:,} of {block_size} tokens"
+    console.print(f"{title}; no limit: {unbounded.block_hit_rate:.2%}", soft_wrap=True, markup=False)
+    console.print(_plain_table(*_used_columns(heads, lines)), crop=False)
+    if result.baseline is not None:
+        base = result.baseline
+        engines = base["num_engines"]
+        console.print(
+            f"without a cache: TTFT p50 {_shown(base['ttft_p50_s'], '{:.2f} s')}, p99 "
+            f"{_shown(base['ttft_p99_s'], '{:.2f} s')}, {engines} engine{'s' * (engines > 1)} busy "
+            f"{_shown(base['engine_busy'], '{:.0%}')} ({result.weights})",
+            soft_wrap=True,
+        )
+    if flows:
+        heads = ("memory", "below", "policy", "medium", "read", "busiest minute", "write", "busiest minute")
+        console.print("what each medium must sustain, in GB/s; loads in all; bytes written a day")
+        console.print(_plain_table((*heads, "loads", "written a day"), flows), crop=False)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _used_columns(
+    heads: tuple[str, ...], lines: list[tuple[str, ...]]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Leave out columns that hold nothing."""
+    used = [i for i in range(len(heads)) if any(line[i] for line in lines)]
+    return tuple(heads[i] for i in used), [tuple(line[i] for i in used) for line in lines]
+
+
+def _plain_table(heads: tuple[str, ...], lines: list[tuple[str, ...]], last: tuple[str, ...] | None = None) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name, *values in zip(heads, *lines, *([last] if last else []), strict=True):
+        # A long name is folded; a figure never is.
+        width = max(map(len, [*values, *name.split()]))
+        table.add_column(name, justify="right", overflow="fold", min_width=width)
+    for line in lines:
+        table.add_row(*line)
+    if last is not None:
+        table.add_section()
+        table.add_row(*last)
+    return table
 
 
 def _write_csv(target: str | None, cells: list[dict[str, Any]]) -> None:
     if target is None:
         return
-    rows = [{name: value for name, value in cell.items() if name != "bookkeeping_us"} for cell in cells]
-    for row, cell in zip(rows, cells, strict=True):
+    rows = []
+    for cell in cells:
+        row = {name: value for name, value in cell.items() if not isinstance(value, dict | list | tuple)}
+        row.pop("bookkeeping_us", None)
+        row.pop("serving", None)
         for name in ("p50", "p99", "max"):
             row[f"bookkeeping_{name}_us"] = (cell["bookkeeping_us"] or {}).get(name)
+        for i, size in enumerate(cell["tier_bytes"], 1):
+            row[f"tier{i}_bytes"] = size
+        serving = cell["serving"] or {}
+        row |= {name: value for name, value in serving.items() if name != "media"} | {
+            "saved_prefill_s": cell["saved_prefill_s"]
+        }
+        for i, medium in enumerate(serving.get("media", ())):
+            prefix = f"tier{i}" if i else "memory"
+            row |= {f"{prefix}_{name}": value for name, value in medium.items()}
+        rows.append(row)
+    names = list(dict.fromkeys(name for row in rows for name in row))
     text = StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     common.write_text("--csv", target, text.getvalue())

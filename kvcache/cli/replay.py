@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache.cli import common, model
+from kvcache.cli import below, common, model
 
 if TYPE_CHECKING:
     from kvcache.replay.tiered import DiskChoice
@@ -67,7 +67,34 @@ def replay(
     plot: Annotated[
         str | None, typer.Option("--plot", help="Draw a grid: .png, .svg or .html.", metavar="FILE")
     ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Processes of a grid [default: one per CPU].")] = None,
+    tier: below.TierOption = None,
+    memory_rate: below.MemoryRateOption = "50GB/s",
+    engines: below.EnginesOption = None,
+    price: below.PriceOption = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes of a grid [default: one per CPU].", show_default=False)
+    ] = None,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--max-memory",
+            help="Memory that a grid may take [default: 80 % of what is free].",
+            metavar="SIZE",
+            show_default=False,
+        ),
+    ] = None,
+    sample: Annotated[float, typer.Option(help="Replay this share of the blocks, with error bars.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Which blocks a sample holds.")] = 0,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep finished cells in this file, and go on from what it holds.", metavar="FILE", show_default=False
+        ),
+    ] = None,
+    dask: Annotated[
+        str | None,
+        typer.Option(help="Run a grid on this Dask scheduler.", metavar="tcp://HOST:PORT", show_default=False),
+    ] = None,
     model_name: model.ModelOption = None,
     layers: model.LayersOption = None,
     heads: model.HeadsOption = None,
@@ -100,24 +127,51 @@ def replay(
     if jobs is not None:
         common.at_least("--jobs", jobs, 1)
     common.at_least("--store-threshold", store_threshold, 0)
+    if not 0 < sample <= 1:
+        raise ValueError(f"--sample must be a share > 0 and <= 1, got {sample}")
+    common.at_least("--seed", seed, 0)
+    if engines is not None:
+        common.at_least("--engines", engines, 1)
     policies = policy.split(",")
+    tiers = below.parse_tiers(tier)
+    if tiers and not sized:
+        raise ValueError(
+            f"--tier needs the size of a block, got {tier[0] if tier else ''!r} alone: name a model (--model "
+            "llama-3.1-8b, or its config.json), give its shape (--layers, --heads, --head-size), or say --block-bytes"
+        )
 
     with Trace(file, format, skip_bad) as trace:
         if weights is not None:
             bytes_per_block = weights.model.token_bytes * split_block_size(trace.block_size, split)
         capacities = common.parse_capacities(blocks, memory, bytes_per_block, default="10000")
-        if len(policies) > 1 or len(capacities) > 1 or policies == ["min"] or csv is not None or plot is not None:
+        is_grid = len(policies) > 1 or len(capacities) > 1 or policies == ["min"] or bool(tiers) or sample < 1
+        if is_grid or any(target is not None for target in (csv, plot, checkpoint, dask)):
             if data:
                 raise ValueError(
-                    f"--data replays one policy at one capacity, without --csv and --plot; got {policy!r} and "
-                    f"{len(capacities)} capacities"
+                    f"--data replays one policy at one capacity, without --csv, --plot, --tier and --sample; got "
+                    f"{policy!r} and {len(capacities)} capacities"
                 )
             if what_if:
                 raise ValueError(f"--what-if is for one policy at one capacity, got {policy!r} and {len(capacities)}")
             if disk is not None:
                 raise ValueError(f"--disk replays one policy at one capacity, got {policy!r} and {len(capacities)}")
-            targets = grid.Targets(json, csv, plot)
-            options = grid.Options(bytes_per_block if sized else None, split, store_threshold, limit, jobs, quiet)
+            targets = grid.Targets(json, csv, plot, checkpoint)
+            options = grid.Options(
+                block_bytes=bytes_per_block if sized else None,
+                split=split,
+                store_threshold=store_threshold,
+                limit=limit,
+                jobs=jobs,
+                is_quiet=quiet,
+                sample=sample,
+                seed=seed,
+                max_memory_bytes=None if max_memory is None else common.parse_size("--max-memory", max_memory),
+                dask=dask,
+                tiers=tiers,
+                prices=below.parse_prices(price, 1 + len(tiers)),
+                memory_bytes_per_s=below.parse_rate("--memory-rate", memory_rate),
+                engines=engines,
+            )
             grid.run(trace, policies, capacities, options, weights, targets)
             return
         if what_if and disk is not None:

@@ -78,7 +78,7 @@ def run(
     from kvcache.control.cpu import CPUOffloadingManager
     from kvcache.replay.keys import KeyMaker, split_block_size
     from kvcache.replay.requests import ReplayError
-    from kvcache.replay.run import Replay, check_policy
+    from kvcache.replay.run import Replay, ReplayClock, check_policy
 
     block_size = split_block_size(source.block_size, settings.split)
     make_keys = KeyMaker(settings.split)
@@ -97,6 +97,7 @@ def run(
                 _check_memory(settings)
             payload = open_now.enter_context(VerifiedPayload(settings.num_blocks, settings.block_bytes))
         tiered = None
+        arrivals = ReplayClock()
         if settings.disk is None:
             plain = CPUOffloadingManager(
                 block_size,
@@ -104,6 +105,7 @@ def run(
                 settings.policy,
                 store_threshold=settings.store_threshold,
                 what_if=settings.what_if,
+                clock=arrivals,
             )
             manager: OffloadingManager = plain
         else:
@@ -122,7 +124,7 @@ def run(
                     store_threshold=settings.store_threshold,
                 )
             )
-        replay = Replay(manager, payload, tiered.clock) if tiered else Replay(manager, payload)
+        replay = Replay(manager, payload, tiered.clock) if tiered else Replay(manager, payload, arrivals=arrivals)
         try:
             _drive(replay, requests, make_keys, settings.is_quiet, progressed)
         except ReplayError as error:

@@ -59,6 +59,8 @@ class CompactTrace:
         Blocks and tokens of the whole trace, those left out included; 0: as many as the arrays say.
     digest : str
         What tells this trace from another; empty if it was not asked for.
+    folder : pathlib.Path, optional
+        Where its files are, if they are mapped.
     """
 
     ids: Int64Array
@@ -70,6 +72,7 @@ class CompactTrace:
     all_blocks: int = 0
     all_tokens: int = 0
     digest: str = field(default="", compare=False)
+    folder: Path | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, requests: Iterable[Request], block_size: int) -> CompactTrace:
@@ -168,7 +171,8 @@ class CompactTrace:
     def load(cls, folder: Path) -> CompactTrace:
         """Map what `save` or `spool` wrote to `folder`."""
         arrays = [_mapped(folder / f"{name}.raw", dtype) for name, dtype in _ARRAYS.items()]
-        return cls(*arrays, **json.loads((folder / "trace.json").read_text()))
+        facts = json.loads((folder / "trace.json").read_text())
+        return cls(*arrays, **facts | {"folder": folder})
 
     def __len__(self) -> int:
         return len(self.input_lengths)
@@ -209,19 +213,23 @@ class CompactTrace:
 
     def shard(self, index: int, num_shards: int) -> CompactTrace:
         """Return the part of a sample whose ids fall into one of `num_shards`, in memory."""
-        ids, bounds, lengths = [], [0], []
-        for request in self:
-            mine = mixed(request.hash_ids ^ np.int64(_PART_SALT >> np.uint64(1))) % np.uint64(num_shards) == index
-            ids.append(request.hash_ids[mine])
-            bounds.append(bounds[-1] + len(ids[-1]))
-            # In proportion: which block is the partial one is not known any more.
-            share = len(ids[-1]) / max(1, len(request.hash_ids))
-            lengths.append(round(request.input_length * share))
+        ids, counts = [], []
+        for first, last in self.pieces():
+            bounds = self.bounds[first : last + 1]
+            piece = np.asarray(self.ids[int(bounds[0]) : int(bounds[-1])])
+            mine = mixed(piece ^ np.int64(_PART_SALT >> np.uint64(1))) % np.uint64(num_shards) == index
+            before = np.concatenate(([0], np.cumsum(mine)))
+            counts.append(np.diff(before[bounds - bounds[0]]))
+            ids.append(piece[mine])
+            give_back(self.ids)
+        kept = np.concatenate(counts) if counts else np.empty(0, np.int64)
+        # In proportion: which block is the partial one is not known any more.
+        shares = kept / np.maximum(np.diff(self.bounds), 1)
         return CompactTrace(
             np.concatenate(ids) if ids else np.empty(0, np.int64),
-            np.array(bounds, dtype=np.int64),
-            np.array(lengths, dtype=np.int64),
-            self.arrivals_s,
+            np.concatenate(([0], np.cumsum(kept))).astype(np.int64),
+            np.round(self.input_lengths * shares).astype(np.int64),
+            np.asarray(self.arrivals_s),
             self.block_size,
             self.rate / num_shards,
             self.num_blocks,

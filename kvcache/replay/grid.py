@@ -224,7 +224,8 @@ def run_grid(
             finished = _counted(runner.run(trace, jobs, grid.plan), len(jobs), report)
         else:
             workers = min(len(jobs), num_processes or len(os.sched_getaffinity(0)))
-            if workers <= 1 and max_memory_bytes is None:
+            if workers <= 1 and len(trace.ids) <= _MANY_IDS:
+                _check_memory({job: cell_bytes(job, len(trace.ids), grid.plan) for job in jobs}, max_memory_bytes)
                 finished = _run_here(trace, jobs, grid.plan, report)
             else:
                 name = open_now.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-grid-"))
@@ -247,6 +248,16 @@ def cell_bytes(job: Job, num_ids: int, plan: Plan) -> int:
     each = _PLUGIN_BLOCK_BYTES if ":" in job.policy else _BLOCK_BYTES
     most = num_ids * plan.split
     return _PROCESS_BYTES + each * sum(min(blocks, most) for blocks in (job.num_blocks or 0, *job.tiers))
+
+
+def _check_memory(needs: Mapping[Job, int], max_memory_bytes: int | None) -> None:
+    job = max(needs, key=needs.__getitem__)
+    if max_memory_bytes is not None and needs[job] > max_memory_bytes:
+        blocks = "no limit" if job.num_blocks is None else f"{job.num_blocks:,} blocks"
+        raise ValueError(
+            f"{job.policy} at {blocks} needs about {needs[job] / (1 << 20):,.0f} MiB, more than the "
+            f"{max_memory_bytes / (1 << 20):,.0f} MiB it may take: sample the trace (--sample 0.1 needs a tenth)"
+        )
 
 
 def _work_of(job: Job) -> float:
@@ -287,25 +298,23 @@ def _run_processes(
     max_memory_bytes: int | None,
     folder: Path,
 ) -> Iterator[tuple[Job, Cell]]:
-    trace.save(folder)
+    if trace.folder is not None:
+        folder = trace.folder
+    else:
+        trace.save(folder)
     distinct = len(trace.ids)
-    if plan.num_shards == 1 and (max_memory_bytes is not None or any(job.policy == OPTIMUM for job in jobs)):
+    if plan.num_shards == 1 and (len(trace.ids) > _MANY_IDS or any(job.policy == OPTIMUM for job in jobs)):
         sort_bytes = None if max_memory_bytes is None else max_memory_bytes // 2
         nexts, distinct = next_uses(CompactTrace.load(folder), folder, sort_bytes)
         del nexts
     needs = {job: cell_bytes(job, -(-distinct // plan.num_shards), plan) for job in jobs}
-    if max_memory_bytes is not None and max(needs.values()) > max_memory_bytes:
-        job = max(jobs, key=needs.__getitem__)
-        raise ValueError(
-            f"{job.policy} at {job.num_blocks:,} blocks needs about {needs[job] / (1 << 30):.2f} GiB, more than the "
-            f"{max_memory_bytes / (1 << 30):.2f} GiB it may take: sample the trace (--sample 0.1 needs a tenth)"
-        )
+    _check_memory(needs, max_memory_bytes)
     # Ids done of each job, and behind them whether to stop: a job that has begun cannot be cancelled.
     done = np.lib.format.open_memmap(folder / "done.npy", mode="w+", dtype=np.int64, shape=(len(jobs) + 1,))
     work = np.array([_work_of(job) for job in jobs]) / max(1, len(trace.ids))
     total = max(1e-9, float(work.sum()) * len(trace.ids))
     # A process that has ended gives its memory back; one that goes on may keep some of it.
-    is_large = max_memory_bytes is not None or len(trace.ids) > _MANY_IDS
+    is_large = len(trace.ids) > _MANY_IDS
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1 if is_large else None) as pool:
         waiting = list(enumerate(jobs))

@@ -1,4 +1,7 @@
-"""Draw hit rate over capacity: a line per policy, the offline optimum as ceiling, the unbounded cache as rim."""
+"""Draw hit rate over capacity: a line per policy, the offline optimum as ceiling, the unbounded cache as rim.
+
+At one capacity there is no line to draw: then it is bars, one a policy, in the parts that each medium served.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache.replay.grid import OPTIMUM
+from kvcache.replay.cells import OPTIMUM
+from kvcache.replay.style import COLOURS, INK, MARKERS, caption, new_figure, plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvcache.replay.grid import Cell
+    from kvcache.replay.cells import Cell
 
 PLOT_SUFFIXES = (".png", ".svg", ".html")
 
-# Okabe & Ito's colours without yellow, which is lost on white; told apart by the colour-blind, too.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = "osD^vPX"
-_INK = "#333333"
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -63,6 +63,8 @@ class Chart:
         Bytes of one block, for the second axis; None: not known, and no such axis.
     footnote : str
         How the figures came about.
+    media : tuple of str
+        What the tiers below host memory are called, where there are any.
     """
 
     title: str
@@ -70,6 +72,15 @@ class Chart:
     unbounded: Cell
     block_bytes: int | None
     footnote: str
+    media: tuple[str, ...] = ()
+
+    def label(self, cell: Cell) -> str:
+        """Return what a line, or a column, is called."""
+        below = [
+            f"{name} {_short_bytes(blocks * (self.block_bytes or 1))}"
+            for name, blocks in zip(self.media, cell.tiers, strict=False)
+        ]
+        return " + ".join([cell.policy, *below])
 
 
 def check_plot_target(target: str) -> None:
@@ -90,8 +101,9 @@ def check_plot_target(target: str) -> None:
 
 def draw(chart: Chart, target: str) -> None:
     """Draw `chart` into a PNG, SVG or self-contained HTML file, by the file's suffix."""
-    figure = _figure(chart)
     suffix = Path(target).suffix.lower()
+    # A page has a heading of its own.
+    figure = _figure(chart, "" if suffix == ".html" else chart.title)
     if suffix == ".html":
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata={"Date": None})
@@ -104,72 +116,114 @@ def draw(chart: Chart, target: str) -> None:
 def _lines(chart: Chart) -> dict[str, list[Cell]]:
     lines: dict[str, list[Cell]] = {}
     for cell in chart.cells:
-        lines.setdefault(cell.policy, []).append(cell)
+        lines.setdefault(chart.label(cell), []).append(cell)
     return lines
 
 
-def _figure(chart: Chart) -> Figure:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+def _capacities(chart: Chart) -> list[int]:
+    return sorted({cell.num_blocks for cell in chart.cells if cell.num_blocks is not None})
 
-    figure = Figure(figsize=(8.4, 5.2), layout="constrained")
-    figure.get_layout_engine().set(rect=(0.01, 0.01, 0.97, 0.98))  # type: ignore[union-attr, call-arg]
+
+def _figure(chart: Chart, title: str) -> Figure:
+    figure = new_figure()
+    if len(_capacities(chart)) > 1:
+        _draw_lines(figure, chart)
+    else:
+        _draw_bars(figure, chart)
+    caption(figure, title, chart.footnote)
+    return figure
+
+
+def _draw_lines(figure: Figure, chart: Chart) -> None:
+    from matplotlib.ticker import NullLocator, PercentFormatter
+
     axes = figure.subplots()
-    capacities = sorted({cell.num_blocks for cell in chart.cells if cell.num_blocks is not None})
+    plain_axes(axes)
+    capacities = _capacities(chart)
     rim = chart.unbounded.block_hit_rate
+    top = max(rim * 1.12, 0.01)
     lines = _lines(chart)
-
     ceiling = lines.pop(OPTIMUM, None)
     if ceiling is not None:
         xs, ys = _points(ceiling)
-        style: dict[str, Any] = {"color": _INK, "linestyle": (0, (5, 2)), "linewidth": 1.6}
-        if len(xs) == 1:
-            style |= {"marker": "_", "markersize": 16}
-        axes.plot(xs, ys, label="optimum (knows the future)", **style)
-        axes.fill_between(xs, ys, 1.0, color="#EDEDED", linewidth=0, zorder=0)
-    for i, (policy, cells) in enumerate(lines.items()):
+        axes.plot(xs, ys, label="optimum (knows the future)", color=INK, linestyle=(0, (5, 2)), linewidth=1.6)
+        axes.fill_between(xs, ys, top, color="#EDEDED", linewidth=0, zorder=0, label="out of any policy's reach")
+    for i, (name, cells) in enumerate(lines.items()):
         xs, ys = _points(cells)
-        style = {"color": _COLOURS[i % len(_COLOURS)], "marker": _MARKERS[i % len(_MARKERS)]}
-        axes.plot(xs, ys, linewidth=2, markersize=5.5, label=policy, clip_on=False, zorder=3, **style)
-    axes.axhline(rim, color=_INK, linestyle=":", linewidth=1.2)
+        style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        axes.plot(xs, ys, linewidth=2, markersize=5.5, label=name, clip_on=False, zorder=3, **style)
+        if any(cell.block_hit_error for cell in cells):
+            errors = [2 * (cell.block_hit_error or 0.0) for cell in cells]
+            axes.errorbar(xs, ys, errors, fmt="none", ecolor=style["color"], capsize=3, zorder=3)
+    _draw_rim(axes, rim, chart)
+    axes.set_xscale("log")
+    axes.set_xlim(capacities[0], capacities[-1])
+    ticks = _thinned(capacities)
+    axes.set_xticks(ticks, [f"{blocks:,}" for blocks in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(0, top)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if rim > 0.05 else 1))
+    axes.set_xlabel("capacity of host memory, blocks" if chart.media else "capacity, blocks")
+    axes.set_ylabel("blocks hit, as a leading run")
+    if chart.block_bytes is not None:
+        bytes_axis = axes.secondary_xaxis("top")
+        bytes_axis.set_xticks(ticks, [_short_bytes(blocks * chart.block_bytes) for blocks in ticks])
+        bytes_axis.xaxis.set_minor_locator(NullLocator())
+        bytes_axis.set_xlabel(f"memory at {_short_bytes(chart.block_bytes)} a block", fontsize=9)
+        bytes_axis.tick_params(labelsize=9)
+    # Beside the lines: over them it would hide some.
+    figure.legend(loc="outside right upper", frameon=False)
+
+
+def _draw_bars(figure: Figure, chart: Chart) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes = figure.subplots()
+    plain_axes(axes)
+    cells = list(chart.cells)
+    names = [chart.label(cell).replace(" + ", "\n+ ") for cell in cells]
+    media = ("host memory", *chart.media)
+    below = [0.0] * len(cells)
+    for i, medium in enumerate(media):
+        heights = []
+        for cell in cells:
+            served = (cell.serving or {}).get("media")
+            hits = served[i]["hit_blocks"] if served and i < len(served) else 0
+            heights.append(hits / max(1, cell.blocks) if served else cell.block_hit_rate * (i == 0))
+        if any(heights):
+            axes.bar(names, heights, bottom=below, width=0.6, color=COLOURS[i % len(COLOURS)], label=medium)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    errors = [2 * (cell.block_hit_error or 0.0) for cell in cells]
+    if any(errors):
+        axes.errorbar(names, below, errors, fmt="none", ecolor=INK, capsize=4)
+    for i, cell in enumerate(cells):
+        axes.annotate(
+            f"{cell.block_hit_rate:.1%}", (i, below[i]), (0, 4), textcoords="offset points", ha="center", color=INK
+        )
+    rim = chart.unbounded.block_hit_rate
+    _draw_rim(axes, rim, chart)
+    axes.set_xlim(-0.6, max(len(cells), 3) - 0.4)
+    axes.set_ylim(0, max(rim * 1.12, 0.01))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if rim > 0.05 else 1))
+    blocks = _capacities(chart)[0]
+    memory = "" if chart.block_bytes is None else f" ({_short_bytes(blocks * chart.block_bytes)})"
+    axes.set_xlabel(f"{blocks:,} blocks{memory} of host memory")
+    axes.set_ylabel("blocks hit, as a leading run")
+    if chart.media:
+        figure.legend(loc="outside right upper", frameon=False)
+
+
+def _draw_rim(axes: Any, rim: float, chart: Chart) -> None:
+    axes.axhline(rim, color=INK, linestyle=":", linewidth=1.2)
     axes.annotate(
         f"unbounded cache: {rim:.1%}",
         (0.015, rim),
         xycoords=("axes fraction", "data"),
         xytext=(0, 4),
         textcoords="offset points",
-        color=_INK,
+        color=INK,
         fontsize=9,
     )
-
-    axes.set_xscale("log")
-    if len(capacities) > 1:
-        axes.set_xlim(capacities[0], capacities[-1])
-    else:
-        axes.set_xlim(capacities[0] / 2, capacities[0] * 2)
-    ticks = _thinned(capacities)
-    axes.set_xticks(ticks)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda blocks, _: _short(blocks)))
-    axes.set_ylim(0, max(rim * 1.12, 0.01))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if rim > 0.05 else 1))
-    axes.set_xlabel("capacity, blocks")
-    axes.set_ylabel("blocks hit, as a leading run")
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines["right"].set_visible(False)
-    if chart.block_bytes is None:
-        axes.spines["top"].set_visible(False)
-    else:
-        bytes_axis = axes.secondary_xaxis("top")
-        bytes_axis.set_xticks(ticks, [_short_bytes(blocks * chart.block_bytes) for blocks in ticks])
-        bytes_axis.xaxis.set_minor_locator(NullLocator())
-        bytes_axis.set_xlabel(f"memory at {_short_bytes(chart.block_bytes)} a block", fontsize=9)
-        bytes_axis.tick_params(labelsize=9)
-    axes.legend(loc="best", frameon=True, framealpha=0.9, edgecolor="none")
-    figure.suptitle(chart.title, x=0.01, ha="left", fontsize=12, fontweight="bold", parse_math=False)
-    figure.supxlabel(chart.footnote, x=0.01, ha="left", fontsize=8, color="#666666", parse_math=False)
-    return figure
 
 
 def _points(cells: Sequence[Cell]) -> tuple[list[int], list[float]]:
@@ -186,13 +240,6 @@ def _thinned(capacities: Sequence[int]) -> list[int]:
     return ticks
 
 
-def _short(count: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:.0f}"
-
-
 def _short_bytes(count: float) -> str:
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
@@ -203,10 +250,11 @@ def _short_bytes(count: float) -> str:
 def _page(chart: Chart, svg: str) -> str:
     lines = _lines(chart)
     memory_head = () if chart.block_bytes is None else ("memory",)
-    cell_at = {(cell.policy, cell.num_blocks): cell for cell in chart.cells}
+    cell_at = {(name, cell.num_blocks): cell for name, cells in lines.items() for cell in cells}
     rows = []
-    for blocks in sorted({cell.num_blocks for cell in chart.cells if cell.num_blocks is not None}):
-        rates = "".join(f"<td>{cell_at[policy, blocks].block_hit_rate:.2%}</td>" for policy in lines)
+    for blocks in _capacities(chart):
+        found = (cell_at.get((name, blocks)) for name in lines)
+        rates = "".join("<td></td>" if cell is None else f"<td>{cell.block_hit_rate:.2%}</td>" for cell in found)
         memory = "" if chart.block_bytes is None else f"<td>{_short_bytes(blocks * chart.block_bytes)}</td>"
         rows.append(f"<tr><td>{blocks:,}</td>{memory}{rates}</tr>")
     return _PAGE.format(

@@ -1,0 +1,54 @@
+"""How all pictures look: colours that the colour-blind tell apart, a title at the left, a footnote of what was run."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe & Ito's colours without yellow, which is lost on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX*"
+INK = "#333333"
+PALE = "#DDDDDD"
+
+
+def new_figure(width: float = 8.4, height: float = 5.2) -> Figure:
+    """Return an empty figure with room at its edges."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.get_layout_engine().set(rect=(0.01, 0.01, 0.97, 0.98))  # type: ignore[union-attr, call-arg]
+    return figure
+
+
+def plain_axes(axes: Any) -> None:
+    """Leave horizontal lines and two of the four sides."""
+    axes.grid(axis="y", color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines["right"].set_visible(False)
+    axes.spines["top"].set_visible(False)
+
+
+def caption(figure: Figure, title: str, footnote: str) -> None:
+    """Write the title above and the footnote below; an empty title is left out."""
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", parse_math=False)
+    figure.supxlabel(footnote, x=0.01, ha="left", fontsize=8, color="#666666", parse_math=False)
+
+
+def machine() -> str:
+    """Return what a measurement was made on: CPU, cores, system."""
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.release()}"
