@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvcache.integrations.vllm.releases import RELEASES, REQUIRED_NAMES, choose_release
-from kvcache.integrations.vllm.settings import Settings
+from kvcache.integrations.vllm.settings import blocks_per_rank, read_settings, unknown_keys
+from kvcache.spec.assembly import OffloadSettings
 
 
 def modules_with(names: dict[str, tuple[str, ...]]) -> Any:
@@ -50,22 +50,37 @@ def test_refusal_names_what_is_missing(found: str) -> None:
 
 
 def test_settings_read_numbers_as_json_writes_them() -> None:
-    settings = Settings.from_extra_config(
+    settings = read_settings(
         {"spec_name": "X", "cpu_bytes_to_use": 1e9, "cache_policy": "arc", "store_threshold": 2, "num_copy_threads": 1}
     )
-    assert settings == Settings(10**9, "arc", 1, {"store_threshold": 2})
+    assert settings == OffloadSettings(
+        cpu_bytes_to_use=10**9, cache_policy="arc", num_copy_threads=1, manager_options={"store_threshold": 2}
+    )
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "much", float("inf"), [1]])
-def test_cpu_bytes_to_use_must_be_a_positive_whole_number(value: Any) -> None:
-    with pytest.raises(ValueError, match="cpu_bytes_to_use must be a positive whole number, got"):
-        Settings.from_extra_config({"cpu_bytes_to_use": value})
+def test_sizes_and_durations_are_read_as_everywhere() -> None:
+    settings = read_settings({"cpu_bytes_to_use": "1.5GiB", "retention_share": "25%", "what_if": True})
+    assert settings.cpu_bytes_to_use == 3 << 29
+    assert settings.manager_options == {"retention_share": 0.25, "what_if": True}
+
+
+@pytest.mark.parametrize("key", ["num_cpu_blocks", "enable_events", "pool_path"])
+def test_options_that_the_engine_decides_are_not_read(key: str) -> None:
+    assert read_settings({"cpu_bytes_to_use": 1, key: "nonsense"}) == OffloadSettings(cpu_bytes_to_use=1)
+    assert key in unknown_keys({key: 1})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "much", float("inf"), [1]])
+def test_cpu_bytes_to_use_must_be_a_size(value: Any) -> None:
+    with pytest.raises(ValueError, match="cpu_bytes_to_use in kv_connector_extra_config must be bytes >= 1 or a size"):
+        read_settings({"cpu_bytes_to_use": value})
 
 
 @pytest.mark.parametrize(
     ("extra_config", "message"),
     [
-        ({}, "must say 'cpu_bytes_to_use'"),
+        ({}, "must have 'cpu_bytes_to_use'"),
+        ({"cpu_bytes_to_use": None}, "must have 'cpu_bytes_to_use'"),
         (
             {"cpu_bytes_to_use": 1, "cache_policy": "lur"},
             "unknown policy 'lur', known ones: lru, arc.*did you mean 'lru'",
@@ -79,7 +94,7 @@ def test_cpu_bytes_to_use_must_be_a_positive_whole_number(value: Any) -> None:
 )
 def test_settings_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings.from_extra_config(extra_config)
+        read_settings(extra_config)
 
 
 DISK = {"type": "disk", "path": "kv", "capacity": "1GiB"}
@@ -93,18 +108,23 @@ def disk_tier() -> None:
 
 @pytest.mark.usefixtures("disk_tier")
 def test_tiers_are_read(tmp_path: Path) -> None:
-    found = Settings.from_extra_config(
-        {"cpu_bytes_to_use": 1, "tiers": [DISK], "pool_folder": str(tmp_path), "lookup_deadline_s": 1}
+    found = read_settings(
+        {"cpu_bytes_to_use": 1, "tiers": [DISK], "pool_folder": str(tmp_path), "lookup_deadline_s": "1s"}
     )
-    assert (found.tiers, found.pool_folder, found.lookup_deadline_s) == ([DISK], str(tmp_path), 1)
-    assert Settings.from_extra_config({"cpu_bytes_to_use": 1}).tiers is None
+    (tier,) = found.tiers
+    assert (tier.options, found.pool_folder, found.lookup_deadline_s) == (
+        {"path": "kv", "capacity": "1GiB"},
+        str(tmp_path),
+        1,
+    )
+    assert read_settings({"cpu_bytes_to_use": 1}).tiers == ()
 
 
 @pytest.mark.parametrize(
     ("extra_config", "message"),
     [
-        ({"tiers": []}, "tiers in extra_config must be a list of dicts, at least one, got"),
-        ({"tiers": DISK}, "tiers in extra_config must be a list of dicts, at least one, got"),
+        ({"tiers": []}, "tiers in kv_connector_extra_config must be a list of dicts, at least one, got"),
+        ({"tiers": DISK}, "tiers in kv_connector_extra_config must be a list of dicts, at least one, got"),
         ({"tiers": [{"path": "kv"}]}, "a tier needs a type"),
         ({"tiers": [{**DISK, "type": "dsk"}]}, "unknown tier 'dsk'.*did you mean 'disk'"),
         ({"lookup_deadline_s": 1}, "lookup_deadline_s in kv_connector_extra_config mean nothing without 'tiers'"),
@@ -112,7 +132,7 @@ def test_tiers_are_read(tmp_path: Path) -> None:
 )
 def test_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings.from_extra_config({"cpu_bytes_to_use": 1, **extra_config})
+        read_settings({"cpu_bytes_to_use": 1, **extra_config})
 
 
 @pytest.mark.usefixtures("disk_tier")
@@ -120,41 +140,42 @@ def test_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], mess
     ("extra_config", "message"),
     [
         ({"tiers": [{**DISK, "write_policy": "never"}]}, "write_policy must be one of .*, got 'never'"),
-        ({"tiers": [DISK], "lookup_deadline_s": 0}, "lookup_deadline_s must be a number > 0, got 0"),
+        (
+            {"tiers": [DISK], "lookup_deadline_s": 0},
+            "lookup_deadline_s in .* must be a number of seconds > 0 .*, got 0",
+        ),
         ({"tiers": [DISK], "pool_folder": "/no/such"}, "pool_folder must be a folder in shared memory, got '/no/such'"),
     ],
 )
 def test_disk_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings.from_extra_config({"cpu_bytes_to_use": 1, **extra_config})
+        read_settings({"cpu_bytes_to_use": 1, **extra_config})
 
 
 @pytest.mark.usefixtures("disk_tier")
 def test_tiers_are_refused_with_a_pipeline() -> None:
-    settings = Settings.from_extra_config({"cpu_bytes_to_use": 1000, "tiers": [DISK]})
-    assert (settings.num_blocks(1, 100), settings.num_blocks(2, 100)) == (10, 5)
+    settings = read_settings({"cpu_bytes_to_use": 1000, "tiers": [DISK]})
+    assert (blocks_per_rank(settings, 1, 100), blocks_per_rank(settings, 2, 100)) == (10, 5)
     with pytest.raises(ValueError, match=r"'tiers' under vLLM are for tensor parallelism, .* a pipeline of 2 stages"):
-        settings.num_blocks(2, 100, 2)
+        blocks_per_rank(settings, 2, 100, 2)
 
 
-def test_unknown_keys_are_told_not_swallowed(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        Settings.from_extra_config({"cpu_bytes_to_use": 1, "spec_name": "X", "cache_polcy": "arc"})
-    assert "does not know these keys of kv_connector_extra_config: cache_polcy" in caplog.text
+def test_unknown_keys_are_named_with_what_they_resemble() -> None:
+    assert unknown_keys({"cpu_bytes_to_use": 1, "spec_name": "X", "blocks_per_chunk": 2}) == ""
+    assert unknown_keys({"cpu_bytes_to_use": 1, "cache_polcy": "arc"}) == "cache_polcy (did you mean 'cache_policy'?)"
 
 
 def test_each_rank_gets_its_share() -> None:
-    settings = Settings(1000, "lru", None, {})
-    assert (settings.num_blocks(1, 100), settings.num_blocks(4, 100), settings.num_blocks(3, 100)) == (10, 2, 3)
+    settings = OffloadSettings(cpu_bytes_to_use=1000)
+    assert [blocks_per_rank(settings, ranks, 100) for ranks in (1, 4, 3)] == [10, 2, 3]
 
 
 def test_share_below_one_block_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"cpu_bytes_to_use=1000 .* each of 4 ranks gets 250 bytes, and one block takes 251"
-    ):
-        Settings(1000, "lru", None, {}).num_blocks(4, 251)
+    settings = OffloadSettings(cpu_bytes_to_use=1000)
+    with pytest.raises(ValueError, match=r"at least one block of 1004 bytes over all 4 workers, got 1000"):
+        blocks_per_rank(settings, 4, 251)
     with pytest.raises(ValueError, match="no KV cache to offload"):
-        Settings(1000, "lru", None, {}).num_blocks(1, 0)
+        blocks_per_rank(settings, 1, 0)
 
 
 def test_package_can_be_imported_without_vllm() -> None:

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# The engine imports a spec of the tests by its name.
+sys.path.insert(0, str(Path(__file__).parent))
 
 VOCABULARY = 512
 

@@ -11,17 +11,19 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.base import ReqContext as EngineContext
 
+from kvcache.integrations.vllm import KVCacheOffloadingSpec
 from kvcache.integrations.vllm.releases import installed_release
-from kvcache.integrations.vllm.settings import Settings
 from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager
 
 RANK_BYTES = 4096
 
 
-def engine_config(engine_id: str = "engine") -> Any:
-    """What the adapter reads of the engine's `OffloadingConfig`, for one group on one rank."""
+def engine_config(extra_config: dict[str, Any], enable_events: bool) -> Any:
+    """What is read of the engine's `OffloadingConfig`, for one group on one rank."""
     return SimpleNamespace(
-        engine_id=engine_id,
+        engine_id="engine",
+        extra_config=extra_config,
+        enable_kv_cache_events=enable_events,
         model=SimpleNamespace(name="model", dtype="float32"),
         kv_cache_layout="LBHNC",
         groups=[SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("layer",))],
@@ -40,17 +42,13 @@ def make(tmp_path: Path) -> Iterator[Any]:
     (tmp_path / "pool").mkdir()
 
     def build(num_blocks: int = 4, enable_events: bool = False, **options: Any) -> TieredKVCacheOffloadingManager:
-        settings = Settings.from_extra_config(
-            {
-                "cpu_bytes_to_use": num_blocks * RANK_BYTES,
-                "pool_folder": str(tmp_path / "pool"),
-                "tiers": [{"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}],
-                **options,
-            }
-        )
-        adapter = TieredKVCacheOffloadingManager(
-            engine_config(), settings, 16, num_blocks, RANK_BYTES, enable_events, installed_release()
-        )
+        extra_config = {
+            "cpu_bytes_to_use": num_blocks * RANK_BYTES,
+            "pool_folder": str(tmp_path / "pool"),
+            "tiers": [{"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}],
+            **options,
+        }
+        adapter = KVCacheOffloadingSpec(engine_config(extra_config, enable_events)).get_manager()
         made.append(adapter)
         return adapter
 
@@ -60,8 +58,8 @@ def make(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="store_threshold"):
-        make(store_threshold=-1)
+    with pytest.raises(ValueError, match="what_if"):
+        make(what_if=1)
     assert list((tmp_path / "pool").iterdir()) == []
     # A tier that had stayed open would hold the folder's lock.
     assert make().get_stats() is not None

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
-from kvcache.integrations.vllm.settings import Settings
+from kvcache.integrations.vllm.settings import WHERE, blocks_per_rank, read_settings, unknown_keys
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import (
     SharedPool,
     TieredKVCacheOffloadingManager,
     TieredKVCacheOffloadingWorker,
-    aligned_bytes,
+    fingerprint,
 )
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+from kvcache.spec.assembly import open_manager
+from kvcache.spec.tiered import rank_bytes_of
+from kvcache.tiering.manager import TieredOffloadingManager
 
 # vLLM shows what is logged below its own name.
 logger = init_logger(f"vllm.{__name__}")
@@ -31,7 +34,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
     Parameters
     ----------
     config : vllm.v1.kv_offload.config.OffloadingConfig
-        Made by vLLM; ``extra_config`` is what the user wrote, see `Settings`.
+        Made by vLLM; ``extra_config`` is what the user wrote.
 
     Raises
     ------
@@ -46,18 +49,25 @@ class KVCacheOffloadingSpec(OffloadingSpec):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         use_engine_log()
-        self.settings = Settings.from_extra_config(config.extra_config)
+        self.settings = read_settings(config.extra_config)
         self.bytes_per_block = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-        if self.settings.tiers is not None:
-            self.bytes_per_block = aligned_bytes(self.bytes_per_block)
+        if self.settings.tiers:
+            self.bytes_per_block = rank_bytes_of(self.bytes_per_block)
         parallel = config.parallel
-        self.num_blocks = self.settings.num_blocks(parallel.world_size, self.bytes_per_block, parallel.pp_size)
+        self.num_blocks = blocks_per_rank(self.settings, parallel.world_size, self.bytes_per_block, parallel.pp_size)
         self._config = config
         self._manager: KVCacheOffloadingManager | None = None
         self._worker: KVCacheOffloadingWorker | None = None
 
+    def clock(self) -> float:
+        """Return the seconds that the manager goes by; they never go back."""
+        return time.monotonic()
+
     def get_manager(self) -> KVCacheOffloadingManager:
         if self._manager is None:
+            # Only the scheduler's spec is asked for a manager, so this is said once.
+            if unknown := unknown_keys(self.extra_config):
+                logger.warning("kvcache does not know these keys of %s: %s", WHERE, unknown)
             self._manager = self._make_manager(
                 self.tokens_per_block[0] * self.blocks_per_chunk, self.kv_events_config.enable_kv_cache_events
             )
@@ -82,24 +92,29 @@ class KVCacheOffloadingSpec(OffloadingSpec):
         return "; ".join(parts)
 
     def _make_manager(self, block_size: int, enable_events: bool) -> KVCacheOffloadingManager:
-        settings, release = self.settings, installed_release()
-        if settings.tiers is not None:
-            return TieredKVCacheOffloadingManager(
-                self._config, settings, block_size, self.num_blocks, self.bytes_per_block, enable_events, release
-            )
-        manager = CPUOffloadingManager(
-            block_size,
-            self.num_blocks,
-            cache_policy=settings.cache_policy,
+        shared = self._shared_pool(is_owner=True) if self.settings.tiers else None
+        manager = open_manager(
+            self.settings,
+            block_size=block_size,
+            num_blocks=self.num_blocks,
             enable_events=enable_events,
-            **settings.manager_options,
+            shared=shared,
+            fingerprint=fingerprint(self._config),
+            clock=self.clock,
         )
-        return KVCacheOffloadingManager(manager, release)
+        if isinstance(manager, TieredOffloadingManager):
+            return TieredKVCacheOffloadingManager(manager, installed_release())
+        return KVCacheOffloadingManager(manager, installed_release())
+
+    def _shared_pool(self, is_owner: bool) -> SharedPool:
+        return SharedPool(
+            self._config, self.settings.pool_folder, self.num_blocks, self.bytes_per_block, is_owner=is_owner
+        )
 
     def _make_worker(self, kv_caches: Any) -> KVCacheOffloadingWorker:
         settings, factor = self.settings, self.blocks_per_chunk
-        if settings.tiers is None:
+        if not settings.tiers:
             return KVCacheOffloadingWorker(kv_caches, self.num_blocks, factor, settings.num_copy_threads)
         rank, rank_bytes = self._config.parallel.rank, self.bytes_per_block
-        shared = SharedPool(self._config, settings, self.num_blocks, rank_bytes, is_owner=False)
+        shared = self._shared_pool(is_owner=False)
         return TieredKVCacheOffloadingWorker(kv_caches, shared, rank, rank_bytes, factor, settings.num_copy_threads)

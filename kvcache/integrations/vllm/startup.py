@@ -38,10 +38,10 @@ def check_command_line(arguments: Sequence[str] | None = None) -> None:
     """
     for extra_config in _extra_configs(sys.argv if arguments is None else arguments):
         from kvcache.integrations.vllm.releases import installed_release
-        from kvcache.integrations.vllm.settings import Settings
+        from kvcache.integrations.vllm.settings import read_settings
 
         use_engine_log()
-        Settings.from_extra_config(extra_config)
+        read_settings(extra_config)
         installed_release()
 
 

@@ -18,22 +18,11 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 
 from kvcache.integrations.vllm.manager import EngineRequest, KVCacheOffloadingManager
 from kvcache.integrations.vllm.releases import Release
-from kvcache.integrations.vllm.settings import Settings
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
-from kvcache.spec.assembly import open_tiers, read_tiers
-from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiering.tier import Tier
 from kvcache.transfer.host_pool import check_memory
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
 from kvcache.transfer.shared_pool import SharedHostPool
-
-_ALIGN_BYTES = 4096
-
-
-def aligned_bytes(num_bytes: int) -> int:
-    """Return the bytes that one rank's part of a block takes in the shared pool."""
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def fingerprint(config: Any) -> dict[str, Any]:
@@ -60,8 +49,8 @@ class SharedPool(SharedBlocks):
     ----------
     config : vllm.v1.kv_offload.config.OffloadingConfig
         The engine's.
-    settings : Settings
-        Ours.
+    folder : str
+        Where the file is made, in shared memory.
     num_blocks, rank_bytes : int
         The pool's shape: all ranks' parts of a block lie side by side.
     is_owner : bool
@@ -73,10 +62,10 @@ class SharedPool(SharedBlocks):
         There is not so much memory, or the file belongs to another engine.
     """
 
-    def __init__(self, config: Any, settings: Settings, num_blocks: int, rank_bytes: int, is_owner: bool) -> None:
+    def __init__(self, config: Any, folder: str, num_blocks: int, rank_bytes: int, is_owner: bool) -> None:
         parallel = config.parallel
         name = f"{PREFIX}{config.engine_id}-{parallel.data_parallel_index}".replace("/", "-")
-        path = private_folder(Path(settings.pool_folder)) / name
+        path = private_folder(Path(folder)) / name
         if not path.exists():
             check_memory(num_blocks * rank_bytes * parallel.world_size)
         super().__init__(path, num_blocks, rank_bytes * parallel.world_size, is_owner)
@@ -92,55 +81,16 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
 
     Parameters
     ----------
-    config : vllm.v1.kv_offload.config.OffloadingConfig
-        The engine's.
-    settings : Settings
-        Ours, with tiers.
-    block_size, num_blocks, rank_bytes : int
-        Tokens of an offloaded block, and the pool's shape.
-    enable_events : bool
-        Whether events are told.
+    manager : TieredOffloadingManager
+        Ours; nobody else drives it.
     release : Release
         What the engine has and has not.
-
-    Raises
-    ------
-    ValueError
-        The pool cannot be had, or a tier refuses its options or its folder.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        settings: Settings,
-        block_size: int,
-        num_blocks: int,
-        rank_bytes: int,
-        enable_events: bool,
-        release: Release,
-    ) -> None:
-        self._shared = SharedPool(config, settings, num_blocks, rank_bytes, is_owner=True)
-        opened: list[tuple[Tier, TierConfig]] = []
-        try:
-            opened = open_tiers(read_tiers(settings.tiers), self._shared.array, fingerprint(config))
-            manager = TieredOffloadingManager(
-                block_size,
-                num_blocks,
-                opened,
-                settings.cache_policy,
-                enable_events,
-                deadline_s=settings.lookup_deadline_s,
-                **settings.manager_options,
-            )
-        except BaseException:
-            # An open disk tier holds its folder's lock, and threads that write into the pool.
-            for tier, _ in opened:
-                tier.shutdown()
-            self._shared.close()
-            raise
+    def __init__(self, manager: TieredOffloadingManager, release: Release) -> None:
         super().__init__(manager, release)
         self._tiered = manager
-        self._are_disks = all(tier.medium == "DISK" for tier, _ in opened)
+        self._are_disks = all(stats.tier.medium == "DISK" for stats in manager.tier_stats())
 
     def tier_descriptions(self) -> list[str]:
         found = []
@@ -177,10 +127,6 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
 
     def has_pending_work(self) -> bool:
         return self._tiered.has_pending_work()
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._shared.close()
 
 
 class TieredKVCacheOffloadingWorker(KVCacheOffloadingWorker):

@@ -1,0 +1,94 @@
+"""Hits of policies under vLLM's own scheduler, beside the replay's; by hand, it takes minutes.
+
+``python tests/vllm/measure_hits.py TRACE --policy lru,amq --blocks 1000,3000`` serves the trace as token streams
+through vLLM's scheduler, its connector and our adapter, without a model: at its own times, several requests at once,
+prompts computed in chunks. The device keeps no prefixes of its own, so that what is loaded is what the replay calls a
+hit. A listed block is 16 tokens here, and a step of 0.1 s computes 16 blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from scheduling import BLOCK_TOKENS, ModelFreeEngine, write_config
+
+from kvcache import CPUOffloadingManager
+from kvcache.replay.keys import KeyMaker
+from kvcache.replay.run import Replay, ReplayClock
+from kvcache.replay.trace import Trace
+
+NUM_DEVICE_BLOCKS = 20_000
+
+
+def prompts(trace: Path, num_requests: int | None) -> Iterator[tuple[float, list[int]]]:
+    """Yield when each request arrives, and its tokens: whole blocks, and one token that must be computed."""
+    with Trace(trace) as requests:
+        for request in islice(requests, num_requests):
+            tokens = [hash_id + 3 for hash_id in request.hash_ids.tolist() for _ in range(BLOCK_TOKENS)]
+            yield request.arrival_s, [*tokens, 2]
+
+
+def served(model: Path, trace: Path, num_requests: int | None, policy: str, num_blocks: int) -> ModelFreeEngine:
+    """Serve the trace, and return the engine."""
+    engine = ModelFreeEngine(
+        model, NUM_DEVICE_BLOCKS, num_blocks, has_device_cache=False, max_num_seqs=256, cache_policy=policy
+    )
+    engine.serve(prompts(trace, num_requests), max_tokens=2)
+    return engine
+
+
+def replayed(trace: Path, num_requests: int | None, policy: str, num_blocks: int) -> int:
+    """Return the prefix hits of a replay."""
+    clock, make_keys = ReplayClock(), KeyMaker(1)
+    replay = Replay(CPUOffloadingManager(512, num_blocks, policy, clock=clock), arrivals=clock)
+    with Trace(trace) as requests:
+        return sum(replay.step(request, make_keys(request.hash_ids)) for request in islice(requests, num_requests))
+
+
+def main() -> int:
+    """Print a line per policy and capacity; 1 if one is more than 3 % below the replay."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--policy", default="lru")
+    parser.add_argument("--blocks", default="1000")
+    parser.add_argument("--requests", type=int, help="only so many of the first")
+    arguments = parser.parse_args()
+    num_short = 0
+    print("policy    blocks     replay     served   ratio    stored  refused  seconds")
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_config(Path(folder))
+        for policy in arguments.policy.split(","):
+            for num_blocks in map(int, arguments.blocks.split(",")):
+                start = time.monotonic()
+                expected = replayed(arguments.trace, arguments.requests, policy, num_blocks)
+                engine = served(model, arguments.trace, arguments.requests, policy, num_blocks)
+                stats = engine.stats
+                ratio = stats.loaded_blocks / expected
+                print(
+                    f"{policy:<8} {num_blocks:7,} {expected:10,} {stats.loaded_blocks:10,} {ratio:7.3f} "
+                    f"{stats.stored_blocks:9,} {stats.rejected_stores:8,} {time.monotonic() - start:8.0f}",
+                    flush=True,
+                )
+                num_short += ratio < 0.97
+    return 1 if num_short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

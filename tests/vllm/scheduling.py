@@ -1,0 +1,352 @@
+"""vLLM's own scheduler and connector over our spec, without a model: a worker of dictionaries.
+
+Every device block and every host block holds the hash that its tokens have, so that a block that lands in the wrong
+place, or is read before it was written, shows at once. Time is simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvcache.integrations.vllm import KVCacheOffloadingSpec
+
+BLOCK_TOKENS = 16
+GENERATED_TOKEN = 1
+
+
+def write_config(folder: Path) -> Path:
+    """Write the config of a small model without weights, and return the folder."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=1 << 20,
+        architectures=["LlamaForCausalLM"],
+        bos_token_id=1,
+        eos_token_id=2,
+    ).save_pretrained(folder)
+    return folder
+
+
+class Clock:
+    """Simulated seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+CLOCK = Clock()
+
+
+class SimulatedSpec(KVCacheOffloadingSpec):
+    """Our spec, whose manager reads the simulated clock."""
+
+    def clock(self) -> float:
+        return CLOCK()
+
+
+@dataclass(order=True)
+class _Done:
+    """A transfer that ends at a step."""
+
+    step: int
+    job_id: int
+    req_id: str | None = field(compare=False, default=None)  # of a load
+
+
+class ModelFreeEngine:
+    """Schedule requests over our spec.
+
+    Parameters
+    ----------
+    model : Path
+        Any small model's folder: only its config is read.
+    num_device_blocks, num_host_blocks : int
+        Of 16 tokens each, per group.
+    step_tokens : int
+        Tokens scheduled in one step at most: longer prompts are computed in chunks.
+    step_s : float
+        Simulated seconds of a step.
+    transfer_steps : int
+        Steps that a transfer takes.
+    windows : sequence of int or None
+        Per KV-cache group its sliding window in tokens; None: full attention.
+    has_device_cache : bool
+        Whether the engine keeps prefixes on its own device as well.
+    **extra_config
+        For our spec.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        step_tokens: int = 256,
+        step_s: float = 0.1,
+        transfer_steps: int = 1,
+        windows: Iterable[int | None] = (None,),
+        has_device_cache: bool = True,
+        max_num_seqs: int = 64,
+        max_model_len: int = 1 << 20,
+        **extra_config: Any,
+    ) -> None:
+        windows = tuple(windows)
+        page_bytes = 2 * BLOCK_TOKENS * 4  # keys and values of one head of one float
+        groups = [KVCacheGroupSpec([f"layer{i}"], _group_spec(window)) for i, window in enumerate(windows)]
+        config = KVCacheConfig(
+            num_blocks=num_device_blocks,
+            kv_cache_tensors=[
+                KVCacheTensor(
+                    size=page_bytes * num_device_blocks,
+                    layers=[f"layer{i}" for i in range(len(windows))],
+                    layer_stride=0,
+                    block_stride=page_bytes,
+                )
+            ],
+            kv_cache_groups=groups,
+        )
+        self.vllm_config = _vllm_config(
+            model,
+            num_device_blocks,
+            step_tokens,
+            has_device_cache,
+            max_num_seqs,
+            max_model_len,
+            {"cpu_bytes_to_use": num_host_blocks * page_bytes, **extra_config},
+        )
+        with set_current_vllm_config(self.vllm_config):
+            self.scheduler = Scheduler(
+                vllm_config=self.vllm_config,
+                kv_cache_config=config,
+                structured_output_manager=StructuredOutputManager(self.vllm_config),
+                block_size=BLOCK_TOKENS,
+                log_stats=False,
+            )
+        init_none_hash(sha256)
+        self._block_hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self._step_s = step_s
+        self._transfer_steps = transfer_steps
+        self._num_steps = 0
+        self._device: dict[tuple[int, int], Any] = {}
+        self._host: dict[int, Any] = {}
+        self._transfers: list[_Done] = []
+        self._pending_stores: dict[int, Any] = {}
+        self.loaded_blocks = 0
+        self.num_preemptions = 0
+        CLOCK.now_s = 0.0
+
+    @property
+    def manager(self) -> Any:
+        """Our adapter."""
+        return self.scheduler.connector.connector_scheduler.manager
+
+    @property
+    def stats(self) -> Any:
+        """Our manager's counters."""
+        return self.manager._manager.stats()
+
+    def add(self, req_id: str, token_ids: list[int], max_tokens: int = 1, params: dict[str, Any] | None = None) -> None:
+        """Hand a request to the scheduler."""
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=_extra_args(params))
+        sampling.update_from_generation_config({}, 2)
+        self.scheduler.add_request(
+            Request(
+                request_id=req_id,
+                prompt_token_ids=token_ids,
+                sampling_params=sampling,
+                pooling_params=None,
+                arrival_time=CLOCK.now_s,
+                block_hasher=self._block_hasher,
+            )
+        )
+
+    def serve(self, arrivals: Iterator[tuple[float, list[int]]], max_tokens: int = 1) -> None:
+        """Serve requests that arrive at the given seconds, in that order, and drain."""
+        coming = next(arrivals, None)
+        number = 0
+        while coming is not None or self.scheduler.requests or self._transfers or self._pending_stores:
+            if not self.scheduler.requests and not self._transfers and not self._pending_stores and coming is not None:
+                CLOCK.now_s = max(CLOCK.now_s, coming[0])
+            while coming is not None and coming[0] <= CLOCK.now_s:
+                self.add(str(number), coming[1], max_tokens)
+                number += 1
+                coming = next(arrivals, None)
+            self.step()
+
+    def drain(self) -> None:
+        """Step until nothing is left to do."""
+        self.serve(iter(()))
+
+    def forget_host(self) -> None:
+        """Let the host's blocks hold nothing, so that reading one shows."""
+        self._host.clear()
+
+    def step(self) -> Any:
+        """Take one step of scheduler and worker, and return the scheduler's output."""
+        self._num_steps += 1
+        CLOCK.now_s += self._step_s
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        self.num_preemptions += len(output.preempted_req_ids or ())
+        flushed = set(metadata.jobs_to_flush or ())
+        # Stores of the step before are submitted now, in front of the loads, as the connector's worker does it.
+        self._submit_stores(flushed)
+        for job_id, job in metadata.load_jobs.items():
+            self._load(job.src_spec, job.dst_spec)
+            heapq.heappush(self._transfers, _Done(self._num_steps + self._transfer_steps, job_id, job.req_id))
+        self._compute(output)
+        self._pending_stores = dict(metadata.store_jobs)
+        if not output.total_num_scheduled_tokens:
+            self._submit_stores(set())
+        self.scheduler.update_from_output(output, self._runner_output(output, flushed))
+        return output
+
+    def _submit_stores(self, flushed: set[int]) -> None:
+        for job_id, job in self._pending_stores.items():
+            self._store(job.src_spec, job.dst_spec)
+            ends = self._num_steps if job_id in flushed else self._num_steps + self._transfer_steps
+            heapq.heappush(self._transfers, _Done(ends, job_id))
+        self._pending_stores = {}
+
+    def _compute(self, output: Any) -> None:
+        """Check what the scheduled requests build on, and write the blocks that they complete."""
+        for req_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[req_id]
+            end = request.num_computed_tokens
+            start = end - num_tokens
+            tables = self.scheduler.kv_cache_manager.get_block_ids(req_id)
+            for group, (table, window) in enumerate(zip(tables, self._windows(), strict=True)):
+                first = 0 if window is None else max(0, start - window + 1) // BLOCK_TOKENS
+                for i in range(first, start // BLOCK_TOKENS):
+                    found = self._device.get((group, table[i]))
+                    if found != request.block_hashes[i]:
+                        raise AssertionError(f"request {req_id}: block {i} of group {group} holds {found!r}")
+                for i in range(start // BLOCK_TOKENS, end // BLOCK_TOKENS):
+                    self._device[group, table[i]] = request.block_hashes[i]
+
+    def _windows(self) -> list[int | None]:
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        return [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
+
+    def _store(self, device: Any, host: Any) -> None:
+        for group, block_id, host_id in _pairs(device, host):
+            self._host[host_id] = (group, self._device[group, block_id])
+
+    def _load(self, host: Any, device: Any) -> None:
+        for group, block_id, host_id in _pairs(device, host):
+            stored_group, content = self._host[host_id]
+            if stored_group != group:
+                raise AssertionError(f"host block {host_id} is of group {stored_group}, not {group}")
+            self._device[group, block_id] = content
+            self.loaded_blocks += 1
+
+    def _runner_output(self, output: Any, flushed: set[int]) -> ModelRunnerOutput:
+        req_ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for req_id in req_ids:
+            request = self.scheduler.requests[req_id]
+            is_prefilled = request.num_computed_tokens >= request.num_tokens
+            sampled.append([GENERATED_TOKEN] if is_prefilled else [])
+        worker_meta, received = OffloadingWorkerMetadata(), set()
+        while self._transfers and self._transfers[0].step <= self._num_steps:
+            done = heapq.heappop(self._transfers)
+            worker_meta.mark_completed(done.job_id)
+            if done.req_id is not None:
+                received.add(done.req_id)
+        for done in [done for done in self._transfers if done.job_id in flushed]:
+            self._transfers.remove(done)
+            worker_meta.mark_completed(done.job_id)
+            if done.req_id is not None:
+                received.add(done.req_id)
+        heapq.heapify(self._transfers)
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=worker_meta),
+        )
+
+
+def _pairs(device: Any, host: Any) -> Iterator[tuple[int, int, int]]:
+    """Yield (group, device block, host block) of a transfer; one device block in each host block."""
+    block_ids, host_ids = device.block_ids.tolist(), host.block_ids.tolist()
+    groups = [group for group, size in enumerate(device.group_sizes) for _ in range(size)]
+    yield from zip(groups, block_ids, host_ids, strict=True)
+
+
+def _group_spec(window: int | None) -> Any:
+    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+
+
+def _extra_args(params: dict[str, Any] | None) -> dict[str, Any] | None:
+    return {"kv_transfer_params": params} if params else None
+
+
+def _vllm_config(
+    model: Path,
+    num_device_blocks: int,
+    step_tokens: int,
+    has_device_cache: bool,
+    max_num_seqs: int,
+    max_model_len: int,
+    extra_config: dict[str, Any],
+) -> VllmConfig:
+    arguments = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        block_size=BLOCK_TOKENS,
+        num_gpu_blocks_override=num_device_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=step_tokens,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=has_device_cache,
+        async_scheduling=False,
+        disable_hybrid_kv_cache_manager=False,
+        kv_transfer_config={
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "SimulatedSpec",
+                "spec_module_path": "scheduling",
+                **extra_config,
+            },
+        },
+    )
+    config = arguments.create_engine_config()
+    config.cache_config.num_gpu_blocks = num_device_blocks
+    return config
