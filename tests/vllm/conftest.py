@@ -151,7 +151,14 @@ def boot() -> Callable[..., contextlib.AbstractContextManager[Engine]]:
 
     @contextlib.contextmanager
     def booted(model: Path, extra_config: dict[str, Any] | None, **options: Any) -> Iterator[Engine]:
-        engine = Engine(model, extra_config, **options)
+        try:
+            engine = Engine(model, extra_config, **options)
+        except BaseException:
+            # vLLM keeps a worker's connector for the whole process.
+            from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+            ensure_kv_transfer_shutdown()
+            raise
         try:
             yield engine
         finally:
