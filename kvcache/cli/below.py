@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvcache.cli import common
+from kvcache.options import parse_size
 
 TierOption = Annotated[
     list[str] | None,
@@ -51,7 +51,7 @@ def parse_rate(option: str, text: str) -> float:
     size, slash, unit = text.strip().rpartition("/")
     if not slash or unit.strip() != "s":
         raise ValueError(f"{option} must be a rate such as 6GB/s, got {text!r}")
-    return float(common.parse_size(option, size))
+    return float(parse_size(option, size))
 
 
 def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
@@ -67,7 +67,7 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
         match = _TIER.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"--tier must be SIZE@RATE, as in 1TiB@6GB/s or nvme:1TiB@6GB/s, got {text!r}")
-        sizes = sorted({common.parse_size("--tier", part) for part in match["sizes"].split(",")})
+        sizes = sorted({parse_size("--tier", part) for part in match["sizes"].split(",")})
         name = (match["name"] or f"tier {number}").strip()
         if name in [tier.name for tier in tiers]:
             raise ValueError(f"--tier {name!r} is named twice")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcache.cli import common
+from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
     from kvcache.bench.copy import CopyRate
@@ -27,9 +28,9 @@ def copy(
     quiet: common.QuietOption = False,
 ) -> None:
     """Copy scattered and contiguous blocks both ways, beside one large memcpy and beside torch's own ways."""
-    block_sizes = [common.parse_size("--sizes", part) for part in sizes.split(",")]
-    num_threads = [common.parse_count("--threads", part) for part in threads.split(",")]
-    job_bytes = common.parse_size("--bytes", total)
+    block_sizes = [parse_size("--sizes", part) for part in sizes.split(",")]
+    num_threads = [parse_count("--threads", part) for part in threads.split(",")]
+    job_bytes = parse_size("--bytes", total)
     common.at_least("--blocks", blocks, 1)
     common.at_least("--repeats", repeats, 1)
     if device not in ("cpu", "cuda"):

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kvcache.cli import common
+from kvcache.options import parse_size
 
 _REFRESH_S = 0.25
 
@@ -28,8 +29,8 @@ def disk(
 
     from kvcache.bench.disk import measure_disk
 
-    num_bytes = common.parse_size("--block-bytes", block_bytes)
-    num_blocks = common.parse_size("--size", size) // num_bytes
+    num_bytes = parse_size("--block-bytes", block_bytes)
+    num_blocks = parse_size("--size", size) // num_bytes
     if num_blocks < 1:
         raise ValueError(f"--size must hold at least one block of {num_bytes} bytes, got {size!r}")
     common.at_least("--threads", threads, 1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcache.cli import common
+from kvcache.options import parse_size
 
 if TYPE_CHECKING:
     from kvcache.integrations.transformers.chats import Turn
@@ -57,7 +58,7 @@ def chat_demo(
     started = monotonic()
     console = common.console(json)
     said = chats.Chats(users, turns, system_tokens, message_tokens, answer_tokens, common.at_least("--seed", seed, 0))
-    cache = PrefixCache(chats.build_model(seed, threads), memory=common.parse_size("--memory", memory), policy=policy)
+    cache = PrefixCache(chats.build_model(seed, threads), memory=parse_size("--memory", memory), policy=policy)
     done: list[Turn] = []
     bar = common.progress("turns", quiet)
     with bar:

@@ -12,6 +12,7 @@ import typer
 
 from kvcache.cli import common
 from kvcache.cli.model import DtypeOption, ModelOption, weights_of
+from kvcache.options import parse_size
 
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -84,7 +85,7 @@ def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, w
     if text is not None:
         if model is not None:
             raise ValueError(f"--block-bytes excludes --model, got {text!r} and {model!r}")
-        return common.parse_size("--block-bytes", text)
+        return parse_size("--block-bytes", text)
     weights = weights_of(model, None, None, None, dtype, None, 1.0)
     if weights is None:
         return 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,15 +17,8 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", int, float)
 
-_UNITS = {"": 1, "b": 1}
-# A bare letter is binary, as `free`, `ls` and `truncate` read it.
-_UNITS |= {f"{letter}{tail}": 1 << 10 * power for power, letter in enumerate("kmgt", 1) for tail in ("", "ib")}
-_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
-_COUNTS = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
 TEST_BLOCK_BYTES = "64KiB"  # of a block whose real size nobody has said
 _MOST_BLOCKS = 1 << 30  # what a table's rows can number
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)", re.IGNORECASE)
 
 
 class CommandError(Exception):
@@ -84,37 +77,6 @@ def root(
     ] = False,
 ) -> None:
     """Offload the KV cache of large language models: try it, replay traces, measure."""
-
-
-def parse_size(option: str, text: str) -> int:
-    """Return the bytes that `text` says, as in ``64KiB``, ``64G`` (the same as ``64GiB``) or ``4GB``.
-
-    Raises
-    ------
-    ValueError
-        The text is no size of at least one byte.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    factor = _UNITS.get(match[2].lower()) if match else None
-    size = 0 if match is None or factor is None else int(float(match[1]) * factor)
-    if size < 1:
-        raise ValueError(f"{option} must be a size such as 65536, 64KiB or 4GiB, got {text!r}")
-    return size
-
-
-def parse_count(option: str, text: str) -> int:
-    """Return the whole number that `text` says, as in ``10000`` or ``10k``.
-
-    Raises
-    ------
-    ValueError
-        The text is no whole number >= 1.
-    """
-    match = _COUNT.fullmatch(text.strip())
-    count = Fraction(match[1]) * _COUNTS[match[2].lower()] if match else Fraction(0)
-    if count < 1 or count.denominator != 1:
-        raise ValueError(f"{option} must be a whole number >= 1, got {text!r}")
-    return int(count)
 
 
 def at_least(option: str, value: Number, least: int) -> Number:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcache.cli import common
+from kvcache.options import parse_size
 
 
 def demo(
@@ -36,7 +37,7 @@ def demo(
         num_system_prompts=common.at_least("--system-prompts", system_prompts, 1),
         mean_turns=common.at_least("--turns", turns, 1),
     )
-    bytes_per_block = common.parse_size("--block-bytes", block_bytes or common.TEST_BLOCK_BYTES)
+    bytes_per_block = parse_size("--block-bytes", block_bytes or common.TEST_BLOCK_BYTES)
     settings = session.Settings(
         policy=common.one_policy(policy),
         num_blocks=common.parse_capacity(blocks, memory, bytes_per_block, default="4000"),

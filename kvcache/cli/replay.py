@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcache.cli import below, common, model
+from kvcache.options import parse_size
 
 if TYPE_CHECKING:
     from kvcache.replay.tiered import DiskChoice
@@ -120,7 +121,7 @@ def replay(
             f"--memory needs the size of a block, got {memory!r} alone: name a model (--model llama-3.1-8b, or its "
             "config.json), give its shape (--layers, --heads, --head-size), or say --block-bytes"
         )
-    bytes_per_block = common.parse_size("--block-bytes", block_bytes or common.TEST_BLOCK_BYTES)
+    bytes_per_block = parse_size("--block-bytes", block_bytes or common.TEST_BLOCK_BYTES)
     sized = weights is not None or block_bytes is not None
     if limit is not None:
         common.at_least("--limit", limit, 1)
@@ -165,7 +166,7 @@ def replay(
                 is_quiet=quiet,
                 sample=sample,
                 seed=seed,
-                max_memory_bytes=None if max_memory is None else common.parse_size("--max-memory", max_memory),
+                max_memory_bytes=None if max_memory is None else parse_size("--max-memory", max_memory),
                 dask=dask,
                 tiers=tiers,
                 prices=below.parse_prices(price, 1 + len(tiers)),
@@ -213,4 +214,4 @@ def _disk_choice(text: str | None) -> DiskChoice | None:
     folder, colon, size = text.rpartition(":")
     if not folder or not colon:
         raise ValueError(f"--disk must be PATH:SIZE, as in /mnt/nvme/kv:100GiB, got {text!r}")
-    return DiskChoice(Path(folder), common.parse_size("--disk", size))
+    return DiskChoice(Path(folder), parse_size("--disk", size))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcache.cli import common
+from kvcache.options import parse_size
 
 if TYPE_CHECKING:
     from kvcache.tiers.disk.maintenance import Progress, TierFacts
@@ -68,7 +69,7 @@ def compact(
     from kvcache.tiers.disk.maintenance import compact_tier
 
     common.check_writable("--json", json)
-    capacity_bytes = None if capacity is None else common.parse_size("--capacity", capacity)
+    capacity_bytes = None if capacity is None else parse_size("--capacity", capacity)
     facts = _with_progress("compact", quiet, lambda progress: compact_tier(path, capacity_bytes, progress))
     _report(facts, json)
 

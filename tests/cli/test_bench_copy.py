@@ -57,9 +57,12 @@ def test_all_ways_move_the_same_bytes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--sizes", "4KiB,fast"), "--sizes must be a size such as 65536, 64KiB or 4GiB, got 'fast'"),
+        (
+            ("--sizes", "4KiB,fast"),
+            "--sizes must be bytes >= 1 or a size such as '64GiB', '64GB' or '1.5TiB', got 'fast'",
+        ),
         (("--blocks", "0"), "--blocks must be >= 1, got 0"),
-        (("--threads", "0"), "--threads must be a whole number >= 1, got '0'"),
+        (("--threads", "0"), "--threads must be a whole number >= 1, such as 10000 or '10k', got '0'"),
         (("--bytes", "1MiB", "--sizes", "4MiB"), "--bytes must hold a block of 4194304 bytes, got '1MiB'"),
         (("--device", "tpu"), "--device must be cpu or cuda, got 'tpu'"),
         (("--plot", "/nowhere/x.png"), "--plot cannot be written: '/nowhere/x.png'"),

@@ -377,7 +377,7 @@ def test_grid_says_how_many_bad_lines_it_skipped(run: Any, trace: Path) -> None:
         (("--policy", "lru,fifo"), "unknown policy 'fifo', known ones: lru"),
         (("--policy", "lru,,min"), "unknown policy '', known ones: lru"),
         (("--policy", "lru,lru"), "policy 'lru' is named twice"),
-        (("--blocks", "10,0"), "--blocks must be a whole number >= 1, got '0'"),
+        (("--blocks", "10,0"), "--blocks must be a whole number >= 1, such as 10000 or '10k', got '0'"),
         (("--blocks", "1,2", "--data"), "--data replays one policy at one capacity"),
         (("--blocks", "1,2", "--plot", "out.pdf"), "--plot must end in .png, .svg, .html, got 'out.pdf'"),
         (("--blocks", "1,2", "--csv", "missing/out.csv"), "--csv cannot be written: 'missing/out.csv'"),
