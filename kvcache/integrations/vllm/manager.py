@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.integrations.vllm.metrics import MetricsSource
 from kvcache.integrations.vllm.releases import Release
+from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.request import ReqContext
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
@@ -54,10 +55,18 @@ class KVCacheOffloadingManager(OffloadingManager):
         Ours; nobody else drives it.
     release : Release
         What the engine has and has not.
+    what_if_log : WhatIfLog, optional
+        Closed at `shutdown`.
     """
 
-    def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, release: Release) -> None:
+    def __init__(
+        self,
+        manager: CPUOffloadingManager | TieredOffloadingManager,
+        release: Release,
+        what_if_log: WhatIfLog | None = None,
+    ) -> None:
         self._manager = manager
+        self._what_if_log = what_if_log
         self.metrics = MetricsSource()
         self.needed_blocks = 0
         self._key_positions = release.key_positions
@@ -137,4 +146,6 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._manager.reset_cache()
 
     def shutdown(self) -> None:
+        if self._what_if_log is not None:
+            self._what_if_log.close()
         self._manager.shutdown()

@@ -19,6 +19,7 @@ from kvcache.integrations.vllm.tiered import (
     TieredKVCacheOffloadingWorker,
     fingerprint,
 )
+from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.spec.assembly import open_manager
 from kvcache.spec.tiered import rank_bytes_of
@@ -102,9 +103,10 @@ class KVCacheOffloadingSpec(OffloadingSpec):
             fingerprint=fingerprint(self._config),
             clock=self.clock,
         )
+        what_if_log = WhatIfLog(manager) if self.settings.manager_options.get("what_if") else None
         if isinstance(manager, TieredOffloadingManager):
-            return TieredKVCacheOffloadingManager(manager, installed_release())
-        return KVCacheOffloadingManager(manager, installed_release())
+            return TieredKVCacheOffloadingManager(manager, installed_release(), what_if_log)
+        return KVCacheOffloadingManager(manager, installed_release(), what_if_log)
 
     def _shared_pool(self, is_owner: bool) -> SharedPool:
         return SharedPool(

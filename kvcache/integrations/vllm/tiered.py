@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 
 from kvcache.integrations.vllm.manager import EngineRequest, KVCacheOffloadingManager
 from kvcache.integrations.vllm.releases import Release
+from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.transfer.host_pool import check_memory
@@ -85,10 +86,14 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         Ours; nobody else drives it.
     release : Release
         What the engine has and has not.
+    what_if_log : WhatIfLog, optional
+        Closed at `shutdown`.
     """
 
-    def __init__(self, manager: TieredOffloadingManager, release: Release) -> None:
-        super().__init__(manager, release)
+    def __init__(
+        self, manager: TieredOffloadingManager, release: Release, what_if_log: WhatIfLog | None = None
+    ) -> None:
+        super().__init__(manager, release, what_if_log)
         self._tiered = manager
         self._are_disks = all(stats.tier.medium == "DISK" for stats in manager.tier_stats())
 

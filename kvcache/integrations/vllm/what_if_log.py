@@ -1,0 +1,57 @@
+"""The what-if of a serving engine, in its log: nobody can ask a manager that lives in the engine's own process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcache.control.cpu import CPUOffloadingManager
+    from kvcache.tiering.manager import TieredOffloadingManager
+
+INTERVAL_S = 600.0
+_LOG = logging.getLogger(__name__)
+
+
+class WhatIfLog:
+    """Log what a manager's `what_if` estimates, every ten minutes in which requests have finished, and at the end.
+
+    Parameters
+    ----------
+    manager : CPUOffloadingManager or TieredOffloadingManager
+        Made with `what_if`.
+    interval_s : float
+        Seconds between two lines.
+
+    Notes
+    -----
+    It asks in a thread of its own. The scheduler waits for Python's lock only: a few milliseconds at a time.
+    """
+
+    def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, interval_s: float = INTERVAL_S) -> None:
+        self._manager = manager
+        self._interval_s = interval_s
+        self._last = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvcache-what-if", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._write()
+
+    def _write(self) -> None:
+        found = self._manager.what_if()
+        text = str(found)
+        if found.requests and text != self._last:
+            self._last = text
+            _LOG.info("kvcache what-if:\n%s", text)
+
+    def close(self) -> None:
+        """Log once more, and end the thread."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        self._write()

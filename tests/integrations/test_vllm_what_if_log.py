@@ -1,0 +1,56 @@
+"""The what-if that a serving engine logs, without vLLM."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from kvcache import CPUOffloadingManager, ReqContext
+from kvcache.integrations.vllm.what_if_log import WhatIfLog
+
+
+def serve(manager: CPUOffloadingManager, count: int) -> None:
+    for number in range(count):
+        context = ReqContext()
+        keys = [b"%d" % (number % 3)]
+        output = manager.prepare_store(keys, context)
+        assert output is not None
+        manager.complete_store(output.keys_to_store)
+        manager.on_request_finished(context)
+
+
+def test_estimate_is_logged_when_the_engine_ends(caplog: pytest.LogCaptureFixture) -> None:
+    manager = CPUOffloadingManager(16, 8, what_if=True)
+    log = WhatIfLog(manager)
+    serve(manager, 9)
+    with caplog.at_level(logging.INFO):
+        log.close()
+        log.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("kvcache what-if:\nshare of blocks hit, by capacity")
+    assert "kvcache-what-if" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_nothing_is_logged_of_an_engine_that_served_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        WhatIfLog(CPUOffloadingManager(16, 8, what_if=True)).close()
+    assert caplog.records == []
+
+
+def test_estimate_is_logged_while_the_engine_serves(caplog: pytest.LogCaptureFixture) -> None:
+    manager = CPUOffloadingManager(16, 8, what_if=True)
+    serve(manager, 9)
+    written = threading.Event()
+    with caplog.at_level(logging.INFO, "kvcache.integrations.vllm.what_if_log"):
+        logger = logging.getLogger("kvcache.integrations.vllm.what_if_log")
+        logger.addFilter(lambda record: written.set() or True)
+        log = WhatIfLog(manager, interval_s=0.001)
+        try:
+            assert written.wait(30)
+        finally:
+            log.close()
+            logger.filters.clear()
+    # Said once, as long as nothing new is known.
+    assert len(caplog.records) == 1
