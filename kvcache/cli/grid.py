@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvcache.replay.grid import Grid
     from kvcache.replay.requests import Request
     from kvcache.replay.serving import Serving
+    from kvcache.replay.sessions import SessionTrace
     from kvcache.replay.trace import Trace
 
 INTERRUPTED = 130
@@ -118,7 +119,7 @@ class Result:
 
 
 def run(
-    trace: Trace,
+    trace: Trace | SessionTrace,
     policies: list[str],
     capacities: list[int],
     options: Options,
@@ -295,7 +296,7 @@ def _facts_of(compact: CompactTrace, grid: Grid, options: Options) -> dict[str, 
     return {"trace": compact.digest, **facts_of(grid), "weighed_by": weighed}
 
 
-def _report(result: Result, trace: Trace, targets: Targets, elapsed_s: float) -> None:
+def _report(result: Result, trace: Trace | SessionTrace, targets: Targets, elapsed_s: float) -> None:
     from kvcache.replay.keys import split_block_size
 
     options, weights = result.options, result.weights

@@ -23,7 +23,11 @@ def complete_formats(incomplete: str) -> list[str]:
 
 def replay(
     file: Annotated[
-        Path, typer.Argument(help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd; - is standard input.")
+        Path,
+        typer.Argument(
+            help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input); or recorded sessions of "
+            "agents, a folder or a file."
+        ),
     ],
     policy: Annotated[
         str,
@@ -44,7 +48,7 @@ def replay(
     split: Annotated[int, typer.Option(help="Turn each listed block into this many.")] = 1,
     limit: Annotated[int | None, typer.Option(help="Stop after so many requests.", show_default=False)] = None,
     format: Annotated[  # noqa: A002 - the option's name
-        str, typer.Option(help="auto, mooncake or bailian.", autocompletion=complete_formats)
+        str, typer.Option(help="auto, mooncake, bailian or sessions.", autocompletion=complete_formats)
     ] = "auto",
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")] = False,
     store_threshold: common.GateOption = 0,
@@ -85,7 +89,8 @@ def replay(
         ),
     ] = None,
     sample: Annotated[float, typer.Option(help="Replay this share of the blocks, with error bars.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Which blocks a sample holds.")] = 0,
+    users: Annotated[int, typer.Option(help="Users whose sessions are merged.")] = 40,
+    seed: Annotated[int, typer.Option(help="Which sessions come when, and which blocks a sample holds.")] = 0,
     checkpoint: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +116,7 @@ def replay(
     """
     from kvcache.cli import grid, session
     from kvcache.replay.keys import split_block_size
-    from kvcache.replay.trace import Trace
+    from kvcache.replay.trace import open_trace
 
     weights = model.weights_of(model_name, layers, heads, head_size, dtype, params, flops)
     if weights is not None and block_bytes is not None:
@@ -141,7 +146,7 @@ def replay(
             "llama-3.1-8b, or its config.json), give its shape (--layers, --heads, --head-size), or say --block-bytes"
         )
 
-    with Trace(file, format, skip_bad) as trace:
+    with open_trace(file, format, skip_bad, common.at_least("--users", users, 1), seed) as trace:
         if weights is not None:
             bytes_per_block = weights.model.token_bytes * split_block_size(trace.block_size, split)
         capacities = common.parse_capacities(blocks, memory, bytes_per_block, default="10000")

@@ -17,6 +17,7 @@ from kvcache.cli import common
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
     from kvcache.control.manager import OffloadingManager
+    from kvcache.control.observers.what_if import WhatIf
     from kvcache.replay.requests import Request, RequestSource
     from kvcache.replay.run import Replay
     from kvcache.replay.tiered import DiskChoice
@@ -155,6 +156,8 @@ def run(
         console.print(_table(document, settings))
         if what_if is not None:
             console.print(str(what_if), soft_wrap=True)
+            if what_if.sample_rate < 1 or what_if.uses < counted["blocks"]:
+                console.print(_beside(counted, what_if, settings), soft_wrap=True)
             if settings.sized:
                 sizes = (
                     f"{blocks:,} = {common.human_bytes(blocks * settings.block_bytes)}" for blocks in what_if.capacities
@@ -163,6 +166,17 @@ def run(
         if moved is not None and moved["verified_blocks"]:
             console.print(f"{moved['verified_blocks']:,} loaded blocks were compared with what was stored: all equal.")
     common.write_json(settings.json_target, document)
+
+
+def _beside(counted: dict[str, Any], what_if: WhatIf, settings: Settings) -> str:
+    """Say why the estimate is not the exact figure above it."""
+    exact = f"exactly, {settings.policy} hits {counted['block_hit_rate']:.1%} at {settings.num_blocks:,} blocks"
+    if what_if.uses < counted["blocks"]:
+        return (
+            f"{exact}, counted from an empty cache over all {counted['blocks']:,} uses; the estimate is of the last "
+            f"{what_if.uses:,} alone, a quarter of them uncounted to warm up"
+        )
+    return f"{exact}; the estimate is of a sample, and +- is twice its standard error"
 
 
 def _check_memory(settings: Settings) -> None:

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -66,13 +67,7 @@ class ChatWorkload:
     _token_s: float = field(default=0.02, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            if spec.type == "int" and (type(value) is not int or value < (spec.name != "seed")):
-                least = 0 if spec.name == "seed" else 1
-                raise ValueError(f"{spec.name} must be an int >= {least}, got {value!r}")
-            if spec.type == "float" and not (type(value) in (int, float) and 0 < value < math.inf):
-                raise ValueError(f"{spec.name} must be a number > 0, got {value!r}")
+        check_workload(self)
         if self.mean_turns < 1:
             raise ValueError(f"mean_turns must be >= 1, got {self.mean_turns!r}")
 
@@ -81,7 +76,7 @@ class ChatWorkload:
         num_ids = 0
         prompts: list[tuple[int, list[int]]] = []
         for _ in range(self.num_system_prompts):
-            tokens = _log_normal(draw, self.mean_system_tokens)
+            tokens = log_normal(draw, self.mean_system_tokens)
             ids = list(range(num_ids, num_ids + tokens // self.block_size))
             num_ids += len(ids)
             prompts.append((tokens, ids))
@@ -98,20 +93,37 @@ class ChatWorkload:
                 heapq.heappush(due, (arrival_s + draw.expovariate(self.chats_per_s), births, 0, []))
                 tokens, shared = draw.choices(prompts, shares)[0]
                 ids = list(shared)
-            tokens += _log_normal(draw, self.mean_question_tokens)
+            tokens += log_normal(draw, self.mean_question_tokens)
             if tokens > self.max_context_tokens:
                 continue
             missing = tokens // self.block_size - len(ids)
             ids.extend(range(num_ids, num_ids + missing))
             num_ids += missing
-            answer = _log_normal(draw, self.mean_answer_tokens)
+            answer = log_normal(draw, self.mean_answer_tokens)
             yield Request(np.array(ids, dtype=np.int64), tokens, answer, arrival_s)
             made += 1
             if draw.random() >= 1 / self.mean_turns:
-                think_s = _log_normal(draw, self.mean_think_s * 1000) / 1000
+                think_s = log_normal(draw, self.mean_think_s * 1000) / 1000
                 heapq.heappush(due, (arrival_s + answer * self._token_s + think_s, birth, tokens + answer, ids))
 
 
-def _log_normal(draw: random.Random, mean: float, spread: float = 0.6) -> int:
+def check_workload(workload: Any) -> None:
+    """Raise if a field of a workload, a dataclass, is no int or number of the range that its name and type say.
+
+    Raises
+    ------
+    ValueError
+        With the field that is wrong.
+    """
+    for spec in fields(workload):
+        value = getattr(workload, spec.name)
+        if spec.type == "int" and (type(value) is not int or value < (spec.name != "seed")):
+            least = 0 if spec.name == "seed" else 1
+            raise ValueError(f"{spec.name} must be an int >= {least}, got {value!r}")
+        if spec.type == "float" and not (type(value) in (int, float) and 0 < value < math.inf):
+            raise ValueError(f"{spec.name} must be a number > 0, got {value!r}")
+
+
+def log_normal(draw: random.Random, mean: float, spread: float = 0.6) -> int:
     """Draw a whole number >= 1 whose mean is about `mean`."""
     return max(1, round(draw.lognormvariate(math.log(mean) - spread * spread / 2, spread)))

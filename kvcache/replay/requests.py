@@ -28,6 +28,10 @@ class TransferFailedError(ReplayError):
     """A handler reported that it could not move blocks."""
 
 
+class TraceError(ValueError):
+    """A trace cannot be read; the message says which file, which line and what stands there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request, as a trace lists it.

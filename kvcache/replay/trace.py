@@ -1,7 +1,7 @@
 """Read request traces: Mooncake and Qwen-Bailian JSONL, plain or compressed, one line at a time.
 
 A trace may be larger than memory, so nothing is held but the line being read; whoever needs all of it asks
-`kvcache.replay.grid.CompactTrace`.
+`kvcache.replay.compact.CompactTrace`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import numpy as np
 
 from kvcache.replay.requests import Request
+from kvcache.replay.requests import TraceError as TraceError
+from kvcache.replay.sessions import SessionTrace, holds_sessions
 
 if TYPE_CHECKING:
     from kvcache.replay.requests import Int64Array
@@ -30,10 +32,6 @@ _SHOWN_CHARS = 60
 _MAX_TOKENS = 1 << 40
 _MAX_TIME = 10**18
 _MOONCAKE_TOKENS = 512
-
-
-class TraceError(ValueError):
-    """A trace cannot be read; the message says which file, which line and what stands there."""
 
 
 class _BadRecord(ValueError):
@@ -73,8 +71,40 @@ _FORMATS: dict[str, tuple[int, Callable[[dict[str, Any]], Request]]] = {
 
 
 def trace_formats() -> list[str]:
-    """Return the names of the formats that `Trace` reads."""
-    return list(_FORMATS)
+    """Return the names of the formats that `open_trace` reads."""
+    return [*_FORMATS, SessionTrace.format]
+
+
+def open_trace(
+    path: str | os.PathLike[str], trace_format: str = "auto", skip_bad: bool = False, users: int = 40, seed: int = 0
+) -> Trace | SessionTrace:
+    """Open a trace of requests, or recorded sessions.
+
+    Parameters
+    ----------
+    path : path-like
+        The file, or a folder of session files; ``-`` is standard input.
+    trace_format : str
+        ``"auto"``, or one of `trace_formats`.
+    skip_bad : bool
+        Count what cannot be read and go on.
+    users, seed : int
+        How sessions are merged.
+
+    Returns
+    -------
+    Trace or SessionTrace
+        A context manager and an iterator over requests.
+
+    Raises
+    ------
+    TraceError
+        It cannot be opened, or holds no request.
+    """
+    if trace_format not in ("auto", *trace_formats()):
+        raise TraceError(f"unknown trace format {trace_format!r}, known ones: auto, {', '.join(trace_formats())}")
+    is_sessions = trace_format == SessionTrace.format or (trace_format == "auto" and holds_sessions(Path(path)))
+    return SessionTrace(path, users, seed, skip_bad) if is_sessions else Trace(path, trace_format, skip_bad)
 
 
 class Trace:

@@ -173,6 +173,9 @@ class WhatIf:
         lines.append(f"{'blocks':<{width}}" + "".join(f" {capacity:>11}" for capacity in named))
         for name, ratios in self.hit_ratios.items():
             lines.append(f"{name:<{width}}" + "".join(f" {ratio:>11.1%}" for ratio in ratios))
+        if any(self.standard_errors):
+            # Of lru; those of the others are about the same.
+            lines.append(f"{'+-':<{width}}" + "".join(f" {2 * error:>11.1%}" for error in self.standard_errors))
         lines += self._headlines()
         lines.append(
             f"estimated from {self.sampled_uses:,} of {self.uses:,} uses in {self.requests:,} requests, "
