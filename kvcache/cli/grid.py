@@ -279,14 +279,9 @@ def _baseline(compact: CompactTrace, serving: Serving | None) -> dict[str, Any] 
     """Return what serving without any cache would be like, where that can be known."""
     if serving is None or serving.token_prefill_s is None or compact.rate < 1:
         return None
-    import numpy as np
+    from kvcache.replay.serving import weigh_nothing
 
-    from kvcache.replay.serving import Flow, weigh
-
-    none = np.zeros((len(compact), len(serving.media)), dtype=np.int64)
-    flow = Flow(none, none, none[:, 0])
-    facts = weigh(np.asarray(compact.arrivals_s), np.asarray(compact.input_lengths), flow, serving)
-    return {name: facts[name] for name in ("ttft_p50_s", "ttft_p99_s", "engine_busy", "num_engines")}
+    return weigh_nothing(compact.arrivals_s, compact.input_lengths, serving)
 
 
 def _facts_of(compact: CompactTrace, grid: Grid, options: Options) -> dict[str, Any]:

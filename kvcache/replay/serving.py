@@ -150,6 +150,13 @@ def weigh(arrivals_s: Float64Array, input_lengths: Int64Array, flow: Flow, servi
     return facts
 
 
+def weigh_nothing(arrivals_s: Float64Array, input_lengths: Int64Array, serving: Serving) -> dict[str, Any]:
+    """Return what serving without any cache is like: time to first token, and how busy the engines are."""
+    none = np.zeros((len(arrivals_s), len(serving.media)), dtype=np.int64)
+    facts = weigh(np.asarray(arrivals_s), np.asarray(input_lengths), Flow(none, none, none[:, 0]), serving)
+    return {name: facts[name] for name in ("ttft_p50_s", "ttft_p99_s", "engine_busy", "num_engines")}
+
+
 def price_of(capacities: tuple[int, ...], serving: Serving) -> float | None:
     """Return what media of so many blocks each cost; None if one has no price."""
     total = 0.0
