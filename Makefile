@@ -4,9 +4,10 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help build stress demo test lint typecheck docs bench-site docs-alone bench-smoke test-debug sdist-test test-other-pythons test-vllm clean
+.PHONY: help build stress demo test lint typecheck docs bench-site docs-alone bench-smoke test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-vllm clean
 
 VENV := .venv
+comma := ,
 BIN := $(VENV)/bin
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 PYTEST_ARGS ?=
@@ -31,7 +32,8 @@ help:
 	@echo "make test    install into .venv and run all tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
-	@echo "Others: lint typecheck docs bench-site docs-alone bench-smoke test-debug sdist-test test-other-pythons test-vllm clean"
+	@echo "Others: lint typecheck docs bench-site docs-alone bench-smoke test-debug test-asan sdist-test test-other-pythons test-free-threaded test-vllm clean"
+	@echo "By hand: tsan"
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -116,11 +118,35 @@ test-debug: $(SOURCES) $(VENV)/extra-test.stamp
 	PYTHONPATH=$(CURDIR)/build/debug/site KVCACHE_EXPECT_IN=build/debug/site KVCACHE_EXPECT_DEBUG=1 \
 		$(PYTEST) $(ONCE) $(NOT_DEBUG:%=--deselect=tests/%)
 
+# The C parts under the compiler's sanitizers: memory errors and undefined behaviour in CI, data races by hand. Objects are kept
+# between runs.
+SANITIZED = KVCACHE_EXPECT_IN=build/$(1)/site PYTHONPATH=$(CURDIR)/build/$(1)/site PYTHONMALLOC=malloc
+build/%/sanitized.stamp: $(SOURCES) $(VENV)/extra-test.stamp
+	@rm -rf build/$*/wheel build/$*/site build/$*/lib.*
+	KVCACHE_SANITIZE=$(subst -,$(comma),$*) $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/$*/wheel .
+	$(BIN)/pip install --quiet --no-deps --target build/$*/site build/$*/wheel/*.whl
+	@touch $@
+
+# Not here: what limits the address space, of which the sanitizer takes terabytes, or preloads a library of its own.
+test-asan: build/address-undefined/sanitized.stamp
+	$(call SANITIZED,address-undefined) LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		$(PYTEST) --hypothesis-profile=few -m 'not slow' tests/core tests/policies tests/transfer tests/control/test_manager.py \
+		tests/stress/test_copy_threads.py --ignore=tests/policies/test_policy_trace.py \
+		-k 'not no_thread_can_be_had and not who_waits_copies and not step_of_the_wall_clock'
+
+tsan: build/thread/sanitized.stamp
+	$(call SANITIZED,thread) KVCACHE_STRESS=$${KVCACHE_STRESS:-5} LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
+		TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 $(BIN)/pytest tests/stress/test_copy_threads.py
+
 sdist-test:
 	.ci/sdist-test
 
 test-other-pythons:
 	.ci/test-other-pythons
+
+test-free-threaded:
+	.ci/test-free-threaded
 
 test-vllm: $(VENV)/package.stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/vllm/run $(PYTEST_ARGS)

@@ -7,6 +7,7 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 DEBUG = os.environ.get("KVCACHE_DEBUG") == "1"
+SANITIZERS = os.environ.get("KVCACHE_SANITIZE", "")  # for the compiler: "address,undefined", or "thread"
 
 DIRECTIVES = {
     "language_level": 3,
@@ -18,11 +19,18 @@ DIRECTIVES = {
     "autotestdict": False,
 }
 
-# A debug build keeps its objects apart: neither kind may be taken for the other's up-to-date output.
-BUILD = Path("build", "debug") if DEBUG else Path("build")
+# Each kind of build keeps its objects apart: none may be taken for another's up-to-date output.
+KIND = "-".join(["debug"] * DEBUG + SANITIZERS.split(",")).strip("-")
+BUILD = Path("build", KIND)
 JOBS = int(os.environ.get("KVCACHE_BUILD_JOBS", "0"))
 
 SOURCES = sorted(str(path) for path in Path("kvcache").rglob("*.pyx"))
+
+
+def compiler_arguments() -> list[str]:
+    if SANITIZERS:
+        return ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZERS}"]
+    return ["-O1", "-g"] if DEBUG else ["-O3"]
 
 
 def extension(source: str) -> Extension:
@@ -31,7 +39,8 @@ def extension(source: str) -> Extension:
         [source],
         include_dirs=[str(Path("kvcache", "core"))],
         define_macros=[("KVCACHE_DEBUG", "1")] if DEBUG else [],
-        extra_compile_args=["-O1", "-g"] if DEBUG else ["-O3"],
+        extra_compile_args=compiler_arguments(),
+        extra_link_args=[f"-fsanitize={SANITIZERS}"] if SANITIZERS else [],
     )
 
 

@@ -1,0 +1,50 @@
+"""Shared by the attacks: their budget, and threads that run until one of them fails."""
+
+import os
+import random
+import sys
+import threading
+
+import pytest
+
+
+@pytest.fixture
+def budget():
+    """How long to attack: 1 is what CI spends, `KVCACHE_STRESS` says otherwise."""
+    return float(os.environ.get("KVCACHE_STRESS", "0.3"))
+
+
+@pytest.fixture
+def run_threads():
+    """Run each body, called with random numbers, again and again in its own thread; raise the first fault."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield _run_threads
+    sys.setswitchinterval(before)
+
+
+def _run_threads(bodies, seconds):
+    faults, stop = [], threading.Event()
+    barrier = threading.Barrier(len(bodies))
+
+    def work(body, index):
+        try:
+            barrier.wait()
+            step = index
+            while not stop.is_set():
+                body(random.Random(step))
+                step += len(bodies)
+        except BaseException as fault:
+            faults.append(fault)
+            stop.set()
+
+    threads = [threading.Thread(target=work, args=(body, i), daemon=True) for i, body in enumerate(bodies)]
+    for thread in threads:
+        thread.start()
+    stop.wait(seconds)
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
+    if faults:
+        raise faults[0]
