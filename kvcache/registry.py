@@ -117,7 +117,11 @@ POLICIES = Registry(
 TIERS = Registry(
     "tier",
     "kvcache.tiers",
-    {"disk": "kvcache.tiers.disk.tier:DiskTier", "memory": "kvcache.tiers.memory:MemoryTier"},
+    {
+        "disk": "kvcache.tiers.disk.tier:DiskTier",
+        "memory": "kvcache.tiers.memory:MemoryTier",
+        "valkey": "kvcache.tiers.valkey:ValkeyTier",
+    },
 )
 
 SPECS = Registry(

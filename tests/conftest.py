@@ -35,6 +35,7 @@ OPTIONAL = {
     "torch",
     "transformers",
     "typer",
+    "valkey",
     "vllm",
     "xxhash",
     "zmq",

@@ -1,0 +1,295 @@
+"""A tier on Valkey or Redis: blocks that one engine stores are hits for every other engine on the same server.
+
+Keys on the server are ``kvcache:<namespace>:<epoch>:<block key>``. The namespace is a digest of the fingerprint (model,
+dtype, geometry), the format and a tenant's salt, so that engines share blocks only where the bytes mean the same. A
+value is a checksum of namespace, key and payload, then the payload: what is foreign, short, long or torn is a counted
+miss, and is deleted.
+
+A reset begins a new epoch and deletes what the old one holds. An engine keeps the epoch that it found at its start or
+made by its own reset, because another engine's reset may mean other weights: who starts later joins the latest epoch.
+
+Values are read and written one command each, pipelined: MGET of large values is slower. Memory limits, eviction and
+persistence are the server's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import xxhash
+from valkey import Valkey, ValkeyCluster
+from valkey.backoff import NoBackoff
+from valkey.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    InvalidResponse,
+    OutOfMemoryError,
+    ResponseError,
+    ValkeyError,
+)
+from valkey.retry import Retry
+
+from kvcache.options import OptionTable, name_unknown, parse_count, parse_duration, parse_flag, parse_text
+from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
+from kvcache.tiering.tier import checked_host_blocks
+
+if TYPE_CHECKING:
+    from kvcache.tiering.tier import HostBlocks
+
+PASSWORD_VARIABLE = "KVCACHE_VALKEY_PASSWORD"
+_FORMAT = b"kvcache valkey 1"
+_CHECKSUM = struct.Struct("<Q")
+_EPOCH_INTERVAL_S = 5.0
+_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
+_OPTIONS = OptionTable(
+    {
+        "url": parse_text,
+        "cluster": parse_flag,
+        "salt": parse_text,
+        "ttl_s": parse_duration,
+        "timeout_s": parse_duration,
+        "num_threads": parse_count,
+        "max_queued_blocks": parse_count,
+        "max_batch_blocks": parse_count,
+        "username": parse_text,
+        "password": parse_text,
+        "ca_file": parse_text,
+    }
+)
+
+
+class ValkeyTier(JobTier):
+    """Keep blocks on a Valkey or Redis server, or cluster.
+
+    Parameters
+    ----------
+    url : str
+        ``"valkey://host:port/db"``, ``"valkeys://..."`` for TLS, or ``"unix:///path"``; a user and a password in it are
+        used and never shown.
+    host_blocks : numpy.ndarray
+        The pool, uint8 or int8, shape (num_blocks, block_bytes).
+    fingerprint : mapping, optional
+        What makes blocks of one model and geometry different from another's.
+    salt : str
+        Engines of one tenant share it; others cannot name its blocks.
+    cluster : bool
+        Whether the server is a cluster.
+    ttl_s : float, optional
+        After which the server forgets a block; None: only its own `maxmemory-policy` does.
+    timeout_s : float
+        How long one command may take, connecting included.
+    num_threads : int
+        Batches, and connections, in flight.
+    max_queued_blocks : int
+        Blocks under way at most; more are refused.
+    max_batch_blocks : int
+        Blocks of one pipeline.
+    username, password : str, optional
+        Credentials; the password may also come from the environment variable ``KVCACHE_VALKEY_PASSWORD``.
+    ca_file : str, optional
+        Certificates that a TLS server must be signed by, in place of the system's.
+
+    Raises
+    ------
+    ValueError
+        The URL or the credentials are refused. A server that cannot be reached is no error: the tier works once it can.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        host_blocks: HostBlocks,
+        *,
+        fingerprint: Mapping[str, Any] | None = None,
+        salt: str = "",
+        cluster: bool = False,
+        ttl_s: float | None = None,
+        timeout_s: float = 5.0,
+        num_threads: int = 4,
+        max_queued_blocks: int = 4096,
+        max_batch_blocks: int = 16,
+        username: str | None = None,
+        password: str | None = None,
+        ca_file: str | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in _SCHEMES:
+            raise ValueError(f"url must begin with one of {', '.join(_SCHEMES)}, got scheme {parts.scheme!r}")
+        options: dict[str, Any] = {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            # The breaker above decides when to try again.
+            "retry": Retry(NoBackoff(), 0),
+        }
+        password = password or os.environ.get(PASSWORD_VARIABLE)
+        options |= {name: value for name, value in (("username", username), ("password", password)) if value}
+        if ca_file is not None:
+            options["ssl_ca_certs"] = ca_file
+        self._url, self._options, self._is_cluster = url, options, cluster
+        self._address = f"{parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
+        self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
+        self._block_bytes = checked_host_blocks(host_blocks).shape[1]
+        described = json.dumps(dict(fingerprint or {}), sort_keys=True, default=str).encode()
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (_FORMAT, described, str(self._block_bytes).encode(), salt.encode()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+        self._namespace = b"kvcache:" + digest.hexdigest().encode()
+        self._seed = int.from_bytes(digest.digest()[:8], "big")
+        self._epoch = 0
+        self._has_epoch = False
+        self._client: Any = None
+        super().__init__(
+            host_blocks,
+            "VALKEY",
+            num_threads=num_threads,
+            max_queued_blocks=max_queued_blocks,
+            max_batch_blocks=max_batch_blocks,
+            maintain_interval_s=_EPOCH_INTERVAL_S,
+            query_deadline_s=timeout_s,
+            open_timeout_s=timeout_s,
+        )
+
+    @classmethod
+    def from_config(
+        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
+    ) -> ValkeyTier:
+        if unknown := name_unknown(options, list(_OPTIONS)):
+            raise ValueError(f"unknown options of a valkey tier: {unknown}; known ones: {', '.join(_OPTIONS)}")
+        values = _OPTIONS.read("a valkey tier", options)
+        if "url" not in values:
+            raise ValueError("a valkey tier needs 'url', such as 'valkey://127.0.0.1:6379'")
+        return cls(values.pop("url"), host_blocks, fingerprint=fingerprint, **values)
+
+    def __repr__(self) -> str:
+        return f"ValkeyTier({self._address!r})"
+
+    def open(self) -> None:
+        try:
+            self._connect()
+        except (AuthenticationError, AuthorizationError) as error:
+            raise ValueError(f"{self._address} refuses the credentials: {_shown(error)}") from None
+        except (ValkeyError, OSError, ValueError):
+            # The engine starts without it; each job tries again.
+            self._client = None
+
+    def exists(self, keys: list[bytes]) -> Sequence[bool]:
+        with self._server().pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.exists(self._name(key))
+            return [answer == 1 for answer in self._execute(pipeline)]
+
+    def put(self, batch: TierBatch) -> Sequence[int]:
+        server, epoch = self._server(), self._epoch
+        # In this order: a reset raises the generation before the epoch, so an old block never gets a new name.
+        if batch.generation != self.generation:
+            return [BlockOutcome.REFUSED] * len(batch.keys)
+        with server.pipeline(transaction=False) as pipeline:
+            for key, buffer in zip(batch.keys, batch.buffers, strict=True):
+                value = b"".join((_CHECKSUM.pack(self._checksum(key, buffer)), buffer))
+                pipeline.set(self._name(key, epoch), value, px=self._ttl_ms)
+            answers = self._execute(pipeline)
+        for answer in answers:
+            # A server whose memory is full refuses one block and may take the next.
+            if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
+                raise answer
+        return [BlockOutcome.DONE if answer is True else BlockOutcome.REFUSED for answer in answers]
+
+    def get(self, batch: TierBatch) -> Sequence[int]:
+        server = self._server()
+        with server.pipeline(transaction=False) as pipeline:
+            for key in batch.keys:
+                pipeline.get(self._name(key))
+            values = self._execute(pipeline)
+        outcomes, bad = [], []
+        for key, block_id, value in zip(batch.keys, batch.block_ids, values, strict=True):
+            if isinstance(value, Exception):
+                raise value
+            if value is None:
+                outcomes.append(BlockOutcome.ABSENT)
+                continue
+            payload = memoryview(value)[_CHECKSUM.size :]
+            if len(payload) != self._block_bytes or _CHECKSUM.unpack_from(value)[0] != self._checksum(key, payload):
+                outcomes.append(BlockOutcome.CORRUPT)
+                bad.append(self._name(key))
+                continue
+            self.host_rows[block_id] = np.frombuffer(payload, np.uint8)
+            outcomes.append(BlockOutcome.DONE)
+        for name in bad:
+            server.unlink(name)
+        return outcomes
+
+    def clear(self, generation: int) -> None:
+        """Begin a new epoch and delete the old one's blocks."""
+        server = self._server()
+        old = b"%b:%d:*" % (self._namespace, self._epoch)
+        self._epoch = max(self._epoch + 1, int(server.incr(self._epoch_name)))
+        server.set(self._epoch_name, self._epoch)
+        names: list[bytes] = []
+        for name in server.scan_iter(match=old, count=1000):
+            names.append(name)
+            if len(names) == 1000:
+                self._delete(server, names)
+        self._delete(server, names)
+
+    def maintain(self) -> None:
+        # A server that evicts any key must not forget the epoch; reading it keeps it recent.
+        if self._client is not None and self._epoch and self._client.get(self._epoch_name) is None:
+            self._client.set(self._epoch_name, self._epoch, nx=True)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    @property
+    def _epoch_name(self) -> bytes:
+        return self._namespace + b":epoch"
+
+    def _name(self, key: bytes, epoch: int | None = None) -> bytes:
+        return b"%b:%d:%b" % (self._namespace, self._epoch if epoch is None else epoch, key)
+
+    def _delete(self, server: Any, names: list[bytes]) -> None:
+        with server.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.unlink(name)
+            pipeline.execute()
+        names.clear()
+
+    def _checksum(self, key: bytes, payload: Any) -> int:
+        digest = xxhash.xxh3_64(struct.pack("<IQ", len(key), self._block_bytes) + key, self._seed)
+        digest.update(payload)
+        return digest.intdigest()
+
+    def _server(self) -> Any:
+        return self._client or self._connect()
+
+    def _connect(self) -> Any:
+        make = ValkeyCluster.from_url if self._is_cluster else Valkey.from_url
+        client: Any = make(self._url, **self._options)
+        try:
+            found = int(client.get(self._epoch_name) or 0)
+        except BaseException:
+            client.close()
+            raise
+        if not self._has_epoch:
+            self._epoch, self._has_epoch = found, True
+        self._client = client
+        return client
+
+    def _execute(self, pipeline: Any) -> list[Any]:
+        try:
+            answers: list[Any] = pipeline.execute(raise_on_error=False)
+            return answers
+        except (InvalidResponse, ResponseError) as error:
+            raise OSError(f"{self._address} does not speak the protocol: {_shown(error)}") from None
+
+
+def _shown(error: Exception) -> str:
+    """Return the first line of a server's message: it may be anything, and long."""
+    return (str(error).splitlines() or [""])[0][:200]

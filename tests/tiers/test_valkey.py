@@ -1,0 +1,423 @@
+"""The Valkey tier against real servers: sharing, faults, credentials, foreign values."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from valkey import Valkey
+
+from kvcache import TieredOffloadingManager
+from kvcache.testing.tier_contract import TierContract
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyTier
+
+BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
+BLOCK_BYTES = 4096
+KEYS = [bytes([number]) * 36 for number in range(1, 65)]
+
+
+class Server:
+    """A Valkey or Redis server that is started, stopped and started again on one port."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"valkey://127.0.0.1:{self.port}"
+        self._command = [str(BINARY), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        self._command += ["--save", "", "--appendonly", "no", *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        end_s = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                assert time.monotonic() < end_s, "the server did not start"
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture
+def make_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    if BINARY is None:
+        pytest.skip("needs valkey-server or redis-server")
+    servers: list[Server] = []
+
+    def make(*options: str) -> Server:
+        server = Server(tmp_path, *options)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield make
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def server(make_server: Callable[..., Server]) -> Server:
+    return make_server()
+
+
+def blocks(num_blocks: int = 64) -> np.ndarray:
+    return np.zeros((num_blocks, BLOCK_BYTES), np.uint8)
+
+
+def wait_for(tier: ValkeyTier, job_id: int, timeout_s: float = 30.0):
+    end_s = time.monotonic() + timeout_s
+    while True:
+        for result in tier.get_finished():
+            if result.job_id == job_id:
+                return result
+        assert time.monotonic() < end_s, "the job never ended"
+        time.sleep(0.002)
+
+
+def found(tier: ValkeyTier, keys: list[bytes], timeout_s: float = 30.0) -> int:
+    end_s = time.monotonic() + timeout_s
+    while (answer := tier.lookup(keys)) is None:
+        assert time.monotonic() < end_s, "no answer to a look-up"
+        tier.get_finished()
+        time.sleep(0.002)
+    return answer
+
+
+def store(tier: ValkeyTier, host: np.ndarray, keys: list[bytes], job_id: int = 1):
+    for i, key in enumerate(keys):
+        host[i] = key[0]
+    assert tier.submit_store(job_id, keys, list(range(len(keys))))
+    return wait_for(tier, job_id)
+
+
+def load(tier: ValkeyTier, host: np.ndarray, keys: list[bytes], job_id: int = 2):
+    host[:] = 0
+    assert tier.submit_load(job_id, keys, list(range(len(keys))))
+    result = wait_for(tier, job_id)
+    for i, key in enumerate(keys):
+        assert (host[i] == (key[0] if key in result.done else 0)).all(), "wrong bytes"
+    return result
+
+
+@pytest.fixture
+def opened() -> Iterator[list[ValkeyTier]]:
+    tiers: list[ValkeyTier] = []
+    yield tiers
+    for tier in tiers:
+        tier.shutdown()
+
+
+def open_tier(opened: list[ValkeyTier], url: str, host: np.ndarray, **options) -> ValkeyTier:
+    tier = ValkeyTier(url, host, **options)
+    opened.append(tier)
+    return tier
+
+
+class TestContract(TierContract):
+    evicts = False
+    is_bounded = False
+    survives_restart = True
+
+    @pytest.fixture(autouse=True)
+    def _server(self, server):
+        self.url = server.url
+
+    def open_tier(self, path: Path, host_blocks, num_blocks: int) -> ValkeyTier:
+        return ValkeyTier(self.url, host_blocks, salt=str(path))
+
+
+def test_second_engine_finds_what_the_first_stored(server, opened):
+    host_a, host_b = blocks(), blocks()
+    first = open_tier(opened, server.url, host_a, fingerprint={"model": "m"})
+    second = open_tier(opened, server.url, host_b, fingerprint={"model": "m"})
+    assert sorted(store(first, host_a, KEYS).done) == KEYS
+    assert found(second, KEYS) == len(KEYS)
+    assert sorted(load(second, host_b, KEYS).done) == KEYS
+
+
+@pytest.mark.parametrize("other", [{"fingerprint": {"model": "other"}}, {"salt": "another tenant"}])
+def test_other_models_and_tenants_share_nothing(server, opened, other):
+    host = blocks()
+    store(open_tier(opened, server.url, host, fingerprint={"model": "m"}), host, KEYS[:4])
+    stranger = open_tier(opened, server.url, blocks(), **({"fingerprint": {"model": "m"}} | other))
+    assert found(stranger, KEYS[:4]) == 0
+
+
+def test_damaged_values_are_misses_that_are_deleted(server, opened):
+    host = blocks()
+    tier = open_tier(opened, server.url, host)
+    store(tier, host, KEYS[:8])
+    client = Valkey(port=server.port)
+    names = {name[-36:]: name for name in client.scan_iter(match="kvcache:*") if not name.endswith(b":epoch")}
+    whole = client.get(names[KEYS[0]])
+    client.set(names[KEYS[0]], whole[:-1])  # short
+    client.set(names[KEYS[1]], client.get(names[KEYS[1]]) + b"x")  # long
+    client.set(names[KEYS[2]], client.get(names[KEYS[3]]))  # another block's
+    client.set(names[KEYS[3]], whole[:100] + b"\xff" + whole[101:])  # torn
+    client.set(names[KEYS[4]], b"")
+    client.delete(names[KEYS[5]])
+    result = load(tier, host, KEYS[:8])
+    assert result.error == ""
+    assert sorted(result.done) == KEYS[6:8]
+    assert tier.stats().corrupt_blocks == 5
+    assert tier.stats().missed_blocks == 1
+    assert not any(client.exists(names[key]) for key in KEYS[:6])
+    assert store(tier, host, KEYS[:8], job_id=3).failed == []
+    assert sorted(load(tier, host, KEYS[:8], job_id=4).done) == KEYS[:8]
+    client.close()
+
+
+def test_reset_is_not_undone_by_a_restart(server, opened):
+    host = blocks()
+    tier = open_tier(opened, server.url, host)
+    store(tier, host, KEYS[:4])
+    tier.reset()
+    end_s = time.monotonic() + 30
+    while tier.stats().unavailable_reason:
+        assert time.monotonic() < end_s
+        tier.get_finished()
+    assert found(tier, KEYS[:4]) == 0
+    assert found(open_tier(opened, server.url, blocks()), KEYS[:4]) == 0
+    client = Valkey(port=server.port)
+    assert [name for name in client.scan_iter(match="kvcache:*") if not name.endswith(b":epoch")] == []
+    client.close()
+
+
+def test_full_server_refuses_blocks_and_keeps_the_rest(make_server, opened):
+    server = make_server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    host = np.zeros((64, 1 << 17), np.uint8)
+    tier = open_tier(opened, server.url, host)
+    result = store(tier, host, KEYS)
+    assert result.error == ""
+    assert result.done
+    assert result.failed
+    assert sorted(load(tier, host, result.done).done) == sorted(result.done)
+
+
+def test_evictions_by_the_server_are_misses(make_server, opened):
+    server = make_server("--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
+    host = np.zeros((64, 1 << 17), np.uint8)
+    tier = open_tier(opened, server.url, host)
+    assert store(tier, host, KEYS).failed == []
+    result = load(tier, host, KEYS)
+    assert result.error == ""
+    assert result.done
+    assert result.failed
+
+
+def test_wrong_password_is_a_clear_error_that_does_not_show_it(make_server):
+    server = make_server("--requirepass", "sesame")
+    with pytest.raises(ValueError, match="refuses the credentials") as raised:
+        ValkeyTier(f"valkey://:opensesame@127.0.0.1:{server.port}", blocks())
+    assert "opensesame" not in str(raised.value)
+
+
+def test_password_may_come_from_the_environment(make_server, opened, monkeypatch):
+    server = make_server("--requirepass", "sesame")
+    monkeypatch.setenv(PASSWORD_VARIABLE, "sesame")
+    host = blocks()
+    tier = open_tier(opened, server.url, host)
+    assert store(tier, host, KEYS[:2]).failed == []
+    assert "sesame" not in repr(tier)
+
+
+def test_server_that_is_down_at_the_start_is_used_once_it_runs(make_server, opened):
+    server = make_server()
+    server.kill()
+    host = blocks()
+    tier = open_tier(opened, server.url, host, timeout_s=0.5)
+    assert store(tier, host, KEYS[:2]).error
+    server.start()
+    assert store(tier, host, KEYS[:2], job_id=3).failed == []
+
+
+def test_restarted_server_is_used_again(server, opened):
+    host = blocks()
+    tier = open_tier(opened, server.url, host, timeout_s=1.0)
+    store(tier, host, KEYS[:8])
+    server.kill()
+    assert load(tier, host, KEYS[:8]).done == []
+    server.start()
+    end_s = time.monotonic() + 30
+    job_id = 10
+    while store(tier, host, KEYS[8:16], job_id).failed:
+        assert time.monotonic() < end_s
+        job_id += 1
+    assert sorted(load(tier, host, KEYS[8:16], job_id=9).done) == KEYS[8:16]
+
+
+def test_stopped_server_fails_jobs_within_the_timeout(server, opened):
+    host = blocks()
+    tier = open_tier(opened, server.url, host, timeout_s=0.5)
+    store(tier, host, KEYS[:8])
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        result = load(tier, host, KEYS[:8])
+        assert result.done == []
+        assert result.error
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+class Proxy:
+    """A TCP proxy that spoils what the server answers."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.mode = "pass"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        # Wakes the thread in accept, which closing alone does not.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                client.close()
+                continue
+            # Each direction has ends of its own, and closes them.
+            for source, target, is_answer in ((client, server, False), (server, client, True)):
+                ends = (source.dup(), target.dup(), is_answer)
+                threading.Thread(target=self._pump, args=ends, daemon=True).start()
+            client.close()
+            server.close()
+
+    def _pump(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        with source, target:
+            self._copy(source, target, is_answer)
+
+    def _copy(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if is_answer and self.mode == "garbage":
+                    data = os.urandom(len(data))
+                elif is_answer and self.mode == "cut":
+                    target.sendall(data[: len(data) // 2])
+                    break
+                elif is_answer and self.mode == "swallow":
+                    continue
+                elif is_answer and self.mode == "drip":
+                    for i in range(len(data)):
+                        target.sendall(data[i : i + 1])
+                        time.sleep(0.2)
+                    continue
+                target.sendall(data)
+        except OSError:
+            pass
+        finally:
+            for end in (source, target):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("mode", ["garbage", "cut", "swallow"])
+def test_spoiled_answers_lose_jobs_and_never_bytes(server, opened, mode):
+    proxy = Proxy(server.port)
+    host = blocks()
+    tier = open_tier(opened, f"valkey://127.0.0.1:{proxy.port}", host, timeout_s=0.5)
+    store(tier, host, KEYS[:16])
+    proxy.mode = mode
+    for job_id in range(2, 6):
+        assert load(tier, host, KEYS[:16], job_id).done == []
+    proxy.mode = "pass"
+    end_s = time.monotonic() + 30
+    job_id = 10
+    while sorted(load(tier, host, KEYS[:16], job_id).done) != KEYS[:16]:
+        # Garbage may have deleted what it spoiled.
+        store(tier, host, KEYS[:16], job_id + 1000)
+        assert time.monotonic() < end_s
+        job_id += 1
+    proxy.close()
+
+
+def test_scheduler_never_waits_for_a_server_that_drips(server, opened):
+    proxy = Proxy(server.port)
+    host = blocks()
+    tier = open_tier(opened, f"valkey://127.0.0.1:{proxy.port}", host, timeout_s=2.0)
+    manager = TieredOffloadingManager(16, 64, [(tier, TierConfig(deadline_s=0.5))], deadline_s=0.5)
+    proxy.mode = "drip"
+    longest_s = 0.0
+    for i in range(20):
+        for call in (
+            lambda i=i: manager.lookup([KEYS[i]]),
+            lambda i=i: manager.prepare_store([KEYS[i]]),
+            lambda i=i: manager.complete_store([KEYS[i]]),
+            manager.on_schedule_end,
+        ):
+            start_s = time.thread_time()
+            call()
+            longest_s = max(longest_s, time.thread_time() - start_s)
+    assert longest_s < 0.05
+    proxy.mode = "pass"
+    proxy.close()
+
+
+def test_another_protocol_on_the_port_is_no_hang(opened):
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+                with client:
+                    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    client.recv(1 << 16)
+            except OSError:
+                return
+
+    threading.Thread(target=answer, daemon=True).start()
+    host = blocks()
+    tier = open_tier(opened, f"valkey://127.0.0.1:{listener.getsockname()[1]}", host, timeout_s=0.5)
+    assert store(tier, host, KEYS[:2]).done == []
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "a valkey tier needs 'url'"),
+        ({"url": "http://127.0.0.1"}, "url must begin with one of valkey, .* got scheme 'http'"),
+        ({"url": "valkey://127.0.0.1", "ttl": 5}, "unknown options of a valkey tier: ttl"),
+        ({"url": "valkey://127.0.0.1", "timeout_s": 0}, "timeout_s in a valkey tier must be a number of seconds > 0"),
+    ],
+)
+def test_bad_options_name_the_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        ValkeyTier.from_config(options, blocks(), {})
