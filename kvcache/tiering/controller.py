@@ -1,6 +1,7 @@
-"""What a manager knows of one tier: jobs under way, deadlines, circuit breakers, and what it gave up.
+"""TierController: what a manager knows of one tier, and the only place that calls it.
 
-A tier may be slow, dead, or lose a job for ever. So every job has a deadline, after which nobody waits for it; each
+A tier may be slow, dead, raise, answer nonsense or lose a job for ever, and the scheduler's thread must not pay for
+it. So every call is guarded and every answer checked; every job has a deadline, after which nobody waits for it; each
 direction has a breaker of its own (a full disk can still be read); and blocks under way are bounded, those of lost
 jobs included.
 """
@@ -9,19 +10,25 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.options import check_int, check_seconds
+from kvcache.tiering.breaker import Breaker
+from kvcache.tiering.log_limiter import LogLimiter
+from kvcache.tiering.tier import TierResult, TierStats
 from kvcache.tiering.write_policy import DirtyBlocks
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
-    from kvcache.tiering.tier import Tier, TierResult, TierStats
+    from kvcache.tiering.tier import Tier
 
 _LOG = logging.getLogger(__name__)
 WRITE_POLICIES = ("write_through", "write_back", "write_through_selective")
+MAX_STEP_BLOCKS = 1024
+"""Blocks that one scheduler call moves on at most, for all tiers together."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class TierConfig:
     max_failures : int
         Failed jobs in a row that open the breaker.
     pause_s : float
-        How long an open breaker keeps the tier quiet before one job tries again.
+        How long an open breaker keeps jobs from the tier before one job tries again.
 
     Raises
     ------
@@ -74,7 +81,8 @@ class TierControllerStats:
     """Of one tier under a manager: the tier's own statistics, and what the manager saw of it.
 
     `dropped_blocks` were to be written and were not; `overdue_jobs` missed their deadline, `stuck_blocks` of host
-    memory still belong to such jobs; `reads` and `writes` are ``"open"``, ``"paused"`` or ``"probing"``.
+    memory still belong to such jobs; `reads` and `writes` are the breakers': ``"closed"``, ``"open"`` or
+    ``"half_open"``.
     """
 
     tier: TierStats
@@ -88,70 +96,31 @@ class TierControllerStats:
     writes: str
 
 
-class Breaker:
-    """Keep away from what fails, and try it again after a while with a single job.
+@dataclass(slots=True)
+class HostBudget:
+    """Host blocks that jobs of all tiers may have under way, so that tiers that hang never take the whole pool."""
 
-    Parameters
-    ----------
-    max_failures : int
-        Failures in a row that open it.
-    pause_s : float
-        How long it stays open.
-    """
-
-    def __init__(self, max_failures: int, pause_s: float) -> None:
-        self._max_failures = max_failures
-        self._pause_s = pause_s
-        self._num_failures = 0
-        self._until_s: float | None = None
-        self._is_probing = False
-
-    @property
-    def state(self) -> str:
-        """``"open"`` to jobs, ``"paused"``, or ``"probing"``."""
-        if self._until_s is None:
-            return "open"
-        return "probing" if self._is_probing else "paused"
-
-    def allows(self, now_s: float) -> bool:
-        """Return whether a job may be sent."""
-        return self._until_s is None or (now_s >= self._until_s and not self._is_probing)
-
-    def sent(self) -> None:
-        """Hear that a job was sent."""
-        self._is_probing = self._until_s is not None
-
-    def succeeded(self) -> None:
-        """Hear that a job ended well."""
-        self._num_failures = 0
-        self._until_s = None
-        self._is_probing = False
-
-    def failed(self, now_s: float, at_once: bool = False) -> None:
-        """Hear that a job failed; `at_once` opens the breaker without counting."""
-        self._num_failures += 1
-        if at_once or self._is_probing or self._num_failures >= self._max_failures:
-            self._until_s = now_s + self._pause_s
-            self._is_probing = False
+    max_blocks: int
+    num_used: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class TierJob:
     """A job under way.
 
-    `waiters` are the requests that asked for its blocks. A job that a reset did not wait for has `stand_ins`: keys that
-    keep its host blocks from everybody until it is reported.
+    `waiters` are the requests that asked for its blocks. The blocks of a job that a reset did not wait for are
+    withheld from everybody until it is reported.
     """
 
     job_id: int
-    lane: TierController
+    controller: TierController
     is_load: bool
     keys: list[bytes]
     block_ids: list[int]
     deadline_s: float
-    stand_ins: list[bytes] = field(default_factory=list)
     waiters: set[ReqContext | None] = field(default_factory=set)
     is_overdue: bool = False
+    is_withheld: bool = False
 
 
 class TierController:
@@ -160,31 +129,42 @@ class TierController:
     Parameters
     ----------
     tier : Tier
-        Driven by nobody else.
-    rule : TierConfig
+        Called by nobody else.
+    config : TierConfig
         How it is used.
-    max_load_blocks : int
-        Blocks being read at most.
     num_blocks : int
         Slots of the host pool; at most so many keys wait to be written.
+    num_tiers : int
+        Tiers that share the pool.
+    budget : HostBudget
+        Shared with the other tiers.
 
     Attributes
     ----------
-    ahead : DirtyBlocks or None
-        What host memory holds and the tier does not, if it is written on eviction.
+    jobs : dict of int to TierJob
+        Under way.
+    backlog : deque of bytes
+        Keys that wait to be written.
+    dirty : DirtyBlocks or None
+        What host memory holds and the tier does not, with ``"write_back"``.
     """
 
-    def __init__(self, tier: Tier, rule: TierConfig, max_load_blocks: int, num_blocks: int) -> None:
+    def __init__(self, tier: Tier, config: TierConfig, num_blocks: int, num_tiers: int, budget: HostBudget) -> None:
         self.tier = tier
-        self.rule = rule
-        self.moves: dict[int, TierJob] = {}
+        self.medium = str(tier.medium)
+        self.config = config
+        self.jobs: dict[int, TierJob] = {}
         self.backlog: deque[bytes] = deque()
-        self.ahead = DirtyBlocks(num_blocks) if rule.write_policy == "write_back" else None
+        self.dirty = DirtyBlocks(num_blocks) if config.write_policy == "write_back" else None
         self.dropped_blocks = 0
-        self._max_load_blocks = max_load_blocks
+        self._max_load_blocks = max(1, num_blocks // (2 * num_tiers))
+        self._max_blocks = max(1, budget.max_blocks // num_tiers)
         self._max_backlog_blocks = num_blocks
-        self._reads = Breaker(rule.max_failures, rule.pause_s)
-        self._writes = Breaker(rule.max_failures, rule.pause_s)
+        self._budget = budget
+        self._reads = Breaker(config.max_failures, config.pause_s)
+        self._writes = Breaker(config.max_failures, config.pause_s)
+        self._reported: deque[TierResult] = deque()
+        self._uses: deque[tuple[list[bytes] | None, ReqContext | None]] = deque()
         self._num_loading = 0
         self._num_storing = 0
         self._stuck_blocks = 0
@@ -192,24 +172,47 @@ class TierController:
         self._written_blocks = 0
         self._failed_jobs = 0
         self._overdue_jobs = 0
+        self._last_error = ""
+        self._reset_again_s: float | None = None
+        self._warnings = LogLimiter(_LOG)
+
+    # ---- what may be sent ------------------------------------------------------------------------------------
 
     def may_load(self, now_s: float) -> bool:
         """Return whether it is worth asking the tier for blocks."""
-        return self._reads.allows(now_s) and self._stuck_blocks < self._max_load_blocks
+        return (
+            self._reset_again_s is None and self._reads.allows(now_s) and self._stuck_blocks < self._max_load_blocks
+        )
 
     def may_store(self, now_s: float) -> bool:
         """Return whether it is worth offering blocks to the tier."""
-        return self._writes.allows(now_s) and self._stuck_blocks < self.rule.max_store_blocks
+        return (
+            self._reset_again_s is None
+            and self._writes.allows(now_s)
+            and self._stuck_blocks < self.config.max_store_blocks
+        )
 
     @property
     def load_room(self) -> int:
         """Blocks that may be sent to be read now."""
-        return max(0, self._max_load_blocks - self._num_loading)
+        return max(0, min(self._max_load_blocks - self._num_loading, self._room))
 
     @property
     def store_room(self) -> int:
         """Blocks that may be sent to be written now."""
-        return max(0, self.rule.max_store_blocks - self._num_storing)
+        return max(0, min(self.config.max_store_blocks - self._num_storing, self._room))
+
+    @property
+    def _room(self) -> int:
+        num_used = self._num_loading + self._num_storing
+        return min(self._max_blocks - num_used, self._budget.max_blocks - self._budget.num_used)
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether the tier has reported what was not taken in yet, or uses wait to be passed on."""
+        return bool(self._reported or self._uses)
+
+    # ---- blocks to be written --------------------------------------------------------------------------------
 
     def offer(self, keys: Iterable[bytes]) -> None:
         """Put keys into the backlog; what it cannot hold is dropped, longest waiting first."""
@@ -223,106 +226,158 @@ class TierController:
         self.dropped_blocks += len(self.backlog)
         self.backlog.clear()
 
+    def remove(self, keys: list[bytes]) -> None:
+        """Note what left host memory; what the tier should have had is lost, and counted."""
+        if self.dirty is not None:
+            self.dropped_blocks += self.dirty.remove(keys)
+
+    # ---- calls of the tier -----------------------------------------------------------------------------------
+
     def lookup(self, keys: list[bytes], now_s: float) -> int | None:
-        """Return how many of the first keys the tier can load, 0 while it is quiet; None: ask again."""
+        """Return how many of the first keys the tier can load, 0 while it is left alone; None: ask again."""
         if not self.may_load(now_s):
             return 0
-        try:
-            return self.tier.lookup(keys)
-        except Exception:
-            self._complain("lookup")
-            self._reads.failed(now_s)
+        found: Any = self._call("lookup", -1, self.tier.lookup, keys)
+        if found is None:
+            return None
+        if type(found) is not int or not 0 <= found <= len(keys):
+            if found != -1:
+                self._note_fault("lookup", f"returned {found!r} for {len(keys)} keys")
+            self._fail(self._reads, now_s)
             return 0
-
-    def leave(self, keys: list[bytes]) -> None:
-        """Hear what left host memory; what the tier should have had is lost, and counted."""
-        if self.ahead is not None:
-            self.dropped_blocks += self.ahead.leave(keys)
+        return found
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
-        """Tell the tier of a use."""
-        if self.ahead is not None:
-            self.ahead.touch(keys)
-        try:
-            self.tier.touch(keys, req_context)
-        except Exception:
-            self._complain("touch")
+        """Note a use, for the tier to be told before the next job is sent to it."""
+        if self.dirty is not None:
+            self.dirty.touch(keys)
+        self._uses.append((keys, req_context))
 
-    def finish(self, req_context: ReqContext) -> None:
-        """Tell the tier of a request's end."""
-        try:
-            self.tier.on_request_finished(req_context)
-        except Exception:
-            self._complain("on_request_finished")
+    def end_request(self, req_context: ReqContext) -> None:
+        """Note a request's end, for the tier to be told after what it used."""
+        self._uses.append((None, req_context))
 
-    def send(self, move: TierJob) -> bool:
+    def pass_on_uses(self) -> None:
+        """Pass uses on to the tier, a bounded number of keys at a time."""
+        num_blocks = 0
+        while self._uses and num_blocks < MAX_STEP_BLOCKS:
+            keys, req_context = self._uses.popleft()
+            num_blocks += 1
+            if keys is not None:
+                num_blocks += len(keys)
+                self._call("touch", None, self.tier.touch, keys, req_context)
+            elif req_context is not None:
+                self._call("on_request_finished", None, self.tier.on_request_finished, req_context)
+
+    def send(self, job: TierJob) -> bool:
         """Give a job to the tier; return whether it took it."""
-        submit = self.tier.submit_load if move.is_load else self.tier.submit_store
-        try:
-            is_taken = submit(move.job_id, move.keys, move.block_ids)
-        except Exception:
-            # What it took before it raised is not known: the job counts as lost.
-            self._complain("submit")
-            is_taken = True
-        if not is_taken:
+        self.pass_on_uses()
+        submit = self.tier.submit_load if job.is_load else self.tier.submit_store
+        # What a tier took before it raised is not known: such a job counts as lost.
+        keys, block_ids = list(job.keys), list(job.block_ids)
+        if not self._call("submit", True, lambda: bool(submit(job.job_id, keys, block_ids))):
             return False
-        self.moves[move.job_id] = move
-        if move.is_load:
-            self._num_loading += len(move.keys)
-            self._reads.sent()
+        self.jobs[job.job_id] = job
+        self._budget.num_used += len(job.keys)
+        if job.is_load:
+            self._num_loading += len(job.keys)
+            self._reads.record_sent()
         else:
-            self._num_storing += len(move.keys)
-            self._writes.sent()
+            self._num_storing += len(job.keys)
+            self._writes.record_sent()
         return True
 
-    def note_overdue(self, now_s: float) -> None:
-        """Mark the jobs whose deadline has passed, and pause their direction."""
-        for move in self.moves.values():
-            if now_s >= move.deadline_s and not move.is_overdue:
-                move.is_overdue = True
+    def give_up_overdue(self, now_s: float) -> None:
+        """Mark the jobs whose deadline has passed, let the tier cancel them, and open their direction's breaker."""
+        for job in self.jobs.values():
+            if now_s >= job.deadline_s and not job.is_overdue:
+                job.is_overdue = True
                 self._overdue_jobs += 1
-                self._stuck_blocks += len(move.keys)
-                (self._reads if move.is_load else self._writes).failed(now_s, at_once=True)
+                self._stuck_blocks += len(job.keys)
+                self._last_error = f"a job of {len(job.keys)} blocks took over {self.config.deadline_s} s"
+                self._fail(self._reads if job.is_load else self._writes, now_s, at_once=True)
+                self._call("cancel", None, self.tier.cancel, job.job_id)
 
-    def ended(self, now_s: float) -> list[tuple[TierJob, TierResult]]:
-        """Return the jobs that the tier reports, with their results; a report of an unknown job is ignored."""
-        pairs = []
+    def get_finished(self, max_blocks: int, now_s: float) -> list[tuple[TierJob | None, TierResult]]:
+        """Return results of about so many blocks with their jobs; None instead of a job: it happened without one."""
+        results: Any = self._call("get_finished", (), self.tier.get_finished)
         try:
-            results = self.tier.get_finished()
-        except Exception:
-            self._complain("finished")
-            return []
-        for result in results:
-            move = None if result.job_id is None else self.moves.pop(result.job_id, None)
-            if move is None:
+            self._reported.extend(results)
+        except TypeError:
+            self._note_fault("get_finished", f"returned {results!r}")
+        pairs: list[tuple[TierJob | None, TierResult]] = []
+        while self._reported and max_blocks > 0:
+            try:
+                job, result = self._checked(self._reported.popleft())
+            except Exception as error:
+                self._note_fault("get_finished", f"reported nonsense: {error}")
                 continue
-            breaker = self._reads if move.is_load else self._writes
-            if result.error:
-                self._failed_jobs += 1
-                breaker.failed(now_s)
-            elif not move.is_overdue:
-                breaker.succeeded()
-            if move.is_overdue:
-                self._stuck_blocks -= len(move.keys)
-            if move.is_load:
-                self._num_loading -= len(move.keys)
-                self._promoted_blocks += len(result.done)
-            else:
-                self._num_storing -= len(move.keys)
-                self._written_blocks += len(result.done)
-                self.dropped_blocks += len(result.failed)
-            pairs.append((move, result))
+            if job is not None:
+                self._end(job, result, now_s)
+            elif result.job_id is not None:
+                continue
+            max_blocks -= 1 + len(result.done) + len(result.failed) + len(result.removed)
+            pairs.append((job, result))
         return pairs
 
-    def _complain(self, verb: str) -> None:
-        # A tier may be anybody's code, and the engine's thread must not pay for it.
-        self._failed_jobs += 1
-        _LOG.exception("tier %s: %s raised, which a tier must not do", self.tier.medium, verb)
+    def _checked(self, result: Any) -> tuple[TierJob | None, TierResult]:
+        """Return a result that names keys of its job only, and the job; a job that is not under way is None."""
+        job_id = result.job_id
+        clean = TierResult(
+            job_id, _key_list(result.done), _key_list(result.failed), _key_list(result.removed), str(result.error)
+        )
+        job = None if type(job_id) is not int else self.jobs.get(job_id)
+        if job is None:
+            return None, clean
+        own = set(job.keys)
+        return job, replace(clean, done=[key for key in dict.fromkeys(clean.done) if key in own])
+
+    def _end(self, job: TierJob, result: TierResult, now_s: float) -> None:
+        del self.jobs[job.job_id]
+        self._budget.num_used -= len(job.keys)
+        breaker = self._reads if job.is_load else self._writes
+        if result.error:
+            self._failed_jobs += 1
+            self._last_error = result.error
+            self._fail(breaker, now_s)
+        elif not job.is_overdue:
+            breaker.record_success()
+        if job.is_overdue:
+            self._stuck_blocks -= len(job.keys)
+        if job.is_load:
+            self._num_loading -= len(job.keys)
+            self._promoted_blocks += len(result.done)
+        else:
+            self._num_storing -= len(job.keys)
+            self._written_blocks += len(result.done)
+            self.dropped_blocks += len(result.failed)
+
+    def reset(self, now_s: float) -> None:
+        """Reset the tier and forget what was to be written; a tier whose reset raises is not asked until one works."""
+        self.backlog = deque()
+        self._uses = deque()
+        if self.dirty is not None:
+            self.dirty.clear()
+        is_done = self._call("reset", False, lambda: (self.tier.reset(), True)[1])
+        self._reset_again_s = None if is_done else now_s + self.config.pause_s
+
+    def retry_reset(self, now_s: float) -> None:
+        """Try a reset that raised again, once a pause is over."""
+        if self._reset_again_s is not None and now_s >= self._reset_again_s:
+            self.reset(now_s)
+
+    def shutdown(self) -> None:
+        """Shut the tier down."""
+        self._call("shutdown", None, self.tier.shutdown)
 
     def stats(self) -> TierControllerStats:
         """Return counters since start and gauges now."""
+        tier: Any = self._call("stats", None, self.tier.stats)
+        if not isinstance(tier, TierStats):
+            tier = TierStats(self.medium, 0, 0, last_error=self._last_error, unavailable_reason="stats failed")
+        reason = tier.unavailable_reason or self._unavailable_reason()
         return TierControllerStats(
-            tier=self.tier.stats(),
+            tier=replace(tier, unavailable_reason=reason, last_error=tier.last_error or self._last_error),
             promoted_blocks=self._promoted_blocks,
             written_blocks=self._written_blocks,
             dropped_blocks=self.dropped_blocks,
@@ -332,3 +387,42 @@ class TierController:
             reads=self._reads.state,
             writes=self._writes.state,
         )
+
+    def _unavailable_reason(self) -> str:
+        if self._reset_again_s is not None:
+            return f"reset failed: {self._last_error}"
+        names = [name for name, one in (("reads", self._reads), ("writes", self._writes)) if one.state != "closed"]
+        return f"{' and '.join(names)} paused: {self._last_error}" if names else ""
+
+    def _fail(self, breaker: Breaker, now_s: float, at_once: bool = False) -> None:
+        if breaker.record_failure(now_s, at_once):
+            self._warnings.warn(
+                "reads paused" if breaker is self._reads else "writes paused",
+                "tier %s: %s paused for %s s: %s",
+                self.medium,
+                "reads" if breaker is self._reads else "writes",
+                self.config.pause_s,
+                self._last_error,
+            )
+
+    def _call(self, verb: str, otherwise: T, method: Callable[..., Any], *args: Any) -> T:
+        # A tier may be anybody's code, and the engine's thread must not pay for it.
+        try:
+            answer: T = method(*args)
+            return answer
+        except Exception as error:
+            self._note_fault(verb, f"raised, which a tier must not do: {type(error).__name__}: {error}")
+            return otherwise
+
+    def _note_fault(self, verb: str, fault: str) -> None:
+        self._failed_jobs += 1
+        self._last_error = f"{verb} {fault}"
+        self._warnings.warn(verb, "tier %s: %s %s", self.medium, verb, fault)
+
+
+def _key_list(keys: Any) -> list[bytes]:
+    found = list(keys)
+    for key in found:
+        if type(key) is not bytes:
+            raise TypeError(f"{key!r} is no key")
+    return found

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvcache.request import ReqContext
     from kvcache.tiering.tier import HostBlocks
 
-MAX_STEP_BLOCKS = 2048
+MAX_STEP_BLOCKS = 1024
 """Blocks whose end one call of `get_finished` takes in; the scheduler waits for it."""
 _SHUTDOWN_S = 5.0
 _RETRY_S = 1.0

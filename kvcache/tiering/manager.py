@@ -1,40 +1,50 @@
-"""The manager of a host pool with tiers below it: the host pool's own manager, and blocks that move up and down.
+"""The manager of a host pool with tiers below it: the host pool, and jobs that move blocks up and down.
 
-Every decision about host memory is the host manager's. This one adds *moves*: a promotion reserves host blocks, has a
-tier read into them, and commits them; a store downwards takes references on host blocks, has a tier write them, and
-gives the references back. It runs in the scheduler's thread and never waits.
+Every decision about host memory is the pool's. This manager adds *jobs*: a promotion reserves host blocks, has a tier
+read into them, and commits them; a store downwards takes references on host blocks, has a tier write them, and gives
+the references back. It runs in the scheduler's thread and never waits, and a call does a bounded amount of work: what
+16,000 blocks need is spread over several steps.
 
 Why nobody waits for ever
 -------------------------
-`lookup` answers None only for what moves or is about to, never for want of room: a promotion that does not fit is cut
-to what fits, and the rest is a miss. One request tries to promote a key once, so two requests that evict each other's
-blocks both get an answer; and blocks that a request was told to wait for are held (one reference each) until it loads
-them, ends, or its deadline passes. Past the deadline, `lookup` answers from what host memory holds.
+`lookup` returns None only while a requested block is being promoted or queued for promotion, never for want of room: a
+promotion that does not fit is cut to what fits, and the rest is a miss. One request tries to promote a key once, so two
+requests that evict each other's blocks both get an answer; and blocks that a request waits for are held (one reference
+each) until it loads them, ends, or its deadline passes. Past the deadline, `lookup` answers from host memory alone.
 
 What is in flight
 -----------------
 Host blocks of a job are the tier's until it reports the job, be it long after the deadline: a block being read into
-stays reserved, a block being written stays referenced. `reset_cache` waits for the jobs under way: the cache is empty
-at once, and takes new blocks when the last old job has ended or is overdue; slots of overdue ones stay reserved.
+stays reserved, a block being written stays referenced. `reset_cache` drains first: the cache is empty at once, and
+takes new blocks when the last old job has ended or is overdue; slots of overdue ones are withheld until they end.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcache.control.cpu import CPUOffloadingManager, _key_list
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.events import OffloadingEvent
 from kvcache.metrics import ManagerStats
 from kvcache.options import check_seconds
 from kvcache.request import ReqContext, RequestOffloadingContext
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
-from kvcache.tiering.controller import TierConfig, TierController, TierControllerStats, TierJob
+from kvcache.tiering.controller import (
+    MAX_STEP_BLOCKS,
+    HostBudget,
+    TierConfig,
+    TierController,
+    TierControllerStats,
+    TierJob,
+)
+from kvcache.tiering.host_pool import BlockPool
+from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.pending import PendingRequests
 from kvcache.tiering.tier import Tier, TierResult
 
@@ -42,6 +52,19 @@ if TYPE_CHECKING:
     from kvcache.control.observers.what_if import WhatIf
     from kvcache.policies.base import CachePolicy
     from kvcache.specs import BlockIDsLoadStoreSpec
+
+_LOG = logging.getLogger(__name__)
+ABSENT, PENDING, READY, ASK_AGAIN = range(4)
+"""What `status` returns."""
+_MAX_JOB_BLOCKS = 512
+_MAX_TIER_LOOKUPS = 64
+
+
+class _UsedKeys:
+    """The keys whose use was counted for a request, per manager."""
+
+    def __init__(self) -> None:
+        self.by_manager: dict[Any, set[bytes]] = {}
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -66,6 +89,11 @@ class TieredOffloadingManager(OffloadingManager):
     **host_options
         For the host pool's `CPUOffloadingManager`.
 
+    Attributes
+    ----------
+    controllers : list of TierController
+        Of the tiers, in order.
+
     Raises
     ------
     ValueError
@@ -85,36 +113,32 @@ class TieredOffloadingManager(OffloadingManager):
         **host_options: Any,
     ) -> None:
         check_seconds("deadline_s", deadline_s)
-        self._host = CPUOffloadingManager(block_size, num_blocks, cache_policy, enable_events=True, **host_options)
-        self._cache = self._host._cache
+        self._pool = BlockPool(
+            num_blocks, cache_policy, block_size=block_size, enable_events=enable_events, **host_options
+        )
         self.block_size = block_size
-        self.medium = self._host.medium
+        self.medium = self._pool.medium
         self._num_blocks = num_blocks
-        self._clock = clock
+        self._clock = _SteadyClock(clock)
         pairs = [item if isinstance(item, tuple) else (item, TierConfig()) for item in tiers]
         for pair in pairs:
             if not (len(pair) == 2 and isinstance(pair[0], Tier) and isinstance(pair[1], TierConfig)):
                 raise ValueError(f"tiers must be Tier or (Tier, TierConfig), got {pair!r}")
-        # Jobs that a dead tier never reports may cost half of the host pool, never all of it.
-        max_load_blocks = max(1, num_blocks // (2 * max(1, len(pairs))))
-        self._lanes = [TierController(tier, rule, max_load_blocks, num_blocks) for tier, rule in pairs]
-        self._use_lanes = [lane for lane in self._lanes if lane.rule.write_policy == "write_through_selective"]
-        self._asks = PendingRequests(self._cache, deadline_s)
+        # Jobs that dead tiers never report may cost three quarters of the host pool, never all of it.
+        budget = HostBudget(max(1, 3 * num_blocks // 4))
+        self.controllers = [TierController(tier, config, num_blocks, len(pairs), budget) for tier, config in pairs]
+        self._selective = [one for one in self.controllers if one.config.write_policy == "write_through_selective"]
+        self._pending = PendingRequests(self._pool, deadline_s, MAX_STEP_BLOCKS)
         self._job_ids = count(1)
         self._promoting: dict[bytes, TierJob] = {}
         # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
         self._uses: OrderedDict[bytes, int] = OrderedDict()
-        self._is_fenced = False
-        self._events: list[OffloadingEvent] | None = [] if enable_events else None
-        self._lookups = 0
-        self._looked_up_blocks = 0
-        self._hit_blocks = 0
-        self._moved_out_blocks = 0
+        self._is_draining = False
 
     @property
     def policy(self) -> CachePolicy:
         """The host pool's policy."""
-        return self._host.policy
+        return self._pool.policy
 
     _policy = policy
 
@@ -124,115 +148,128 @@ class TieredOffloadingManager(OffloadingManager):
             return None if answer is None else answer == 1
         return self._answer(_key_list(keys), req_context)
 
+    def status(self, key: bytes, req_context: ReqContext | None = None) -> int:
+        """Look one key up and return its state: ABSENT 0, PENDING 1, READY 2 or ASK_AGAIN 3.
+
+        PENDING: it is known to be held, and being written or promoted for this request. ASK_AGAIN: a tier does not
+        know yet.
+        """
+        answer = self._answer([key], req_context)
+        if answer:
+            return READY
+        if self.is_coming(key, req_context):
+            return PENDING
+        return ABSENT if answer == 0 else ASK_AGAIN
+
     def is_coming(self, key: bytes, req_context: ReqContext | None = None) -> bool:
         """Return whether a block that is not ready is known to be held, and on its way to this request."""
-        if self._is_fenced:
+        if self._is_draining:
             return False
-        move = self._promoting.get(key)
-        if move is not None:
-            return not move.is_overdue and self._asks.may_wait(req_context, self._clock())
-        return self._asks.wants(req_context, key) or self.policy.get(key) is not None
+        job = self._promoting.get(key)
+        if job is not None:
+            return not job.is_overdue and self._pending.may_wait(req_context, self._clock())
+        return self._pending.wants(req_context, key) or self._pool.status([key]) != b"\0"
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         keys = _key_list(keys)
-        if self._is_fenced and keys:
+        if self._is_draining and keys:
             raise KeyError(f"block is not in the cache: {keys[0]!r}")
-        spec = self._host.prepare_load(keys, req_context)
+        spec = self._pool.pin(keys, req_context)
         if req_context is not None:
-            self._asks.close(req_context)
-        self._count_uses(keys, req_context)
-        for lane in self._lanes:
-            lane.touch(keys, req_context)
+            self._pending.close(req_context)
+        self._note_use(keys, req_context)
         return spec
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        if self._is_fenced:
+        if self._is_draining:
             return
         keys = _key_list(keys)
-        self._host.touch(keys, req_context)
-        self._count_uses(keys, req_context)
-        for lane in self._lanes:
-            lane.touch(keys, req_context)
+        self._pool.touch(keys, req_context)
+        self._note_use(keys, req_context)
 
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        self._host.complete_load(keys, req_context)
+        self._pool.unpin(_key_list(keys), req_context)
 
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        if self._is_fenced:
+        if self._is_draining:
             return None
         keys = _key_list(keys)
-        output = self._host.prepare_store(keys, req_context)
+        output = self._pool.reserve(keys, req_context)
         if output is not None:
-            self._take_host_events()
-            for lane in self._lanes:
-                lane.leave(output.evicted_keys)
+            self._note_evicted(output.evicted_keys)
             self._count_uses(keys, req_context)
         return output
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
+        if isinstance(req_context, bool):
+            success, req_context = req_context, None
         keys = _key_list(keys)
         if self._promoting:
             # What a tier is reading into is not the engine's to make ready.
             keys = [key for key in keys if key not in self._promoting]
-        if self._is_fenced:
-            success = False
-        self._host.complete_store(keys, req_context, success)
-        ready = self._take_host_events()
+        if self._is_draining or not success:
+            self._pool.abort(keys, req_context)
+            return
+        ready = self._pool.commit(keys, req_context)
         if ready:
             self._offer(ready, None)
             self._write_down(self._clock())
 
-    def take_events(self) -> Iterator[OffloadingEvent]:
-        if self._events is None:
-            return iter(())
-        events, self._events = self._events, []
-        return iter(events)
+    def take_events(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:
+        """Yield the events since the last call, or the first `max_events` of them, each once."""
+        return self._pool.take_events(max_events)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return self._host.on_new_request(req_context)
+        return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._asks.close(req_context)
-        self._host.on_request_finished(req_context)
-        if req_context._request_keys:
-            req_context._request_keys.pop(self, None)
-        for lane in self._lanes:
-            lane.finish(req_context)
+        self._pool.end_request(req_context)
+        self._pending.close(req_context)
+        used = req_context.get_state(_UsedKeys)
+        if used is not None:
+            used.by_manager.pop(self, None)
+        for controller in self.controllers:
+            controller.end_request(req_context)
 
     def on_schedule_end(self) -> None:
         """Take in what the tiers have done, and send them what the step asked for."""
         now_s = self._clock()
-        self._host.on_schedule_end()
         self._take_in(now_s)
-        self._asks.expire(now_s)
-        if not self._is_fenced:
+        self._pending.expire(now_s)
+        for controller in self.controllers:
+            controller.pass_on_uses()
+        if not self._is_draining:
             self._promote(now_s)
             self._write_down(now_s)
 
     def reset_cache(self) -> None:
-        """Forget everything, in all tiers; new blocks are taken once the last job under way has ended or is overdue."""
-        self._asks.clear()
-        self._uses.clear()
-        for lane in self._lanes:
-            lane.backlog.clear()
-            if lane.ahead is not None:
-                lane.ahead.clear()
-            lane.tier.reset()
-        self._is_fenced = True
-        self._end_fence()
+        """Forget everything, in all tiers; new blocks are taken once the last job under way has ended or is overdue.
+
+        A tier serves nothing until its own reset is done; what it must make durable before this returns is its own
+        (see `Tier.reset`).
+        """
+        now_s = self._clock()
+        self._is_draining = True
+        self._pending.forget()
+        self._uses = OrderedDict()
+        for controller in self.controllers:
+            controller.reset(now_s)
+        self._end_draining()
 
     def shutdown(self) -> None:
         """Shut the tiers down; waits for them, not for ever."""
-        for lane in self._lanes:
-            lane.tier.shutdown()
-        self._host.shutdown()
+        for controller in self.controllers:
+            controller.shutdown()
 
     def has_pending_work(self) -> bool:
         """Return whether another `on_schedule_end` would move something on."""
         return (
-            self._is_fenced
-            or bool(self._asks.wanting())
-            or any(lane.backlog or any(not move.is_overdue for move in lane.moves.values()) for lane in self._lanes)
+            self._is_draining
+            or bool(self._pending.wanting())
+            or any(
+                one.backlog or one.has_reports or any(not job.is_overdue for job in one.jobs.values())
+                for one in self.controllers
+            )
         )
 
     def settle(self, timeout_s: float = 30.0) -> bool:
@@ -246,6 +283,13 @@ class TieredOffloadingManager(OffloadingManager):
                 return False
             time.sleep(0.0002)
 
+    def stats(self) -> ManagerStats:
+        return self._pool.stats()
+
+    def tier_stats(self) -> list[TierControllerStats]:
+        """Return the statistics of each tier, in order."""
+        return [controller.stats() for controller in self.controllers]
+
     def what_if(
         self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None
     ) -> WhatIf:
@@ -253,254 +297,311 @@ class TieredOffloadingManager(OffloadingManager):
 
         See `CPUOffloadingManager.what_if`.
         """
-        return self._host.what_if(policies, capacities)
+        return self._pool.manager.what_if(policies, capacities)
 
-    def stats(self) -> ManagerStats:
-        host = self._host.stats()
-        return replace(
-            host,
-            lookups=self._lookups,
-            looked_up_blocks=self._looked_up_blocks,
-            hit_blocks=self._hit_blocks,
-            evicted_blocks=host.evicted_blocks + self._moved_out_blocks,
-        )
-
-    def tier_stats(self) -> list[TierControllerStats]:
-        """Return the statistics of each tier, in order."""
-        return [lane.stats() for lane in self._lanes]
+    # ---- look-ups --------------------------------------------------------------------------------------------
 
     def _answer(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:
-        self._lookups += 1
-        self._looked_up_blocks += len(keys)
-        num_ready = self._cache.match_prefix(keys, self._host._request_keys_of(req_context))
-        if self._is_fenced:
+        num_ready = self._pool.match_prefix(keys, req_context)
+        self._pool.lookups += 1
+        self._pool.looked_up_blocks += len(keys)
+        if self._is_draining:
             return 0
-        now_s = self._clock()
-        if num_ready < len(keys) and self._asks.may_wait(req_context, now_s):
-            wanted, is_moving = self._find_below(keys, num_ready, req_context, now_s)
-            if wanted or is_moving:
-                self._asks.wait(req_context, keys[:num_ready], wanted, now_s)
-                return None
+        if num_ready < len(keys) and self.controllers:
+            now_s = self._clock()
+            if self._pending.may_wait(req_context, now_s):
+                wanted, is_moving = self._find_below(keys, num_ready, req_context, now_s)
+                if wanted or is_moving:
+                    self._pending.wait(req_context, keys, num_ready, wanted, now_s)
+                    return None
         if req_context is None:
-            self._asks.close(None)
-        self._hit_blocks += num_ready
+            self._pending.close(None)
+        self._pool.hit_blocks += num_ready
         return num_ready
 
     def _find_below(
-        self, keys: list[bytes], position: int, req_context: ReqContext | None, now_s: float
+        self, keys: list[bytes], num_ready: int, req_context: ReqContext | None, now_s: float
     ) -> tuple[dict[bytes, TierController], bool]:
-        """Follow keys from `position` on through all tiers: what to promote, and whether something moves already."""
-        wanted: dict[bytes, TierController] = {}
+        """Follow keys through all tiers from `num_ready` on, a step's worth: what to promote, and whether any moves.
+
+        Each key is looked at once and each tier asked about the keys that are not in host memory, together, so the
+        cost grows with the number of keys, wherever they lie.
+        """
+        window = keys[num_ready : num_ready + MAX_STEP_BLOCKS]
+        tried, promoting = self._pending.tried(req_context), self._promoting
         is_moving = False
-        tried = self._asks.tried(req_context)
-        first = position
-        while position < len(keys):
-            key = keys[position]
-            move = self._promoting.get(key)
-            if move is not None and not move.is_overdue:
-                move.waiters.add(req_context)
-                is_moving = True
+        below: list[bytes] = []
+        jobs: dict[TierJob, None] = {}
+        for key, state in zip(window, self._pool.status(window), strict=True):
+            if state == READY:
+                continue
+            job = promoting.get(key)
+            if job is None:
+                if key in tried:
+                    break
+                below.append(key)
+            elif job.is_overdue:
+                break
+            elif below:
+                # It moves for this request only if what is before it can be had.
+                below.append(key)
+            else:
+                jobs[job] = None
+        wanted: dict[bytes, TierController] = {}
+        position = num_lookups = 0
+        while position < len(below) and num_lookups < _MAX_TIER_LOOKUPS:
+            job = promoting.get(below[position])
+            if job is not None:
+                jobs[job] = None
                 position += 1
                 continue
-            rest = keys[position:]
-            num_ready = self._cache.match_prefix(rest, None) if position > first else 0
-            if num_ready:
-                position += num_ready
-                continue
-            if move is not None or key in tried:
-                break
             num_found: int | None = 0
-            for lane in self._lanes:
-                num_found = lane.lookup(rest, now_s)
+            for controller in self.controllers:
+                num_lookups += 1
+                num_found = controller.lookup(below[position:], now_s)
                 if num_found != 0:
                     break
             if num_found is None:
                 is_moving = True
             if not num_found:
                 break
-            for key in rest[:num_found]:
-                if key in tried or key in self._promoting:
-                    break
-                wanted[key] = lane
-                position += 1
-        return wanted, is_moving
+            for key in below[position : position + num_found]:
+                job = promoting.get(key)
+                if job is None:
+                    wanted[key] = controller
+                else:
+                    jobs[job] = None
+            position += num_found
+        for job in jobs:
+            job.waiters.add(req_context)
+        return wanted, is_moving or bool(jobs)
+
+    # ---- blocks that move up ---------------------------------------------------------------------------------
 
     def _promote(self, now_s: float) -> None:
-        for ask in self._asks.wanting():
-            for lane, keys in ask.by_lane():
-                if not lane.may_load(now_s):
-                    ask.tries(keys)
+        num_left = MAX_STEP_BLOCKS
+        for request in self._pending.wanting():
+            for controller, keys in request.runs(num_left):
+                if not controller.may_load(now_s):
+                    request.try_now(keys)
                     continue
-                batch = keys[: lane.load_room]
-                ask.tries(batch)
-                absent = []
-                for key in batch:
-                    move = self._promoting.get(key)
-                    if move is None:
-                        absent.append(key)
-                    else:
-                        move.waiters.add(ask.req_context)
-                output = self._reserve_leading(absent)
-                if output is None or not output.keys_to_store:
-                    continue
-                stored = output.keys_to_store
-                block_ids = _block_ids(output.store_spec)
-                move = TierJob(next(self._job_ids), lane, True, stored, block_ids, now_s + lane.rule.deadline_s)
-                move.waiters.add(ask.req_context)
-                if lane.send(move):
-                    self._promoting.update(dict.fromkeys(stored, move))
-                else:
-                    self._cache.abort(stored, None)
+                for first in range(0, len(keys), _MAX_JOB_BLOCKS):
+                    batch = keys[first : min(first + _MAX_JOB_BLOCKS, first + controller.load_room)]
+                    if not batch:
+                        break
+                    num_left -= len(batch)
+                    request.try_now(batch)
+                    self._promote_batch(controller, batch, request.req_context, now_s)
+            if num_left <= 0:
+                break
 
-    def _reserve_leading(self, keys: list[bytes]) -> PrepareStoreOutput | None:
-        """Make room for as many of the first keys as can be."""
-        cache = self._cache
-        keys = keys[: self._num_blocks - cache.num_referenced - cache.num_pending]
-        while keys:
-            output = cache.reserve(keys, None, None)
-            if output is not None:
-                self._note_left(output.evicted_keys)
-                return output
-            keys = keys[: len(keys) // 2]
-        return None
+    def _promote_batch(
+        self, controller: TierController, keys: list[bytes], req_context: ReqContext | None, now_s: float
+    ) -> None:
+        absent = []
+        for key in keys:
+            job = self._promoting.get(key)
+            if job is None:
+                absent.append(key)
+            else:
+                job.waiters.add(req_context)
+        output = self._pool.reserve_leading(absent) if absent else None
+        if output is None:
+            return
+        self._note_evicted(output.evicted_keys)
+        stored = output.keys_to_store
+        if not stored:
+            return
+        deadline_s = now_s + controller.config.deadline_s
+        job = TierJob(next(self._job_ids), controller, True, stored, _block_ids(output.store_spec), deadline_s)
+        job.waiters.add(req_context)
+        if controller.send(job):
+            self._promoting.update(dict.fromkeys(stored, job))
+        else:
+            self._pool.abort(stored, is_move=True)
+
+    def _end_promotion(self, job: TierJob, result: TierResult) -> None:
+        for key in job.keys:
+            del self._promoting[key]
+        arrived = set() if self._is_draining else set(result.done)
+        done = [key for key in job.keys if key in arrived]
+        failed = [key for key in job.keys if key not in arrived]
+        if failed:
+            self._pool.abort(failed, is_move=True)
+        if done:
+            ready = self._pool.commit(done, is_move=True)
+            self._pending.hold(job.waiters, done)
+            self._offer(ready, job.controller)
+
+    # ---- blocks that move down -------------------------------------------------------------------------------
 
     def _offer(self, keys: list[bytes], source: TierController | None) -> None:
         """Let the tiers have blocks that became ready, or know of them."""
-        for lane in self._lanes:
-            if lane is source:
+        for controller in self.controllers:
+            if controller is source:
                 continue
-            if lane.ahead is not None:
-                lane.ahead.add(keys)
+            if controller.dirty is not None:
+                controller.dirty.add(keys)
                 continue
-            if lane.rule.write_policy == "write_through_selective":
-                offered = [key for key in keys if self._uses.get(key, 1) >= lane.rule.num_uses]
+            if controller.config.write_policy == "write_through_selective":
+                offered = [key for key in keys if self._uses.get(key, 1) >= controller.config.num_uses]
             else:
                 offered = keys
             # The head of a prefix is written last, and so leaves the tier last.
-            lane.offer(reversed(offered))
+            controller.offer(reversed(offered))
 
     def _write_down(self, now_s: float) -> None:
-        for lane in self._lanes:
-            if lane.ahead is not None and lane.may_store(now_s):
-                lane.offer(lane.ahead.take_due(lane.store_room - len(lane.backlog)))
-            if lane.backlog and not lane.may_store(now_s):
-                lane.drop_backlog()
-            while lane.backlog and lane.store_room and lane.may_store(now_s):
-                keys = [lane.backlog.popleft() for _ in range(min(lane.store_room, len(lane.backlog)))]
-                ready = [key for key in dict.fromkeys(keys) if self._cache.match_prefix([key], None)]
-                lane.dropped_blocks += len(keys) - len(ready)
-                if not ready:
-                    continue
-                block_ids = _block_ids(self._cache.pin(ready, None))
-                move = TierJob(next(self._job_ids), lane, False, ready, block_ids, now_s + lane.rule.deadline_s)
-                if not lane.send(move):
-                    self._cache.unpin(ready, None)
-                    lane.dropped_blocks += len(ready)
-                    lane.drop_backlog()
+        num_left = MAX_STEP_BLOCKS
+        for controller in self.controllers:
+            if controller.dirty is not None and controller.may_store(now_s):
+                controller.offer(controller.dirty.take_due(controller.store_room - len(controller.backlog)))
+            if controller.backlog and not controller.may_store(now_s):
+                controller.drop_backlog()
+            while (
+                controller.backlog
+                and (room := min(controller.store_room, num_left, _MAX_JOB_BLOCKS)) > 0
+                and controller.may_store(now_s)
+            ):
+                keys = [controller.backlog.popleft() for _ in range(min(room, len(controller.backlog)))]
+                num_left -= len(keys)
+                if not self._store_batch(controller, keys, now_s):
+                    break
+
+    def _store_batch(self, controller: TierController, keys: list[bytes], now_s: float) -> bool:
+        keys = list(dict.fromkeys(keys))
+        ready = [key for key, state in zip(keys, self._pool.status(keys), strict=True) if state == READY]
+        controller.dropped_blocks += len(keys) - len(ready)
+        if not ready:
+            return True
+        block_ids = _block_ids(self._pool.pin(ready, is_move=True))
+        job = TierJob(next(self._job_ids), controller, False, ready, block_ids, now_s + controller.config.deadline_s)
+        if controller.send(job):
+            return True
+        self._pool.unpin(ready)
+        controller.dropped_blocks += len(ready)
+        controller.drop_backlog()
+        return False
+
+    # ---- what tiers report -----------------------------------------------------------------------------------
 
     def _take_in(self, now_s: float) -> None:
-        """Take over what the tiers have done since the last time."""
-        for lane in self._lanes:
-            for move, result in lane.ended(now_s):
-                if move.stand_ins:
-                    self._free_stuck(move)
+        """Take over what the tiers have done since the last time, a step's worth."""
+        max_blocks = max(1, MAX_STEP_BLOCKS // max(1, len(self.controllers)))
+        for controller in self.controllers:
+            for job, result in controller.get_finished(max_blocks, now_s):
+                if job is not None and job.is_withheld:
+                    self._give_back(job)
                     continue
-                if move.is_load:
-                    self._end_promotion(move, result)
-                else:
-                    self._cache.unpin(move.keys, None)
-                if not self._is_fenced:
-                    self._note_event(result.removed, lane.tier.medium, True)
-                    self._note_event([] if move.is_load else result.done, lane.tier.medium, False)
-            lane.note_overdue(now_s)
-        self._end_fence()
+                if job is not None:
+                    if job.is_load:
+                        self._end_promotion(job, result)
+                    else:
+                        self._pool.unpin(job.keys)
+                if not self._is_draining:
+                    self._add_event(result.removed, controller.medium, True)
+                    if job is None or not job.is_load:
+                        self._add_event(result.done, controller.medium, False)
+            controller.give_up_overdue(now_s)
+            controller.retry_reset(now_s)
+        self._end_draining()
 
-    def _end_promotion(self, move: TierJob, result: TierResult) -> None:
-        for key in move.keys:
-            del self._promoting[key]
-        arrived = set() if self._is_fenced else set(result.done)
-        done = [key for key in move.keys if key in arrived]
-        failed = [key for key in move.keys if key not in arrived]
-        if failed:
-            self._cache.abort(failed, None)
-        if done:
-            ready = self._cache.commit(done, None)
-            self._note_event(ready, self.medium, False)
-            self._asks.hold(move.waiters, done)
-            self._offer(ready, move.lane)
-
-    def _end_fence(self) -> None:
+    def _end_draining(self) -> None:
         """Open the empty cache once no job is under way but those that nobody waits for."""
-        if not self._is_fenced:
+        if not self._is_draining:
             return
-        stuck = [move for lane in self._lanes for move in lane.moves.values()]
-        if not all(move.is_overdue for move in stuck):
+        stuck = [job for controller in self.controllers for job in controller.jobs.values()]
+        if not all(job.is_overdue for job in stuck):
             return
-        self._is_fenced = False
-        self._promoting.clear()
-        self._host.reset_cache()
-        if not stuck:
-            return
-        # Every slot is taken once, so that those of the stuck jobs can be kept.
-        names = [b"stuck-%d" % i for i in range(self._num_blocks)]
-        output = self._cache.reserve(names, None, None)
-        assert output is not None
-        name_at = dict(zip(_block_ids(output.store_spec), names, strict=True))
-        for move in stuck:
-            move.stand_ins = [name_at[block_id] for block_id in move.block_ids]
-        taken = {name for move in stuck for name in move.stand_ins}
-        self._cache.abort([name for name in reversed(names) if name not in taken], None)
+        self._is_draining = False
+        self._promoting = {}
+        self._pool.reset()
+        for job in stuck:
+            job.is_withheld = True
+        # Two tiers may be writing the same block.
+        self._pool.withhold(sorted({block_id for job in stuck for block_id in job.block_ids}))
 
-    def _free_stuck(self, move: TierJob) -> None:
-        # Two tiers may have been writing the same block.
-        taken = {name for lane in self._lanes for other in lane.moves.values() for name in other.stand_ins}
-        self._cache.abort([name for name in move.stand_ins if name not in taken], None)
+    def _give_back(self, job: TierJob) -> None:
+        others = [other for one in self.controllers for other in one.jobs.values() if other.is_withheld]
+        taken = {block_id for other in others for block_id in other.block_ids}
+        self._pool.give_back([block_id for block_id in job.block_ids if block_id not in taken])
 
-    def _take_host_events(self) -> list[bytes]:
-        """Take over what the host manager did; return the keys that became ready."""
-        ready: list[bytes] = []
-        for event in self._host.take_events():
-            if not event.removed:
-                ready += event.keys
-            if self._events is not None:
-                self._events.append(event)
-        return ready
+    def _add_event(self, keys: list[bytes], medium: str, removed: bool) -> None:
+        if self._pool.events is not None:
+            self._pool.events.add(keys, medium, removed)
 
-    def _note_event(self, keys: list[bytes], medium: str, removed: bool) -> None:
-        if keys and self._events is not None:
-            self._events.append(OffloadingEvent(list(keys), self.block_size, medium, removed))
+    def _note_evicted(self, keys: list[bytes]) -> None:
+        if keys:
+            for controller in self.controllers:
+                controller.remove(keys)
 
-    def _note_left(self, keys: list[bytes]) -> None:
-        """Note blocks that left host memory without the host manager's knowing."""
-        self._moved_out_blocks += len(keys)
-        self._note_event(keys, self.medium, True)
-        for lane in self._lanes:
-            lane.leave(keys)
+    # ---- uses ------------------------------------------------------------------------------------------------
+
+    def _note_use(self, keys: list[bytes], req_context: ReqContext | None) -> None:
+        self._count_uses(keys, req_context)
+        for controller in self.controllers:
+            controller.touch(keys, req_context)
 
     def _count_uses(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Count one use a request of each resident key, and offer those that have been used enough."""
-        if not self._use_lanes:
+        if not self._selective:
             return
         if req_context is not None:
-            request_keys_by_pool = req_context._request_keys
-            if request_keys_by_pool is None:
-                request_keys_by_pool = req_context._request_keys = {}
-            seen = request_keys_by_pool.setdefault(self, set())
+            used = req_context.get_state(_UsedKeys)
+            if used is None:
+                used = _UsedKeys()
+                req_context.set_state(used)
+            seen = used.by_manager.setdefault(self, set())
             keys = [key for key in dict.fromkeys(keys) if key not in seen]
             seen.update(keys)
         # Counts of blocks that left go first.
         while len(self._uses) > 2 * self._num_blocks:
             self._uses.popitem(last=False)
-        is_enough: dict[int, list[bytes]] = {}
+        by_uses: dict[int, list[bytes]] = {}
         for key in keys:
             num_uses = self._uses[key] = self._uses.get(key, 0) + 1
-            is_enough.setdefault(num_uses, []).append(key)
-        for lane in self._use_lanes:
+            by_uses.setdefault(num_uses, []).append(key)
+        for controller in self._selective:
             # What is not ready is offered once it is.
-            enough = is_enough.get(lane.rule.num_uses, [])
-            lane.offer(key for key in reversed(enough) if self._cache.match_prefix([key], None))
+            enough = by_uses.get(controller.config.num_uses, [])
+            states = self._pool.status(enough)
+            ready = [key for key, state in zip(enough, states, strict=True) if state == READY]
+            controller.offer(reversed(ready))
+
+
+class _SteadyClock:
+    """A clock that never raises, never goes back and never stands still for ever, over one that may."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_s = -math.inf
+        self._last_true_s = time.monotonic()
+        self._warnings = LogLimiter(_LOG)
+
+    def __call__(self) -> float:
+        try:
+            now_s = float(self._clock())
+            if not math.isfinite(now_s):
+                raise ValueError(f"{now_s!r} s")
+        except Exception as error:
+            self._warnings.warn("clock", "the clock failed, deadlines go by the system's: %s: %s", type(error), error)
+            passed_s = time.monotonic() - self._last_true_s
+            return passed_s if self._last_s == -math.inf else self._last_s + passed_s
+        self._last_s = max(self._last_s, now_s)
+        self._last_true_s = time.monotonic()
+        return self._last_s
 
 
 def _block_ids(spec: LoadStoreSpec) -> list[int]:
     ids: list[int] = cast("BlockIDsLoadStoreSpec", spec).block_ids.tolist()
     return ids
+
+
+def _key_list(keys: Any) -> list[bytes]:
+    if type(keys) is list:
+        return keys
+    if isinstance(keys, bytes | str):
+        raise ValueError(f"keys must be an iterable of keys, got one {type(keys).__name__}: {keys!r}")
+    try:
+        return list(keys)
+    except TypeError:
+        raise ValueError(f"keys must be an iterable of keys, got {keys!r}") from None

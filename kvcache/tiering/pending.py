@@ -1,4 +1,4 @@
-"""What requests were told to wait for: the blocks to promote, and the references that keep them until they are used."""
+"""Requests that were told to wait: the blocks to promote for them, and the references that keep those until used."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcache.policies.base import BlockCacheOps
     from kvcache.request import ReqContext
     from kvcache.tiering.controller import TierController
+    from kvcache.tiering.host_pool import BlockPool
 
 
 class PendingRequest:
@@ -20,9 +20,13 @@ class PendingRequest:
         Keys to promote with the next `on_schedule_end`, and from where.
     tried : set of bytes
         Keys whose promotion was tried; a request tries a key once.
+    held : dict of bytes to None
+        Ready blocks that it has a reference on.
+    prefix : list of bytes
+        The leading keys of its last look-up that are held.
     """
 
-    __slots__ = ("deadline_s", "held", "is_over", "req_context", "tried", "wanted")
+    __slots__ = ("deadline_s", "held", "is_over", "prefix", "req_context", "tried", "wanted")
 
     def __init__(self, req_context: ReqContext | None, deadline_s: float) -> None:
         self.req_context = req_context
@@ -30,18 +34,19 @@ class PendingRequest:
         self.wanted: dict[bytes, TierController] = {}
         self.tried: set[bytes] = set()
         self.held: dict[bytes, None] = {}
+        self.prefix: list[bytes] = []
         self.is_over = False
 
-    def by_lane(self) -> list[tuple[TierController, list[bytes]]]:
-        """Return the wanted keys in order, cut into runs of one tier each."""
+    def runs(self, max_blocks: int) -> list[tuple[TierController, list[bytes]]]:
+        """Return the first wanted keys in order, cut into runs of one tier each."""
         runs: list[tuple[TierController, list[bytes]]] = []
-        for key, lane in self.wanted.items():
-            if not runs or runs[-1][0] is not lane:
-                runs.append((lane, []))
+        for _, (key, controller) in zip(range(max_blocks), self.wanted.items(), strict=False):
+            if not runs or runs[-1][0] is not controller:
+                runs.append((controller, []))
             runs[-1][1].append(key)
         return runs
 
-    def tries(self, keys: list[bytes]) -> None:
+    def try_now(self, keys: list[bytes]) -> None:
         """Note that the promotion of wanted keys is tried now, or never will be."""
         self.tried.update(keys)
         for key in keys:
@@ -53,84 +58,99 @@ class PendingRequests:
 
     Parameters
     ----------
-    cache : BlockCacheOps
-        Of the host pool.
+    pool : BlockPool
+        The host pool.
     deadline_s : float
         How long a request waits at most. It is then answered from host memory for as long again, so that it cannot
         begin to wait anew before it has heard the answer.
+    max_step_blocks : int
+        Blocks that one call takes references on at most.
     """
 
-    def __init__(self, cache: BlockCacheOps, deadline_s: float) -> None:
-        self._cache = cache
+    def __init__(self, pool: BlockPool, deadline_s: float, max_step_blocks: int) -> None:
+        self._pool = pool
         self._deadline_s = deadline_s
-        self._asks: dict[ReqContext | None, PendingRequest] = {}
+        self._max_step_blocks = max_step_blocks
+        self._requests: dict[ReqContext | None, PendingRequest] = {}
 
     def may_wait(self, req_context: ReqContext | None, now_s: float) -> bool:
         """Return whether a request may be told to wait."""
-        ask = self._asks.get(req_context)
-        return ask is None or (not ask.is_over and now_s < ask.deadline_s)
+        request = self._requests.get(req_context)
+        return request is None or (not request.is_over and now_s < request.deadline_s)
 
     def wants(self, req_context: ReqContext | None, key: bytes) -> bool:
         """Return whether a request's `key` is to be promoted next."""
-        ask = self._asks.get(req_context)
-        return ask is not None and key in ask.wanted
+        request = self._requests.get(req_context)
+        return request is not None and key in request.wanted
 
     def tried(self, req_context: ReqContext | None) -> set[bytes] | frozenset[bytes]:
         """Return the keys that a request has tried to promote."""
-        ask = self._asks.get(req_context)
-        return frozenset() if ask is None else ask.tried
+        request = self._requests.get(req_context)
+        return frozenset() if request is None else request.tried
 
     def wait(
-        self, req_context: ReqContext | None, ready: list[bytes], wanted: dict[bytes, TierController], now_s: float
+        self,
+        req_context: ReqContext | None,
+        keys: list[bytes],
+        num_ready: int,
+        wanted: dict[bytes, TierController],
+        now_s: float,
     ) -> None:
-        """Note that a request was told to wait, and hold what is ready for it."""
-        ask = self._asks.get(req_context)
-        if ask is None:
-            ask = self._asks[req_context] = PendingRequest(req_context, now_s + self._deadline_s)
-        ask.wanted.update(wanted)
-        self._hold(ask, ready)
+        """Note that a request was told to wait, and hold the leading keys that are ready for it."""
+        request = self._requests.get(req_context)
+        if request is None:
+            request = self._requests[req_context] = PendingRequest(req_context, now_s + self._deadline_s)
+        request.wanted.update(wanted)
+        first = len(request.prefix)
+        if first > num_ready or request.prefix != keys[:first]:
+            first = 0
+            request.prefix = []
+        # A step's worth at a time: the look-ups of the next steps go on from here.
+        fresh = keys[first : min(num_ready, first + self._max_step_blocks)]
+        self._hold(request, fresh)
+        request.prefix += fresh
 
     def hold(self, req_contexts: Iterable[ReqContext | None], keys: list[bytes]) -> None:
         """Hold ready blocks for those of the requests that still wait."""
         for req_context in req_contexts:
-            ask = self._asks.get(req_context)
-            if ask is not None and not ask.is_over:
-                self._hold(ask, keys)
+            request = self._requests.get(req_context)
+            if request is not None and not request.is_over:
+                self._hold(request, keys)
 
     def wanting(self) -> list[PendingRequest]:
         """Return the requests with something to promote, longest waiting first."""
-        return [ask for ask in self._asks.values() if ask.wanted]
+        return [request for request in self._requests.values() if request.wanted]
 
     def close(self, req_context: ReqContext | None) -> None:
         """Forget a request: it has what it wanted, or wants it no more."""
-        ask = self._asks.pop(req_context, None)
-        if ask is not None:
-            self._release(ask)
+        request = self._requests.pop(req_context, None)
+        if request is not None:
+            self._release(request)
 
     def expire(self, now_s: float) -> None:
-        """Let go what was held for requests whose time is up."""
-        over = [ask for ask in self._asks.values() if now_s >= ask.deadline_s]
-        for ask in over:
-            if not ask.is_over:
-                ask.is_over = True
-                ask.wanted.clear()
-                self._release(ask)
-            elif now_s >= ask.deadline_s + self._deadline_s:
-                del self._asks[ask.req_context]
+        """Release what was held for requests whose deadline has passed."""
+        over = [request for request in self._requests.values() if now_s >= request.deadline_s]
+        for request in over:
+            if not request.is_over:
+                request.is_over = True
+                request.wanted.clear()
+                self._release(request)
+            elif now_s >= request.deadline_s + self._deadline_s:
+                del self._requests[request.req_context]
 
-    def clear(self) -> None:
-        """Forget all."""
-        for req_context in list(self._asks):
-            self.close(req_context)
+    def forget(self) -> None:
+        """Forget all requests and their references, which a reset of the pool drops."""
+        self._requests = {}
 
-    def _hold(self, ask: PendingRequest, keys: list[bytes]) -> None:
-        held = ask.held
+    def _hold(self, request: PendingRequest, keys: list[bytes]) -> None:
+        held = request.held
         fresh = [key for key in dict.fromkeys(keys) if key not in held]
         if fresh:
-            self._cache.pin(fresh, None)
+            self._pool.pin(fresh, is_move=True)
             held.update(dict.fromkeys(fresh))
 
-    def _release(self, ask: PendingRequest) -> None:
-        if ask.held:
-            self._cache.unpin(list(ask.held), None)
-            ask.held.clear()
+    def _release(self, request: PendingRequest) -> None:
+        if request.held:
+            self._pool.unpin(list(request.held))
+            request.held.clear()
+        request.prefix = []

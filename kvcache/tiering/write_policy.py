@@ -39,7 +39,7 @@ class DirtyBlocks:
             if key in unwritten:
                 unwritten.move_to_end(key)
 
-    def leave(self, keys: list[bytes]) -> int:
+    def remove(self, keys: list[bytes]) -> int:
         """Note blocks that left host memory; return how many of them were never written."""
         lost = [key for key in keys if key in self._unwritten]
         for key in lost:
@@ -55,4 +55,4 @@ class DirtyBlocks:
 
     def clear(self) -> None:
         """Forget all blocks."""
-        self._unwritten.clear()
+        self._unwritten = OrderedDict()

@@ -230,7 +230,7 @@ def test_pool_in_use_has_the_size_that_both_sides_agree_on(tmp_path):
 def test_direct_io_works_from_shared_memory(tmp_path):
     manager = make_spec(config_of(tmp_path)).get_manager()
     try:
-        tier = manager._lanes[0].tier
+        tier = manager.controllers[0].tier
         assert tier.is_direct == _allows_direct(tmp_path)
     finally:
         manager.shutdown()

@@ -181,7 +181,7 @@ def test_lost_promotion_is_a_miss_after_the_deadline_and_its_slot_stays_taken():
     assert bench.manager.lookup(b"a", ReqContext()) is False
     assert bench.manager.stats().num_pending == 1
     stats = bench.manager.tier_stats()[0]
-    assert (stats.overdue_jobs, stats.stuck_blocks, stats.reads, stats.writes) == (1, 1, "paused", "open")
+    assert (stats.overdue_jobs, stats.stuck_blocks, stats.reads, stats.writes) == (1, 1, "open", "closed")
     bench.step()
     assert bench.manager.stats().num_pending == 0
     assert bench.manager.lookup(b"a", ReqContext()) is True
@@ -226,18 +226,18 @@ def test_breaker_opens_after_failures_and_one_job_tries_again():
     for key in keys_of("ab"):
         bench.store(key)
         bench.step(error="no space")
-    assert bench.manager.tier_stats()[0].writes == "paused"
+    assert bench.manager.tier_stats()[0].writes == "open"
     bench.store(b"c")
     assert bench.tier.pending == []
     assert bench.manager.tier_stats()[0].dropped_blocks == 3
-    assert bench.manager.tier_stats()[0].reads == "open"
+    assert bench.manager.tier_stats()[0].reads == "closed"
     bench.clock.now_s += 10
     bench.store(b"d")
     bench.store(b"e")
     assert [job.keys for job in bench.tier.pending] == [[b"d"]]
-    assert bench.manager.tier_stats()[0].writes == "probing"
+    assert bench.manager.tier_stats()[0].writes == "half_open"
     bench.step()
-    assert bench.manager.tier_stats()[0].writes == "open"
+    assert bench.manager.tier_stats()[0].writes == "closed"
 
 
 def test_tier_that_raises_harms_nobody(caplog):
@@ -380,6 +380,7 @@ def test_reset_does_not_wait_for_a_tier_that_hangs_and_keeps_its_slot(is_load):
     assert sorted([*output.store_spec.block_ids.tolist(), *job.block_ids]) == [0, 1, 2]
     bench.manager.complete_store(keys_of("fg"))
     bench.events()
+    bench.step()
     bench.step()
     assert bench.manager.lookup(keys_of("fgab"), ReqContext()) == 2
     assert not {key for _, _, keys in bench.events() for key in keys}.intersection(keys_of("abcd"))

@@ -1,0 +1,57 @@
+"""A circuit breaker: leave alone what fails, and try it again after a while with a single job."""
+
+from __future__ import annotations
+
+
+class Breaker:
+    """Count failures in a row, and say whether a job may be sent.
+
+    Parameters
+    ----------
+    max_failures : int
+        Failures in a row that open it.
+    pause_s : float
+        How long it stays open.
+
+    Notes
+    -----
+    Closed: jobs are sent. Open: none is. Half open: the pause is over, and one job is under way to try.
+    """
+
+    def __init__(self, max_failures: int, pause_s: float) -> None:
+        self._max_failures = max_failures
+        self._pause_s = pause_s
+        self._num_failures = 0
+        self._open_until_s: float | None = None
+        self._is_trying = False
+
+    @property
+    def state(self) -> str:
+        """``"closed"``, ``"open"`` or ``"half_open"``."""
+        if self._open_until_s is None:
+            return "closed"
+        return "half_open" if self._is_trying else "open"
+
+    def allows(self, now_s: float) -> bool:
+        """Return whether a job may be sent."""
+        return self._open_until_s is None or (now_s >= self._open_until_s and not self._is_trying)
+
+    def record_sent(self) -> None:
+        """Note that a job was sent."""
+        self._is_trying = self._open_until_s is not None
+
+    def record_success(self) -> None:
+        """Note that a job succeeded, and close."""
+        self._num_failures = 0
+        self._open_until_s = None
+        self._is_trying = False
+
+    def record_failure(self, now_s: float, at_once: bool = False) -> bool:
+        """Note that a job failed; `at_once` opens without counting. Return whether this opened a closed breaker."""
+        self._num_failures += 1
+        if not (at_once or self._is_trying or self._num_failures >= self._max_failures):
+            return False
+        was_closed = self._open_until_s is None
+        self._open_until_s = now_s + self._pause_s
+        self._is_trying = False
+        return was_closed

@@ -1,0 +1,169 @@
+"""No scheduler call does more than a step's work, however many blocks are under way and wherever they lie.
+
+Work is counted, or timed by the thread's own CPU time in ratios of one run, so a loaded machine changes nothing.
+"""
+
+import time
+
+import numpy as np
+import pytest
+
+from kvcache.request import ReqContext
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiering import controller as controller_module
+from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+
+
+class CountingTier(ManualTier):
+    """Counts what it is asked, per call."""
+
+    def __init__(self, num_blocks):
+        super().__init__(num_blocks, is_automatic=True)
+        self.keys_asked = self.num_lookups = 0
+        self.largest_job = 0
+
+    def lookup(self, keys):
+        self.num_lookups += 1
+        self.keys_asked += len(keys)
+        return super().lookup(keys)
+
+    def submit_load(self, job_id, keys, block_ids):
+        self.largest_job = max(self.largest_job, len(keys))
+        return super().submit_load(job_id, keys, block_ids)
+
+
+def keys_of(num_keys):
+    return [b"%08d" % i for i in range(num_keys)]
+
+
+def world(num_keys, in_host, num_tiers=1):
+    """Return a manager whose request's blocks lie in host memory where `in_host` says so, and else in the tiers."""
+    tiers = [CountingTier(4 * num_keys) for _ in range(num_tiers)]
+    pairs = [(tier, TierConfig(max_store_blocks=4096)) for tier in tiers]
+    manager = TieredOffloadingManager(16, 2 * num_keys + 100, pairs, deadline_s=1000.0)
+    keys = keys_of(num_keys)
+    for i, tier in enumerate(tiers):
+        tier.submit_store(-1, keys[i::num_tiers], [0] * len(keys[i::num_tiers]))
+        tier.get_finished()
+    host = [key for i, key in enumerate(keys) if in_host(i)]
+    if host:
+        manager.complete_store(manager.prepare_store(host).keys_to_store)
+    assert manager.settle()
+    return manager, tiers, keys
+
+
+def served(manager, keys):
+    """Look keys up until they are there; return the answer, the steps, and the CPU time of all and the longest call."""
+    context, times_s, steps = ReqContext(), [], 0
+
+    def timed(method, *args):
+        start_s = time.thread_time()
+        answer = method(*args)
+        times_s.append(time.thread_time() - start_s)
+        return answer
+
+    while (found := timed(manager.lookup, keys, context)) is None:
+        timed(manager.on_schedule_end)
+        steps += 1
+    manager.on_request_finished(context)
+    return found, steps, sum(times_s)
+
+
+@pytest.mark.parametrize("num_tiers", [1, 2])
+@pytest.mark.parametrize("in_host", [lambda i: False, lambda i: i % 2 == 0, lambda i: i % 100 < 50])
+def test_lookup_asks_a_tier_about_a_step_of_keys_in_few_calls(in_host, num_tiers):
+    manager, tiers, keys = world(6000, in_host, num_tiers)
+    for tier in tiers:
+        tier.keys_asked = tier.num_lookups = 0
+    assert manager.lookup(keys, ReqContext()) is None
+    assert sum(tier.num_lookups for tier in tiers) <= 65
+    if num_tiers == 1:
+        assert tiers[0].keys_asked <= MAX_STEP_BLOCKS
+    assert served(manager, keys)[0] == 6000
+
+
+def test_lookup_of_blocks_that_alternate_takes_time_in_proportion():
+    def per_key_s(num_keys):
+        manager, _, keys = world(num_keys, lambda i: i % 2 == 0)
+        found, steps, time_s = served(manager, keys)
+        assert found == num_keys
+        return time_s / steps / num_keys
+
+    # Each step looks at the whole prefix once: a step's time a key must not grow.
+    assert min(per_key_s(12_000) for _ in range(3)) < 3 * min(per_key_s(3_000) for _ in range(3))
+
+
+def test_step_of_a_large_promotion_is_bounded():
+    manager, (tier,), keys = world(10 * MAX_STEP_BLOCKS, lambda i: False)
+    context = ReqContext()
+    most = 0
+    while manager.lookup(keys, context) is None:
+        before = manager.stats()
+        manager.on_schedule_end()
+        after = manager.stats()
+        reserved = after.num_pending - before.num_pending + (tier.stats().loaded_blocks - before.num_referenced)
+        most = max(most, reserved)
+    assert tier.largest_job <= MAX_STEP_BLOCKS
+    assert most <= 4 * MAX_STEP_BLOCKS
+    assert manager.lookup(keys, context) == len(keys)
+
+
+def test_results_of_a_tier_are_taken_in_a_step_at_a_time(monkeypatch):
+    monkeypatch.setattr(controller_module, "MAX_STEP_BLOCKS", 4)
+    tier = ManualTier(100)
+    manager = TieredOffloadingManager(16, 100, [(tier, TierConfig(max_store_blocks=64))])
+    for i in range(20):
+        manager.complete_store(manager.prepare_store([b"%d" % i]).keys_to_store)
+        manager.on_schedule_end()
+    for job in list(tier.pending):
+        tier.end(job)
+    (controller,) = manager.controllers
+    assert len(controller.get_finished(4, 0.0)) == 2
+    assert controller.has_reports
+    assert manager.has_pending_work()
+
+
+@pytest.mark.parametrize("num_tiers", [1, 2])
+@pytest.mark.parametrize("num_blocks", [2, 3, 4, 16, 64])
+def test_tiers_that_hang_never_take_the_whole_pool(num_blocks, num_tiers):
+    clock = [0.0]
+    host = np.zeros((num_blocks, 8), np.uint8)
+    tiers = [ManualTier(1000, host) for _ in range(num_tiers)]
+    config = TierConfig(max_store_blocks=1000, pause_s=1.0)
+    manager = TieredOffloadingManager(16, num_blocks, [(tier, config) for tier in tiers], clock=lambda: clock[0])
+    for tier in tiers:
+        tier.submit_store(-1, [b"below-%d" % i for i in range(64)], [0] * 64)
+        tier.end(tier.pending[0])
+    for number in range(200):
+        clock[0] += 0.5
+        context = ReqContext()
+        manager.lookup([b"below-%d" % (number % 64)], context)
+        manager.on_schedule_end()
+        manager.on_request_finished(context)
+        output = manager.prepare_store([b"new-%d" % number])
+        assert output is not None, f"no block left at step {number}: {manager.stats()}"
+        manager.complete_store(output.keys_to_store)
+    stats = manager.stats()
+    assert stats.num_pending + stats.num_referenced <= max(1, 3 * num_blocks // 4) < num_blocks
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+def test_job_past_its_deadline_is_cancelled(is_load):
+    clock = [0.0]
+    tier = ManualTier(10)
+    cancelled = []
+    tier.cancel = cancelled.append
+    manager = TieredOffloadingManager(16, 8, [(tier, TierConfig(deadline_s=2.0))], clock=lambda: clock[0])
+    if is_load:
+        tier.submit_store(-1, [b"a"], [0])
+        tier.end(tier.pending[0])
+        manager.lookup([b"a"], ReqContext())
+    else:
+        manager.complete_store(manager.prepare_store([b"a"]).keys_to_store)
+    manager.on_schedule_end()
+    manager.on_schedule_end()
+    clock[0] = 2.0
+    for _ in range(3):
+        manager.on_schedule_end()
+    assert cancelled == [job.job_id for job in tier.pending]
