@@ -13,6 +13,7 @@ from kvcache.options import parse_count, parse_size
 if TYPE_CHECKING:
     from kvcache.bench.copy import CopyRate
 
+_REFERENCE = "one large copy"
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
 
 
@@ -48,7 +49,7 @@ def copy(
     document = {"device": device, "torch": torch.__version__, "rates": [asdict(rate) for rate in rates]}
     common.write_json(json, document)
     if plot is not None:
-        _draw(rates, plot)
+        _draw(rates, plot, f"Copies of blocks on {device}, best of {repeats} rounds")
 
 
 def _measure(
@@ -84,27 +85,34 @@ def _measure(
     return rates
 
 
-def _draw(rates: list[CopyRate], target: str) -> None:
+def _draw(rates: list[CopyRate], target: str, title: str) -> None:
     try:
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ModuleNotFoundError:
         raise ValueError("--plot needs matplotlib: install kvcache's extra 'plot'") from None
-    figure = Figure(figsize=(10, 7), layout="constrained")
+    from kvcache.replay.style import COLOURS, INK, MARKERS, caption, machine, new_figure, plain_axes
+
+    figure = new_figure(10, 7)
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     sizes = sorted({rate.block_bytes for rate in rates})
+    ways = [way for way in dict.fromkeys(rate.way for rate in rates) if way != _REFERENCE]
     for panel, key in zip(panels.flat, sorted({(r.direction, r.layout) for r in rates}, reverse=True), strict=True):
-        for way in dict.fromkeys(rate.way for rate in rates):
+        plain_axes(panel)
+        panel.axhline(1.0, color=INK, linestyle=(0, (5, 2)), linewidth=1.6, label=_REFERENCE)
+        for i, way in enumerate(ways):
             ratios = {r.block_bytes: r.ratio for r in rates if (r.direction, r.layout) == key and r.way == way}
-            style = "k--" if way == "one large copy" else "o-"
-            panel.plot(range(len(sizes)), [ratios[size] for size in sizes], style, label=way)
-        panel.set(title=", ".join(key), yscale="log")
+            look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+            panel.plot(range(len(sizes)), [ratios[size] for size in sizes], linewidth=2, label=way, **look)
+        panel.set_yscale("log")
+        panel.set_title(", ".join(key), loc="left", fontsize=10)
         panel.set_xticks(range(len(sizes)), [common.human_bytes(size) for size in sizes])
         panel.yaxis.set_major_formatter("{x:g}")
-        panel.grid(alpha=0.3)
-    figure.supxlabel("block size")
-    figure.supylabel("speed, as a ratio to one large copy")
+    panels[1, 0].set_xlabel("block size")
+    panels[1, 1].set_xlabel("block size")
+    figure.supylabel("speed, as a ratio to one large copy", fontsize=10)
     handles, labels = panels.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3)
+    figure.legend(handles, labels, loc="outside right upper", frameon=False)
+    caption(figure, title, machine())
     try:
         figure.savefig(target)
     except (OSError, ValueError) as error:

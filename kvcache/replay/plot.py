@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PLOT_SUFFIXES = (".png", ".svg", ".html")
 
+# Of more bars than these the names would stand on each other.
+_LEVEL_NAMES = 5
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -203,6 +205,8 @@ def _draw_bars(figure: Figure, chart: Chart) -> None:
     rim = chart.unbounded.block_hit_rate
     _draw_rim(axes, rim, chart)
     axes.set_xlim(-0.6, max(len(cells), 3) - 0.4)
+    if len(cells) > _LEVEL_NAMES:
+        axes.set_xticks(range(len(cells)), names, rotation=40, ha="right")
     axes.set_ylim(0, max(rim * 1.12, 0.01))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if rim > 0.05 else 1))
     blocks = _capacities(chart)[0]
@@ -231,8 +235,8 @@ def _points(cells: Sequence[Cell]) -> tuple[list[int], list[float]]:
 
 
 def _thinned(capacities: Sequence[int]) -> list[int]:
-    """Leave out ticks that would stand on each other: closer than a twelfth of the axis, which is logarithmic."""
-    ratio = (capacities[-1] / capacities[0]) ** (1 / 12)
+    """Leave out ticks that would stand on each other: closer than a ninth of the axis, which is logarithmic."""
+    ratio = (capacities[-1] / capacities[0]) ** (1 / 9)
     ticks: list[int] = []
     for capacity in capacities:
         if not ticks or capacity >= ticks[-1] * ratio:

@@ -65,7 +65,7 @@ def test_other_tokens_end_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--turns", 0], "--turns must be >= 1, got 0"),
         (["--seed", -1], "--seed must be >= 0, got -1"),
         (["--memory", "1KiB"], "memory=1024 has no room for a block: 16 tokens of this model take 262144 bytes"),
-        (["--memory", "lots"], "--memory must be a size"),
+        (["--memory", "lots"], "--memory must be bytes >= 1 or a size"),
         (["--policy", "lro"], "unknown policy 'lro'"),
         (["--plot", "missing/chat.png"], "--plot cannot be written: 'missing/chat.png'"),
     ],

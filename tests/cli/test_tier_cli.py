@@ -191,6 +191,6 @@ def test_bad_disk_option_names_the_value(run, tmp_path):
     assert (
         "--disk must be PATH:SIZE, as in /mnt/nvme/kv:100GiB, got '5GiB'" in run("replay", trace, "--disk", "5GiB")[2]
     )
-    assert "--disk must be a size" in run("replay", trace, "--disk", "x:y")[2]
+    assert "--disk must be bytes >= 1 or a size" in run("replay", trace, "--disk", "x:y")[2]
     assert "hold one block of 65536 bytes" in run("replay", trace, "--disk", f"{tmp_path / 'new'}:1KiB")[2]
     assert "--disk replays one policy" in run("replay", trace, "--blocks", "1,2", "--disk", "x:1GiB")[2]
