@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -371,7 +371,8 @@ class JobTier(Tier):
             num_held = index.count_held(keys)
             if num_held:
                 self._last_seq += num_held
-                self.on_used(index.locate(keys[:num_held]), self._last_seq)
+                slots = index.locate(keys[:num_held])
+                self._call_hook("on_used", lambda: self.on_used(slots, self._last_seq))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         with self._lock:
@@ -464,7 +465,7 @@ class JobTier(Tier):
                     batch.error = _CANCELLED
                     self._end_batch(batch)
             self._old_jobs.update(self._jobs)
-        self._try("reset", self.mark_reset)
+        self._try("mark_reset", self.mark_reset)
         self._orders.put(self.generation)
 
     def stats(self) -> TierStats:
@@ -497,7 +498,7 @@ class JobTier(Tier):
         self._control.join(_SHUTDOWN_S)
         # A thread that hangs still uses what would be closed.
         if is_over and not self._control.is_alive() and self._open_error is None:
-            self.close()
+            self._try("close", self.close)
 
     def _is_unavailable(self) -> bool:
         return bool(self._reason) or self._state != "open"
@@ -529,7 +530,7 @@ class JobTier(Tier):
         seqs: list[int] | None,
     ) -> None:
         self._jobs[job_id] = job
-        for positions in self.cut(slots, len(keys)) if keys else ():
+        for positions in self._cut(slots, len(keys)) if keys else ():
             batch_keys = [keys[i] for i in positions]
             job.batches.append(
                 TierBatch(
@@ -547,6 +548,25 @@ class JobTier(Tier):
         for batch in job.batches:
             self._threads.submit(batch, LOAD if is_load else STORE)
         self._end_job_if_done(job_id, job)
+
+    def _cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
+        """Return what `cut` says if it names every position once, and batches of `max_batch_blocks` otherwise."""
+        groups = self._call_hook("cut", lambda: self.cut(slots, num_blocks))
+        try:
+            if sorted(position for group in groups for position in group) == list(range(num_blocks)):
+                return [group for group in groups if group]
+            self._note_error(f"cut: {groups!r} does not name each of {num_blocks} positions once")
+        except TypeError:
+            pass
+        return JobTier.cut(self, slots, num_blocks)
+
+    def _call_hook(self, name: str, hook: Callable[[], Any]) -> Any:
+        # Whatever a subclass's hook raises, a job must end and a slot must not be lost.
+        try:
+            return hook()
+        except Exception as error:
+            self._note_error(f"{name}: {type(error).__name__}: {error}")
+            return None
 
     def _end_batch(self, batch: TierBatch) -> None:
         job = self._jobs[batch.job_id]
@@ -574,7 +594,7 @@ class JobTier(Tier):
         if not batch.error:
             self._counts["refused"] += len(batch.keys) - len(done)
             self._store_error = ""
-            self.on_stored(batch)
+            self._call_hook("on_stored", lambda: self.on_stored(batch))
         elif batch.error != _CANCELLED:
             self._store_error = f"stores fail: {batch.error}"
 
@@ -595,7 +615,7 @@ class JobTier(Tier):
             self._counts["corrupt"] += len(corrupt)
             self._counts["missed"] += len(lost) - len(corrupt)
             job.removed += self._forget(lost, corrupt)
-        self.on_loaded(batch)
+        self._call_hook("on_loaded", lambda: self.on_loaded(batch))
 
     def _forget(self, lost: list[bytes], corrupt: list[bytes]) -> list[bytes]:
         """Answer blocks as absent; return those that counted as held."""

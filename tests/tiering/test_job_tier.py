@@ -459,3 +459,27 @@ def test_memory_tier_comes_from_a_configuration(host):
         MemoryTier.from_config({"path": "x"}, host, {})
     with pytest.raises(ValueError, match="a memory tier needs 'capacity'"):
         MemoryTier.from_config({}, host, {})
+
+
+@pytest.mark.parametrize("name", ["cut", "on_stored", "on_loaded", "on_used", "mark_reset", "maintain", "close"])
+def test_hook_that_raises_costs_no_job_and_no_slot(make, host, name):
+    tier = make(slots=4)
+    setattr(tier, name, lambda *args: (_ for _ in ()).throw(RuntimeError("bug")))
+    for job_id, text in enumerate(("abcd", "efgh", "ab"), 1):
+        assert sorted(put(tier, host, text, job_id).done) == keys_of(text)
+        tier.touch(keys_of(text))
+        tier.submit_load(10 + job_id, keys_of(text), list(range(len(text))))
+        assert sorted(ended(tier, 10 + job_id)[0].done) == keys_of(text)
+    tier.reset()
+    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+    assert put(tier, host, "abcd", 20).done
+    tier.shutdown()
+    if name != "maintain":
+        assert tier.stats().last_error == f"{name}: RuntimeError: bug"
+
+
+@pytest.mark.parametrize("groups", [[[0], [0, 1]], [[0]], [[0, 1, 2]], 5, [3], [["a"]]])
+def test_cut_that_does_not_name_each_block_once_is_replaced(make, host, groups):
+    tier = make(slots=4)
+    tier.cut = lambda slots, num_blocks: groups
+    assert put(tier, host, "ab").done == keys_of("ab")

@@ -1,0 +1,212 @@
+"""Every method of the manager survives a tier or a clock that raises, or answers nonsense, at every place it is called.
+
+A scripted day of a scheduler is played once for each call of each of the tier's methods, which raises then, and from
+then on. Nothing may reach the scheduler, and the host pool must be whole in the end.
+"""
+
+import numpy as np
+import pytest
+
+from kvcache.request import ReqContext
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.tier import TierResult
+
+METHODS = [
+    "lookup",
+    "submit_store",
+    "submit_load",
+    "get_finished",
+    "cancel",
+    "reset",
+    "stats",
+    "touch",
+    "on_request_finished",
+    "shutdown",
+]
+NUM_BLOCKS = 6
+
+
+class Fault:
+    """Replaces a method: calls go through until the one that fails, and all after it if it is for good."""
+
+    def __init__(self, inner, at, is_for_good, answer):
+        self.inner, self.at, self.is_for_good, self.answer = inner, at, is_for_good, answer
+        self.num_calls = 0
+
+    def __call__(self, *args):
+        self.num_calls += 1
+        if self.num_calls == self.at or (self.is_for_good and self.num_calls > self.at):
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
+        return self.inner(*args)
+
+
+class Day:
+    """A manager over one automatic tier, and everything a scheduler does with it."""
+
+    def __init__(self, write_policy="write_through"):
+        self.now_s = 0.0
+        self.host = np.zeros((NUM_BLOCKS, 4), np.uint8)
+        self.tier = ManualTier(20, self.host, is_automatic=True)
+        self.clock = lambda: self.now_s
+        config = TierConfig(write_policy=write_policy, deadline_s=3.0, pause_s=2.0, max_store_blocks=3)
+        self.manager = TieredOffloadingManager(
+            16, NUM_BLOCKS, [(self.tier, config)], enable_events=True, clock=lambda: self.clock()
+        )
+
+    def serve(self, text):
+        manager, context = self.manager, ReqContext(text)
+        keys = [letter.encode() for letter in text]
+        manager.on_new_request(context)
+        for _ in range(40):
+            manager.status(keys[0], context)
+            if (found := manager.lookup(keys, context)) is not None:
+                break
+            manager.on_schedule_end()
+            self.now_s += 0.5
+        else:
+            raise AssertionError("a request waits for ever")
+        manager.touch(keys, context)
+        spec = manager.prepare_load(keys[:found], context)
+        for key, block_id in zip(keys, spec.block_ids.tolist(), strict=False):
+            assert self.host[block_id].tobytes() == key * 4
+        manager.complete_load(keys[:found], context)
+        output = manager.prepare_store(keys, context)
+        if output is not None:
+            for key, block_id in zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True):
+                self.host[block_id] = np.frombuffer(key * 4, np.uint8)
+            manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+        manager.on_schedule_end()
+        self.now_s += 0.25
+
+    def play(self):
+        for text in ("abc", "def", "abcd", "ghi", "abc", "jk", "def", "abcj"):
+            self.serve(text)
+        self.manager.reset_cache()
+        for text in ("abc", "def", "abcd", "ghi", "abc"):
+            self.serve(text)
+        self.manager.tier_stats()
+        self.manager.stats()
+        self.manager.has_pending_work()
+        list(self.manager.take_events())
+        self.tier._is_automatic = True
+        for _ in range(12):
+            self.now_s += 2
+            self.manager.on_schedule_end()
+        self.manager.shutdown()
+
+    def check(self):
+        """All host blocks are free, held, or a lost job's."""
+        stats = self.manager.stats()
+        (tier_stats,) = self.manager.tier_stats()
+        assert stats.num_pending + stats.num_referenced <= tier_stats.stuck_blocks
+        assert tier_stats.stuck_blocks <= 3 * NUM_BLOCKS // 4
+
+
+def calls_of(method):
+    day = Day()
+    fault = Fault(getattr(day.tier, method), 0, False, None)
+    setattr(day.tier, method, fault)
+    day.play()
+    return fault.num_calls
+
+
+NONSENSE = {
+    "lookup": [-1, 99, "three", 2.0, True, [1]],
+    "submit_store": [np.zeros(2), "no"],
+    "submit_load": [np.zeros(2), "no"],
+    "get_finished": [
+        None,
+        7,
+        [None],
+        "ab",
+        [TierResult(12345, [b"a"])],
+        [TierResult(None, ["a"])],
+        [TierResult("one", [b"a"])],
+        [TierResult(1, [b"zz", b"yy"], [b"zz"]), TierResult(1, [b"zz"])],
+        [TierResult(2, 5)],
+    ],
+    "stats": [None, 3],
+}
+
+
+@pytest.mark.parametrize("is_for_good", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_tier_that_raises_reaches_nobody(method, is_for_good):
+    num_calls = 4 if method == "cancel" else calls_of(method)
+    assert num_calls
+    for at in range(1, num_calls + 1):
+        day = Day()
+        setattr(day.tier, method, Fault(getattr(day.tier, method), at, is_for_good, RuntimeError("bug")))
+        day.play()
+        if method == "stats":
+            continue
+        day.check()
+
+
+@pytest.mark.parametrize("is_for_good", [False, True])
+@pytest.mark.parametrize("method", NONSENSE)
+def test_tier_that_answers_nonsense_reaches_nobody(method, is_for_good):
+    for answer in NONSENSE[method]:
+        for at in (1, 2, 5):
+            day = Day()
+            setattr(day.tier, method, Fault(getattr(day.tier, method), at, is_for_good, answer))
+            day.play()
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
+def test_other_write_policies_survive_too(write_policy):
+    for method in METHODS:
+        for at in (1, 3):
+            day = Day(write_policy)
+            setattr(day.tier, method, Fault(getattr(day.tier, method), at, True, RuntimeError("bug")))
+            day.play()
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("bug"), None, "noon", float("nan"), float("inf"), -1e9])
+@pytest.mark.parametrize("is_for_good", [False, True])
+def test_clock_that_fails_reaches_nobody(answer, is_for_good):
+    for at in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89):
+        day = Day()
+        day.clock = Fault(day.clock, at, is_for_good, answer)
+        day.play()
+        day.check()
+
+
+def test_clock_that_stops_is_replaced_so_that_deadlines_pass(monkeypatch):
+    from kvcache.tiering import manager as module
+
+    day = Day()
+    day.serve("ab")
+    clock = day.manager._clock
+    before_s = clock()
+    day.clock = Fault(None, 1, True, RuntimeError("bug"))
+    start_s = module.time.monotonic()
+    monkeypatch.setattr(module.time, "monotonic", lambda: start_s + 7.0)
+    assert clock() - before_s >= 6.9
+
+
+def test_tier_whose_reset_raises_serves_nothing_until_one_works():
+    day = Day()
+    day.serve("abc")
+    day.serve("def")
+    day.manager.settle(5)
+    assert day.tier.lookup([b"a"]) == 1
+    inner, day.tier.reset = day.tier.reset, Fault(None, 1, True, RuntimeError("bug"))
+    day.manager.reset_cache()
+    for _ in range(10):
+        assert day.manager.lookup([b"a"], ReqContext()) == 0
+        day.manager.on_schedule_end()
+        day.now_s += 0.5
+    assert "reset failed: reset raised" in day.manager.tier_stats()[0].tier.unavailable_reason
+    day.tier.reset = inner
+    day.now_s += 2
+    day.manager.on_schedule_end()
+    assert day.tier.lookup([b"a"]) == 0
+    day.serve("abc")
+    day.manager.settle(5)
+    assert day.tier.lookup([b"a"]) == 1
