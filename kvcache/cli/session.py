@@ -112,6 +112,8 @@ def run(
         else:
             from kvcache.replay.tiered import patient_manager, plain_host_blocks
 
+            if payload is None:
+                _check_memory(settings)
             host_blocks = (
                 payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
             )
@@ -185,6 +187,8 @@ def _check_memory(settings: Settings) -> None:
     try:
         check_memory(settings.num_blocks * settings.block_bytes)
     except ValueError as error:
+        if settings.disk is not None:
+            raise ValueError(f"{error}; --tier 1TiB@6GB/s simulates a tier of any size, and writes nothing") from error
         raise ValueError(f"{error}; --no-data needs none") from error
 
 

@@ -202,3 +202,13 @@ def test_bad_tier_option_is_named(run: Any, trace: Path, options: tuple[str, ...
     status, _, err = run("replay", trace, "--policy", "lru,arc", *options)
     assert status == 2
     assert err.startswith(f"kvcache: error: {message}")
+
+
+def test_disk_over_more_memory_than_there_is_names_the_way_out(run: Any, trace: Path, tmp_path: Path) -> None:
+    disk = f"{tmp_path}/kv:1TiB"
+    argv = ("replay", trace, "--no-data", "--disk", disk, "--memory", "512TiB", "--block-bytes", "1GiB")
+    status, _, err = run(*argv)
+    assert status == 2
+    assert "does not fit into host memory" in err
+    assert err.endswith("; --tier 1TiB@6GB/s simulates a tier of any size, and writes nothing\n")
+    assert not (tmp_path / "kv").exists()
