@@ -99,7 +99,8 @@ class TestOneEngine:
         assert fresh.metric("vllm:kvcache_ignored_hints") - ignored == 2
 
 
-@pytest.mark.parametrize("policy", POLICIES.names())
+# All policies, with more requests, in test_scheduler.py.
+@pytest.mark.parametrize("policy", ["lru", "amq"])
 def test_tier_smaller_than_the_working_set(
     boot: Any, models: Any, crowd: Any, storm: Any, expected: Any, policy: str
 ) -> None:
@@ -146,15 +147,14 @@ def test_hybrid_model_with_several_groups(boot: Any, models: Any, prompts: Any) 
     with boot(models["hybrid"], None, **options) as engine:
         expected = engine.answers(prompts)
     assert len({tuple(answer) for answer in expected}) == 3
-    for extra_config in ({}, {"blocks_per_chunk": 2}):
-        with boot(models["hybrid"], extra_config, **options) as engine:
-            assert engine.answers(prompts) == expected
-            for _ in range(2):
-                engine.drop_device_cache()
-                outputs = engine.generate(prompts)
-                assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-                assert [output.num_cached_tokens for output in outputs] == [1024] * 3
-            assert engine.stats.loaded_blocks > 0
+    with boot(models["hybrid"], {"blocks_per_chunk": 2}, **options) as engine:
+        assert engine.answers(prompts) == expected
+        for _ in range(2):
+            engine.drop_device_cache()
+            outputs = engine.generate(prompts)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+            assert [output.num_cached_tokens for output in outputs] == [1024] * 3
+        assert engine.stats.loaded_blocks > 0
 
 
 def test_events_tell_what_came_and_went(boot: Any, models: Any, crowd: Any, tmp_path: Path) -> None:
