@@ -29,7 +29,7 @@ class RestoreDiskIndex:
         self.path = Path(tempfile.mkdtemp())
         self.host_blocks = np.frombuffer(mmap.mmap(-1, 4096), np.uint8).reshape(1, 4096)
         tier = self.opened()
-        table = tier._table
+        table = tier._store.table
         keys = [i.to_bytes(36, "big") for i in range(self.num_blocks)]
         for first in range(0, self.num_blocks, 4096):
             batch = keys[first : first + 4096]

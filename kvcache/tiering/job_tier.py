@@ -119,6 +119,7 @@ class TierBatch:
         self.seqs = seqs
         self.generation = tier.generation
         self.outcomes: Sequence[int] | None = None
+        self.is_all_done = False
         self.error = ""
         self._tier = tier
         self._unclaimed = [True]
@@ -149,8 +150,9 @@ class TierBatch:
             return
         outcomes = (self._tier.get if self.is_load else self._tier.put)(self)
         if outcomes is None:
-            outcomes = [BlockOutcome.DONE] * len(self.keys)
-        elif len(outcomes) != len(self.keys):
+            self.is_all_done = True
+            return
+        if len(outcomes) != len(self.keys):
             raise ValueError(f"{len(outcomes)} outcomes for {len(self.keys)} blocks")
         self.outcomes = [BlockOutcome(outcome) for outcome in outcomes]
 
@@ -279,6 +281,7 @@ class JobTier(Tier):
         self._orders: SimpleQueue[int | None] = SimpleQueue()
         self._fresh: SimpleQueue[tuple[int, SlotIndex | None, str]] = SimpleQueue()
         self._is_shut = False
+        self._may_close = False
         self._is_opened = Event()
         self._open_error: BaseException | None = None
         self._control = Thread(target=self._run_control, name=f"kvcache-{medium.lower()}-control", daemon=True)
@@ -493,12 +496,9 @@ class JobTier(Tier):
             self._is_shut = True
             self._reason = "shut down"
             self._state = "shut"
-        is_over = self._threads.close(_SHUTDOWN_S)
+        self._may_close = self._threads.close(_SHUTDOWN_S)
         self._orders.put(None)
         self._control.join(_SHUTDOWN_S)
-        # A thread that hangs still uses what would be closed.
-        if is_over and not self._control.is_alive() and self._open_error is None:
-            self._try("close", self.close)
 
     def _is_unavailable(self) -> bool:
         return bool(self._reason) or self._state != "open"
@@ -689,7 +689,11 @@ class JobTier(Tier):
         """Open, then clear and maintain until the end."""
         try:
             contents = self.open()
-            index = self._new_index(contents)
+            try:
+                index = self._new_index(contents)
+            except BaseException:
+                self._try("close", self.close)
+                raise
         except BaseException as error:
             self._open_error = error
             self._reason = f"opening failed: {type(error).__name__}: {error}"
@@ -722,6 +726,9 @@ class JobTier(Tier):
             else:
                 self._try("maintenance", self.maintain)
         self._try("maintenance", self.maintain)
+        # A thread that hangs still uses what would be closed.
+        if self._may_close:
+            self._try("close", self.close)
 
     def _try_clear(self, generation: int) -> int | None:
         """Make a reset durable; return the generation if it has to be tried again."""
@@ -748,6 +755,8 @@ class JobTier(Tier):
 
 
 def _keys_with(batch: TierBatch, outcome: BlockOutcome) -> list[bytes]:
+    if batch.is_all_done and not batch.error:
+        return batch.keys if outcome == BlockOutcome.DONE else []
     if batch.error or batch.outcomes is None:
         return []
     return [key for key, one in zip(batch.keys, batch.outcomes, strict=True) if one == outcome]

@@ -67,6 +67,8 @@ def write_until_killed(folder, first, pipe, draw):
                 targets = [ids[0] + JOB_BLOCKS + i for i in range(len(recent))]
                 tier.submit_load(-slot - 1, [key_of(n) for n in recent], targets)
         for result in tier.get_finished():
+            if result.job_id is None:
+                continue
             if result.job_id < 0:
                 loading.remove(-result.job_id - 1)
                 assert not result.failed, result
@@ -127,7 +129,7 @@ def run(folder, num_kills, seed):
             batch = held[start : start + len(host_blocks)]
             host_blocks[:] = 0
             assert tier.submit_load(start + 1, [key_of(n) for n in batch], list(range(len(batch))))
-            while not (results := tier.get_finished()):
+            while not (results := [result for result in tier.get_finished() if result.job_id is not None]):
                 time.sleep(0.0005)
             served = set(results[0].done)
             for block_id, n in enumerate(batch):

@@ -1,8 +1,8 @@
 """A disk tier whose machine loses power serves no wrong byte, keeps what was made durable, and forgets what was reset.
 
-Two ways. What the tier does to its directory is recorded, call by call, and replayed to states that a crash may leave: of
-what was not synced, each sector of a file may be there or not, and of changed names a beginning. And on a loop device
-(root only), the device's bytes at moments after what was reported are mounted anew.
+Two ways. What the tier does to its directory is recorded, call by call, and replayed to states that a crash may leave:
+of what was not synced, each sector of a file may be there or not, and of changed names a beginning. And on a loop
+device (root only), the device's bytes at moments after what was reported are mounted anew.
 """
 
 import contextlib
@@ -38,8 +38,15 @@ def key_of(number):
     return b"block-%06d" % number
 
 
+def finish(tier):
+    """Return the end of the one job under way; what was found at the start belongs to none."""
+    while not (results := [result for result in tier.get_finished() if result.job_id is not None]):
+        time.sleep(0.0002)
+    return results[0]
+
+
 class Recorder:
-    """Note every change of the files of one directory, in order; what was asked for before a sync returned is durable."""
+    """Note every change of the files of one directory, in order, and from where on a sync does not cover them."""
 
     def __init__(self, path, monkeypatch):
         self.path = path
@@ -226,13 +233,12 @@ class Workload:
             self.host[i] = payload(number, self.generation)
         self.job_id += 1
         assert self.tier.submit_store(self.job_id, [key_of(n) for n in numbers], list(range(len(numbers))))
-        while not (results := self.tier.finished()):
-            time.sleep(0.0002)
-        for key in results[0].removed:
+        result = finish(self.tier)
+        for key in result.removed:
             number = int(key[6:])
             self.stored.pop(number, None)
             self.durable.pop(number, None)
-        for key in results[0].done:
+        for key in result.done:
             self.stored[int(key[6:])] = self.generation
 
     def flush(self):
@@ -246,7 +252,7 @@ class Workload:
         # A kill from here on brings nothing back, though power loss may until the reset is reported.
         self.promise({}, {}, self.generation, is_reset=True)
         while self.tier.stats().unavailable_reason:
-            self.tier.finished()
+            self.tier.get_finished()
             time.sleep(0.0002)
         self.generation += 1
 
@@ -271,9 +277,7 @@ def held_blocks(path):
         held = [number for number in range(40) if tier.lookup([key_of(number)])]
         if held:
             assert tier.submit_load(1, [key_of(number) for number in held], list(range(len(held))))
-            while not (results := tier.finished()):
-                time.sleep(0.0002)
-            served = {int(key[6:]) for key in results[0].done}
+            served = {int(key[6:]) for key in finish(tier).done}
         else:
             served = set()
         found = {}
@@ -290,7 +294,10 @@ def faults_of(found, must, generations):
     """Return what is wrong with what a crash left."""
     wrong = {number: generation for number, generation in found.items() if generation not in generations}
     missing = {number for number, generation in must.items() if found.get(number) != generation}
-    return [*(f"serves {n} of generation {g}, not {generations}" for n, g in wrong.items()), *(f"lost {n}" for n in missing)]
+    return [
+        *(f"serves {n} of generation {g}, not {generations}" for n, g in wrong.items()),
+        *(f"lost {n}" for n in missing),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(NUM_RECORDINGS))
@@ -298,7 +305,9 @@ def test_every_state_that_a_crash_may_leave_is_sound(tmp_path, monkeypatch, seed
     path = tmp_path / "tier"
     recorder = Recorder(path, monkeypatch)
     promises = []
-    workload = Workload(path, seed, lambda *promise, is_reset=False: promises.append((len(recorder.events), *promise, is_reset)))
+    workload = Workload(
+        path, seed, lambda *promise, is_reset=False: promises.append((len(recorder.events), *promise, is_reset))
+    )
     for _ in range(40):
         workload.step()
     workload.tier.shutdown()

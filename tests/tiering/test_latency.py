@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kvcache.request import ReqContext
+from kvcache.tiering import job_tier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiers.disk import tier as disk
 from kvcache.tiers.disk.directory import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
 
@@ -77,7 +77,7 @@ def no_collector():
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(job_tier, "_SHUTDOWN_S", 0.2)
     flat = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES), np.uint8)
     tier = DiskTier(tmp_path / "tier", capacity_for(4096, BLOCK_BYTES), flat.reshape(NUM_BLOCKS, BLOCK_BYTES))
     rule = TierConfig(deadline_s=20.0, pause_s=60.0, max_store_blocks=256)
@@ -132,7 +132,7 @@ def test_hung_disk_does_not_keep_the_scheduler(world):
         released.wait()
         raise OSError("the mount came back")
 
-    tier._file.read = tier._file.write = hang
+    tier._store.file.read = tier._store.file.write = hang
     waits, hits = [], []
     try:
         for timed in rounds(manager):

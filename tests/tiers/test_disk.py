@@ -144,10 +144,10 @@ def test_restart_after_slots_were_reused(open_tier):
 def test_key_named_by_two_slots_is_found_in_the_later_one(open_tier):
     tier = open_tier(num_blocks=4)
     store(tier, keys_of(1))
-    tier._table.write(3, [99], keys_of(1), [int(tier._table.checksums[0])], tier._generation)
+    tier._store.table.write(3, [99], keys_of(1), [int(tier._store.table.checksums[0])], tier._current[1])
     tier.host[1] = 0
-    tier._file.write(3, tier._file.rows([0]))
-    tier._file.write(0, tier._file.rows([1]))
+    tier._store.file.write(3, [tier.host[0].data])
+    tier._store.file.write(0, [tier.host[1].data])
     tier.shutdown()
     tier = open_tier(num_blocks=4)
     assert tier.stats().num_held == 1
@@ -215,12 +215,12 @@ def test_keys_of_any_bytes_survive(open_tier):
 def test_capacity_bounds_the_folder_from_the_first_byte(tmp_path):
     capacity = 300_000
     tier = DiskTier(tmp_path / "small", capacity, host_blocks())
-    tier.host = tier._file._host_blocks
+    tier.host = tier.host_rows
     try:
         for first in range(0, 120, 30):
             assert directory_bytes(tmp_path / "small") <= capacity
             store(tier, keys_of(*range(first, first + 30)))
-        tier._table.flush()
+        tier._store.table.flush()
         assert tier.num_blocks == num_slots_within(capacity, BLOCK_BYTES) == 39
         assert directory_bytes(tmp_path / "small") <= capacity
     finally:
@@ -248,7 +248,8 @@ def test_reset_forgets_also_across_a_restart(open_tier):
     tier.reset()
     assert tier.lookup(keys_of(0)) == 0
     assert tier.submit_store(6, keys_of(9), [0]) is False
-    assert sorted(ended(tier, 5).done) == keys_of(0, 1)
+    result = ended(tier, 5)
+    assert sorted(result.done + result.failed) == keys_of(0, 1)
     end = time.monotonic() + 20
     while tier.stats().unavailable_reason and time.monotonic() < end:
         tier.get_finished()
@@ -442,9 +443,9 @@ def test_removed_folder_makes_the_tier_quiet(open_tier, tmp_path, is_moved):
         (tmp_path / "tier").rename(tmp_path / "moved")
     else:
         shutil.rmtree(tmp_path / "tier")
-    tier._keeper.join(20)
+    tier._control.join(20)
     assert tier.stats().unavailable_reason == f"directory {tmp_path / 'tier'} was removed"
-    assert os.fstat(tier._file.fd).st_size == (16 * BLOCK_BYTES if is_moved else 0)
+    assert os.fstat(tier._store.file.fd).st_size == (16 * BLOCK_BYTES if is_moved else 0)
     assert tier.lookup(keys_of(1)) == 0
     assert tier.submit_store(5, keys_of(2), [0]) is False
 
@@ -455,7 +456,7 @@ def test_failed_write_is_reported_and_frees_the_slot(open_tier, monkeypatch):
     def full(slot, rows):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tier._file, "write", full)
+    monkeypatch.setattr(tier._store.file, "write", full)
     assert tier.submit_store(1, keys_of(1, 2), [0, 1])
     result = ended(tier, 1)
     assert (result.done, result.failed) == ([], keys_of(1, 2))

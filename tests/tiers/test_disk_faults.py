@@ -78,13 +78,13 @@ def test_reset_is_durable_though_a_job_hangs(bench, monkeypatch):
     tier = bench.open(num_threads=1)
     bench.store(tier, bench.keys(0, 1))
     released = threading.Event()
-    write = tier._file.write
+    write = tier._store.file.write
 
     def hang(slot, rows):
         released.wait()
         write(slot, rows)
 
-    monkeypatch.setattr(tier._file, "write", hang)
+    monkeypatch.setattr(tier._store.file, "write", hang)
     bench.fill(tier, bench.keys(2))
     assert tier.submit_store(1, bench.keys(2), [0])
     epoch = inspect_tier(bench.path).epoch
@@ -187,9 +187,8 @@ def test_tier_on_a_mount_that_hangs_is_there_and_unavailable(bench, monkeypatch,
 
     monkeypatch.setattr(TierDirectory, "__init__", hang)
     tier = bench.open(open_timeout_s=0.05)
-    reason = f"directory {bench.path} has not opened within 0.05 s"
-    assert tier.stats().unavailable_reason == reason
-    assert reason in caplog.text
+    assert tier.stats().unavailable_reason == "opening"
+    assert f"directory {bench.path} has not opened within 0.05 s" in caplog.text
     keys = bench.keys(0)
     assert (tier.lookup(keys), tier.submit_store(1, keys, [0]), tier.submit_load(2, keys, [0])) == (0, False, False)
     tier.touch(keys)
@@ -231,7 +230,7 @@ def test_directory_that_opens_late_and_badly_says_why(bench, monkeypatch, caplog
     monkeypatch.setattr(TierDirectory, "__init__", fail)
     tier = bench.open(open_timeout_s=0.02)
     released.set()
-    wait_for(lambda: tier.stats().unavailable_reason == "it is no disk tier")
+    wait_for(lambda: tier.stats().unavailable_reason == "opening failed: TierDirectoryError: it is no disk tier")
     wait_for(lambda: "disk tier: it is no disk tier" in caplog.text)
 
 
@@ -244,11 +243,11 @@ def test_tier_that_never_opens_can_be_shut_down(bench, monkeypatch):
         init(self, *args)
 
     monkeypatch.setattr(TierDirectory, "__init__", hang)
-    monkeypatch.setattr("kvcache.tiers.disk.tier._SHUTDOWN_S", 0.02)
+    monkeypatch.setattr("kvcache.tiering.job_tier._SHUTDOWN_S", 0.02)
     tier = bench.open(open_timeout_s=0.02)
     tier.shutdown()
     released.set()
-    tier._keeper.join(20)
+    tier._control.join(20)
     monkeypatch.undo()
     bench.open().shutdown()
 
@@ -296,10 +295,11 @@ def test_huge_header_is_refused_unread(bench):
 def test_process_ends_while_its_io_thread_hangs(tmp_path):
     code = (
         "import sys, threading, numpy as np\n"
-        "from kvcache.tiers.disk import tier as module\n"
-        "module._SHUTDOWN_S = 0.1\n"
-        "tier = module.DiskTier(sys.argv[1], 1 << 20, np.zeros((4, 4096), np.uint8))\n"
-        "tier._file.write = lambda slot, rows: threading.Event().wait()\n"
+        "from kvcache.tiering import job_tier\n"
+        "from kvcache.tiers.disk.tier import DiskTier\n"
+        "job_tier._SHUTDOWN_S = 0.1\n"
+        "tier = DiskTier(sys.argv[1], 1 << 20, np.zeros((4, 4096), np.uint8))\n"
+        "tier._store.file.write = lambda slot, rows: threading.Event().wait()\n"
         "assert tier.submit_store(1, [b'k'], [0])\n"
         "tier.shutdown()\n"
     )
@@ -412,25 +412,36 @@ def test_operations_above_what_one_call_moves_lose_nothing(bench, monkeypatch):
 # --- locks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["os.pwrite", "os.pread", "os.statvfs", "threading.Thread.start"])
+@pytest.mark.parametrize("call", ["os.pwrite", "os.pread", "os.statvfs"])
 def test_failed_open_gives_the_lock_back(bench, monkeypatch, call):
     bench.open().shutdown()
-    start = threading.Thread.start
 
     def fail(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error")
 
-    def fail_but_for_the_keeper(thread):
-        if "keeper" not in thread.name:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(call, fail_but_for_the_keeper if call.endswith("start") else fail)
+    monkeypatch.setattr(call, fail)
     with pytest.raises(TierDirectoryError) as caught:
         bench.open()
     monkeypatch.undo()
     bench.open().shutdown()
     del caught
+
+
+def test_thread_that_cannot_be_had_leaves_no_lock(bench, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        bench.open()
+    monkeypatch.undo()
+    bench.open().shutdown()
+
+
+def test_policy_that_fails_leaves_no_lock(bench):
+    with pytest.raises(ValueError, match="unknown policy"):
+        bench.open(cache_policy="nope")
+    bench.open().shutdown()
 
 
 def test_forked_child_does_not_keep_the_lock(bench):
@@ -487,8 +498,8 @@ def test_forking_leaves_the_parents_lock_alone(bench):
 def test_record_with_the_largest_seq_costs_order_and_nothing_else(bench, seq):
     tier = bench.open(num_blocks=4)
     bench.store(tier, bench.keys(0, 1))
-    check = int(tier._table.checksums[0])
-    tier._table.write(0, [seq], bench.keys(0), [check], tier._generation)
+    check = int(tier._store.table.checksums[0])
+    tier._store.table.write(0, [seq], bench.keys(0), [check], tier._current[1])
     tier.shutdown()
     for first in (2, 5):
         tier = bench.open(num_blocks=4)

@@ -333,14 +333,14 @@ class TierDirectory:
         _fsync_directory(self._fd)
         self.header = header
 
-    def mark_void(self) -> None:
-        """Note that nothing of this generation counts any more: found by whoever opens the directory after a kill.
+    def mark_void(self, salt: int) -> None:
+        """Note, for whoever opens the directory after a kill, that nothing under a header with this salt counts.
 
         Notes
         -----
         One small write to the page cache; only `write_header` makes it last through a loss of power.
         """
-        write_all(self._lock_fd, self.header.salt.to_bytes(_MARK_BYTES, "little"), _MARK_OFFSET)
+        write_all(self._lock_fd, salt.to_bytes(_MARK_BYTES, "little"), _MARK_OFFSET)
 
     def resize(self, header: Header, afresh: bool = False) -> Header:
         """Give all files the lengths that `header` asks for, and make it the directory's; interrupted, it is redone."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.tiers.disk.data_file import DataFile, LoadRun
+from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import (
     DATA,
     TierDirectory,
@@ -23,7 +23,7 @@ from kvcache.tiers.disk.directory import (
     num_slots_within,
     shared_names,
 )
-from kvcache.tiers.disk.slot_table import Found, SlotTable
+from kvcache.tiers.disk.slot_table import Found
 
 Progress = Callable[[int, int], None]
 """Called with the blocks done and the blocks in all."""
@@ -61,10 +61,10 @@ def inspect_tier(path: Path) -> TierFacts:
     TierDirectoryError
         The directory is no disk tier.
     """
-    with _opened(path, read_only=True) as (directory, table, _):
-        found = table.load()
-        uses = table.recency["uses"][found.slots]
-        header = directory.header
+    with _opened(path, read_only=True) as (store, _):
+        found = store.table.load()
+        uses = store.table.recency["uses"][found.slots]
+        header = store.directory.header
         return TierFacts(
             path=str(path),
             fingerprint=header.fingerprint,
@@ -98,27 +98,25 @@ def verify_tier(path: Path, wipe: bool = False, progress: Progress | None = None
     TierDirectoryError
         The directory is no disk tier, or is in use and `wipe` is wanted.
     """
-    with _opened(path, read_only=not wipe) as (_, table, file):
-        found = table.load()
+    with _opened(path, read_only=not wipe) as (store, rows):
+        generation = store.table.generation
+        found = store.table.load()
         order = np.argsort(found.slots)
         num_good = num_bad = 0
         groups = [order[i : i + _NUM_ROWS].tolist() for i in range(0, len(order), _NUM_ROWS)]
 
-        def read(group: list[int], row: int) -> list[LoadRun]:
-            runs = []
+        def read(group: list[int], row: memoryview) -> list[bool]:
+            is_good = []
             for i in group:
-                run = LoadRun(file, table, table.generation, 0, int(found.slots[i]), [found.keys[i]], [row])
-                run.may_wipe = wipe
-                run.run()
-                runs.append(run)
-            return runs
+                is_good += store.read(int(found.slots[i]), [found.keys[i]], [row], generation, wipe).is_good
+            return is_good
 
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
             for first in range(0, len(groups), _NUM_THREADS):
                 # Each thread reads into a row of its own.
-                for runs in threads.map(read, groups[first : first + _NUM_THREADS], range(_NUM_THREADS)):
-                    num_bad += sum(len(run.corrupt) for run in runs)
-                    num_good += sum(len(run.done) for run in runs)
+                for is_good in threads.map(read, groups[first : first + _NUM_THREADS], rows):
+                    num_good += sum(is_good)
+                    num_bad += len(is_good) - sum(is_good)
                 if progress is not None:
                     progress(num_good + num_bad, len(order))
         return num_good, num_bad
@@ -147,7 +145,8 @@ def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progre
     -----
     It can be interrupted: a block is written to its new slot before its old record is wiped.
     """
-    with _opened(path, read_only=False) as (directory, table, file):
+    with _opened(path, read_only=False) as (store, rows):
+        directory, table = store.directory, store.table
         header = directory.header
         num_slots = header.num_slots if capacity_bytes is None else num_slots_within(capacity_bytes, header.block_bytes)
         found = table.load()
@@ -157,10 +156,10 @@ def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progre
         for num_done, i in enumerate(kept):
             slot = int(found.slots[i])
             if slot >= len(kept):
-                _move_block(table, file, found, i, free.pop())
+                _move_block(store, rows[0], found, i, free.pop())
             if progress is not None:
                 progress(num_done + 1, len(kept))
-        os.fdatasync(file.fd)
+        os.fdatasync(store.file.fd)
         for i in range(len(found.keys) - len(kept)):
             slot = int(found.slots[i])
             if slot >= len(kept) or slot in free:
@@ -173,33 +172,30 @@ def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progre
     return inspect_tier(path)
 
 
-def _move_block(table: SlotTable, file: DataFile, found: Found, i: int, target: int) -> None:
-    slot = int(found.slots[i])
-    run = LoadRun(file, table, table.generation, 0, slot, [found.keys[i]], [0])
-    run.run()
-    if not run.done:
+def _move_block(store: BlockStore, row: memoryview, found: Found, i: int, target: int) -> None:
+    slot, key, table = int(found.slots[i]), found.keys[i], store.table
+    if not store.read(slot, [key], [row], table.generation).is_good[0]:
         return
-    file.write(target, file.rows([0]))
-    table.write(target, [int(found.seqs[i])], [found.keys[i]], [int(table.checksums[slot])], table.generation)
+    store.write(target, [int(found.seqs[i])], [key], [row], table.generation)
     table.stamp(np.array([target]), np.array([found.times[i]], np.uint64))
     table.recency["uses"][target] = table.recency["uses"][slot]
     table.wipe(slot)
 
 
 @contextmanager
-def _opened(path: Path, read_only: bool) -> Iterator[tuple[TierDirectory, SlotTable, DataFile]]:
+def _opened(path: Path, read_only: bool) -> Iterator[tuple[BlockStore, list[memoryview]]]:
+    """Open a directory, and memory for one block per thread."""
     with ExitStack() as undo:
         try:
             directory = TierDirectory(path, None, read_only)
             undo.callback(directory.close)
             slot_bytes = directory.header.slot_bytes
             memory = mmap.mmap(-1, _NUM_THREADS * slot_bytes)
-            rows = np.frombuffer(memory, np.uint8).reshape(_NUM_THREADS, slot_bytes)[:, : directory.header.block_bytes]
-            table = SlotTable(directory, read_only)
-            undo.callback(table.close)
-            file = DataFile(directory, rows, read_only)
-            undo.callback(file.close)
-            yield directory, table, file
+            blocks = np.frombuffer(memory, np.uint8).reshape(_NUM_THREADS, slot_bytes)
+            blocks = blocks[:, : directory.header.block_bytes]
+            store = BlockStore(directory, blocks, read_only)
+            undo.callback(store.close)
+            yield store, [block.data for block in blocks]
         except (OSError, MemoryError, OverflowError) as error:
             raise TierDirectoryError(
                 f"disk tier directory {path} cannot be used: {type(error).__name__}: {error}"

@@ -1,0 +1,282 @@
+"""Whatever bytes stand in a disk tier's files: one kind of error or a sound tier, and never a wrong block.
+
+10,000 inputs by default; `KVCACHE_STRESS=100` makes it a million.
+"""
+
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from kvcache.tiers.disk.directory import Header, TierDirectory, TierDirectoryError, capacity_for
+from kvcache.tiers.disk.slot_table import SlotTable
+from kvcache.tiers.disk.tier import DiskTier
+
+SCALE = float(os.environ.get("KVCACHE_STRESS", "1"))
+NUM_SLOTS = 8
+BLOCK_BYTES = 512
+KEYS = [b"key-%d" % i * (i + 1) for i in range(NUM_SLOTS)]
+FINGERPRINT = {"model": "m", "dims": [1, 2]}
+
+
+def inputs(num_examples):
+    return settings(
+        max_examples=max(10, round(num_examples * SCALE)), suppress_health_check=list(HealthCheck), deadline=None
+    )
+
+
+def payload(key):
+    return np.random.default_rng(list(key)).integers(0, 256, BLOCK_BYTES, np.uint8)
+
+
+def open_tier(path):
+    host = np.zeros((NUM_SLOTS * 2, BLOCK_BYTES), np.uint8)
+    tier = DiskTier(path, capacity_for(NUM_SLOTS, BLOCK_BYTES), host, fingerprint=FINGERPRINT, flush_interval_s=1000)
+    return host, tier
+
+
+def finish(tier):
+    while not (results := [result for result in tier.get_finished() if result.job_id is not None]):
+        time.sleep(0.0001)
+    return results[0]
+
+
+def make_directory(path):
+    host, tier = open_tier(path)
+    for i, key in enumerate(KEYS):
+        host[i] = payload(key)
+    assert tier.submit_store(1, KEYS, list(range(NUM_SLOTS)))
+    assert len(finish(tier).done) == NUM_SLOTS
+    tier.touch(KEYS)
+    tier.shutdown()
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory):
+    """Return a folder where a sync costs nothing, if there is one."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path_factory.mktemp("fuzz")
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcache-fuzz-") as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="module")
+def sound(memory):
+    """Return a directory with blocks, and its files' bytes."""
+    path = memory / "sound"
+    return path, make_directory(path)
+
+
+@st.composite
+def edited(draw, body):
+    """Draw bytes that differ from `body` in a few places, or in their length."""
+    body = bytearray(body)
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(["flip", "flip", "write", "copy", "cut", "grow"]))
+        at = draw(st.integers(0, max(0, len(body) - 1)))
+        if kind == "flip" and body:
+            body[at] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "write":
+            piece = draw(st.binary(min_size=1, max_size=16))
+            body[at : at + len(piece)] = piece
+        elif kind == "copy":
+            start = draw(st.integers(0, max(0, len(body) - 1))) // 128 * 128
+            at = at // 128 * 128
+            body[at : at + 128] = body[start : start + 128]
+        elif kind == "cut":
+            del body[at:]
+        else:
+            body += draw(st.binary(max_size=200))
+    return bytes(body)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(0, 1 << 70) | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = ["format", "version", "block_bytes", "num_slots", "epoch", "salt", "fingerprint", "resizing", "other"]
+
+
+@inputs(4000)
+@given(data=st.data())
+def test_header_of_any_bytes_is_refused_or_makes_sense(sound, data):
+    path, files = sound
+    values = json.loads(files["kvcache.json"])
+    body = data.draw(
+        st.one_of(
+            st.dictionaries(st.sampled_from(NAMES), JSON, min_size=1, max_size=2).map(
+                lambda changes: json.dumps(values | changes).encode()
+            ),
+            edited(files["kvcache.json"]),
+            st.binary(max_size=100),
+            JSON.map(lambda value: json.dumps(value).encode()),
+        )
+    )
+    (path / "kvcache.json").write_bytes(body)
+    try:
+        directory = TierDirectory(path, None, read_only=True)
+    except TierDirectoryError:
+        return
+    try:
+        header = directory.header
+        assert header.block_bytes >= 1
+        assert header.num_slots >= 1
+        assert 1 <= header.epoch < 1 << 32
+        assert 1 <= header.salt < 1 << 64
+        assert isinstance(header.fingerprint, dict)
+    finally:
+        directory.close()
+    wanted = Header.fresh(BLOCK_BYTES, NUM_SLOTS, FINGERPRINT)
+    try:
+        directory = TierDirectory(path, wanted)
+    except TierDirectoryError:
+        return
+    assert (directory.header.num_slots, directory.header.fingerprint) == (NUM_SLOTS, FINGERPRINT)
+    directory.close()
+    for name, original in files.items():
+        (path / name).write_bytes(original)
+
+
+def load_table(path, files, **changed):
+    for name, original in (files | changed).items():
+        if (path / name).stat().st_size != len(original) or name in changed or name == "kvcache.json":
+            (path / name).write_bytes(original)
+    directory = TierDirectory(path, None, read_only=True)
+    try:
+        table = SlotTable(directory, read_only=True)
+        try:
+            return table, table.load()
+        finally:
+            table.close()
+    finally:
+        directory.close()
+
+
+@inputs(3000)
+@given(data=st.data())
+def test_records_of_any_bytes_name_no_block_that_was_not_there(sound, data):
+    path, files = sound
+    records = data.draw(st.one_of(edited(files["records"]), st.binary(max_size=128 * NUM_SLOTS)))
+    table, true = load_table(path, files)
+    right = {(key, int(seq), int(table.checksums[slot])) for key, slot, seq, _ in zip(*true, strict=True)}
+    try:
+        table, found = load_table(path, files, records=records)
+    except TierDirectoryError:
+        assert len(records) < len(files["records"])
+        return
+    finally:
+        (path / "records").write_bytes(files["records"])
+    assert {(key, int(seq), int(table.checksums[slot])) for key, slot, seq, _ in zip(*found, strict=True)} <= right
+    assert len(set(found.slots.tolist())) == len(found.keys)
+
+
+@inputs(3000)
+@given(data=st.data())
+@example(data=None)
+def test_recency_of_any_bytes_costs_order_and_nothing_else(sound, data):
+    path, files = sound
+    recency = (
+        b"\xff" * len(files["recency"])
+        if data is None
+        else data.draw(st.one_of(edited(files["recency"]), st.binary(max_size=16 * NUM_SLOTS)))
+    )
+    try:
+        _, found = load_table(path, files, recency=recency)
+    finally:
+        (path / "recency").write_bytes(files["recency"])
+    assert sorted(found.keys) == sorted(KEYS)
+    assert sorted(found.slots.tolist()) == list(range(NUM_SLOTS))
+    assert np.all(np.diff(found.times.astype(object)) >= 0)
+    assert int(found.times.max()) <= 1 << 62
+
+
+def damage(draw, path):
+    """Damage one file of a directory as disks, crashes and people do; say how."""
+    name = draw.choice(["data", "data", "records", "records", "recency", "kvcache.json", "lock"])
+    file = path / name
+    if not file.is_file() or file.is_symlink():
+        return name, "again"
+    body = bytearray(file.read_bytes())
+    kind = draw.choice(["flip", "flip", "zero", "swap", "cut", "grow", "delete", "pipe", "link", "directory", "old"])
+    at = draw.randrange(max(1, len(body)))
+    if kind == "flip":
+        for _ in range(draw.choice([1, 1, 20])):
+            body[draw.randrange(len(body))] ^= 1 << draw.randrange(8)
+    elif kind == "zero":
+        body[at : at + 512] = bytes(len(body[at : at + 512]))
+    elif kind == "swap":
+        step = 4096 if name == "data" else 128
+        one, other = (draw.randrange(max(1, len(body) // step)) * step for _ in range(2))
+        body[one : one + step], body[other : other + step] = body[other : other + step], body[one : one + step]
+    elif kind == "cut":
+        del body[at:]
+    elif kind == "grow":
+        body += draw.randbytes(draw.randint(1, 5000))
+    else:
+        file.unlink()
+        if kind == "pipe":
+            os.mkfifo(file)
+        elif kind == "link":
+            file.symlink_to(path / "recency" if name != "recency" else path / "data")
+        elif kind == "directory":
+            file.mkdir()
+        elif kind == "old":
+            file.write_bytes(bytes(len(body)))
+        return name, kind
+    file.write_bytes(body)
+    return name, kind
+
+
+def test_damaged_directory_serves_no_wrong_byte(memory):
+    path = memory / "tier"
+    draw = random.Random(11)
+    original = None
+    counts = Counter()
+    for _ in range(round(250 * SCALE)):
+        if original is None or not path.exists():
+            shutil.rmtree(path, ignore_errors=True)
+            make_directory(path)
+            original = memory / "original"
+            shutil.rmtree(original, ignore_errors=True)
+            shutil.copytree(path, original)
+        done = [damage(draw, path) for _ in range(draw.choice([1, 1, 2]))] if draw.random() < 0.98 else []
+        counts["directories"] += 1
+        try:
+            host, tier = open_tier(path)
+        except TierDirectoryError:
+            counts["refused"] += 1
+        else:
+            try:
+                held = [key for key in KEYS if tier.lookup([key])]
+                if held:
+                    assert tier.submit_load(1, held, list(range(len(held))))
+                    for key in finish(tier).done:
+                        counts["loaded"] += 1
+                        assert np.array_equal(host[held.index(key)], payload(key)), (done, key)
+                new = [b"new-%d" % i for i in range(3)]
+                for i, key in enumerate(new):
+                    host[i] = payload(key)
+                assert tier.submit_store(2, new, [0, 1, 2]), (done, tier.stats())
+                assert sorted(finish(tier).done) == new, done
+                assert tier.submit_load(3, new, [3, 4, 5]), done
+                assert sorted(finish(tier).done) == new, done
+                assert all(np.array_equal(host[3 + i], payload(key)) for i, key in enumerate(new)), done
+            finally:
+                tier.shutdown()
+        shutil.rmtree(path)
+        shutil.copytree(original, path)
+    print(dict(counts))
+    assert counts["loaded"] > counts["directories"]
+    assert counts["refused"] > counts["directories"] // 10
