@@ -45,7 +45,7 @@ from kvcache.tiering.controller import (
 )
 from kvcache.tiering.host_pool import BlockPool
 from kvcache.tiering.log_limiter import LogLimiter
-from kvcache.tiering.pending import PendingRequests
+from kvcache.tiering.pending import PendingRequest, PendingRequests
 from kvcache.tiering.tier import Tier, TierResult
 
 if TYPE_CHECKING:
@@ -125,8 +125,10 @@ class TieredOffloadingManager(OffloadingManager):
             if not (len(pair) == 2 and isinstance(pair[0], Tier) and isinstance(pair[1], TierConfig)):
                 raise ValueError(f"tiers must be Tier or (Tier, TierConfig), got {pair!r}")
         # Jobs that dead tiers never report may cost three quarters of the host pool, never all of it.
-        budget = HostBudget(max(1, 3 * num_blocks // 4))
-        self.controllers = [TierController(tier, config, num_blocks, len(pairs), budget) for tier, config in pairs]
+        self._budget = HostBudget(max(1, 3 * num_blocks // 4))
+        self.controllers = [
+            TierController(tier, config, num_blocks, len(pairs), self._budget) for tier, config in pairs
+        ]
         self._selective = [one for one in self.controllers if one.config.write_policy == "write_through_selective"]
         self._pending = PendingRequests(self._pool, deadline_s, MAX_STEP_BLOCKS)
         self._job_ids = count(1)
@@ -381,44 +383,67 @@ class TieredOffloadingManager(OffloadingManager):
     def _promote(self, now_s: float) -> None:
         num_left = MAX_STEP_BLOCKS
         for request in self._pending.wanting():
-            for controller, keys in request.runs(num_left):
-                if not controller.may_load(now_s):
-                    request.try_now(keys)
-                    continue
-                for first in range(0, len(keys), _MAX_JOB_BLOCKS):
-                    batch = keys[first : min(first + _MAX_JOB_BLOCKS, first + controller.load_room)]
-                    if not batch:
-                        break
-                    num_left -= len(batch)
-                    request.try_now(batch)
-                    self._promote_batch(controller, batch, request.req_context, now_s)
             if num_left <= 0:
                 break
+            batch = self._next_batch(request, num_left, now_s)
+            num_left -= len(batch)
+            absent = []
+            for key in batch:
+                job = self._promoting.get(key)
+                if job is None:
+                    absent.append(key)
+                else:
+                    job.waiters.add(request.req_context)
+            output = self._pool.reserve_leading(absent) if absent else None
+            if output is None:
+                continue
+            self._note_evicted(output.evicted_keys)
+            block_of = dict(zip(output.keys_to_store, _block_ids(output.store_spec), strict=True))
+            by_controller: dict[TierController, list[bytes]] = {}
+            for key in block_of:
+                by_controller.setdefault(batch[key], []).append(key)
+            for controller, keys in by_controller.items():
+                for first in range(0, len(keys), _MAX_JOB_BLOCKS):
+                    part = keys[first : first + _MAX_JOB_BLOCKS]
+                    self._load(controller, part, [block_of[key] for key in part], request.req_context, now_s)
 
-    def _promote_batch(
-        self, controller: TierController, keys: list[bytes], req_context: ReqContext | None, now_s: float
+    def _next_batch(self, request: PendingRequest, num_left: int, now_s: float) -> dict[bytes, TierController]:
+        """Take the first wanted keys that there is room for; what no tier may be asked for is given up."""
+        rooms: dict[TierController, int] = {}
+        batch: dict[bytes, TierController] = {}
+        given_up: list[bytes] = []
+        num_left = min(num_left, self._budget.num_left)
+        for key, controller in request.wanted.items():
+            room = rooms.get(controller)
+            if room is None:
+                room = controller.load_room if controller.may_load(now_s) else -1
+            if room < 0:
+                given_up.append(key)
+                rooms[controller] = -1
+                continue
+            if room == 0 or len(batch) >= num_left:
+                break
+            rooms[controller] = room - 1
+            batch[key] = controller
+        request.try_now([*given_up, *batch])
+        return batch
+
+    def _load(
+        self,
+        controller: TierController,
+        keys: list[bytes],
+        block_ids: list[int],
+        req_context: ReqContext | None,
+        now_s: float,
     ) -> None:
-        absent = []
-        for key in keys:
-            job = self._promoting.get(key)
-            if job is None:
-                absent.append(key)
-            else:
-                job.waiters.add(req_context)
-        output = self._pool.reserve_leading(absent) if absent else None
-        if output is None:
-            return
-        self._note_evicted(output.evicted_keys)
-        stored = output.keys_to_store
-        if not stored:
-            return
         deadline_s = now_s + controller.config.deadline_s
-        job = TierJob(next(self._job_ids), controller, True, stored, _block_ids(output.store_spec), deadline_s)
+        job = TierJob(next(self._job_ids), controller, True, keys, block_ids, deadline_s)
         job.waiters.add(req_context)
-        if controller.send(job):
-            self._promoting.update(dict.fromkeys(stored, job))
+        # A tier that is being tried again gets one job only.
+        if controller.may_load(now_s) and controller.send(job):
+            self._promoting.update(dict.fromkeys(keys, job))
         else:
-            self._pool.abort(stored, is_move=True)
+            self._pool.abort(keys, is_move=True)
 
     def _end_promotion(self, job: TierJob, result: TierResult) -> None:
         for key in job.keys:

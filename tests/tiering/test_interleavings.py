@@ -318,4 +318,4 @@ def test_passing_deadlines_change_nothing_of_that(name):
 
 
 def test_every_interleaving_without_failures():
-    assert explore(SCENARIOS["write_through"], 0, 0, MANY) == (862, True)
+    assert explore(SCENARIOS["write_through"], 0, 0, MANY) == (832, True)
