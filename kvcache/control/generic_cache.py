@@ -7,6 +7,8 @@ of their own that loop over rows.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvcache.block import BlockStateError, BlockStatus
@@ -37,11 +39,29 @@ class GenericBlockCache:
         Empty, and driven by nobody else from now on.
     backend : Backend
         Where blocks are allocated.
+    capacity : int
+        Blocks that both hold.
+    on_evicted : callable, optional
+        Called with the keys that an operation evicted before the policy or the backend made it fail; the operation
+        itself returns nothing then.
+
+    Notes
+    -----
+    Policy and backend may be anybody's code and raise anywhere. What is resident is known here, not asked of the
+    policy, and every operation leaves it whole: a key has its slot and counts once, or neither.
     """
 
-    def __init__(self, policy: CachePolicy, backend: Backend) -> None:
+    def __init__(
+        self,
+        policy: CachePolicy,
+        backend: Backend,
+        capacity: int,
+        on_evicted: Callable[[list[bytes]], None] = lambda keys: None,
+    ) -> None:
         self._policy = policy
         self._backend = backend
+        self._capacity = capacity
+        self._on_evicted = on_evicted
         self._resident: dict[bytes, BlockStatus] = {}
         self._num_evictable = 0
         self.num_referenced = 0
@@ -64,10 +84,10 @@ class GenericBlockCache:
         pass
 
     def match_prefix(self, keys: list[bytes], request_keys: RequestKeys | None) -> int:
-        get = self._policy.get
+        resident = self._resident
         for i, key in enumerate(keys):
             _check_key(key)
-            block = get(key)
+            block = resident.get(key)
             if block is None or block.ref_cnt < 0:
                 return i
         return len(keys)
@@ -125,51 +145,107 @@ class GenericBlockCache:
         self, keys: list[bytes], request_keys: RequestKeys | None, admit: bytearray | None
     ) -> PrepareStoreOutput | None:
         _check_keys(keys)
-        get, backend = self._policy.get, self._backend
         named: dict[bytes, bool] = {}
         for i, key in enumerate(keys):
             named.setdefault(key, admit is None or admit[i] == 1)
-        blocks = {key: get(key) for key in named}
+        blocks = {key: self._resident.get(key) for key in named}
         new = [key for key, admitted in named.items() if admitted and blocks[key] is None]
-        needed = len(new) - backend.get_num_free_blocks() if new else 0
+        needed = len(new) - self._backend.get_num_free_blocks() if new else 0
         protected = sum(block is not None and block.ref_cnt == 0 for block in blocks.values())
         if needed > 0 and needed > self._num_evictable - protected:
             return None
-        self.gated_blocks += sum(not admitted and blocks[key] is None for key, admitted in named.items())
         self._count(keys, request_keys)
-        victims: list[tuple[bytes, BlockStatus]] = []
-        if needed > 0:
-            answer = self._policy.evict(needed, set(named))
+        victims = self._evict(needed, named) if needed > 0 else {}
+        if victims is None:
+            return None
+        spec = self._replace(victims, new)
+        self.gated_blocks += sum(not admitted and blocks[key] is None for key, admitted in named.items())
+        return PrepareStoreOutput(new, spec, list(victims))
+
+    def _evict(self, needed: int, protected: dict[bytes, bool]) -> dict[bytes, BlockStatus] | None:
+        """Have the policy choose `needed` victims, and make sure that they may leave; None: it has found too few."""
+        try:
+            answer = self._policy.evict(needed, set(protected))
             if answer is None:
                 return None
-            self._check_victims(needed, named, answer)
-            victims = answer
-        for key, block in victims:
-            del self._resident[key]
-            self._num_evictable -= 1
-            backend.free(block)
-        allocated = backend.allocate_blocks(new) if new else []
-        if len(allocated) != len(new):
-            for block in allocated:
-                backend.free(block)
-            raise BlockStateError(f"backend allocated {len(allocated)} blocks, {len(new)} were asked for")
-        try:
-            spec = backend.get_load_store_spec(new, allocated)
+            victims = dict(answer)
+            fault = self._fault_of(needed, protected, len(answer), victims)
         except BaseException:
-            for block in allocated:
-                backend.free(block)
+            self._put_back()
             raise
-        for key, block in zip(new, allocated, strict=True):
-            self._policy.insert(key, block)
-            self._resident[key] = block
+        if fault is not None:
+            self._put_back()
+            raise BlockStateError(f"{type(self._policy).__name__}.evict {fault}")
+        return victims
+
+    def _fault_of(
+        self, needed: int, protected: dict[bytes, bool], num_answered: int, victims: dict[bytes, BlockStatus]
+    ) -> str | None:
+        fault = None
+        if num_answered != needed or len(victims) != needed:
+            fault = f"returned {num_answered} victims, exactly {needed} different ones were asked for"
+        for key, block in victims.items():
+            if self._resident.get(key) is not block:
+                fault = f"returned a block that is not in the cache: {key!r}"
+            elif block.ref_cnt != 0 or key in protected:
+                fault = f"returned a block that must stay: {key!r}, {block!r}"
+            elif self._policy.get(key) is not None:
+                fault = f"returned a block that it still holds: {key!r}"
+        return fault
+
+    def _put_back(self) -> None:
+        """Give the policy what it lost without leave, named or not, so that a faulty plug-in loses nobody's data."""
+        for key, block in self._resident.items():
+            with suppress(Exception):
+                if self._policy.get(key) is None:
+                    self._policy.insert(key, block)
+
+    def _replace(self, victims: dict[bytes, BlockStatus], new: list[bytes]) -> LoadStoreSpec:
+        """Give the victims' slots back and take in the new keys; all of them, or none and the victims are reported."""
+        allocated: list[BlockStatus] = []
+        inserted: list[bytes] = []
+        for key in victims:
+            del self._resident[key]
+        self._num_evictable -= len(victims)
+        try:
+            self._free(victims.values())
+            if new:
+                allocated = self._backend.allocate_blocks(new)
+            if len(allocated) != len(new):
+                raise BlockStateError(f"backend allocated {len(allocated)} blocks, {len(new)} were asked for")
+            spec: LoadStoreSpec = self._backend.get_load_store_spec(new, allocated)
+            for key, block in zip(new, allocated, strict=True):
+                inserted.append(key)
+                self._policy.insert(key, block)
+        except BaseException:
+            for key in inserted:
+                with suppress(Exception):
+                    self._policy.remove(key)
+            with suppress(Exception):
+                self._free(allocated)
+            if victims:
+                self._on_evicted(list(victims))
+            raise
+        self._resident.update(zip(new, allocated, strict=True))
         self.num_pending += len(new)
-        return PrepareStoreOutput(new, spec, [key for key, _ in victims])
+        return spec
+
+    def _free(self, blocks: Iterable[BlockStatus]) -> None:
+        """Free every block, and raise the backend's first error afterwards."""
+        fault: Exception | None = None
+        for block in blocks:
+            try:
+                self._backend.free(block)
+            except Exception as error:
+                fault = fault or error
+        if fault is not None:
+            raise fault
 
     def commit(self, keys: list[bytes], request_keys: RequestKeys | None) -> list[bytes]:
         _check_keys(keys)
         ready = []
         for key in keys:
-            block = self._policy.get(key)
+            block = self._resident.get(key)
             if block is not None and block.ref_cnt < 0:
                 block.ref_cnt = 0
                 ready.append(key)
@@ -179,58 +255,60 @@ class GenericBlockCache:
 
     def abort(self, keys: list[bytes], request_keys: RequestKeys | None) -> int:
         _check_keys(keys)
-        num_dropped = 0
-        for key in keys:
-            block = self._policy.get(key)
-            if block is not None and block.ref_cnt < 0:
+        fault: Exception | None = None
+        dropped: list[BlockStatus] = []
+        for key in dict.fromkeys(keys):
+            block = self._resident.get(key)
+            if block is None or block.ref_cnt >= 0:
+                continue
+            try:
                 self._policy.remove(key)
-                del self._resident[key]
-                self._backend.free(block)
-                num_dropped += 1
-        self.num_pending -= num_dropped
-        return num_dropped
+            except Exception as error:
+                fault = fault or error
+                if self._holds(key):
+                    continue  # it stays as it was, being written
+            del self._resident[key]
+            dropped.append(block)
+        self.num_pending -= len(dropped)
+        self._free(dropped)
+        if fault is not None:
+            raise fault
+        return len(dropped)
+
+    def _holds(self, key: bytes) -> bool:
+        try:
+            return self._policy.get(key) is not None
+        except Exception:
+            return True
 
     def end_request(self, request_keys: RequestKeys, positions: dict[bytes, int] | None) -> None:
         keys = list(request_keys.keys)
         self._policy.order(keys if positions is None else sorted_by_position(keys, positions))
 
     def reset(self) -> None:
-        resident, self._resident = self._resident, {}
-        for block in resident.values():
-            self._backend.free(block)
-        self._backend.reset()
+        policy = self._policy
         try:
-            self._policy.clear()
-        except NotImplementedError:
-            self._policy = type(self._policy)(self._policy.cache_capacity)
+            policy.clear()
+        except Exception:
+            # Not written, or it failed: a fresh instance remembers nothing either.
+            try:
+                policy = type(policy)(self._capacity)
+            except BaseException:
+                self._put_back()
+                raise
+        resident, self._resident = self._resident, {}
+        self._policy = policy
         self._num_evictable = self.num_referenced = self.num_pending = 0
+        try:
+            self._free(resident.values())
+        finally:
+            self._backend.reset()
 
     def _known(self, key: bytes) -> BlockStatus:
-        block = self._policy.get(key)
+        block = self._resident.get(key)
         if block is None:
             raise KeyError(f"block is not in the cache: {key!r}")
         return block
-
-    def _check_victims(
-        self, needed: int, protected: dict[bytes, bool], victims: list[tuple[bytes, BlockStatus]]
-    ) -> None:
-        fault = None
-        if len(victims) != needed or len(dict(victims)) != needed:
-            fault = f"returned {len(victims)} victims, exactly {needed} different ones were asked for"
-        for key, block in victims:
-            if self._resident.get(key) is not block:
-                fault = f"returned a block that is not in the cache: {key!r}"
-            elif block.ref_cnt != 0 or key in protected:
-                fault = f"returned a block that must stay: {key!r}, {block!r}"
-            elif self._policy.get(key) is not None:
-                fault = f"returned a block that it still holds: {key!r}"
-        if fault is None:
-            return
-        # What it let go goes back in, named or not, so that a faulty plug-in loses nobody's data.
-        for key, block in self._resident.items():
-            if self._policy.get(key) is None:
-                self._policy.insert(key, block)
-        raise BlockStateError(f"{type(self._policy).__name__}.evict {fault}")
 
 
 def sorted_by_position(keys: list[bytes], positions: dict[bytes, int]) -> list[bytes]:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.events import OffloadingEvent
+from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats
 from kvcache.options import check_seconds
 from kvcache.request import ReqContext, RequestOffloadingContext
@@ -148,7 +149,7 @@ class TieredOffloadingManager(OffloadingManager):
         if isinstance(keys, bytes):
             answer = self._answer([keys], req_context)
             return None if answer is None else answer == 1
-        return self._answer(_key_list(keys), req_context)
+        return self._answer(as_key_list(keys), req_context)
 
     def status(self, key: bytes, req_context: ReqContext | None = None) -> int:
         """Look one key up and return its state: ABSENT 0, PENDING 1, READY 2 or ASK_AGAIN 3.
@@ -173,7 +174,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self._pending.wants(req_context, key) or self._pool.status([key]) != b"\0"
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
-        keys = _key_list(keys)
+        keys = as_key_list(keys)
         if self._is_draining and keys:
             raise KeyError(f"block is not in the cache: {keys[0]!r}")
         spec = self._pool.pin(keys, req_context)
@@ -185,17 +186,17 @@ class TieredOffloadingManager(OffloadingManager):
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         if self._is_draining:
             return
-        keys = _key_list(keys)
+        keys = as_key_list(keys)
         self._pool.touch(keys, req_context)
         self._note_use(keys, req_context)
 
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        self._pool.unpin(_key_list(keys), req_context)
+        self._pool.unpin(as_key_list(keys), req_context)
 
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
         if self._is_draining:
             return None
-        keys = _key_list(keys)
+        keys = as_key_list(keys)
         output = self._pool.reserve(keys, req_context)
         if output is not None:
             self._note_evicted(output.evicted_keys)
@@ -205,7 +206,7 @@ class TieredOffloadingManager(OffloadingManager):
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         if isinstance(req_context, bool):
             success, req_context = req_context, None
-        keys = _key_list(keys)
+        keys = as_key_list(keys)
         if self._promoting:
             # What a tier is reading into is not the engine's to make ready.
             keys = [key for key in keys if key not in self._promoting]
@@ -619,14 +620,3 @@ class _SteadyClock:
 def _block_ids(spec: LoadStoreSpec) -> list[int]:
     ids: list[int] = cast("BlockIDsLoadStoreSpec", spec).block_ids.tolist()
     return ids
-
-
-def _key_list(keys: Any) -> list[bytes]:
-    if type(keys) is list:
-        return keys
-    if isinstance(keys, bytes | str):
-        raise ValueError(f"keys must be an iterable of keys, got one {type(keys).__name__}: {keys!r}")
-    try:
-        return list(keys)
-    except TypeError:
-        raise ValueError(f"keys must be an iterable of keys, got {keys!r}") from None
