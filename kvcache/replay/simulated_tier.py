@@ -31,6 +31,8 @@ class SimulatedTier(Tier):
         Blocks of the tier.
     cache_policy : str
         What leaves when it is full.
+    **options
+        For the manager of its index.
     """
 
     medium = "SIMULATED"
@@ -125,7 +127,7 @@ class SimulatedTieredManager(TieredOffloadingManager):
         clock: Callable[[], float],
         **host_options: Any,
     ) -> None:
-        self.simulated = [SimulatedTier(blocks, cache_policy) for blocks in tier_blocks]
+        self.simulated = [SimulatedTier(blocks, cache_policy, clock=clock) for blocks in tier_blocks]
         rule = TierConfig(max_store_blocks=_MAX_STORE_BLOCKS)
         tiers = [(tier, rule) for tier in self.simulated]
         super().__init__(block_size, num_blocks, tiers, cache_policy, clock=clock, **host_options)

@@ -114,13 +114,18 @@ class TieredOffloadingManager(OffloadingManager):
         **host_options: Any,
     ) -> None:
         check_seconds("deadline_s", deadline_s)
+        self._clock = _SteadyClock(clock)
         self._pool = BlockPool(
-            num_blocks, cache_policy, block_size=block_size, enable_events=enable_events, **host_options
+            num_blocks,
+            cache_policy,
+            block_size=block_size,
+            enable_events=enable_events,
+            clock=self._clock,
+            **host_options,
         )
         self.block_size = block_size
         self.medium = self._pool.medium
         self._num_blocks = num_blocks
-        self._clock = _SteadyClock(clock)
         pairs = [item if isinstance(item, tuple) else (item, TierConfig()) for item in tiers]
         for pair in pairs:
             if not (len(pair) == 2 and isinstance(pair[0], Tier) and isinstance(pair[1], TierConfig)):
