@@ -162,8 +162,7 @@ def run(
 
         compact = CompactTrace.spool(read(), trace.block_size, folder, options.sample, options.seed)
         serving = _serving(options, weights, compact)
-        plan = Plan(options.split, options.store_threshold, num_shards, serving)
-        grid = Grid(policies, capacities, stacks, plan)
+        grid = Grid(policies, capacities, stacks, Plan(options.split, options.store_threshold, num_shards, serving))
         wanted = grid.cells()
         found: dict[Job, Cell] = {}
         checkpoint = None

@@ -28,8 +28,7 @@ class OffloadingManager(ABC):
     -----
     Wherever `keys` are asked for, any iterable of keys will do (it is consumed once); a list is the fast path.
     Errors, all checked before anything changes: ValueError for a bad argument, KeyError for an unknown key,
-    BlockStateError for a wrong reference count or state. A subclass must write `lookup`, `prepare_load` and
-    `prepare_store`; the rest has defaults.
+    BlockStateError for a wrong reference count or state.
     """
 
     block_size: int
@@ -37,7 +36,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
-        """Return whether one key, or how many leading ones of a list or tuple, are offloaded and ready.
+        """Say whether one key, or how many leading ones of a list or tuple, are offloaded and ready.
 
         Parameters
         ----------
@@ -45,8 +44,6 @@ class OffloadingManager(ABC):
             One key, or a request's keys in prefix order.
         req_context : ReqContext, optional
             The request.
-        key
-            Keyword, in place of `keys`: what engines call one key. Managers of this package take it.
 
         Returns
         -------
@@ -65,10 +62,12 @@ class OffloadingManager(ABC):
             A key is unknown, or its block is not ready; no reference has been taken.
         """
 
-    def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
+    @abstractmethod
+    def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent."""
 
-    def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
+    @abstractmethod
+    def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         """Give back the references that `prepare_load` took.
 
         Raises
@@ -87,38 +86,31 @@ class OffloadingManager(ABC):
             None: there is no room, and nothing has changed.
         """
 
-    def complete_store(  # noqa: B027
-        self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True
-    ) -> None:
+    @abstractmethod
+    def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         """Make written blocks ready, or drop them if `success` is False; unknown keys are ignored."""
 
+    @abstractmethod
     def stats(self) -> ManagerStats:
-        """Return counters since start and gauges now; all 0 where a manager counts nothing."""
-        return ManagerStats()
+        """Return counters since start and gauges now."""
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Yield the events since the last call, each once."""
         return iter(())
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Called when a request begins; return how its blocks are offloaded."""
+        """Hear of a new request, and say how its blocks are offloaded."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """Called when a request has ended."""
+        """Hear of a request's end."""
 
     def on_schedule_end(self) -> None:  # noqa: B027
-        """Called at the end of a scheduler step."""
+        """Hear of the end of a scheduler step."""
 
+    @abstractmethod
     def reset_cache(self) -> None:
-        """Forget everything; the caller has drained or dropped older jobs.
-
-        Raises
-        ------
-        NotImplementedError
-            This manager cannot: stale blocks must not pass for forgotten ones.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot be reset")
+        """Forget everything; the caller has drained or dropped older jobs."""
 
     def shutdown(self) -> None:  # noqa: B027
         """Release resources."""

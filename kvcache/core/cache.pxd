@@ -7,4 +7,8 @@ cdef class BlockCache(PriorityClasses):
     cdef Py_ssize_t _count(self, RequestKeys request_keys, Py_ssize_t n) noexcept nogil
     cdef int _evict(self, Py_ssize_t n, int32_t* out) noexcept nogil
     cdef int _admit_wanted(self, list keys, RequestKeys names, Py_ssize_t n, list stored, int64_t* ids) except -1
-    cdef list _by_position(self, RequestKeys request_keys, Py_ssize_t n, dict positions)
+    cdef int32_t _state_of(self, int32_t row) noexcept nogil
+    cdef bint _is_withheld(self, int32_t row) noexcept
+    cdef int _sort_used(self, RequestKeys request_keys, Py_ssize_t start, Py_ssize_t stop, dict positions) except -1
+    cdef void _rows_in_order(self, RequestKeys request_keys, Py_ssize_t n) noexcept nogil
+    cdef int32_t _row_named(self, RequestKeys request_keys, Py_ssize_t place) noexcept nogil

@@ -8,16 +8,19 @@ from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport qsort
 from libc.string cimport memset
 
 from kvcache.core.deadlines cimport Deadlines
-from kvcache.core.index cimport Bucket
-from kvcache.core.eviction_queue cimport FREE
+from kvcache.core.index cimport Bucket, clear
+from kvcache.core.eviction_queue cimport FREE, WITHHELD
+from kvcache.core.memory cimport new_list, pause_collector, resume_collector
 from kvcache.core.priority cimport PriorityClasses
 from kvcache.core.table cimport (
-    NUM_PRIORITIES, ONE_SHOT, PINNED, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_New, PyList_SET_ITEM, as_list,
-    detach, ref_of, attach,
+    NUM_PRIORITIES, ONE_SHOT, PINNED, Position, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM, as_list,
+    detach, attach,
 )
 from kvcache.core.request_keys cimport Named, RequestKeys
 
@@ -41,6 +44,16 @@ DEBUG = bool(KV_DEBUG)
 cdef object _empty = np.empty
 cdef object _int64 = np.dtype(np.int64)
 cdef Py_ssize_t _num_calls = 0  # in debug builds
+
+cdef extern from "Python.h":
+    PyObject* PyDict_GetItemWithError(dict positions, object key) except? NULL
+    bint PyDict_Next(dict positions, Py_ssize_t* at, PyObject** key, PyObject** value) noexcept
+    int64_t PyLong_AsLongLongAndOverflow(object value, int* overflow) except? -1
+
+cdef enum:
+    ABSENT = 0
+    PENDING = 1
+    READY = 2
 
 cdef enum:
     RUN_CHUNK = 16          # keys looked up together where the first miss ends the walk
@@ -78,6 +91,7 @@ cdef class BlockCache(PriorityClasses):
     def open_request(self, int32_t priority=0, int64_t ttl_ns=0):
         """Return the request_keys of a new request, with its retention hint."""
         cdef RequestKeys request_keys = RequestKeys()
+        self._begin(request_keys)
         request_keys.priority = priority
         request_keys.ttl_ns = ttl_ns
         if priority != 0 and self.deadlines is None:
@@ -85,28 +99,118 @@ cdef class BlockCache(PriorityClasses):
         return request_keys
 
     @cython.critical_section
-    def match_prefix(self, list keys not None, RequestKeys request_keys):
-        """Return how many of the first keys are ready."""
+    def match_prefix(self, list keys not None, RequestKeys request_keys, Py_ssize_t start=0):
+        """Return where the run of ready keys that begins at `start` ends: `start` itself if that key is not ready."""
         cdef Py_ssize_t n = len(keys)
-        cdef Py_ssize_t i = 0, start, stop
-        if request_keys is not None and request_keys.num_named != 0 and n > 1:
+        cdef Py_ssize_t i = start, stop
+        if not 0 <= start <= n:
+            raise ValueError(f"start must be in 0..{n}, got {start}")
+        self._begin(request_keys)
+        if start == 0 and request_keys is not None and request_keys.num_named != 0 and n > 1:
             self._resolve(keys, request_keys, False)
-            while i < n and self.batch_rows[i] != 0 and ref_of(self, self.batch_rows[i]) >= 0:
+            while i < n and self._state_of(self.batch_rows[i]) == READY:
                 i += 1
             return i
-        start = 0
-        while i == start and start < n:
-            stop = min(start + RUN_CHUNK, n)
-            self._find(keys, start, stop)
-            while i < stop and self.batch_rows[i] != 0 and ref_of(self, self.batch_rows[i]) >= 0:
+        stop = start
+        while i == stop and stop < n:
+            stop = min(stop + RUN_CHUNK, n)
+            self._find(keys, i, stop)
+            while i < stop and self._state_of(self.batch_rows[i]) == READY:
                 i += 1
-            start = stop
-        if request_keys is not None and n > 1:
+        if start == 0 and request_keys is not None and n > 1:
             # What was found now spares the request's later calls the same look-ups.
             request_keys.reserve(n)
-            request_keys.meet(keys, 0, start, self.batch_hashes, self.batch_rows, self.rows, True, self.batch_named)
+            request_keys.meet(keys, 0, stop, self.batch_hashes, self.batch_rows, self.rows, True, self.batch_named)
             request_keys.version = self.version
         return i
+
+    cdef int32_t _state_of(self, int32_t row) noexcept nogil:
+        return ABSENT if row == 0 else READY if self.rows[row].ref_cnt >= 0 else PENDING
+
+    @cython.critical_section
+    def status_of(self, key):
+        """Return the state of one key: 0 absent, 1 being written, 2 ready."""
+        self._begin(None)
+        return self._state_of(self._row_of(key))
+
+    @cython.critical_section
+    def status(self, list keys not None):
+        """Return the state of each key as one byte: 0 absent, 1 being written, 2 ready."""
+        cdef Py_ssize_t i, n = len(keys)
+        cdef bytes states = PyBytes_FromStringAndSize(NULL, n)
+        cdef char* state = PyBytes_AS_STRING(states)
+        self._begin(None)
+        self._find(keys, 0, n)
+        for i in range(n):
+            state[i] = <char> self._state_of(self.batch_rows[i])
+        return states
+
+    @cython.critical_section
+    def locate(self, list keys not None):
+        """Return the id of each key's block, without taking a reference; -1 where it is absent or being written."""
+        cdef Py_ssize_t i, n = len(keys)
+        cdef list ids
+        cdef object block_id
+        self._begin(None)
+        self._find(keys, 0, n)
+        ids = new_list(n)
+        for i in range(n):
+            block_id = -1 if self._state_of(self.batch_rows[i]) != READY else self.batch_rows[i] - self.first
+            Py_INCREF(block_id)
+            PyList_SET_ITEM(ids, i, <PyObject*> block_id)
+        return ids
+
+    @cython.critical_section
+    def withhold(self, block_ids):
+        """Give these free slots to no key until `give_back`.
+
+        Raises
+        ------
+        BlockStateError
+            A slot holds a block, or is withheld already; nothing has changed.
+        """
+        cdef set slots = _slots(block_ids, self.num_rows - self.first)
+        cdef int32_t row
+        self._begin(None)
+        for block_id in slots:
+            row = self.first + <int32_t> block_id
+            if self._is_withheld(row) or (row < self.first + self.num_fresh and self.rows[row].key != NULL):
+                raise BlockStateError(f"slot is not free: {block_id}")
+        for block_id in slots:
+            row = self.first + <int32_t> block_id
+            self.rows[row].where = WITHHELD
+            self.rows[row].ref_cnt = True
+        self.withheld = slots if self.withheld is None else self.withheld | slots
+        self.num_free -= len(slots)
+        self._after()
+
+    @cython.critical_section
+    def give_back(self, block_ids):
+        """Free slots that were withheld, in the order given.
+
+        Raises
+        ------
+        BlockStateError
+            A slot is not withheld; nothing has changed.
+        """
+        cdef list ids = list(dict.fromkeys(block_ids))
+        cdef set slots = _slots(ids, self.num_rows - self.first)
+        cdef int32_t row
+        self._begin(None)
+        if self.withheld is None or not slots <= self.withheld:
+            raise BlockStateError(f"slots are not withheld: {sorted(slots - (self.withheld or set()))}")
+        for block_id in ids:
+            row = self.first + <int32_t> block_id
+            self.rows[row].where = FREE
+            if not self.rows[row].ref_cnt:
+                self.rows[row].next = self.free_head
+                self.free_head = row
+        self.withheld -= slots
+        self.num_free += len(slots)
+        self._after()
+
+    cdef bint _is_withheld(self, int32_t row) noexcept:
+        return self.withheld is not None and (row - self.first) in self.withheld
 
     @cython.critical_section
     def touch(self, keys, RequestKeys request_keys=None):
@@ -121,6 +225,8 @@ cdef class BlockCache(PriorityClasses):
         """
         cdef list key_list = as_list(keys)
         cdef Py_ssize_t n = len(key_list)
+        if request_keys is not None:
+            self._begin(request_keys)
         self._resolve(key_list, request_keys, True)
         self._reserve_retention(n)
         if request_keys is None:
@@ -141,6 +247,7 @@ cdef class BlockCache(PriorityClasses):
         for i in range(n):
             named = &request_keys.named[self.batch_named[i]]
             if named.seen == 0:
+                request_keys.used[request_keys.num_seen] = <int32_t> self.batch_named[i]
                 request_keys.num_seen += 1
                 named.seen = request_keys.num_seen
                 self.fresh_rows[num_fresh] = self.batch_rows[i]
@@ -165,6 +272,7 @@ cdef class BlockCache(PriorityClasses):
         cdef Py_ssize_t i
         cdef int32_t row
         cdef int64_t* ids
+        self._begin(request_keys)
         self._resolve(keys, request_keys, True)
         for i in range(n):
             row = self.batch_rows[i]
@@ -201,6 +309,7 @@ cdef class BlockCache(PriorityClasses):
         cdef Py_ssize_t n = len(keys)
         cdef Py_ssize_t i, j
         cdef int32_t row
+        self._begin(request_keys)
         self._resolve(keys, request_keys, False)
         self._reserve_heaps(n)
         for i in range(n):
@@ -253,6 +362,7 @@ cdef class BlockCache(PriorityClasses):
             if type(admit) is not bytearray or len(admit) != n:
                 raise ValueError(f"admit must be a bytearray with a flag per key ({n}), got {admit!r}")
             admitted = <const uint8_t*> PyByteArray_AS_STRING(admit)
+        self._begin(names)
         self._resolve(keys, names, True)
         mark = self._next_mark()
         for i in range(n):
@@ -274,9 +384,9 @@ cdef class BlockCache(PriorityClasses):
         needed = max(num_new - self.num_free, 0) if num_new else 0
         if needed > self.num_evictable - num_protected:
             return None
-        stored = PyList_New(num_new)
-        evicted = PyList_New(needed)
-        spec = _new_spec(num_new, &ids)
+        stored = new_list(num_new)
+        evicted = new_list(needed)
+        output = _new_output(stored, num_new, evicted, &ids)
         self._reserve_aside(num_protected)
         self._reserve_retention(n)
         self.gated_blocks += num_gated
@@ -294,7 +404,7 @@ cdef class BlockCache(PriorityClasses):
         if self.deadlines is not None and request_keys is not None:
             self._retain(self.batch_rows, n, request_keys)
         self._after()
-        return PrepareStoreOutput(stored, spec, evicted)
+        return output
 
     cdef int _admit_wanted(self, list keys, RequestKeys names, Py_ssize_t n, list stored, int64_t* ids) except -1:
         """Give rows to the `n` wanted keys of a resolved batch, in the order offered."""
@@ -325,6 +435,9 @@ cdef class BlockCache(PriorityClasses):
         cdef Py_ssize_t n = len(keys)
         cdef Py_ssize_t i, num_ready = 0
         cdef int32_t row
+        cdef PyObject* key
+        cdef list ready
+        self._begin(request_keys)
         self._resolve(keys, request_keys, False)
         self._reserve_heaps(n)
         for i in range(n):
@@ -337,7 +450,14 @@ cdef class BlockCache(PriorityClasses):
         self.num_pending -= num_ready
         self.num_evictable += num_ready
         self._after()
-        return keys if num_ready == n else [keys[self.batch_wanted[i]] for i in range(num_ready)]
+        if num_ready == n:
+            return keys
+        ready = new_list(num_ready)
+        for i in range(num_ready):
+            key = PyList_GET_ITEM(keys, self.batch_wanted[i])
+            Py_INCREF(<object> key)
+            PyList_SET_ITEM(ready, i, key)
+        return ready
 
     @cython.critical_section
     def abort(self, list keys not None, RequestKeys request_keys):
@@ -346,8 +466,9 @@ cdef class BlockCache(PriorityClasses):
         cdef Py_ssize_t i, num_dropped = 0
         cdef int32_t row
         cdef list dropped
+        self._begin(request_keys)
         self._resolve(keys, request_keys, False)
-        dropped = PyList_New(n)
+        dropped = new_list(n)
         for i in range(n):
             row = self.batch_rows[i]
             if row != 0 and self.rows[row].ref_cnt < 0:
@@ -364,71 +485,168 @@ cdef class BlockCache(PriorityClasses):
         return num_dropped
 
     @cython.critical_section
-    def end_request(self, RequestKeys request_keys not None, dict positions):
-        """Order all keys that the request used: as first seen, or by `positions` (key to end token).
+    def reorder(self, RequestKeys request_keys not None, dict positions):
+        """Order the keys that a running request used: the head of its prompt stays its youngest block.
 
-        A hint that raises is applied to them once more, so that its time counts from the request's end.
+        Parameters
+        ----------
+        request_keys : RequestKeys
+            The request's.
+        positions : dict or None
+            Key to end token; None: the order of first use is the prompt's.
+
+        Notes
+        -----
+        Keys that were used since the last time go behind the request's tail, where they follow it in the prompt; the
+        whole request becomes the most recent when it has doubled, or a key belongs between two older ones. So the cost
+        is linear in the request's keys, however many calls they come in.
         """
-        cdef Py_ssize_t i, at, n = request_keys.num_seen
-        cdef Named* named
-        cdef int32_t* rows
+        cdef Py_ssize_t n = request_keys.num_seen
+        cdef Py_ssize_t num_old, num_new
+        cdef int64_t first, last
+        self._begin(request_keys)
+        n = request_keys.num_seen
+        num_old = request_keys.num_ordered
+        num_new = n - num_old
+        if num_new == 0:
+            return
         self._reserve_batch(n)
-        self._reserve_retention(n)
-        for i in range(request_keys.num_named):
-            named = &request_keys.named[i]
-            if named.seen == 0:
-                continue
-            at = named.seen - 1
-            if (named.row == 0 and request_keys.version != self.version) or (
-                    named.row != 0 and self.rows[named.row].generation != named.generation):
-                named.row = self._find_one(named.key, named.hash)
-            self.batch_rows[at] = named.row
-            self.batch_named[at] = i
-        rows = self.batch_rows
-        if positions is not None:
-            order = self._by_position(request_keys, n, positions)
-            for i in range(n):
-                self.fresh_rows[i] = self.batch_rows[<Py_ssize_t> order[i]]
-            rows = self.fresh_rows
-        self.on_reorder(rows, n)
-        if request_keys.priority > 0:
-            # Blocks that came one by one now have one end, at which the tail falls back before the head.
-            self._retain(rows, n, request_keys)
+        self._reserve_heaps(n)
+        if num_old != 0 and n <= 2 * <Py_ssize_t> request_keys.num_in_full:
+            self._sort_used(request_keys, num_old, n, positions)
+            first = self.batch_positions[0].position
+            last = self.batch_positions[num_new - 1].position
+            self._rows_in_order(request_keys, num_new)
+            if first >= request_keys.last_position:
+                self.on_append(self.batch_rows, num_new, request_keys.next_stamp,
+                               self._row_named(request_keys, request_keys.tail))
+                request_keys.next_stamp -= num_new
+                request_keys.last_position = last
+                request_keys.tail = request_keys.used[self.batch_positions[num_new - 1].at]
+                request_keys.num_ordered = <uint32_t> n
+                self._after()
+                return
+            if last < request_keys.first_position:
+                self.on_reorder(self.batch_rows, num_new)
+                request_keys.first_position = first
+                request_keys.num_ordered = <uint32_t> n
+                self._after()
+                return
+        self._sort_used(request_keys, 0, n, positions)
+        request_keys.first_position = self.batch_positions[0].position
+        request_keys.last_position = self.batch_positions[n - 1].position
+        request_keys.tail = request_keys.used[self.batch_positions[n - 1].at]
+        request_keys.num_ordered = request_keys.num_in_full = <uint32_t> n
+        # Room for the keys that will follow the tail before the request has doubled.
+        self.stamp += n
+        request_keys.next_stamp = self.stamp
+        self._rows_in_order(request_keys, n)
+        self.on_reorder(self.batch_rows, n)
         self._after()
 
-    cdef list _by_position(self, RequestKeys request_keys, Py_ssize_t n, dict positions):
-        """Return the order of the n used keys; one without a position stays behind the key it was named after."""
+    @cython.critical_section
+    def end_request(self, RequestKeys request_keys not None, dict positions, bint use_positions=False):
+        """Order all keys that the request used: as first used, or by `positions` (key to end token).
+
+        With `use_positions` every key of `positions` is used, if it was not before. A hint that raises is applied once
+        more, so that its time counts from the request's end.
+        """
+        cdef Py_ssize_t n
+        cdef list keys = None
+        if use_positions and positions:
+            keys = _by_position(positions)
+        self._begin(request_keys)
+        if keys is not None:
+            self._resolve(keys, request_keys, True)
+            self._reserve_retention(len(keys))
+            self._count(request_keys, len(keys))
+        n = request_keys.num_seen
+        if keys is None or n != len(keys):
+            self._reserve_batch(n)
+            self._reserve_retention(n)
+            self._sort_used(request_keys, 0, n, positions)
+            self._rows_in_order(request_keys, n)
+        self.on_reorder(self.batch_rows, n)
+        if self.deadlines is not None and request_keys.priority > 0:
+            # Blocks that came one by one now have one end, at which the tail falls back before the head.
+            self._retain(self.batch_rows, n, request_keys)
+        self._after()
+
+    cdef int _sort_used(self, RequestKeys request_keys, Py_ssize_t start, Py_ssize_t stop, dict positions) except -1:
+        """Write the used keys from `start` to `stop`, in the order of the prompt, to `batch_positions`.
+
+        One without a position stays behind the key that it was used after.
+        """
         cdef Py_ssize_t i
-        cdef list known = []
-        last = -1
+        cdef uint64_t call = self.num_calls
+        cdef bint is_sorted = True
+        cdef int64_t position = request_keys.newest_position if start != 0 else -1
+        cdef PyObject* value
+        for i in range(start, stop):
+            if positions is not None:
+                value = PyDict_GetItemWithError(positions, <object> request_keys.named[request_keys.used[i]].key)
+                if value != NULL:
+                    position = number_of(value)
+                if self.num_calls != call:
+                    raise BlockStateError("a key or value of the positions called the manager")
+                is_sorted = is_sorted and (i == start or position >= self.batch_positions[i - start - 1].position)
+            self.batch_positions[i - start].position = position
+            self.batch_positions[i - start].at = i
+        request_keys.newest_position = position
+        if not is_sorted:
+            qsort(self.batch_positions, stop - start, sizeof(Position), &_compare)
+        return 0
+
+    cdef void _rows_in_order(self, RequestKeys request_keys, Py_ssize_t n) noexcept nogil:
+        """Write the rows of the first `n` of `batch_positions` to the batch."""
+        cdef Py_ssize_t i
         for i in range(n):
-            last = positions.get(<object> request_keys.named[self.batch_named[i]].key, last)
-            known.append(last)
-        return sorted(range(n), key=known.__getitem__)
+            self.batch_rows[i] = self._row_named(request_keys, request_keys.used[self.batch_positions[i].at])
+
+    cdef int32_t _row_named(self, RequestKeys request_keys, Py_ssize_t place) noexcept nogil:
+        """Return the row of a key that the request has named, or 0."""
+        cdef Named* named = &request_keys.named[place]
+        if request_keys.version != self.version and (
+                named.row == 0 or self.rows[named.row].generation != named.generation):
+            named.row = self._find_one(named.key, named.hash)
+            named.generation = self.rows[named.row].generation
+        return named.row
 
     @cython.critical_section
     def reset(self):
         """Forget everything; block ids start again at 0."""
         cdef int32_t row, lane
-        for row in range(self.first, self.first + self.num_fresh):
-            if self.rows[row].key != NULL:
-                Py_XDECREF(self.rows[row].key)
-                self.rows[row].key = NULL
-                if self.caller_blocks != NULL:
-                    Py_XDECREF(self.caller_blocks[row].status)
+        cdef Py_ssize_t num_dropped = 0
+        cdef list blocks = None
+        self.num_calls += 1
+        if self.caller_blocks != NULL:
+            # Let go at the end: a subclass of BlockStatus may have a finalizer.
+            blocks = new_list(self.num_resident)
+            for row in range(self.first, self.first + self.num_fresh):
+                if self.rows[row].key != NULL:
+                    PyList_SET_ITEM(blocks, num_dropped, self.caller_blocks[row].status)
                     self.caller_blocks[row].status = NULL
-            self.rows[row].where = FREE
-            self.rows[row].generation += 1
+                    num_dropped += 1
+        # Rows are overwritten as they are used again; their keys are dropped a few in each later call.
+        self.num_stale = max(self.num_stale, self.num_fresh)
+        if self.caller_blocks != NULL:
+            self.num_fresh = 0
+            self._drop_stale(0)
+        if self.withheld is not None:
+            for block_id in self.withheld:
+                self.rows[self.first + <int32_t> block_id].where = FREE
+            self.withheld = None
         for lane in range(self.first):
             self.rows[lane].prev = self.rows[lane].next = lane
             self.lanes[lane].num_listed = self.lanes[lane].num_nodes = 0
             self.lanes[lane].cursor_mark = 0
-        memset(self.buckets, 0, (<size_t> self.num_buckets) * sizeof(Bucket))
+        clear(self.buckets, (<size_t> self.num_buckets) * sizeof(Bucket))
         memset(self.num_in_list, 0, sizeof(self.num_in_list))
         self.num_fresh = self.free_head = 0
         self.num_free = self.num_rows - self.first
         self.num_resident = self.num_evictable = self.num_referenced = self.num_pending = 0
         self.version += 1
+        self._start_epoch()
         if self.deadlines is not None:
             self.deadlines.clear()
         self.on_reset()
@@ -457,13 +675,68 @@ cdef class BlockCache(PriorityClasses):
         return 0
 
 
+cdef int _compare(const void* a, const void* b) noexcept nogil:
+    cdef const Position* one = <const Position*> a
+    cdef const Position* other = <const Position*> b
+    if one.position != other.position:
+        return -1 if one.position < other.position else 1
+    return -1 if one.at < other.at else 1
+
+
+cdef int64_t number_of(PyObject* value) except? -1:
+    # Clipped, not refused: where a block lies in the prompt only orders.
+    cdef int overflow = 0
+    cdef int64_t number = PyLong_AsLongLongAndOverflow(<object> value, &overflow)
+    return number if overflow == 0 else INT64_MAX if overflow > 0 else INT64_MIN
+
+
+cdef list _by_position(dict positions):
+    # The dict's own order, which mostly is the prompt's, unless a position is smaller than the one before it.
+    cdef Py_ssize_t at = 0
+    cdef PyObject* key
+    cdef PyObject* value
+    cdef int64_t position, last = INT64_MIN
+    while PyDict_Next(positions, &at, &key, &value):
+        position = number_of(value)
+        if position < last:
+            return sorted(positions, key=positions.__getitem__)
+        last = position
+    return list(positions)
+
+
+cdef set _slots(block_ids, Py_ssize_t num_slots):
+    cdef set slots = set()
+    for block_id in block_ids:
+        if type(block_id) is not int or not 0 <= block_id < num_slots:
+            raise ValueError(f"a block id must be an int in 0..{num_slots - 1}, got {block_id!r}")
+        slots.add(block_id)
+    return slots
+
+
 cdef object _new_spec(Py_ssize_t n, int64_t** ids):
     # Not through __init__, nor through a memoryview: the array is new, of the right kind, and kept by the spec.
     cdef Py_buffer buffer
-    array = _empty(n, _int64)
-    PyObject_GetBuffer(array, &buffer, PyBUF_WRITABLE)
-    ids[0] = <int64_t*> buffer.buf
-    PyBuffer_Release(&buffer)
-    spec = CPULoadStoreSpec.__new__(CPULoadStoreSpec)
-    spec.block_ids = array
+    cdef bint was_on = pause_collector()
+    try:
+        array = _empty(n, _int64)
+        PyObject_GetBuffer(array, &buffer, PyBUF_WRITABLE)
+        ids[0] = <int64_t*> buffer.buf
+        PyBuffer_Release(&buffer)
+        spec = CPULoadStoreSpec.__new__(CPULoadStoreSpec)
+        spec.block_ids = array
+    finally:
+        resume_collector(was_on)
     return spec
+
+
+cdef object _new_output(list stored, Py_ssize_t n, list evicted, int64_t** ids):
+    spec = _new_spec(n, ids)
+    cdef bint was_on = pause_collector()
+    try:
+        output = PrepareStoreOutput.__new__(PrepareStoreOutput)
+        output.keys_to_store = stored
+        output.store_spec = spec
+        output.evicted_keys = evicted
+    finally:
+        resume_collector(was_on)
+    return output

@@ -14,6 +14,7 @@ cdef enum:
     PINNED = 1      # holds a block that cannot leave now: referenced, or being written
     LISTED = 2      # stands in its lane's list
     HEAPED = 3      # stands in its lane's heap
+    WITHHELD = 4    # holds no block, and is given to none
 
 cdef struct Row:
     PyObject* key           # strong; NULL if FREE
@@ -21,7 +22,7 @@ cdef struct Row:
     uint64_t stamp          # when it last moved to a most-recent end; unique
     int32_t prev            # LISTED: neighbour; HEAPED: position in the heap
     int32_t next            # LISTED: neighbour; FREE: next free row
-    int32_t ref_cnt         # -1: being written
+    int32_t ref_cnt         # -1: being written; WITHHELD: whether the row is still among the free ones
     uint32_t generation     # raised whenever the row changes hands
     uint32_t mark           # equal to the table's mark: named in this call
     uint8_t list_idx

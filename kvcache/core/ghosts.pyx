@@ -5,13 +5,14 @@ costs one adaptation step, never a wrong block.
 """
 
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint64_t
 from libc.stdlib cimport free
-from libc.string cimport memset
 
 from kvcache.core.index cimport (
-    Bucket, Probe, buckets_for, index_delete, index_first, index_insert, index_next, tight_buckets_for, zeroed,
+    Bucket, Probe, buckets_for, clear, index_delete, index_first, index_insert, index_next, tight_buckets_for, zeroed,
 )
+from kvcache.core.key_hash cimport hash_of
 
 
 cdef class GhostList:
@@ -48,7 +49,7 @@ cdef class GhostList:
         return self.num_ghosts
 
     def __contains__(self, key):
-        return type(key) is bytes and self.find(<uint64_t> <Py_ssize_t> hash(key)) != 0
+        return type(key) is bytes and self.find(hash_of(<PyObject*> key)) != 0
 
     def check(self):
         """Walk the list and the index; RuntimeError says what does not hold."""
@@ -112,7 +113,7 @@ cdef class GhostList:
         self.ghosts[0].prev = self.ghosts[0].next = 0
         self.num_fresh = self.free_head = 0
         self.num_ghosts = 0
-        memset(self.buckets, 0, self.num_buckets * sizeof(Bucket))
+        clear(self.buckets, self.num_buckets * sizeof(Bucket))
 
     cdef void _link_last(self, int32_t ghost) noexcept nogil:
         cdef int32_t last = self.ghosts[0].prev

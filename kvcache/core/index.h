@@ -44,6 +44,18 @@ static inline void *kv_zeroed(size_t num_bytes)
     return memset(block, 0, size);
 }
 
+/* Zero memory that kv_zeroed gave, at once: the kernel takes the pages of a large block back, and later calls fault them
+   in anew, one at a time, instead of one call that writes them all. */
+static inline void kv_clear(void *block, size_t num_bytes)
+{
+    const size_t huge = (size_t)1 << 21;
+#ifdef __linux__
+    if (num_bytes >= huge && madvise(block, (num_bytes + huge - 1) / huge * huge, MADV_DONTNEED) == 0)
+        return;
+#endif
+    memset(block, 0, num_bytes);
+}
+
 /* Which of eight values equal x: a bit each. */
 static inline uint32_t kv_equal(const void *values, uint32_t x)
 {

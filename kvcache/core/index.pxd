@@ -11,6 +11,7 @@ cdef extern from "index.h" nogil:
         pass
     const uint32_t BUCKET_SLOTS "KV_SLOTS"
     void* zeroed "kv_zeroed"(size_t num_bytes) noexcept
+    void clear "kv_clear"(void* block, size_t num_bytes) noexcept
     uint32_t used "kv_used"(const Bucket* bucket) noexcept
     uint32_t home_of "kv_home"(uint32_t tag, uint32_t num_buckets) noexcept
     void index_insert "kv_index_insert"(Bucket* buckets, uint32_t num_buckets, uint64_t hash, int32_t row) noexcept

@@ -6,14 +6,16 @@ Compiled because policies inherit it. A policy answers the hooks (`on_use`, `on_
 
 cimport cython
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_INCREF, Py_XDECREF
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from kvcache.core.index cimport used
-from kvcache.core.eviction_queue cimport FREE, HEAPED, LISTED, EvictionQueue
+from kvcache.core.key_hash cimport hash_of
+from kvcache.core.memory cimport new_list, pause_collector, resume_collector
+from kvcache.core.eviction_queue cimport FREE, HEAPED, LISTED, WITHHELD, EvictionQueue
 from kvcache.core.table cimport (
-    MAX_LISTS, NORMAL, PINNED, PyList_New, PyObject_Hash, as_list, lane_of, may_leave, detach, attach,
+    MAX_LISTS, NORMAL, PINNED, PyList_SET_ITEM, as_list, lane_of, may_leave, detach, attach,
 )
 from kvcache.core.cache cimport BlockCache
 
@@ -31,20 +33,20 @@ class BlockStatusView(BlockStatus):
     Reading it once its block has left raises BlockStateError.
     """
 
-    def __init__(self, table, row, generation):
-        self._where = (table, row, generation)
+    def __init__(self, table, row, generation, epoch):
+        self._where = (table, row, generation, epoch)
 
     @property
     def ref_cnt(self):
         """Readers of the block; -1 while it is being written."""
-        table, row, generation = self._where
-        return table._peek(row, generation)[0]
+        table, *row = self._where
+        return table._peek(*row)[0]
 
     @property
     def block_id(self):
         """Slot in the pool."""
-        table, row, generation = self._where
-        return table._peek(row, generation)[1]
+        table, *row = self._where
+        return table._peek(*row)[1]
 
     @property
     def is_ready(self):
@@ -94,7 +96,7 @@ cdef class PolicyAdapter(BlockCache):
             return None
         if self.caller_blocks != NULL:
             return <object> self.caller_blocks[row].status
-        return BlockStatusView(self, row, self.rows[row].generation)
+        return BlockStatusView(self, row, self.rows[row].generation, self.epoch)
 
     @cython.critical_section
     def insert(self, key, block):
@@ -112,13 +114,12 @@ cdef class PolicyAdapter(BlockCache):
         cdef int32_t row
         cdef uintptr_t address
         self._refuse_native("insert")
-        self._find(keys, 0, 1)
-        row = self.batch_rows[0]
         if not isinstance(block, BlockStatus):
             raise ValueError(f"block must be a BlockStatus, got {block!r}")
-        if row != 0:
-            raise BlockStateError(f"block is in the cache already: {key!r}")
         address = ctypes.addressof(block)
+        self._find(keys, 0, 1)
+        if self.batch_rows[0] != 0:
+            raise BlockStateError(f"block is in the cache already: {key!r}")
         if self.num_free == 0:
             self._grow()
         self._reserve_heaps(1)
@@ -140,6 +141,8 @@ cdef class PolicyAdapter(BlockCache):
         KeyError
             The key is not there.
         """
+        cdef list keys = new_list(1)
+        cdef list blocks = new_list(1)      # let go at the end: a subclass of BlockStatus may have a finalizer
         cdef int32_t row = self._row_of(key)
         self._refuse_native("remove")
         if row == 0:
@@ -147,17 +150,17 @@ cdef class PolicyAdapter(BlockCache):
         detach(self, row)
         self.num_in_list[self.rows[row].list_idx] -= 1
         self.on_remove(&row, 1)
-        self._drop_foreign(row)
+        self._release_caller_blocks(&row, 1, keys, blocks)
         self.version += 1
         self._after()
 
-    cdef int _drop_foreign(self, int32_t row) except -1:
-        cdef PyObject* status = self.caller_blocks[row].status
-        cdef list keys = PyList_New(1)
-        self.caller_blocks[row].status = NULL
-        self._release(&row, 1, keys)
-        Py_XDECREF(status)
-        return 0
+    cdef void _release_caller_blocks(self, const int32_t* rows, Py_ssize_t n, list keys, list blocks) noexcept:
+        """Free rows; `keys` and `blocks`, new and of length `n`, take over what they held."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            PyList_SET_ITEM(blocks, i, self.caller_blocks[rows[i]].status)
+            self.caller_blocks[rows[i]].status = NULL
+        self._release(rows, n, keys)
 
     @cython.critical_section
     def evict(self, n, protected):
@@ -176,35 +179,34 @@ cdef class PolicyAdapter(BlockCache):
             Victims, in eviction order. None if fewer than `n` blocks may leave; nothing has changed then.
         """
         cdef list names = as_list(protected)
+        cdef list keys, blocks
         cdef Py_ssize_t i, count = 0, wanted
         cdef int32_t row
         self._refuse_native("evict")
         if type(n) is not int or n < 0:
             raise ValueError(f"n must be an int >= 0, got {n!r}")
         self._find(names, 0, len(names))
-        self._next_mark()
-        for i in range(len(names)):
-            self.rows[self.batch_rows[i]].mark = self.mark
         if n > self.num_resident:
             return None
         wanted = n
+        keys = new_list(wanted)
+        blocks = new_list(wanted)
+        self._next_mark()
+        for i in range(len(names)):
+            self.rows[self.batch_rows[i]].mark = self.mark
         for row in range(self.first, self.first + self.num_fresh):
             if count == wanted:
                 break
-            count += self.rows[row].where != FREE and may_leave(self, row)
+            count += self.rows[row].key != NULL and may_leave(self, row)
         if count < wanted:
             return None
         self._reserve_batch(wanted)
         self._reserve_aside(self.num_resident)
         self._evict(wanted, self.fresh_rows)
-        victims = []
-        for i in range(wanted):
-            row = self.fresh_rows[i]
-            victims.append((<object> self.rows[row].key, <object> self.caller_blocks[row].status))
-            self._drop_foreign(row)
+        self._release_caller_blocks(self.fresh_rows, wanted, keys, blocks)
         self.version += wanted != 0
         self._after()
-        return victims
+        return list(zip(keys, blocks))
 
     @cython.critical_section
     def order(self, keys):
@@ -234,8 +236,8 @@ cdef class PolicyAdapter(BlockCache):
 
     # ---- inspection -------------------------------------------------------------------------------------------
 
-    def _peek(self, int32_t row, uint32_t generation):
-        if self.rows[row].generation != generation:
+    def _peek(self, int32_t row, uint32_t generation, uint64_t epoch):
+        if self.rows[row].generation != generation or self.epoch != epoch:
             raise BlockStateError("the block has left the cache")
         return self.rows[row].ref_cnt, row - self.first
 
@@ -250,28 +252,38 @@ cdef class PolicyAdapter(BlockCache):
         cdef int32_t row
         found = []
         for row in range(self.first, self.first + self.num_fresh):
-            if self.rows[row].where != FREE and self.rows[row].list_idx == list_idx:
+            if self.rows[row].key != NULL and self.rows[row].list_idx == list_idx:
                 found.append((self.ranks[row] if self.ranks != NULL else 0, self.rows[row].stamp,
                               <object> self.rows[row].key))
         return [key for _, _, key in sorted(found)]
 
+    @cython.critical_section
     def check(self):
         """Walk every row, lane and slot; BlockStateError says what does not hold. O(capacity)."""
+        cdef bint was_on = pause_collector()
+        try:
+            self._check_rows()
+            self._check_policy()
+        finally:
+            resume_collector(was_on)
+
+    cdef int _check_rows(self) except -1:
         cdef int32_t row, lane_idx, i, num_listed
-        cdef Py_ssize_t resident = 0, evictable = 0, referenced = 0, pending = 0, unused = 0, raised = 0, used_slots = 0
+        cdef Py_ssize_t withheld = 0, resident = 0, evictable = 0, referenced = 0, pending = 0, unused = 0, raised = 0, used_slots = 0
         cdef Py_ssize_t[MAX_LISTS] in_list
         cdef EvictionQueue* lane
         cdef uint32_t bits
         memset(in_list, 0, sizeof(in_list))
         for row in range(self.first, self.first + self.num_fresh):
-            if self.rows[row].where == FREE:
+            if self.rows[row].where == FREE or self.rows[row].where == WITHHELD:
                 _hold(self.rows[row].key == NULL, f"free row {row} holds a key")
+                withheld += self.rows[row].where == WITHHELD and not self.rows[row].ref_cnt
                 continue
             resident += 1
             in_list[self.rows[row].list_idx] += 1
             raised += self.rows[row].priority > NORMAL
             _hold(self._find_one(self.rows[row].key, self.rows[row].hash) == row, f"row {row} is not found by its key")
-            _hold(<uint64_t> PyObject_Hash(self.rows[row].key) == self.rows[row].hash, f"row {row} has another hash")
+            _hold(hash_of(self.rows[row].key) == self.rows[row].hash, f"row {row} has another hash")
             if self.caller_blocks == NULL:
                 referenced += self.rows[row].ref_cnt > 0
                 pending += self.rows[row].ref_cnt < 0
@@ -307,12 +319,14 @@ cdef class PolicyAdapter(BlockCache):
             _hold(used_slots == evictable, f"{used_slots} rows stand in lanes, {evictable} are evictable")
         row = self.free_head
         while row != 0:
-            _hold(self.rows[row].where == FREE, f"row {row} is in use and free")
+            _hold(self.rows[row].where == FREE or self.rows[row].where == WITHHELD and self.rows[row].ref_cnt,
+                  f"row {row} is in use and free")
             unused += 1
             row = self.rows[row].next
         _hold(raised == self.num_raised, f"{raised} rows are at a raised priority, {self.num_raised} have a deadline")
-        _hold(resident == self.num_resident and resident + unused == self.num_fresh, "rows are lost")
-        _hold(self.num_free == self.num_rows - self.first - resident, f"num_free is {self.num_free}")
+        _hold(resident == self.num_resident and resident + unused + withheld == self.num_fresh, "rows are lost")
+        _hold(self.num_free == self.num_rows - self.first - resident - (0 if self.withheld is None else len(self.withheld)),
+              f"num_free is {self.num_free}")
         for i in range(MAX_LISTS):
             _hold(in_list[i] == self.num_in_list[i], f"list {i} holds {in_list[i]}, counts {self.num_in_list[i]}")
         used_slots = 0
@@ -321,7 +335,7 @@ cdef class PolicyAdapter(BlockCache):
             _hold(bits & (bits + 1) == 0, f"bucket {i} has an empty slot before a used one: {bits:08b}")
             used_slots += bin(bits).count("1")
         _hold(used_slots == resident, f"{used_slots} slots are used for {resident} rows")
-        self._check_policy()
+        return 0
 
 
 cdef int _hold(bint condition, str fault) except -1:

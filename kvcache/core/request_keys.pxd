@@ -22,10 +22,20 @@ cdef class RequestKeys:
     cdef readonly Py_ssize_t num_named
     cdef Py_ssize_t size
     cdef readonly uint32_t num_seen
+    cdef int32_t* used              # [size]: place in named of each used key, in the order of first use
+    cdef uint32_t num_ordered       # used keys when the request was last reordered
+    cdef uint32_t num_in_full       # and when all of it last was
+    cdef int32_t tail               # place of the last of its ordered keys
+    cdef uint64_t next_stamp        # of the next key behind the tail: the request owns num_in_full stamps from it down
+    cdef int64_t first_position     # of its ordered keys
+    cdef int64_t last_position
+    cdef int64_t newest_position    # of the key used last: one without a position stays behind the key before it
     cdef uint64_t version           # the table's when all rows were last right
+    cdef uint64_t epoch             # the table's when the first key was named
     cdef public int32_t priority    # the request's hint: -1 (one-shot) to 3
     cdef public int64_t ttl_ns      # for how long a raised priority holds; 0: without end
 
+    cdef void forget(self) noexcept
     cdef int reserve(self, Py_ssize_t n) except -1
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil
     cdef void meet(self, list keys, Py_ssize_t start, Py_ssize_t stop, const uint64_t* hashes, const int32_t* found,

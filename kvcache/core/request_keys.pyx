@@ -7,7 +7,9 @@ cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
+from libc.stdint cimport int32_t
 from libc.stdlib cimport free
+from libc.string cimport memset
 
 from kvcache.core.index cimport (
     Bucket, Probe, buckets_for, index_first, index_insert, index_next, same_bytes, zeroed,
@@ -29,6 +31,7 @@ cdef class RequestKeys:
         for i in range(self.num_named):
             Py_XDECREF(self.named[i].key)
         PyMem_Free(self.named)
+        PyMem_Free(self.used)
         free(self.buckets)
 
     def __len__(self):
@@ -36,6 +39,16 @@ cdef class RequestKeys:
 
     def __reduce__(self):
         raise TypeError("a request's request_keys belongs to one manager and cannot be pickled")
+
+    cdef void forget(self) noexcept:
+        """Start afresh, after a reset of the table."""
+        cdef Py_ssize_t i
+        for i in range(self.num_named):
+            Py_XDECREF(self.named[i].key)
+        self.num_named = 0
+        self.num_seen = self.num_ordered = 0
+        self.version = 0
+        memset(self.buckets, 0, (<size_t> self.num_buckets) * sizeof(Bucket))
 
     cdef int reserve(self, Py_ssize_t n) except -1:
         """Make room for `n` more keys, so that `meet` cannot fail."""
@@ -50,8 +63,11 @@ cdef class RequestKeys:
         named = PyMem_Realloc(self.named, size * sizeof(Named))
         if named != NULL:
             self.named = <Named*> named
+        cdef void* used = PyMem_Realloc(self.used, size * sizeof(int32_t))
+        if used != NULL:
+            self.used = <int32_t*> used
         buckets = <Bucket*> zeroed(num_buckets * sizeof(Bucket))
-        if named == NULL or buckets == NULL:
+        if named == NULL or used == NULL or buckets == NULL:
             free(buckets)
             raise MemoryError(f"no memory for a request of {size} keys")
         free(self.buckets)

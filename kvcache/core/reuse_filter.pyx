@@ -8,8 +8,9 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from kvcache.core.ghosts cimport GhostList
+from kvcache.core.key_hash cimport hash_of
 from kvcache.core.table cimport (
-    PyByteArray_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE, PyList_GET_ITEM, PyObject_Hash,
+    PyByteArray_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE, PyList_GET_ITEM,
 )
 
 
@@ -83,7 +84,7 @@ cdef class ReuseFilter:
         self._make_room(n)
         self.call += 1
         for i in range(n):
-            hash = <uint64_t> PyObject_Hash(PyList_GET_ITEM(keys, i))
+            hash = hash_of(PyList_GET_ITEM(keys, i))
             ghost = self.offers.find(hash)
             if ghost == 0 or self.offers.ghosts[ghost].used_at != self.call:
                 ghost = self.offers.push(hash)

@@ -10,13 +10,13 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memmove, memset
 
+from kvcache.core.key_hash cimport hash_of
 from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.request_keys cimport Named, RequestKeys
 
 import numpy as np
 
 cdef extern from "Python.h":
-    Py_hash_t PyObject_Hash(PyObject* key) except? -1
     PyObject* PyList_GET_ITEM(object keys, Py_ssize_t i) noexcept
 
 
@@ -110,13 +110,13 @@ cdef class Sampler:
 
     @cython.critical_section
     def take_keys(self, list keys not None):
-        """Log a request by the keys that it used, in prefix order; they are hashable."""
+        """Log a request by the keys that it used, in prefix order; each is exact bytes."""
         cdef Py_ssize_t i
         if not keys:
             return
         self.num_requests += 1
         for i in range(len(keys)):
-            self._log(<uint64_t> PyObject_Hash(PyList_GET_ITEM(keys, i)))
+            self._log(hash_of(PyList_GET_ITEM(keys, i)))
 
     cdef void _log(self, uint64_t hash) noexcept nogil:
         if self.num_sampled == self.max_uses and hash & self.mask == 0:

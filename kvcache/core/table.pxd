@@ -15,18 +15,20 @@ cdef enum:
     NORMAL = 1
     MAX_LISTS = 8
 
+cdef struct Position:
+    int64_t position        # where a key's block ends in the prompt
+    int64_t at              # in the order of first use
+
 cdef struct CallerBlock:
     PyObject* status        # strong: the BlockStatus that a caller inserted; NULL if the row is free
     int32_t* ref_cnt        # inside it
 
 cdef extern from "Python.h":
     char* PyByteArray_AS_STRING(object flags) noexcept
-    Py_hash_t PyObject_Hash(PyObject* key) noexcept
     bint PyBytes_CheckExact(PyObject* key) noexcept nogil
     Py_ssize_t PyBytes_GET_SIZE(PyObject* key) noexcept nogil
     PyObject* PyList_GET_ITEM(object keys, Py_ssize_t i) noexcept
     void PyList_SET_ITEM(object keys, Py_ssize_t i, PyObject* key) noexcept
-    list PyList_New(Py_ssize_t n)
 
 cdef class BlockTable:
     cdef readonly Py_ssize_t cache_capacity
@@ -46,6 +48,9 @@ cdef class BlockTable:
     cdef int32_t first                      # row of block 0; also the number of lanes
     cdef int32_t num_rows
     cdef int32_t num_fresh                  # rows that have ever held a block since the last reset
+    cdef int32_t num_stale                  # rows from num_fresh up to here may hold a key from before the last reset
+    cdef set withheld                       # ids of slots that are given to no key, or None
+    cdef uint64_t num_calls                 # of batch operations
     cdef int32_t free_head
     cdef uint32_t mark
     cdef bint is_native
@@ -54,10 +59,12 @@ cdef class BlockTable:
     cdef int64_t now_ns
     cdef uint64_t stamp
     cdef uint64_t version                   # raised whenever a key comes or goes
+    cdef uint64_t epoch                     # unlike every other table's, and another after each reset
     cdef int32_t* batch_rows                # [batch_size]: scratch of one call, by position in its keys
     cdef uint64_t* batch_hashes
     cdef Py_ssize_t* batch_named
     cdef Py_ssize_t* batch_wanted
+    cdef Position* batch_positions
     cdef int32_t* fresh_rows
     cdef uint64_t* fresh_hashes
     cdef Py_ssize_t batch_size
@@ -69,6 +76,7 @@ cdef class BlockTable:
     cdef void on_request(self) noexcept nogil
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
+    cdef void on_append(self, const int32_t* rows, Py_ssize_t n, uint64_t stamp, int32_t tail) noexcept nogil
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil
     cdef Py_ssize_t _take(self, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil
@@ -78,6 +86,7 @@ cdef class BlockTable:
     cdef int _check_policy(self) except -1
 
     cdef int _allocate(self, int32_t num_lists, bint ranked) except -1
+    cdef void _start_epoch(self) noexcept nogil
     cdef int _grow(self) except -1
     cdef int _reserve_batch(self, Py_ssize_t n) except -1
     cdef int _reserve_heaps(self, Py_ssize_t n) except -1
@@ -86,6 +95,8 @@ cdef class BlockTable:
     cdef int _find(self, list keys, Py_ssize_t start, Py_ssize_t stop) except -1
     cdef int32_t _find_one(self, PyObject* key, uint64_t hash) noexcept nogil
     cdef Py_ssize_t _walk(self, list keys, Py_ssize_t n, RequestKeys request_keys) noexcept
+    cdef void _drop_stale(self, int32_t stop) noexcept
+    cdef int _begin(self, RequestKeys request_keys) except -1
     cdef int _resolve(self, list keys, RequestKeys request_keys, bint add) except -1
     cdef int32_t _row_of(self, key) except -1
     cdef void _admit(self, list keys, const Py_ssize_t* wanted, Py_ssize_t n, int32_t* out) noexcept
@@ -132,6 +143,16 @@ cdef inline void move_to_tail(BlockTable t, int32_t row, int32_t list_idx) noexc
     if t.rows[row].where != PINNED:
         lane = lane_of(t, row)
         join_last(t.rows, &t.lanes[lane], lane, row)
+
+
+cdef inline void set_stamp(BlockTable t, int32_t row, uint64_t stamp) noexcept nogil:
+    # To another place in its queue; BlockTable._reserve_heaps has been called.
+    cdef bint is_pinned = t.rows[row].where == PINNED
+    if not is_pinned:
+        detach(t, row)
+    t.rows[row].stamp = stamp
+    if not is_pinned:
+        attach(t, row)
 
 
 cdef inline bint may_leave(BlockTable t, int32_t row) noexcept nogil:

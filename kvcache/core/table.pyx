@@ -14,10 +14,21 @@ from kvcache.core.index cimport (
     Bucket, Probe, buckets_for, home_of, index_delete, index_first, index_insert, index_next, prefetch, same_bytes,
     zeroed,
 )
-from kvcache.core.eviction_queue cimport FREE, PINNED, EvictionQueue, Row
+from kvcache.core.eviction_queue cimport FREE, PINNED, WITHHELD, EvictionQueue, Row
+from kvcache.core.key_hash cimport hash_of
 from kvcache.core.request_keys cimport Named
 
+from kvcache.block import BlockStateError
+
+cdef extern from *:
+    """
+    static uint64_t kv_epoch = 0;
+    #define kv_next_epoch() __atomic_add_fetch(&kv_epoch, 1, __ATOMIC_RELAXED)
+    """
+    uint64_t next_epoch "kv_next_epoch"() noexcept nogil
+
 cdef enum:
+    STALE_PER_CALL = 8
     CHUNK = 64              # keys whose look-ups are in flight together
     AHEAD = 12              # buckets fetched ahead of a loop over known hashes
     KEYS_AHEAD = 8          # key objects fetched ahead of their hashing: header, cached hash, and bytes
@@ -38,7 +49,7 @@ cdef class BlockTable:
     def __dealloc__(self):
         cdef int32_t row, lane
         if self.rows != NULL:
-            for row in range(self.first, self.first + self.num_fresh):
+            for row in range(self.first, self.first + max(self.num_fresh, self.num_stale)):
                 Py_XDECREF(self.rows[row].key)
                 if self.caller_blocks != NULL:
                     Py_XDECREF(self.caller_blocks[row].status)
@@ -48,7 +59,7 @@ cdef class BlockTable:
         free(self.rows)
         free(self.buckets)
         for block in (<uintptr_t> self.lanes, <uintptr_t> self.caller_blocks, <uintptr_t> self.ranks,
-                      <uintptr_t> self.batch_rows,
+                      <uintptr_t> self.batch_rows, <uintptr_t> self.batch_positions,
                       <uintptr_t> self.batch_hashes, <uintptr_t> self.batch_named, <uintptr_t> self.batch_wanted,
                       <uintptr_t> self.fresh_rows, <uintptr_t> self.fresh_hashes, <uintptr_t> self.aside):
             PyMem_Free(<void*> <uintptr_t> block)
@@ -61,6 +72,8 @@ cdef class BlockTable:
     cdef int _allocate(self, int32_t num_lists, bint ranked) except -1:
         cdef int32_t lane
         cdef uint32_t num_buckets = buckets_for(self.cache_capacity)
+        if not 1 <= num_lists <= MAX_LISTS:
+            raise ValueError(f"num_lists must be in 1..{MAX_LISTS}, got {num_lists}")
         self.first = num_lists * NUM_PRIORITIES
         self.num_rows = self.first + <int32_t> self.cache_capacity
         self.rows = <Row*> zeroed(self.num_rows * sizeof(Row))
@@ -83,8 +96,12 @@ cdef class BlockTable:
             self.lanes[NORMAL].size = <int32_t> self.cache_capacity
         self.num_free = self.cache_capacity
         self.mark = 1
+        self._start_epoch()
         self._reserve_batch(CHUNK)
         return 0
+
+    cdef void _start_epoch(self) noexcept nogil:
+        self.epoch = next_epoch()
 
     cdef int _grow(self) except -1:
         """Double the rows of a plain policy that was given more blocks than its capacity."""
@@ -114,7 +131,7 @@ cdef class BlockTable:
         self.buckets = buckets
         self.num_buckets = num_buckets
         for row in range(self.first, self.num_rows):
-            if self.rows[row].where != FREE:
+            if self.rows[row].key != NULL:
                 index_insert(buckets, self.num_buckets, self.rows[row].hash, row)
         cdef int32_t num_rows_before = self.num_rows
         self.num_free += num_rows - num_rows_before
@@ -143,6 +160,9 @@ cdef class BlockTable:
             block = PyMem_Realloc(self.fresh_rows, size * sizeof(int32_t))
         if block != NULL:
             self.fresh_rows = <int32_t*> block
+            block = PyMem_Realloc(self.batch_positions, size * sizeof(Position))
+        if block != NULL:
+            self.batch_positions = <Position*> block
             block = PyMem_Realloc(self.fresh_hashes, size * sizeof(uint64_t))
         if block == NULL:
             raise MemoryError(f"no memory for a call of {n} keys")
@@ -227,7 +247,7 @@ cdef class BlockTable:
                 key = PyList_GET_ITEM(keys, i)
                 if not PyBytes_CheckExact(key) or PyBytes_GET_SIZE(key) == 0:
                     raise ValueError(f"key must be exact, non-empty bytes, got {<object> key!r}")
-                hash = <uint64_t> PyObject_Hash(key)
+                hash = hash_of(key)
                 hashes[i] = hash
                 prefetch(&buckets[home_of(<uint32_t> hash, num_buckets)])
             for i in range(low, high):
@@ -276,6 +296,25 @@ cdef class BlockTable:
             request_keys.version = self.version
         return i
 
+    cdef int _begin(self, RequestKeys request_keys) except -1:
+        """Refuse a batch operation on a policy without a manager; keys named before a reset are forgotten."""
+        if not self.is_native:
+            raise BlockStateError("the policy belongs to no manager, and has no pool for batch operations")
+        self.num_calls += 1
+        if self.num_stale > self.num_fresh:
+            self._drop_stale(max(self.num_fresh, self.num_stale - STALE_PER_CALL))
+        if request_keys is not None and request_keys.epoch != self.epoch:
+            request_keys.forget()
+            request_keys.epoch = self.epoch
+        return 0
+
+    cdef void _drop_stale(self, int32_t stop) noexcept:
+        """Let go of keys from before the last reset, down to row `stop`: a little in each call, not all at the reset."""
+        while self.num_stale > stop:
+            self.num_stale -= 1
+            Py_XDECREF(self.rows[self.first + self.num_stale].key)
+            self.rows[self.first + self.num_stale].key = NULL
+
     cdef int _resolve(self, list keys, RequestKeys request_keys, bint add) except -1:
         """Fill the batch arrays for `keys`: row, hash and, with a request_keys, where in it (-1: nowhere)."""
         cdef Py_ssize_t n = len(keys)
@@ -303,7 +342,7 @@ cdef class BlockTable:
         """Return the row of one key, or 0."""
         if type(key) is not bytes or not key:
             raise ValueError(f"key must be exact, non-empty bytes, got {key!r}")
-        return self._find_one(<PyObject*> key, <uint64_t> PyObject_Hash(<PyObject*> key))
+        return self._find_one(<PyObject*> key, hash_of(<PyObject*> key))
 
     # ---- rows come and go -------------------------------------------------------------------------------------
 
@@ -323,12 +362,19 @@ cdef class BlockTable:
                 prefetch(PyList_GET_ITEM(keys, at))
             at = wanted[i]
             key = PyList_GET_ITEM(keys, at)
-            if self.num_fresh < self.num_rows - self.first:
-                row = self.first + self.num_fresh
-                self.num_fresh += 1
-            else:
-                row = self.free_head
-                self.free_head = rows[row].next
+            while True:
+                if self.num_fresh < self.num_rows - self.first:
+                    row = self.first + self.num_fresh
+                    self.num_fresh += 1
+                    if self.num_fresh <= self.num_stale:
+                        Py_XDECREF(rows[row].key)
+                        rows[row].key = NULL
+                else:
+                    row = self.free_head
+                    self.free_head = rows[row].next
+                if rows[row].where != WITHHELD:
+                    break
+                rows[row].ref_cnt = False   # no longer among the free ones
             Py_INCREF(<object> key)
             rows[row].key = key
             rows[row].hash = hashes[at]
@@ -380,6 +426,16 @@ cdef class BlockTable:
         for i in range(n - 1, -1, -1):
             if rows[i] != 0:
                 move_to_tail(self, rows[i], self.rows[rows[i]].list_idx)
+
+    cdef void on_append(self, const int32_t* rows, Py_ssize_t n, uint64_t stamp, int32_t tail) noexcept nogil:
+        """Move each row to just behind (older than) the one before it, the first to behind `tail` (0: it has left).
+
+        Row i takes the stamp `stamp - i`, and keeps its list.
+        """
+        cdef Py_ssize_t i
+        for i in range(n):
+            if rows[i] != 0:
+                set_stamp(self, rows[i], stamp - i)
 
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         """Let new rows enter their list, from first to last."""

@@ -127,8 +127,20 @@ class BlockCacheOps(Protocol):
     def advance(self, now_ns: int, max_raised: int) -> None:
         """Let raised blocks whose time is over fall back; at most `max_raised` may be held from now on."""
 
-    def match_prefix(self, keys: list[bytes], request_keys: Any) -> int:
-        """Return how many of the first keys are ready; this is no use."""
+    def match_prefix(self, keys: list[bytes], request_keys: Any, start: int = 0) -> int:
+        """Return where the run of ready keys that begins at `start` ends (`start` itself: it is not ready).
+
+        With `start` 0 that is how many of the first keys are ready. This is no use.
+        """
+
+    def status_of(self, key: bytes) -> int:
+        """Return the state of one key: 0 absent, 1 being written, 2 ready."""
+
+    def status(self, keys: list[bytes]) -> bytes:
+        """Return the state of each key as one byte: 0 absent, 1 being written, 2 ready."""
+
+    def locate(self, keys: list[bytes]) -> list[int]:
+        """Return the id of each key's block, without taking a reference; -1 where it is absent or being written."""
 
     def touch(self, keys: list[bytes], request_keys: Any) -> None:
         """Count a use of each key (once per request), then order those that were counted before."""
@@ -148,8 +160,22 @@ class BlockCacheOps(Protocol):
     def abort(self, keys: list[bytes], request_keys: Any) -> int:
         """Drop blocks that were being written and return how many."""
 
-    def end_request(self, request_keys: Any, positions: dict[bytes, int] | None) -> None:
-        """Order all keys that the request named, by their positions in the prompt or as first seen."""
+    def reorder(self, request_keys: Any, positions: dict[bytes, int] | None) -> None:
+        """Order the keys that a running request used, so that its head is evicted after its tail."""
+
+    def end_request(
+        self, request_keys: Any, positions: dict[bytes, int] | None, use_positions: bool = False
+    ) -> None:
+        """Order all keys that the request used, by their positions in the prompt or as first used.
+
+        With `use_positions` every key of `positions` is used, if it was not before.
+        """
+
+    def withhold(self, block_ids: Iterable[int]) -> None:
+        """Give these free slots to no key until `give_back` or `reset`."""
+
+    def give_back(self, block_ids: Iterable[int]) -> None:
+        """Free slots that were withheld, in the order given."""
 
     def reset(self) -> None:
         """Forget everything; block ids start again at 0."""

@@ -11,7 +11,7 @@ from libc.string cimport memset
 
 from kvcache.core.ghosts cimport GhostList
 from kvcache.core.index cimport zeroed
-from kvcache.core.table cimport enter, move_to_tail
+from kvcache.core.table cimport enter, move_to_tail, set_stamp
 from kvcache.core.policy_adapter cimport PolicyAdapter
 
 from kvcache.core.policy_adapter import ListView
@@ -42,12 +42,17 @@ cdef inline uint32_t bin_of(uint32_t distance) noexcept nogil:
     return 2 * octave + (distance >> (octave - 1) & 1)
 
 
+cdef inline void join_queue_before(Member* members, int32_t row, int32_t younger) noexcept nogil:
+    cdef int32_t older = members[younger].prev
+    members[row].prev = older
+    members[row].next = younger
+    members[older].next = row
+    members[younger].prev = row
+
+
 cdef inline void join_queue(Member* members, int32_t row, int32_t level) noexcept nogil:
-    cdef int32_t last = members[level].prev
-    members[row].prev = last
-    members[row].next = level
-    members[last].next = row
-    members[level].prev = row
+    # At the most-recent end: a queue's head is the neighbour of its last.
+    join_queue_before(members, row, level)
 
 
 cdef inline void leave_queue(Member* members, int32_t row) noexcept nogil:
@@ -127,6 +132,19 @@ cdef class MultiQueue(PolicyAdapter):
             leave_queue(self.members, row)
             join_queue(self.members, row, level)
             move_to_tail(self, row, level)
+
+    cdef void on_append(self, const int32_t* rows, Py_ssize_t n, uint64_t stamp, int32_t tail) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef int32_t row, younger = tail
+        for i in range(n):
+            row = rows[i]
+            if row == 0:
+                continue
+            if younger != 0 and self.rows[younger].list_idx == self.rows[row].list_idx:
+                leave_queue(self.members, row)
+                join_queue_before(self.members, row, younger)
+            set_stamp(self, row, stamp - i)
+            younger = row
 
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i

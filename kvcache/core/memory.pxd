@@ -1,0 +1,25 @@
+# Objects for a call's answer, allocated without running Python.
+#
+# CPython 3.11 may collect garbage inside an allocation, and a finalizer may then call the very table whose operation is
+# under way: rows that were just looked up would belong to other keys. Later versions collect between bytecodes only.
+
+cdef extern from *:
+    """
+    #if PY_VERSION_HEX < 0x030C0000
+    #define kv_pause_collector() PyGC_Disable()
+    #define kv_resume_collector(was_on) do { if (was_on) PyGC_Enable(); } while (0)
+    #else
+    #define kv_pause_collector() 0
+    #define kv_resume_collector(was_on) ((void)(was_on))
+    #endif
+    static inline PyObject *kv_new_list(Py_ssize_t n)
+    {
+        int was_on = kv_pause_collector();
+        PyObject *list = PyList_New(n);
+        kv_resume_collector(was_on);
+        return list;
+    }
+    """
+    bint pause_collector "kv_pause_collector"() noexcept
+    void resume_collector "kv_resume_collector"(bint was_on) noexcept
+    list new_list "kv_new_list"(Py_ssize_t n)

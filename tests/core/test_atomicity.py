@@ -1,0 +1,250 @@
+"""No operation is seen, or left, half done: finalizers and other threads run between operations only."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcache import BlockStateError, BlockStatus, CPUOffloadingManager, ReqContext
+from kvcache.registry import POLICIES
+
+NAMES = ("lru", "arc", "mq", "amq", "lfuda")
+NUM_BLOCKS = 24
+NUM_KEYS = 60
+
+
+class Finalizer:
+    """Garbage whose finalizer runs `action`, and leaves more of its kind."""
+
+    def __init__(self, action: Any) -> None:
+        self.action = action
+        self.me = self
+
+    def __del__(self) -> None:
+        self.action()
+
+
+@pytest.fixture
+def eager_collector() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*before)
+    gc.collect()
+
+
+class Owners:
+    """Who holds which slot, kept beside the manager by what its calls answer."""
+
+    def __init__(self, manager: CPUOffloadingManager) -> None:
+        self.manager = manager
+        self.is_busy = False
+
+    def check_load(self, keys: list[bytes]) -> None:
+        spec = self.manager.prepare_load(keys)
+        ids = spec.block_ids.tolist()
+        found = self.manager._cache.locate(keys)
+        self.manager.complete_load(keys)
+        assert ids == found
+
+    def act(self, draw: random.Random) -> None:
+        """Store, load, order, fail, or forget: any operation, with the keys of any request."""
+        keys = [b"key-%d" % draw.randrange(NUM_KEYS) for _ in range(draw.randint(1, 6))]
+        context = ReqContext() if draw.random() < 0.7 else None
+        manager = self.manager
+        if context is not None and draw.random() < 0.5:
+            for place, key in enumerate(keys):
+                context.set_offload_key_position(key, place)
+        kind = draw.random()
+        if kind < 0.5:
+            output = manager.prepare_store(keys, context)
+            if output is not None:
+                ids = output.store_spec.block_ids.tolist()
+                assert len(ids) == len(output.keys_to_store) == len(set(ids))
+                manager.complete_store(output.keys_to_store, context, draw.random() < 0.8)
+        elif kind < 0.8:
+            ready = [key for key in keys if manager.lookup(key)]
+            with contextlib.suppress(KeyError, BlockStateError):
+                self.check_load(ready)
+        elif kind < 0.9:
+            manager.touch(keys, context)
+            if context is not None:
+                manager.reorder(context)
+        elif kind < 0.91:
+            manager.reset_cache()
+        if context is not None:
+            manager.on_request_finished(context)
+
+
+@pytest.mark.usefixtures("eager_collector")
+@pytest.mark.parametrize("name", NAMES)
+def test_finalizers_that_call_the_manager_never_meet_it_half_done(name: str) -> None:
+    draw = random.Random(name)
+    manager = CPUOffloadingManager(16, NUM_BLOCKS, name, enable_events=True)
+    owners = Owners(manager)
+    faults: list[BaseException] = []
+    num_finalized = 0
+    depth = 0
+
+    def finalize() -> None:
+        nonlocal num_finalized, depth
+        if depth > 3 or not alive:
+            return
+        depth += 1
+        num_finalized += 1
+        try:
+            owners.act(draw)
+            manager.policy.check()
+        except BaseException as fault:
+            faults.append(fault)
+        finally:
+            depth -= 1
+
+    alive = True
+    for _ in range(1500):
+        Finalizer(finalize)
+        keys = [b"key-%d" % draw.randrange(NUM_KEYS) for _ in range(draw.randint(1, 6))]
+        owners.act(draw)
+        Finalizer(finalize)
+        # What the spec says must be where the keys are, whatever ran while the spec was made.
+        output = manager.prepare_store(keys)
+        if output is not None and output.keys_to_store:
+            blocks = [manager.policy.get(key) for key in output.keys_to_store]
+            for block, block_id in zip(blocks, output.store_spec.block_ids.tolist(), strict=True):
+                assert block is None or block.ref_cnt >= 0 or block.block_id == block_id
+            manager.complete_store(output.keys_to_store)
+        manager.policy.check()
+    alive = False
+    assert faults == []
+    assert num_finalized > 100
+
+
+@pytest.mark.usefixtures("eager_collector")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_load_gives_the_slots_of_its_keys_while_finalizers_evict(name: str) -> None:
+    manager = CPUOffloadingManager(16, 8, name)
+    number = 0
+
+    def evict_all() -> None:
+        nonlocal number
+        number += 1
+        output = manager.prepare_store([b"evictor-%d-%d" % (number, i) for i in range(8)])
+        if output is not None:
+            manager.complete_store(output.keys_to_store)
+
+    for round_ in range(300):
+        wanted = [b"wanted-%d-%d" % (round_, i) for i in range(3)]
+        output = manager.prepare_store(wanted)
+        assert output is not None
+        slots = output.store_spec.block_ids.tolist()
+        manager.complete_store(wanted)
+        if manager.lookup(wanted) != 3:
+            continue
+        Finalizer(evict_all)
+        try:
+            spec = manager.prepare_load(wanted)
+        except KeyError:
+            continue
+        assert spec.block_ids.tolist() == slots
+        assert manager.stats().num_referenced == 3
+        manager.complete_load(wanted)
+
+
+@pytest.mark.usefixtures("eager_collector")
+@pytest.mark.parametrize("name", NAMES)
+def test_primitives_of_a_plain_policy_survive_finalizers(name: str) -> None:
+    draw = random.Random(name)
+    policy = POLICIES.resolve(name)(NUM_BLOCKS)
+    faults: list[BaseException] = []
+
+    class Watched(BlockStatus):
+        def __del__(self) -> None:
+            act()
+
+    depth = 0
+
+    def act() -> None:
+        nonlocal depth
+        if depth > 2:
+            return
+        depth += 1
+        try:
+            key = b"key-%d" % draw.randrange(NUM_KEYS)
+            kind = draw.random()
+            if kind < 0.45 and policy.get(key) is None:
+                block = Watched(draw.randrange(100))
+                block.ref_cnt = 0
+                policy.insert(key, block)
+            elif kind < 0.6:
+                policy.touch([key])
+            elif kind < 0.75:
+                policy.evict(draw.randint(0, 3), {key})
+            elif kind < 0.9 and policy.get(key) is not None:
+                policy.remove(key)
+            elif kind > 0.995:
+                policy.clear()
+            policy.check()
+        except BlockStateError as fault:
+            if "already" not in str(fault):
+                faults.append(fault)
+        except BaseException as fault:
+            faults.append(fault)
+        finally:
+            depth -= 1
+
+    for _ in range(3000):
+        Finalizer(act)
+        act()
+    assert [fault for fault in faults if not isinstance(fault, KeyError)] == []
+    policy.clear()
+
+
+@pytest.mark.usefixtures("eager_collector")
+@pytest.mark.parametrize("name", NAMES)
+def test_finalizers_that_release_the_gil_let_no_thread_in(name: str) -> None:
+    manager = CPUOffloadingManager(16, NUM_BLOCKS, name)
+    owners = Owners(manager)
+    faults: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        try:
+            for _ in range(400):
+                Finalizer(lambda: time.sleep(0))
+                owners.act(draw)
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    manager.policy.check()
+    # Another thread may evict between a look-up and a load: that is an error, not a wrong slot.
+    assert [fault for fault in faults if isinstance(fault, AssertionError)] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_object_that_calls_back_changes_nothing(name: str) -> None:
+    manager = CPUOffloadingManager(16, 4, name)
+
+    class Key:
+        def __repr__(self) -> str:
+            manager.prepare_store([b"a", b"b", b"c", b"d"])
+            return "Key()"
+
+    for call in (manager.prepare_store, manager.prepare_load, manager.complete_load, manager.touch,
+                 manager.complete_store, manager.lookup):  # fmt: skip
+        manager.reset_cache()
+        with pytest.raises(ValueError, match=r"key must be exact, non-empty bytes, got Key\(\)"):
+            call([b"a", Key()])
+        assert manager.stats().num_pending == 4
+        manager.policy.check()

@@ -1,0 +1,320 @@
+"""The batch operations of a block cache: compiled policies and the generic one answer alike."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from kvcache import BlockStateError, CPUBackend
+from kvcache.control.generic_cache import GenericBlockCache
+from kvcache.registry import POLICIES
+
+ABSENT, PENDING, READY = range(3)
+NAMES = ("lru", "arc", "mq", "amq", "lfuda")
+
+
+def key(i: int) -> bytes:
+    return b"block-%d" % i
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(i) for i in numbers]
+
+
+@pytest.fixture(params=[(name, form) for name in NAMES for form in ("compiled", "generic")], ids="-".join)
+def make(request: pytest.FixtureRequest) -> Any:
+    name, form = request.param
+
+    def make_cache(num_blocks: int) -> Any:
+        policy = POLICIES.resolve(name)(num_blocks)
+        if form == "compiled":
+            return policy.native(num_blocks)
+        return GenericBlockCache(policy, CPUBackend(16, num_blocks))
+
+    return make_cache
+
+
+def store(cache: Any, names: list[bytes], request_keys: Any = None) -> Any:
+    output = cache.reserve(names, request_keys, None)
+    cache.commit(output.keys_to_store, request_keys)
+    return output
+
+
+def test_status_tells_absent_pending_and_ready_apart(make: Any) -> None:
+    cache = make(8)
+    store(cache, keys(0, 1))
+    cache.reserve(keys(2), None, None)
+    assert cache.status(keys(2, 0, 9, 1)) == bytes([PENDING, READY, ABSENT, READY])
+    assert [cache.status_of(key(i)) for i in (2, 0, 9)] == [PENDING, READY, ABSENT]
+    assert cache.status([]) == b""
+
+
+def test_status_refuses_what_is_no_key(make: Any) -> None:
+    cache = make(8)
+    for bad in (b"", "text", bytearray(b"x"), None):
+        with pytest.raises(ValueError, match="key must be"):
+            cache.status_of(bad)
+        with pytest.raises(ValueError, match="key must be"):
+            cache.status([key(0), bad])
+
+
+def test_locate_returns_ids_and_takes_no_reference(make: Any) -> None:
+    cache = make(8)
+    output = store(cache, keys(0, 1, 2))
+    cache.reserve(keys(3), None, None)
+    assert cache.locate(keys(2, 3, 0, 7)) == [output.store_spec.block_ids[2], -1, output.store_spec.block_ids[0], -1]
+    assert cache.num_referenced == 0
+
+
+def test_match_prefix_returns_the_end_of_the_run_from_its_start(make: Any) -> None:
+    cache = make(64)
+    store(cache, keys(*range(3), *range(5, 30)))
+    cache.reserve(keys(30), None, None)
+    asked = keys(*range(40))
+    assert [cache.match_prefix(asked, None, start) for start in (0, 2, 3, 4, 5, 29, 30, 40)] == [
+        3, 3, 3, 4, 30, 30, 30, 40,
+    ]
+    for start in (-1, 41):
+        with pytest.raises(ValueError, match=r"start must be in 0\.\.40"):
+            cache.match_prefix(asked, None, start)
+
+
+def test_withheld_slots_are_given_to_no_key(make: Any) -> None:
+    cache = make(8)
+    store(cache, keys(*range(8)))
+    cache.reset()
+    cache.withhold([1, 4, 5])
+    assert cache.num_free == 5
+    assert store(cache, keys(*range(10, 15))).store_spec.block_ids.tolist() == [0, 2, 3, 6, 7]
+    assert cache.reserve(keys(*range(10, 16)), None, None) is None
+    cache.give_back([5, 1])
+    assert cache.num_free == 2
+    assert sorted(store(cache, keys(20, 21, 22)).store_spec.block_ids.tolist())[-2:] != []
+    assert cache.num_free == 0
+
+
+def test_slots_withheld_twice_or_in_use_are_refused(make: Any) -> None:
+    cache = make(4)
+    store(cache, keys(0))
+    cache.withhold([2])
+    for taken in ([3, 0], [1, 2]):
+        with pytest.raises(BlockStateError, match="not free"):
+            cache.withhold(taken)
+    assert cache.num_free == 2
+    with pytest.raises(BlockStateError, match="not withheld"):
+        cache.give_back([2, 3])
+    cache.give_back([2])
+    assert cache.num_free == 3
+
+
+def test_reset_gives_withheld_slots_back(make: Any) -> None:
+    cache = make(4)
+    cache.withhold([0, 3])
+    cache.reset()
+    assert cache.num_free == 4
+    assert store(cache, keys(*range(4))).store_spec.block_ids.tolist() == [0, 1, 2, 3]
+
+
+def test_every_slot_is_used_once_whatever_was_withheld(make: Any) -> None:
+    draw = random.Random(5)
+    cache = make(12)
+    withheld: list[int] = []
+    resident: dict[bytes, int] = {}
+    for step in range(600):
+        free = [i for i in range(12) if i not in withheld and i not in resident.values()]
+        move = draw.random()
+        if move < 0.2 and free:
+            taken = draw.sample(free, draw.randint(1, len(free)))
+            cache.withhold(taken)
+            withheld += taken
+        elif move < 0.4 and withheld:
+            given = draw.sample(withheld, draw.randint(1, len(withheld)))
+            cache.give_back(given)
+            withheld = [i for i in withheld if i not in given]
+        elif move < 0.42:
+            cache.reset()
+            withheld, resident = [], {}
+        elif len(withheld) < 10:
+            output = cache.reserve(keys(*draw.sample(range(40), 2)), None, None)
+            cache.commit(output.keys_to_store, None)
+            for evicted in output.evicted_keys:
+                del resident[evicted]
+            resident.update(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
+        taken_now = [*resident.values(), *withheld]
+        assert len(set(taken_now)) == len(taken_now), step
+        assert cache.num_free == 12 - len(taken_now)
+        if hasattr(cache, "check"):
+            cache.check()
+
+
+def test_a_request_starts_afresh_after_a_reset(make: Any) -> None:
+    cache = make(4)
+    request_keys = cache.open_request()
+    store(cache, keys(0, 1), request_keys)
+    cache.reset()
+    store(cache, keys(2, 3), request_keys)
+    cache.end_request(request_keys, None)
+    assert cache.status(keys(0, 1, 2, 3)) == bytes([0, 0, 2, 2])
+
+
+def drain(cache: Any, num_blocks: int) -> list[bytes]:
+    """Evict everything and return the keys in the order in which they leave."""
+    output = cache.reserve([b"filler-%d" % i for i in range(num_blocks)], None, None)
+    return list(output.evicted_keys)
+
+
+@pytest.mark.parametrize("commits", ["before", "after"])
+def test_a_running_request_leaves_tail_first(make: Any, commits: str) -> None:
+    cache = make(40)
+    request_keys = cache.open_request()
+    for start in range(0, 40, 4):
+        batch = keys(*range(start, start + 4))
+        cache.reserve(batch, request_keys, None)
+        if commits == "before":
+            cache.commit(batch, None)
+        cache.reorder(request_keys, None)
+        if commits == "after":
+            cache.commit(batch, None)
+    assert drain(cache, 40) == keys(*reversed(range(40)))
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "shuffled", "groups", "backfill"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_positions_order_a_running_request(make: Any, order: str, size: int) -> None:
+    cache = make(30)
+    positions = {key(i): (i // 2 if order == "groups" else i) * 16 for i in range(30)}
+    numbers = list(range(30))
+    if order == "descending":
+        numbers.reverse()
+    elif order == "shuffled":
+        random.Random(1).shuffle(numbers)
+    elif order == "backfill":
+        numbers = [*range(10, 30), *range(10)]
+    request_keys = cache.open_request()
+    for at in range(0, 30, size):
+        batch = keys(*numbers[at : at + size])
+        store(cache, batch, request_keys)
+        cache.reorder(request_keys, positions)
+    assert drain(cache, 30) == keys(*reversed(range(30)))
+
+
+def test_a_key_without_a_position_stays_behind_the_one_it_followed(make: Any) -> None:
+    cache = make(6)
+    request_keys = cache.open_request()
+    positions = {key(0): 16, key(2): 32, key(4): 48}
+    for i in range(6):
+        store(cache, keys(i), request_keys)
+        cache.reorder(request_keys, positions)
+    assert drain(cache, 6) == keys(5, 4, 3, 2, 1, 0)
+
+
+def test_end_request_uses_keys_that_only_have_a_position(make: Any) -> None:
+    cache = make(6)
+    store(cache, keys(0, 1, 2))
+    store(cache, keys(3, 4, 5))
+    request_keys = cache.open_request()
+    cache.touch(keys(3), request_keys)
+    cache.end_request(request_keys, {key(0): 16, key(2): 48, key(1): 32}, True)
+    evicted = drain(cache, 6)
+    assert set(evicted[:2]) == set(keys(4, 5))
+    assert [name for name in evicted if name in keys(0, 1, 2)] == keys(2, 1, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reorder_is_linear_however_many_calls_a_request_takes(name: str) -> None:
+    def seconds(num_keys: int) -> float:
+        cache = POLICIES.resolve(name)(num_keys).native(num_keys)
+        names = [key(i) for i in range(num_keys)]
+        request_keys = cache.open_request()
+        start = time.process_time()
+        for one in names:
+            cache.reserve([one], request_keys, None)
+            cache.reorder(request_keys, None)
+        return time.process_time() - start
+
+    # Quadratic would be 256 times as long.
+    assert min(seconds(32_768) for _ in range(2)) < 100 * min(seconds(2_048) for _ in range(4))
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestWithoutAManager:
+    """A policy that callers give their own blocks has no pool: batch operations are refused, nothing crashes."""
+
+    @pytest.mark.parametrize("call", [
+        lambda policy: policy.open_request(),
+        lambda policy: policy.match_prefix([b"x"], None),
+        lambda policy: policy.status([b"x"]),
+        lambda policy: policy.status_of(b"x"),
+        lambda policy: policy.locate([b"x"]),
+        lambda policy: policy.pin([b"x"], None),
+        lambda policy: policy.unpin([b"x"], None),
+        lambda policy: policy.reserve([b"x"], None),
+        lambda policy: policy.commit([b"x"], None),
+        lambda policy: policy.abort([b"x"], None),
+        lambda policy: policy.withhold([0]),
+        lambda policy: policy.give_back([0]),
+    ])  # fmt: skip
+    def test_batch_operations_are_refused(self, name: str, call: Any) -> None:
+        policy = POLICIES.resolve(name)(2)
+        with pytest.raises(BlockStateError, match="belongs to no manager"):
+            call(policy)
+        assert policy.get(b"x") is None
+        policy.check()
+
+    def test_another_policys_request_is_refused(self, name: str) -> None:
+        policy = POLICIES.resolve(name)(2)
+        request_keys = POLICIES.resolve(name)(2).native(2).open_request()
+        for call in (
+            lambda: policy.touch([b"x"], request_keys),
+            lambda: policy.end_request(request_keys, None),
+            lambda: policy.reorder(request_keys, None),
+        ):
+            with pytest.raises(BlockStateError, match="belongs to no manager"):
+                call()
+
+
+def test_another_caches_request_starts_afresh() -> None:
+    large, small = POLICIES.resolve("lru")(64).native(64), POLICIES.resolve("lru")(2).native(2)
+    request_keys = large.open_request()
+    store(large, keys(*range(64)), request_keys)
+    assert small.match_prefix(keys(*range(64)), request_keys) == 0
+    assert small.reserve(keys(62, 63), request_keys).store_spec.block_ids.tolist() == [0, 1]
+    small.check()
+
+
+def test_reset_of_a_million_blocks_is_short() -> None:
+    num_blocks = 1 << 20
+    cache = POLICIES.resolve("lru")(num_blocks).native(num_blocks)
+    names = [b"%07d" % i for i in range(num_blocks)]
+    longest = []
+    for _ in range(3):
+        store(cache, names[: num_blocks - 100])
+        start = time.process_time()
+        cache.reset()
+        cache.withhold(range(0, 1000, 10))
+        longest.append(time.process_time() - start)
+    assert min(longest) < 0.02
+    assert cache.status_of(names[5]) == ABSENT
+    cache.check()
+
+
+def test_positions_whose_keys_call_the_manager_are_refused() -> None:
+    cache = POLICIES.resolve("lru")(4).native(4)
+    request_keys = cache.open_request()
+    store(cache, keys(0, 1), request_keys)
+
+    class Hostile:
+        def __hash__(self) -> int:
+            return hash(key(0))
+
+        def __eq__(self, other: object) -> bool:
+            cache.reset()
+            return False
+
+    positions: Any = {Hostile(): 1}
+    with pytest.raises(BlockStateError, match="called the manager"):
+        cache.end_request(request_keys, positions)
+    cache.check()
