@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from queue import Empty, SimpleQueue
-from threading import Event, Lock, Thread
+from threading import TIMEOUT_MAX, Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -281,7 +281,6 @@ class JobTier(Tier):
         self._orders: SimpleQueue[int | None] = SimpleQueue()
         self._fresh: SimpleQueue[tuple[int, SlotIndex | None, str]] = SimpleQueue()
         self._is_shut = False
-        self._may_close = False
         self._is_opened = Event()
         self._open_error: BaseException | None = None
         self._control = Thread(target=self._run_control, name=f"kvcache-{medium.lower()}-control", daemon=True)
@@ -496,7 +495,7 @@ class JobTier(Tier):
             self._is_shut = True
             self._reason = "shut down"
             self._state = "shut"
-        self._may_close = self._threads.close(_SHUTDOWN_S)
+        self._threads.close(_SHUTDOWN_S)
         self._orders.put(None)
         self._control.join(_SHUTDOWN_S)
 
@@ -726,8 +725,8 @@ class JobTier(Tier):
             else:
                 self._try("maintenance", self.maintain)
         self._try("maintenance", self.maintain)
-        # A thread that hangs still uses what would be closed.
-        if self._may_close:
+        # A thread that hangs still uses what would be closed, and `shutdown` does not wait for this one for ever.
+        if self._threads.close(TIMEOUT_MAX):
             self._try("close", self.close)
 
     def _try_clear(self, generation: int) -> int | None:

@@ -43,13 +43,27 @@ def payload(number):
 
 
 def write_until_killed(folder, first, pipe, draw):
-    """Store blocks and load older ones; say which are begun and which are done."""
+    """Store blocks and load older ones, and reset now and then; say which are begun, done and gone."""
     host_blocks, tier = open_tier(folder)
     free = list(range(NUM_JOBS))
     jobs, loading = {}, set()
     number = first
     os.write(pipe, b"R 0 0\n")
     while True:
+        if draw.random() < 0.02:
+            os.write(pipe, b"Y 0 %d\n" % (number - 1))
+            tier.reset()
+            # Written once `reset` has returned: from here on, a kill brings nothing back.
+            os.write(pipe, b"X 0 %d\n" % (number - 1))
+            while jobs or loading or tier.stats().unavailable_reason:
+                for result in tier.get_finished():
+                    if result.job_id is None:
+                        continue
+                    if result.job_id < 0:
+                        loading.discard(-result.job_id - 1)
+                    elif result.job_id in jobs:
+                        free.append(jobs.pop(result.job_id)[0])
+                time.sleep(0)
         while free:
             slot = free.pop()
             job_id = number + 1
@@ -91,8 +105,9 @@ def ranges(lines, letter):
 
 def run(folder, num_kills, seed):
     draw = random.Random(seed)
-    counts = dict.fromkeys(("kills", "begun", "done", "verified", "wrong", "missing", "above_capacity", "torn"), 0)
-    begun, done = [], set()
+    names = ("kills", "resets", "begun", "done", "verified", "wrong", "missing", "stale", "above_capacity", "torn")
+    counts = dict.fromkeys(names, 0)
+    begun, done, gone = [], set(), -1
     for _ in range(num_kills):
         reader, writer = os.pipe()
         first = len(begun)
@@ -115,14 +130,21 @@ def run(folder, num_kills, seed):
         begun_now = ranges(lines, "B")
         begun += begun_now
         done.update(ranges(lines, "D"))
+        resets = [int(line.split()[2]) for line in lines if line.startswith("X ") and line.endswith("\n")]
+        gone = max([gone, *resets])
+        counts["resets"] += len(resets)
         counts["kills"] += 1
         counts["above_capacity"] += directory_bytes(Path(folder)) > CAPACITY_BYTES
         host_blocks, tier = open_tier(folder)
         num_held = tier.stats().num_held
         counts["above_capacity"] += num_held > NUM_BLOCKS
         # Blocks that are being loaded are stepped over, and younger ones leave in their stead.
-        must_hold = {n for n in begun[-(NUM_BLOCKS - NUM_JOBS * LOAD_BLOCKS) :] if n in done}
+        must_hold = {n for n in begun[-(NUM_BLOCKS - NUM_JOBS * LOAD_BLOCKS) :] if n in done and n > gone}
+        if sum(line.startswith("Y ") for line in lines) > len(resets):
+            # Killed in `reset`: either is right.
+            must_hold.clear()
         held = [n for n in begun if tier.lookup([key_of(n)])]
+        counts["stale"] += sum(n <= gone for n in held)
         assert len(held) == num_held, "the tier holds blocks that were never begun"
         counts["missing"] += len(must_hold.difference(held))
         for start in range(0, len(held), len(host_blocks)):
