@@ -60,7 +60,7 @@ def make(tmp_path: Path) -> Iterator[Any]:
 def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="what_if"):
         make(what_if=1)
-    assert list((tmp_path / "pool").iterdir()) == []
+    assert [path for path in (tmp_path / "pool").rglob("*") if path.is_file()] == []
     # A tier that had stayed open would hold the folder's lock.
     assert make().get_stats() is not None
 
@@ -110,3 +110,11 @@ def test_blocks_that_came_from_disk_are_reported_as_such(make: Any) -> None:
     # Whoever asks later finds it in host memory.
     assert adapter.get_load_source(b"a1", request(adapter, "later")) is CacheHitSource.HOST
     adapter.complete_load(set(keys), context)
+
+
+def test_working_tiers_count_as_available(make: Any) -> None:
+    adapter = make()
+    serve(adapter, "a", keys_of("a", 2))
+    sent = adapter.get_stats().reduce()
+    assert (sent["vllm:kvcache_tiers_unavailable"], sent["vllm:kvcache_tier_num_held"]) == (0, 2)
+    assert (sent["vllm:kvcache_tier_corrupt_blocks"], sent["vllm:kvcache_tier_io_errors"]) == (0, 0)

@@ -26,6 +26,9 @@ from kvcache.request import ReqContext
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
 
+RESULTS = (LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT, LookupResult.RETRY)
+"""By the state of a key that a manager's `status` returns: absent, being written or promoted, ready, ask again."""
+
 
 class EngineRequest(ReqContext):
     """A request of the engine.
@@ -68,7 +71,6 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._manager = manager
         self._what_if_log = what_if_log
         self.metrics = MetricsSource()
-        self.needed_blocks = 0
         self._key_positions = release.key_positions
         self.sources: Any = None
         if release.load_source:
@@ -98,7 +100,6 @@ class KVCacheOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
         ours, keys = req_context.get_state(EngineRequest), list(keys)
         spec = self._manager.prepare_load(keys, ours)
-        self.needed_blocks += len(keys)
         ours.named += keys
         return spec
 
@@ -109,8 +110,6 @@ class KVCacheOffloadingManager(OffloadingManager):
         ours, keys = req_context.get_state(EngineRequest), list(keys)
         output = self._manager.prepare_store(keys, ours)
         if output is not None:
-            # A store that is refused is offered again, so it is not counted yet.
-            self.needed_blocks += len(keys)
             ours.named += keys
             self._manager.touch(ours.named, ours)
         return output
@@ -140,7 +139,7 @@ class KVCacheOffloadingManager(OffloadingManager):
             yield OffloadingEvent(keys=event.keys, medium=Medium.CPU, removed=event.removed)
 
     def get_stats(self) -> Any:
-        return self.metrics.changes(self._manager.stats(), self.needed_blocks)
+        return self.metrics.changes(self._manager.stats())
 
     def reset_cache(self) -> None:
         self._manager.reset_cache()

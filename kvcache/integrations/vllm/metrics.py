@@ -12,29 +12,16 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from kvcache.metrics import ManagerStats
+from kvcache.metrics import MANAGER_METRICS, ManagerStats
 from kvcache.tiering.controller import TierControllerStats
 
 # vLLM clears collectors of this prefix when an engine starts again in one process.
 _PREFIX = "vllm:kvcache_"
 
-_COUNTERS = {
-    "needed_blocks": "Blocks of requests that the engine did not hold itself: loaded, or computed and offered.",
-    "loaded_blocks": "Blocks loaded from host memory; divided by needed_blocks, over any window: the hit rate.",
-    "stored_blocks": "Blocks stored to host memory.",
-    "evicted_blocks": "Blocks that made room for others.",
-    "rejected_stores": "Stores refused because no room could be made.",
-    "failed_blocks": "Blocks whose store failed.",
-    "gated_blocks": "Blocks not stored because they were not offered often enough (store_threshold).",
-    "ignored_hints": "Retention hints in kv_transfer_params that made no sense.",
-}
-_GAUGES = {
-    "num_blocks": "Blocks that host memory holds.",
-    "num_free": "Blocks of host memory that hold nothing.",
-    "num_referenced": "Blocks being loaded now.",
-    "num_pending": "Blocks being stored now.",
-    "retained_blocks": "Blocks held at a raised priority.",
-}
+# What the engine asks key by key says little (it stops at the first miss), so look-ups are left out.
+_SHOWN = tuple(one for one in MANAGER_METRICS if one.name not in ("lookups", "looked_up_blocks", "hit_blocks"))
+_COUNTERS = {one.name: f"{one.help} {one.reading}".strip() for one in _SHOWN if one.kind == "counter"}
+_GAUGES = {one.name: one.help for one in _SHOWN if one.kind == "gauge"}
 # Sums over all tiers; they stay 0 without.
 _TIER_COUNTERS = {
     "tier_promoted_blocks": "Blocks that came back from a tier into host memory.",
@@ -77,17 +64,16 @@ class MetricsSource:
         self._last: dict[str, float] | None = None
 
     def changes(
-        self, stats: ManagerStats, needed_blocks: int, tiers: Sequence[TierControllerStats] = ()
+        self, stats: ManagerStats, tiers: Sequence[TierControllerStats] = ()
     ) -> OffloadingConnectorStats | None:
         """Return counters' increments and gauges' values, or None if nothing changed."""
         now: dict[str, float] = {field.name: getattr(stats, field.name) for field in fields(stats)}
-        now["needed_blocks"] = needed_blocks
         for name in _TIER_COUNTERS:
             attribute = name.removeprefix("tier_")
             now[name] = sum(getattr(tier.tier if name in _TIERS_OWN else tier, attribute) for tier in tiers)
         now["tier_num_held"] = sum(tier.tier.num_held for tier in tiers)
         now["tiers_unavailable"] = sum(
-            bool(tier.tier.unavailable_reason) or (tier.reads, tier.writes) != ("open", "open") for tier in tiers
+            bool(tier.tier.unavailable_reason) or (tier.reads, tier.writes) != ("closed", "closed") for tier in tiers
         )
         last, self._last = self._last, now
         if now == last:

@@ -16,11 +16,11 @@ import vllm
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 
-from kvcache.integrations.vllm.manager import EngineRequest, KVCacheOffloadingManager
+from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager
 from kvcache.integrations.vllm.releases import Release
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
-from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.manager import ASK_AGAIN, PENDING, TieredOffloadingManager
 from kvcache.transfer.host_pool import check_memory
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
 from kvcache.transfer.shared_pool import SharedHostPool
@@ -106,16 +106,11 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         ours = req_context.get_state(EngineRequest)
-        found = self._tiered.lookup(key, ours)
-        if found:
-            return LookupResult.HIT
-        is_coming = self._tiered.is_coming(key, ours)
-        if (is_coming or found is None) and self._tiered.policy.get(key) is None:
+        status = self._tiered.status(key, ours)
+        if status in (PENDING, ASK_AGAIN) and self._tiered.policy.get(key) is None:
             ours.promoted.add(key)
-        # A block known to be held counts as a hit, so that a sliding window's search ends at it.
-        if is_coming:
-            return LookupResult.HIT_PENDING
-        return LookupResult.RETRY if found is None else LookupResult.MISS
+        # A block known to be held is pending, which counts as a hit: a sliding window's search ends at it.
+        return RESULTS[status]
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         if self.sources is None or key not in req_context.get_state(EngineRequest).promoted:
@@ -128,7 +123,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
             yield OffloadingEvent(keys=event.keys, medium=medium, removed=event.removed)
 
     def get_stats(self) -> Any:
-        return self.metrics.changes(self._tiered.stats(), self.needed_blocks, self._tiered.tier_stats())
+        return self.metrics.changes(self._tiered.stats(), self._tiered.tier_stats())
 
     def has_pending_work(self) -> bool:
         return self._tiered.has_pending_work()
