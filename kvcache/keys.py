@@ -21,6 +21,24 @@ _FORMAT = b"kvcache.block-keys.1"
 _MAX_TOKEN_ID = (1 << 32) - 1
 
 
+def as_key_list(keys: Any) -> list[bytes]:
+    """Return an iterable of keys as a list: itself where it is one, and otherwise a new one.
+
+    Raises
+    ------
+    ValueError
+        It is one key, or no iterable.
+    """
+    if type(keys) is list:
+        return keys
+    if isinstance(keys, bytes | str):
+        raise ValueError(f"keys must be an iterable of keys, got one {type(keys).__name__}: {keys!r}")
+    try:
+        return list(keys)
+    except TypeError:
+        raise ValueError(f"keys must be an iterable of keys, got {keys!r}") from None
+
+
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     """Join a block hash and a KV-cache group index to a key.
 

@@ -69,9 +69,16 @@ class ReqContext:
     Notes
     -----
     A manager keeps what it must remember of a request in its context, so a context that is dropped is forgotten.
+
+    Attributes
+    ----------
+    positions : mapping of bytes to int, or None
+        Where in the prompt each key's block ends, in tokens, as far as the engine has said.
+    request_keys : dict
+        For pools only: which keys this request has named in each of them.
     """
 
-    __slots__ = ("__weakref__", "_positions", "_request_keys", "_state", "kv_transfer_params", "req_id", "retention")
+    __slots__ = ("__weakref__", "_state", "kv_transfer_params", "positions", "req_id", "request_keys", "retention")
 
     def __init__(
         self,
@@ -85,9 +92,8 @@ class ReqContext:
         self.kv_transfer_params = kv_transfer_params
         self.retention = retention
         self._state: dict[type, Any] | None = None
-        self._positions: dict[bytes, int] | None = None
-        # One request_keys (the keys this request named) per manager that the request met.
-        self._request_keys: dict[Any, Any] | None = None
+        self.positions: dict[bytes, int] | None = None
+        self.request_keys: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         return f"ReqContext(req_id={self.req_id!r})"
@@ -95,7 +101,7 @@ class ReqContext:
     def __getstate__(self) -> Any:
         state: Any = super().__getstate__()
         # A copy, perhaps in another process, is a request that no manager has met.
-        state[1]["_request_keys"] = None
+        state[1]["request_keys"] = {}
         return state
 
     def set_state(self, value: object) -> None:
@@ -115,13 +121,25 @@ class ReqContext:
                 end_token = index(end_token)
             except TypeError:
                 raise ValueError(f"end_token must be an int, got {end_token!r}") from None
-        if self._positions is None:
-            self._positions = {}
-        self._positions[key] = end_token
+        if self.positions is None:
+            self.positions = {}
+        self.positions[key] = end_token
+
+    def set_offload_key_positions(self, positions: dict[bytes, int]) -> None:
+        """Say where in the prompt the blocks of keys end, in tokens, in place of what was said before.
+
+        Parameters
+        ----------
+        positions : dict of bytes to int
+            Kept, not copied: what the caller adds to it later is known, too.
+        """
+        if not isinstance(positions, dict):
+            raise ValueError(f"positions must be a dict of keys to ints, got {positions!r}")
+        self.positions = positions
 
     def get_offload_key_position(self, key: bytes) -> int | None:
         """Return where in the prompt a key's block ends, in tokens, or None if unknown."""
-        return None if self._positions is None else self._positions.get(key)
+        return None if self.positions is None else self.positions.get(key)
 
 
 class HintReader:

@@ -22,7 +22,7 @@ def _id_array(name: str, values: Any) -> Int64Array:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be a one-dimensional sequence of integers, got {values!r}")
-    return array.astype(np.int64, copy=False)
+    return array.astype(np.int64)
 
 
 class LoadStoreSpec(ABC):
@@ -40,7 +40,7 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
     Parameters
     ----------
     block_ids : array_like of int
-        Kept as an int64 array, shape (n,).
+        Kept as an int64 array of their own, shape (n,).
 
     Raises
     ------

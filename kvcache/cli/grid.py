@@ -162,7 +162,8 @@ def run(
 
         compact = CompactTrace.spool(read(), trace.block_size, folder, options.sample, options.seed)
         serving = _serving(options, weights, compact)
-        grid = Grid(policies, capacities, stacks, Plan(options.split, options.store_threshold, num_shards, serving))
+        plan = Plan(options.split, options.store_threshold, num_shards, serving)
+        grid = Grid(policies, capacities, stacks, plan)
         wanted = grid.cells()
         found: dict[Job, Cell] = {}
         checkpoint = None

@@ -154,8 +154,8 @@ def replay(
         if is_grid or any(target is not None for target in (csv, plot, checkpoint, dask)):
             if data:
                 raise ValueError(
-                    f"--data replays one policy at one capacity, without --csv, --plot, --tier and --sample; got "
-                    f"{policy!r} and {len(capacities)} capacities"
+                    "--data replays one policy at one capacity, without --csv, --plot, --tier and --sample; "
+                    f"got {policy!r} and {len(capacities)} capacities"
                 )
             if what_if:
                 raise ValueError(f"--what-if is for one policy at one capacity, got {policy!r} and {len(capacities)}")

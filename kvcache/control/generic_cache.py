@@ -6,8 +6,13 @@ of their own that loop over rows.
 
 from __future__ import annotations
 
+import functools
+import gc
+import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.block import BlockStateError, BlockStatus
 from kvcache.policies.base import CachePolicy
@@ -16,8 +21,6 @@ from kvcache.specs import PrepareStoreOutput
 ABSENT, PENDING, READY = range(3)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvcache.specs import LoadStoreSpec
 
     Backend = Any  # kvcache.control.backend.Backend stands on a higher floor
@@ -33,6 +36,30 @@ class RequestKeys:
         self.keys: dict[bytes, None] = {}
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _atomic(operation: F) -> F:
+    """Let other threads wait, and finalizers too; what the policy or the backend calls back is refused."""
+
+    @functools.wraps(operation)
+    def guarded(self: GenericBlockCache, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            if self._is_busy:
+                raise BlockStateError(f"{operation.__name__} was called from within another operation of the cache")
+            was_on = gc.isenabled()
+            gc.disable()
+            self._is_busy = True
+            try:
+                return operation(self, *args, **kwargs)
+            finally:
+                self._is_busy = False
+                if was_on:
+                    gc.enable()
+
+    return guarded  # type: ignore[return-value]
+
+
 class GenericBlockCache:
     """The batch operations of a policy that has only its five primitives, over a backend's blocks.
 
@@ -42,14 +69,34 @@ class GenericBlockCache:
         Empty, and driven by nobody else from now on.
     backend : Backend
         Where blocks are allocated.
+    capacity : int
+        Blocks that both hold.
+    on_evicted : callable, optional
+        Called with the keys that an operation evicted before the policy or the backend made it fail; the operation
+        itself returns nothing then.
+
+    Notes
+    -----
+    Policy and backend may be anybody's code and raise anywhere. What is resident is known here, not asked of the
+    policy, and every operation leaves it whole: a key has its slot and counts once, or neither.
     """
 
-    def __init__(self, policy: CachePolicy, backend: Backend) -> None:
+    def __init__(
+        self,
+        policy: CachePolicy,
+        backend: Backend,
+        capacity: int,
+        on_evicted: Callable[[list[bytes]], None] = lambda keys: None,
+    ) -> None:
         self._policy = policy
         self._backend = backend
+        self._capacity = capacity
+        self._on_evicted = on_evicted
         self._resident: dict[bytes, BlockStatus] = {}
         self._withheld: dict[int, BlockStatus] = {}
         self._epoch = object()
+        self._lock = threading.RLock()
+        self._is_busy = False
         self._num_evictable = 0
         self.num_referenced = 0
         self.num_pending = 0
@@ -77,49 +124,53 @@ class GenericBlockCache:
     def advance(self, now_ns: int, max_raised: int) -> None:
         pass
 
+    @_atomic
     def match_prefix(self, keys: list[bytes], request_keys: RequestKeys | None, start: int = 0) -> int:
         if not 0 <= start <= len(keys):
             raise ValueError(f"start must be in 0..{len(keys)}, got {start}")
         for i in range(start, len(keys)):
-            if self.status_of(keys[i]) != READY:
+            if self._state_of(keys[i]) != READY:
                 return i
         return len(keys)
 
+    @_atomic
     def status_of(self, key: bytes) -> int:
+        return self._state_of(key)
+
+    @_atomic
+    def status(self, keys: list[bytes]) -> bytes:
+        return bytes([self._state_of(key) for key in keys])
+
+    def _state_of(self, key: bytes) -> int:
         _check_key(key)
-        block = self._policy.get(key)
+        block = self._resident.get(key)
         return ABSENT if block is None else READY if block.ref_cnt >= 0 else PENDING
 
-    def status(self, keys: list[bytes]) -> bytes:
-        return bytes([self.status_of(key) for key in keys])
-
+    @_atomic
     def locate(self, keys: list[bytes]) -> list[int]:
-        _check_keys(keys)
-        blocks = [self._policy.get(key) for key in keys]
-        return [-1 if block is None or block.ref_cnt < 0 else int(block.block_id) for block in blocks]
+        return [int(self._resident[key].block_id) if self._state_of(key) == READY else -1 for key in keys]
 
+    @_atomic
     def withhold(self, block_ids: Iterable[int]) -> None:
         """Every free block is allocated once, so that those wanted can be kept."""
         wanted = set(block_ids)
         free = self._backend.allocate_blocks([b"withheld-%d" % i for i in range(self.num_free)])
         found = {block.block_id: block for block in free}
         missing = wanted - found.keys()
-        kept = set() if missing else wanted
-        for block in reversed(free):
-            if block.block_id not in kept:
-                self._backend.free(block)
+        self._free(block for block in reversed(free) if missing or block.block_id not in wanted)
         if missing:
             raise BlockStateError(f"slots are not free: {sorted(missing)}")
         self._withheld.update((block_id, found[block_id]) for block_id in wanted)
 
+    @_atomic
     def give_back(self, block_ids: Iterable[int]) -> None:
         ids = list(dict.fromkeys(block_ids))
         missing = [block_id for block_id in ids if block_id not in self._withheld]
         if missing:
             raise BlockStateError(f"slots are not withheld: {missing}")
-        for block_id in ids:
-            self._backend.free(self._withheld.pop(block_id))
+        self._free([self._withheld.pop(block_id) for block_id in ids])
 
+    @_atomic
     def touch(self, keys: list[bytes], request_keys: RequestKeys | None) -> None:
         _check_keys(keys)
         if request_keys is None:
@@ -138,6 +189,7 @@ class GenericBlockCache:
             seen.update(dict.fromkeys(fresh))
         return len(fresh)
 
+    @_atomic
     def pin(self, keys: list[bytes], request_keys: RequestKeys | None) -> LoadStoreSpec:
         _check_keys(keys)
         blocks = []
@@ -155,6 +207,7 @@ class GenericBlockCache:
             block.ref_cnt += 1
         return spec
 
+    @_atomic
     def unpin(self, keys: list[bytes], request_keys: RequestKeys | None) -> None:
         _check_keys(keys)
         releases: Counter[bytes] = Counter()
@@ -169,55 +222,113 @@ class GenericBlockCache:
                 self.num_referenced -= 1
                 self._num_evictable += 1
 
+    @_atomic
     def reserve(
         self, keys: list[bytes], request_keys: RequestKeys | None, admit: bytearray | None
     ) -> PrepareStoreOutput | None:
         _check_keys(keys)
-        get, backend = self._policy.get, self._backend
         named: dict[bytes, bool] = {}
         for i, key in enumerate(keys):
             named.setdefault(key, admit is None or admit[i] == 1)
-        blocks = {key: get(key) for key in named}
+        blocks = {key: self._resident.get(key) for key in named}
         new = [key for key, admitted in named.items() if admitted and blocks[key] is None]
-        needed = len(new) - backend.get_num_free_blocks() if new else 0
+        needed = len(new) - self._backend.get_num_free_blocks() if new else 0
         protected = sum(block is not None and block.ref_cnt == 0 for block in blocks.values())
         if needed > 0 and needed > self._num_evictable - protected:
             return None
-        self.gated_blocks += sum(not admitted and blocks[key] is None for key, admitted in named.items())
         self._count(keys, request_keys)
-        victims: list[tuple[bytes, BlockStatus]] = []
-        if needed > 0:
-            answer = self._policy.evict(needed, set(named))
+        victims = self._evict(needed, named) if needed > 0 else {}
+        if victims is None:
+            return None
+        spec = self._replace(victims, new)
+        self.gated_blocks += sum(not admitted and blocks[key] is None for key, admitted in named.items())
+        return PrepareStoreOutput(new, spec, list(victims))
+
+    def _evict(self, needed: int, protected: dict[bytes, bool]) -> dict[bytes, BlockStatus] | None:
+        """Have the policy choose `needed` victims, and make sure that they may leave; None: it has found too few."""
+        try:
+            answer = self._policy.evict(needed, set(protected))
             if answer is None:
                 return None
-            self._check_victims(needed, named, answer)
-            victims = answer
-        for key, block in victims:
-            del self._resident[key]
-            self._num_evictable -= 1
-            backend.free(block)
-        allocated = backend.allocate_blocks(new) if new else []
-        if len(allocated) != len(new):
-            for block in allocated:
-                backend.free(block)
-            raise BlockStateError(f"backend allocated {len(allocated)} blocks, {len(new)} were asked for")
-        try:
-            spec = backend.get_load_store_spec(new, allocated)
+            victims = dict(answer)
+            fault = self._fault_of(needed, protected, len(answer), victims)
         except BaseException:
-            for block in allocated:
-                backend.free(block)
+            self._put_back()
             raise
-        for key, block in zip(new, allocated, strict=True):
-            self._policy.insert(key, block)
-            self._resident[key] = block
-        self.num_pending += len(new)
-        return PrepareStoreOutput(new, spec, [key for key, _ in victims])
+        if fault is not None:
+            self._put_back()
+            raise BlockStateError(f"{type(self._policy).__name__}.evict {fault}")
+        return victims
 
+    def _fault_of(
+        self, needed: int, protected: dict[bytes, bool], num_answered: int, victims: dict[bytes, BlockStatus]
+    ) -> str | None:
+        fault = None
+        if num_answered != needed or len(victims) != needed:
+            fault = f"returned {num_answered} victims, exactly {needed} different ones were asked for"
+        for key, block in victims.items():
+            if self._resident.get(key) is not block:
+                fault = f"returned a block that is not in the cache: {key!r}"
+            elif block.ref_cnt != 0 or key in protected:
+                fault = f"returned a block that must stay: {key!r}, {block!r}"
+            elif self._policy.get(key) is not None:
+                fault = f"returned a block that it still holds: {key!r}"
+        return fault
+
+    def _put_back(self) -> None:
+        """Give the policy what it lost without leave, named or not, so that a faulty plug-in loses nobody's data."""
+        for key, block in self._resident.items():
+            with suppress(Exception):
+                if self._policy.get(key) is None:
+                    self._policy.insert(key, block)
+
+    def _replace(self, victims: dict[bytes, BlockStatus], new: list[bytes]) -> LoadStoreSpec:
+        """Give the victims' slots back and take in the new keys; all of them, or none and the victims are reported."""
+        allocated: list[BlockStatus] = []
+        inserted: list[bytes] = []
+        for key in victims:
+            del self._resident[key]
+        self._num_evictable -= len(victims)
+        try:
+            self._free(victims.values())
+            if new:
+                allocated = self._backend.allocate_blocks(new)
+            if len(allocated) != len(new):
+                raise BlockStateError(f"backend allocated {len(allocated)} blocks, {len(new)} were asked for")
+            spec: LoadStoreSpec = self._backend.get_load_store_spec(new, allocated)
+            for key, block in zip(new, allocated, strict=True):
+                inserted.append(key)
+                self._policy.insert(key, block)
+        except BaseException:
+            for key in inserted:
+                with suppress(Exception):
+                    self._policy.remove(key)
+            with suppress(Exception):
+                self._free(allocated)
+            if victims:
+                self._on_evicted(list(victims))
+            raise
+        self._resident.update(zip(new, allocated, strict=True))
+        self.num_pending += len(new)
+        return spec
+
+    def _free(self, blocks: Iterable[BlockStatus]) -> None:
+        """Free every block, and raise the backend's first error afterwards."""
+        fault: Exception | None = None
+        for block in blocks:
+            try:
+                self._backend.free(block)
+            except Exception as error:
+                fault = fault or error
+        if fault is not None:
+            raise fault
+
+    @_atomic
     def commit(self, keys: list[bytes], request_keys: RequestKeys | None) -> list[bytes]:
         _check_keys(keys)
         ready = []
         for key in keys:
-            block = self._policy.get(key)
+            block = self._resident.get(key)
             if block is not None and block.ref_cnt < 0:
                 block.ref_cnt = 0
                 ready.append(key)
@@ -225,23 +336,41 @@ class GenericBlockCache:
         self._num_evictable += len(ready)
         return ready
 
+    @_atomic
     def abort(self, keys: list[bytes], request_keys: RequestKeys | None) -> int:
         _check_keys(keys)
-        num_dropped = 0
-        for key in keys:
-            block = self._policy.get(key)
-            if block is not None and block.ref_cnt < 0:
+        fault: Exception | None = None
+        dropped: list[BlockStatus] = []
+        for key in dict.fromkeys(keys):
+            block = self._resident.get(key)
+            if block is None or block.ref_cnt >= 0:
+                continue
+            try:
                 self._policy.remove(key)
-                del self._resident[key]
-                self._backend.free(block)
-                num_dropped += 1
-        self.num_pending -= num_dropped
-        return num_dropped
+            except Exception as error:
+                fault = fault or error
+                if self._holds(key):
+                    continue  # it stays as it was, being written
+            del self._resident[key]
+            dropped.append(block)
+        self.num_pending -= len(dropped)
+        self._free(dropped)
+        if fault is not None:
+            raise fault
+        return len(dropped)
 
+    def _holds(self, key: bytes) -> bool:
+        try:
+            return self._policy.get(key) is not None
+        except Exception:
+            return True
+
+    @_atomic
     def reorder(self, request_keys: RequestKeys, positions: dict[bytes, int] | None) -> None:
         # Each time all of it: five primitives cannot put a block behind another.
-        self.end_request(request_keys, positions)
+        self._order_used(request_keys, positions)
 
+    @_atomic
     def end_request(
         self, request_keys: RequestKeys, positions: dict[bytes, int] | None, use_positions: bool = False
     ) -> None:
@@ -249,48 +378,39 @@ class GenericBlockCache:
             by_position = sorted(positions, key=positions.__getitem__)
             _check_keys(by_position)
             self._count(by_position, request_keys)
+        self._order_used(request_keys, positions)
+
+    def _order_used(self, request_keys: RequestKeys, positions: dict[bytes, int] | None) -> None:
         keys = list(self._keys_of(request_keys))
         self._policy.order(keys if positions is None else sorted_by_position(keys, positions))
 
+    @_atomic
     def reset(self) -> None:
+        policy = self._policy
+        try:
+            policy.clear()
+        except Exception:
+            # Not written, or it failed: a fresh instance remembers nothing either.
+            try:
+                policy = type(policy)(self._capacity)
+            except BaseException:
+                self._put_back()
+                raise
         resident, self._resident = self._resident, {}
         withheld, self._withheld = self._withheld, {}
         self._epoch = object()
-        for block in (*resident.values(), *withheld.values()):
-            self._backend.free(block)
-        self._backend.reset()
-        try:
-            self._policy.clear()
-        except NotImplementedError:
-            self._policy = type(self._policy)(self._policy.cache_capacity)
+        self._policy = policy
         self._num_evictable = self.num_referenced = self.num_pending = 0
+        try:
+            self._free([*resident.values(), *withheld.values()])
+        finally:
+            self._backend.reset()
 
     def _known(self, key: bytes) -> BlockStatus:
-        block = self._policy.get(key)
+        block = self._resident.get(key)
         if block is None:
             raise KeyError(f"block is not in the cache: {key!r}")
         return block
-
-    def _check_victims(
-        self, needed: int, protected: dict[bytes, bool], victims: list[tuple[bytes, BlockStatus]]
-    ) -> None:
-        fault = None
-        if len(victims) != needed or len(dict(victims)) != needed:
-            fault = f"returned {len(victims)} victims, exactly {needed} different ones were asked for"
-        for key, block in victims:
-            if self._resident.get(key) is not block:
-                fault = f"returned a block that is not in the cache: {key!r}"
-            elif block.ref_cnt != 0 or key in protected:
-                fault = f"returned a block that must stay: {key!r}, {block!r}"
-            elif self._policy.get(key) is not None:
-                fault = f"returned a block that it still holds: {key!r}"
-        if fault is None:
-            return
-        # What it let go goes back in, named or not, so that a faulty plug-in loses nobody's data.
-        for key, block in self._resident.items():
-            if self._policy.get(key) is None:
-                self._policy.insert(key, block)
-        raise BlockStateError(f"{type(self._policy).__name__}.evict {fault}")
 
 
 def sorted_by_position(keys: list[bytes], positions: dict[bytes, int]) -> list[bytes]:

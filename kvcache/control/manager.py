@@ -28,7 +28,8 @@ class OffloadingManager(ABC):
     -----
     Wherever `keys` are asked for, any iterable of keys will do (it is consumed once); a list is the fast path.
     Errors, all checked before anything changes: ValueError for a bad argument, KeyError for an unknown key,
-    BlockStateError for a wrong reference count or state.
+    BlockStateError for a wrong reference count or state. A subclass must write `lookup`, `prepare_load` and
+    `prepare_store`; the rest has defaults.
     """
 
     block_size: int
@@ -36,7 +37,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
-        """Say whether one key, or how many leading ones of a list or tuple, are offloaded and ready.
+        """Return whether one key, or how many leading ones of a list or tuple, are offloaded and ready.
 
         Parameters
         ----------
@@ -44,6 +45,8 @@ class OffloadingManager(ABC):
             One key, or a request's keys in prefix order.
         req_context : ReqContext, optional
             The request.
+        key
+            Keyword, in place of `keys`: what engines call one key. Managers of this package take it.
 
         Returns
         -------
@@ -62,12 +65,10 @@ class OffloadingManager(ABC):
             A key is unknown, or its block is not ready; no reference has been taken.
         """
 
-    @abstractmethod
-    def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
+    def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
         """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent."""
 
-    @abstractmethod
-    def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
+    def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
         """Give back the references that `prepare_load` took.
 
         Raises
@@ -86,31 +87,38 @@ class OffloadingManager(ABC):
             None: there is no room, and nothing has changed.
         """
 
-    @abstractmethod
-    def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
+    def complete_store(  # noqa: B027
+        self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True
+    ) -> None:
         """Make written blocks ready, or drop them if `success` is False; unknown keys are ignored."""
 
-    @abstractmethod
     def stats(self) -> ManagerStats:
-        """Return counters since start and gauges now."""
+        """Return counters since start and gauges now; all 0 where a manager counts nothing."""
+        return ManagerStats()
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Yield the events since the last call, each once."""
         return iter(())
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Hear of a new request, and say how its blocks are offloaded."""
+        """Called when a request begins; return how its blocks are offloaded."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """Hear of a request's end."""
+        """Called when a request has ended."""
 
     def on_schedule_end(self) -> None:  # noqa: B027
-        """Hear of the end of a scheduler step."""
+        """Called at the end of a scheduler step."""
 
-    @abstractmethod
     def reset_cache(self) -> None:
-        """Forget everything; the caller has drained or dropped older jobs."""
+        """Forget everything; the caller has drained or dropped older jobs.
+
+        Raises
+        ------
+        NotImplementedError
+            This manager cannot: stale blocks must not pass for forgotten ones.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 
     def shutdown(self) -> None:  # noqa: B027
         """Release resources."""

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.core.policy_adapter import PolicyAdapter
+from kvcache.core.sampler import pass_requests
 from kvcache.replay.keys import KeyMaker, split_block_size
 from kvcache.replay.optimum import optimal_hits
 from kvcache.replay.run import Replay, ReplayClock
 from kvcache.replay.serving import Flow, Serving, price_of, weigh
 
 if TYPE_CHECKING:
-    from kvcache.control.manager import OffloadingManager
+    from kvcache.policies.base import CachePolicy
     from kvcache.replay.compact import CompactTrace
     from kvcache.replay.requests import Int64Array
+    from kvcache.tiering.manager import TieredOffloadingManager
 
 OPTIMUM = "min"
 """The name of the offline optimum, which stands among the policies of a grid and serves nobody."""
@@ -179,7 +182,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
 
         tiers = [min(_scaled(blocks, trace.rate) or 1, most) for blocks in job.tiers]
         simulated = SimulatedTieredManager(block_size, min(num_blocks, most), tiers, job.policy, **options)
-        manager: OffloadingManager = simulated
+        manager: CPUOffloadingManager | TieredOffloadingManager = simulated
         below = simulated.simulated
     else:
         manager = CPUOffloadingManager(block_size, min(num_blocks, most), job.policy, **options)
@@ -187,10 +190,16 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
     needs_flow = plan.serving is not None and trace.rate == 1
     # Per request: hits, blocks stored, and of each tier blocks loaded and stored, since the start.
     counts = np.zeros((len(trace) + 1 if needs_flow else 1, 3 + 2 * len(below)), dtype=np.int64)
-    done, tally = 0, replay.tally
-    for number, request in enumerate(trace, 1):
+    # A whole trace is replayed to the letter; of a sample, the requests that name nothing only pass the time.
+    steps = trace.filled() if trace.rate < 1 else ((1, request) for request in trace)
+    policies = [manager.policy, *(tier.policy for tier in below)]
+    done, number, tally = 0, 0, replay.tally
+    for gap, request in steps:
+        number += gap
         if number % _PROGRESS_REQUESTS == 0:
             report(done)
+        if gap > 1:
+            _pass(policies, gap - 1)
         replay.step(request, make_keys(request.hash_ids))
         done += len(request.hash_ids)
         if needs_flow:
@@ -198,6 +207,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
             counts[number] = row + [count for tier in below for count in (tier.loaded_blocks, tier.stored_blocks)]
     counted = tally.as_dict()
     del counted["loaded_blocks"]
+    counted["requests"] = len(trace)
     serving = None
     if plan.serving is not None and needs_flow:
         moved = np.diff(counts, axis=0)
@@ -215,6 +225,13 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
         hits = [tally.hit_blocks - sum(lower), *lower]
         serving = {"media": [{"hit_blocks": count} for count in hits]}
     return Cell(job.policy, job.num_blocks, **counted, serving=serving)
+
+
+def _pass(policies: Sequence[CachePolicy], num_requests: int) -> None:
+    """Let clocks that count requests run on, for requests that name nothing."""
+    for policy in policies:
+        if isinstance(policy, PolicyAdapter):
+            pass_requests(policy, num_requests)
 
 
 def _optimum(

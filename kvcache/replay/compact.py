@@ -185,6 +185,23 @@ class CompactTrace:
                 yield Request(self.ids[bounds[i] : bounds[i + 1]], length, 0, arrivals[i])
             give_back(self.ids)
 
+    def filled(self) -> Iterator[tuple[int, Request]]:
+        """Yield each request that names a block, and how many came since the one before, itself included.
+
+        Of a sample most name none, and there a loop over all of them would take longer than what it is for.
+        """
+        previous = -1
+        for first, last in self.pieces():
+            bounds = np.asarray(self.bounds[first : last + 1])
+            numbers = np.flatnonzero(np.diff(bounds))
+            begins, ends = bounds[numbers].tolist(), bounds[numbers + 1].tolist()
+            lengths = self.input_lengths[first + numbers].tolist()
+            arrivals = self.arrivals_s[first + numbers].tolist()
+            for i, number in enumerate((first + numbers).tolist()):
+                yield number - previous, Request(self.ids[begins[i] : ends[i]], lengths[i], 0, arrivals[i])
+                previous = number
+            give_back(self.ids)
+
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield the first request and the one behind the last of pieces of about 262,144 ids."""
         first = 0

@@ -260,6 +260,10 @@ def _check_memory(needs: Mapping[Job, int], max_memory_bytes: int | None) -> Non
         )
 
 
+def _asks_the_future(jobs: Sequence[Job]) -> bool:
+    return any(job.policy == OPTIMUM for job in jobs)
+
+
 def _work_of(job: Job) -> float:
     return _OPTIMUM_WORK if job.policy == OPTIMUM else _TIERED_WORK if job.tiers else 1.0
 
@@ -269,7 +273,7 @@ def _run_here(
 ) -> Iterator[tuple[Job, Cell]]:
     work = np.cumsum([0.0, *map(_work_of, jobs)])
     nexts: Int64Array | None = None
-    if plan.num_shards == 1 and any(job.policy == OPTIMUM for job in jobs):
+    if plan.num_shards == 1 and _asks_the_future(jobs):
         nexts, _ = next_uses(trace)
     for i, job in enumerate(jobs):
 
@@ -303,7 +307,7 @@ def _run_processes(
     else:
         trace.save(folder)
     distinct = len(trace.ids)
-    if plan.num_shards == 1 and (len(trace.ids) > _MANY_IDS or any(job.policy == OPTIMUM for job in jobs)):
+    if plan.num_shards == 1 and (len(trace.ids) > _MANY_IDS or _asks_the_future(jobs)):
         sort_bytes = None if max_memory_bytes is None else max_memory_bytes // 2
         nexts, distinct = next_uses(CompactTrace.load(folder), folder, sort_bytes)
         del nexts
@@ -362,7 +366,7 @@ def _run_shared(folder: Path, job: Job, plan: Plan, slot: int) -> Cell:
 
     trace = CompactTrace.load(folder)
     nexts = folder / "nexts.npy"
-    known = np.load(nexts, mmap_mode="r") if job.policy == OPTIMUM and nexts.exists() and len(trace.ids) else None
+    known = np.load(nexts, mmap_mode="r") if nexts.exists() and len(trace.ids) else None
     cell = run_job(trace, job, plan, progressed, known)
     done[slot] = len(trace.ids)
     return cell
@@ -371,4 +375,8 @@ def _run_shared(folder: Path, job: Job, plan: Plan, slot: int) -> Cell:
 def facts_of(grid: Grid) -> Mapping[str, Any]:
     """Return what tells cells of one grid from those of another, but for policy and capacities."""
     plan = grid.plan
-    return {"split": plan.split, "store_threshold": plan.store_threshold, "num_shards": plan.num_shards}
+    return {
+        "split": plan.split,
+        "store_threshold": plan.store_threshold,
+        "num_shards": plan.num_shards,
+    }

@@ -15,6 +15,7 @@ from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier, TierResult, TierStats
 
 if TYPE_CHECKING:
+    from kvcache.policies.base import CachePolicy
     from kvcache.request import ReqContext
 
 # As in a replay over a real disk: what a step has to write is under way at once.
@@ -42,6 +43,11 @@ class SimulatedTier(Tier):
         self._ended: list[TierResult] = []
         self.loaded_blocks = 0
         self.stored_blocks = 0
+
+    @property
+    def policy(self) -> CachePolicy:
+        """What says which block leaves."""
+        return self._index.policy
 
     def lookup(self, keys: list[bytes]) -> int:
         found: int = self._index.lookup(keys)

@@ -54,6 +54,8 @@ class ReferenceManager(OffloadingManager):
     def reset_cache(self) -> None:
         self.named.clear()
         self.policy = self.policy_class(self.num_blocks)
+        if self.events is not None:
+            self.events.clear()
         self.gate = ReferenceGate(self.store_threshold, self.max_tracker_size)
         self.blocks: dict[bytes, BlockStatus] = {}
         self.in_use: set[bytes] = set()  # being written or read: not to be evicted
@@ -93,7 +95,7 @@ class ReferenceManager(OffloadingManager):
         for key in keys:
             self.blocks[key].ref_cnt += 1
             self.in_use.add(key)
-        self.counts.update(loaded_blocks=len(keys))
+        self.counts.update(loaded_blocks=len(keys), needed_blocks=len(keys))
         return self._spec(keys)
 
     def complete_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
@@ -113,7 +115,9 @@ class ReferenceManager(OffloadingManager):
 
     def prepare_store(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
         _check_context(req_context)
-        keys = list(dict.fromkeys(_checked(keys)))
+        keys = _checked(keys)
+        num_offered = len(keys)
+        keys = list(dict.fromkeys(keys))
         absent = [key for key in keys if key not in self.blocks]
         admitted = self.gate.admitted(keys)
         to_store = [key for key in absent if key in admitted]
@@ -136,7 +140,9 @@ class ReferenceManager(OffloadingManager):
             self.in_use.add(key)
             self.policy.insert(key, block)
         evicted = [key for key, _ in victims]
-        self.counts.update(gated_blocks=len(absent) - len(to_store), evicted_blocks=len(evicted))
+        self.counts.update(
+            gated_blocks=len(absent) - len(to_store), evicted_blocks=len(evicted), needed_blocks=num_offered
+        )
         self._tell(evicted, removed=True)
         return PrepareStoreOutput(to_store, self._spec(to_store), evicted)
 

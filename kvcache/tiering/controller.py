@@ -103,6 +103,11 @@ class HostBudget:
     max_blocks: int
     num_used: int = 0
 
+    @property
+    def num_left(self) -> int:
+        """Blocks that more jobs may have."""
+        return self.max_blocks - self.num_used
+
 
 @dataclass(slots=True, eq=False)
 class TierJob:
@@ -205,7 +210,7 @@ class TierController:
     @property
     def _room(self) -> int:
         num_used = self._num_loading + self._num_storing
-        return min(self._max_blocks - num_used, self._budget.max_blocks - self._budget.num_used)
+        return min(self._max_blocks - num_used, self._budget.num_left)
 
     @property
     def has_reports(self) -> bool:
@@ -251,7 +256,9 @@ class TierController:
         """Note a use, for the tier to be told before the next job is sent to it."""
         if self.dirty is not None:
             self.dirty.touch(keys)
-        self._uses.append((keys, req_context))
+        # The last keys first: the first ones must be the most recent in the end.
+        for last in range(len(keys), 0, -MAX_STEP_BLOCKS):
+            self._uses.append((keys[max(0, last - MAX_STEP_BLOCKS) : last], req_context))
 
     def end_request(self, req_context: ReqContext) -> None:
         """Note a request's end, for the tier to be told after what it used."""

@@ -56,6 +56,10 @@ class BlockPool:
         return self._cache.match_prefix(keys, self.manager._request_keys_of(req_context))
 
     def status(self, keys: list[bytes]) -> bytes:
+        status = getattr(self._cache, "status", None)
+        if status is not None:
+            found: bytes = status(keys)
+            return found
         get = self.manager.policy.get
         return bytes(0 if block is None else 1 + block.is_ready for block in map(get, keys))
 
@@ -93,7 +97,8 @@ class BlockPool:
         request_keys = None if is_move else self.manager._request_keys_of(req_context)
         ready = self._cache.commit(keys, request_keys)
         if not is_move:
-            self.manager._stored_blocks += len(ready)
+            name = "stored_blocks" if hasattr(self.manager, "stored_blocks") else "_stored_blocks"
+            setattr(self.manager, name, getattr(self.manager, name) + len(ready))
         if self.events is not None:
             self.events.add(ready, self.medium, False)
         return ready
@@ -115,6 +120,10 @@ class BlockPool:
     def withhold(self, block_ids: list[int]) -> None:
         if not block_ids:
             return
+        withhold = getattr(self._cache, "withhold", None)
+        if withhold is not None:
+            withhold(block_ids)
+            return
         names = [b"stuck-%d" % i for i in range(self.num_blocks)]
         output = self._cache.reserve(names, None, None)
         assert output is not None
@@ -124,6 +133,10 @@ class BlockPool:
         self._cache.abort([self._names[i] for i in range(self.num_blocks - 1, -1, -1) if i not in kept], None)
 
     def give_back(self, block_ids: list[int]) -> None:
+        give_back = getattr(self._cache, "give_back", None)
+        if give_back is not None:
+            give_back(block_ids)
+            return
         self._cache.abort([self._names[i] for i in block_ids], None)
 
     def take_events(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:

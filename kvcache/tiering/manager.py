@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.events import OffloadingEvent
+from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats
 from kvcache.options import check_seconds
 from kvcache.request import ReqContext, RequestOffloadingContext
@@ -45,7 +46,7 @@ from kvcache.tiering.controller import (
 )
 from kvcache.tiering.host_pool import BlockPool
 from kvcache.tiering.log_limiter import LogLimiter
-from kvcache.tiering.pending import PendingRequests
+from kvcache.tiering.pending import PendingRequest, PendingRequests
 from kvcache.tiering.tier import Tier, TierResult
 
 if TYPE_CHECKING:
@@ -130,8 +131,10 @@ class TieredOffloadingManager(OffloadingManager):
             if not (len(pair) == 2 and isinstance(pair[0], Tier) and isinstance(pair[1], TierConfig)):
                 raise ValueError(f"tiers must be Tier or (Tier, TierConfig), got {pair!r}")
         # Jobs that dead tiers never report may cost three quarters of the host pool, never all of it.
-        budget = HostBudget(max(1, 3 * num_blocks // 4))
-        self.controllers = [TierController(tier, config, num_blocks, len(pairs), budget) for tier, config in pairs]
+        self._budget = HostBudget(max(1, 3 * num_blocks // 4))
+        self.controllers = [
+            TierController(tier, config, num_blocks, len(pairs), self._budget) for tier, config in pairs
+        ]
         self._selective = [one for one in self.controllers if one.config.write_policy == "write_through_selective"]
         self._pending = PendingRequests(self._pool, deadline_s, MAX_STEP_BLOCKS)
         self._job_ids = count(1)
@@ -151,7 +154,7 @@ class TieredOffloadingManager(OffloadingManager):
         if isinstance(keys, bytes):
             answer = self._answer([keys], req_context)
             return None if answer is None else answer == 1
-        return self._answer(_key_list(keys), req_context)
+        return self._answer(as_key_list(keys), req_context)
 
     def status(self, key: bytes, req_context: ReqContext | None = None) -> int:
         """Look one key up and return its state: ABSENT 0, PENDING 1, READY 2 or ASK_AGAIN 3.
@@ -176,7 +179,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self._pending.wants(req_context, key) or self._pool.status([key]) != b"\0"
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
-        keys = _key_list(keys)
+        keys = as_key_list(keys)
         if self._is_draining and keys:
             raise KeyError(f"block is not in the cache: {keys[0]!r}")
         spec = self._pool.pin(keys, req_context)
@@ -188,17 +191,17 @@ class TieredOffloadingManager(OffloadingManager):
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         if self._is_draining:
             return
-        keys = _key_list(keys)
+        keys = as_key_list(keys)
         self._pool.touch(keys, req_context)
         self._note_use(keys, req_context)
 
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        self._pool.unpin(_key_list(keys), req_context)
+        self._pool.unpin(as_key_list(keys), req_context)
 
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
         if self._is_draining:
             return None
-        keys = _key_list(keys)
+        keys = as_key_list(keys)
         output = self._pool.reserve(keys, req_context)
         if output is not None:
             self._note_evicted(output.evicted_keys)
@@ -208,7 +211,7 @@ class TieredOffloadingManager(OffloadingManager):
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         if isinstance(req_context, bool):
             success, req_context = req_context, None
-        keys = _key_list(keys)
+        keys = as_key_list(keys)
         if self._promoting:
             # What a tier is reading into is not the engine's to make ready.
             keys = [key for key in keys if key not in self._promoting]
@@ -386,44 +389,67 @@ class TieredOffloadingManager(OffloadingManager):
     def _promote(self, now_s: float) -> None:
         num_left = MAX_STEP_BLOCKS
         for request in self._pending.wanting():
-            for controller, keys in request.runs(num_left):
-                if not controller.may_load(now_s):
-                    request.try_now(keys)
-                    continue
-                for first in range(0, len(keys), _MAX_JOB_BLOCKS):
-                    batch = keys[first : min(first + _MAX_JOB_BLOCKS, first + controller.load_room)]
-                    if not batch:
-                        break
-                    num_left -= len(batch)
-                    request.try_now(batch)
-                    self._promote_batch(controller, batch, request.req_context, now_s)
             if num_left <= 0:
                 break
+            batch = self._next_batch(request, num_left, now_s)
+            num_left -= len(batch)
+            absent = []
+            for key in batch:
+                job = self._promoting.get(key)
+                if job is None:
+                    absent.append(key)
+                else:
+                    job.waiters.add(request.req_context)
+            output = self._pool.reserve_leading(absent) if absent else None
+            if output is None:
+                continue
+            self._note_evicted(output.evicted_keys)
+            block_of = dict(zip(output.keys_to_store, _block_ids(output.store_spec), strict=True))
+            by_controller: dict[TierController, list[bytes]] = {}
+            for key in block_of:
+                by_controller.setdefault(batch[key], []).append(key)
+            for controller, keys in by_controller.items():
+                for first in range(0, len(keys), _MAX_JOB_BLOCKS):
+                    part = keys[first : first + _MAX_JOB_BLOCKS]
+                    self._load(controller, part, [block_of[key] for key in part], request.req_context, now_s)
 
-    def _promote_batch(
-        self, controller: TierController, keys: list[bytes], req_context: ReqContext | None, now_s: float
+    def _next_batch(self, request: PendingRequest, num_left: int, now_s: float) -> dict[bytes, TierController]:
+        """Take the first wanted keys that there is room for; what no tier may be asked for is given up."""
+        rooms: dict[TierController, int] = {}
+        batch: dict[bytes, TierController] = {}
+        given_up: list[bytes] = []
+        num_left = min(num_left, self._budget.num_left)
+        for key, controller in request.wanted.items():
+            room = rooms.get(controller)
+            if room is None:
+                room = controller.load_room if controller.may_load(now_s) else -1
+            if room < 0:
+                given_up.append(key)
+                rooms[controller] = -1
+                continue
+            if room == 0 or len(batch) >= num_left:
+                break
+            rooms[controller] = room - 1
+            batch[key] = controller
+        request.try_now([*given_up, *batch])
+        return batch
+
+    def _load(
+        self,
+        controller: TierController,
+        keys: list[bytes],
+        block_ids: list[int],
+        req_context: ReqContext | None,
+        now_s: float,
     ) -> None:
-        absent = []
-        for key in keys:
-            job = self._promoting.get(key)
-            if job is None:
-                absent.append(key)
-            else:
-                job.waiters.add(req_context)
-        output = self._pool.reserve_leading(absent) if absent else None
-        if output is None:
-            return
-        self._note_evicted(output.evicted_keys)
-        stored = output.keys_to_store
-        if not stored:
-            return
         deadline_s = now_s + controller.config.deadline_s
-        job = TierJob(next(self._job_ids), controller, True, stored, _block_ids(output.store_spec), deadline_s)
+        job = TierJob(next(self._job_ids), controller, True, keys, block_ids, deadline_s)
         job.waiters.add(req_context)
-        if controller.send(job):
-            self._promoting.update(dict.fromkeys(stored, job))
+        # A tier that is being tried again gets one job only.
+        if controller.may_load(now_s) and controller.send(job):
+            self._promoting.update(dict.fromkeys(keys, job))
         else:
-            self._pool.abort(stored, is_move=True)
+            self._pool.abort(keys, is_move=True)
 
     def _end_promotion(self, job: TierJob, result: TierResult) -> None:
         for key in job.keys:
@@ -599,14 +625,3 @@ class _SteadyClock:
 def _block_ids(spec: LoadStoreSpec) -> list[int]:
     ids: list[int] = cast("BlockIDsLoadStoreSpec", spec).block_ids.tolist()
     return ids
-
-
-def _key_list(keys: Any) -> list[bytes]:
-    if type(keys) is list:
-        return keys
-    if isinstance(keys, bytes | str):
-        raise ValueError(f"keys must be an iterable of keys, got one {type(keys).__name__}: {keys!r}")
-    try:
-        return list(keys)
-    except TypeError:
-        raise ValueError(f"keys must be an iterable of keys, got {keys!r}") from None

@@ -37,15 +37,6 @@ class PendingRequest:
         self.prefix: list[bytes] = []
         self.is_over = False
 
-    def runs(self, max_blocks: int) -> list[tuple[TierController, list[bytes]]]:
-        """Return the first wanted keys in order, cut into runs of one tier each."""
-        runs: list[tuple[TierController, list[bytes]]] = []
-        for _, (key, controller) in zip(range(max_blocks), self.wanted.items(), strict=False):
-            if not runs or runs[-1][0] is not controller:
-                runs.append((controller, []))
-            runs[-1][1].append(key)
-        return runs
-
     def try_now(self, keys: list[bytes]) -> None:
         """Note that the promotion of wanted keys is tried now, or never will be."""
         self.tried.update(keys)

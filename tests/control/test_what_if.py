@@ -198,8 +198,8 @@ def test_full_log_at_the_lowest_rate_forgets_the_oldest_half() -> None:
 def test_window_warms_up_before_it_counts() -> None:
     manager = CPUOffloadingManager(16, 100, what_if=1024)
     found = what_if_of(manager, [[key(number) for number in range(8)]] * 300)
-    assert manager._sampler is not None
-    assert manager._sampler.is_window
+    assert isinstance(manager.observer, Sampler)
+    assert manager.observer.is_window
     assert all(ratios == (1.0,) * 6 for ratios in found.hit_ratios.values())
 
 
@@ -389,9 +389,13 @@ def test_trails_that_hide_their_keys_are_refused() -> None:
         def open_request(self) -> object:
             return object()
 
-    assert sampler_for(False, 10, BlockCache()) is None  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="request_keys has `keys`, got object"):
-        sampler_for(True, 10, BlockCache())  # type: ignore[arg-type]
+    class Hiding(ReferenceLRU):
+        def native(self, num_blocks: int) -> Any:
+            return BlockCache()
+
+    assert sampler_for(False, 10) is None
+    with pytest.raises(ValueError, match="an observer needs requests that have `keys`, got object"):
+        CPUOffloadingManager(16, 10, Hiding, what_if=True)
 
 
 @pytest.mark.parametrize("arguments", [(1, 0), (0, 0), (1 << 30, 0), (2.0, 0), (10, -1), (10, 64), (10, 1.0)])

@@ -32,7 +32,7 @@ def make(request: pytest.FixtureRequest) -> Any:
         policy = POLICIES.resolve(name)(num_blocks)
         if form == "compiled":
             return policy.native(num_blocks)
-        return GenericBlockCache(policy, CPUBackend(16, num_blocks))
+        return GenericBlockCache(policy, CPUBackend(16, num_blocks), num_blocks)
 
     return make_cache
 

@@ -167,3 +167,22 @@ def test_job_past_its_deadline_is_cancelled(is_load):
     for _ in range(3):
         manager.on_schedule_end()
     assert cancelled == [job.job_id for job in tier.pending]
+
+
+def test_tier_is_told_of_many_uses_a_step_at_a_time_and_in_order():
+    manager, (tier,), keys = world(2 * MAX_STEP_BLOCKS + 10, lambda i: True)
+    told = []
+    tier.touch = lambda keys, req_context=None: told.append(keys)
+    tier.on_request_finished = told.append
+    context = ReqContext()
+    manager.touch(keys, context)
+    manager.on_request_finished(context)
+    assert told == []
+    steps = 0
+    while manager.has_pending_work():
+        before = len(told)
+        manager.on_schedule_end()
+        steps += 1
+        assert len(told) - before <= 2
+    assert told == [keys[MAX_STEP_BLOCKS + 10 :], keys[10 : MAX_STEP_BLOCKS + 10], keys[:10], context]
+    assert steps == 3

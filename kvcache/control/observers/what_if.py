@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.control.backend import CPUBackend
-from kvcache.control.generic_cache import GenericBlockCache
+from kvcache.control.pool import BlockPool
 from kvcache.core.policy_adapter import PolicyAdapter
-from kvcache.core.request_keys import RequestKeys
 from kvcache.core.sampler import Sampler, pass_requests, run_distances
-from kvcache.policies.base import BlockCacheOps, CachePolicy
+from kvcache.options import check_int
+from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
+from kvcache.request import ReqContext
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,7 +36,7 @@ _NUM_PARTS = 8
 _ABSENT = b"-"
 
 
-def sampler_for(what_if: bool | int, num_blocks: int, cache: BlockCacheOps) -> Sampler | None:
+def sampler_for(what_if: bool | int, num_blocks: int) -> Sampler | None:
     """Return the sampler that a manager's option `what_if` asks for, or None.
 
     Parameters
@@ -45,22 +45,18 @@ def sampler_for(what_if: bool | int, num_blocks: int, cache: BlockCacheOps) -> S
         False: none; True: a log of 131,072 uses; or the length of the log, at least 1,024.
     num_blocks : int
         The manager's capacity.
-    cache : BlockCacheOps
-        The manager's; the request_keys_by_pool that they open must tell their keys.
 
     Raises
     ------
     ValueError
-        `what_if` is neither, or the request_keys_by_pool do not tell their keys.
+        `what_if` is neither, or the capacity is no int >= 1.
     """
     if what_if is False:
         return None
     max_uses = DEFAULT_USES if what_if is True else what_if
     if type(max_uses) is not int or not _MIN_USES <= max_uses < 1 << 30:
         raise ValueError(f"what_if must be a bool, or an int >= {_MIN_USES} and < 2**30, got {what_if!r}")
-    request_keys = cache.open_request()
-    if not isinstance(request_keys, RequestKeys) and not hasattr(request_keys, "keys"):
-        raise ValueError(f"what_if needs requests whose request_keys has `keys`, got {type(request_keys).__name__}")
+    check_int("num_blocks", num_blocks)
     return Sampler(max_uses, max(0, (num_blocks // _MIN_SCALED_BLOCKS).bit_length() - 1))
 
 
@@ -275,7 +271,7 @@ class _Sample:
 
 
 def estimate(
-    sampler: Sampler,
+    sampler: Sampler | None,
     num_blocks: int,
     policy: type,
     policies: Iterable[str] | None = None,
@@ -285,8 +281,8 @@ def estimate(
 
     Parameters
     ----------
-    sampler : Sampler
-        What the manager has logged.
+    sampler : Sampler or None
+        What the manager has logged; None: it was made without.
     num_blocks : int
         The manager's capacity.
     policy : type
@@ -299,8 +295,10 @@ def estimate(
     Raises
     ------
     ValueError
-        A policy is not known, or the capacities do not ascend from 1 at least.
+        There is no sampler, a policy is not known, or the capacities do not ascend from 1 at least.
     """
+    if sampler is None:
+        raise ValueError("the manager samples nothing: make it with what_if=True")
     at = _checked_capacities(num_blocks, capacities)
     notes: list[str] = []
     chosen = _compiled(notes) if policies is None else _named(policies)
@@ -388,23 +386,20 @@ def _ghost_hits(sample: _Sample, policy: type[CachePolicy], capacity: int) -> in
     """Return the prefix hits of the counted requests in a cache that is as much smaller as the sample is."""
     # More blocks than there are keys change nothing, but cost memory.
     num_blocks = max(1, min(round(capacity * sample.rate), sample.num_keys))
-    ghost = policy(num_blocks)
-    cache: Any = ghost.native(num_blocks) or GenericBlockCache(ghost, CPUBackend(1, num_blocks))
-    match_prefix, touch, reserve, commit = cache.match_prefix, cache.touch, cache.reserve, cache.commit
-    end_request = cache.end_request
+    pool = BlockPool(num_blocks, policy)
     num_hits = 0
     for i, gap, keys in sample.requests():
         if gap > 1:
-            _pass(ghost, gap - 1)
-        request_keys = cache.open_request()
-        hits = match_prefix(keys, request_keys)
+            _pass(pool.policy, gap - 1)
+        request = ReqContext()
+        hits = pool.match_prefix(keys, request)
         if i >= sample.first_counted:
             num_hits += hits
-        touch(keys, request_keys)
-        output = reserve(keys, request_keys, None)
+        pool.touch(keys, request)
+        output = pool.reserve(keys, request)
         if output is not None:
-            commit(output.keys_to_store, request_keys)
-            end_request(request_keys, None)
+            pool.commit(output.keys_to_store, request)
+            pool.end_request(request)
     return num_hits
 
 

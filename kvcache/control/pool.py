@@ -1,0 +1,458 @@
+"""BlockPool: the one way to a cache of blocks: its operations, with admission, clock, counters and events.
+
+Both managers, the tiers' indexes and the what-if stand on it, so that a block that comes or leaves is counted and
+reported in one place, whoever moves it. Every loop over blocks is the cache's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvcache.control.backend import Backend, CPUBackend
+from kvcache.control.generic_cache import GenericBlockCache
+from kvcache.core.request_keys import RequestKeys
+from kvcache.core.reuse_filter import ReuseFilter
+from kvcache.events import EventLog, OffloadingEvent
+from kvcache.keys import as_key_list
+from kvcache.metrics import MANAGER_METRICS, ManagerStats
+from kvcache.options import check_int, check_share
+from kvcache.policies.base import CachePolicy
+from kvcache.registry import POLICIES
+from kvcache.request import HintReader, ReqContext
+from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
+
+if TYPE_CHECKING:
+    from kvcache.policies.base import BlockCacheOps
+
+MAX_BLOCKS = 1 << 30
+Keys = Iterable[bytes]
+
+
+class AdmissionRule(Protocol):
+    """What may be stored at all, asked before room is made."""
+
+    def admit(self, keys: list[bytes]) -> bytearray:
+        """Return a flag per offered key."""
+
+    def clear(self) -> None:
+        """Forget what was offered."""
+
+
+class UseObserver(Protocol):
+    """Somebody who watches which keys are used, such as the what-if."""
+
+    def take(self, request_keys: Any) -> None:
+        """Called with the keys of a request that has ended."""
+
+    def take_keys(self, keys: list[bytes]) -> None:
+        """Called with keys that were touched without a request."""
+
+    def reset(self) -> None:
+        """Called when the pool is reset."""
+
+
+class BlockPool:
+    """Blocks of one medium under one policy.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Slots, >= 1 and < 2**30.
+    cache_policy : str or type
+        A policy's name, class or ``"package.module:Class"``.
+    block_size : int
+        Tokens of one block, for events.
+    medium : str
+        The medium's name in events.
+    backend : Backend, optional
+        Where blocks are allocated; left out: a pool of slots.
+    enable_events : bool
+        Whether events are kept for `take_events`.
+    store_threshold : int
+        A key is stored only once it has been offered so often; 0 and 1: at once.
+    max_tracker_size : int
+        Keys whose offers are remembered.
+    retention_share : float
+        Share of the blocks that may be held at a raised priority.
+    clock : callable
+        Returns seconds that never go back; asked only once a request has given a retention hint.
+    observer : UseObserver, optional
+        Called with the keys that are used.
+
+    Attributes
+    ----------
+    events : EventLog or None
+        Also for a caller that has events of its own to add.
+    lookups, looked_up_blocks, hit_blocks, loaded_blocks, stored_blocks, evicted_blocks, rejected_stores, \
+failed_blocks, needed_blocks : int
+        Counters, see `kvcache.metrics.MANAGER_METRICS`; a caller that answers look-ups itself adds to them.
+
+    Raises
+    ------
+    ValueError
+        A value is out of range or of the wrong type, or the policy is not known.
+
+    Notes
+    -----
+    `keys` is any iterable of keys, consumed once; a list is the fast path. Where `is_move` is true, the blocks move
+    between tiers: they are not counted as the engine's, and admission is not asked.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        cache_policy: str | type = "lru",
+        *,
+        block_size: int = 1,
+        medium: str = CPULoadStoreSpec.medium(),
+        backend: Backend | None = None,
+        enable_events: bool = False,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+        retention_share: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+        observer: UseObserver | None = None,
+    ) -> None:
+        check_int("block_size", block_size)
+        if check_int("num_blocks", num_blocks) >= MAX_BLOCKS:
+            raise ValueError(f"num_blocks must be < 2**30, got {num_blocks}")
+        check_int("store_threshold", store_threshold, 0)
+        check_share("retention_share", retention_share)
+        if not callable(clock):
+            raise ValueError(f"clock must be callable, got {clock!r}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.medium = medium
+        self._cache = self._make_cache(cache_policy, backend)
+        self._admission: AdmissionRule | None = None
+        if store_threshold > 1:
+            self._admission = ReuseFilter(store_threshold, max_tracker_size)
+        request_keys = self._cache.open_request()
+        if observer is not None and not (isinstance(request_keys, RequestKeys) or hasattr(request_keys, "keys")):
+            raise ValueError(f"an observer needs requests that have `keys`, got {type(request_keys).__name__}")
+        self.observer = observer
+        self._hints = HintReader()
+        self._max_raised = int(retention_share * num_blocks)
+        self._clock = clock
+        self._start_s = 0.0
+        self._now_s: float | None = None  # None until a request gives a hint: nobody else pays for the clock
+        self.events = EventLog(block_size) if enable_events else None
+        self.lookups = 0
+        self.looked_up_blocks = 0
+        self.hit_blocks = 0
+        self.loaded_blocks = 0
+        self.stored_blocks = 0
+        self.evicted_blocks = 0
+        self.rejected_stores = 0
+        self.failed_blocks = 0
+        self.needed_blocks = 0
+
+    def _make_cache(self, cache_policy: str | type, backend: Backend | None) -> BlockCacheOps:
+        chosen = POLICIES.resolve(cache_policy)
+        if not issubclass(chosen, CachePolicy):
+            raise ValueError(f"cache_policy must be a CachePolicy, got {chosen!r}")
+        policy = chosen(self.num_blocks)
+        if backend is None:
+            native = policy.native(self.num_blocks)
+            if native is not None:
+                return native
+            backend = CPUBackend(self.block_size, self.num_blocks)
+        return GenericBlockCache(policy, backend, self.num_blocks, self._note_evicted)
+
+    # ---- gauges ----------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> CachePolicy:
+        """The policy that decides what leaves."""
+        return self._cache.current_policy()
+
+    _policy = policy
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold no block."""
+        return self._cache.num_free
+
+    @property
+    def num_referenced(self) -> int:
+        """Blocks with at least one reference."""
+        return self._cache.num_referenced
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks being written."""
+        return self._cache.num_pending
+
+    @property
+    def gated_blocks(self) -> int:
+        """Blocks that were offered and not admitted."""
+        return self._cache.gated_blocks
+
+    @property
+    def retained_blocks(self) -> int:
+        """Blocks held at a raised priority."""
+        return self._cache.num_raised
+
+    @property
+    def ignored_hints(self) -> int:
+        """Requests whose retention hint made no sense."""
+        return self._hints.num_ignored
+
+    def stats(self) -> ManagerStats:
+        """Return counters since start and gauges now."""
+        return ManagerStats(**{metric.name: getattr(self, metric.name) for metric in MANAGER_METRICS})
+
+    # ---- requests and time -----------------------------------------------------------------------------------
+
+    def _request_keys_of(self, req_context: ReqContext | None) -> Any:
+        if req_context is None:
+            return None
+        try:
+            request_keys = req_context.request_keys.get(self)
+        except AttributeError:
+            raise _bad_context(req_context) from None
+        return self._open(req_context) if request_keys is None else request_keys
+
+    def _open(self, req_context: ReqContext) -> Any:
+        hint = None
+        if req_context.retention is not None or req_context.kv_transfer_params is not None:
+            hint = self._hints.of(req_context)
+        if hint is None or hint.priority == 0:
+            request_keys = self._cache.open_request()
+        else:
+            if self._now_s is None:
+                now_s = self._clock()
+                if not math.isfinite(now_s):
+                    raise ValueError(f"the clock must give finite seconds, got {now_s!r}")
+                self._start_s = self._now_s = now_s
+            request_keys = self._cache.open_request(hint.priority, hint.ttl_ns)
+        # Another thread, or a finalizer, may have been first.
+        return req_context.request_keys.setdefault(self, request_keys)
+
+    def _advance(self) -> None:
+        now_s = self._clock()
+        if not now_s >= self._now_s:  # type: ignore[operator]
+            raise ValueError(f"the clock went back from {self._now_s} to {now_s} s")
+        self._cache.advance(int((now_s - self._start_s) * 1e9), self._max_raised)
+        self._now_s = now_s
+
+    def reorder(self, req_context: ReqContext) -> None:
+        """Order the keys that a running request used: its head is evicted after its tail. No use is counted.
+
+        Linear in the request's keys, however often it is called; by positions where the context knows them.
+        """
+        request_keys = self._request_keys_of(req_context)
+        if request_keys is not None:
+            self._cache.reorder(request_keys, req_context.positions)
+
+    def end_request(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
+        """Order all keys that a request has used, and forget the request.
+
+        With `use_positions` every key that has a position in the context is used first, named before or not.
+        """
+        try:
+            request_keys_by_pool = req_context.request_keys
+        except AttributeError:
+            raise ValueError(f"req_context must be a ReqContext, got {req_context!r}") from None
+        if self._now_s is not None:
+            self._advance()
+        request_keys = request_keys_by_pool.pop(self, None)
+        if request_keys is None and use_positions and req_context.positions:
+            request_keys = self._open(req_context)
+            request_keys_by_pool.pop(self, None)
+        if request_keys is not None:
+            self._cache.end_request(request_keys, req_context.positions, use_positions)
+            if self.observer is not None:
+                self.observer.take(request_keys)
+
+    # ---- look-ups --------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int:
+        """Return whether one key, or how many of the first keys, are ready, and count the look-up.
+
+        See `OffloadingManager.lookup`.
+        """
+        if type(keys) is not list:
+            if keys is None:
+                keys = key
+            if isinstance(keys, bytes):
+                if req_context is not None and not isinstance(req_context, ReqContext):
+                    raise _bad_context(req_context)
+                # Engines that ask key by key ask often: one key is no reason to open the request.
+                hits = self._cache.match_prefix([keys], None)
+                self.lookups += 1
+                self.looked_up_blocks += 1
+                self.hit_blocks += hits
+                return hits == 1
+            keys = as_key_list(keys)
+        hits = self._cache.match_prefix(keys, None if req_context is None else self._request_keys_of(req_context))
+        self.lookups += 1
+        self.looked_up_blocks += len(keys)
+        self.hit_blocks += hits
+        return hits
+
+    def status(self, key: bytes) -> int:
+        """Return the state of one key (0 absent, 1 being written, 2 ready), and count a look-up."""
+        state = self._cache.status_of(key)
+        self.lookups += 1
+        self.looked_up_blocks += 1
+        self.hit_blocks += state == 2
+        return state
+
+    def match_prefix(self, keys: list[bytes], req_context: ReqContext | None = None, start: int = 0) -> int:
+        """Return where the run of ready keys from `start` on ends; this is neither counted nor a use."""
+        return self._cache.match_prefix(keys, self._request_keys_of(req_context), start)
+
+    # ---- uses ------------------------------------------------------------------------------------------------
+
+    def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
+        """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent."""
+        if type(keys) is not list:
+            keys = as_key_list(keys)
+        request_keys = None if req_context is None else self._request_keys_of(req_context)
+        if self._now_s is not None:
+            self._advance()
+        self._cache.touch(keys, request_keys)
+        if request_keys is None and self.observer is not None:
+            self.observer.take_keys(keys)
+
+    def pin(self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False) -> LoadStoreSpec:
+        """Take a reference on each block, so that it stays until `unpin`, and return where the blocks lie.
+
+        Raises
+        ------
+        KeyError, BlockStateError
+            A key is unknown, or its block is not ready; no reference has been taken.
+        """
+        if type(keys) is not list:
+            keys = as_key_list(keys)
+        request_keys = None if req_context is None else self._request_keys_of(req_context)
+        if self._now_s is not None:
+            self._advance()
+        spec = self._cache.pin(keys, request_keys)
+        if not is_move:
+            self.loaded_blocks += len(keys)
+            self.needed_blocks += len(keys)
+        return spec
+
+    def unpin(self, keys: Keys, req_context: ReqContext | None = None) -> None:
+        """Give back references that `pin` took.
+
+        Raises
+        ------
+        KeyError, BlockStateError
+            A key is unknown, or has fewer references than are given back; nothing has changed.
+        """
+        self._cache.unpin(as_key_list(keys), self._request_keys_of(req_context))
+
+    # ---- blocks that come and leave --------------------------------------------------------------------------
+
+    def reserve(
+        self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False
+    ) -> PrepareStoreOutput | None:
+        """Make room for the keys that are not there yet and return where to write them.
+
+        Returns
+        -------
+        PrepareStoreOutput or None
+            None: there is no room, and nothing has changed.
+        """
+        if type(keys) is not list:
+            keys = as_key_list(keys)
+        request_keys = None if req_context is None else self._request_keys_of(req_context)
+        if self._now_s is not None:
+            self._advance()
+        admission = None if is_move else self._admission
+        admitted = None if admission is None else admission.admit(keys)
+        events = self.events
+        if events is None:
+            output = self._cache.reserve(keys, request_keys, admitted)
+            if output is not None and output.evicted_keys:
+                self.evicted_blocks += len(output.evicted_keys)
+        else:
+            with events:
+                output = self._cache.reserve(keys, request_keys, admitted)
+                if output is not None:
+                    self._note_evicted(output.evicted_keys)
+        if not is_move:
+            if output is None:
+                self.rejected_stores += 1
+            else:
+                self.needed_blocks += len(keys)
+        return output
+
+    def reserve_leading(self, keys: list[bytes]) -> PrepareStoreOutput | None:
+        """Make room for as many of the first keys as can be, for a move; None where that is none of them."""
+        keys = keys[: self.num_blocks - self._cache.num_referenced - self._cache.num_pending]
+        while keys:
+            output = self.reserve(keys, is_move=True)
+            if output is not None:
+                return output
+            keys = keys[: len(keys) // 2]
+        return None
+
+    def _note_evicted(self, keys: list[bytes]) -> None:
+        self.evicted_blocks += len(keys)
+        if self.events is not None:
+            self.events.add(keys, self.medium, True)
+
+    def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
+        """Make an engine's blocks that were being written ready, or drop them if `success` is False, and count them.
+
+        Unknown keys are ignored. A bool in place of the context is `success`.
+        """
+        if req_context is True or req_context is False:
+            success, req_context = req_context, None
+        if type(keys) is not list:
+            keys = as_key_list(keys)
+        request_keys = None if req_context is None else self._request_keys_of(req_context)
+        if not success:
+            self.failed_blocks += self._cache.abort(keys, request_keys)
+        elif self.events is None:
+            self.stored_blocks += len(self._cache.commit(keys, request_keys))
+        else:
+            self.commit(keys, req_context)
+
+    def commit(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> list[bytes]:
+        """Make blocks that were being written ready, and return their keys; unknown and ready ones are ignored."""
+        request_keys = self._request_keys_of(req_context)
+        if self.events is None:
+            ready = self._cache.commit(keys, request_keys)
+        else:
+            with self.events:
+                ready = self._cache.commit(keys, request_keys)
+                self.events.add(ready, self.medium, False)
+        if not is_move:
+            self.stored_blocks += len(ready)
+        return ready
+
+    def abort(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> int:
+        """Drop blocks that were being written, free their slots in the order given, and return how many."""
+        num_dropped = self._cache.abort(keys, self._request_keys_of(req_context))
+        if not is_move:
+            self.failed_blocks += num_dropped
+        return num_dropped
+
+    def take_events(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:
+        """Take out the events since the last call, or the first `max_events` of them, each once."""
+        return iter(()) if self.events is None else self.events.take(max_events)
+
+    def reset(self) -> None:
+        """Forget every block, request, ghost, offer and event that was not taken; block ids start again at 0."""
+        if self.events is None:
+            self._cache.reset()
+        else:
+            with self.events:
+                self._cache.reset()
+                self.events.clear()
+        if self._admission is not None:
+            self._admission.clear()
+        if self.observer is not None:
+            self.observer.reset()
+
+
+def _bad_context(req_context: object) -> ValueError:
+    return ValueError(f"req_context must be a ReqContext or None, got {req_context!r}")

@@ -1,0 +1,39 @@
+"""One table says what is counted: statistics, docs and exporters come from it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from kvcache import CPUOffloadingManager, ManagerStats
+from kvcache.metrics import MANAGER_METRICS, Metric, as_markdown, metrics_of
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "api" / "managers.md"
+
+
+def test_every_field_of_the_statistics_is_in_the_table() -> None:
+    assert [metric.name for metric in MANAGER_METRICS] == [field.name for field in fields(ManagerStats)]
+    assert metrics_of(ManagerStats)[0] == Metric("num_blocks", "gauge", "blocks", "Blocks that the pool holds.")
+    assert {metric.kind for metric in MANAGER_METRICS} == {"counter", "gauge"}
+
+
+def test_statistics_are_read_from_the_pool_by_name() -> None:
+    manager = CPUOffloadingManager(16, 4)
+    manager.prepare_store([b"a", b"b"])
+    manager.complete_store([b"a", b"b"])
+    manager.prepare_load([b"a"])
+    stats = manager.stats()
+    assert stats == ManagerStats(
+        num_blocks=4, num_free=2, num_referenced=1, loaded_blocks=1, stored_blocks=2, needed_blocks=3
+    )
+    assert all(getattr(stats, metric.name) == getattr(manager, metric.name) for metric in MANAGER_METRICS)
+
+
+def test_needed_blocks_leaves_refused_stores_out() -> None:
+    manager = CPUOffloadingManager(16, 1)
+    assert manager.prepare_store([b"a", b"b"]) is None
+    assert (manager.stats().needed_blocks, manager.stats().rejected_stores) == (0, 1)
+
+
+def test_the_docs_show_the_table() -> None:
+    assert as_markdown(MANAGER_METRICS) in DOCS.read_text(encoding="utf-8")
