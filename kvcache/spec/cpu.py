@@ -47,7 +47,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.settings = self._read_settings()
-        self.num_blocks = self.settings.num_blocks(self._rank_bytes(), config.world_size)
+        self.num_blocks = self.settings.num_blocks(self.rank_bytes(), config.world_size)
         self.pool: HostPool | None = None
         self._manager: OffloadingManager | None = None
         self._handlers: list[HandlerOf] | None = None
@@ -71,7 +71,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         # Tiers are another spec's.
         return OffloadSettings.read({name: self.extra_config.get(name) for name in POOL_OPTIONS})
 
-    def _rank_bytes(self) -> int:
+    def rank_bytes(self) -> int:
         """Return the bytes of an offloaded block on one worker, or 0 where the config has no refs to tell."""
         sizes = [sum(ref.page_size_bytes for ref in group.refs) for group in self.config.groups]
         return max(sizes) * self.block_size_factor if all(sizes) else 0

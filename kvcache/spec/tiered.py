@@ -81,7 +81,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self._part_bytes = rank_bytes_of(self._rank_bytes())
+        self._part_bytes = rank_bytes_of(self.rank_bytes())
         self._pool_path = read_pool_path(self.settings, f"{PREFIX}{self._identity()}")
 
     @property
@@ -103,7 +103,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def _read_settings(self) -> OffloadSettings:
         if self.extra_config.get("tiers") is None:
             raise ValueError("tiers in extra_config must be a list of dicts, got None")
-        if not self._rank_bytes():
+        if not self.rank_bytes():
             raise ValueError("tiers need the refs of every group, which say how large a block is")
         return OffloadSettings.read(self.extra_config)
 

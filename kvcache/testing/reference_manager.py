@@ -64,9 +64,9 @@ class ReferenceManager(OffloadingManager):
 
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int:
         _check_context(req_context)
-        listed = [keys] if isinstance(keys, bytes) else _checked(keys)
+        listed = [keys] if isinstance(keys, bytes) else checked_keys(keys)
         num_ready = 0
-        for key in _checked(listed):
+        for key in checked_keys(listed):
             if key not in self.blocks or not self.blocks[key].is_ready:
                 break
             num_ready += 1
@@ -75,7 +75,7 @@ class ReferenceManager(OffloadingManager):
 
     def touch(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
         _check_context(req_context)
-        keys = _checked(keys)
+        keys = checked_keys(keys)
         if not keys:
             return
         if req_context is None:
@@ -85,7 +85,7 @@ class ReferenceManager(OffloadingManager):
 
     def prepare_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> CPULoadStoreSpec:
         _check_context(req_context)
-        keys = _checked(keys)
+        keys = checked_keys(keys)
         for key in keys:
             if key not in self.blocks:
                 raise KeyError(f"block is not in the cache: {key!r}")
@@ -100,7 +100,7 @@ class ReferenceManager(OffloadingManager):
 
     def complete_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
         _check_context(req_context)
-        keys = _checked(keys)
+        keys = checked_keys(keys)
         num_released: Counter[bytes] = Counter()
         for key in keys:
             num_released[key] += 1
@@ -115,7 +115,7 @@ class ReferenceManager(OffloadingManager):
 
     def prepare_store(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
         _check_context(req_context)
-        keys = _checked(keys)
+        keys = checked_keys(keys)
         num_offered = len(keys)
         keys = list(dict.fromkeys(keys))
         absent = [key for key in keys if key not in self.blocks]
@@ -152,7 +152,8 @@ class ReferenceManager(OffloadingManager):
         if isinstance(req_context, bool):
             success, req_context = req_context, None
         _check_context(req_context)
-        written = [key for key in dict.fromkeys(_checked(keys)) if key in self.blocks and not self.blocks[key].is_ready]
+        offered = dict.fromkeys(checked_keys(keys))
+        written = [key for key in offered if key in self.blocks and not self.blocks[key].is_ready]
         self.in_use.difference_update(written)
         if success:
             for key in written:
@@ -172,7 +173,7 @@ class ReferenceManager(OffloadingManager):
         return iter(events)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        in_prefix_order = self._in_prefix_order(req_context)
+        in_prefix_order = self.in_prefix_order(req_context)
         self.named.pop(req_context, None)
         self.policy.order(in_prefix_order)
 
@@ -202,7 +203,7 @@ class ReferenceManager(OffloadingManager):
     def _evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
         return self.policy.evict(n, protected)
 
-    def _in_prefix_order(self, req_context: ReqContext) -> list[bytes]:
+    def in_prefix_order(self, req_context: ReqContext) -> list[bytes]:
         """Return the keys that a request has named, by their positions in the prompt, or as first seen."""
         named = list(self.named.get(req_context, ()))
         positions: list[int] = []
@@ -230,7 +231,7 @@ class ReferenceManager(OffloadingManager):
             self.events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))
 
 
-def _checked(keys: Iterable[bytes]) -> list[bytes]:
+def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
     if isinstance(keys, bytes | str) or not isinstance(keys, Iterable):
         raise ValueError(f"keys must be an iterable of keys, got {keys!r}")
     listed = list(keys)

@@ -13,7 +13,7 @@ from kvcache.block import BlockStatus
 from kvcache.metrics import ManagerStats
 from kvcache.request import ReqContext
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
-from kvcache.testing.reference_manager import ReferenceManager, _checked
+from kvcache.testing.reference_manager import ReferenceManager, checked_keys
 
 ONE_SHOT, NORMAL, HIGHEST = -1, 0, 3
 
@@ -97,7 +97,7 @@ class RetainingReferenceManager(ReferenceManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._let_time_pass()
-        named = self._in_prefix_order(req_context)
+        named = self.in_prefix_order(req_context)
         super().on_request_finished(req_context)
         if self._priority_of(req_context) > NORMAL:
             self._retain(named, req_context)
@@ -158,4 +158,4 @@ class RetainingReferenceManager(ReferenceManager):
 
 def _listed(keys: Any) -> list[bytes]:
     # An iterator is used up once; what is no iterable of keys is refused before time passes.
-    return list(keys) if isinstance(keys, Iterable) and not isinstance(keys, bytes | str) else _checked(keys)
+    return list(keys) if isinstance(keys, Iterable) and not isinstance(keys, bytes | str) else checked_keys(keys)
