@@ -43,7 +43,6 @@ class CPUCopyHandler(OffloadingHandler):
         self._geometry = geometry
         self._to_host = to_host
         self._queue = CopyQueue(geometry.compiled, to_host, num_threads or 0, inline_bytes)
-        # Between a job's submission and the note of its place no other thread may take the job's result.
         self._lock = threading.Lock()
         self._places: dict[int, int] = {}
         self._closed = False
@@ -65,13 +64,18 @@ class CPUCopyHandler(OffloadingHandler):
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        finished = self._queue.get_finished()
+        if not finished:
+            return []
         kind = ("GPU", "CPU") if self._to_host else ("CPU", "GPU")
-        results = []
+        # With the lock the places of these jobs are noted: whoever submits holds it until then.
         with self._lock:
-            for job_id, success, num_bytes, seconds in self._queue.get_finished():
+            for job_id, *_ in finished:
                 del self._places[job_id]
-                results.append(TransferResult(job_id, success, num_bytes if success else 0, seconds, kind))
-        return results
+        return [
+            TransferResult(job_id, success, num_bytes if success else 0, seconds, kind)
+            for job_id, success, num_bytes, seconds in finished
+        ]
 
     def wait(self, job_ids: Iterable[int]) -> None:
         self._queue.wait(max((self._places.get(job_id, 0) for job_id in job_ids), default=0))

@@ -115,7 +115,7 @@ class KVGeometry:
 
     def is_lost(self) -> bool:
         """Whether a tensor has left the memory it had, as after ``set_``."""
-        return any(tensor.data_ptr() != address for tensor, address in zip(self.tensors, self._addresses, strict=True))
+        return [tensor.data_ptr() for tensor in self.tensors] != self._addresses
 
 
 def _held_memory(tensor: torch.Tensor) -> object:
