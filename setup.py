@@ -17,6 +17,8 @@ DIRECTIVES = {
     "cdivision": True,
     "auto_pickle": False,
     "autotestdict": False,
+    # The lock of a table, filter or sampler is its critical section; the GIL may stay off.
+    "freethreading_compatible": True,
 }
 
 # Each kind of build keeps its objects apart: none may be taken for another's up-to-date output.

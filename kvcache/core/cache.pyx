@@ -66,6 +66,7 @@ cdef class BlockCache(PriorityClasses):
     What a manager asks of a compiled policy (`kvcache.policies.base.BlockCacheOps`), over rows.
     """
 
+    @cython.critical_section
     def native(self, num_blocks):
         """Become the cache of a manager's pool of `num_blocks` slots, and return itself.
 

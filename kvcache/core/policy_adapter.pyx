@@ -83,6 +83,7 @@ cdef class PolicyAdapter(BlockCache):
 
     # ---- the five primitives, over blocks that the caller brings ----------------------------------------------
 
+    @cython.critical_section
     def get(self, key):
         """Return the block of `key`, or None.
 
@@ -236,6 +237,7 @@ cdef class PolicyAdapter(BlockCache):
 
     # ---- inspection -------------------------------------------------------------------------------------------
 
+    @cython.critical_section
     def _peek(self, int32_t row, uint32_t generation, uint64_t epoch):
         if self.rows[row].generation != generation or self.epoch != epoch:
             raise BlockStateError("the block has left the cache")
@@ -244,10 +246,12 @@ cdef class PolicyAdapter(BlockCache):
     def _list_len(self, int32_t list_idx):
         return self.num_in_list[list_idx]
 
+    @cython.critical_section
     def _list_has(self, int32_t list_idx, key):
         cdef int32_t row = self._row_of(key)
         return row != 0 and self.rows[row].list_idx == list_idx
 
+    @cython.critical_section
     def _list_keys(self, int32_t list_idx):
         cdef int32_t row
         found = []

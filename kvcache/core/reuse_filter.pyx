@@ -48,8 +48,10 @@ cdef class ReuseFilter:
         self.clear()
 
     def __len__(self):
-        return len(self.offers)
+        with cython.critical_section(self):
+            return self.offers.num_ghosts
 
+    @cython.critical_section
     def clear(self):
         """Forget all offers."""
         self.offers = GhostList(2 * self.max_tracker_size)

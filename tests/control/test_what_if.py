@@ -29,6 +29,7 @@ from kvcache import (
     WhatIf,
 )
 from kvcache.control.observers.what_if import sampler_for
+from kvcache.core.key_hash import key_hash
 from kvcache.core.policy_adapter import PolicyAdapter
 from kvcache.core.sampler import Sampler, pass_requests
 from kvcache.registry import POLICIES
@@ -154,7 +155,7 @@ def test_sample_holds_every_use_of_every_sampled_key() -> None:
         sampler.take_keys(keys)
     hashes, numbers, uses, num_requests = sampler.snapshot()
     limit = 1 << (64 - sampler.num_halvings)
-    counted = Counter(hash(key) % (1 << 64) for keys in requests for key in keys)
+    counted = Counter(key_hash(key) for keys in requests for key in keys)
     assert Counter(hashes.tolist()) == {value: count for value, count in counted.items() if value < limit}
     assert (uses, num_requests) == (sum(map(len, requests)), 100)
     assert sampler.num_halvings >= 3
