@@ -3,16 +3,19 @@
 Run as ``python tests/isolated/disk_kills.py FOLDER NUM_KILLS SEED``; prints one line of JSON.
 """
 
+import hashlib
 import json
 import mmap
 import os
 import random
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from kvcache.tiers.disk.directory import capacity_for, directory_bytes
 from kvcache.tiers.disk.tier import DiskTier
@@ -94,6 +97,39 @@ def write_until_killed(folder, first, pipe, draw):
         time.sleep(0)
 
 
+def blocks_on_disk(folder):
+    """Read the files without kvcache, by their format alone; return which blocks they hold, and which are wrong."""
+    header = json.loads((folder / "kvcache.json").read_text())
+    text = json.dumps(
+        [header["format"], header["version"], header["block_bytes"], header["fingerprint"], header["salt"]],
+        sort_keys=True,
+    )
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+    if (folder / "lock").read_bytes()[256:264] == header["salt"].to_bytes(8, "little"):
+        return set(), set()
+    records, data = (folder / "records").read_bytes(), (folder / "data").read_bytes()
+    latest = {}
+    for slot in range(header["num_slots"]):
+        record = records[slot * 128 : (slot + 1) * 128]
+        lanes = struct.unpack("<16Q", record)
+        seal = sum(lane * 0x9E3779B97F4A7C15 * (2 * i + 1) for i, lane in enumerate(lanes[:15])) + seed
+        seq, check, length, epoch, key_bytes = struct.unpack_from("<QQIIH", record)
+        if seal % (1 << 64) != lanes[15] or epoch != header["epoch"] or length != BLOCK_BYTES or not key_bytes:
+            continue
+        key = record[32 : 32 + key_bytes]
+        if seq >= latest.get(key, (0,))[0]:
+            latest[key] = seq, slot, check
+    whole, wrong = set(), set()
+    for key, (_, slot, check) in latest.items():
+        block = data[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]
+        number = int(key[6:])
+        if xxhash.xxh3_64_intdigest(struct.pack("<IQ", len(key), BLOCK_BYTES) + key + block, seed) == check:
+            whole.add(number)
+            if block != payload(number).tobytes():
+                wrong.add(number)
+    return whole, wrong
+
+
 def ranges(lines, letter):
     found = []
     for line in lines:
@@ -106,6 +142,7 @@ def ranges(lines, letter):
 def run(folder, num_kills, seed):
     draw = random.Random(seed)
     names = ("kills", "resets", "begun", "done", "verified", "wrong", "missing", "stale", "above_capacity", "torn")
+    names += ("unlike_own_checker",)
     counts = dict.fromkeys(names, 0)
     begun, done, gone = [], set(), -1
     for _ in range(num_kills):
@@ -135,6 +172,8 @@ def run(folder, num_kills, seed):
         counts["resets"] += len(resets)
         counts["kills"] += 1
         counts["above_capacity"] += directory_bytes(Path(folder)) > CAPACITY_BYTES
+        whole, wrong = blocks_on_disk(Path(folder))
+        counts["wrong"] += len(wrong)
         host_blocks, tier = open_tier(folder)
         num_held = tier.stats().num_held
         counts["above_capacity"] += num_held > NUM_BLOCKS
@@ -147,6 +186,7 @@ def run(folder, num_kills, seed):
         counts["stale"] += sum(n <= gone for n in held)
         assert len(held) == num_held, "the tier holds blocks that were never begun"
         counts["missing"] += len(must_hold.difference(held))
+        all_served = set()
         for start in range(0, len(held), len(host_blocks)):
             batch = held[start : start + len(host_blocks)]
             host_blocks[:] = 0
@@ -156,12 +196,14 @@ def run(folder, num_kills, seed):
             served = set(results[0].done)
             for block_id, n in enumerate(batch):
                 if key_of(n) in served:
+                    all_served.add(n)
                     counts["verified"] += 1
                     counts["wrong"] += not np.array_equal(host_blocks[block_id], payload(n))
                 else:
                     counts["torn"] += 1
                     counts["missing"] += n in must_hold
         tier.shutdown()
+        counts["unlike_own_checker"] += len(whole ^ all_served)
     counts["begun"], counts["done"] = len(begun), len(done)
     return counts
 

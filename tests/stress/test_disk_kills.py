@@ -18,6 +18,7 @@ def test_killed_writers_leave_no_wrong_byte_and_lose_nothing_done(tmp_path):
     print(counts)
     assert counts["kills"] == NUM_KILLS
     assert (counts["wrong"], counts["missing"], counts["stale"], counts["above_capacity"]) == (0, 0, 0, 0)
+    assert counts["unlike_own_checker"] == 0
     assert counts["done"] > 20 * NUM_KILLS
     assert counts["verified"] > 20 * NUM_KILLS
     assert counts["resets"] > NUM_KILLS // 4

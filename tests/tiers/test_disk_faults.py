@@ -703,6 +703,20 @@ def test_removed_directory_is_warned_of(bench, caplog):
     wait_for(lambda: f"disk tier: directory {bench.path} was removed" in caplog.text)
 
 
+def test_directory_that_cannot_be_looked_at_for_a_while_is_not_taken_for_removed(bench, monkeypatch):
+    tier = bench.open(flush_interval_s=0.01)
+    bench.store(tier, bench.keys(0))
+
+    def fail(path, **options):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(directory_module.Path, "stat", fail)
+    wait_for(lambda: tier.stats().io_errors)
+    monkeypatch.undo()
+    assert tier.stats().unavailable_reason == ""
+    assert bench.load(tier, bench.keys(0)).done == bench.keys(0)
+
+
 def test_modes_that_cannot_be_changed_are_warned_of(bench, monkeypatch, caplog):
     bench.open().shutdown()
     bench.path.chmod(0o755)

@@ -308,10 +308,10 @@ class TierDirectory:
                 raise TierDirectoryError(f"disk tier directory {self.path} has no room for {num_bytes} bytes of {name}")
 
     def is_present(self, data_fd: int) -> bool:
-        """Return whether the path still leads to the file that `data_fd` has open."""
+        """Return whether the path still leads to the file that `data_fd` has open; OSError if that cannot be told."""
         try:
             found = (self.path / DATA).stat()
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return os.path.samestat(found, os.fstat(data_fd))
 
