@@ -16,6 +16,7 @@ from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
 from kvcache.request import ReqContext
+from kvcache.testing.bounded import run_within, shrinking_within
 from kvcache.testing.machine import Policy, cache_machine
 
 _KEYS = [b"key %d" % i for i in range(12)]
@@ -33,6 +34,8 @@ class PolicyContract:
     evicts_tails_first : bool
         Whether a prefix's tail leaves before its head once a request is over, as every built-in policy has it. A policy
         without `order` may set this to False.
+    verdict_s : float
+        How long the state machine may take; a failing sequence of operations is made smaller for a tenth of it.
 
     Examples
     --------
@@ -43,6 +46,7 @@ class PolicyContract:
     policy: ClassVar[Policy]
     reference: ClassVar[type[CachePolicy] | None] = None
     evicts_tails_first: ClassVar[bool] = True
+    verdict_s: ClassVar[float] = 300.0
 
     def make(self, capacity: int = 8) -> CachePolicy:
         """Return a new policy."""
@@ -228,7 +232,9 @@ class PolicyContract:
         assert manager.lookup(_KEYS[:6]) == 4
 
     def test_agrees_with_its_reference_under_every_manager(self) -> None:
-        run_state_machine_as_test(cache_machine(self.policy, self.reference))
+        machine = cache_machine(self.policy, self.reference)
+        with shrinking_within(self.verdict_s / 10):
+            run_within(self.verdict_s, lambda: run_state_machine_as_test(machine))
 
     def _with_a_past(self) -> CachePolicy:
         """Return a policy of 8 blocks that has evicted; keys 2, 3, 6 and 7 can leave, key 5 is being read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Container, Iterable
 
 import pytest
@@ -208,6 +209,34 @@ def test_contract_catches_a_capacity_that_is_none() -> None:
 
     with pytest.raises(pytest.fail.Exception):
         contract.test_refuses_what_is_no_capacity(0)
+
+
+class NeverAnswers(ReferenceLRU):
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        while True:
+            time.sleep(0.01)
+
+
+class ForgetsTouches(ReferenceLRU):
+    """Wrong, and slow enough to take minutes to be made small."""
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        time.sleep(0.0003)
+        super().touch(list(keys)[1:])
+
+
+@pytest.mark.parametrize("policy", [NeverAnswers, ForgetsTouches])
+def test_contract_gives_a_verdict_on_a_faulty_policy_in_bounded_time(policy: type) -> None:
+    contract = type("Contract", (PolicyContract,), {"policy": policy, "reference": ReferenceLRU, "verdict_s": 10.0})()
+    start_s = time.monotonic()
+
+    with pytest.raises((AssertionError, Exception)) as raised:
+        contract.test_agrees_with_its_reference_under_every_manager()
+
+    assert time.monotonic() - start_s < 30
+    if policy is NeverAnswers:
+        assert "no verdict within 10.0 s; the test was here" in str(raised.value)
+        assert "in evict" in str(raised.value)
 
 
 def test_machine_refuses_a_name_without_a_reference() -> None:
