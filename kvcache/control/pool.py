@@ -302,6 +302,10 @@ failed_blocks, needed_blocks : int
         self.hit_blocks += state == 2
         return state
 
+    def states(self, keys: list[bytes]) -> bytes:
+        """Return the state of each key as one byte (0 absent, 1 being written, 2 ready); this is not counted."""
+        return self._cache.status(keys)
+
     def match_prefix(self, keys: list[bytes], req_context: ReqContext | None = None, start: int = 0) -> int:
         """Return where the run of ready keys from `start` on ends; this is neither counted nor a use."""
         return self._cache.match_prefix(keys, self._request_keys_of(req_context), start)
@@ -452,6 +456,14 @@ failed_blocks, needed_blocks : int
             self._admission.clear()
         if self.observer is not None:
             self.observer.reset()
+
+    def withhold(self, block_ids: list[int]) -> None:
+        """Give these free slots to no key until `give_back`; cost by their number, not the pool's."""
+        self._cache.withhold(block_ids)
+
+    def give_back(self, block_ids: list[int]) -> None:
+        """Free slots that were withheld."""
+        self._cache.give_back(block_ids)
 
 
 def _bad_context(req_context: object) -> ValueError:

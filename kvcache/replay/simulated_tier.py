@@ -132,8 +132,8 @@ class SimulatedTieredManager(TieredOffloadingManager):
         tiers = [(tier, rule) for tier in self.simulated]
         super().__init__(block_size, num_blocks, tiers, cache_policy, clock=clock, **host_options)
 
-    def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int:
-        while (answer := super().lookup(keys, req_context)) is None:
+    def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int:
+        while (answer := super().lookup(keys, req_context, key=key)) is None:
             self._settle()
         return answer
 

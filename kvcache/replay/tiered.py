@@ -37,8 +37,8 @@ class PatientManager(TieredOffloadingManager):
     A request's stores are on disk before the next request comes, so that a replay gives the same counts every time.
     """
 
-    def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int:
-        while (answer := super().lookup(keys, req_context)) is None:
+    def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int:
+        while (answer := super().lookup(keys, req_context, key=key)) is None:
             self.settle(_PATIENCE_S)
         return answer
 

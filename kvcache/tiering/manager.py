@@ -30,6 +30,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcache.control.manager import Keys, OffloadingManager
+from kvcache.control.observers.what_if import estimate, sampler_for
+from kvcache.control.pool import BlockPool
+from kvcache.core.sampler import Sampler
 from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats
@@ -44,7 +47,6 @@ from kvcache.tiering.controller import (
     TierControllerStats,
     TierJob,
 )
-from kvcache.tiering.host_pool import BlockPool
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.pending import PendingRequest, PendingRequests
 from kvcache.tiering.tier import Tier, TierResult
@@ -87,8 +89,8 @@ class TieredOffloadingManager(OffloadingManager):
         How long a request is told to wait at most, from its first None on.
     clock : callable
         Seconds that only grow.
-    **host_options
-        For the host pool's `CPUOffloadingManager`.
+    what_if, **host_options
+        For the host pool, as in `CPUOffloadingManager`.
 
     Attributes
     ----------
@@ -111,6 +113,7 @@ class TieredOffloadingManager(OffloadingManager):
         *,
         deadline_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        what_if: bool | int = False,
         **host_options: Any,
     ) -> None:
         check_seconds("deadline_s", deadline_s)
@@ -121,6 +124,7 @@ class TieredOffloadingManager(OffloadingManager):
             block_size=block_size,
             enable_events=enable_events,
             clock=self._clock,
+            observer=sampler_for(what_if, num_blocks),
             **host_options,
         )
         self.block_size = block_size
@@ -150,7 +154,11 @@ class TieredOffloadingManager(OffloadingManager):
 
     _policy = policy
 
-    def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
+    def lookup(
+        self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None
+    ) -> bool | int | None:
+        if keys is None:
+            keys = key
         if isinstance(keys, bytes):
             answer = self._answer([keys], req_context)
             return None if answer is None else answer == 1
@@ -176,7 +184,7 @@ class TieredOffloadingManager(OffloadingManager):
         job = self._promoting.get(key)
         if job is not None:
             return not job.is_overdue and self._pending.may_wait(req_context, self._clock())
-        return self._pending.wants(req_context, key) or self._pool.status([key]) != b"\0"
+        return self._pending.wants(req_context, key) or self._pool.states([key]) != b"\0"
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         keys = as_key_list(keys)
@@ -258,6 +266,8 @@ class TieredOffloadingManager(OffloadingManager):
         """
         now_s = self._clock()
         self._is_draining = True
+        if self._pool.events is not None:
+            self._pool.events.clear()
         self._pending.forget()
         self._uses = OrderedDict()
         for controller in self.controllers:
@@ -305,7 +315,8 @@ class TieredOffloadingManager(OffloadingManager):
 
         See `CPUOffloadingManager.what_if`.
         """
-        return self._pool.manager.what_if(policies, capacities)
+        sampler = self._pool.observer if isinstance(self._pool.observer, Sampler) else None
+        return estimate(sampler, self._num_blocks, type(self.policy), policies, capacities)
 
     # ---- look-ups --------------------------------------------------------------------------------------------
 
@@ -340,7 +351,7 @@ class TieredOffloadingManager(OffloadingManager):
         is_moving = False
         below: list[bytes] = []
         jobs: dict[TierJob, None] = {}
-        for key, state in zip(window, self._pool.status(window), strict=True):
+        for key, state in zip(window, self._pool.states(window), strict=True):
             if state == READY:
                 continue
             job = promoting.get(key)
@@ -500,7 +511,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _store_batch(self, controller: TierController, keys: list[bytes], now_s: float) -> bool:
         keys = list(dict.fromkeys(keys))
-        ready = [key for key, state in zip(keys, self._pool.status(keys), strict=True) if state == READY]
+        ready = [key for key, state in zip(keys, self._pool.states(keys), strict=True) if state == READY]
         controller.dropped_blocks += len(keys) - len(ready)
         if not ready:
             return True
@@ -543,13 +554,13 @@ class TieredOffloadingManager(OffloadingManager):
         stuck = [job for controller in self.controllers for job in controller.jobs.values()]
         if not all(job.is_overdue for job in stuck):
             return
-        self._is_draining = False
         self._promoting = {}
         self._pool.reset()
         for job in stuck:
             job.is_withheld = True
         # Two tiers may be writing the same block.
         self._pool.withhold(sorted({block_id for job in stuck for block_id in job.block_ids}))
+        self._is_draining = False
 
     def _give_back(self, job: TierJob) -> None:
         others = [other for one in self.controllers for other in one.jobs.values() if other.is_withheld]
@@ -594,7 +605,7 @@ class TieredOffloadingManager(OffloadingManager):
         for controller in self._selective:
             # What is not ready is offered once it is.
             enough = by_uses.get(controller.config.num_uses, [])
-            states = self._pool.status(enough)
+            states = self._pool.states(enough)
             ready = [key for key, state in zip(enough, states, strict=True) if state == READY]
             controller.offer(reversed(ready))
 

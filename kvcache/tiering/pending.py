@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcache.control.pool import BlockPool
     from kvcache.request import ReqContext
     from kvcache.tiering.controller import TierController
-    from kvcache.tiering.host_pool import BlockPool
 
 
 class PendingRequest:

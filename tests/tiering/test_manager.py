@@ -10,6 +10,7 @@ from kvcache.request import ReqContext, Retention
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.tier import TierResult
 
 
 class Clock:
@@ -442,3 +443,53 @@ def test_retention_hints_lapse_by_the_managers_clock():
     assert store(b"next") == [b"plain"]
     now[0] += 20
     assert store(b"last", Retention(1, 10)) == [b"kept"]
+
+
+def test_one_key_is_looked_up_by_name_and_what_is_no_context_is_refused():
+    bench = Bench()
+    bench.store(b"a")
+    assert bench.manager.lookup(key=b"a") is True
+    with pytest.raises(ValueError, match="req_context must be a ReqContext or None, got 'nonsense'"):
+        bench.manager.lookup(b"a", "nonsense")
+
+
+def test_status_of_one_key():
+    bench = Bench().on_tier(b"a")
+    context = ReqContext()
+    assert bench.manager.status(b"a", context) == 1
+    bench.manager.on_schedule_end()
+    bench.step()
+    assert bench.manager.status(b"a", context) == 2
+    assert bench.manager.status(b"nowhere", context) == 0
+    bench.manager.prepare_store([b"new"])
+    assert bench.manager.status(b"new", context) == 1
+    bench.tier.lookup = lambda keys: None
+    assert bench.manager.status(b"other", context) == 3
+
+
+def test_what_a_tier_found_or_lost_by_itself_is_an_event():
+    bench = Bench()
+    bench.tier.get_finished = lambda: [TierResult(None, keys_of("ab")), TierResult(None, removed=keys_of("a"))]
+    bench.manager.on_schedule_end()
+    assert bench.events() == [("MANUAL", False, keys_of("ab")), ("MANUAL", True, keys_of("a"))]
+
+
+def test_reset_with_an_overdue_job_withholds_its_slots_and_no_others():
+    """Its cost is that of the job, not of the pool: no slot is reserved to keep the others apart."""
+    bench = Bench(num_blocks=1000, num_tier_blocks=2000, max_store_blocks=3)
+    bench.store(*(b"%d" % i for i in range(1000)))
+    (job,) = bench.tier.pending
+    bench.clock.now_s += 5
+    bench.manager.on_schedule_end()
+    asked = []
+    for name in ("reserve", "abort"):
+        method = getattr(bench.manager._pool, name)
+        setattr(bench.manager._pool, name, lambda *args, method=method, **kw: asked.append(args) or method(*args, **kw))
+    bench.manager.reset_cache()
+    assert asked == []
+    assert bench.manager.stats().num_free == 997
+    output = bench.manager.prepare_store([b"new-%d" % i for i in range(997)])
+    assert set(output.store_spec.block_ids.tolist()).isdisjoint(job.block_ids)
+    bench.tier.end(job)
+    bench.manager.on_schedule_end()
+    assert bench.manager.stats().num_free == 3
