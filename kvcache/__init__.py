@@ -6,6 +6,7 @@ Names are imported when first used, so that the scheduler's half never pays for 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
@@ -55,8 +56,12 @@ _HOMES = {
     "kvcache.spec.tiered": ("TieringOffloadingSpec",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-__all__ = ["__version__", *sorted(_HOME_OF)]
+# What homes need beyond numpy, and what may be missing: torch where only the control plane runs, and extras.
+_NEEDED_BY = {
+    "kvcache.tiers.disk": "xxhash",
+    "kvcache.transfer.factory": "torch",
+    "kvcache.transfer.host_pool": "torch",
+}
 
 if TYPE_CHECKING:
     from kvcache.block import BlockStateError, BlockStatus
@@ -103,7 +108,15 @@ if TYPE_CHECKING:
     from kvcache.transfer.worker import OffloadingWorker
 
 
+def _usable_names() -> list[str]:
+    """Return the public names whose packages are installed: what ``import *`` and ``help`` go through."""
+    missing = tuple(home for home, package in _NEEDED_BY.items() if importlib.util.find_spec(package) is None)
+    return ["__version__", *sorted(name for name, home in _HOME_OF.items() if not home.startswith(missing))]
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return _usable_names()
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
@@ -122,4 +135,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_usable_names()})

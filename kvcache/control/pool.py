@@ -233,11 +233,13 @@ failed_blocks, needed_blocks : int
         return req_context.request_keys.setdefault(self, request_keys)
 
     def _advance(self) -> None:
+        before_s = self._now_s or 0.0
         now_s = self._clock()
-        if not now_s >= self._now_s:  # type: ignore[operator]
-            raise ValueError(f"the clock went back from {self._now_s} to {now_s} s")
+        if not now_s >= before_s:
+            raise ValueError(f"the clock went back from {before_s} to {now_s} s")
+        # Another thread may have read it later, and got here first.
+        self._now_s = now_s = max(now_s, self._now_s or 0.0)
         self._cache.advance(int((now_s - self._start_s) * 1e9), self._max_raised)
-        self._now_s = now_s
 
     def reorder(self, req_context: ReqContext) -> None:
         """Order the keys that a running request used: its head is evicted after its tail. No use is counted.

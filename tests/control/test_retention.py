@@ -446,3 +446,24 @@ def test_no_hint_from_the_engine_is_no_fault(params: Any, manager: CPUOffloading
     manager.touch([A], ReqContext(kv_transfer_params=params))
 
     assert manager.stats().ignored_hints == 0
+
+
+def test_a_clock_that_another_thread_read_later_has_not_gone_back() -> None:
+    late: list[float] = []
+
+    def clock() -> float:
+        if not late:
+            return 100.0
+        # Between this reading and its use another thread reads 102 and is done first.
+        now_s = late.pop(0)
+        if now_s == 101.0:
+            manager.touch([b"b"])
+        return now_s
+
+    manager = CPUOffloadingManager(16, 4, clock=clock)
+    manager.touch([b"a"], ReqContext(retention=Retention(1)))
+    late += [101.0, 102.0]
+    manager.touch([b"a"])
+    late += [101.5]
+    with pytest.raises(ValueError, match=r"clock went back from 102\.0 to 101\.5 s"):
+        manager.touch([b"a"])

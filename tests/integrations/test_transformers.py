@@ -260,6 +260,39 @@ def test_weights_that_changed_since_are_another_model(change):
     assert cache.load(ids)[1] == 48
 
 
+@pytest.mark.parametrize("name", [None, "org/model@1"])
+@pytest.mark.parametrize("change", ["non-persistent buffer", "config", "attribute", "hook"])
+def test_whatever_generate_reads_is_part_of_the_identity(change, name):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    cache = PrefixCache(model, num_blocks=64, fingerprint=name)
+    ids = prompt_of(50)
+    cached(cache, ids)
+    assert cache.load(ids)[1] == 48
+    if change == "non-persistent buffer":
+        # No checkpoint holds the rotary frequencies.
+        model.model.rotary_emb.inv_freq.mul_(2)
+    elif change == "config":
+        model.config.rms_norm_eps = 1e-2
+    elif change == "attribute":
+        model.model.layers[0].self_attn.scaling *= 2
+    else:
+        model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda module, args, output: output * 2)
+    assert cache.load(ids)[1] == 0
+    assert torch.equal(cached(cache, ids), plain(model, ids))
+    assert cache.load(ids)[1] == 48
+
+
+def test_what_changed_back_is_found_again():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    cache = PrefixCache(model, num_blocks=64)
+    ids = prompt_of(50)
+    cached(cache, ids)
+    model.model.rotary_emb.inv_freq.mul_(2)
+    assert cache.load(ids)[1] == 0
+    model.model.rotary_emb.inv_freq.div_(2)
+    assert cache.load(ids)[1] == 48
+
+
 def test_active_adapters_are_part_of_the_identity():
     # As peft's layers tell of themselves; peft 0.21.2 was tried by hand.
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()

@@ -70,6 +70,12 @@ def test_refuses_bad_sizes_at_start(options, message):
         PrefixCache(llama(), **options)
 
 
+@pytest.mark.parametrize("model", ["gpt2", None, torch.nn.Linear(2, 2)])
+def test_refuses_what_is_no_model(model):
+    with pytest.raises(ValueError, match=r"model must be a transformers model .*, got .*; load it first: AutoModel"):
+        PrefixCache(model, num_blocks=4)
+
+
 @pytest.mark.parametrize(
     ("memory", "num_blocks"),
     [(16 * TOKEN_BYTES, 1), (3 * 16 * TOKEN_BYTES - 1, 2), ("1MiB", 256), ("1 MB", 244), ("0.5mib", 128), ("8192", 2)],

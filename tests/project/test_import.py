@@ -55,3 +55,17 @@ def test_every_public_name_is_importable_and_known() -> None:
     for name in kvcache.__all__:
         assert getattr(kvcache, name) is not None
         assert name in dir(kvcache)
+
+
+def test_import_star_and_help_leave_out_what_lacks_its_package() -> None:
+    code = (
+        "import sys; sys.modules['xxhash'] = None\n"
+        "from kvcache import *\n"
+        "assert 'DiskTier' not in globals() and CPUOffloadingManager\n"
+        "import kvcache, pydoc\n"
+        "assert 'CPUOffloadingManager' in pydoc.render_doc(kvcache)\n"
+        "try: kvcache.DiskTier\n"
+        "except ImportError as error: assert \"extra 'disk'\" in str(error)\n"
+        "else: raise AssertionError\n"
+    )
+    run(code)

@@ -72,7 +72,8 @@ class PrefixCache:
     block_size : int
         Tokens of one block, >= 1.
     fingerprint : str, optional
-        What names the weights, such as ``"org/model@revision"``; None: a digest of all of them.
+        What names the weights, such as ``"org/model@revision"``; None: a digest of all of them. Config, buffers and
+        attributes of the modules are looked at in either case.
 
     Raises
     ------
@@ -85,7 +86,7 @@ class PrefixCache:
     -----
     A key is a SHA-256 over all token ids up to its block's end, and over the model's fingerprint, dtype and layout, the
     block size, the adapter and the salt: whatever differs in one of them is a miss. Methods may be called from several
-    threads.
+    threads. What is stored lives as long as this object: nothing is kept over a restart.
     """
 
     def __init__(
@@ -100,6 +101,11 @@ class PrefixCache:
     ) -> None:
         _check_release(transformers.__version__)
         check_int("block_size", block_size)
+        if not hasattr(model, "named_modules") or not hasattr(model, "generate"):
+            raise ValueError(
+                f"model must be a transformers model that generates, got {model!r}; load it first: "
+                "AutoModelForCausalLM.from_pretrained(...)"
+            )
         if model.training:
             raise ValueError("the model is in training mode, and dropout would be stored: call model.eval() first")
         self.model = model
