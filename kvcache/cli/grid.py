@@ -81,6 +81,7 @@ class Options:
     prices: list[float | None] = field(default_factory=lambda: [None])
     memory_bytes_per_s: float = 50e9
     engines: int | None = None
+    hint_error: float | None = None
 
 
 @dataclass(slots=True)
@@ -162,7 +163,7 @@ def run(
 
         compact = CompactTrace.spool(read(), trace.block_size, folder, options.sample, options.seed)
         serving = _serving(options, weights, compact)
-        plan = Plan(options.split, options.store_threshold, num_shards, serving)
+        plan = Plan(options.split, options.store_threshold, num_shards, serving, options.hint_error, seed=options.seed)
         grid = Grid(policies, capacities, stacks, plan)
         wanted = grid.cells()
         found: dict[Job, Cell] = {}
@@ -312,6 +313,7 @@ def _report(result: Result, trace: Trace | SessionTrace, targets: Targets, elaps
         "block_size": block_size,
         "store_threshold": options.store_threshold,
         "sample": options.sample,
+        "hint_error": options.hint_error,
         "elapsed_s": elapsed_s,
         "model": weights.as_dict() if weights else None,
         "tiers": [{"name": tier.name, "bytes_per_s": tier.bytes_per_s} for tier in options.tiers],

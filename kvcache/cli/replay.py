@@ -91,6 +91,14 @@ def replay(
     sample: Annotated[float, typer.Option(help="Replay this share of the blocks, with error bars.")] = 1.0,
     users: Annotated[int, typer.Option(help="Users whose sessions are merged.")] = 40,
     seed: Annotated[int, typer.Option(help="Which sessions come when, and which blocks a sample holds.")] = 0,
+    hints: Annotated[
+        float | None,
+        typer.Option(
+            help="Simulate clients that say when they come back, and are wrong in this share of the requests.",
+            metavar="ERROR",
+            show_default=False,
+        ),
+    ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
@@ -135,6 +143,8 @@ def replay(
     common.at_least("--store-threshold", store_threshold, 0)
     if not 0 < sample <= 1:
         raise ValueError(f"--sample must be a share > 0 and <= 1, got {sample}")
+    if hints is not None and not 0 <= hints <= 1:
+        raise ValueError(f"--hints must be a share of wrong hints in 0..1, got {hints}")
     common.at_least("--seed", seed, 0)
     if engines is not None:
         common.at_least("--engines", engines, 1)
@@ -150,11 +160,18 @@ def replay(
         if weights is not None:
             bytes_per_block = weights.model.token_bytes * split_block_size(trace.block_size, split)
         capacities = common.parse_capacities(blocks, memory, bytes_per_block, default="10000")
-        is_grid = len(policies) > 1 or len(capacities) > 1 or policies == ["min"] or bool(tiers) or sample < 1
+        is_grid = (
+            len(policies) > 1
+            or len(capacities) > 1
+            or policies == ["min"]
+            or bool(tiers)
+            or sample < 1
+            or hints is not None
+        )
         if is_grid or any(target is not None for target in (csv, plot, checkpoint, dask)):
             if data:
                 raise ValueError(
-                    "--data replays one policy at one capacity, without --csv, --plot, --tier and --sample; "
+                    "--data replays one policy at one capacity, without --csv, --plot, --tier, --sample and --hints; "
                     f"got {policy!r} and {len(capacities)} capacities"
                 )
             if what_if:
@@ -177,6 +194,7 @@ def replay(
                 prices=below.parse_prices(price, 1 + len(tiers)),
                 memory_bytes_per_s=below.parse_rate("--memory-rate", memory_rate),
                 engines=engines,
+                hint_error=hints,
             )
             grid.run(trace, policies, capacities, options, weights, targets)
             return

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcache.request import Retention
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -21,6 +23,22 @@ NEXT_USES = ("end", "soon", "later")
 
 SOON_S = 60.0
 """What comes back within so many seconds comes soon: tools do, people mostly do not."""
+
+
+def retention_of(next_use: str) -> Retention | None:
+    """Return the hint by which a request says when it comes back.
+
+    Parameters
+    ----------
+    next_use : str
+        One of `NEXT_USES`.
+
+    Returns
+    -------
+    Retention or None
+        One-shot for what ends, a raised priority for as long as soon lasts, nothing for what comes later.
+    """
+    return {"end": Retention(-1), "soon": Retention(1, SOON_S), "later": None}[next_use]
 
 
 def derive_hints(

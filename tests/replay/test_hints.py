@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvcache.replay import compact
+from kvcache.replay.cells import Plan
 from kvcache.replay.chats import ChatWorkload
 from kvcache.replay.compact import CompactTrace, next_uses
-from kvcache.replay.hints import NEXT_USES, derive_hints
+from kvcache.replay.grid import Grid, run_grid
+from kvcache.replay.hints import NEXT_USES, derive_hints, retention_of
 from kvcache.replay.requests import Request
+from kvcache.request import Retention
 
 
 def trace_of(requests: list[tuple[float, list[int]]]) -> CompactTrace:
@@ -52,3 +57,28 @@ def test_an_error_rate_makes_as_many_hints_wrong() -> None:
     assert (derive_hints(trace, nexts, error=1.0) != right).all()
     with pytest.raises(ValueError, match=r"error must be a share in 0\.\.1, got 1\.5"):
         derive_hints(trace, nexts, error=1.5)
+
+
+def test_hints_are_retention_hints() -> None:
+    assert [retention_of(name) for name in NEXT_USES] == [Retention(-1), Retention(1, 60.0), None]
+
+
+def hits(hint_error: float | None, num_processes: int = 1) -> int:
+    workload = ChatWorkload(num_requests=800)
+    trace = CompactTrace.of(workload, workload.block_size)
+    grid = Grid(["lru"], [1500], plan=Plan(hint_error=hint_error))
+    (cell,) = run_grid(trace, grid, num_processes=num_processes)
+    return cell.hit_blocks
+
+
+def test_honest_hints_bring_hits_and_lies_cost_some() -> None:
+    assert max(hits(None), hits(1.0)) < hits(0.3) < hits(0.0)
+
+
+def test_command_takes_an_error_rate(run: Any, tmp_path: Any) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}\n')
+    status, out, _ = run("replay", path, "--hints", "0.1", "--blocks", 5, "--jobs", 1, "--json")
+    assert status == 0
+    assert '"hint_error": 0.1' in out
+    assert "--hints must be a share of wrong hints in 0..1, got 2.0" in run("replay", path, "--hints", "2")[2]
