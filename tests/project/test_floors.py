@@ -136,18 +136,62 @@ def test_every_file_imports_lower_floors_and_its_own_room_only() -> None:
 
 
 @needs_sources
-def test_no_room_imports_in_a_circle() -> None:
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Imports for annotations count, too: a circle of types is a circle of subjects."""
     modules = sources()
     graph = {
         module: {
             target
             for path in paths
             for wanted in imports_of(path, module)
-            if not wanted.typing_only and (target := target_of(wanted, set(modules))) not in {None, module}
+            if (target := target_of(wanted, set(modules))) not in {None, module}
         }
         for module, paths in modules.items()
     }
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle
+
+
+def private_uses(text: str) -> Iterator[str]:
+    """Yield each use of a name with a leading underscore that this module does not define itself."""
+    tree = ast.parse(text)
+    own: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            own.add(node.value)  # in __slots__
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvcache"):
+            # `_native` is a folder that its own package imports from.
+            yield from (
+                f"{node.lineno}: {node.module}.{alias.name}"
+                for alias in node.names
+                if alias.name.startswith("_") and not alias.name.startswith("__") and alias.name != "_native"
+            )
+        elif isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr) and node.attr not in own:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+# Names that belong to others, for which there is no public way.
+FOREIGN_PRIVATE = {"t._version", "req_context._offload_key_positions", "sys._current_frames"}
+
+
+@needs_sources
+def test_no_module_uses_private_names_of_another() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{use}"
+        for path in sorted((ROOT / "kvcache").rglob("*.py"))
+        for use in private_uses(path.read_text())
+        if use.partition(": ")[2] not in FOREIGN_PRIVATE
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_private_names_of_others_are_found() -> None:
+    text = "from kvcache.a import _b\ndef f(self, d):\n    self._own = d\n    d._own, d._foreign\n"
+    assert list(private_uses(text)) == ["1: kvcache.a._b", "4: d._foreign"]
 
 
 @needs_sources
