@@ -308,6 +308,10 @@ failed_blocks, needed_blocks : int
         """Return the state of each key as one byte (0 absent, 1 being written, 2 ready); this is not counted."""
         return self._cache.status(keys)
 
+    def locate(self, keys: list[bytes]) -> list[int]:
+        """Return the id of each key's block without taking a reference; -1 where it is absent or being written."""
+        return self._cache.locate(keys)
+
     def match_prefix(self, keys: list[bytes], req_context: ReqContext | None = None, start: int = 0) -> int:
         """Return where the run of ready keys from `start` on ends; this is neither counted nor a use."""
         return self._cache.match_prefix(keys, self._request_keys_of(req_context), start)

@@ -1,6 +1,6 @@
 """The index of a tier that owns its space: which block lies in which slot, what leaves, and which blocks are bad.
 
-Placement and eviction are a manager's like the host pool's own, over slots instead of host memory. What a restart
+Placement and eviction are those of a `BlockPool` like the host's, over slots instead of host memory. What a restart
 found is handed to a fresh one, least recently used first, so that recency comes back as order; it numbers blocks
 0, 1, 2, ... in that order, and `_slot_of` translates its numbers to slots.
 
@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.control.pool import BlockPool
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvcache.request import ReqContext
     from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec
+
+
+_READY = 2
 
 
 class Placement(NamedTuple):
@@ -51,16 +54,15 @@ class SlotIndex:
         self, num_blocks: int, cache_policy: str | type, keys: list[bytes], slots: Sequence[int] | npt.NDArray[np.int64]
     ) -> None:
         self.num_blocks = num_blocks
-        self._blocks = CPUOffloadingManager(1, num_blocks, cache_policy)
+        self._blocks = BlockPool(num_blocks, cache_policy)
         self._bad: set[bytes] = set()
-        self._num_restored = len(keys)
         self._slot_of: npt.NDArray[np.int64] | None = None
         if keys:
             places = np.asarray(slots, np.int64)
-            output = self._blocks.prepare_store(keys)
+            output = self._blocks.reserve(keys, is_move=True)
             if output is None or len(output.keys_to_store) != len(keys) or len(places) != len(keys):
                 raise ValueError(f"{len(keys)} keys in {len(places)} slots of {num_blocks} are not one slot for each")
-            self._blocks.complete_store(keys)
+            self._blocks.commit(keys, is_move=True)
             is_free = np.ones(num_blocks, np.bool_)
             is_free[places] = False
             if num_blocks - int(is_free.sum()) != len(keys):
@@ -70,22 +72,17 @@ class SlotIndex:
     @property
     def num_held(self) -> int:
         """Blocks that can be loaded."""
-        stats = self._blocks.stats()
-        return stats.num_blocks - stats.num_free - stats.num_pending - len(self._bad)
-
-    @property
-    def num_stored(self) -> int:
-        """Blocks stored since start, what was found there not counted."""
-        return self._blocks.stats().stored_blocks - self._num_restored
+        blocks = self._blocks
+        return blocks.num_blocks - blocks.num_free - blocks.num_pending - len(self._bad)
 
     @property
     def num_evicted(self) -> int:
         """Blocks evicted since start."""
-        return self._blocks.stats().evicted_blocks
+        return self._blocks.evicted_blocks
 
     def count_held(self, keys: list[bytes]) -> int:
         """Return how many of the first keys are held."""
-        num_held: int = self._blocks.lookup(keys)
+        num_held = self._blocks.match_prefix(keys)
         if self._bad:
             return next((i for i in range(num_held) if keys[i] in self._bad), num_held)
         return num_held
@@ -94,11 +91,8 @@ class SlotIndex:
         """Return the keys that are held, and those that are not."""
         if self.count_held(keys) == len(keys):
             return keys, []
-        is_held = [self.count_held([key]) == 1 for key in keys]
-        return (
-            [key for key, one in zip(keys, is_held, strict=True) if one],
-            [key for key, one in zip(keys, is_held, strict=True) if not one],
-        )
+        held = {key for key, state in zip(keys, self._blocks.states(keys), strict=True) if state == _READY} - self._bad
+        return [key for key in keys if key in held], [key for key in keys if key not in held]
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Note a use, in prefix order."""
@@ -106,20 +100,18 @@ class SlotIndex:
 
     def locate(self, keys: list[bytes]) -> list[int]:
         """Return the slots of held blocks."""
-        slots = self.pin(keys)
-        self._blocks.complete_load(keys)
-        return slots
+        return self._slots(np.array(self._blocks.locate(keys), np.int64))
 
     def end_request(self, req_context: ReqContext) -> None:
         """Order what a request used."""
-        self._blocks.on_request_finished(req_context)
+        self._blocks.end_request(req_context)
 
     def place(self, keys: list[bytes]) -> Placement | None:
         """Give a slot to each key that is not held, evicting as many blocks as needed; None if too few can leave."""
-        output = self._blocks.prepare_store(keys)
+        output = self._blocks.reserve(keys)
         if output is None:
             return None
-        placed, slots = output.keys_to_store, self._slots(output.store_spec)
+        placed, slots = output.keys_to_store, self._slots(_block_ids(output.store_spec))
         if self._bad:
             self._bad.difference_update(output.evicted_keys)
             again = [key for key in dict.fromkeys(keys) if key in self._bad and self._is_unused(key)]
@@ -130,24 +122,24 @@ class SlotIndex:
         """Take placed blocks over: what is in `done` was written, the rest leaves."""
         again = [key for key in keys if key in self._bad] if self._bad else []
         if again:
-            self._blocks.complete_load(again)
+            self._blocks.unpin(again)
         self._bad.difference_update(done)
         if len(done) < len(keys):
             written = set(done)
-            self._blocks.complete_store([key for key in keys if key not in written], success=False)
-        self._blocks.complete_store(done)
+            self._blocks.abort([key for key in keys if key not in written])
+        self._blocks.commit(done)
 
     def pin(self, keys: list[bytes]) -> list[int]:
         """Take a reference on held blocks and return their slots."""
-        return self._slots(self._blocks.prepare_load(keys))
+        return self._slots(_block_ids(self._blocks.pin(keys)))
 
     def unpin(self, keys: list[bytes]) -> None:
         """Give the references back."""
-        self._blocks.complete_load(keys)
+        self._blocks.unpin(keys)
 
     def quarantine(self, keys: list[bytes]) -> list[bytes]:
         """Answer blocks as absent from now on; return those that were held until now."""
-        fresh = [key for key in dict.fromkeys(keys) if key not in self._bad and self._blocks.lookup(key)]
+        fresh = list(dict.fromkeys(self.split_held(keys)[0]))
         self._bad.update(fresh)
         return fresh
 
@@ -156,7 +148,10 @@ class SlotIndex:
         block = self._blocks.policy.get(key)
         return block is not None and block.ref_cnt == 0
 
-    def _slots(self, spec: LoadStoreSpec) -> list[int]:
-        ids = cast("BlockIDsLoadStoreSpec", spec).block_ids
+    def _slots(self, ids: npt.NDArray[np.int64]) -> list[int]:
         slots: list[int] = (ids if self._slot_of is None else self._slot_of[ids]).tolist()
         return slots
+
+
+def _block_ids(spec: LoadStoreSpec) -> npt.NDArray[np.int64]:
+    return cast("BlockIDsLoadStoreSpec", spec).block_ids
