@@ -502,8 +502,7 @@ cdef class BlockCache(PriorityClasses):
         whole request becomes the most recent when it has doubled, or a key belongs between two older ones. So the cost
         is linear in the request's keys, however many calls they come in.
         """
-        cdef Py_ssize_t n = request_keys.num_seen
-        cdef Py_ssize_t num_old, num_new
+        cdef Py_ssize_t n, num_old, num_new
         cdef int64_t first, last
         self._begin(request_keys)
         n = request_keys.num_seen
@@ -512,7 +511,7 @@ cdef class BlockCache(PriorityClasses):
         if num_new == 0:
             return
         self._reserve_batch(n)
-        self._reserve_heaps(n)
+        self._reserve_heaps(num_new)
         if num_old != 0 and n <= 2 * <Py_ssize_t> request_keys.num_in_full:
             self._sort_used(request_keys, num_old, n, positions)
             first = self.batch_positions[0].position
