@@ -1,0 +1,262 @@
+"""Threads that call every operation at once, with and without a GIL: no slot serves two keys, and none is lost.
+
+A block has one writer between `prepare_store` and `complete_store`, and none while anybody loads it: each thread writes
+its key into the blocks that it was given, and checks what it reads. So two threads that were given one slot are found
+at once, and what the manager keeps of blocks and references is counted when all have ended.
+"""
+
+import gc
+import random
+import threading
+
+import pytest
+
+from kvcache import BlockStateError, CachePolicy, CPUOffloadingManager, ReqContext, Retention
+from kvcache.core.reuse_filter import ReuseFilter
+from kvcache.registry import POLICIES
+
+NUM_THREADS = 4
+NUM_BLOCKS = 48
+KEYS = [b"%028d\0\0\0\0" % i for i in range(160)]
+
+
+class PluginPolicy(CachePolicy):
+    """A third party's policy in plain Python: oldest out first."""
+
+    def __init__(self, cache_capacity):
+        super().__init__(cache_capacity)
+        self.blocks = {}
+
+    def get(self, key):
+        return self.blocks.get(key)
+
+    def insert(self, key, block):
+        self.blocks[key] = block
+
+    def remove(self, key):
+        del self.blocks[key]
+
+    def touch(self, keys):
+        for key in reversed(list(keys)):
+            if key in self.blocks:
+                self.blocks[key] = self.blocks.pop(key)
+
+    def evict(self, n, protected):
+        victims = [(k, block) for k, block in self.blocks.items() if block.ref_cnt == 0 and k not in protected][:n]
+        if len(victims) < n:
+            return None
+        for key, _ in victims:
+            del self.blocks[key]
+        return victims
+
+
+class Slots:
+    """What stands in each slot, and who writes it."""
+
+    def __init__(self):
+        self.content = [None] * NUM_BLOCKS
+        self.lock = threading.RLock()  # a finalizer may run while its thread holds it
+        self.writers = {}
+
+    def begin(self, block_ids, writer):
+        with self.lock:
+            for block_id in block_ids:
+                assert block_id not in self.writers, f"slot {block_id} was given to two writers"
+                self.writers[block_id] = writer
+
+    def end(self, block_ids, keys):
+        with self.lock:
+            for block_id, key in zip(block_ids, keys, strict=True):
+                self.content[block_id] = key
+                del self.writers[block_id]
+
+    def check(self, block_ids, keys):
+        with self.lock:
+            for block_id, key in zip(block_ids, keys, strict=True):
+                assert block_id not in self.writers, f"slot {block_id} is written while it is loaded"
+                assert self.content[block_id] == key, f"slot {block_id} holds {self.content[block_id]}, not {key}"
+
+
+class Requests:
+    """Random requests to one manager, from any thread."""
+
+    def __init__(self, policy, **options):
+        self.manager = CPUOffloadingManager(16, NUM_BLOCKS, policy, enable_events=True, **options)
+        self.is_compiled = isinstance(policy, str)
+        self.slots = Slots()
+        self.shared_context = ReqContext("shared")
+        self.resident = set()
+
+    def __call__(self, rng):
+        manager = self.manager
+        start, n = rng.randrange(len(KEYS) - 12), rng.randrange(1, 12)
+        keys = KEYS[start : start + n]
+        retention = rng.choice([None, None, Retention(priority=rng.choice([-1, 1]), ttl_s=rng.choice([None, 0.01]))])
+        context = rng.choice([None, self.shared_context, ReqContext(str(start), retention=retention)])
+        num_hits = manager.lookup(keys, context)
+        self.load(keys[:num_hits], context)
+        if rng.random() < 0.3:
+            manager.touch(keys, context)
+        self.store(keys, context, rng.random() < 0.8)
+        manager.lookup(rng.choice(KEYS), context)
+        operations = ["touch", "events", "stats", "get", "finish", "lists", "status", "reorder", "locate"]
+        for operation in rng.sample(operations, 4):
+            self.other(operation, rng, context)
+        if context is not None and context is not self.shared_context:
+            manager.on_request_finished(context)
+
+    def load(self, keys, context):
+        manager = self.manager
+        try:
+            block_ids = manager.prepare_load(keys, context).block_ids.tolist()
+        except (KeyError, BlockStateError):
+            return  # evicted since the look-up
+        self.slots.check(block_ids, keys)
+        assert all(manager.policy.get(key).ref_cnt > 0 for key in keys)
+        self.slots.check(block_ids, keys)
+        manager.complete_load(keys, context)
+
+    def store(self, keys, context, success):
+        output = self.manager.prepare_store(keys, context)
+        if output is None:
+            return
+        block_ids = output.store_spec.block_ids.tolist()
+        self.slots.begin(block_ids, threading.get_ident())
+        self.slots.end(block_ids, output.keys_to_store)
+        self.manager.complete_store(output.keys_to_store, context, success)
+
+    def other(self, operation, rng, context):
+        manager = self.manager
+        if operation == "touch":
+            manager.touch(rng.choices(KEYS, k=5), context)
+        elif operation == "events":
+            for event in manager.take_events():
+                assert all(key in KEYS for key in event.keys)
+        elif operation == "stats":
+            stats = manager.stats()
+            assert 0 <= stats.num_free <= NUM_BLOCKS
+        elif operation == "finish":
+            manager.on_request_finished(self.shared_context)
+        elif operation == "get":
+            block = manager.policy.get(rng.choice(KEYS))
+            if block is not None:
+                try:
+                    assert 0 <= block.block_id < NUM_BLOCKS
+                    assert block.ref_cnt >= -1
+                except BlockStateError:
+                    pass  # it has left
+        elif operation == "lists":
+            for name in ("t1", "t2", "b1", "b2"):
+                blocks = getattr(manager.policy, name, ())
+                assert len(blocks) <= 2 * NUM_BLOCKS
+                rng.choice(KEYS) in blocks  # noqa: B015
+        elif operation == "status":
+            assert manager.status(rng.choice(KEYS)) in (0, 1, 2)
+            assert set(manager.policy.status(KEYS)) <= {0, 1, 2} if self.is_compiled else True
+        elif operation == "reorder" and context is not None:
+            manager.reorder(context)
+        elif operation == "locate" and self.is_compiled:
+            block_ids = [block_id for block_id in manager.policy.locate(KEYS) if block_id >= 0]
+            assert len(set(block_ids)) == len(block_ids)
+
+    def check(self):
+        """Check what must hold when no thread is at work."""
+        manager = self.manager
+        manager.on_request_finished(self.shared_context)
+        stats = manager.stats()
+        assert (stats.num_referenced, stats.num_pending) == (0, 0)
+        found = {key: block for key in KEYS if (block := manager.policy.get(key)) is not None}
+        assert all(block.ref_cnt == 0 for block in found.values())
+        block_ids = [block.block_id for block in found.values()]
+        assert len(set(block_ids)) == len(block_ids) == NUM_BLOCKS - stats.num_free
+        self.slots.check(block_ids, found)
+        # Every slot can be had once more: none was lost, and none is there twice.
+        fresh = [b"fresh%027d" % i for i in range(NUM_BLOCKS)]
+        output = manager.prepare_store(fresh)
+        assert sorted(output.store_spec.block_ids.tolist()) == list(range(NUM_BLOCKS))
+        assert sorted(output.evicted_keys) == sorted(found)
+        manager.complete_store(fresh, success=False)
+        manager.reset_cache()
+        assert manager.stats().num_free == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.names(), PluginPolicy])
+def test_no_slot_serves_two_keys(policy, run_threads, budget):
+    requests = Requests(policy, store_threshold=0, what_if=True)
+    run_threads([requests] * NUM_THREADS, 4 * budget)
+    requests.check()
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.names(), PluginPolicy])
+def test_no_slot_serves_two_keys_whatever_finalizers_do(policy, run_threads, budget):
+    requests = Requests(policy)
+    busy = threading.local()
+
+    class Finalized:
+        """Part of a circle; the collector, wherever it runs, has it call the manager."""
+
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            if not getattr(busy, "is_set", False):
+                busy.is_set = True
+                try:
+                    requests(random.Random(id(self)))
+                finally:
+                    busy.is_set = False
+
+    def litter(rng):
+        Finalized()
+        requests(rng)
+
+    before = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+        run_threads([litter] * 2, 2 * budget)
+    finally:
+        gc.set_threshold(*before)
+        busy.is_set = True
+        gc.collect()
+    requests.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_a_policy_alone_is_used_by_many_threads(policy, run_threads, budget):
+    from kvcache import BlockStatus
+
+    alone = POLICIES.resolve(policy)(NUM_BLOCKS)
+    lock = threading.Lock()
+    next_id = iter(range(1 << 60))
+
+    def use(rng):
+        key = rng.choice(KEYS)
+        alone.touch(rng.choices(KEYS, k=4))
+        alone.get(rng.choice(KEYS))
+        with lock:  # asking and inserting are two calls
+            if alone.get(key) is None:
+                if sum(alone.get(k) is not None for k in KEYS) >= NUM_BLOCKS:
+                    victims = alone.evict(2, {key})
+                    assert victims is not None
+                    assert len({victim for victim, _ in victims}) == 2
+                block = BlockStatus(next(next_id))
+                block.ref_cnt = 0
+                alone.insert(key, block)
+            elif rng.random() < 0.2:
+                alone.remove(key)
+
+    run_threads([use] * NUM_THREADS, 2 * budget)
+    assert sum(alone.get(key) is not None for key in KEYS) <= NUM_BLOCKS
+
+
+def test_reuse_filter_counts_with_many_threads(run_threads, budget):
+    reuse_filter = ReuseFilter(3, 64)
+
+    def offer(rng):
+        keys = rng.choices(KEYS, k=8)
+        assert len(reuse_filter.admit(keys)) == 8
+        if rng.random() < 0.01:
+            reuse_filter.clear()
+        assert len(reuse_filter) <= 64
+
+    run_threads([offer] * NUM_THREADS, 2 * budget)
