@@ -230,6 +230,7 @@ class KVEventPublisher:
         self._queue: deque[OffloadingEvent | None] = deque()
         self._merged: dict[tuple[str, bytes], bool] | None = None
         self._num_merged = 0
+        self._last_number = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._is_closed = False
@@ -267,6 +268,11 @@ class KVEventPublisher:
         num_new = 0
         for event in events:
             num_new += 1
+            if event.number:
+                if self._last_number and event.number != self._last_number + 1:
+                    # The manager's log has dropped events: what it holds is not known, so nothing is claimed.
+                    self.publish_cleared()
+                self._last_number = event.number
             if len(queue) < self._queue_events and self._merged is None:
                 queue.append(event)
                 continue

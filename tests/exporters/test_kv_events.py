@@ -202,6 +202,15 @@ def test_reset_clears_every_medium(publisher):
     subscriber.close()
 
 
+def test_gap_in_the_numbers_of_events_clears_the_view(publisher):
+    events = [stored(key(number)) for number in (1, 2, 3)]
+    for event, number in zip(events, (1, 2, 4), strict=True):
+        event.number = number
+    publisher.publish(events)
+    assert publisher.flush()
+    assert publisher.snapshot()[1] == {"CPU": {((3).to_bytes(8, "big"), 0)}}
+
+
 def test_full_queue_is_merged_by_key_and_loses_nothing():
     with KVEventPublisher(ANY_PORT, ANY_PORT, queue_events=1, digest_every=1) as publisher:
         subscriber = subscribed(publisher)
