@@ -87,7 +87,7 @@ class BlockPool:
     events : EventLog or None
         Also for a caller that has events of its own to add.
     lookups, looked_up_blocks, hit_blocks, loaded_blocks, stored_blocks, evicted_blocks, rejected_stores, \
-failed_blocks, needed_blocks : int
+failed_blocks : int
         Counters, see `kvcache.metrics.MANAGER_METRICS`; a caller that answers look-ups itself adds to them.
 
     Raises
@@ -98,7 +98,8 @@ failed_blocks, needed_blocks : int
     Notes
     -----
     `keys` is any iterable of keys, consumed once; a list is the fast path. Where `is_move` is true, the blocks move
-    between tiers: they are not counted as the engine's, and admission is not asked.
+    between tiers: they are not counted as the engine's, and admission is not asked. Counters are exact under the GIL
+    (no call stands between reading and writing one); free-threaded builds may miss a count where threads collide.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ failed_blocks, needed_blocks : int
         self.evicted_blocks = 0
         self.rejected_stores = 0
         self.failed_blocks = 0
-        self.needed_blocks = 0
+        self._offered_blocks = 0
 
     def _make_cache(self, cache_policy: str | type, backend: Backend | None) -> BlockCacheOps:
         chosen = POLICIES.resolve(cache_policy)
@@ -190,6 +191,11 @@ failed_blocks, needed_blocks : int
     def gated_blocks(self) -> int:
         """Blocks that were offered and not admitted."""
         return self._cache.gated_blocks
+
+    @property
+    def needed_blocks(self) -> int:
+        """Blocks of requests that the device did not hold: loaded, or offered for storing and not refused."""
+        return self.loaded_blocks + self._offered_blocks
 
     @property
     def retained_blocks(self) -> int:
@@ -284,15 +290,16 @@ failed_blocks, needed_blocks : int
                 if req_context is not None and not isinstance(req_context, ReqContext):
                     raise _bad_context(req_context)
                 # Engines that ask key by key ask often: one key is no reason to open the request.
-                hits = self._cache.match_prefix([keys], None)
+                is_hit = self._cache.status_of(keys) == 2
                 self.lookups += 1
                 self.looked_up_blocks += 1
-                self.hit_blocks += hits
-                return hits == 1
+                self.hit_blocks += is_hit
+                return is_hit
             keys = as_key_list(keys)
         hits = self._cache.match_prefix(keys, None if req_context is None else self._request_keys_of(req_context))
+        num_keys = len(keys)
         self.lookups += 1
-        self.looked_up_blocks += len(keys)
+        self.looked_up_blocks += num_keys
         self.hit_blocks += hits
         return hits
 
@@ -344,8 +351,8 @@ failed_blocks, needed_blocks : int
             self._advance()
         spec = self._cache.pin(keys, request_keys)
         if not is_move:
-            self.loaded_blocks += len(keys)
-            self.needed_blocks += len(keys)
+            num_keys = len(keys)
+            self.loaded_blocks += num_keys
         return spec
 
     def unpin(self, keys: Keys, req_context: ReqContext | None = None) -> None:
@@ -356,7 +363,9 @@ failed_blocks, needed_blocks : int
         KeyError, BlockStateError
             A key is unknown, or has fewer references than are given back; nothing has changed.
         """
-        self._cache.unpin(as_key_list(keys), self._request_keys_of(req_context))
+        if type(keys) is not list:
+            keys = as_key_list(keys)
+        self._cache.unpin(keys, None if req_context is None else self._request_keys_of(req_context))
 
     # ---- blocks that come and leave --------------------------------------------------------------------------
 
@@ -381,7 +390,8 @@ failed_blocks, needed_blocks : int
         if events is None:
             output = self._cache.reserve(keys, request_keys, admitted)
             if output is not None and output.evicted_keys:
-                self.evicted_blocks += len(output.evicted_keys)
+                num_evicted = len(output.evicted_keys)
+                self.evicted_blocks += num_evicted
         else:
             with events:
                 output = self._cache.reserve(keys, request_keys, admitted)
@@ -391,7 +401,8 @@ failed_blocks, needed_blocks : int
             if output is None:
                 self.rejected_stores += 1
             else:
-                self.needed_blocks += len(keys)
+                num_keys = len(keys)
+                self._offered_blocks += num_keys
         return output
 
     def reserve_leading(self, keys: list[bytes]) -> PrepareStoreOutput | None:
@@ -405,7 +416,8 @@ failed_blocks, needed_blocks : int
         return None
 
     def _note_evicted(self, keys: list[bytes]) -> None:
-        self.evicted_blocks += len(keys)
+        num_keys = len(keys)
+        self.evicted_blocks += num_keys
         if self.events is not None:
             self.events.add(keys, self.medium, True)
 
@@ -420,9 +432,11 @@ failed_blocks, needed_blocks : int
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
         if not success:
-            self.failed_blocks += self._cache.abort(keys, request_keys)
+            num_dropped = self._cache.abort(keys, request_keys)
+            self.failed_blocks += num_dropped
         elif self.events is None:
-            self.stored_blocks += len(self._cache.commit(keys, request_keys))
+            num_ready = len(self._cache.commit(keys, request_keys))
+            self.stored_blocks += num_ready
         else:
             self.commit(keys, req_context)
 
@@ -436,7 +450,8 @@ failed_blocks, needed_blocks : int
                 ready = self._cache.commit(keys, request_keys)
                 self.events.add(ready, self.medium, False)
         if not is_move:
-            self.stored_blocks += len(ready)
+            num_ready = len(ready)
+            self.stored_blocks += num_ready
         return ready
 
     def abort(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> int:
