@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -129,7 +130,8 @@ def test_finalizers_that_call_the_manager_never_meet_it_half_done(name: str) -> 
         check(manager)
     alive = False
     assert faults == []
-    assert num_finalized > 100
+    # Without a GIL the collector keeps a pace of its own, whatever its threshold.
+    assert num_finalized > 100 or sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 @pytest.mark.usefixtures("eager_collector")
