@@ -445,9 +445,16 @@ cdef class BlockCache(PriorityClasses):
             row = self.batch_rows[i]
             if row != 0 and self.rows[row].ref_cnt < 0:
                 self.rows[row].ref_cnt = 0
-                attach(self, row)
+                self.fresh_rows[num_ready] = row
                 self.batch_wanted[num_ready] = i
                 num_ready += 1
+        # By ascending stamps each joins the end of its list; of a request that was ordered, the head is there.
+        if num_ready != 0 and self.rows[self.fresh_rows[0]].stamp > self.rows[self.fresh_rows[num_ready - 1]].stamp:
+            for i in range(num_ready - 1, -1, -1):
+                attach(self, self.fresh_rows[i])
+        else:
+            for i in range(num_ready):
+                attach(self, self.fresh_rows[i])
         self.num_pending -= num_ready
         self.num_evictable += num_ready
         self._after()

@@ -196,6 +196,11 @@ class TieredOffloadingManager(OffloadingManager):
         self._note_use(keys, req_context)
         return spec
 
+    def reorder(self, req_context: ReqContext) -> None:
+        """Order the keys that a running request used; see `CPUOffloadingManager.reorder`."""
+        if not self._is_draining:
+            self._pool.reorder(req_context)
+
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         if self._is_draining:
             return
@@ -238,8 +243,8 @@ class TieredOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self._pool.end_request(req_context)
+    def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
+        self._pool.end_request(req_context, use_positions=use_positions)
         self._pending.close(req_context)
         used = req_context.get_state(_UsedKeys)
         if used is not None:

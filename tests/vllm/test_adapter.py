@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+from kvcache.registry import POLICIES
 
 
 def manager(num_blocks: int = 8, **options: Any) -> KVCacheOffloadingManager:
@@ -108,14 +110,92 @@ def test_use_counts_although_touch_is_never_called() -> None:
     assert serve(adapter, "other", keys_of("c", 2)) == [b"b1", b"b0"]
 
 
-def test_running_request_keeps_its_head_younger_than_its_tail() -> None:
+def store(manager: KVCacheOffloadingManager, keys: list[bytes], context: EngineContext) -> list[bytes]:
+    """Store what a running request computed, and return what was evicted for it."""
+    output = manager.prepare_store(keys, context)
+    assert output is not None
+    manager.complete_store(set(output.keys_to_store), context)
+    return output.evicted_keys
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1,) * 6, (3, 1, 2)], ids=str)
+def test_running_request_keeps_its_head_younger_than_its_tail(policy: str, sizes: tuple[int, ...]) -> None:
+    adapter = manager(num_blocks=6, cache_policy=policy)
+    keys = keys_of("a", 6)
+    context = request(adapter, "long", keys)
+    left = list(keys)
+    for size in sizes:
+        store(adapter, [left.pop(0) for _ in range(size)], context)
+    other = request(adapter, "other", keys_of("b", 6))
+    evicted = [key for i in range(4) for key in store(adapter, [keys_of("b", 6)[i]], other)]
+    assert evicted == [b"a5", b"a4", b"a3", b"a2"]
+
+
+@pytest.mark.skipif(not installed_release().key_positions, reason="this release does not tell")
+@pytest.mark.parametrize("order", [(2, 3, 0, 1), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
+def test_running_request_is_ordered_by_positions_however_it_stores(order: tuple[int, ...]) -> None:
+    # Sliding windows have blocks stored late that stand early in the prompt.
     adapter = manager(num_blocks=4)
     keys = keys_of("a", 4)
-    context = request(adapter, "long", keys)
-    for part in (keys[:2], keys[2:]):
+    context = request(adapter, "late", keys)
+    for i in order:
+        store(adapter, [keys[i]], context)
+    assert serve(adapter, "other", keys_of("b", 4)) == [b"a3", b"a2", b"a1", b"a0"]
+
+
+@pytest.mark.skipif(not installed_release().key_positions, reason="this release does not tell")
+def test_groups_of_a_running_request_are_interleaved_by_position() -> None:
+    # Two KV-cache groups: the connector offers all of one, then all of the other.
+    adapter = manager(num_blocks=6)
+    full, window = keys_of("f", 3), keys_of("w", 3)
+    context = request(adapter, "hybrid", full)
+    for i, key in enumerate(window):
+        context.set_offload_key_position(key, 16 * (i + 1))
+    store(adapter, [*full[:2], *window[:2]], context)
+    store(adapter, [full[2], window[2]], context)
+    evicted = serve(adapter, "other", keys_of("b", 6))
+    assert [sorted(evicted[i : i + 2]) for i in range(0, 6, 2)] == [[b"f2", b"w2"], [b"f1", b"w1"], [b"f0", b"w0"]]
+
+
+@pytest.mark.skipif(not installed_release().key_positions, reason="this release does not tell")
+def test_positions_learned_while_the_request_runs_count() -> None:
+    adapter = manager(num_blocks=4)
+    context = request(adapter, "growing", [])
+    for i, key in enumerate(keys_of("a", 4)):
+        context.set_offload_key_position(key, 16 * (4 - i))
+        store(adapter, [key], context)
+    assert serve(adapter, "other", keys_of("b", 2)) == [b"a0", b"a1"]
+
+
+def test_storing_key_by_key_is_linear() -> None:
+    def seconds(num_keys: int) -> float:
+        adapter = manager(num_blocks=num_keys)
+        keys = keys_of("k", num_keys)
+        context = request(adapter, "long", keys)
+        start = time.process_time()
+        for key in keys:
+            store(adapter, [key], context)
+        return time.process_time() - start
+
+    # Quadratic work takes 64 times as long.
+    assert min(seconds(16_000) for _ in range(3)) < 24 * min(seconds(2_000) for _ in range(3))
+
+
+@pytest.mark.parametrize("after_the_end", [False, True])
+def test_transfers_may_end_in_any_order(after_the_end: bool) -> None:
+    adapter = manager(num_blocks=8)
+    context = request(adapter, "r", keys_of("a", 6))
+    parts = [keys_of("a", 6)[i : i + 2] for i in (0, 2, 4)]
+    for part in parts:
         adapter.prepare_store(part, context)
+    if after_the_end:
+        adapter.on_request_finished(context)
+    for part in (parts[1], parts[2], parts[0]):
         adapter.complete_store(set(part), context)
-    assert serve(adapter, "other", keys_of("b", 3)) == [b"a3", b"a2", b"a1"]
+    other = request(adapter, "s", keys_of("a", 6))
+    assert [adapter.lookup(key, other) for key in keys_of("a", 6)] == [LookupResult.HIT] * 6
+    assert adapter._manager.stats().num_pending == 0
 
 
 @pytest.mark.skipif(not installed_release().key_positions, reason="this release does not tell")

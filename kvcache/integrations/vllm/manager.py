@@ -1,8 +1,9 @@
 """The scheduler's half: vLLM's manager interface over ours, one thin method each.
 
 vLLM never calls ``touch``. A use is counted by the first ``prepare_*`` that names a key; every store orders what the
-request has named so far, so that a long request's head stays younger than its tail while it runs; and when it ends all
-its keys are named once more, so that blocks which the engine found on its own device stay young on the host as well.
+request has used so far, so that a long request's head stays younger than its tail while it runs; and when it ends all
+keys of its prompt are used and ordered, so that blocks which the engine found on its own device stay young on the host
+as well.
 """
 
 from __future__ import annotations
@@ -33,20 +34,48 @@ RESULTS = (LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT, Lookup
 class EngineRequest(ReqContext):
     """A request of the engine.
 
+    Parameters
+    ----------
+    req_context : vllm.v1.kv_offload.base.ReqContext
+        The engine's context of it.
+    has_positions : bool
+        Whether that knows where each key's block ends; it learns so while the request runs.
+
     Attributes
     ----------
-    named : list of bytes
-        The keys it has loaded or stored, in that order.
+    has_ended : bool
+        Whether the engine has said so; its last stores may still be under way.
+    transfers : list of list of bytes
+        What is being loaded or stored for it now: the keys of each transfer, in the order of the prompt.
     promoted : set of bytes
         The keys that were not in host memory when it first asked for them: what it loads of them came from a tier.
     """
 
-    __slots__ = ("named", "promoted")
+    __slots__ = ("has_ended", "promoted", "transfers")
 
-    def __init__(self, req_id: str, kv_transfer_params: dict[str, Any] | None) -> None:
-        super().__init__(req_id, kv_transfer_params)
-        self.named: list[bytes] = []
+    def __init__(self, req_context: Any, has_positions: bool) -> None:
+        super().__init__(req_context.req_id, req_context.kv_transfer_params)
+        self.has_ended = False
+        self.transfers: list[list[bytes]] = []
         self.promoted: set[bytes] = set()
+        if has_positions:
+            self.set_offload_key_positions(req_context._offload_key_positions)
+
+    def begin_transfer(self, keys: list[bytes]) -> None:
+        """Remember the order of keys that are about to be moved."""
+        if keys:
+            self.transfers.append(keys)
+
+    def end_transfer(self, keys: Collection[bytes]) -> Collection[bytes]:
+        """Return the keys of a transfer that has ended in the order of the prompt; the engine hands back a set.
+
+        In that order blocks come back to where they stand in their queue without a search.
+        """
+        ended = keys if isinstance(keys, set) else set(keys)
+        for i, moved in enumerate(self.transfers):
+            if len(moved) == len(ended) and ended.issuperset(moved):
+                return self.transfers.pop(i)
+        return keys
 
 
 class KVCacheOffloadingManager(OffloadingManager):
@@ -69,6 +98,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         what_if_log: WhatIfLog | None = None,
     ) -> None:
         self._manager = manager
+        self._status = manager.status
         self._what_if_log = what_if_log
         self.metrics = MetricsSource()
         self._key_positions = release.key_positions
@@ -83,16 +113,11 @@ class KVCacheOffloadingManager(OffloadingManager):
         return []
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        req_context.set_state(EngineRequest(req_context.req_id, req_context.kv_transfer_params))
+        req_context.set_state(EngineRequest(req_context, self._key_positions))
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        found = self._manager.lookup(key, req_context.get_state(EngineRequest))
-        if found:
-            return LookupResult.HIT
-        if found is None:
-            return LookupResult.RETRY
-        return LookupResult.MISS if self._manager.policy.get(key) is None else LookupResult.HIT_PENDING
+        return RESULTS[self._status(key)]
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         return self.sources and self.sources.HOST
@@ -100,36 +125,33 @@ class KVCacheOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
         ours, keys = req_context.get_state(EngineRequest), list(keys)
         spec = self._manager.prepare_load(keys, ours)
-        ours.named += keys
+        ours.begin_transfer(keys)
         return spec
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
-        self._manager.complete_load(list(keys))
+        ours = req_context.get_state(EngineRequest)
+        self._manager.complete_load(ours.end_transfer(keys), None if ours.has_ended else ours)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         ours, keys = req_context.get_state(EngineRequest), list(keys)
         output = self._manager.prepare_store(keys, ours)
         if output is not None:
-            ours.named += keys
-            self._manager.touch(ours.named, ours)
+            ours.begin_transfer(output.keys_to_store)
+            self._manager.reorder(ours)
         return output
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        self._manager.complete_store(list(keys), None, success)
+        ours = req_context.get_state(EngineRequest)
+        self._manager.complete_store(ours.end_transfer(keys), None if ours.has_ended else ours, success)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        self._manager.touch(list(keys), req_context.get_state(EngineRequest))
+        self._manager.touch(keys, req_context.get_state(EngineRequest))
 
     def on_request_finished(self, req_context: Any) -> None:
         ours = req_context.get_state(EngineRequest)
-        if ours is None:
-            return
-        if self._key_positions:
-            positions = req_context._offload_key_positions
-            for key, end_token in positions.items():
-                ours.set_offload_key_position(key, end_token)
-            self._manager.touch(sorted(positions, key=positions.__getitem__), ours)
-        self._manager.on_request_finished(ours)
+        if ours is not None:
+            ours.has_ended = True
+            self._manager.on_request_finished(ours, use_positions=self._key_positions)
 
     def on_schedule_end(self, context: Any = None) -> None:
         self._manager.on_schedule_end()
