@@ -144,7 +144,11 @@ class Tier(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget every block; jobs under way are still reported, and leave nothing behind."""
+        """Forget every block; jobs under way are still reported, and leave nothing behind.
+
+        The tier serves nothing until that is done. What would bring blocks back when the process is killed after
+        this call must be out of the way before it returns; what takes longer goes on, and is `unavailable_reason`.
+        """
 
     @abstractmethod
     def stats(self) -> TierStats:
