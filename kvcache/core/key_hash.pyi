@@ -1,1 +1,3 @@
+__pyx_capi__: dict[str, object]
+
 def key_hash(key: bytes) -> int: ...
