@@ -42,8 +42,8 @@ class PatientManager(TieredOffloadingManager):
             self.settle(_PATIENCE_S)
         return answer
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        super().on_request_finished(req_context)
+    def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
+        super().on_request_finished(req_context, use_positions=use_positions)
         self.settle(_PATIENCE_S)
 
     def settle(self, timeout_s: float = 30.0) -> bool:
