@@ -56,7 +56,7 @@ class SimulatedTier(Tier):
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
         self._index.touch(keys, req_context)
 
-    def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
+    def on_request_finished(self, req_context: ReqContext) -> None:
         self._index.on_request_finished(req_context)
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
