@@ -269,6 +269,11 @@ class DiskTier(JobTier):
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
         """Return positions in runs of consecutive slots."""
+        if not slots:
+            return []
+        if slots == list(range(slots[0], slots[0] + num_blocks)):
+            positions, size = list(range(num_blocks)), self._max_run
+            return [positions[first : first + size] for first in range(0, num_blocks, size)]
         places = np.asarray(slots, np.int64)
         order = np.argsort(places, kind="stable")
         runs: list[list[int]] = []
@@ -281,7 +286,9 @@ class DiskTier(JobTier):
         return runs
 
     def on_stored(self, batch: TierBatch) -> None:
-        self._opened().table.stamp(np.array(batch.slots), np.array(batch.seqs, np.uint64))
+        first_slot = _first_slot(batch)
+        slots = np.arange(first_slot, first_slot + len(batch.keys))
+        self._opened().table.stamp(slots, np.array(batch.seqs, np.uint64))
 
     def on_loaded(self, batch: TierBatch) -> None:
         self._opened().table.count_use(_first_slot(batch), len(batch.keys))
