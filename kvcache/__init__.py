@@ -32,9 +32,11 @@ _HOMES = {
         "AMQCachePolicy",
         "ARCCachePolicy",
         "CachePolicy",
+        "GittinsCachePolicy",
         "LFUDACachePolicy",
         "LRUCachePolicy",
         "MQCachePolicy",
+        "RequestUses",
     ),
     "kvcache.control.backend": ("Backend", "CPUBackend"),
     "kvcache.control.observers.what_if": ("WhatIf",),
@@ -76,9 +78,11 @@ if TYPE_CHECKING:
         AMQCachePolicy,
         ARCCachePolicy,
         CachePolicy,
+        GittinsCachePolicy,
         LFUDACachePolicy,
         LRUCachePolicy,
         MQCachePolicy,
+        RequestUses,
     )
     from kvcache.request import OffloadPolicy, ReqContext, RequestOffloadingContext, Retention
     from kvcache.spec.base import OffloadingSpec, make_spec

@@ -72,6 +72,7 @@ class ManagerStats:
     rejected_stores: int = counter("calls", "Stores that were refused because no room could be made.")
     failed_blocks: int = counter("blocks", "Blocks dropped because their write failed.")
     gated_blocks: int = counter("blocks", "Blocks that were offered and not admitted.")
+    declined_blocks: int = counter("blocks", "Of the gated blocks, those that the policy did not take.")
     retained_blocks: int = gauge("blocks", "Blocks held at a raised priority.")
     ignored_hints: int = counter("requests", "Requests whose retention hint made no sense.")
     needed_blocks: int = counter(

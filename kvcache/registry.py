@@ -111,6 +111,7 @@ POLICIES = Registry(
         "mq": "kvcache.policies.mq:MQCachePolicy",
         "amq": "kvcache.policies.amq:AMQCachePolicy",
         "lfuda": "kvcache.policies.lfuda:LFUDACachePolicy",
+        "gittins": "kvcache.policies.gittins:GittinsCachePolicy",
     },
 )
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.block import BlockStateError, BlockStatus
-from kvcache.policies.base import CachePolicy
+from kvcache.policies.base import CachePolicy, RequestUses
 from kvcache.specs import PrepareStoreOutput
 
 ABSENT, PENDING, READY = range(3)
@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from kvcache.specs import LoadStoreSpec
 
     Backend = Any  # kvcache.control.backend.Backend stands on a higher floor
-
-
-class RequestKeys:
-    """The keys that one request has named, in the order first seen."""
-
-    __slots__ = ("epoch", "keys")
-
-    def __init__(self, epoch: object) -> None:
-        self.epoch = epoch
-        self.keys: dict[bytes, None] = {}
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -101,7 +91,11 @@ class GenericBlockCache:
         self.num_referenced = 0
         self.num_pending = 0
         self.gated_blocks = 0
+        self.declined_blocks = 0
         self.num_raised = 0
+        # A compiled policy declines nothing over blocks that it does not own.
+        self._declines: bool = getattr(policy, "declines", False)
+        self._reads_clock: bool = getattr(policy, "reads_clock", False)
 
     def current_policy(self) -> CachePolicy:
         return self._policy
@@ -110,22 +104,25 @@ class GenericBlockCache:
     def num_free(self) -> int:
         return int(self._backend.get_num_free_blocks())
 
-    def open_request(self, priority: int = 0, ttl_ns: int = 0) -> RequestKeys:
+    def open_request(self, priority: int = 0, ttl_ns: int = 0) -> RequestUses:
         # A policy of five primitives knows no priorities: hints are soft, and it may ignore them.
-        return RequestKeys(self._epoch)
+        request = RequestUses()
+        request.epoch = self._epoch
+        return request
 
-    def _keys_of(self, request_keys: RequestKeys) -> dict[bytes, None]:
+    def _keys_of(self, request_keys: RequestUses) -> dict[bytes, int]:
         if request_keys.epoch is not self._epoch:
             # Keys named before a reset: the request starts afresh.
+            request_keys.forget()
             request_keys.epoch = self._epoch
-            request_keys.keys = {}
         return request_keys.keys
 
     def advance(self, now_ns: int, max_raised: int) -> None:
-        pass
+        if self._reads_clock:
+            self._policy.now_ms = now_ns // 1_000_000  # type: ignore[attr-defined]
 
     @_atomic
-    def match_prefix(self, keys: list[bytes], request_keys: RequestKeys | None, start: int = 0) -> int:
+    def match_prefix(self, keys: list[bytes], request_keys: RequestUses | None, start: int = 0) -> int:
         if not 0 <= start <= len(keys):
             raise ValueError(f"start must be in 0..{len(keys)}, got {start}")
         for i in range(start, len(keys)):
@@ -171,7 +168,7 @@ class GenericBlockCache:
         self._free([self._withheld.pop(block_id) for block_id in ids])
 
     @_atomic
-    def touch(self, keys: list[bytes], request_keys: RequestKeys | None) -> None:
+    def touch(self, keys: list[bytes], request_keys: RequestUses | None) -> None:
         _check_keys(keys)
         if request_keys is None:
             if keys:
@@ -179,18 +176,27 @@ class GenericBlockCache:
         elif self._count(keys, request_keys) < len(keys):
             self._policy.order(keys)
 
-    def _count(self, keys: list[bytes], request_keys: RequestKeys | None) -> int:
+    def _count(self, keys: list[bytes], request_keys: RequestUses | None) -> int:
         if request_keys is None:
             return 0
         seen = self._keys_of(request_keys)
+        request_keys.read_positions()
         fresh = [key for key in dict.fromkeys(keys) if key not in seen]
-        if fresh:
-            self._policy.use(fresh, first=not seen)
-            seen.update(dict.fromkeys(fresh))
+        if not fresh:
+            return 0
+        request_keys.add(fresh)
+        try:
+            if hasattr(self._policy, "count_uses"):
+                self._policy.count_uses(fresh, request_keys)
+            else:
+                self._policy.use(fresh, first=len(seen) == len(fresh))
+        except BaseException:
+            request_keys.take_back(fresh)
+            raise
         return len(fresh)
 
     @_atomic
-    def pin(self, keys: list[bytes], request_keys: RequestKeys | None) -> LoadStoreSpec:
+    def pin(self, keys: list[bytes], request_keys: RequestUses | None) -> LoadStoreSpec:
         _check_keys(keys)
         blocks = []
         for key in keys:
@@ -208,7 +214,7 @@ class GenericBlockCache:
         return spec
 
     @_atomic
-    def unpin(self, keys: list[bytes], request_keys: RequestKeys | None) -> None:
+    def unpin(self, keys: list[bytes], request_keys: RequestUses | None) -> None:
         _check_keys(keys)
         releases: Counter[bytes] = Counter()
         for key in keys:
@@ -224,7 +230,7 @@ class GenericBlockCache:
 
     @_atomic
     def reserve(
-        self, keys: list[bytes], request_keys: RequestKeys | None, admit: bytearray | None
+        self, keys: list[bytes], request_keys: RequestUses | None, admit: bytearray | None
     ) -> PrepareStoreOutput | None:
         _check_keys(keys)
         named: dict[bytes, bool] = {}
@@ -232,6 +238,8 @@ class GenericBlockCache:
             named.setdefault(key, admit is None or admit[i] == 1)
         blocks = {key: self._resident.get(key) for key in named}
         new = [key for key, admitted in named.items() if admitted and blocks[key] is None]
+        if self._declines:
+            return self._reserve_leading(named, new, request_keys)
         needed = len(new) - self._backend.get_num_free_blocks() if new else 0
         protected = sum(block is not None and block.ref_cnt == 0 for block in blocks.values())
         if needed > 0 and needed > self._num_evictable - protected:
@@ -243,6 +251,32 @@ class GenericBlockCache:
         spec = self._replace(victims, new)
         self.gated_blocks += sum(not admitted and blocks[key] is None for key, admitted in named.items())
         return PrepareStoreOutput(new, spec, list(victims))
+
+    def _reserve_leading(
+        self, named: dict[bytes, bool], new: list[bytes], request_keys: RequestUses | None
+    ) -> PrepareStoreOutput:
+        """Store as many leading keys as the policy takes."""
+        num_absent = sum(key not in self._resident for key in named)
+        self._count(list(named), request_keys)
+        num_free = int(self._backend.get_num_free_blocks())
+        try:
+            num_taken, answer = self._policy.make_room(new, num_free, list(named), request_keys)
+            victims = dict(answer)
+            needed = max(0, num_taken - num_free)
+            fault = self._fault_of(needed, named, len(answer), victims)
+            if not 0 <= num_taken <= len(new):
+                fault = f"took {num_taken} of {len(new)} keys"
+        except BaseException:
+            self._put_back()
+            raise
+        if fault is not None:
+            self._put_back()
+            raise BlockStateError(f"{type(self._policy).__name__}.make_room {fault}")
+        new_taken = new[:num_taken]
+        spec = self._replace(victims, new_taken)
+        self.declined_blocks += len(new) - num_taken
+        self.gated_blocks += num_absent - num_taken
+        return PrepareStoreOutput(new_taken, spec, list(victims))
 
     def _evict(self, needed: int, protected: dict[bytes, bool]) -> dict[bytes, BlockStatus] | None:
         """Have the policy choose `needed` victims, and make sure that they may leave; None: it has found too few."""
@@ -324,7 +358,7 @@ class GenericBlockCache:
             raise fault
 
     @_atomic
-    def commit(self, keys: list[bytes], request_keys: RequestKeys | None) -> list[bytes]:
+    def commit(self, keys: list[bytes], request_keys: RequestUses | None) -> list[bytes]:
         _check_keys(keys)
         ready = []
         for key in keys:
@@ -337,7 +371,7 @@ class GenericBlockCache:
         return ready
 
     @_atomic
-    def abort(self, keys: list[bytes], request_keys: RequestKeys | None) -> int:
+    def abort(self, keys: list[bytes], request_keys: RequestUses | None) -> int:
         _check_keys(keys)
         fault: Exception | None = None
         dropped: list[BlockStatus] = []
@@ -366,13 +400,13 @@ class GenericBlockCache:
             return True
 
     @_atomic
-    def reorder(self, request_keys: RequestKeys, positions: dict[bytes, int] | None) -> None:
+    def reorder(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> None:
         # Each time all of it: five primitives cannot put a block behind another.
         self._order_used(request_keys, positions)
 
     @_atomic
     def end_request(
-        self, request_keys: RequestKeys, positions: dict[bytes, int] | None, use_positions: bool = False
+        self, request_keys: RequestUses, positions: dict[bytes, int] | None, use_positions: bool = False
     ) -> None:
         if use_positions and positions:
             by_position = sorted(positions, key=positions.__getitem__)
@@ -380,7 +414,7 @@ class GenericBlockCache:
             self._count(by_position, request_keys)
         self._order_used(request_keys, positions)
 
-    def _order_used(self, request_keys: RequestKeys, positions: dict[bytes, int] | None) -> None:
+    def _order_used(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> None:
         keys = list(self._keys_of(request_keys))
         self._policy.order(keys if positions is None else sorted_by_position(keys, positions))
 

@@ -139,7 +139,9 @@ failed_blocks : int
         self._max_raised = int(retention_share * num_blocks)
         self._clock = clock
         self._start_s = 0.0
-        self._now_s: float | None = None  # None until a request gives a hint: nobody else pays for the clock
+        # None until a request gives a hint or the policy reads the clock: nobody else pays for it.
+        self._now_s: float | None = None
+        self._reads_clock: bool = getattr(self._cache.current_policy(), "reads_clock", False)
         self.events = EventLog(block_size) if enable_events else None
         self.lookups = 0
         self.looked_up_blocks = 0
@@ -198,6 +200,11 @@ failed_blocks : int
         return self.loaded_blocks + self._offered_blocks
 
     @property
+    def declined_blocks(self) -> int:
+        """Of the gated blocks, those that the policy did not take."""
+        return self._cache.declined_blocks
+
+    @property
     def retained_blocks(self) -> int:
         """Blocks held at a raised priority."""
         return self._cache.num_raised
@@ -230,22 +237,44 @@ failed_blocks : int
             request_keys = self._cache.open_request()
         else:
             if self._now_s is None:
-                now_s = self._clock()
-                if not math.isfinite(now_s):
-                    raise ValueError(f"the clock must give finite seconds, got {now_s!r}")
-                self._start_s = self._now_s = now_s
+                self._start_clock()
             request_keys = self._cache.open_request(hint.priority, hint.ttl_ns)
         # Another thread, or a finalizer, may have been first.
         return req_context.request_keys.setdefault(self, request_keys)
 
-    def _advance(self) -> None:
-        before_s = self._now_s or 0.0
+    def _start_clock(self) -> None:
         now_s = self._clock()
-        if not now_s >= before_s:
-            raise ValueError(f"the clock went back from {before_s} to {now_s} s")
-        # Another thread may have read it later, and got here first.
-        self._now_s = now_s = max(now_s, self._now_s or 0.0)
-        self._cache.advance(int((now_s - self._start_s) * 1e9), self._max_raised)
+        if not math.isfinite(now_s):
+            raise ValueError(f"the clock must give finite seconds, got {now_s!r}")
+        self._start_s = self._now_s = now_s
+
+    def _advance(self) -> None:
+        if self._now_s is None:
+            self._start_clock()
+            now_s = self._start_s
+        else:
+            before_s = self._now_s
+            now_s = self._clock()
+            if not now_s >= before_s:
+                if self._reads_clock:
+                    return  # to such a policy, time stands still meanwhile
+                raise ValueError(f"the clock went back from {before_s} to {now_s} s")
+            # Another thread may have read it later, and got here first.
+            self._now_s = now_s = max(now_s, self._now_s)
+        # Rounded, so that times that were whole milliseconds are again.
+        self._cache.advance(int((now_s - self._start_s) * 1e9 + 0.5), self._max_raised)
+
+    def _before_use(self, request_keys: Any, req_context: ReqContext | None) -> None:
+        """Bring what a call that counts uses needs up to date: time, and the positions of the request's keys."""
+        if not self._reads_clock:
+            if self._now_s is not None:
+                self._advance()
+            return
+        if req_context is not None:
+            request_keys.positions = req_context.positions
+        # Once a request, and for each call without one.
+        if req_context is None or request_keys.num_seen == 0:
+            self._advance()
 
     def reorder(self, req_context: ReqContext) -> None:
         """Order the keys that a running request used: its head is evicted after its tail. No use is counted.
@@ -265,7 +294,7 @@ failed_blocks : int
             request_keys_by_pool = req_context.request_keys
         except AttributeError:
             raise ValueError(f"req_context must be a ReqContext, got {req_context!r}") from None
-        if self._now_s is not None:
+        if self._now_s is not None and not self._reads_clock:
             self._advance()
         request_keys = request_keys_by_pool.pop(self, None)
         if request_keys is None and use_positions and req_context.positions:
@@ -330,8 +359,7 @@ failed_blocks : int
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._now_s is not None:
-            self._advance()
+        self._before_use(request_keys, req_context)
         self._cache.touch(keys, request_keys)
         if request_keys is None and self.observer is not None:
             self.observer.take_keys(keys)
@@ -347,8 +375,7 @@ failed_blocks : int
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._now_s is not None:
-            self._advance()
+        self._before_use(request_keys, req_context)
         spec = self._cache.pin(keys, request_keys)
         if not is_move:
             num_keys = len(keys)
@@ -382,8 +409,7 @@ failed_blocks : int
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._now_s is not None:
-            self._advance()
+        self._before_use(request_keys, req_context)
         admission = None if is_move else self._admission
         admitted = None if admission is None else admission.admit(keys)
         events = self.events

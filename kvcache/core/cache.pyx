@@ -19,15 +19,18 @@ from kvcache.core.eviction_queue cimport FREE, WITHHELD
 from kvcache.core.memory cimport new_list, pause_collector, resume_collector
 from kvcache.core.priority cimport PriorityClasses
 from kvcache.core.table cimport (
-    NUM_PRIORITIES, ONE_SHOT, PINNED, Position, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM, as_list,
-    detach, attach,
+    NO_POSITION, NUM_PRIORITIES, ONE_SHOT, PINNED, Position, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM,
+    as_list, detach, attach,
 )
-from kvcache.core.request_keys cimport Named, RequestKeys
+from kvcache.core.request_keys cimport Named, RequestKeys, number_of
 
 import numpy as np
 
 from kvcache.block import BlockStateError
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
+
+cdef extern from "Python.h":
+    void Py_SET_SIZE(object keys, Py_ssize_t n) noexcept
 
 cdef extern from *:
     """
@@ -48,7 +51,6 @@ cdef Py_ssize_t _num_calls = 0  # in debug builds
 cdef extern from "Python.h":
     PyObject* PyDict_GetItemWithError(dict positions, object key) except? NULL
     bint PyDict_Next(dict positions, Py_ssize_t* at, PyObject** key, PyObject** value) noexcept
-    int64_t PyLong_AsLongLongAndOverflow(object value, int* overflow) except? -1
 
 cdef enum:
     ABSENT = 0
@@ -95,7 +97,11 @@ cdef class BlockCache(PriorityClasses):
         self._begin(request_keys)
         request_keys.priority = priority
         request_keys.ttl_ns = ttl_ns
-        if priority != 0 and self.deadlines is None:
+        if self.tracks_uses:
+            request_keys.track_uses()
+        if not self.keeps_queues:
+            request_keys.priority = 0
+        elif priority != 0 and self.deadlines is None:
             self.deadlines = Deadlines(self.num_rows)
         return request_keys
 
@@ -226,10 +232,16 @@ cdef class BlockCache(PriorityClasses):
         """
         cdef list key_list = as_list(keys)
         cdef Py_ssize_t n = len(key_list)
+        if self.tracks_uses and request_keys is None:
+            # Without a context, a call is a request of its own.
+            request_keys = RequestKeys()
+            request_keys.track_uses()
         if request_keys is not None:
             self._begin(request_keys)
         self._resolve(key_list, request_keys, True)
+        self._read_positions(key_list, request_keys)
         self._reserve_retention(n)
+        self.reserve_policy(n)
         if request_keys is None:
             if n:
                 self.on_request()
@@ -244,6 +256,7 @@ cdef class BlockCache(PriorityClasses):
         """Count the uses of a resolved batch that the request has not counted yet, and return how many they were."""
         cdef Py_ssize_t i, num_fresh = 0
         cdef bint is_first = request_keys.num_seen == 0
+        cdef bint is_positioned
         cdef Named* named
         for i in range(n):
             named = &request_keys.named[self.batch_named[i]]
@@ -251,10 +264,15 @@ cdef class BlockCache(PriorityClasses):
                 request_keys.used[request_keys.num_seen] = <int32_t> self.batch_named[i]
                 request_keys.num_seen += 1
                 named.seen = request_keys.num_seen
+                if request_keys.uses != NULL:
+                    is_positioned = request_keys.num_positions != 0 and self.batch_ends[i] != NO_POSITION
+                    request_keys.add_use(self.batch_named[i], self.batch_ends[i], is_positioned)
                 self.fresh_rows[num_fresh] = self.batch_rows[i]
                 self.fresh_hashes[num_fresh] = self.batch_hashes[i]
                 num_fresh += 1
-        if num_fresh:
+        if num_fresh and self.tracks_uses:
+            self.on_request_use(request_keys, self.fresh_rows, self.fresh_hashes, num_fresh)
+        elif num_fresh:
             if is_first:
                 self.on_request()
             self.on_use(self.fresh_rows, self.fresh_hashes, num_fresh)
@@ -284,6 +302,8 @@ cdef class BlockCache(PriorityClasses):
         spec = _new_spec(n, &ids)
         self._reserve_retention(n)
         if request_keys is not None:
+            self._read_positions(keys, request_keys)
+            self.reserve_policy(n)
             self._count(request_keys, n)
         for i in range(n):
             row = self.batch_rows[i]
@@ -364,6 +384,8 @@ cdef class BlockCache(PriorityClasses):
                 raise ValueError(f"admit must be a bytearray with a flag per key ({n}), got {admit!r}")
             admitted = <const uint8_t*> PyByteArray_AS_STRING(admit)
         self._begin(names)
+        if self.tracks_uses:
+            return self._reserve_leading(keys, names, request_keys, admitted)
         self._resolve(keys, names, True)
         mark = self._next_mark()
         for i in range(n):
@@ -407,6 +429,83 @@ cdef class BlockCache(PriorityClasses):
         self._after()
         return output
 
+    cdef object _reserve_leading(
+        self, list keys, RequestKeys names, RequestKeys request_keys, const uint8_t* admitted
+    ):
+        """Give slots to as many leading absent keys as the policy takes; it is never refused."""
+        cdef Py_ssize_t n = len(keys)
+        cdef Py_ssize_t i, num_new = 0, num_gated = 0, num_offered = 0, last_place = -1, num_taken, num_victims = 0
+        cdef uint32_t mark
+        cdef int32_t row
+        cdef Named* named
+        cdef int64_t* ids
+        cdef list stored, evicted
+        if names.uses == NULL:
+            names.track_uses()
+        self._resolve(keys, names, True)
+        self._read_positions(keys, names)
+        mark = self._next_mark()
+        for i in range(n):
+            row = self.batch_rows[i]
+            named = &names.named[self.batch_named[i]]
+            if named.mark == mark:
+                continue
+            named.mark = mark
+            num_offered += 1
+            last_place = self.batch_named[i]
+            if row != 0:
+                self.rows[row].mark = mark
+            elif admitted == NULL or admitted[i]:
+                self.batch_wanted[num_new] = i
+                self.batch_places[num_new] = last_place
+                num_new += 1
+            else:
+                num_gated += 1
+        stored = new_list(num_new)
+        evicted = new_list(max(num_new - self.num_free, 0))
+        output = _new_output(stored, num_new, evicted, &ids)
+        self.reserve_policy(n)
+        if request_keys is not None:
+            self._count(request_keys, n)
+        else:
+            for i in range(n):
+                named = &names.named[self.batch_named[i]]
+                if named.seen == 0:
+                    names.used[names.num_seen] = <int32_t> self.batch_named[i]
+                    names.num_seen += 1
+                    named.seen = names.num_seen
+                    names.add_use(self.batch_named[i], 0, False)
+        num_taken = self.on_offer(
+            names, self.batch_places, num_new, num_offered, last_place, self.fresh_rows, &num_victims)
+        self.num_evictable -= num_victims
+        self._release(self.fresh_rows, num_victims, evicted)
+        if num_taken:
+            self._admit_wanted(keys, names, num_taken, stored, ids)
+        # Both were made at their longest, so that nothing had to be allocated meanwhile.
+        Py_SET_SIZE(stored, num_taken)
+        Py_SET_SIZE(evicted, num_victims)
+        self.declined_blocks += num_new - num_taken
+        self.gated_blocks += num_gated + num_new - num_taken
+        self._after()
+        if num_taken < num_new:
+            output.store_spec.block_ids = output.store_spec.block_ids[:num_taken]
+        return output
+
+    cdef int _read_positions(self, list keys, RequestKeys request_keys) except -1:
+        """Read where the keys of a call stand in the prompt, for a policy that tracks uses."""
+        cdef Py_ssize_t i
+        cdef uint64_t call = self.num_calls
+        cdef PyObject* value
+        if request_keys is None or request_keys.uses == NULL or request_keys.positions is None:
+            return 0
+        request_keys.read_positions()
+        for i in range(len(keys)):
+            value = PyDict_GetItemWithError(request_keys.positions, <object> PyList_GET_ITEM(keys, i))
+            self.batch_ends[i] = NO_POSITION if value == NULL else number_of(value)
+        if self.num_calls != call:
+            raise BlockStateError("a key or value of the positions called the manager")
+        return 0
+
     cdef int _admit_wanted(self, list keys, RequestKeys names, Py_ssize_t n, list stored, int64_t* ids) except -1:
         """Give rows to the `n` wanted keys of a resolved batch, in the order offered."""
         cdef Py_ssize_t i, at
@@ -425,7 +524,10 @@ cdef class BlockCache(PriorityClasses):
             PyList_SET_ITEM(stored, i, key)
             ids[i] = row - self.first
             self.batch_rows[at] = row
-        self.on_insert(self.fresh_rows, n)
+        if self.tracks_uses:
+            self.on_admit(names, self.batch_places, self.fresh_rows, n)
+        else:
+            self.on_insert(self.fresh_rows, n)
         self.num_pending += n
         self.version += 1
         return 0
@@ -476,6 +578,7 @@ cdef class BlockCache(PriorityClasses):
         cdef list dropped
         self._begin(request_keys)
         self._resolve(keys, request_keys, False)
+        self.reserve_policy(n)
         dropped = new_list(n)
         for i in range(n):
             row = self.batch_rows[i]
@@ -515,7 +618,7 @@ cdef class BlockCache(PriorityClasses):
         n = request_keys.num_seen
         num_old = request_keys.num_ordered
         num_new = n - num_old
-        if num_new == 0:
+        if num_new == 0 or not self.keeps_queues:
             return
         self._reserve_batch(n)
         self._reserve_heaps(num_new)
@@ -565,7 +668,9 @@ cdef class BlockCache(PriorityClasses):
         self._begin(request_keys)
         if keys is not None:
             self._resolve(keys, request_keys, True)
+            self._read_positions(keys, request_keys)
             self._reserve_retention(len(keys))
+            self.reserve_policy(len(keys))
             self._count(request_keys, len(keys))
         n = request_keys.num_seen
         if keys is None or n != len(keys):
@@ -689,12 +794,6 @@ cdef int _compare(const void* a, const void* b) noexcept nogil:
         return -1 if one.position < other.position else 1
     return -1 if one.at < other.at else 1
 
-
-cdef int64_t number_of(PyObject* value) except? -1:
-    # Clipped, not refused: where a block lies in the prompt only orders.
-    cdef int overflow = 0
-    cdef int64_t number = PyLong_AsLongLongAndOverflow(<object> value, &overflow)
-    return number if overflow == 0 else INT64_MAX if overflow > 0 else INT64_MIN
 
 
 cdef list _by_position(dict positions):

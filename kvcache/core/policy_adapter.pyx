@@ -124,6 +124,7 @@ cdef class PolicyAdapter(BlockCache):
         if self.num_free == 0:
             self._grow()
         self._reserve_heaps(1)
+        self.reserve_policy(1)
         self._admit(keys, &at, 1, &row)
         Py_INCREF(block)
         self.caller_blocks[row].status = <PyObject*> block
@@ -148,6 +149,7 @@ cdef class PolicyAdapter(BlockCache):
         self._refuse_native("remove")
         if row == 0:
             raise KeyError(f"block is not in the cache: {key!r}")
+        self.reserve_policy(1)
         detach(self, row)
         self.num_in_list[self.rows[row].list_idx] -= 1
         self.on_remove(&row, 1)
@@ -202,6 +204,7 @@ cdef class PolicyAdapter(BlockCache):
         if count < wanted:
             return None
         self._reserve_batch(wanted)
+        self.reserve_policy(wanted)
         self._reserve_aside(self.num_resident)
         self._evict(wanted, self.fresh_rows)
         self._release_caller_blocks(self.fresh_rows, wanted, keys, blocks)
@@ -220,6 +223,9 @@ cdef class PolicyAdapter(BlockCache):
     @cython.critical_section
     def use(self, list keys not None, bint first):
         """Count one use of each key for one request; the clock advances only if `first`."""
+        if self.tracks_uses:
+            self.touch(keys)
+            return
         self._find(keys, 0, len(keys))
         if first and keys:
             self.on_request()
@@ -292,10 +298,10 @@ cdef class PolicyAdapter(BlockCache):
                 referenced += self.rows[row].ref_cnt > 0
                 pending += self.rows[row].ref_cnt < 0
                 evictable += self.rows[row].ref_cnt == 0
-                _hold((self.rows[row].ref_cnt == 0) == (self.rows[row].where != PINNED),
+                _hold(not self.keeps_queues or (self.rows[row].ref_cnt == 0) == (self.rows[row].where != PINNED),
                       f"row {row} has {self.rows[row].ref_cnt} references, and stands in {self.rows[row].where}")
             else:
-                _hold(self.rows[row].where != PINNED, f"row {row} of a caller's block is parked")
+                _hold(not self.keeps_queues or self.rows[row].where != PINNED, f"row {row} of a caller's block is parked")
         for lane_idx in range(self.first):
             lane = &self.lanes[lane_idx]
             num_listed = 0
@@ -320,7 +326,7 @@ cdef class PolicyAdapter(BlockCache):
             _hold((evictable, referenced, pending) == (self.num_evictable, self.num_referenced, self.num_pending),
                   f"counts {(self.num_evictable, self.num_referenced, self.num_pending)} should be "
                   f"{(evictable, referenced, pending)}")
-            _hold(used_slots == evictable, f"{used_slots} rows stand in lanes, {evictable} are evictable")
+            _hold(not self.keeps_queues or used_slots == evictable, f"{used_slots} rows stand in lanes, {evictable} are evictable")
         row = self.free_head
         while row != 0:
             _hold(self.rows[row].where == FREE or self.rows[row].where == WITHHELD and self.rows[row].ref_cnt,

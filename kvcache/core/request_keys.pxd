@@ -5,6 +5,9 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from kvcache.core.index cimport Bucket
 from kvcache.core.eviction_queue cimport Row
 
+cdef extern from "Python.h":
+    int64_t PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow) except? -1
+
 cdef struct Named:
     PyObject* key           # strong
     uint64_t hash
@@ -12,6 +15,18 @@ cdef struct Named:
     uint32_t generation     # of that row, then
     uint32_t seen           # 1, 2, ...: in this order the request used its keys; 0: only looked up
     uint32_t mark           # of the last prepare_store that named it
+
+# What only a policy that asks for it (`BlockTable.tracks_uses`) knows of a used key.
+cdef struct KeyUse:
+    int64_t position        # in the prompt; where it is not known, that of the key used before it
+    int32_t before          # the used key before it in the prompt: its place in named + 1; 0: it is the head
+    int32_t after
+    int32_t note            # the policy's own
+    bint is_positioned
+    bint is_taken           # scratch of a policy
+
+cdef enum:
+    STATE_SIZE = 10         # numbers that a policy keeps for a request
 
 
 @cython.final
@@ -34,9 +49,30 @@ cdef class RequestKeys:
     cdef uint64_t epoch             # the table's when the first key was named
     cdef public int32_t priority    # the request's hint: -1 (one-shot) to 3
     cdef public int64_t ttl_ns      # for how long a raised priority holds; 0: without end
+    cdef public int32_t next_use    # the request's hint: 0 (none), 1 (end), 2 (soon), 3 (later)
+    cdef public dict positions      # of keys in the prompt, or None; the context's own, which may grow
+    cdef KeyUse* uses               # [size], or NULL: no policy asks
+    cdef int32_t head               # place + 1 of the first used key in the prompt
+    cdef int32_t finger             # place + 1 of the key used last
+    cdef Py_ssize_t num_positions   # positions that have been read: those of all keys of the request, used or not
+    cdef Py_ssize_t positions_at    # where reading goes on
+    cdef int64_t largest_position
+    cdef uint64_t[STATE_SIZE] policy_state
 
     cdef void forget(self) noexcept
     cdef int reserve(self, Py_ssize_t n) except -1
+    cdef int track_uses(self) except -1
+    cdef int read_positions(self) except -1
+    cdef void add_use(self, Py_ssize_t place, int64_t position, bint is_positioned) noexcept nogil
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil
     cdef void meet(self, list keys, Py_ssize_t start, Py_ssize_t stop, const uint64_t* hashes, const int32_t* found,
                    const Row* rows, bint add, Py_ssize_t* places) noexcept
+
+
+cdef inline int64_t number_of(PyObject* value) except? -1:
+    # Positions beyond 64 bits are all the same to a policy.
+    cdef int overflow = 0
+    cdef int64_t number = PyLong_AsLongLongAndOverflow(value, &overflow)
+    if overflow:
+        return (<int64_t> 1 << 62) if overflow > 0 else -(<int64_t> 1 << 62)
+    return number

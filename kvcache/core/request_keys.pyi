@@ -4,6 +4,8 @@ from typing import NoReturn, final
 class RequestKeys:
     priority: int
     ttl_ns: int
+    next_use: int
+    positions: dict[bytes, int] | None
     @property
     def num_named(self) -> int: ...
     @property

@@ -7,7 +7,7 @@ cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
@@ -17,6 +17,7 @@ from kvcache.core.index cimport (
 
 cdef extern from "Python.h":
     PyObject* PyList_GET_ITEM(object keys, Py_ssize_t i) noexcept
+    bint PyDict_Next(object positions, Py_ssize_t* at, PyObject** key, PyObject** value) noexcept
 
 
 @cython.final
@@ -31,6 +32,7 @@ cdef class RequestKeys:
         for i in range(self.num_named):
             Py_XDECREF(self.named[i].key)
         PyMem_Free(self.named)
+        PyMem_Free(self.uses)
         PyMem_Free(self.used)
         free(self.buckets)
 
@@ -47,6 +49,9 @@ cdef class RequestKeys:
             Py_XDECREF(self.named[i].key)
         self.num_named = 0
         self.num_seen = self.num_ordered = 0
+        self.head = self.finger = 0
+        self.num_positions = self.positions_at = 0
+        memset(self.policy_state, 0, sizeof(self.policy_state))
         self.version = 0
         memset(self.buckets, 0, (<size_t> self.num_buckets) * sizeof(Bucket))
 
@@ -76,7 +81,58 @@ cdef class RequestKeys:
         for i in range(self.num_named):
             index_insert(buckets, self.num_buckets, self.named[i].hash, <int32_t> i + 1)
         self.size = size
+        return self.track_uses() if self.uses != NULL else 0
+
+    cdef int track_uses(self) except -1:
+        """Keep what `KeyUse` says of each used key from now on."""
+        cdef Py_ssize_t size = max(self.size, 1)
+        cdef void* block = PyMem_Realloc(self.uses, size * sizeof(KeyUse))
+        if block == NULL:
+            raise MemoryError(f"no memory for a request of {size} keys")
+        self.uses = <KeyUse*> block
         return 0
+
+    cdef int read_positions(self) except -1:
+        """Read the positions that have been added since the last time; changed ones are not seen."""
+        cdef PyObject* key
+        cdef PyObject* value
+        cdef int64_t position
+        if self.positions is None:
+            return 0
+        while self.num_positions < len(self.positions) and PyDict_Next(
+                self.positions, &self.positions_at, &key, &value):
+            position = number_of(value)
+            if self.num_positions == 0 or position > self.largest_position:
+                self.largest_position = position
+            self.num_positions += 1
+        return 0
+
+    cdef void add_use(self, Py_ssize_t place, int64_t position, bint is_positioned) noexcept nogil:
+        """Append a key, which has just become the request's last used one, and link it by its position."""
+        cdef KeyUse* uses = self.uses
+        cdef int32_t before = self.finger
+        cdef int32_t after
+        if not is_positioned:
+            position = uses[self.used[self.num_seen - 2]].position if self.num_seen > 1 else -1
+        while before != 0 and uses[before - 1].position > position:
+            before = uses[before - 1].before
+        after = uses[before - 1].after if before != 0 else self.head
+        while after != 0 and uses[after - 1].position <= position:
+            before = after
+            after = uses[after - 1].after
+        uses[place].position = position
+        uses[place].is_positioned = is_positioned
+        uses[place].note = 0
+        uses[place].is_taken = False
+        uses[place].before = before
+        uses[place].after = after
+        if before != 0:
+            uses[before - 1].after = <int32_t> place + 1
+        else:
+            self.head = <int32_t> place + 1
+        if after != 0:
+            uses[after - 1].before = <int32_t> place + 1
+        self.finger = <int32_t> place + 1
 
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil:
         """Return where the key stands in `named`, or -1."""

@@ -19,6 +19,12 @@ cdef struct Position:
     int64_t position        # where a key's block ends in the prompt
     int64_t at              # in the order of first use
 
+cdef extern from *:
+    """
+    #define KV_NO_POSITION INT64_MIN
+    """
+    const int64_t NO_POSITION "KV_NO_POSITION"
+
 cdef struct CallerBlock:
     PyObject* status        # strong: the BlockStatus that a caller inserted; NULL if the row is free
     int32_t* ref_cnt        # inside it
@@ -36,6 +42,7 @@ cdef class BlockTable:
     cdef readonly Py_ssize_t num_referenced
     cdef readonly Py_ssize_t num_pending
     cdef public Py_ssize_t gated_blocks
+    cdef readonly Py_ssize_t declined_blocks    # of the gated ones, those that the policy did not take
     cdef Py_ssize_t num_evictable           # ready and not referenced; counted in native mode only
     cdef Py_ssize_t num_resident
     cdef Py_ssize_t[MAX_LISTS] num_in_list
@@ -54,6 +61,8 @@ cdef class BlockTable:
     cdef int32_t free_head
     cdef uint32_t mark
     cdef bint is_native
+    cdef bint keeps_queues                  # False: the policy keeps an order of its own, and all rows stay PINNED
+    cdef bint tracks_uses                   # requests keep what the policy must know of their keys (`KeyUse`)
     cdef Deadlines deadlines                # of blocks at a raised priority; None until a request gives a hint
     cdef Py_ssize_t max_raised
     cdef int64_t now_ns
@@ -65,6 +74,8 @@ cdef class BlockTable:
     cdef Py_ssize_t* batch_named
     cdef Py_ssize_t* batch_wanted
     cdef Position* batch_positions
+    cdef Py_ssize_t* batch_places           # in the request's keys, of the wanted keys
+    cdef int64_t* batch_ends                # in the prompt, NO_POSITION where not known; filled if uses are tracked
     cdef int32_t* fresh_rows
     cdef uint64_t* fresh_hashes
     cdef Py_ssize_t batch_size
@@ -83,6 +94,15 @@ cdef class BlockTable:
     cdef void on_remove(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
     cdef void on_reset(self) noexcept nogil
     cdef int on_grow(self, int32_t num_rows_before) except -1
+    # The same with the request at hand, for a policy that tracks uses; and what a policy decides of a store.
+    cdef void on_request_use(
+        self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil
+    cdef Py_ssize_t on_offer(
+        self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered,
+        Py_ssize_t last_place, int32_t* victims, Py_ssize_t* num_victims) noexcept nogil
+    cdef void on_admit(
+        self, RequestKeys names, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n) noexcept nogil
+    cdef int reserve_policy(self, Py_ssize_t n) except -1
     cdef int _check_policy(self) except -1
 
     cdef int _allocate(self, int32_t num_lists, bint ranked) except -1
@@ -99,6 +119,7 @@ cdef class BlockTable:
     cdef int _begin(self, RequestKeys request_keys) except -1
     cdef int _resolve(self, list keys, RequestKeys request_keys, bint add) except -1
     cdef int32_t _row_of(self, key) except -1
+    cdef int32_t _row_now(self, RequestKeys names, Py_ssize_t place) noexcept nogil
     cdef void _admit(self, list keys, const Py_ssize_t* wanted, Py_ssize_t n, int32_t* out) noexcept
     cdef void _release(self, const int32_t* victims, Py_ssize_t n, list keys) noexcept
 
@@ -112,6 +133,8 @@ cdef inline int32_t lane_of(BlockTable t, int32_t row) noexcept nogil:
 
 
 cdef inline void detach(BlockTable t, int32_t row) noexcept nogil:
+    if not t.keeps_queues:
+        return
     leave_lane(t.rows, &t.lanes[lane_of(t, row)], row)
     t.rows[row].where = PINNED
 
@@ -119,6 +142,8 @@ cdef inline void detach(BlockTable t, int32_t row) noexcept nogil:
 cdef inline void attach(BlockTable t, int32_t row) noexcept nogil:
     # Back to where it stands; BlockTable._reserve_heaps has been called.
     cdef int32_t lane = lane_of(t, row)
+    if not t.keeps_queues:
+        return
     if t.ranks != NULL:
         heap_push(t.rows, &t.lanes[lane], row, t.ranks[row])
     else:

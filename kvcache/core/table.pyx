@@ -6,7 +6,7 @@ Compiled because a batch of keys is resolved here once per request. Block `b` of
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
-from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
@@ -45,6 +45,7 @@ cdef class BlockTable:
         if type(cache_capacity) is not int or not 1 <= cache_capacity < 1 << 30:
             raise ValueError(f"cache_capacity must be an int >= 1 and < 2**30, got {cache_capacity!r}")
         self.cache_capacity = cache_capacity
+        self.keeps_queues = True
 
     def __dealloc__(self):
         cdef int32_t row, lane
@@ -61,6 +62,7 @@ cdef class BlockTable:
         for block in (<uintptr_t> self.lanes, <uintptr_t> self.caller_blocks, <uintptr_t> self.ranks,
                       <uintptr_t> self.batch_rows, <uintptr_t> self.batch_positions,
                       <uintptr_t> self.batch_hashes, <uintptr_t> self.batch_named, <uintptr_t> self.batch_wanted,
+                      <uintptr_t> self.batch_places, <uintptr_t> self.batch_ends,
                       <uintptr_t> self.fresh_rows, <uintptr_t> self.fresh_hashes, <uintptr_t> self.aside):
             PyMem_Free(<void*> <uintptr_t> block)
 
@@ -157,6 +159,12 @@ cdef class BlockTable:
             block = PyMem_Realloc(self.batch_wanted, size * sizeof(Py_ssize_t))
         if block != NULL:
             self.batch_wanted = <Py_ssize_t*> block
+            block = PyMem_Realloc(self.batch_places, size * sizeof(Py_ssize_t))
+        if block != NULL:
+            self.batch_places = <Py_ssize_t*> block
+            block = PyMem_Realloc(self.batch_ends, size * sizeof(int64_t))
+        if block != NULL:
+            self.batch_ends = <int64_t*> block
             block = PyMem_Realloc(self.fresh_rows, size * sizeof(int32_t))
         if block != NULL:
             self.fresh_rows = <int32_t*> block
@@ -344,6 +352,16 @@ cdef class BlockTable:
             raise ValueError(f"key must be exact, non-empty bytes, got {key!r}")
         return self._find_one(<PyObject*> key, hash_of(<PyObject*> key))
 
+    cdef int32_t _row_now(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
+        """Return the row of a key that a request has named, or 0."""
+        cdef Named* named = &names.named[place]
+        if named.row != 0:
+            if self.rows[named.row].generation == named.generation:
+                return named.row
+        elif names.version == self.version:
+            return 0
+        return self._find_one(named.key, named.hash)
+
     # ---- rows come and go -------------------------------------------------------------------------------------
 
     cdef void _admit(self, list keys, const Py_ssize_t* wanted, Py_ssize_t n, int32_t* out) noexcept:
@@ -479,6 +497,31 @@ cdef class BlockTable:
 
     cdef void on_reset(self) noexcept nogil:
         """Forget ghosts and adaptive state."""
+
+    cdef void on_request_use(
+        self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n
+    ) noexcept nogil:
+        """Count one use each of keys that `request` has just used for the first time: its last `n` used ones."""
+
+    cdef Py_ssize_t on_offer(
+        self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered, Py_ssize_t last_place,
+        int32_t* victims, Py_ssize_t* num_victims
+    ) noexcept nogil:
+        """Return how many leading ones of `n` absent keys to take, and take out the victims that make room for them.
+
+        `places` are the keys' in `names`; `num_offered` different keys were offered, the last of them at `last_place`.
+        Asked only of a policy that tracks uses, whose stores are never refused.
+        """
+        return 0
+
+    cdef void on_admit(
+        self, RequestKeys names, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n
+    ) noexcept nogil:
+        """Let the rows of the keys taken enter."""
+
+    cdef int reserve_policy(self, Py_ssize_t n) except -1:
+        """Make room, before anything changes, for what a call of `n` keys may need."""
+        return 0
 
     cdef int on_grow(self, int32_t num_rows_before) except -1:
         """Follow with arrays of one's own when a plain policy's rows grow to `num_rows`."""

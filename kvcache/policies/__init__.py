@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvcache.policies.base import CachePolicy
+from kvcache.policies.base import CachePolicy, RequestUses
 
 _HOME_OF = {
     "LRUCachePolicy": "kvcache.policies.lru",
@@ -13,13 +13,24 @@ _HOME_OF = {
     "MQCachePolicy": "kvcache.policies.mq",
     "AMQCachePolicy": "kvcache.policies.amq",
     "LFUDACachePolicy": "kvcache.policies.lfuda",
+    "GittinsCachePolicy": "kvcache.policies.gittins",
 }
 
-__all__ = ["AMQCachePolicy", "ARCCachePolicy", "CachePolicy", "LFUDACachePolicy", "LRUCachePolicy", "MQCachePolicy"]
+__all__ = [
+    "AMQCachePolicy",
+    "ARCCachePolicy",
+    "CachePolicy",
+    "GittinsCachePolicy",
+    "LFUDACachePolicy",
+    "LRUCachePolicy",
+    "MQCachePolicy",
+    "RequestUses",
+]
 
 if TYPE_CHECKING:
     from kvcache.policies.amq import AMQCachePolicy
     from kvcache.policies.arc import ARCCachePolicy
+    from kvcache.policies.gittins import GittinsCachePolicy
     from kvcache.policies.lfuda import LFUDACachePolicy
     from kvcache.policies.lru import LRUCachePolicy
     from kvcache.policies.mq import MQCachePolicy

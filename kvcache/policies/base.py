@@ -8,11 +8,98 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from kvcache.block import BlockStatus
     from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
+
+
+class RequestUses:
+    """The keys that one request has used, in the order of their first use: what a policy may know of a request.
+
+    Attributes
+    ----------
+    keys : dict
+        Each used key and its position in the prompt; where that is not known, that of the key used before it.
+    positions : dict or None
+        Where in the prompt the request's keys stand, used or not, as far as the engine knows; it may grow.
+    next_use : str or None
+        When the request's blocks will be used next: ``"end"`` (never), ``"soon"``, ``"later"``; None: it did not say.
+    policy_state : object
+        What the policy remembers of the request; None at first.
+    """
+
+    __slots__ = (
+        "_num_read",
+        "_positioned",
+        "_predecessors",
+        "epoch",
+        "keys",
+        "last_position",
+        "next_use",
+        "policy_state",
+        "positions",
+    )
+
+    def __init__(self, next_use: str | None = None) -> None:
+        self.positions: dict[bytes, int] | None = None
+        self.next_use = next_use
+        self.epoch: object = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Start afresh, after a reset of the cache."""
+        self.keys: dict[bytes, int] = {}
+        self.policy_state: Any = None
+        self.last_position: int | None = None
+        self._num_read = 0
+        self._positioned: set[bytes] = set()
+        self._predecessors: dict[bytes, bytes | None] = {}
+
+    @property
+    def num_seen(self) -> int:
+        """Keys used so far."""
+        return len(self.keys)
+
+    @property
+    def length(self) -> int:
+        """Keys of the request, used or not, whose positions are known; 0: none."""
+        return self._num_read
+
+    def read_positions(self) -> None:
+        """Read the positions added since the last time; changed ones are not seen."""
+        if self.positions is not None:
+            for position in islice(self.positions.values(), self._num_read, None):
+                self.last_position = position if self.last_position is None else max(position, self.last_position)
+                self._num_read += 1
+
+    def add(self, keys: list[bytes]) -> None:
+        """Append keys that the request uses for the first time."""
+        positions = self.positions if self._num_read and self.positions is not None else {}
+        last = next(reversed(self.keys.values())) if self.keys else -1
+        for key in keys:
+            if key in positions:
+                self._positioned.add(key)
+            last = self.keys[key] = positions.get(key, last)
+
+    def take_back(self, keys: list[bytes]) -> None:
+        """Remove the keys added last, where counting their use failed."""
+        for key in keys:
+            del self.keys[key]
+            self._positioned.discard(key)
+
+    def is_last(self, key: bytes) -> bool:
+        """Say whether no key of the request stands behind `key`, where positions are known."""
+        return key in self._positioned and self.keys[key] == self.last_position
+
+    def predecessor(self, key: bytes) -> bytes | None:
+        """Return the used key before `key` in the prompt, or None at the head."""
+        if len(self._predecessors) != len(self.keys):
+            ordered = sorted(self.keys, key=self.keys.__getitem__)
+            self._predecessors = dict(zip(ordered, [None, *ordered], strict=False))
+        return self._predecessors[key]
 
 
 class CachePolicy(ABC):
@@ -30,10 +117,16 @@ class CachePolicy(ABC):
 
     Notes
     -----
-    Write `get`, `insert`, `remove`, `touch` and `evict` and the policy runs under every manager. `order`, `use` and
-    `clear` have defaults. A policy holds the very `BlockStatus` objects that it is given; their `ref_cnt` changes
+    Write `get`, `insert`, `remove`, `touch` and `evict` and the policy runs under every manager. The other methods
+    have defaults. A policy holds the very `BlockStatus` objects that it is given; their `ref_cnt` changes
     while it holds them, and a block whose `ref_cnt` is not 0 must be passed over by `evict`.
     """
+
+    declines: ClassVar[bool] = False
+    """Whether it may take fewer keys than a store offers; a store is then never refused, and `make_room` is asked."""
+
+    reads_clock: ClassVar[bool] = False
+    """Whether the manager sets `now_ms`, a time in milliseconds, before the first use that a request counts."""
 
     def __init__(self, cache_capacity: int) -> None:
         self.cache_capacity = checked_capacity(cache_capacity)
@@ -71,6 +164,36 @@ class CachePolicy(ABC):
         """
         self.touch(keys)
 
+    def count_uses(self, keys: list[bytes], request: RequestUses) -> None:
+        """Count one use of each key, all different, that `request` has just used for the first time.
+
+        The default is `use`.
+        """
+        self.use(keys, first=len(request.keys) == len(keys))
+
+    def make_room(
+        self, keys: list[bytes], num_free: int, offered: list[bytes], request: RequestUses | None
+    ) -> tuple[int, list[tuple[bytes, BlockStatus]]]:
+        """Return how many of the first `keys` to store, and the blocks that leave for them.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            Absent keys, in prefix order; those taken are inserted next.
+        num_free : int
+            Free slots: with exactly so many fewer blocks than keys are taken.
+        offered : list of bytes
+            All different keys of the call, which must stay.
+        request : RequestUses or None
+            The request, which has used them.
+
+        Notes
+        -----
+        Asked only if `declines`. The default takes all keys, or none.
+        """
+        victims = self.evict(max(0, len(keys) - num_free), set(offered))
+        return (0, []) if victims is None else (len(keys), victims)
+
     def clear(self) -> None:
         """Forget everything, ghosts and adaptive state too.
 
@@ -101,6 +224,10 @@ class BlockCacheOps(Protocol):
     """
 
     gated_blocks: int
+
+    @property
+    def declined_blocks(self) -> int:
+        """Of the gated blocks, those that the policy did not take."""
 
     @property
     def num_free(self) -> int:

@@ -74,13 +74,19 @@ class CacheMachine(RuleBasedStateMachine):
         if twin is None:
             raise ValueError(f"policy {self.policy!r} has no reference; name its class, or set `reference`")
         options = {"enable_events": True, **self.manager_options}
-        self.specified = ReferenceManager(16, capacity, twin, **options)
+        self.now_s = 0.0
+        timed = {**options, "clock": lambda: self.now_s} if twin.reads_clock else options
+        self.specified = ReferenceManager(16, capacity, twin, **timed)
         self.managers: dict[str, OffloadingManager] = {
             "specification": self.specified,
-            "default cache over the reference": CPUOffloadingManager(16, capacity, twin, **options),
-            "CPU manager": CPUOffloadingManager(16, capacity, self.policy, **options),
-            "backend manager": BackendOffloadingManager(CPUBackend(16, capacity), self.policy, **options),
+            "default cache over the reference": CPUOffloadingManager(16, capacity, twin, **timed),
+            "CPU manager": CPUOffloadingManager(16, capacity, self.policy, **timed),
         }
+        if not twin.declines:
+            # Over the five primitives alone, a policy can decline nothing.
+            self.managers["backend manager"] = BackendOffloadingManager(
+                CPUBackend(16, capacity), self.policy, **options
+            )
         self.contexts = [ReqContext(str(slot)) for slot in range(_NUM_CONTEXTS)]
 
     @rule(key=_one_key, slot=_context_slots, fresh=st.booleans())
@@ -161,6 +167,11 @@ class CacheMachine(RuleBasedStateMachine):
                 for _ in range(num_between):
                     manager.touch([_NEVER_STORED])
                 manager.touch([key])
+
+    @rule(seconds=st.sampled_from((0.5, 2.048, 5.0, 60.0, 3600.0, 1e6)))
+    def wait(self, seconds: float) -> None:
+        # For the policies that read the clock.
+        self.now_s += seconds
 
     @rule(slot=_context_slots)
     def finish(self, slot: int) -> None:
@@ -323,6 +334,9 @@ _SHOWN: dict[str, Callable[[Any], Any]] = {
     "target_t1_size": float,
     "clock": int,
     "life": int,
+    "touches": int,
+    "num_remembered": int,
+    "worths": list,
     "age": int,
 }
 

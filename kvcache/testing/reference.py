@@ -14,6 +14,7 @@ from itertools import islice
 
 from kvcache.block import BlockStatus
 from kvcache.policies.base import CachePolicy
+from kvcache.testing.reference_gittins import ReferenceGittins
 
 Blocks = OrderedDict[bytes, BlockStatus]
 Victims = list[tuple[bytes, BlockStatus]]
@@ -346,6 +347,7 @@ REFERENCE_POLICIES: dict[str, type[CachePolicy]] = {
     "mq": ReferenceMQ,
     "amq": ReferenceAMQ,
     "lfuda": ReferenceLFUDA,
+    "gittins": ReferenceGittins,
 }
 """The plain-Python twin of every built-in policy."""
 

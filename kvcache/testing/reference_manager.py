@@ -5,8 +5,9 @@ It shares no code with the batch operations, so that a fault in those shows as a
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ from kvcache.block import BlockStateError, BlockStatus
 from kvcache.control.manager import OffloadingManager
 from kvcache.events import OffloadingEvent
 from kvcache.metrics import ManagerStats
-from kvcache.policies.base import CachePolicy
+from kvcache.policies.base import CachePolicy, RequestUses
 from kvcache.request import ReqContext
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
@@ -26,7 +27,7 @@ class ReferenceManager(OffloadingManager):
 
     Parameters
     ----------
-    block_size, num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size
+    block_size, num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size, clock
         As of `CPUOffloadingManager`; the policy is named by `REFERENCE_POLICIES`, or a class.
     """
 
@@ -38,6 +39,7 @@ class ReferenceManager(OffloadingManager):
         enable_events: bool = False,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
         self.medium = CPULoadStoreSpec.medium()
@@ -46,14 +48,19 @@ class ReferenceManager(OffloadingManager):
         self.store_threshold = store_threshold
         self.max_tracker_size = max_tracker_size
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
+        self.clock = clock
+        self.start_s: float | None = None
+        self.now_ms = 0
         self.counts: Counter[str] = Counter()
         # What each request has named, in the order first seen: counted once, ordered when the request is over.
-        self.named: WeakKeyDictionary[ReqContext, dict[bytes, None]] = WeakKeyDictionary()
+        self.named: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
         self.reset_cache()
 
     def reset_cache(self) -> None:
         self.named.clear()
         self.policy = self.policy_class(self.num_blocks)
+        if self.policy.reads_clock:
+            self.policy.now_ms = self.now_ms  # type: ignore[attr-defined]
         if self.events is not None:
             self.events.clear()
         self.gate = ReferenceGate(self.store_threshold, self.max_tracker_size)
@@ -75,7 +82,7 @@ class ReferenceManager(OffloadingManager):
 
     def touch(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
         _check_context(req_context)
-        keys = checked_keys(keys)
+        keys = self._begin(keys, req_context)
         if not keys:
             return
         if req_context is None:
@@ -85,7 +92,7 @@ class ReferenceManager(OffloadingManager):
 
     def prepare_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> CPULoadStoreSpec:
         _check_context(req_context)
-        keys = checked_keys(keys)
+        keys = self._begin(keys, req_context)
         for key in keys:
             if key not in self.blocks:
                 raise KeyError(f"block is not in the cache: {key!r}")
@@ -115,7 +122,7 @@ class ReferenceManager(OffloadingManager):
 
     def prepare_store(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
         _check_context(req_context)
-        keys = checked_keys(keys)
+        keys = self._begin(keys, req_context)
         num_offered = len(keys)
         keys = list(dict.fromkeys(keys))
         absent = [key for key in keys if key not in self.blocks]
@@ -123,6 +130,9 @@ class ReferenceManager(OffloadingManager):
         to_store = [key for key in absent if key in admitted]
         num_idle_named = sum(key in self.blocks and key not in self.in_use for key in keys)
         num_evictable = len(self.blocks) - len(self.in_use) - num_idle_named
+        if self.policy.declines:
+            self.counts.update(needed_blocks=num_offered)
+            return self._store_leading(keys, absent, to_store, req_context)
         num_missing = max(0, len(to_store) - self._num_free())
         if num_missing > num_evictable:
             self.counts.update(rejected_stores=1)
@@ -131,6 +141,20 @@ class ReferenceManager(OffloadingManager):
         self._count_uses(keys, req_context)
         victims = self._evict(num_missing, set(keys)) if num_missing else []
         assert victims is not None, "enough blocks could be evicted"
+        self.counts.update(gated_blocks=len(absent) - len(to_store), needed_blocks=num_offered)
+        return self._replace(victims, to_store)
+
+    def _store_leading(
+        self, keys: list[bytes], absent: list[bytes], to_store: list[bytes], req_context: ReqContext | None
+    ) -> PrepareStoreOutput:
+        self._count_uses(keys, req_context)
+        request = None if req_context is None else self.named.get(req_context)
+        num_taken, victims = self.policy.make_room(to_store, self._num_free(), keys, request)
+        assert len(victims) == max(0, num_taken - self._num_free()), "exactly as many leave as are needed"
+        self.counts.update(gated_blocks=len(absent) - num_taken, declined_blocks=len(to_store) - num_taken)
+        return self._replace(victims, to_store[:num_taken])
+
+    def _replace(self, victims: list[tuple[bytes, BlockStatus]], to_store: list[bytes]) -> PrepareStoreOutput:
         for key, block in victims:
             del self.blocks[key]
             self.freed.append(block.block_id)
@@ -140,9 +164,7 @@ class ReferenceManager(OffloadingManager):
             self.in_use.add(key)
             self.policy.insert(key, block)
         evicted = [key for key, _ in victims]
-        self.counts.update(
-            gated_blocks=len(absent) - len(to_store), evicted_blocks=len(evicted), needed_blocks=num_offered
-        )
+        self.counts.update(evicted_blocks=len(evicted))
         self._tell(evicted, removed=True)
         return PrepareStoreOutput(to_store, self._spec(to_store), evicted)
 
@@ -193,19 +215,38 @@ class ReferenceManager(OffloadingManager):
     def _count_uses(self, keys: Iterable[bytes], req_context: ReqContext | None) -> int:
         if req_context is None:
             return 0
-        named = self.named.setdefault(req_context, {})
-        unseen = [key for key in dict.fromkeys(keys) if key not in named]
+        named = self.named.setdefault(req_context, RequestUses())
+        named.positions = req_context.positions
+        named.read_positions()
+        unseen = [key for key in dict.fromkeys(keys) if key not in named.keys]
         if unseen:
-            self.policy.use(unseen, first=not named)
-            named.update(dict.fromkeys(unseen))
+            named.add(unseen)
+            self.policy.count_uses(unseen, named)
         return len(unseen)
+
+    def _begin(self, keys: Iterable[bytes], req_context: ReqContext | None) -> list[bytes]:
+        """Let time pass for a policy that reads the clock: until a request uses a key, and for calls without one."""
+        if isinstance(keys, Iterable) and not isinstance(keys, bytes | str):
+            keys = list(keys)
+            is_begun = req_context is not None and req_context in self.named and len(self.named[req_context].keys) > 0
+            if self.policy.reads_clock and not is_begun:
+                self._set_time()
+        return checked_keys(keys)
+
+    def _set_time(self) -> None:
+        now_s = self.clock()
+        if self.start_s is None:
+            self.start_s = now_s
+        self.now_ms = round((now_s - self.start_s) * 1e9) // 1_000_000
+        self.policy.now_ms = self.now_ms  # type: ignore[attr-defined]
 
     def _evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
         return self.policy.evict(n, protected)
 
     def in_prefix_order(self, req_context: ReqContext) -> list[bytes]:
         """Return the keys that a request has named, by their positions in the prompt, or as first seen."""
-        named = list(self.named.get(req_context, ()))
+        request = self.named.get(req_context)
+        named = [] if request is None else list(request.keys)
         positions: list[int] = []
         for key in named:
             position = req_context.get_offload_key_position(key)

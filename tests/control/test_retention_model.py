@@ -68,7 +68,7 @@ class RetentionMachine(CacheMachine):
             self._call("complete_store", [key], 0, (list, False))
 
 
-@pytest.mark.parametrize("policy", list(REFERENCE_POLICIES))
+@pytest.mark.parametrize("policy", [name for name, twin in REFERENCE_POLICIES.items() if not twin.declines])
 def test_hints_agree_with_their_specification(policy: str) -> None:
     machine = type(f"RetentionMachine[{policy}]", (RetentionMachine,), {"policy": policy})
     run_state_machine_as_test(machine)

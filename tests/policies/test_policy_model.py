@@ -12,7 +12,7 @@ from kvcache import CPUOffloadingManager, ReqContext
 from kvcache.testing import REFERENCE_POLICIES, PolicyContract, ReferenceManager, cache_machine
 from kvcache.testing.reference import ReferenceAMQ
 
-BUILT_IN = ["lru", "arc", "mq", "amq", "lfuda"]
+BUILT_IN = ["lru", "arc", "mq", "amq", "lfuda", "gittins"]
 
 
 class TestLRU(PolicyContract):
@@ -33,6 +33,11 @@ class TestAMQ(PolicyContract):
 
 class TestLFUDA(PolicyContract):
     policy = "lfuda"
+
+
+class TestGittins(PolicyContract):
+    policy = "gittins"
+    stores_all = False
 
 
 class ReferenceContract(PolicyContract):
@@ -58,6 +63,11 @@ class TestReferenceAMQ(ReferenceContract):
 
 class TestReferenceLFUDA(ReferenceContract):
     policy = REFERENCE_POLICIES["lfuda"]
+
+
+class TestReferenceGittins(ReferenceContract):
+    policy = REFERENCE_POLICIES["gittins"]
+    stores_all = False
 
 
 TestGate = cache_machine("arc", manager_options={"store_threshold": 2, "max_tracker_size": 5}).TestCase
@@ -100,12 +110,14 @@ def prompts(num_requests: int, num_heads: int, seed: int) -> Iterator[list[bytes
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_large_caches_evict_what_the_specification_evicts(name: str, store_threshold: int) -> None:
     draw = random.Random(5)
-    gate: dict[str, Any] = {"store_threshold": store_threshold, "max_tracker_size": 6000}
+    now_s = 0.0
+    gate: dict[str, Any] = {"store_threshold": store_threshold, "max_tracker_size": 6000, "clock": lambda: now_s}
     managers = [ReferenceManager(16, 1500, name, **gate), CPUOffloadingManager(16, 1500, name, **gate)]
     loading: list[list[bytes]] = []
     writing: list[list[bytes]] = []
     num_evicted = 0
     for keys in prompts(1500, 80, seed=4):
+        now_s += 0.7
         context = ReqContext()
         hits, specs, outputs = [], [], []
         for manager in managers:

@@ -1,0 +1,428 @@
+"""The specification of `gittins` in plain dicts: reuse timing, learned per class of blocks and age.
+
+Written from the rules alone: ordered dicts for every queue, no rows, and every value recomputed where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Container, Iterable, Sequence
+
+from kvcache.block import BlockStatus
+from kvcache.policies.base import CachePolicy, RequestUses
+
+# Ages in ticks of 2,048 ms: 0, then four steps per octave.
+EDGES = [0, *sorted({(m << b) >> 2 for b in range(1, 15) for m in range(4, 8)} - {0, 1})]
+NUM_BINS = len(EDGES) - 1
+CLASSES_PER_HINT = 8
+NEXT_USES = (None, "end", "soon", "later")
+
+Cell = tuple[int, int]
+Victims = list[tuple[bytes, BlockStatus]]
+
+
+class Group:
+    """Known keys whose last use was the same request and that share a class."""
+
+    def __init__(self, t0: int, cls: int, length: int) -> None:
+        self.t0 = t0
+        self.cls = cls
+        self.bin = 0
+        self.length = length
+        self.num_known = 0
+        self.resident: OrderedDict[bytes, None] = OrderedDict()  # in path order
+
+
+class _Resident:
+    """What is known of a resident key: its block, its parent's key, and how many resident keys have it as parent."""
+
+    def __init__(self, block: BlockStatus | None, parent: bytes | None) -> None:
+        self.block = block
+        self.parent = parent
+        self.kids = 0
+
+
+class _Progress:
+    """What a request has shown so far: whether it continues an older one, and the groups that it may join."""
+
+    def __init__(self) -> None:
+        self.continues = False
+        self.num_leading = 0
+        self.all_known = True
+        self.groups: dict[int, Group] = {}
+
+
+class ReferenceGittins(CachePolicy):
+    """Keep the blocks with the highest expected uses per time of occupancy, as learned from their class and age.
+
+    The rules are the project's own; compare LHD (Beckmann, Chen & Cidon, NSDI '18) and the Gittins index.
+    """
+
+    declines = True
+    reads_clock = True
+
+    ticks_shift = 11
+    memory_factor = 4
+    touches_per_table = 64
+    ageing_steps = 256
+    halving_total = 1 << 21
+    most_passed = 2048
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.now_ms = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self.start_ms: int | None = None
+        self.now = 0
+        self.touches = 0
+        self.group_of: dict[bytes, Group] = {}
+        self.blocks: dict[bytes, _Resident] = {}
+        self.memory: OrderedDict[bytes, None] = OrderedDict()
+        self.cells: dict[Cell, OrderedDict[Group, None]] = {}
+        self.num_groups: Counter[int] = Counter()  # by class, where there are any
+        self.hit: list[list[int]] = []
+        self.sur: list[list[int]] = []
+        self.value: list[list[int]] = []
+        self.chances: list[int] = []
+        self.total = 0
+        # Bumped by `clear`, so that what open requests remember of older groups is void.
+        self.era = object()
+        self._rebuild()
+        self._take_up(None)
+
+    @property
+    def num_remembered(self) -> int:
+        return len(self.memory)
+
+    @property
+    def worths(self) -> list[int]:
+        """The value of a block of each class that has just been used, for requests without a hint."""
+        return [values[0] for values in self.value[:CLASSES_PER_HINT]]
+
+    # ---- the five primitives
+
+    def get(self, key: bytes) -> BlockStatus | None:
+        resident = self.blocks.get(key)
+        return None if resident is None else resident.block
+
+    def insert(self, key: bytes, block: BlockStatus) -> None:
+        if key not in self.blocks:
+            self._recall([key], [key], None)
+            self._store(key, None)
+        self.blocks[key].block = block
+
+    def remove(self, key: bytes) -> None:
+        del self.group_of[key].resident[key]
+        self._leave_parent(self.blocks.pop(key))
+        self.memory[key] = None
+        self._trim()
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        # Without a request, a call is one of its own.
+        request = RequestUses()
+        request.add(list(dict.fromkeys(keys)))
+        self.count_uses(list(request.keys), request)
+
+    def use(self, keys: list[bytes], first: bool) -> None:
+        self.touch(keys)
+
+    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
+        evictable = sum(
+            resident.block is not None and resident.block.ref_cnt == 0 and key not in protected
+            for key, resident in self.blocks.items()
+        )
+        if n > evictable:
+            return None
+        victims = self._select(n, protected, None)
+        if len(victims) < n:
+            # What is left has resident children in use; the head of a path then leaves before its tail.
+            for key in [key for key in self.blocks if key not in protected]:
+                block = self.get(key)
+                if len(victims) < n and block is not None and block.ref_cnt == 0:
+                    victims.append((key, self._evict(key)))
+        self._trim()
+        return victims
+
+    # ---- uses
+
+    def count_uses(self, keys: list[bytes], request: RequestUses) -> None:
+        if not keys:
+            return
+        progress, is_first = self._progress(request)
+        self._trim()
+        if self.start_ms is None:
+            self.start_ms = self.now_ms
+        self.now = max(self.now, (self.now_ms - self.start_ms) >> self.ticks_shift)
+        if is_first:
+            self.touches += 1
+            if self.touches % self.touches_per_table == 0:
+                self._rebuild()
+        self._age()
+        self._take_up(request.next_use)
+        self._see_prefix(keys, progress)
+        known = {key for key in keys if key in self.group_of}
+        for key in keys:
+            if key in known:
+                group = self.group_of[key]
+                self.hit[group.cls][group.bin] += 1
+                self.total += 1
+                group.resident.pop(key, None)
+                self.memory.pop(key, None)
+                self._leave(key)
+        for key in keys:
+            cls = 4 * progress.continues + 2 * (not _is_last(key, keys, request)) + (key in known)
+            self._join(key, _hinted(cls, request), progress.groups, _length(keys, request))
+
+    def hint(self, keys: list[bytes], next_use: str | None) -> None:
+        """Move known keys to the classes of another hint; their age counts from now."""
+        self._take_up(next_use)
+        groups: dict[int, Group] = {}
+        for key in dict.fromkeys(keys):
+            group = self.group_of.get(key)
+            if group is None:
+                continue
+            self._leave(key)
+            group.resident.pop(key, None)
+            cls = CLASSES_PER_HINT * NEXT_USES.index(next_use) + group.cls % CLASSES_PER_HINT
+            joined = self._join_group(key, cls, groups, group.length)
+            if key in self.blocks:
+                joined.resident[key] = None
+
+    def _progress(self, request: RequestUses) -> tuple[_Progress, bool]:
+        kept = request.policy_state
+        if kept is not None and kept[0] is self.era:
+            return kept[1], False
+        progress = _Progress()
+        request.policy_state = (self.era, progress)
+        return progress, True
+
+    def _see_prefix(self, keys: list[bytes], progress: _Progress) -> None:
+        if not progress.all_known:
+            return
+        num_leading = next((i for i, key in enumerate(keys) if key not in self.group_of), len(keys))
+        progress.all_known = num_leading == len(keys)
+        progress.num_leading += num_leading
+        if num_leading and not progress.continues:
+            progress.continues = progress.num_leading + 1 >= self.group_of[keys[num_leading - 1]].length
+
+    def _age(self) -> None:
+        num_left = self.ageing_steps
+        for cls in sorted(self.num_groups):
+            for b in range(NUM_BINS - 1):
+                queue = self.cells[cls, b]
+                while queue:
+                    oldest = next(iter(queue))
+                    if self.now - oldest.t0 < EDGES[b + 1]:
+                        break
+                    if num_left == 0:
+                        return
+                    num_left -= 1
+                    self.sur[cls][b] += oldest.num_known
+                    self.total += oldest.num_known
+                    del queue[oldest]
+                    oldest.bin += 1
+                    self.cells[cls, b + 1][oldest] = None
+
+    # ---- stores
+
+    def make_room(
+        self, keys: list[bytes], num_free: int, offered: list[bytes], request: RequestUses | None
+    ) -> tuple[int, Victims]:
+        keys = self._without_holes(keys, offered, request)
+        self._take_up(None if request is None else request.next_use)
+        self._recall(keys, offered, request)
+        num_needed = len(keys) - num_free
+        victims: Victims = []
+        if num_needed > 0:
+            named = {*offered, *(() if request is None else request.keys)}
+            victims = self._select(num_needed, named, keys[num_free:])
+            keys = keys[: num_free + len(victims)]
+        for key in keys:
+            self._store(key, _predecessor(key, offered, request))
+        self._trim()
+        return len(keys), victims
+
+    def _recall(self, keys: Sequence[bytes], offered: Sequence[bytes], request: RequestUses | None) -> None:
+        """Make keys known that the memory has dropped since their use."""
+        groups: dict[int, Group] = {}
+        for key in keys:
+            if key not in self.group_of:
+                cls = 0 if _is_last(key, offered, request) else 2
+                self._join(key, _hinted(cls, request), groups, _length(offered, request))
+
+    def _without_holes(
+        self, keys: list[bytes], offered: Sequence[bytes], request: RequestUses | None
+    ) -> list[bytes]:
+        taken: dict[bytes, None] = {}
+        for key in keys:
+            predecessor = _predecessor(key, offered, request)
+            if predecessor is not None and predecessor not in self.blocks and predecessor not in taken:
+                break
+            taken[key] = None
+        return list(taken)
+
+    def _select(self, num_needed: int, named: Container[bytes], waiting: list[bytes] | None) -> Victims:
+        """Evict up to `num_needed` blocks, each worth less than the key of `waiting` that takes its place."""
+        victims: Victims = []
+        num_left = self.most_passed
+        while len(victims) < num_needed:
+            num_before = len(victims)
+            for cell in self._order:
+                groups = [group for group in self.cells[cell] if group.resident]
+                if not groups:
+                    continue
+                if self._is_over(cell, victims, waiting):
+                    return victims
+                for group in groups:
+                    while group.resident:
+                        tail = next(reversed(group.resident))
+                        resident = self.blocks[tail]
+                        if tail in named or resident.block is None or resident.block.ref_cnt != 0 or resident.kids > 0:
+                            break
+                        if self._is_over(cell, victims, waiting):
+                            return victims
+                        victims.append((tail, self._evict(tail)))
+                        if len(victims) == num_needed:
+                            return victims
+                    if group.resident:
+                        num_left -= 1
+                        if num_left == 0:
+                            return victims
+            if len(victims) == num_before:
+                break
+        return victims
+
+    def _is_over(self, cell: Cell, victims: Victims, waiting: list[bytes] | None) -> bool:
+        if waiting is None:
+            return False
+        newcomer = self.group_of[waiting[len(victims)]]
+        return self.value[newcomer.cls][0] <= self.value[cell[0]][cell[1]]
+
+    def _evict(self, key: bytes) -> BlockStatus:
+        del self.group_of[key].resident[key]
+        resident = self.blocks.pop(key)
+        self.memory[key] = None
+        self._leave_parent(resident)
+        assert resident.block is not None
+        return resident.block
+
+    def _leave_parent(self, resident: _Resident) -> None:
+        parent = None if resident.parent is None else self.blocks.get(resident.parent)
+        # The parent of a child left behind may have come back: its count is of its own children.
+        if parent is not None and parent.kids > 0:
+            parent.kids -= 1
+
+    def _store(self, key: bytes, predecessor: bytes | None) -> None:
+        self.memory.pop(key, None)
+        self.group_of[key].resident[key] = None
+        parent = predecessor if predecessor in self.blocks else None
+        if parent is not None:
+            self.blocks[parent].kids += 1
+        self.blocks[key] = _Resident(None, parent)
+
+    # ---- groups and memory
+
+    def _join(self, key: bytes, cls: int, groups: dict[int, Group], length: int) -> None:
+        group = self._join_group(key, cls, groups, length)
+        if key in self.blocks:
+            group.resident[key] = None
+        else:
+            self.memory[key] = None
+
+    def _join_group(self, key: bytes, cls: int, groups: dict[int, Group], length: int) -> Group:
+        group = groups.get(cls)
+        if group is None or group.num_known == 0 or group.bin != 0:
+            group = groups[cls] = Group(self.now, cls, length)
+            self.cells[cls, 0][group] = None
+            self.num_groups[cls] += 1
+        group.num_known += 1
+        self.group_of[key] = group
+        return group
+
+    def _leave(self, key: bytes) -> None:
+        group = self.group_of.pop(key)
+        group.num_known -= 1
+        if group.num_known == 0:
+            del self.cells[group.cls, group.bin][group]
+            self.num_groups[group.cls] -= 1
+            if self.num_groups[group.cls] == 0:
+                del self.num_groups[group.cls]
+
+    def _trim(self) -> None:
+        while len(self.memory) > self.memory_factor * self.cache_capacity:
+            oldest, _ = self.memory.popitem(last=False)
+            self._leave(oldest)
+
+    # ---- the table
+
+    def _rebuild(self) -> None:
+        if self.total >= self.halving_total:
+            self.hit = [[count >> 1 for count in counts] for counts in self.hit]
+            self.sur = [[count >> 1 for count in counts] for counts in self.sur]
+            self.total = sum(map(sum, self.hit)) + sum(map(sum, self.sur))
+        chance = 4096
+        chances = []
+        for b in range(NUM_BINS):
+            num_hit = sum(counts[b] for counts in self.hit)
+            num_sur = sum(counts[b] for counts in self.sur)
+            chance = ((num_hit << 16) + 2048 * chance) // (num_hit + num_sur + 2048)
+            chances.append(chance)
+        self.chances = chances
+        self.value = [self._values(self.hit[cls], self.sur[cls], cls) for cls in range(len(self.hit))]
+        self._sort()
+
+    def _sort(self) -> None:
+        self._order = sorted(self.cells, key=lambda cell: (self.value[cell[0]][cell[1]], -cell[1], cell[0]))
+
+    def _take_up(self, next_use: str | None) -> None:
+        """Add the classes of a hint when it is first given; until then they hold nothing."""
+        for cls in range(len(self.value), CLASSES_PER_HINT * (1 + NEXT_USES.index(next_use))):
+            self.hit.append([0] * NUM_BINS)
+            self.sur.append([0] * NUM_BINS)
+            self.value.append(self._values(self.hit[cls], self.sur[cls], cls))
+            self.cells.update({(cls, b): OrderedDict() for b in range(NUM_BINS)})
+            if cls % CLASSES_PER_HINT == CLASSES_PER_HINT - 1:
+                self._sort()
+
+    def _values(self, hit: list[int], sur: list[int], cls: int) -> list[int]:
+        chances = self.chances
+        expected = sum((hit[b] + sur[b]) * chances[b] for b in range(NUM_BINS)) >> 16
+        prior = 65536 if cls % 2 else 32768
+        factor = ((sum(hit) << 16) + 1024 * prior) // (expected + 1024)
+        values = [0] * NUM_BINS
+        stack: list[tuple[int, int, int]] = []
+        for b in range(NUM_BINS - 1, -1, -1):
+            guess = min(64512, (factor * chances[b]) >> 16)
+            h = min(64512, ((hit[b] << 16) + 4096 * guess) // (hit[b] + sur[b] + 4096))
+            uses, time, stays = h, (EDGES[b + 1] - EDGES[b]) * (65536 - h // 2), 65536 - h
+            while stack and stack[-1][0] * time > uses * stack[-1][1]:
+                more_uses, more_time, still_stays = stack.pop()
+                uses += stays * more_uses >> 16
+                time += stays * more_time >> 16
+                stays = stays * still_stays >> 16
+            stack.append((uses, time, stays))
+            values[b] = (uses << 32) // time
+        return values
+
+
+def _hinted(cls: int, request: RequestUses | None) -> int:
+    return cls if request is None else CLASSES_PER_HINT * NEXT_USES.index(request.next_use) + cls
+
+
+def _is_last(key: bytes, keys: Sequence[bytes], request: RequestUses | None) -> bool:
+    if request is not None and request.length:
+        return request.is_last(key)
+    return key == keys[-1]
+
+
+def _length(keys: Sequence[bytes], request: RequestUses | None) -> int:
+    return request.length if request is not None and request.length else len(keys)
+
+
+def _predecessor(key: bytes, offered: Sequence[bytes], request: RequestUses | None) -> bytes | None:
+    if request is not None:
+        return request.predecessor(key)
+    at = offered.index(key)
+    return offered[at - 1] if at else None

@@ -1,0 +1,303 @@
+"""gittins: its tables on both traces, what they do not pin, and how engines call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from kvcache import CPUOffloadingManager, OffloadingManager, ReqContext, RequestUses
+from kvcache.replay.run import Replay, ReplayClock
+from kvcache.replay.trace import Trace
+from kvcache.testing import ReferenceManager
+from kvcache.testing.reference_gittins import ReferenceGittins
+
+CONVERSATION = "mooncake_conversation.jsonl"
+AGENTS = "agentic_coding.jsonl.gz"
+# Prefix hits and stored blocks, by trace and capacity.
+TABLE = {
+    (CONVERSATION, 1000): (23630, 29601),
+    (CONVERSATION, 3000): (40137, 69694),
+    (CONVERSATION, 5000): (49099, 106793),
+    (CONVERSATION, 10000): (65892, 203605),
+    (CONVERSATION, 15000): (79767, 208733),
+    (CONVERSATION, 20000): (87605, 200895),
+    (CONVERSATION, 30000): (96788, 191712),
+    (AGENTS, 500): (459272, 102620),
+    (AGENTS, 1000): (697816, 176846),
+    (AGENTS, 2000): (1024592, 251066),
+    (AGENTS, 3000): (1200880, 216891),
+    (AGENTS, 4000): (1286877, 161288),
+    (AGENTS, 8000): (1375694, 74725),
+}
+QUICK = {(CONVERSATION, 1000), (AGENTS, 500)}
+
+
+def cells(quick: bool) -> list[tuple[str, int]]:
+    return [cell for cell in TABLE if (cell in QUICK) == quick]
+
+
+def requests_of(shared: Path, name: str, limit: int | None = None) -> Iterable[tuple[float, list[bytes]]]:
+    with Trace(shared / "traces" / name) as trace:
+        for request in islice(trace, limit):
+            yield request.arrival_s, [block.to_bytes(8, "big") for block in request.hash_ids.tolist()]
+
+
+def replayed(shared: Path, name: str, num_blocks: int) -> tuple[int, int]:
+    arrivals = ReplayClock()
+    manager = CPUOffloadingManager(512, num_blocks, "gittins", clock=arrivals)
+    replay = Replay(manager, arrivals=arrivals)
+    with Trace(shared / "traces" / name) as trace:
+        for request in trace:
+            replay.step(request, [block.to_bytes(8, "big") for block in request.hash_ids.tolist()])
+    assert replay.tally.rejected_requests == 0
+    return replay.tally.hit_blocks, replay.tally.stored_blocks
+
+
+@pytest.mark.parametrize(("name", "num_blocks"), cells(quick=True))
+def test_reproduces_its_table(name: str, num_blocks: int, shared: Path) -> None:
+    assert replayed(shared, name, num_blocks) == TABLE[name, num_blocks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_blocks"), cells(quick=False))
+def test_reproduces_the_rest_of_its_table(name: str, num_blocks: int, shared: Path) -> None:
+    assert replayed(shared, name, num_blocks) == TABLE[name, num_blocks]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "num_blocks"), cells(quick=True))
+def test_reference_reproduces_its_table(name: str, num_blocks: int, shared: Path) -> None:
+    clock = ReplayClock()
+    manager = ReferenceManager(512, num_blocks, "gittins", clock=clock)
+    num_hits = 0
+    for clock.now_s, keys in requests_of(shared, name):
+        context = ReqContext()
+        num_hits += manager.lookup(keys, context)
+        manager.touch(keys, context)
+        output = manager.prepare_store(keys, context)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+
+    assert (num_hits, manager.stats().stored_blocks) == TABLE[name, num_blocks]
+
+
+# ---- serving is not replay
+
+
+def serve(
+    manager: CPUOffloadingManager, clock: ReplayClock, requests: Iterable[tuple[float, list[bytes]]], part: int
+) -> int:
+    """Serve requests as engines do: no touch, only what missed is stored, in parts, eight requests in turn."""
+    num_hits = 0
+    running: list[tuple[ReqContext, list[bytes]]] = []
+
+    def step() -> None:
+        for context, rest in list(running):
+            now, rest[:] = rest[:part], rest[part:]
+            output = manager.prepare_store(now, context)
+            assert output is not None
+            manager.complete_store(output.keys_to_store, context)
+            if not rest:
+                manager.on_request_finished(context)
+                running.remove((context, rest))
+
+    for clock.now_s, keys in requests:
+        context = ReqContext()
+        for i, key in enumerate(keys):
+            context.set_offload_key_position(key, 512 * (i + 1))
+        ready = manager.lookup(keys, context)
+        num_hits += ready
+        manager.prepare_load(keys[:ready], context)
+        manager.complete_load(keys[:ready], context)
+        running.append((context, keys[ready:]))
+        while len(running) >= 8:
+            step()
+    while running:
+        step()
+    return num_hits
+
+
+def test_storing_only_what_missed_reproduces_the_table(shared: Path) -> None:
+    clock = ReplayClock()
+    manager = CPUOffloadingManager(512, 500, "gittins", clock=clock)
+    num_hits = 0
+    for clock.now_s, keys in requests_of(shared, AGENTS):
+        context = ReqContext()
+        ready = manager.lookup(keys, context)
+        num_hits += ready
+        manager.touch(keys, context)
+        output = manager.prepare_store(keys[ready:], context)
+        manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+
+    assert (num_hits, manager.stats().stored_blocks) == TABLE[AGENTS, 500]
+
+
+@pytest.mark.parametrize("part", [16, 10_000])
+def test_interleaved_parts_without_a_touch_lose_little(part: int, shared: Path) -> None:
+    clock = ReplayClock()
+    manager = CPUOffloadingManager(512, 500, "gittins", clock=clock)
+    num_hits = serve(manager, clock, requests_of(shared, AGENTS), part)
+    manager.policy.check()
+
+    assert num_hits > 0.97 * TABLE[AGENTS, 500][0]
+
+
+# ---- what the tables do not pin
+
+
+def stored(
+    manager: OffloadingManager, keys: list[bytes], context: ReqContext | None = None
+) -> tuple[list[bytes], list[bytes]]:
+    """Store `keys`, and return what was taken and what left."""
+    output = manager.prepare_store(keys, context)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, context)
+    return output.keys_to_store, output.evicted_keys
+
+
+def keys_of(name: str, count: int) -> list[bytes]:
+    return [b"%s %d" % (name.encode(), i) for i in range(count)]
+
+
+class Both:
+    """A compiled manager beside its specification, on one clock."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.now_s = 0.0
+        self.managers: list[OffloadingManager] = [
+            ReferenceManager(16, num_blocks, "gittins", clock=lambda: self.now_s),
+            CPUOffloadingManager(16, num_blocks, "gittins", clock=lambda: self.now_s),
+        ]
+
+    def request(self, keys: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+        answers = []
+        for manager in self.managers:
+            context = ReqContext()
+            manager.touch(keys, context)
+            answers.append(stored(manager, keys, context))
+            manager.on_request_finished(context)
+        assert answers[1] == answers[0]
+        self.managers[1].policy.check()  # type: ignore[attr-defined]
+        return answers[1]
+
+
+def test_a_new_block_is_not_stored_over_one_of_equal_worth() -> None:
+    both = Both(4)
+    old, new = keys_of("old", 4), keys_of("new", 3)
+    both.request(old)
+
+    assert both.request(new) == ([], [])
+    assert [manager.stats().declined_blocks for manager in both.managers] == [3, 3]
+    assert [manager.stats().gated_blocks for manager in both.managers] == [3, 3]
+    assert [manager.stats().rejected_stores for manager in both.managers] == [0, 0]
+
+
+def test_a_store_takes_a_leading_part_where_only_that_is_worth_more() -> None:
+    both = Both(6)
+    both.request(keys_of("old", 4))
+
+    assert both.request(keys_of("new", 5)) == (keys_of("new", 2), [])
+
+
+def test_old_blocks_leave_tail_first_and_over_several_passes() -> None:
+    both = Both(6)
+    both.request(keys_of("old", 6))
+    both.now_s = 3600.0
+
+    # The last block is a group of its own and leaves in the first pass; only then may the others.
+    assert both.request(keys_of("new", 4)) == (keys_of("new", 4), keys_of("old", 6)[:1:-1])
+
+
+def test_a_tail_that_the_request_names_stays() -> None:
+    both = Both(4)
+    shared_head = keys_of("head", 4)
+    both.request(shared_head)
+    both.now_s = 3600.0
+    for _ in range(3):
+        both.request([b"another"])
+    taken, left = both.request([*shared_head, b"new"])
+
+    assert (taken, left) == ([], [])
+
+
+@pytest.mark.slow
+def test_counters_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_touches, keys = 64 * 18, keys_of("key", 2000)
+    compiled = CPUOffloadingManager(16, 1000, "gittins", clock=lambda: 0.0)
+    references = []
+    for halving in (1 << 21, 1 << 60):
+        monkeypatch.setattr(ReferenceGittins, "halving_total", halving)
+        reference = ReferenceGittins(1000)
+        for _ in range(num_touches):
+            request = RequestUses()
+            request.add(keys)
+            reference.count_uses(keys, request)
+        references.append(reference.worths)
+    for _ in range(num_touches):
+        compiled.touch(keys)
+
+    assert compiled.policy.worths == references[0] != references[1]
+
+
+def test_no_stored_block_has_an_absent_predecessor(shared: Path) -> None:
+    clock = ReplayClock()
+    manager = CPUOffloadingManager(512, 300, "gittins", clock=clock)
+    requests = list(requests_of(shared, AGENTS, 600))
+    serve(manager, clock, requests, 16)
+    paths = {key: path[i - 1] for _, path in requests for i, key in enumerate(path) if i}
+    resident = {key for _, path in requests for key in path if manager.policy.get(key) is not None}
+
+    assert len(resident) == 300
+    assert [key for key in resident if key in paths and paths[key] not in resident] == []
+
+
+def test_nothing_is_stored_behind_a_hole() -> None:
+    manager = CPUOffloadingManager(16, 4, "gittins", clock=lambda: 0.0)
+    keys = keys_of("key", 6)
+    context = ReqContext()
+
+    assert stored(manager, keys[:5], context) == (keys[:4], [])
+    manager.complete_store(keys[:1], context)
+    assert stored(manager, keys[5:], context) == ([], [])
+    assert manager.stats().declined_blocks == 2
+
+
+def test_keys_stored_in_another_order_than_the_prompts_know_their_predecessors() -> None:
+    manager = CPUOffloadingManager(16, 8, "gittins", clock=lambda: 0.0)
+    keys = keys_of("key", 4)
+    context = ReqContext()
+    for i, key in enumerate(keys):
+        context.set_offload_key_position(key, i)
+    # The tail is named first: its predecessor is not known to the request yet, so that it is stored as a head.
+    assert stored(manager, keys[2:], context) == (keys[2:], [])
+    assert stored(manager, keys[:2], context) == (keys[:2], [])
+    manager.policy.check()
+
+
+def test_a_failed_store_stays_known() -> None:
+    both = Both(4)
+    keys = keys_of("key", 3)
+    for manager in both.managers:
+        context = ReqContext()
+        manager.prepare_store(keys, context)
+        manager.complete_store(keys, context, False)
+
+    assert [manager.policy.num_remembered for manager in both.managers] == [3, 3]  # type: ignore[attr-defined]
+    assert [manager.stats().num_free for manager in both.managers] == [4, 4]
+    assert both.request(keys) == (keys, [])
+
+
+def test_a_clock_that_goes_back_stands_still() -> None:
+    now_s = [10.0, 5.0, 11.0]
+    manager = CPUOffloadingManager(16, 4, "gittins", clock=lambda: now_s.pop(0))
+    for _ in range(3):
+        manager.touch([b"key"])
+
+    assert now_s == []
+    assert manager.policy.now_ms == 1000
