@@ -211,6 +211,21 @@ def test_blocks_found_on_the_device_stay_young_on_the_host() -> None:
     assert serve(adapter, "other", keys_of("c", 3)) == [b"b1", b"b0", b"a1"]
 
 
+def test_store_from_before_a_reset_is_not_taken_for_a_later_one() -> None:
+    adapter = manager()
+    context = request(adapter, "r", keys_of("a", 3))
+    adapter.prepare_store([b"a0", b"a1"], context)
+    adapter.reset_cache()  # the engine discards the job
+    adapter.prepare_store([b"a0", b"a2"], context)
+    adapter.complete_store({b"a0", b"a2"}, context)
+    other = request(adapter, "s", [])
+    assert [adapter.lookup(key, other) for key in (b"a0", b"a1", b"a2")] == [
+        LookupResult.HIT,
+        LookupResult.MISS,
+        LookupResult.HIT,
+    ]
+
+
 def test_completion_after_the_end_of_a_request_still_counts() -> None:
     adapter = manager()
     context = request(adapter, "r", keys_of("a", 2))

@@ -45,8 +45,8 @@ class EngineRequest(ReqContext):
     ----------
     has_ended : bool
         Whether the engine has said so; its last stores may still be under way.
-    transfers : list of list of bytes
-        What is being loaded or stored for it now: the keys of each transfer, in the order of the prompt.
+    transfers : list of (int, list of bytes)
+        What is being loaded or stored for it now: the resets before, and the keys in the order of the prompt.
     promoted : set of bytes
         The keys that were not in host memory when it first asked for them: what it loads of them came from a tier.
     """
@@ -56,25 +56,27 @@ class EngineRequest(ReqContext):
     def __init__(self, req_context: Any, has_positions: bool) -> None:
         super().__init__(req_context.req_id, req_context.kv_transfer_params)
         self.has_ended = False
-        self.transfers: list[list[bytes]] = []
+        self.transfers: list[tuple[int, list[bytes]]] = []
         self.promoted: set[bytes] = set()
         if has_positions:
             self.set_offload_key_positions(req_context._offload_key_positions)
 
-    def begin_transfer(self, keys: list[bytes]) -> None:
-        """Remember the order of keys that are about to be moved."""
+    def begin_transfer(self, keys: list[bytes], num_resets: int) -> None:
+        """Remember the order of keys that are about to be moved, and after how many resets."""
         if keys:
-            self.transfers.append(keys)
+            self.transfers.append((num_resets, keys))
 
-    def end_transfer(self, keys: Collection[bytes]) -> Collection[bytes]:
+    def end_transfer(self, keys: Collection[bytes], num_resets: int) -> Collection[bytes]:
         """Return the keys of a transfer that has ended in the order of the prompt; the engine hands back a set.
 
-        In that order blocks come back to where they stand in their queue without a search.
+        In that order blocks come back to where they stand in their queue without a search. Transfers of one request
+        that are under way at a time have no key in common, so that one key tells which it is; none from before a
+        reset is reported.
         """
-        ended = keys if isinstance(keys, set) else set(keys)
-        for i, moved in enumerate(self.transfers):
-            if len(moved) == len(ended) and ended.issuperset(moved):
-                return self.transfers.pop(i)
+        for i, (resets, moved) in enumerate(self.transfers):
+            if resets == num_resets and len(moved) == len(keys) and moved[0] in keys:
+                del self.transfers[i]
+                return moved
         return keys
 
 
@@ -100,6 +102,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._manager = manager
         self._status = manager.status
         self._what_if_log = what_if_log
+        self._num_resets = 0
         self.metrics = MetricsSource()
         self._key_positions = release.key_positions
         self.sources: Any = None
@@ -125,24 +128,26 @@ class KVCacheOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
         ours, keys = req_context.get_state(EngineRequest), list(keys)
         spec = self._manager.prepare_load(keys, ours)
-        ours.begin_transfer(keys)
+        ours.begin_transfer(keys, self._num_resets)
         return spec
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         ours = req_context.get_state(EngineRequest)
-        self._manager.complete_load(ours.end_transfer(keys), None if ours.has_ended else ours)
+        self._manager.complete_load(ours.end_transfer(keys, self._num_resets), None if ours.has_ended else ours)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         ours, keys = req_context.get_state(EngineRequest), list(keys)
         output = self._manager.prepare_store(keys, ours)
         if output is not None:
-            ours.begin_transfer(output.keys_to_store)
+            ours.begin_transfer(output.keys_to_store, self._num_resets)
             self._manager.reorder(ours)
         return output
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         ours = req_context.get_state(EngineRequest)
-        self._manager.complete_store(ours.end_transfer(keys), None if ours.has_ended else ours, success)
+        self._manager.complete_store(
+            ours.end_transfer(keys, self._num_resets), None if ours.has_ended else ours, success
+        )
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         self._manager.touch(keys, req_context.get_state(EngineRequest))
@@ -164,6 +169,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         return self.metrics.changes(self._manager.stats())
 
     def reset_cache(self) -> None:
+        self._num_resets += 1
         self._manager.reset_cache()
 
     def shutdown(self) -> None:
