@@ -10,7 +10,8 @@ from libc.stdint cimport int32_t, uint64_t
 from libc.stdlib cimport free
 
 from kvcache.core.index cimport (
-    Bucket, Probe, buckets_for, clear, index_delete, index_first, index_insert, index_next, tight_buckets_for, zeroed,
+    Bucket, Probe, buckets_for, clear as clear_memory, index_delete, index_first, index_insert, index_next,
+    tight_buckets_for, zeroed,
 )
 from kvcache.core.key_hash cimport hash_of
 
@@ -113,7 +114,7 @@ cdef class GhostList:
         self.ghosts[0].prev = self.ghosts[0].next = 0
         self.num_fresh = self.free_head = 0
         self.num_ghosts = 0
-        clear(self.buckets, self.num_buckets * sizeof(Bucket))
+        clear_memory(self.buckets, self.num_buckets * sizeof(Bucket))
 
     cdef void _link_last(self, int32_t ghost) noexcept nogil:
         cdef int32_t last = self.ghosts[0].prev

@@ -37,7 +37,8 @@ cdef extern from *:
             low = kv_half_word(at);
             high = kv_half_word(at + left - 4);
         } else {
-            low = left == 0 ? 0 : (uint64_t)(uint8_t)at[0] << 16 | (uint64_t)(uint8_t)at[left >> 1] << 8 | (uint8_t)at[left - 1];
+            low = left == 0 ? 0
+                : (uint64_t)(uint8_t)at[0] << 16 | (uint64_t)(uint8_t)at[left >> 1] << 8 | (uint8_t)at[left - 1];
         }
         return kv_fold(kv_fold(low ^ secret[2], high ^ hash) ^ secret[3], size ^ secret[1]);
     }

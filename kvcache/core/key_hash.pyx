@@ -1,7 +1,7 @@
 """The keyed hash of a key: which row, ghost or sample it is looked up under.
 
-Compiled because it is taken of every key of every call. Python's own hash of bytes has a key that PYTHONHASHSEED may fix,
-and a client who knows it can send keys that all fall into one bucket; this one's key is drawn anew in each process.
+Compiled because it is taken of every key of every call. Python's own hash of bytes has a key that PYTHONHASHSEED may
+fix, and a client who knows it can send keys that all fall into one bucket; this one's key is drawn in each process.
 """
 
 from cpython.object cimport PyObject

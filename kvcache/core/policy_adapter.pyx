@@ -279,7 +279,8 @@ cdef class PolicyAdapter(BlockCache):
 
     cdef int _check_rows(self) except -1:
         cdef int32_t row, lane_idx, i, num_listed
-        cdef Py_ssize_t withheld = 0, resident = 0, evictable = 0, referenced = 0, pending = 0, unused = 0, raised = 0, used_slots = 0
+        cdef Py_ssize_t withheld = 0, resident = 0, evictable = 0, referenced = 0, pending = 0
+        cdef Py_ssize_t unused = 0, raised = 0, used_slots = 0
         cdef Py_ssize_t[MAX_LISTS] in_list
         cdef EvictionQueue* lane
         cdef uint32_t bits
@@ -301,7 +302,8 @@ cdef class PolicyAdapter(BlockCache):
                 _hold(not self.keeps_queues or (self.rows[row].ref_cnt == 0) == (self.rows[row].where != PINNED),
                       f"row {row} has {self.rows[row].ref_cnt} references, and stands in {self.rows[row].where}")
             else:
-                _hold(not self.keeps_queues or self.rows[row].where != PINNED, f"row {row} of a caller's block is parked")
+                _hold(not self.keeps_queues or self.rows[row].where != PINNED,
+                      f"row {row} of a caller's block is detached")
         for lane_idx in range(self.first):
             lane = &self.lanes[lane_idx]
             num_listed = 0
@@ -326,7 +328,8 @@ cdef class PolicyAdapter(BlockCache):
             _hold((evictable, referenced, pending) == (self.num_evictable, self.num_referenced, self.num_pending),
                   f"counts {(self.num_evictable, self.num_referenced, self.num_pending)} should be "
                   f"{(evictable, referenced, pending)}")
-            _hold(not self.keeps_queues or used_slots == evictable, f"{used_slots} rows stand in lanes, {evictable} are evictable")
+            _hold(not self.keeps_queues or used_slots == evictable,
+                  f"{used_slots} rows are in eviction queues, {evictable} are evictable")
         row = self.free_head
         while row != 0:
             _hold(self.rows[row].where == FREE or self.rows[row].where == WITHHELD and self.rows[row].ref_cnt,
@@ -335,8 +338,8 @@ cdef class PolicyAdapter(BlockCache):
             row = self.rows[row].next
         _hold(raised == self.num_raised, f"{raised} rows are at a raised priority, {self.num_raised} have a deadline")
         _hold(resident == self.num_resident and resident + unused + withheld == self.num_fresh, "rows are lost")
-        _hold(self.num_free == self.num_rows - self.first - resident - (0 if self.withheld is None else len(self.withheld)),
-              f"num_free is {self.num_free}")
+        num_withheld = 0 if self.withheld is None else len(self.withheld)
+        _hold(self.num_free == self.num_rows - self.first - resident - num_withheld, f"num_free is {self.num_free}")
         for i in range(MAX_LISTS):
             _hold(in_list[i] == self.num_in_list[i], f"list {i} holds {in_list[i]}, counts {self.num_in_list[i]}")
         used_slots = 0

@@ -317,7 +317,7 @@ cdef class BlockTable:
         return 0
 
     cdef void _drop_stale(self, int32_t stop) noexcept:
-        """Let go of keys from before the last reset, down to row `stop`: a little in each call, not all at the reset."""
+        """Release keys from before the last reset, down to row `stop`: a little in each call, not all at the reset."""
         while self.num_stale > stop:
             self.num_stale -= 1
             Py_XDECREF(self.rows[self.first + self.num_stale].key)

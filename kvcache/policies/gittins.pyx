@@ -45,8 +45,8 @@ cdef enum:
     ERA = 1
     GROUPS = 2                  # by class without the hint: group and its serial number
 
-# Known keys whose last use was the same request and that share a class. Groups of a class are made, age and are linked in
-# one order, so that both queues of a cell are ordered by age.
+# Known keys whose last use was the same request and that share a class. Groups of a class are made, age and are linked
+# in one order, so that both queues of a cell are ordered by age.
 cdef struct Group:
     int32_t t0
     int32_t length          # keys of the request
@@ -454,8 +454,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t older = groups[group].prev
         cdef int32_t younger = groups[group].next
         cdef Queue* queue = &self.resident_groups[self._cell_of(&groups[group])]
-        cdef int i
-        for i in range(MOST_NEIGHBOURS):
+        cdef int _step
+        for _step in range(MOST_NEIGHBOURS):
             if younger == 0:
                 return queue.last
             if groups[younger].tail != 0:
@@ -952,7 +952,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef int _check_policy(self) except -1:
         cdef int32_t cell, group, row, key
-        cdef Py_ssize_t num_groups = 0, num_known = 0, num_resident = 0, num_remembered = 0, in_group
+        cdef Py_ssize_t num_groups = 0, num_resident = 0, num_remembered = 0
         cdef int64_t total = 0
         known = {}
         kids = {}
@@ -965,9 +965,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 num_groups += 1
                 hold(self.groups[group].num_known > 0 and self._cell_of(&self.groups[group]) == cell,
                      f"group {group} is astray in cell {cell}")
-                hold(youngest is None or self.groups[group].t0 >= youngest, f"group {group} is older than the one before")
+                hold(youngest is None or self.groups[group].t0 >= youngest, f"group {group} is out of order")
                 youngest = self.groups[group].t0
-                hold(self.groups[group].next != 0 or self.all_groups[cell].last == group, f"cell {cell} has another end")
+                hold(self.groups[group].next != 0 or self.all_groups[cell].last == group, f"cell {cell} ends elsewhere")
                 known[group] = self.groups[group].num_known
                 if self.groups[group].tail != 0:
                     holders.append(group)

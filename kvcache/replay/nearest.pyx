@@ -81,8 +81,8 @@ cdef class NextUses:
         bounds : memoryview of int64
             The place in the trace where each request begins, and where the last one ends.
         nexts : memoryview of int64
-            Receives for each of the ids the place of the next request's first mention: -1 if there is none, -2 where the
-            same request has named the id before.
+            Receives for each of the ids the place of the next request's first mention: -1 if there is none, -2 where
+            the same request has named the id before.
 
         Raises
         ------
@@ -151,7 +151,7 @@ cdef class NearestUses:
     Keep at most `room` next uses, the nearest ones.
 
     A use is named by its place in the trace. Places order by request, then by depth, so one number says both what is
-    nearer and what is shallower. A set of bits holds those that are kept, and above it a tree of bits finds the farthest.
+    nearer and what is shallower. A set of bits holds those that are kept, a tree of bits above it finds the farthest.
 
     Parameters
     ----------

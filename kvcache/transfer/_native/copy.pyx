@@ -216,8 +216,8 @@ cdef class CopyQueue:
 
     Notes
     -----
-    Any thread may call any method; jobs that two threads submit at once are queued in either order. Copying threads start
-    with the first job they are needed for. A process that forks must make queues of its own.
+    Any thread may call any method; jobs that two threads submit at once are queued in either order. Copying threads
+    start with the first job they are needed for. A process that forks must make queues of its own.
     """
 
     cdef Geometry geometry
@@ -296,9 +296,9 @@ cdef class CopyQueue:
         job.cancelled = lost
         job.max_threads = <int> min(self.max_threads, 1 + plan.num_bytes // THREAD_BYTES)
         job.units_per_slice = max(1, SLICE_BYTES * plan.num_units // max(plan.num_bytes, 1))
-        # From here on no Python runs, so that the GIL, or the critical section, keeps out whoever else submits: an empty
-        # queue stays empty, and the caller may copy without the mutex. Giving the GIL up for some microseconds can cost
-        # milliseconds to get it back.
+        # From here on no Python runs, so that the GIL, or the critical section, keeps out whoever else submits: an
+        # empty queue stays empty, and the caller may copy without the mutex. Giving the GIL up for some microseconds
+        # can cost milliseconds to get it back.
         pthread_mutex_lock(&queue.mutex)
         stopping = queue.stopping
         at_once = queue.head == NULL and (lost or plan.num_bytes <= self.inline_bytes)
