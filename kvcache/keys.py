@@ -49,6 +49,11 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     group_idx : int
         KV-cache group, 0 <= group_idx < 2**32.
 
+    Returns
+    -------
+    OffloadKey
+        The hash, then the index as 4 bytes.
+
     Raises
     ------
     ValueError
@@ -62,12 +67,34 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
 
 
 def get_offload_block_hash(key: bytes) -> bytes:
-    """Return the block hash of a key made by `make_offload_key`."""
+    """Return the block hash of a key made by `make_offload_key`.
+
+    Parameters
+    ----------
+    key : bytes
+        Made by `make_offload_key`.
+
+    Returns
+    -------
+    bytes
+        The block hash.
+    """
     return _checked_key(key)[:-_GROUP_BYTES]
 
 
 def get_offload_group_idx(key: bytes) -> int:
-    """Return the KV-cache group index of a key made by `make_offload_key`."""
+    """Return the KV-cache group index of a key made by `make_offload_key`.
+
+    Parameters
+    ----------
+    key : bytes
+        Made by `make_offload_key`.
+
+    Returns
+    -------
+    int
+        The KV-cache group.
+    """
     return int.from_bytes(_checked_key(key)[-_GROUP_BYTES:], "big")
 
 

@@ -53,7 +53,21 @@ def metrics_of(stats: Any) -> tuple[Metric, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
-    """Counters since start and gauges now of one pool; `kvcache.metrics.MANAGER_METRICS` describes each."""
+    """Counters since start and gauges now of one pool; `kvcache.metrics.MANAGER_METRICS` describes each.
+
+    Parameters
+    ----------
+    num_blocks, num_free, num_referenced, num_pending : int
+        Gauges: slots of the pool, free ones, blocks being read, blocks being written.
+    lookups, looked_up_blocks, hit_blocks : int
+        Calls of `lookup`, the keys they named, and those that were ready.
+    loaded_blocks, stored_blocks, evicted_blocks : int
+        Blocks that `prepare_load` referenced, that `complete_store` made ready, that were evicted.
+    rejected_stores, failed_blocks, gated_blocks : int
+        Calls of `prepare_store` without room, blocks whose store failed, blocks that were not admitted.
+    retained_blocks, ignored_hints : int
+        Blocks at a raised priority now; hints that were malformed.
+    """
 
     num_blocks: int = gauge("blocks", "Blocks that the pool holds.")
     num_free: int = gauge("blocks", "Slots that hold no block.")

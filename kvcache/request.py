@@ -105,17 +105,42 @@ class ReqContext:
         return state
 
     def set_state(self, value: object) -> None:
-        """Keep `value` for this request, under its type; a later value of the same type replaces it."""
+        """Keep `value` for this request, under its type; a later value of the same type replaces it.
+
+        Parameters
+        ----------
+        value : object
+            Kept under its type.
+        """
         if self._state is None:
             self._state = {}
         self._state[type(value)] = value
 
     def get_state(self, cls: type[T]) -> T | None:
-        """Return what `set_state` kept under `cls`, or None."""
+        """Return what `set_state` kept under `cls`, or None.
+
+        Parameters
+        ----------
+        cls : type
+            The type of the value.
+
+        Returns
+        -------
+        object or None
+            What `set_state` kept.
+        """
         return None if self._state is None else self._state.get(cls)
 
     def set_offload_key_position(self, key: bytes, end_token: int) -> None:
-        """Say where in the prompt a key's block ends, in tokens; ValueError where that is no int."""
+        """Say where in the prompt a key's block ends, in tokens; ValueError where that is no int.
+
+        Parameters
+        ----------
+        key : bytes
+            A block's key.
+        end_token : int
+            Tokens of the prompt up to the block's end.
+        """
         if type(end_token) is not int:
             try:
                 end_token = index(end_token)
@@ -138,7 +163,18 @@ class ReqContext:
         self.positions = positions
 
     def get_offload_key_position(self, key: bytes) -> int | None:
-        """Return where in the prompt a key's block ends, in tokens, or None if unknown."""
+        """Return where in the prompt a key's block ends, in tokens, or None if unknown.
+
+        Parameters
+        ----------
+        key : bytes
+            A block's key.
+
+        Returns
+        -------
+        int or None
+            Tokens of the prompt up to the block's end.
+        """
         return None if self.positions is None else self.positions.get(key)
 
 
@@ -168,7 +204,13 @@ class HintReader:
 
 
 class OffloadPolicy(enum.Enum):
-    """Which of a request's blocks are offloaded."""
+    """Which of a request's blocks are offloaded.
+
+    Parameters
+    ----------
+    value : str
+        ``"block_level"`` (only new blocks) or ``"request_level"`` (all of a request).
+    """
 
     BLOCK_LEVEL = "block_level"
     REQUEST_LEVEL = "request_level"
@@ -176,6 +218,12 @@ class OffloadPolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestOffloadingContext:
-    """How one request's blocks are offloaded: only new blocks (`BLOCK_LEVEL`), or all (`REQUEST_LEVEL`)."""
+    """How one request's blocks are offloaded: only new blocks (`BLOCK_LEVEL`), or all (`REQUEST_LEVEL`).
+
+    Parameters
+    ----------
+    policy : OffloadPolicy
+        Which of the request's blocks are offloaded.
+    """
 
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL

@@ -31,7 +31,13 @@ class LoadStoreSpec(ABC):
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """Return the name of the medium that the blocks lie on."""
+        """Return the name of the medium that the blocks lie on.
+
+        Returns
+        -------
+        str
+            The medium's name.
+        """
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
@@ -68,13 +74,25 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Blocks of the pool in host memory."""
+    """Blocks of the pool in host memory.
+
+    Parameters
+    ----------
+    block_ids : array_like of int
+        Slots of the pool; kept as an int64 array, shape (n,).
+    """
 
     __slots__ = ()
 
     @staticmethod
     def medium() -> str:
-        """Return ``"CPU"``."""
+        """Return ``"CPU"``.
+
+        Returns
+        -------
+        str
+            ``"CPU"``.
+        """
         return "CPU"
 
 
@@ -122,7 +140,13 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
     @staticmethod
     def medium() -> str:
-        """Return ``"GPU"``."""
+        """Return ``"GPU"``.
+
+        Returns
+        -------
+        str
+            ``"GPU"``.
+        """
         return "GPU"
 
 
@@ -144,7 +168,15 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
-    """Where one layer's data of a block lies: the tensor, and how many bytes (padding excluded) to copy."""
+    """Where one layer's data of a block lies: the tensor, and how many bytes (padding excluded) to copy.
+
+    Parameters
+    ----------
+    tensor_idx : int
+        Index into `CanonicalKVCaches.tensors`.
+    page_size_bytes : int
+        Bytes to copy, padding excluded.
+    """
 
     tensor_idx: int
     page_size_bytes: int
@@ -152,7 +184,15 @@ class CanonicalKVCacheRef:
 
 @dataclass(slots=True)
 class CanonicalKVCaches:
-    """An engine's KV cache: its tensors, and for each KV-cache group the refs of its layers."""
+    """An engine's KV cache: its tensors, and for each KV-cache group the refs of its layers.
+
+    Parameters
+    ----------
+    tensors : list of CanonicalKVCacheTensor
+        The cache's tensors.
+    group_data_refs : list of list of CanonicalKVCacheRef
+        For each KV-cache group, the refs of its layers.
+    """
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]

@@ -30,18 +30,54 @@ class Backend(ABC):
 
     @abstractmethod
     def get_num_free_blocks(self) -> int:
-        """Return how many blocks can be allocated now."""
+        """Return how many blocks can be allocated now.
+
+        Returns
+        -------
+        int
+            Blocks that `allocate_blocks` can still hand out.
+        """
 
     @abstractmethod
     def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
-        """Return one new block per hash, `ref_cnt` -1; the caller has made sure that there is room."""
+        """Return one new block per hash, `ref_cnt` -1; the caller has made sure that there is room.
+
+        Parameters
+        ----------
+        block_hashes : list of bytes
+            Keys of the new blocks; there is room for all of them.
+
+        Returns
+        -------
+        list of BlockStatus
+            New blocks with `ref_cnt` -1, in the same order.
+        """
 
     @abstractmethod
     def free(self, block: BlockStatus) -> None:
-        """Take a block back; called once per block."""
+        """Take a block back; called once per block.
+
+        Parameters
+        ----------
+        block : BlockStatus
+            An object that `allocate_blocks` returned; freed once.
+        """
 
     def get_load_store_spec(self, block_hashes: Sequence[bytes], blocks: Sequence[BlockStatus]) -> LoadStoreSpec:
-        """Say where `blocks` lie, for the worker."""
+        """Say where `blocks` lie, for the worker.
+
+        Parameters
+        ----------
+        block_hashes : list of bytes
+            Keys of the blocks.
+        blocks : list of BlockStatus
+            The blocks, in the same order.
+
+        Returns
+        -------
+        LoadStoreSpec
+            Where the blocks are, for the worker.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say where its blocks lie")
 
     def reset(self) -> None:  # noqa: B027
@@ -70,11 +106,27 @@ class CPUBackend(Backend):
         self._freed: list[int] = []
 
     def get_num_free_blocks(self) -> int:
-        """Return how many slots hold no block."""
+        """Return how many slots hold no block.
+
+        Returns
+        -------
+        int
+            Blocks that `allocate_blocks` can still hand out.
+        """
         return self.num_blocks - self._num_fresh_used + len(self._freed)
 
     def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
         """Return one new block per hash, `ref_cnt` -1.
+
+        Parameters
+        ----------
+        block_hashes : list of bytes
+            Keys of the new blocks; there is room for all of them.
+
+        Returns
+        -------
+        list of BlockStatus
+            New blocks with `ref_cnt` -1, in the same order.
 
         Raises
         ------
@@ -91,11 +143,30 @@ class CPUBackend(Backend):
         return blocks
 
     def free(self, block: BlockStatus) -> None:
-        """Take a slot back."""
+        """Take a slot back.
+
+        Parameters
+        ----------
+        block : BlockStatus
+            An object that `allocate_blocks` returned; freed once.
+        """
         self._freed.append(block.block_id)
 
     def get_load_store_spec(self, block_hashes: Sequence[bytes], blocks: Sequence[BlockStatus]) -> CPULoadStoreSpec:
-        """Return the blocks' ids, in order."""
+        """Return the blocks' ids, in order.
+
+        Parameters
+        ----------
+        block_hashes : list of bytes
+            Keys of the blocks.
+        blocks : list of BlockStatus
+            The blocks, in the same order.
+
+        Returns
+        -------
+        LoadStoreSpec
+            Where the blocks are, for the worker.
+        """
         return CPULoadStoreSpec([block.block_id for block in blocks])
 
     def reset(self) -> None:

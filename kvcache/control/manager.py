@@ -59,6 +59,18 @@ class OffloadingManager(ABC):
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         """Take a reference on each block, so that it stays until `complete_load`, and say where the blocks lie.
 
+        Parameters
+        ----------
+        keys : iterable of bytes
+            In prefix order.
+        req_context : ReqContext, optional
+            The request.
+
+        Returns
+        -------
+        LoadStoreSpec
+            Where the blocks are, in key order.
+
         Raises
         ------
         KeyError, BlockStateError
@@ -66,10 +78,25 @@ class OffloadingManager(ABC):
         """
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
-        """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent."""
+        """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            In prefix order; unknown ones are ignored.
+        req_context : ReqContext, optional
+            The request.
+        """
 
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
         """Give back the references that `prepare_load` took.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            As they were given to `prepare_load`.
+        req_context : ReqContext, optional
+            The request.
 
         Raises
         ------
@@ -81,6 +108,13 @@ class OffloadingManager(ABC):
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
         """Make room for the keys that are not there yet and say where to write them.
 
+        Parameters
+        ----------
+        keys : iterable of bytes
+            In prefix order; those that are present are left out.
+        req_context : ReqContext, optional
+            The request.
+
         Returns
         -------
         PrepareStoreOutput or None
@@ -90,22 +124,61 @@ class OffloadingManager(ABC):
     def complete_store(  # noqa: B027
         self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True
     ) -> None:
-        """Make written blocks ready, or drop them if `success` is False; unknown keys are ignored."""
+        """Make written blocks ready, or drop them if `success` is False; unknown keys are ignored.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            Blocks whose copy has ended; unknown ones are ignored.
+        req_context : ReqContext, optional
+            The request.
+        success : bool
+            Whether the bytes arrived.
+        """
 
     def stats(self) -> ManagerStats:
-        """Return counters since start and gauges now; all 0 where a manager counts nothing."""
+        """Return counters since start and gauges now; all 0 where a manager counts nothing.
+
+        Returns
+        -------
+        ManagerStats
+            Counters since start, and gauges now.
+        """
         return ManagerStats()
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Yield the events since the last call, each once."""
+        """Yield the events since the last call, each once.
+
+        Returns
+        -------
+        iterator of OffloadingEvent
+            The events since the last call.
+        """
         return iter(())
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Called when a request begins; return how its blocks are offloaded."""
+        """Called when a request begins; return how its blocks are offloaded.
+
+        Parameters
+        ----------
+        req_context : ReqContext
+            The request.
+
+        Returns
+        -------
+        RequestOffloadingContext
+            Which of its blocks are offloaded.
+        """
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """Called when a request has ended."""
+        """Called when a request has ended.
+
+        Parameters
+        ----------
+        req_context : ReqContext
+            The request.
+        """
 
     def on_schedule_end(self) -> None:  # noqa: B027
         """Called at the end of a scheduler step."""

@@ -40,7 +40,27 @@ _POLL_MS = 20
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks that came to a medium; the fields of vLLM's struct of this name."""
+    """Blocks that came to a medium; the fields of vLLM's struct of this name.
+
+    Parameters
+    ----------
+    block_hashes : list of bytes
+        The blocks.
+    parent_block_hash : bytes or None
+        Always None.
+    token_ids : list of int
+        Always empty.
+    block_size : int
+        Tokens of a block.
+    lora_id, lora_name : None
+        Not known here.
+    medium : str
+        ``"CPU"`` or ``"STORAGE"``.
+    group_idx : int
+        KV-cache group.
+    locality : str
+        ``"LOCAL"``.
+    """
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -59,7 +79,19 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks that left a medium; the fields of vLLM's struct of this name."""
+    """Blocks that left a medium; the fields of vLLM's struct of this name.
+
+    Parameters
+    ----------
+    block_hashes : list of bytes
+        The blocks.
+    medium : str
+        ``"CPU"`` or ``"STORAGE"``.
+    group_idx : int
+        KV-cache group.
+    locality : str
+        ``"LOCAL"``.
+    """
 
     block_hashes: list[bytes]
     medium: str | None
@@ -73,7 +105,17 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One message: when, what, and by which data-parallel rank."""
+    """One message: when, what, and by which data-parallel rank.
+
+    Parameters
+    ----------
+    ts : float
+        Seconds since the epoch, never back.
+    events : list
+        In order.
+    data_parallel_rank : int
+        The engine's rank.
+    """
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -81,7 +123,17 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Digest(msgspec.Struct, omit_defaults=True):
-    """What a view holds after batch `seq`: per medium the number of blocks and the sum of their hashes; or a gap."""
+    """What a view holds after batch `seq`: per medium the number of blocks and the sum of their hashes; or a gap.
+
+    Parameters
+    ----------
+    seq : int
+        The last batch that it covers.
+    digests : dict of str to (int, int), optional
+        Medium to count and sum.
+    gap : int, optional
+        1: the next batch sums up events that were too many.
+    """
 
     seq: int
     digests: dict[str, tuple[int, int]] | None = None
@@ -105,22 +157,59 @@ class BlockView:
         return sum(map(len, self._held.values()))
 
     def media(self) -> dict[str, frozenset[tuple[bytes, int]]]:
-        """Return the blocks of each medium that holds any, as (block hash, group index)."""
+        """Return the blocks of each medium that holds any, as (block hash, group index).
+
+        Returns
+        -------
+        dict of str to frozenset
+            Medium to (block hash, group index) pairs.
+        """
         return {medium: frozenset(held) for medium, held in self._held.items() if held}
 
     def holds(self, medium: str, block_hash: bytes, group_idx: int = 0) -> bool:
-        """Return whether a medium holds a block."""
+        """Return whether a medium holds a block.
+
+        Parameters
+        ----------
+        medium : str
+            The medium.
+        block_hash : bytes
+            The block.
+        group_idx : int
+            Its KV-cache group.
+
+        Returns
+        -------
+        bool
+            Whether it is held.
+        """
         return (block_hash, group_idx) in self._held.get(medium, ())
 
     def add(self, medium: str, blocks: Iterable[tuple[bytes, int]]) -> None:
-        """Note blocks that came to a medium; those that it holds already change nothing."""
+        """Note blocks that came to a medium; those that it holds already change nothing.
+
+        Parameters
+        ----------
+        medium : str
+            The medium.
+        blocks : iterable of (bytes, int)
+            Block hash and group index.
+        """
         held = self._held.setdefault(medium, set())
         new = set(blocks) - held
         held |= new
         self._sums[medium] = (self._sums.get(medium, 0) + sum(map(_block_hash, new))) % (1 << 64)
 
     def discard(self, medium: str, blocks: Iterable[tuple[bytes, int]]) -> None:
-        """Note blocks that left a medium; those that it does not hold change nothing."""
+        """Note blocks that left a medium; those that it does not hold change nothing.
+
+        Parameters
+        ----------
+        medium : str
+            The medium.
+        blocks : iterable of (bytes, int)
+            Block hash and group index.
+        """
         held = self._held.setdefault(medium, set())
         gone = held.intersection(blocks)
         held -= gone
@@ -132,11 +221,23 @@ class BlockView:
         self._sums.clear()
 
     def digests(self) -> dict[str, tuple[int, int]]:
-        """Return count and sum of each medium that holds any block."""
+        """Return count and sum of each medium that holds any block.
+
+        Returns
+        -------
+        dict of str to (int, int)
+            Medium to count and sum.
+        """
         return {medium: (len(held), self._sums[medium]) for medium, held in self._held.items() if held}
 
     def apply(self, batch: EventBatch) -> None:
-        """Apply one batch of events, in order."""
+        """Apply one batch of events, in order.
+
+        Parameters
+        ----------
+        batch : EventBatch
+            The next batch.
+        """
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 self.clear()
@@ -263,6 +364,11 @@ class KVEventPublisher:
         """Queue events, as `manager.take_events` yields them; an append for each.
 
         Once the queue is full, O(keys): they are merged by key.
+
+        Parameters
+        ----------
+        events : iterable of OffloadingEvent
+            As `manager.take_events` yields them.
         """
         queue = self._queue
         num_new = 0
@@ -294,12 +400,24 @@ class KVEventPublisher:
     # ---- what others may ask, from any thread ----------------------------------------------------------------
 
     def snapshot(self) -> tuple[int, dict[str, frozenset[tuple[bytes, int]]]]:
-        """Return the number of the next batch, and the blocks that were held when it was taken, by medium."""
+        """Return the number of the next batch, and the blocks that were held when it was taken, by medium.
+
+        Returns
+        -------
+        tuple of (int, dict)
+            Number of the next batch, and the blocks of each medium.
+        """
         with self._lock:
             return self._seq, self._view.media()
 
     def stats(self) -> dict[str, int]:
-        """Return counters since start: batches sent, events merged because the queue was full, bad requests refused."""
+        """Return counters since start: batches sent, events merged because the queue was full, bad requests refused.
+
+        Returns
+        -------
+        dict of str to int
+            Counters by name.
+        """
         return {
             "sent_batches": self._seq,
             "merged_events": self._num_merged,
@@ -308,7 +426,18 @@ class KVEventPublisher:
         }
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Wait until everything queued so far was sent; return whether that came in time. Not for the scheduler."""
+        """Wait until everything queued so far was sent; return whether that came in time. Not for the scheduler.
+
+        Parameters
+        ----------
+        timeout_s : float
+            How long to wait.
+
+        Returns
+        -------
+        bool
+            Whether everything was sent in time.
+        """
         end_s = time.monotonic() + timeout_s
         while self._queue or self._merged is not None or self._wake.is_set():
             if time.monotonic() >= end_s or not self._thread.is_alive():
@@ -317,7 +446,13 @@ class KVEventPublisher:
         return True
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Send what is queued and release the sockets; waits at most `timeout_s`. May be called twice."""
+        """Send what is queued and release the sockets; waits at most `timeout_s`. May be called twice.
+
+        Parameters
+        ----------
+        timeout_s : float
+            How long to wait.
+        """
         self._is_closed = True
         self._wake.set()
         self._thread.join(timeout_s)
@@ -494,7 +629,18 @@ class KVEventSubscriber:
         self._sub.connect(endpoint)
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Apply the messages that have arrived, waiting at most `timeout_s` for the first; return their number."""
+        """Apply the messages that have arrived, waiting at most `timeout_s` for the first; return their number.
+
+        Parameters
+        ----------
+        timeout_s : float
+            How long to wait for the first message.
+
+        Returns
+        -------
+        int
+            Messages applied.
+        """
         num_messages = 0
         while self._sub.poll(0 if num_messages else int(timeout_s * 1000)):
             self.receive(self._sub.recv_multipart())
@@ -502,7 +648,13 @@ class KVEventSubscriber:
         return num_messages
 
     def receive(self, frames: list[bytes]) -> None:
-        """Apply one message, as it came from the socket."""
+        """Apply one message, as it came from the socket.
+
+        Parameters
+        ----------
+        frames : list of bytes
+            Topic, sequence number, payload.
+        """
         if len(frames) != 3 or len(frames[1]) != 8:
             self.rejected_messages += 1
             return

@@ -76,7 +76,13 @@ class RequestUses:
                 self._num_read += 1
 
     def add(self, keys: list[bytes]) -> None:
-        """Append keys that the request uses for the first time."""
+        """Append keys that the request uses for the first time.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            Keys that the request uses.
+        """
         positions = self.positions if self._num_read and self.positions is not None else {}
         last = next(reversed(self.keys.values())) if self.keys else -1
         for key in keys:
@@ -85,17 +91,45 @@ class RequestUses:
             last = self.keys[key] = positions.get(key, last)
 
     def take_back(self, keys: list[bytes]) -> None:
-        """Remove the keys added last, where counting their use failed."""
+        """Remove the keys added last, where counting their use failed.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            Keys that were added last.
+        """
         for key in keys:
             del self.keys[key]
             self._positioned.discard(key)
 
     def is_last(self, key: bytes) -> bool:
-        """Say whether no key of the request stands behind `key`, where positions are known."""
+        """Say whether no key of the request stands behind `key`, where positions are known.
+
+        Parameters
+        ----------
+        key : bytes
+            A key of the request.
+
+        Returns
+        -------
+        bool
+            Whether no key of the request comes after it.
+        """
         return key in self._positioned and self.keys[key] == self.last_position
 
     def predecessor(self, key: bytes) -> bytes | None:
-        """Return the used key before `key` in the prompt, or None at the head."""
+        """Return the used key before `key` in the prompt, or None at the head.
+
+        Parameters
+        ----------
+        key : bytes
+            A key of the request.
+
+        Returns
+        -------
+        bytes or None
+            The key before it in the prompt.
+        """
         if len(self._predecessors) != len(self.keys):
             ordered = sorted(self.keys, key=self.keys.__getitem__)
             self._predecessors = dict(zip(ordered, [None, *ordered], strict=False))
@@ -133,34 +167,90 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def get(self, key: bytes) -> BlockStatus | None:
-        """Return the block of `key`, or None; this is no use of it."""
+        """Return the block of `key`, or None; this is no use of it.
+
+        Parameters
+        ----------
+        key : bytes
+            A block's key.
+
+        Returns
+        -------
+        BlockStatus or None
+            The object that was inserted; None if the key is not in the cache.
+        """
 
     @abstractmethod
     def insert(self, key: bytes, block: BlockStatus) -> None:
-        """Take a block in that is not there yet, at the most-recent end."""
+        """Take a block in that is not there yet, at the most-recent end.
+
+        Parameters
+        ----------
+        key : bytes
+            Not in the cache yet.
+        block : BlockStatus
+            To be kept; its `ref_cnt` changes while it is in the cache.
+        """
 
     @abstractmethod
     def remove(self, key: bytes) -> None:
-        """Let a block go without remembering it; KeyError if it is not there."""
+        """Let a block go without remembering it; KeyError if it is not there.
+
+        Parameters
+        ----------
+        key : bytes
+            In the cache.
+        """
 
     @abstractmethod
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Count one use of each key, from last to first; keys that are not there are ignored."""
+        """Count one use of each key, from last to first; keys that are not there are ignored.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            In prefix order; the last is used first. Unknown ones are ignored.
+        """
 
     @abstractmethod
     def evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
-        """Let exactly `n` blocks go, none referenced, unready or protected; or None, and nothing has changed."""
+        """Let exactly `n` blocks go, none referenced, unready or protected; or None, and nothing has changed.
+
+        Parameters
+        ----------
+        n : int
+            Blocks to evict, 0 <= n.
+        protected : container of bytes
+            Keys that must stay.
+
+        Returns
+        -------
+        list of (bytes, BlockStatus), or None
+            Exactly `n` victims in eviction order; None if there are fewer, and nothing has changed then.
+        """
 
     def order(self, keys: Iterable[bytes]) -> None:  # noqa: B027
         """Move each key, from last to first, to the most-recent end where it stands; no use is counted.
 
         The default does nothing.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            In prefix order; the first becomes the most recent.
         """
 
     def use(self, keys: list[bytes], first: bool) -> None:
         """Count one use of each key for one request; `first` on the first call for that request.
 
         A policy whose clock counts requests advances it only if `first`. The default is `touch`.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            In prefix order.
+        first : bool
+            Whether this is the request's first use.
         """
         self.touch(keys)
 
@@ -168,6 +258,13 @@ class CachePolicy(ABC):
         """Count one use of each key, all different, that `request` has just used for the first time.
 
         The default is `use`.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            In prefix order.
+        request : RequestUses
+            The request.
         """
         self.use(keys, first=len(request.keys) == len(keys))
 
@@ -187,6 +284,11 @@ class CachePolicy(ABC):
         request : RequestUses or None
             The request, which has used them.
 
+        Returns
+        -------
+        tuple of (int, list of (bytes, BlockStatus))
+            Keys taken, and victims in eviction order.
+
         Notes
         -----
         Asked only if `declines`. The default takes all keys, or none.
@@ -205,6 +307,16 @@ class CachePolicy(ABC):
         """Return the policy's own batch operations over a pool of `num_blocks` slots, or None for the default ones.
 
         Compiled policies own their pool and answer with themselves.
+
+        Parameters
+        ----------
+        num_blocks : int
+            Slots of the pool.
+
+        Returns
+        -------
+        BlockCacheOps or None
+            The policy's own operations; None for the default ones.
         """
         return None
 

@@ -94,11 +94,27 @@ class OffloadingSpec(ABC):
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler's manager, the same one at every call."""
+        """Return the scheduler's manager, the same one at every call.
+
+        Returns
+        -------
+        OffloadingManager
+            The same one at every call.
+        """
 
     @abstractmethod
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerOf]:
         """Yield the worker's handlers for its KV cache, as `OffloadingWorker.register_handler` takes them.
+
+        Parameters
+        ----------
+        kv_caches : CanonicalKVCaches
+            The worker's KV cache.
+
+        Returns
+        -------
+        iterator of (type, type, OffloadingHandler)
+            Source and destination spec of the handler's jobs, and the handler.
 
         Raises
         ------
@@ -123,6 +139,11 @@ def make_spec(config: OffloadingConfig) -> OffloadingSpec:
     ----------
     config : OffloadingConfig
         Its ``spec_name`` (default ``"cpu"``) is a known name, a class or ``"package.module:Class"``.
+
+    Returns
+    -------
+    OffloadingSpec
+        The spec.
 
     Raises
     ------

@@ -282,6 +282,11 @@ def cache_machine(policy: Policy, reference: type[CachePolicy] | None = None, **
     **attributes
         Further attributes of `CacheMachine`.
 
+    Returns
+    -------
+    type
+        A `hypothesis.stateful.RuleBasedStateMachine`.
+
     Examples
     --------
     >>> TestMine = cache_machine("lru").TestCase

@@ -353,7 +353,15 @@ REFERENCE_POLICIES: dict[str, type[CachePolicy]] = {
 
 
 class ReferenceGate:
-    """Admit a key once it has been offered `threshold` times, as far as a bounded table remembers."""
+    """Admit a key once it has been offered `threshold` times, as far as a bounded table remembers.
+
+    Parameters
+    ----------
+    threshold : int
+        Offers before a key is stored.
+    max_tracker_size : int
+        Keys whose offers are remembered.
+    """
 
     def __init__(self, threshold: int, max_tracker_size: int = 64_000) -> None:
         self.threshold = threshold
@@ -361,7 +369,18 @@ class ReferenceGate:
         self.offers: OrderedDict[bytes, int] = OrderedDict()
 
     def admitted(self, keys: Collection[bytes]) -> set[bytes]:
-        """Count one offer of each key of a call, and return those that may be stored."""
+        """Count one offer of each key of a call, and return those that may be stored.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            As offered.
+
+        Returns
+        -------
+        set of bytes
+            Keys that may be stored.
+        """
         offered = dict.fromkeys(keys)
         for key in offered:
             self.offers[key] = self.offers.pop(key, 0) + 1

@@ -244,7 +244,18 @@ class ReferenceManager(OffloadingManager):
         return self.policy.evict(n, protected)
 
     def in_prefix_order(self, req_context: ReqContext) -> list[bytes]:
-        """Return the keys that a request has named, by their positions in the prompt, or as first seen."""
+        """Return the keys that a request has named, by their positions in the prompt, or as first seen.
+
+        Parameters
+        ----------
+        req_context : ReqContext
+            The request.
+
+        Returns
+        -------
+        list of bytes
+            Its keys.
+        """
         request = self.named.get(req_context)
         named = [] if request is None else list(request.keys)
         positions: list[int] = []

@@ -83,6 +83,19 @@ class TierControllerStats:
     `dropped_blocks` were to be written and were not; `overdue_jobs` missed their deadline, `stuck_blocks` of host
     memory still belong to such jobs; `reads` and `writes` are the breakers': ``"closed"``, ``"open"`` or
     ``"half_open"``.
+
+    Parameters
+    ----------
+    tier : TierStats
+        The tier's own statistics.
+    promoted_blocks, written_blocks, dropped_blocks : int
+        Blocks that came back, were written, were to be written and were not.
+    failed_jobs, overdue_jobs : int
+        Jobs.
+    stuck_blocks : int
+        Host blocks that belong to overdue jobs.
+    reads, writes : str
+        State of the breaker: ``"closed"``, ``"open"`` or ``"half_open"``.
     """
 
     tier: TierStats

@@ -138,7 +138,13 @@ class TierBatch:
         return [start + block_id * stride for block_id in self.block_ids]
 
     def claim(self) -> bool:
-        """Return True to one caller: the thread that moves the batch, or whoever cancels it before."""
+        """Return True to one caller: the thread that moves the batch, or whoever cancels it before.
+
+        Returns
+        -------
+        bool
+            True once.
+        """
         try:
             return self._unclaimed.pop()
         except IndexError:
@@ -293,25 +299,69 @@ class JobTier(Tier):
 
     @abstractmethod
     def get(self, batch: TierBatch) -> Sequence[int] | None:
-        """Fill the batch's buffers; return a `BlockOutcome` (DONE, ABSENT, CORRUPT) per key, None for all done."""
+        """Fill the batch's buffers; return a `BlockOutcome` (DONE, ABSENT, CORRUPT) per key, None for all done.
+
+        Parameters
+        ----------
+        batch : TierBatch
+            Blocks to read into its buffers.
+
+        Returns
+        -------
+        sequence of BlockOutcome, or None
+            One for each key; None: all done.
+        """
 
     @abstractmethod
     def put(self, batch: TierBatch) -> Sequence[int] | None:
-        """Store the batch's buffers; return a `BlockOutcome` (DONE, REFUSED) per key, None for all done."""
+        """Store the batch's buffers; return a `BlockOutcome` (DONE, REFUSED) per key, None for all done.
+
+        Parameters
+        ----------
+        batch : TierBatch
+            Blocks to write from its buffers.
+
+        Returns
+        -------
+        sequence of BlockOutcome, or None
+            One for each key; None: all done.
+        """
 
     def exists(self, keys: list[bytes]) -> Sequence[bool]:
-        """Return per key whether the medium holds it; only asked where the tier has no index of its own."""
+        """Return per key whether the medium holds it; only asked where the tier has no index of its own.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            Blocks to ask for.
+
+        Returns
+        -------
+        sequence of bool
+            One for each key.
+        """
         raise NotImplementedError(f"{type(self).__name__} neither opens with contents nor answers exists")
 
     def open(self) -> TierContents | None:
         """Connect, and return what a tier that owns its space found; None: the medium keeps its own index.
 
         What it has opened when it raises is its own to close.
+
+        Returns
+        -------
+        TierContents or None
+            What was found; None: the medium keeps its own index.
         """
         return TierContents(self.num_blocks) if self.num_blocks else None
 
     def clear(self, generation: int) -> None:
-        """Forget every block for good, before `generation` begins; what is raised is tried again until it is not."""
+        """Forget every block for good, before `generation` begins; what is raised is tried again until it is not.
+
+        Parameters
+        ----------
+        generation : int
+            Resets so far.
+        """
 
     def maintain(self) -> None:
         """Do what is due now and then, and once at the end."""
@@ -320,7 +370,20 @@ class JobTier(Tier):
         """Release resources; called once, when no thread uses them any more."""
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
-        """Return the positions 0 .. `num_blocks` - 1 in groups, one for each batch."""
+        """Return the positions 0 .. `num_blocks` - 1 in groups, one for each batch.
+
+        Parameters
+        ----------
+        slots : list of int or None
+            Where the blocks lie, in a tier that owns its space.
+        num_blocks : int
+            Blocks of the job.
+
+        Returns
+        -------
+        list of list of int
+            Positions, one list for each batch.
+        """
         positions, size = list(range(num_blocks)), self.max_batch_blocks
         return [positions[first : first + size] for first in range(0, num_blocks, size)]
 
@@ -328,22 +391,54 @@ class JobTier(Tier):
         """Do the little of a reset that must be done before `reset` returns; the tier serves nothing by then."""
 
     def on_stored(self, batch: TierBatch) -> None:
-        """Called when a batch was written without an error."""
+        """Called when a batch was written without an error.
+
+        Parameters
+        ----------
+        batch : TierBatch
+            The batch, with its outcomes.
+        """
 
     def on_loaded(self, batch: TierBatch) -> None:
-        """Called when a batch was read without an error."""
+        """Called when a batch was read without an error.
+
+        Parameters
+        ----------
+        batch : TierBatch
+            The batch, with its outcomes.
+        """
 
     def on_used(self, slots: list[int], last_seq: int) -> None:
-        """Called when the blocks in `slots` were used; the first one is the most recent, as of number `last_seq`."""
+        """Called when the blocks in `slots` were used; the first one is the most recent, as of number `last_seq`.
+
+        Parameters
+        ----------
+        slots : list of int
+            Where the blocks lie, most recent first.
+        last_seq : int
+            Number of the first one's use.
+        """
 
     # What a subclass calls, from any thread.
 
     def report_removed(self, keys: list[bytes]) -> None:
-        """Answer keys as absent, since they left the medium without a job."""
+        """Answer keys as absent, since they left the medium without a job.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            Blocks that are gone.
+        """
         self._removals.put(list(keys))
 
     def set_unavailable(self, reason: str) -> None:
-        """Answer and take nothing, for this reason; empty: work again."""
+        """Answer and take nothing, for this reason; empty: work again.
+
+        Parameters
+        ----------
+        reason : str
+            For `unavailable_reason`; empty: work again.
+        """
         self._reason = reason
 
     # What a manager calls.

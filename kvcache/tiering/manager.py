@@ -169,6 +169,18 @@ class TieredOffloadingManager(OffloadingManager):
 
         PENDING: it is known to be held, and being written or promoted for this request. ASK_AGAIN: a tier does not
         know yet.
+
+        Parameters
+        ----------
+        key : bytes
+            A block's key.
+        req_context : ReqContext, optional
+            The request.
+
+        Returns
+        -------
+        int
+            0 absent, 1 pending, 2 ready, 3 ask again.
         """
         answer = self._answer([key], req_context)
         if answer:
@@ -178,7 +190,20 @@ class TieredOffloadingManager(OffloadingManager):
         return ABSENT if answer == 0 else ASK_AGAIN
 
     def is_coming(self, key: bytes, req_context: ReqContext | None = None) -> bool:
-        """Return whether a block that is not ready is known to be held, and on its way to this request."""
+        """Return whether a block that is not ready is known to be held, and on its way to this request.
+
+        Parameters
+        ----------
+        key : bytes
+            A block's key.
+        req_context : ReqContext, optional
+            The request.
+
+        Returns
+        -------
+        bool
+            Whether it is being promoted for this request.
+        """
         if self._is_draining:
             return False
         job = self._promoting.get(key)
@@ -197,7 +222,13 @@ class TieredOffloadingManager(OffloadingManager):
         return spec
 
     def reorder(self, req_context: ReqContext) -> None:
-        """Order the keys that a running request used; see `CPUOffloadingManager.reorder`."""
+        """Order the keys that a running request used; see `CPUOffloadingManager.reorder`.
+
+        Parameters
+        ----------
+        req_context : ReqContext
+            The request.
+        """
         if not self._is_draining:
             self._pool.reorder(req_context)
 
@@ -237,7 +268,18 @@ class TieredOffloadingManager(OffloadingManager):
             self._write_down(self._clock())
 
     def take_events(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:
-        """Yield the events since the last call, or the first `max_events` of them, each once."""
+        """Yield the events since the last call, or the first `max_events` of them, each once.
+
+        Parameters
+        ----------
+        max_events : int, optional
+            At most so many.
+
+        Returns
+        -------
+        iterator of OffloadingEvent
+            Oldest first.
+        """
         return self._pool.take_events(max_events)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -285,7 +327,13 @@ class TieredOffloadingManager(OffloadingManager):
             controller.shutdown()
 
     def has_pending_work(self) -> bool:
-        """Return whether another `on_schedule_end` would move something on."""
+        """Return whether another `on_schedule_end` would move something on.
+
+        Returns
+        -------
+        bool
+            Whether a tier has jobs under way, or a request waits for one.
+        """
         return (
             self._is_draining
             or bool(self._pending.wanting())
@@ -296,7 +344,18 @@ class TieredOffloadingManager(OffloadingManager):
         )
 
     def settle(self, timeout_s: float = 30.0) -> bool:
-        """Wait until nothing is under way, as a scheduler must never do; return whether that came in time."""
+        """Wait until nothing is under way, as a scheduler must never do; return whether that came in time.
+
+        Parameters
+        ----------
+        timeout_s : float
+            How long to wait.
+
+        Returns
+        -------
+        bool
+            Whether everything ended in time.
+        """
         end_s = time.monotonic() + timeout_s
         while True:
             self.on_schedule_end()
@@ -310,7 +369,13 @@ class TieredOffloadingManager(OffloadingManager):
         return self._pool.stats()
 
     def tier_stats(self) -> list[TierControllerStats]:
-        """Return the statistics of each tier, in order."""
+        """Return the statistics of each tier, in order.
+
+        Returns
+        -------
+        list of TierControllerStats
+            One for each tier, in order.
+        """
         return [controller.stats() for controller in self.controllers]
 
     def what_if(
@@ -319,6 +384,18 @@ class TieredOffloadingManager(OffloadingManager):
         """Estimate for the host pool what other policies and capacities would have hit.
 
         See `CPUOffloadingManager.what_if`.
+
+        Parameters
+        ----------
+        policies : str or iterable of str, optional
+            Names of policies.
+        capacities : iterable of int, optional
+            Blocks, ascending.
+
+        Returns
+        -------
+        WhatIf
+            The estimate for the host pool.
         """
         sampler = self._pool.observer if isinstance(self._pool.observer, Sampler) else None
         return estimate(sampler, self._num_blocks, type(self.policy), policies, capacities)

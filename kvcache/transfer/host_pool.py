@@ -126,17 +126,51 @@ class HostPool:
         return view
 
     def block(self, block_id: int) -> torch.Tensor:
-        """Return one block as an int8 tensor, shape (block_bytes,); no copy."""
+        """Return one block as an int8 tensor, shape (block_bytes,); no copy.
+
+        Parameters
+        ----------
+        block_id : int
+            Slot of the pool.
+
+        Returns
+        -------
+        torch.Tensor
+            int8, shape (block_bytes,); shares the pool's memory.
+        """
         return self.tensor[self._checked(block_id)]
 
     def buffer(self, block_id: int) -> memoryview:
-        """Return one block as a writable buffer of unsigned bytes; no copy."""
+        """Return one block as a writable buffer of unsigned bytes; no copy.
+
+        Parameters
+        ----------
+        block_id : int
+            Slot of the pool.
+
+        Returns
+        -------
+        memoryview
+            Writable; shares the pool's memory.
+        """
         return memoryview(self.array[self._checked(block_id)]).cast("B")
 
     def pieces(self, first: int, num_bytes: int) -> Iterator[torch.Tensor]:
         """Yield a stretch of the pool's bytes as flat tensors, each of which CUDA can copy at once.
 
         CUDA refuses a copy that reaches from one locked chunk into the next.
+
+        Parameters
+        ----------
+        first : int
+            First byte.
+        num_bytes : int
+            Bytes from there on.
+
+        Returns
+        -------
+        iterator of (int, int)
+            Start and length of each piece.
         """
         for start, length in _stretches(first, num_bytes, _PIN_BYTES):
             yield self.flat[start : start + length]
@@ -164,7 +198,13 @@ class HostPool:
                 progress("touch", first + num_bytes, self.num_bytes)
 
     def pin(self, progress: Progress | None = None) -> None:
-        """Page-lock the memory for CUDA; where that is refused, warn once and leave it unpinned."""
+        """Page-lock the memory for CUDA; where that is refused, warn once and leave it unpinned.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called with the bytes pinned so far, and all.
+        """
         # One call over hundreds of GiB fails, and nothing is seen of its progress.
         for first, num_bytes in _stretches(0, self.num_bytes, _PIN_BYTES):
             error = _register(self.address + first, num_bytes)

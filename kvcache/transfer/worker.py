@@ -53,6 +53,18 @@ class OffloadingWorker:
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a job on the handler of its media; see `OffloadingHandler.transfer_async`.
 
+        Parameters
+        ----------
+        job_id : int
+            Not in flight.
+        spec : tuple of LoadStoreSpec
+            Source and destination.
+
+        Returns
+        -------
+        bool
+            Whether the job was taken.
+
         Raises
         ------
         ValueError
@@ -75,7 +87,13 @@ class OffloadingWorker:
             return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, those of one direction in the order of submission."""
+        """Return the jobs that ended since the last call, those of one direction in the order of submission.
+
+        Returns
+        -------
+        list of TransferResult
+            Each job that has ended since the last call, once.
+        """
         for handler in self._unique():
             try:
                 for result in handler.get_finished():
@@ -90,7 +108,13 @@ class OffloadingWorker:
         return finished
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Return once these jobs have ended, as far as their handlers can wait; unknown ids are passed over."""
+        """Return once these jobs have ended, as far as their handlers can wait; unknown ids are passed over.
+
+        Parameters
+        ----------
+        job_ids : iterable of int
+            Jobs to wait for; unknown and ended ones are ignored.
+        """
         job_ids = list(job_ids)
         for handler in self._unique():
             try:
@@ -99,7 +123,13 @@ class OffloadingWorker:
                 _log.exception("%s did not wait: its jobs may still be in flight", type(handler).__name__)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Shut every handler down; see `OffloadingHandler.shutdown`."""
+        """Shut every handler down; see `OffloadingHandler.shutdown`.
+
+        Parameters
+        ----------
+        wait : bool
+            Whether to wait for the jobs in flight.
+        """
         for handler in self._unique():
             try:
                 handler.shutdown(wait)

@@ -108,6 +108,11 @@ class WhatIf:
         policy : str
             One of `hit_ratios`, or lru.
 
+        Returns
+        -------
+        int
+            Estimated hits.
+
         Raises
         ------
         ValueError
@@ -135,6 +140,11 @@ class WhatIf:
             Blocks, as in `hits_at`.
         policy : str, optional
             The manager's own where it is left out; lru if that has not been estimated.
+
+        Returns
+        -------
+        float
+            Ratio of hits to today's.
         """
         own = self._own
         now = self.hits_at(self.num_blocks, own)
@@ -148,7 +158,13 @@ class WhatIf:
         return self.policy if self.policy is not None and self.policy in self.hit_ratios else "lru"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON knows it."""
+        """Return everything as JSON knows it.
+
+        Returns
+        -------
+        dict
+            JSON types only.
+        """
         return {
             "num_blocks": self.num_blocks,
             "policy": self.policy,

@@ -129,7 +129,13 @@ class PrefixCache:
         return self._layout.block_bytes
 
     def new_past(self) -> DynamicCache:
-        """Return an empty cache for the model, one that `store` can read whatever the length of the prompt."""
+        """Return an empty cache for the model, one that `store` can read whatever the length of the prompt.
+
+        Returns
+        -------
+        DynamicCache
+            An empty cache for the model.
+        """
         return new_past(self.model.config)
 
     def load(
@@ -267,7 +273,13 @@ class PrefixCache:
         self.manager.reset_cache()
 
     def stats(self) -> PrefixCacheStats:
-        """Return counters since the start."""
+        """Return counters since the start.
+
+        Returns
+        -------
+        PrefixCacheStats
+            Counters since start, and gauges now.
+        """
         return PrefixCacheStats(self._prompt_tokens, self._loaded_tokens, self.manager.stats())
 
     def _load(self, rows: list[Row], requests: _Requests) -> tuple[DynamicCache, int]:

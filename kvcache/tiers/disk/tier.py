@@ -175,7 +175,20 @@ class DiskTier(JobTier):
 
     @staticmethod
     def capacity_for(num_blocks: int, block_bytes: int) -> int:
-        """Return the smallest `capacity_bytes` that holds `num_blocks` blocks."""
+        """Return the smallest `capacity_bytes` that holds `num_blocks` blocks.
+
+        Parameters
+        ----------
+        num_blocks : int
+            Blocks to hold.
+        block_bytes : int
+            Bytes of a block.
+
+        Returns
+        -------
+        int
+            Bytes.
+        """
         return capacity_for(num_blocks, block_bytes)
 
     @property
@@ -188,7 +201,13 @@ class DiskTier(JobTier):
         self._opened().flush()
 
     def open(self) -> TierContents:
-        """Open the directory, and return what it holds, least recent first."""
+        """Open the directory, and return what it holds, least recent first.
+
+        Returns
+        -------
+        TierContents or None
+            What was found; None: the medium keeps its own index.
+        """
         try:
             return self._open()
         except Exception as error:
@@ -197,7 +216,18 @@ class DiskTier(JobTier):
             raise
 
     def get(self, batch: TierBatch) -> list[BlockOutcome] | None:
-        """Read and verify a run of slots."""
+        """Read and verify a run of slots.
+
+        Parameters
+        ----------
+        batch : TierBatch
+            Blocks to read into its buffers.
+
+        Returns
+        -------
+        sequence of BlockOutcome, or None
+            One for each key; None: all done.
+        """
         store, (_, generation) = self._opened(), self._current
         first_slot = _first_slot(batch)
         try:
@@ -211,7 +241,18 @@ class DiskTier(JobTier):
         return [BlockOutcome.DONE if one else BlockOutcome.CORRUPT for one in read.is_good]
 
     def put(self, batch: TierBatch) -> list[BlockOutcome] | None:
-        """Write a run of slots."""
+        """Write a run of slots.
+
+        Parameters
+        ----------
+        batch : TierBatch
+            Blocks to write from its buffers.
+
+        Returns
+        -------
+        sequence of BlockOutcome, or None
+            One for each key; None: all done.
+        """
         store, (number, generation) = self._opened(), self._current
         if batch.generation != number:
             # A reset has come in between.
@@ -224,7 +265,13 @@ class DiskTier(JobTier):
         return None
 
     def clear(self, generation: int) -> None:
-        """Begin another generation, durably; the blocks of a directory that is only read are looked away from."""
+        """Begin another generation, durably; the blocks of a directory that is only read are looked away from.
+
+        Parameters
+        ----------
+        generation : int
+            Resets so far.
+        """
         store = self._opened()
         header = store.directory.header
         if not self._is_read_only:
@@ -268,7 +315,20 @@ class DiskTier(JobTier):
             self._store.close()
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
-        """Return positions in runs of consecutive slots."""
+        """Return positions in runs of consecutive slots.
+
+        Parameters
+        ----------
+        slots : list of int or None
+            Where the blocks lie, in a tier that owns its space.
+        num_blocks : int
+            Blocks of the job.
+
+        Returns
+        -------
+        list of list of int
+            Positions, one list for each batch.
+        """
         if not slots:
             return []
         if slots == list(range(slots[0], slots[0] + num_blocks)):
