@@ -122,6 +122,10 @@ class GenericBlockCache:
             self._policy.now_ms = now_ns // 1_000_000  # type: ignore[attr-defined]
 
     @_atomic
+    def has_used(self, request_keys: RequestUses) -> bool:
+        return bool(self._keys_of(request_keys))
+
+    @_atomic
     def match_prefix(self, keys: list[bytes], request_keys: RequestUses | None, start: int = 0) -> int:
         if not 0 <= start <= len(keys):
             raise ValueError(f"start must be in 0..{len(keys)}, got {start}")

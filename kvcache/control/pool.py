@@ -273,7 +273,7 @@ failed_blocks : int
         if req_context is not None:
             request_keys.positions = req_context.positions
         # Once a request, and for each call without one.
-        if req_context is None or request_keys.num_seen == 0:
+        if req_context is None or not self._cache.has_used(request_keys):
             self._advance()
 
     def reorder(self, req_context: ReqContext) -> None:

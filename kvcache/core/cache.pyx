@@ -106,6 +106,12 @@ cdef class BlockCache(PriorityClasses):
         return request_keys
 
     @cython.critical_section
+    def has_used(self, RequestKeys request_keys not None):
+        """Return whether a request has used a key since the last reset."""
+        self._begin(request_keys)
+        return request_keys.num_seen != 0
+
+    @cython.critical_section
     def match_prefix(self, list keys not None, RequestKeys request_keys, Py_ssize_t start=0):
         """Return where the run of ready keys that begins at `start` ends: `start` itself if that key is not ready."""
         cdef Py_ssize_t n = len(keys)
@@ -232,12 +238,12 @@ cdef class BlockCache(PriorityClasses):
         """
         cdef list key_list = as_list(keys)
         cdef Py_ssize_t n = len(key_list)
-        if self.tracks_uses and request_keys is None:
+        if request_keys is not None:
+            self._begin(request_keys)
+        elif self.tracks_uses:
             # Without a context, a call is a request of its own.
             request_keys = RequestKeys()
             request_keys.track_uses()
-        if request_keys is not None:
-            self._begin(request_keys)
         self._resolve(key_list, request_keys, True)
         self._read_positions(key_list, request_keys)
         self._reserve_retention(n)

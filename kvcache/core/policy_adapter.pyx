@@ -299,10 +299,10 @@ cdef class PolicyAdapter(BlockCache):
                 referenced += self.rows[row].ref_cnt > 0
                 pending += self.rows[row].ref_cnt < 0
                 evictable += self.rows[row].ref_cnt == 0
-                _hold(not self.keeps_queues or (self.rows[row].ref_cnt == 0) == (self.rows[row].where != PINNED),
+                _hold((self.rows[row].ref_cnt == 0) == (self.rows[row].where != PINNED),
                       f"row {row} has {self.rows[row].ref_cnt} references, and stands in {self.rows[row].where}")
             else:
-                _hold(not self.keeps_queues or self.rows[row].where != PINNED,
+                _hold(self.rows[row].where != PINNED,
                       f"row {row} of a caller's block is detached")
         for lane_idx in range(self.first):
             lane = &self.lanes[lane_idx]

@@ -61,7 +61,7 @@ cdef class BlockTable:
     cdef int32_t free_head
     cdef uint32_t mark
     cdef bint is_native
-    cdef bint keeps_queues                  # False: the policy keeps an order of its own, and all rows stay PINNED
+    cdef bint keeps_queues                  # False: the policy keeps an order of its own, and no row is linked here
     cdef bint tracks_uses                   # requests keep what the policy must know of their keys (`KeyUse`)
     cdef Deadlines deadlines                # of blocks at a raised priority; None until a request gives a hint
     cdef Py_ssize_t max_raised
@@ -133,9 +133,8 @@ cdef inline int32_t lane_of(BlockTable t, int32_t row) noexcept nogil:
 
 
 cdef inline void detach(BlockTable t, int32_t row) noexcept nogil:
-    if not t.keeps_queues:
-        return
-    leave_lane(t.rows, &t.lanes[lane_of(t, row)], row)
+    if t.keeps_queues:
+        leave_lane(t.rows, &t.lanes[lane_of(t, row)], row)
     t.rows[row].where = PINNED
 
 
@@ -143,8 +142,8 @@ cdef inline void attach(BlockTable t, int32_t row) noexcept nogil:
     # Back to where it stands; BlockTable._reserve_heaps has been called.
     cdef int32_t lane = lane_of(t, row)
     if not t.keeps_queues:
-        return
-    if t.ranks != NULL:
+        t.rows[row].where = LISTED
+    elif t.ranks != NULL:
         heap_push(t.rows, &t.lanes[lane], row, t.ranks[row])
     else:
         join_by_stamp(t.rows, &t.lanes[lane], lane, row)

@@ -366,6 +366,9 @@ class BlockCacheOps(Protocol):
     def advance(self, now_ns: int, max_raised: int) -> None:
         """Let raised blocks whose time is over fall back; at most `max_raised` may be held from now on."""
 
+    def has_used(self, request_keys: Any) -> bool:
+        """Return whether a request has used a key since the last reset."""
+
     def match_prefix(self, keys: list[bytes], request_keys: Any, start: int = 0) -> int:
         """Return where the run of ready keys that begins at `start` ends (`start` itself: it is not ready).
 

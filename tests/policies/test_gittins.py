@@ -293,6 +293,30 @@ def test_a_failed_store_stays_known() -> None:
     assert both.request(keys) == (keys, [])
 
 
+def test_references_given_back_twice_in_one_call_are_counted_once() -> None:
+    manager = CPUOffloadingManager(16, 4, "gittins", clock=lambda: 0.0)
+    stored(manager, [b"key"])
+    manager.prepare_load([b"key", b"key"])
+    manager.complete_load([b"key", b"key"])
+    manager.policy.check()
+
+    assert manager.stats().num_referenced == 0
+
+
+def test_an_open_request_reads_the_clock_anew_after_a_reset() -> None:
+    now_s = 0.0
+    manager = CPUOffloadingManager(16, 4, "gittins", clock=lambda: now_s)
+    context = ReqContext()
+    manager.touch([b"key"], context)
+    now_s = 5.0
+    manager.touch([b"key 2"], context)
+    assert manager.policy.now_ms == 0
+    manager.reset_cache()
+    manager.touch([b"key"], context)
+
+    assert manager.policy.now_ms == 5000
+
+
 def test_a_clock_that_goes_back_stands_still() -> None:
     now_s = [10.0, 5.0, 11.0]
     manager = CPUOffloadingManager(16, 4, "gittins", clock=lambda: now_s.pop(0))
