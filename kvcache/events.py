@@ -69,7 +69,7 @@ class EventLog:
     collector, whose finalizers may call the manager, is paused.
     """
 
-    def __init__(self, block_size: int, max_keys: int = 1 << 20) -> None:
+    def __init__(self, block_size: int, max_keys: int = 1 << 18) -> None:
         self.block_size = block_size
         self.max_keys = check_int("max_keys", max_keys)
         self.last_number = 0
