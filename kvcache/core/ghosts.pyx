@@ -111,6 +111,9 @@ cdef class GhostList:
 
     cdef void clear(self) noexcept nogil:
         """Forget all ghosts."""
+        if self.num_fresh == 0:
+            # Memory that is there already would be given back, and faulted in by the first calls.
+            return
         self.ghosts[0].prev = self.ghosts[0].next = 0
         self.num_fresh = self.free_head = 0
         self.num_ghosts = 0

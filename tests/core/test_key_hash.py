@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -29,11 +30,14 @@ def test_a_fixed_seed_of_python_does_not_fix_it() -> None:
     code = "from kvcache.core.key_hash import key_hash; print(key_hash(b'block'), hash(b'block'))"
     found = [
         subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": "0", "PYTHONPATH": ":".join(sys.path)},
-            check=True, capture_output=True, text=True,
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": "0"},
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.split()
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     assert found[0][1] == found[1][1]
     assert found[0][0] != found[1][0]
 

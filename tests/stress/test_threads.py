@@ -83,6 +83,7 @@ class Requests:
     def __init__(self, policy, **options):
         self.manager = CPUOffloadingManager(16, NUM_BLOCKS, policy, enable_events=True, **options)
         self.is_compiled = isinstance(policy, str)
+        self.may_decline = policy == "gittins"
         self.slots = Slots()
         self.shared_context = ReqContext("shared")
         self.resident = set()
@@ -170,6 +171,10 @@ class Requests:
         block_ids = [block.block_id for block in found.values()]
         assert len(set(block_ids)) == len(block_ids) == NUM_BLOCKS - stats.num_free
         self.slots.check(block_ids, found)
+        if self.may_decline:
+            # It need not take new blocks in place of those it values.
+            manager.reset_cache()
+            found = {}
         # Every slot can be had once more: none was lost, and none is there twice.
         fresh = [b"fresh%027d" % i for i in range(NUM_BLOCKS)]
         output = manager.prepare_store(fresh)
