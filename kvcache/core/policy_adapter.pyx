@@ -136,19 +136,21 @@ cdef class PolicyAdapter(BlockCache):
 
     @cython.critical_section
     def remove(self, key):
-        """Let a block go without remembering it.
+        """Remove a block without remembering it.
 
         Raises
         ------
         KeyError
             The key is not there.
+        BlockStateError
+            The policy's blocks belong to its manager.
         """
         cdef list keys = new_list(1)
         cdef list blocks = new_list(1)      # let go at the end: a subclass of BlockStatus may have a finalizer
         cdef int32_t row = self._row_of(key)
-        self._refuse_native("remove")
         if row == 0:
             raise KeyError(f"block is not in the cache: {key!r}")
+        self._refuse_native("remove")
         self.reserve_policy(1)
         detach(self, row)
         self.num_in_list[self.rows[row].list_idx] -= 1

@@ -229,3 +229,9 @@ def test_backend_that_cannot_say_where_its_blocks_lie_gets_them_back() -> None:
     with pytest.raises(NotImplementedError, match="nowhere"):
         manager.prepare_store([A, B])
     assert (backend.get_num_free_blocks(), manager.stats().num_pending) == (4, 0)
+
+
+def test_removing_an_absent_key_of_a_managed_policy_is_a_key_error() -> None:
+    manager = CPUOffloadingManager(16, 4)
+    with pytest.raises(KeyError, match="block is not in the cache: b'absent'"):
+        manager.policy.remove(b"absent")
