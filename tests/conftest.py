@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kvcache
+
+# A run in a shell's background inherits an ignored SIGINT, and would pass that on to the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(kvcache.__file__).resolve().parent

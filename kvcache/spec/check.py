@@ -67,6 +67,8 @@ def check_config(
         settings = OffloadSettings.read(given, where)
     except ValueError as error:
         return [*findings, Finding("error", "options", str(error))]
+    if where == "extra_config" and settings.tiers and given.get("spec_name") != "tiering":
+        findings.append(Finding("error", "options", "tiers need spec_name 'tiering'"))
     pool_bytes = 0
     try:
         num_blocks = settings.num_blocks(block_bytes, world_size, where)
@@ -110,6 +112,11 @@ def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Findin
 
 def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
     subject = f"tier {tier.tier.__name__}"
+    try:
+        tier.tier.check_options(tier.options)
+    except ValueError as error:
+        yield Finding("error", subject, str(error))
+        return
     yield Finding("ok", subject, f"written by {tier.config.write_policy}, jobs of at most {tier.config.deadline_s:g} s")
     if "path" not in tier.options or "capacity" not in tier.options:
         # Only a tier that names a directory and a capacity keeps its blocks on this machine.

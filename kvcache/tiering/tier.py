@@ -116,6 +116,21 @@ class Tier(ABC):
 
     medium: str
 
+    @classmethod  # noqa: B027
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Check what a user configured, as `from_config` does, without opening anything.
+
+        Parameters
+        ----------
+        options : mapping
+            As for `from_config`.
+
+        Raises
+        ------
+        ValueError
+            An option is missing, unknown or bad.
+        """
+
     @classmethod
     def from_config(cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Tier:
         """Make a tier from what a user configured.

@@ -157,14 +157,18 @@ class ValkeyTier(JobTier):
         )
 
     @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        if unknown := name_unknown(options, list(_OPTIONS)):
+            raise ValueError(f"unknown options of a valkey tier: {unknown}; known ones: {', '.join(_OPTIONS)}")
+        if "url" not in _OPTIONS.read("a valkey tier", options):
+            raise ValueError("a valkey tier needs 'url', such as 'valkey://127.0.0.1:6379'")
+
+    @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> ValkeyTier:
-        if unknown := name_unknown(options, list(_OPTIONS)):
-            raise ValueError(f"unknown options of a valkey tier: {unknown}; known ones: {', '.join(_OPTIONS)}")
+        cls.check_options(options)
         values = _OPTIONS.read("a valkey tier", options)
-        if "url" not in values:
-            raise ValueError("a valkey tier needs 'url', such as 'valkey://127.0.0.1:6379'")
         return cls(values.pop("url"), host_blocks, fingerprint=fingerprint, **values)
 
     def __repr__(self) -> str:

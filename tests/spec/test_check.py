@@ -48,6 +48,13 @@ def test_unknown_keys_are_named_with_what_may_be_meant():
         ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": HUGE}]}, "are needed below x"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "1KiB"}]}, "less than one block"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "big"}]}, "capacity must be bytes"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x"}]}, "a disk tier needs 'capacity'"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "valkey"}]}, "a valkey tier needs 'url'"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "memory", "capacity": 0}]}, "tiers need spec_name 'tiering'"),
+        (
+            {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "1MiB", "write_polciy": "x"}]},
+            "unknown options of a disk tier: write_polciy",
+        ),
     ],
 )
 def test_what_stands_in_the_way_is_an_error(given, message, tmp_path, monkeypatch):
@@ -80,5 +87,6 @@ def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path: Path):
 
 def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path: Path):
     (tmp_path / "tier").write_text("")
-    given = {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]}
+    tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
+    given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": tiers}
     assert text_of(check_config(given), "error") == f"{tmp_path / 'tier'} is no directory"

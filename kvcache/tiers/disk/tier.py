@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.options import check_int, check_seconds, parse_size
+from kvcache.options import check_int, check_seconds, parse_policy, parse_size
 from kvcache.tiering.controller import RULE_OPTIONS
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiering.log_limiter import LogLimiter
@@ -146,9 +146,7 @@ class DiskTier(JobTier):
             )
 
     @classmethod
-    def from_config(
-        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
-    ) -> DiskTier:
+    def check_options(cls, options: Mapping[str, Any]) -> None:
         known = {
             "path",
             "capacity",
@@ -161,15 +159,26 @@ class DiskTier(JobTier):
             "read_only",
             "open_timeout_s",
         }
-        values = dict(options)
-        if unknown := sorted(values.keys() - known):
+        if unknown := sorted(options.keys() - known):
             raise ValueError(
                 f"unknown options of a disk tier: {', '.join(unknown)}; known ones: {', '.join(sorted(known))}; "
                 f"of the rule by which any tier is used: {', '.join(RULE_OPTIONS)}"
             )
         for name in ("path", "capacity"):
-            if name not in values:
+            if name not in options:
                 raise ValueError(f"a disk tier needs {name!r}, got {dict(options)!r}")
+        parse_size("capacity", options["capacity"])
+        parse_policy("cache_policy", options.get("cache_policy", "lru"))
+        for name in ("num_threads", "max_queued_blocks", "max_io_bytes"):
+            if name in options:
+                check_int(name, options[name])
+
+    @classmethod
+    def from_config(
+        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
+    ) -> DiskTier:
+        cls.check_options(options)
+        values = dict(options)
         path, capacity_bytes = values.pop("path"), parse_size("capacity", values.pop("capacity"))
         return cls(path, capacity_bytes, host_blocks, fingerprint=fingerprint, **values)
 
@@ -424,7 +433,7 @@ class DiskTier(JobTier):
         if num_bad > num_short:
             self._warnings.warn(
                 "corrupt",
-                "disk tier %s: %d blocks did not verify and count as misses, one of them at slot %d or after",
+                "disk tier %s: %d blocks did not verify and count as misses, read from slot %d on",
                 self.path,
                 num_bad - num_short,
                 first_slot,
