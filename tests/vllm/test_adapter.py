@@ -118,7 +118,8 @@ def store(manager: KVCacheOffloadingManager, keys: list[bytes], context: EngineC
     return output.evicted_keys
 
 
-@pytest.mark.parametrize("policy", POLICIES.names())
+# gittins declines the other request's blocks: they are worth no more than those that are there.
+@pytest.mark.parametrize("policy", [name for name in POLICIES.names() if name != "gittins"])
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1,) * 6, (3, 1, 2)], ids=str)
 def test_running_request_keeps_its_head_younger_than_its_tail(policy: str, sizes: tuple[int, ...]) -> None:
     adapter = manager(num_blocks=6, cache_policy=policy)
