@@ -53,7 +53,8 @@ cdef class RequestKeys:
         self.num_positions = self.positions_at = 0
         memset(self.policy_state, 0, sizeof(self.policy_state))
         self.version = 0
-        memset(self.buckets, 0, (<size_t> self.num_buckets) * sizeof(Bucket))
+        if self.buckets != NULL:
+            memset(self.buckets, 0, (<size_t> self.num_buckets) * sizeof(Bucket))
 
     cdef int reserve(self, Py_ssize_t n) except -1:
         """Make room for `n` more keys, so that `meet` cannot fail."""
