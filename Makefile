@@ -112,7 +112,8 @@ NOT_DEBUG := tiering/test_latency.py project/test_import.py::test_import_takes_u
 	control/test_what_if.py::test_curves_are_within_two_points_of_exact_replays \
 	control/test_what_if.py::test_filter_costs_at_most_a_twentieth_of_bookkeeping \
 	policies/test_gittins.py::test_reproduces_its_table policies/test_gittins.py::test_storing_only_what_missed_reproduces_the_table \
-	policies/test_gittins.py::test_interleaved_parts_without_a_touch_lose_little
+	policies/test_gittins.py::test_interleaved_parts_without_a_touch_lose_little \
+	replay/test_replay.py::test_policy_reproduces_its_prefix_hits replay/test_tiers.py
 test-debug: $(SOURCES) $(VENV)/extra-test.stamp
 	@rm -rf build/debug
 	KVCACHE_DEBUG=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/debug/wheel .
