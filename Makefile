@@ -119,7 +119,7 @@ test-debug: $(SOURCES) $(VENV)/extra-test.stamp
 	KVCACHE_DEBUG=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/debug/wheel .
 	$(BIN)/pip install --quiet --no-deps --target build/debug/site build/debug/wheel/*.whl
 	PYTHONPATH=$(CURDIR)/build/debug/site KVCACHE_EXPECT_IN=build/debug/site KVCACHE_EXPECT_DEBUG=1 \
-		$(PYTEST) $(ONCE) $(NOT_DEBUG:%=--deselect=tests/%)
+		$(PYTEST) $(ONCE) tests/core tests/policies tests/control $(NOT_DEBUG:%=--deselect=tests/%)
 
 # The C parts under the compiler's sanitizers: memory errors and undefined behaviour in CI, data races by hand. Objects are kept
 # between runs.
