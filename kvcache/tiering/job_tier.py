@@ -58,6 +58,8 @@ class BlockOutcome(IntEnum):
     """Loaded, and not what was stored: quarantined until its key is stored again."""
     REFUSED = 3
     """Not stored, for want of room or permission; no I/O failure."""
+    HELD = 4
+    """To be stored, and there already: another engine was first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,7 @@ class JobTier(Tier):
 
     @abstractmethod
     def put(self, batch: TierBatch) -> Sequence[int] | None:
-        """Store the batch's buffers; return a `BlockOutcome` (DONE, REFUSED) per key, None for all done.
+        """Store the batch's buffers; return a `BlockOutcome` (DONE, HELD, REFUSED) per key, None for all done.
 
         Parameters
         ----------
@@ -674,19 +676,20 @@ class JobTier(Tier):
         self._end_job_if_done(batch.job_id, job)
 
     def _end_store(self, batch: TierBatch, job: _Job) -> None:
-        done = _keys_with(batch, BlockOutcome.DONE)
+        done, held = _keys_with(batch, BlockOutcome.DONE), _keys_with(batch, BlockOutcome.HELD)
+        there = done + held
         if self._index is not None:
-            self._index.end_store(batch.keys, done)
+            self._index.end_store(batch.keys, there)
         elif batch.generation == self.generation:
-            self._bad.difference_update(done)
-            self._existence.learn(done, True, time.monotonic())
+            self._bad.difference_update(there)
+            self._existence.learn(there, True, time.monotonic())
         job.done += done
-        if len(done) < len(batch.keys):
-            written = set(done)
+        if len(there) < len(batch.keys):
+            written = set(there)
             job.failed += [key for key in batch.keys if key not in written]
         self._counts["stored"] += len(done)
         if not batch.error:
-            self._counts["refused"] += len(batch.keys) - len(done)
+            self._counts["refused"] += len(batch.keys) - len(there)
             self._store_error = ""
             self._call_hook("on_stored", lambda: self.on_stored(batch))
         elif batch.error != _CANCELLED:

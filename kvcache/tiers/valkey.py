@@ -8,8 +8,8 @@ miss, and is deleted.
 A reset begins a new epoch and deletes what the old one holds. An engine keeps the epoch that it found at its start or
 made by its own reset, because another engine's reset may mean other weights: who starts later joins the latest epoch.
 
-Values are read and written one command each, pipelined: MGET of large values is slower. Memory limits, eviction and
-persistence are the server's.
+Values are read and written one command each, pipelined, straight from and into host memory (`valkey_wire`). What the
+server holds already is not sent again. Memory limits, eviction and persistence are the server's.
 """
 
 from __future__ import annotations
@@ -18,27 +18,21 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import numpy as np
-import xxhash
 from valkey import Valkey, ValkeyCluster
 from valkey.backoff import NoBackoff
-from valkey.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    InvalidResponse,
-    OutOfMemoryError,
-    ResponseError,
-    ValkeyError,
-)
+from valkey.exceptions import AuthenticationError, AuthorizationError, ValkeyError
 from valkey.retry import Retry
 
-from kvcache.options import OptionTable, name_unknown, parse_count, parse_duration, parse_flag, parse_text
+from kvcache.options import OptionTable, name_unknown, parse_count, parse_duration, parse_flag, parse_size, parse_text
+from kvcache.tiering.checksum import checksum
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiering.tier import checked_host_blocks
+from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -47,6 +41,8 @@ PASSWORD_VARIABLE = "KVCACHE_VALKEY_PASSWORD"
 _FORMAT = b"kvcache valkey 1"
 _CHECKSUM = struct.Struct("<Q")
 _EPOCH_INTERVAL_S = 5.0
+# Answers that a server has not sent yet pile up in its memory: twice as many are awaited at most, on each connection.
+_WINDOW_BYTES = 1 << 20
 _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 _OPTIONS = OptionTable(
     {
@@ -56,7 +52,7 @@ _OPTIONS = OptionTable(
         "ttl_s": parse_duration,
         "timeout_s": parse_duration,
         "num_threads": parse_count,
-        "max_queued_blocks": parse_count,
+        "max_queued_bytes": parse_size,
         "max_batch_blocks": parse_count,
         "username": parse_text,
         "password": parse_text,
@@ -87,8 +83,8 @@ class ValkeyTier(JobTier):
         How long one command may take, connecting included.
     num_threads : int
         Batches, and connections, in flight.
-    max_queued_blocks : int
-        Blocks under way at most; more are refused.
+    max_queued_bytes : int
+        Bytes under way at most; more are refused.
     max_batch_blocks : int
         Blocks of one pipeline.
     username, password : str, optional
@@ -113,7 +109,7 @@ class ValkeyTier(JobTier):
         ttl_s: float | None = None,
         timeout_s: float = 5.0,
         num_threads: int = 4,
-        max_queued_blocks: int = 4096,
+        max_queued_bytes: int = 256 << 20,
         max_batch_blocks: int = 16,
         username: str | None = None,
         password: str | None = None,
@@ -132,7 +128,7 @@ class ValkeyTier(JobTier):
         options |= {name: value for name, value in (("username", username), ("password", password)) if value}
         if ca_file is not None:
             options["ssl_ca_certs"] = ca_file
-        self._url, self._options, self._is_cluster = url, options, cluster
+        self._url, self._options, self._is_cluster, self._timeout_s = url, options, cluster, timeout_s
         self._address = f"{parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._block_bytes = checked_host_blocks(host_blocks).shape[1]
@@ -149,7 +145,7 @@ class ValkeyTier(JobTier):
             host_blocks,
             "VALKEY",
             num_threads=num_threads,
-            max_queued_blocks=max_queued_blocks,
+            max_queued_blocks=max(1, max_queued_bytes // self._block_bytes),
             max_batch_blocks=max_batch_blocks,
             maintain_interval_s=_EPOCH_INTERVAL_S,
             query_deadline_s=timeout_s,
@@ -184,49 +180,69 @@ class ValkeyTier(JobTier):
             self._client = None
 
     def exists(self, keys: list[bytes]) -> Sequence[bool]:
-        with self._server().pipeline(transaction=False) as pipeline:
-            for key in keys:
-                pipeline.exists(self._name(key))
-            return [answer == 1 for answer in self._execute(pipeline)]
+        names = [self._name(key) for key in keys]
+        held = [False] * len(keys)
+
+        def ask(server: Channel, positions: Sequence[int]) -> None:
+            server.send([pack(b"EXISTS", names[i]) for i in positions])
+            for i in positions:
+                held[i] = server.read_flag()
+
+        self._converse(names, ask)
+        return held
 
     def put(self, batch: TierBatch) -> Sequence[int]:
-        server, epoch = self._server(), self._epoch
+        self._server()
+        names, buffers = [self._name(key) for key in batch.keys], batch.buffers
+        outcomes = [BlockOutcome.REFUSED] * len(names)
         # In this order: a reset raises the generation before the epoch, so an old block never gets a new name.
         if batch.generation != self.generation:
-            return [BlockOutcome.REFUSED] * len(batch.keys)
-        with server.pipeline(transaction=False) as pipeline:
-            for key, buffer in zip(batch.keys, batch.buffers, strict=True):
-                value = b"".join((_CHECKSUM.pack(self._checksum(key, buffer)), buffer))
-                pipeline.set(self._name(key, epoch), value, px=self._ttl_ms)
-            answers = self._execute(pipeline)
-        for answer in answers:
-            # A server whose memory is full refuses one block and may take the next.
-            if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
-                raise answer
-        return [BlockOutcome.DONE if answer is True else BlockOutcome.REFUSED for answer in answers]
+            return outcomes
+        ttl = b"" if self._ttl_ms is None else b"%d" % self._ttl_ms
+
+        def store(server: Channel, positions: Sequence[int]) -> None:
+            # Another engine may have been first; its block is as recent now as if it had been stored again.
+            server.send([pack(b"PEXPIRE", names[i], ttl) if ttl else pack(b"TOUCH", names[i]) for i in positions])
+            absent = []
+            for i in positions:
+                if server.read_flag():
+                    outcomes[i] = BlockOutcome.HELD
+                else:
+                    absent.append(i)
+            for i in absent:
+                head = _CHECKSUM.pack(checksum(batch.keys[i], buffers[i], self._block_bytes, self._seed))
+                before, after = pack_set(names[i], head, self._block_bytes, self._ttl_ms)
+                server.send([before, buffers[i], after])
+            for i in absent:
+                try:
+                    if server.read_flag():
+                        outcomes[i] = BlockOutcome.DONE
+                except ServerError as error:
+                    # A server whose memory is full refuses one block and may take the next.
+                    if not str(error).startswith("OOM "):
+                        raise
+
+        self._converse(names, store)
+        return outcomes
 
     def get(self, batch: TierBatch) -> Sequence[int]:
-        server = self._server()
-        with server.pipeline(transaction=False) as pipeline:
-            for key in batch.keys:
-                pipeline.get(self._name(key))
-            values = self._execute(pipeline)
-        outcomes, bad = [], []
-        for key, block_id, value in zip(batch.keys, batch.block_ids, values, strict=True):
-            if isinstance(value, Exception):
-                raise value
-            if value is None:
-                outcomes.append(BlockOutcome.ABSENT)
-                continue
-            payload = memoryview(value)[_CHECKSUM.size :]
-            if len(payload) != self._block_bytes or _CHECKSUM.unpack_from(value)[0] != self._checksum(key, payload):
-                outcomes.append(BlockOutcome.CORRUPT)
-                bad.append(self._name(key))
-                continue
-            self.host_rows[block_id] = np.frombuffer(payload, np.uint8)
-            outcomes.append(BlockOutcome.DONE)
-        for name in bad:
-            server.unlink(name)
+        names, buffers = [self._name(key) for key in batch.keys], batch.buffers
+        outcomes = [BlockOutcome.ABSENT] * len(names)
+        window = max(1, _WINDOW_BYTES // self._block_bytes)
+
+        def load(server: Channel, positions: Sequence[int]) -> None:
+            head = memoryview(bytearray(_CHECKSUM.size))
+            for number, i in enumerate(positions):
+                if number % window == 0:
+                    # The first half of what is awaited has come.
+                    first = number + window if number else 0
+                    server.send([pack(b"GET", names[j]) for j in positions[first : number + 2 * window]])
+                outcomes[i] = self._receive(server, batch.keys[i], head, buffers[i])
+
+        self._converse(names, load)
+        for name, outcome in zip(names, outcomes, strict=True):
+            if outcome == BlockOutcome.CORRUPT:
+                self._server().unlink(name)
         return outcomes
 
     def clear(self, generation: int) -> None:
@@ -265,11 +281,6 @@ class ValkeyTier(JobTier):
             pipeline.execute()
         names.clear()
 
-    def _checksum(self, key: bytes, payload: Any) -> int:
-        digest = xxhash.xxh3_64(struct.pack("<IQ", len(key), self._block_bytes) + key, self._seed)
-        digest.update(payload)
-        return digest.intdigest()
-
     def _server(self) -> Any:
         return self._client or self._connect()
 
@@ -286,12 +297,46 @@ class ValkeyTier(JobTier):
         self._client = client
         return client
 
-    def _execute(self, pipeline: Any) -> list[Any]:
+    def _receive(self, server: Channel, key: bytes, head: memoryview, buffer: memoryview) -> BlockOutcome:
         try:
-            answers: list[Any] = pipeline.execute(raise_on_error=False)
-            return answers
-        except (InvalidResponse, ResponseError) as error:
-            raise OSError(f"{self._address} does not speak the protocol: {_shown(error)}") from None
+            num_bytes = server.read_value((head, buffer))
+        except ServerError as error:
+            # Somebody's list or set under our name.
+            if not str(error).startswith("WRONGTYPE "):
+                raise
+            return BlockOutcome.CORRUPT
+        if num_bytes == MISSING:
+            return BlockOutcome.ABSENT
+        is_whole = num_bytes == len(head) + self._block_bytes
+        if is_whole and _CHECKSUM.unpack(head)[0] == checksum(key, buffer, self._block_bytes, self._seed):
+            return BlockOutcome.DONE
+        return BlockOutcome.CORRUPT
+
+    def _converse(self, names: list[bytes], talk: Callable[[Channel, Sequence[int]], None]) -> None:
+        """Let `talk` exchange commands with each server that holds some of `names`, given their positions.
+
+        A cluster may have moved them: then its topology is read again, and everything is said once more.
+        """
+        for is_last in (False, True):
+            client = self._server()
+            try:
+                for server, positions in self._route(client, names):
+                    with channel(server, self._timeout_s) as connected:
+                        talk(connected, positions)
+                return
+            except (ServerError, ValkeyError, OSError) as error:
+                if is_last or not self._is_cluster:
+                    raise OSError(f"{self._address}: {_shown(error)}") from None
+                with suppress(ValkeyError, OSError):
+                    client.nodes_manager.initialize()
+
+    def _route(self, client: Any, names: list[bytes]) -> list[tuple[Any, Sequence[int]]]:
+        if not self._is_cluster:
+            return [(client, range(len(names)))]
+        by_node: dict[Any, list[int]] = {}
+        for i, name in enumerate(names):
+            by_node.setdefault(client.get_node_from_key(name), []).append(i)
+        return [(client.get_valkey_connection(node), positions) for node, positions in by_node.items()]
 
 
 def _shown(error: Exception) -> str:

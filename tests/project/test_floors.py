@@ -175,7 +175,7 @@ def private_uses(text: str) -> Iterator[str]:
 
 
 # Names that belong to others, for which there is no public way.
-FOREIGN_PRIVATE = {"t._version", "req_context._offload_key_positions", "sys._current_frames"}
+FOREIGN_PRIVATE = {"connection._sock", "t._version", "req_context._offload_key_positions", "sys._current_frames"}
 
 
 @needs_sources

@@ -6,8 +6,9 @@ import os
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcache.tiering.checksum import checksum
 from kvcache.tiers.disk.data_file import DataFile
-from kvcache.tiers.disk.slot_table import SlotTable, checksum
+from kvcache.tiers.disk.slot_table import SlotTable
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks

@@ -12,11 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-try:
-    import xxhash
-except ImportError as error:
-    raise ImportError("the disk tier needs the package xxhash: install kvcache's extra 'disk'") from error
-
 from kvcache.tiers.disk.directory import (
     RECENCY,
     RECENCY_BYTES,
@@ -30,8 +25,6 @@ from kvcache.tiers.disk.directory import (
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    Buffer = bytes | bytearray | memoryview
 
 MAX_KEY_BYTES = 88
 _RECORD = struct.Struct("<QQIIHHI88s")
@@ -59,13 +52,6 @@ _PAGE_ROWS = 4096 // RECENCY_BYTES
 
 assert _RECORD.size + len(_NO_SEAL) == _DTYPE.itemsize == RECORD_BYTES
 assert _RECENCY_DTYPE.itemsize == RECENCY_BYTES
-
-
-def checksum(key: bytes, payload: Buffer, num_bytes: int, seed: int) -> int:
-    """Return the xxh3 of key, length and payload, 64 bits, seeded by the generation."""
-    digest = xxhash.xxh3_64(struct.pack("<IQ", len(key), num_bytes) + key, seed)
-    digest.update(payload)
-    return digest.intdigest()
 
 
 def _seals(rows: npt.NDArray[np.void], seed: int) -> npt.NDArray[np.uint64]:

@@ -1,0 +1,265 @@
+"""Commands over many blocks on one connection to a Valkey or Redis server, values sent from and read into host memory.
+
+A client library makes a `bytes` of every value and copies it two more times on the way. Here a value is received into
+the host block itself. The library still connects: addresses, TLS, credentials, the topology of a cluster.
+Every batch has a deadline of its own, because a time limit on each read never ends for a server that sends a byte at a
+time.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+MISSING = -1
+"""What `Replies.length` returns for a key without a value."""
+_MAX_VALUE_BYTES = 1 << 29
+_MAX_LINE_BYTES = 4096
+_READ_BYTES = 1 << 14
+_SEND_BUFFERS = 256
+
+
+class WireError(OSError):
+    """The other end does not speak the protocol, or not in time; the connection is of no use any more."""
+
+
+class ServerError(Exception):
+    """The server's answer to one command is an error; its message is the first argument."""
+
+
+def pack(*parts: bytes) -> bytes:
+    """Return a command whose arguments are all small.
+
+    Parameters
+    ----------
+    *parts : bytes
+        The command and its arguments.
+
+    Returns
+    -------
+    bytes
+        What goes over the connection.
+    """
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
+
+
+def pack_set(name: bytes, head: bytes, num_bytes: int, ttl_ms: int | None) -> tuple[bytes, bytes]:
+    """Return what goes before and after the bytes of a value that is set.
+
+    Parameters
+    ----------
+    name : bytes
+        The key on the server.
+    head : bytes
+        The first bytes of the value.
+    num_bytes : int
+        The bytes of the value after `head`.
+    ttl_ms : int or None
+        When the server forgets it.
+
+    Returns
+    -------
+    tuple of bytes
+        Before and after.
+    """
+    start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b"
+    before = start % (3 if ttl_ms is None else 5, len(name), name, len(head) + num_bytes, head)
+    if ttl_ms is None:
+        return before, b"\r\n"
+    text = b"%d" % ttl_ms
+    return before, b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(text), text)
+
+
+@contextmanager
+def channel(client: Any, timeout_s: float) -> Iterator[Channel]:
+    """Take a connection of a client of the library, and give it back, or close it if anything was raised.
+
+    Parameters
+    ----------
+    client : valkey.Valkey
+        Of one server.
+    timeout_s : float
+        For each answer.
+
+    Yields
+    ------
+    Channel
+        The connection.
+    """
+    pool = client.connection_pool
+    connection = pool.get_connection("GET")
+    try:
+        yield Channel(connection, timeout_s)
+    except BaseException:
+        # What is left of this batch's answers must not be taken for the next one's.
+        connection.disconnect()
+        raise
+    finally:
+        pool.release(connection)
+
+
+class Channel:
+    """A connection over which batches of commands go out and their answers come in, in order.
+
+    Parameters
+    ----------
+    connection : valkey.connection.Connection
+        Connected, and nothing awaited on it.
+    timeout_s : float
+        How long sending one batch, or receiving one answer, may take.
+    """
+
+    def __init__(self, connection: Any, timeout_s: float) -> None:
+        # The library has no way to receive into memory of ours.
+        self._socket: socket.socket = connection._sock
+        self._can_gather = type(self._socket) is socket.socket
+        self._timeout_s = timeout_s
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._start = self._end = 0
+        self._end_s = 0.0
+
+    def send(self, buffers: Iterable[Any]) -> None:
+        """Send buffers, one after the other.
+
+        Parameters
+        ----------
+        buffers : iterable of buffer
+            What is small and what is large, in order.
+        """
+        self._end_s = time.monotonic() + self._timeout_s
+        try:
+            waiting = [memoryview(buffer) for buffer in buffers]
+            if not self._can_gather:
+                for buffer in waiting:
+                    self._socket.sendall(buffer)
+                return
+            while waiting:
+                num_sent = self._socket.sendmsg(waiting[:_SEND_BUFFERS])
+                num_whole = 0
+                while num_whole < len(waiting) and num_sent >= len(waiting[num_whole]):
+                    num_sent -= len(waiting[num_whole])
+                    num_whole += 1
+                del waiting[:num_whole]
+                if waiting:
+                    waiting[0] = waiting[0][num_sent:]
+                    self._check_time()
+        except TimeoutError:
+            raise WireError(f"the server took nothing for {self._timeout_s} s") from None
+
+    def read_flag(self) -> bool:
+        """Read the answer of a command that counts or confirms.
+
+        Returns
+        -------
+        bool
+            Whether it is ``OK`` or a number above 0.
+
+        Raises
+        ------
+        ServerError
+            It is an error.
+        """
+        kind, rest = self._line()
+        if kind == b"+":
+            return rest == b"OK"
+        if kind == b":" and rest.isdigit():
+            return int(rest) > 0
+        raise _error(kind, rest)
+
+    def read_value(self, targets: Sequence[memoryview]) -> int:
+        """Read a value into buffers, one after the other, if it is exactly as long as they are.
+
+        Parameters
+        ----------
+        targets : sequence of memoryview
+            Writable bytes.
+
+        Returns
+        -------
+        int
+            Bytes of the value, and `MISSING` if there is none. The targets hold it only if they are as long.
+
+        Raises
+        ------
+        ServerError
+            The answer is an error.
+        """
+        kind, rest = self._line()
+        if (kind, rest) in ((b"$", b"-1"), (b"_", b"")):
+            return MISSING
+        if kind != b"$" or not rest.isdigit() or int(rest) > _MAX_VALUE_BYTES:
+            raise _error(kind, rest)
+        num_bytes = int(rest)
+        if num_bytes == sum(map(len, targets)):
+            for target in targets:
+                self._fill(target)
+        else:
+            self._skip(num_bytes)
+        tail = bytearray(2)
+        self._fill(memoryview(tail))
+        if tail != b"\r\n":
+            raise WireError("a value does not end where its length says")
+        return num_bytes
+
+    def _line(self) -> tuple[bytes, bytes]:
+        self._end_s = time.monotonic() + self._timeout_s
+        line = b""
+        while True:
+            seen = bytes(self._buffer[self._start : self._end])
+            at = seen.find(b"\n")
+            if at >= 0:
+                line += seen[: at + 1]
+                self._start += at + 1
+                break
+            line += seen
+            self._start = self._end
+            if len(line) > _MAX_LINE_BYTES:
+                raise WireError("the server sends lines without an end")
+            self._receive_more()
+        if len(line) < 3 or line[-2:] != b"\r\n":
+            raise WireError(f"the server does not speak the protocol, but sends {line[:80]!r}")
+        return line[:1], line[1:-2]
+
+    def _fill(self, target: memoryview) -> None:
+        num_taken = min(len(target), self._end - self._start)
+        target[:num_taken] = self._buffer[self._start : self._start + num_taken]
+        self._start += num_taken
+        while num_taken < len(target):
+            num_taken += self._receive(target[num_taken:])
+
+    def _skip(self, num_bytes: int) -> None:
+        while num_bytes:
+            num_taken = min(num_bytes, self._end - self._start)
+            self._start += num_taken
+            num_bytes -= num_taken
+            if num_bytes:
+                self._receive_more()
+
+    def _receive_more(self) -> None:
+        self._start = 0
+        self._end = 0
+        self._end = self._receive(self._buffer)
+
+    def _receive(self, target: memoryview) -> int:
+        try:
+            num_bytes = self._socket.recv_into(target)
+        except TimeoutError:
+            raise WireError(f"the server sent nothing for {self._timeout_s} s") from None
+        if not num_bytes:
+            raise WireError("the server closed the connection")
+        self._check_time()
+        return num_bytes
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._end_s:
+            raise WireError(f"an answer took more than {self._timeout_s} s")
+
+
+def _error(kind: bytes, rest: bytes) -> Exception:
+    text = rest[:200].decode("utf-8", "backslashreplace")
+    if kind == b"-":
+        return ServerError(text)
+    return WireError(f"the server does not speak the protocol, but sends {(kind + rest)[:80]!r}")
