@@ -1,14 +1,18 @@
-"""Counters and gauges: the one table of what is counted, from which stats, exporters and the docs' table come.
+"""Counters, gauges, histograms and states: the one table of what is counted, from which everything else comes.
 
-A field of a statistics class carries its own line of the table (`counter`, `gauge`), so that a name, its unit and its
-help stand in one place; `metrics_of` reads them back.
+A field of a statistics class carries its own line of the table (`counter`, `gauge`, `histogram`, `state`, `flag`), so
+that a name, its unit and its help stand in one place. Stats, exporters, dashboards and the docs' table read them back
+(`metrics_of`, `samples_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from typing import Any
+
+Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +24,20 @@ class Metric:
     name : str
         The field of the statistics class, and the attribute of the pool that it is read from.
     kind : str
-        ``"counter"`` (since start, only grows) or ``"gauge"`` (now).
+        ``"counter"`` (since start, only grows), ``"gauge"`` (now), ``"histogram"`` (since start), ``"state"`` (one word
+        of several) or ``"flag"`` (a text that is empty while all is well).
     unit : str
-        What is counted: ``"blocks"``, ``"calls"``, ``"requests"``, ``"jobs"``.
+        What is counted: ``"blocks"``, ``"calls"``, ``"requests"``, ``"jobs"``, ``"seconds"``, ``"bytes"``.
     help : str
         One sentence.
     reading : str
         How to use it, where that is not plain.
+    exported : str
+        The name that exporters give it, without prefix.
+    is_sized : bool
+        Whether exporters also give it in tokens and bytes.
+    states : tuple of str
+        The words of a state.
     """
 
     name: str
@@ -34,21 +45,183 @@ class Metric:
     unit: str
     help: str
     reading: str = ""
+    exported: str = ""
+    is_sized: bool = False
+    states: tuple[str, ...] = ()
 
 
-def counter(unit: str, text: str, reading: str = "") -> Any:
+@dataclass(frozen=True, slots=True)
+class HistogramData:
+    """A histogram as it was at one moment.
+
+    Parameters
+    ----------
+    bounds : tuple of float
+        Upper bounds of the buckets, ascending, in the metric's unit; one more bucket is above the last.
+    counts : tuple of int
+        Observations per bucket, one more than bounds.
+    sum : float
+        Of all observations.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        """Observations."""
+        return sum(self.counts)
+
+    def quantile(self, share: float) -> float:
+        """Return the bound that at least this share of the observations lies within; 0.0 without any.
+
+        Parameters
+        ----------
+        share : float
+            0 to 1.
+
+        Returns
+        -------
+        float
+            In the metric's unit; infinite where it lies above the last bound.
+        """
+        left = share * self.count
+        if not left:
+            return 0.0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            left -= count
+            if left <= 0:
+                return bound
+        return float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value under the name that exporters give it.
+
+    Parameters
+    ----------
+    name : str
+        Without prefix; a counter's without ``_total``.
+    kind : str
+        ``"counter"``, ``"gauge"`` or ``"histogram"``.
+    help : str
+        One sentence.
+    value : float or HistogramData
+        The value.
+    labels : tuple of (str, str)
+        Names and values of labels.
+    """
+
+    name: str
+    kind: str
+    help: str
+    value: float | HistogramData
+    labels: Labels = ()
+
+
+def counter(unit: str, text: str, reading: str = "", *, is_sized: bool = False) -> Any:
     """Return a dataclass field, 0 by default, that is a counter since start."""
-    return field(default=0, metadata={"metric": ("counter", unit, text, reading)})
+    return _field(0, Metric("", "counter", unit, text, reading, is_sized=is_sized))
 
 
-def gauge(unit: str, text: str, reading: str = "") -> Any:
+def gauge(unit: str, text: str, reading: str = "", *, exported: str = "", is_sized: bool = False) -> Any:
     """Return a dataclass field, 0 by default, that is a gauge of now."""
-    return field(default=0, metadata={"metric": ("gauge", unit, text, reading)})
+    return _field(0, Metric("", "gauge", unit, text, reading, exported, is_sized))
 
 
-def metrics_of(stats: Any) -> tuple[Metric, ...]:
+def histogram(unit: str, text: str, reading: str = "", *, exported: str = "") -> Any:
+    """Return a dataclass field, None by default, that holds a `HistogramData`."""
+    return _field(None, Metric("", "histogram", unit, text, reading, exported))
+
+
+def state(text: str, states: tuple[str, ...], reading: str = "", *, exported: str = "") -> Any:
+    """Return a dataclass field, the first state by default, that is one of `states`."""
+    return _field(states[0], Metric("", "state", "state", text, reading, exported, states=states))
+
+
+def flag(text: str, reading: str = "", *, exported: str = "") -> Any:
+    """Return a dataclass field, empty by default, that says in words what is wrong."""
+    return _field("", Metric("", "flag", "0 or 1", text, reading, exported))
+
+
+def _field(default: Any, metric: Metric) -> Any:
+    return field(default=default, metadata={"metric": metric})
+
+
+@cache
+def _read_metrics(stats: type) -> tuple[Metric, ...]:
+    found = []
+    for one in fields(stats):
+        metric = one.metadata.get("metric")
+        if metric is not None:
+            found.append(replace(metric, name=one.name, exported=metric.exported or one.name))
+    return tuple(found)
+
+
+def metrics_of(stats: type) -> tuple[Metric, ...]:
     """Return the table's lines of a statistics class, in the order of its fields."""
-    return tuple(Metric(one.name, *one.metadata["metric"]) for one in fields(stats) if "metric" in one.metadata)
+    return _read_metrics(stats)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The statistics of one component, as one snapshot holds them.
+
+    Parameters
+    ----------
+    name : str
+        What it is, and what its exported names begin with: ``"tier"``; the manager's own is empty.
+    stats : object
+        An instance of a statistics class.
+    labels : tuple of (str, str)
+        What tells it from others of its kind.
+    """
+
+    name: str
+    stats: Any
+    labels: Labels = ()
+
+
+def samples_of(part: Part, block_size: int = 0, block_bytes: int = 0) -> Iterator[Sample]:
+    """Yield the samples of one component, and of the statistics that its own hold.
+
+    Parameters
+    ----------
+    part : Part
+        The component.
+    block_size, block_bytes : int
+        Tokens and bytes of one block; 0: not known, then nothing is given in them.
+
+    Yields
+    ------
+    Sample
+        In the order of the table.
+    """
+    start = f"{part.name}_" if part.name else ""
+    for metric in metrics_of(type(part.stats)):
+        value = getattr(part.stats, metric.name)
+        if value is None:
+            continue
+        name = start + metric.exported
+        if metric.kind == "state":
+            for word in metric.states:
+                yield Sample(name, "gauge", metric.help, float(value == word), (*part.labels, ("state", word)))
+            continue
+        if metric.kind == "flag":
+            value = float(bool(value))
+        yield Sample(name, "gauge" if metric.kind == "flag" else metric.kind, metric.help, value, part.labels)
+        if metric.is_sized:
+            for unit, factor in (("tokens", block_size), ("bytes", block_bytes)):
+                if factor:
+                    sized = name.removesuffix("blocks") + unit
+                    text = f"{metric.help.removesuffix('.')}, in {unit}."
+                    yield Sample(sized, metric.kind, text, value * factor, part.labels)
+    for one in fields(part.stats):
+        within = getattr(part.stats, one.name)
+        if "metric" not in one.metadata and is_dataclass(within):
+            yield from samples_of(replace(part, stats=within), block_size, block_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +242,12 @@ class ManagerStats:
         Blocks at a raised priority now; hints that were malformed.
     """
 
-    num_blocks: int = gauge("blocks", "Blocks that the pool holds.")
-    num_free: int = gauge("blocks", "Slots that hold no block.")
-    num_referenced: int = gauge("blocks", "Blocks that are being loaded, or held for it.")
-    num_pending: int = gauge("blocks", "Blocks that are being written.")
+    num_blocks: int = gauge("blocks", "Blocks that the pool holds.", exported="capacity_blocks", is_sized=True)
+    num_free: int = gauge("blocks", "Slots that hold no block.", exported="free_blocks")
+    num_referenced: int = gauge(
+        "blocks", "Blocks that are being loaded, or held for it.", exported="referenced_blocks"
+    )
+    num_pending: int = gauge("blocks", "Blocks that are being written.", exported="pending_blocks")
     lookups: int = counter("calls", "Calls of lookup.")
     looked_up_blocks: int = counter(
         "blocks",
@@ -80,9 +255,9 @@ class ManagerStats:
         "An engine that asks key by key stops at the first miss: use needed_blocks for ratios.",
     )
     hit_blocks: int = counter("blocks", "Blocks that lookup found ready.")
-    loaded_blocks: int = counter("blocks", "Blocks handed out to be loaded.")
-    stored_blocks: int = counter("blocks", "Blocks that were written and became ready.")
-    evicted_blocks: int = counter("blocks", "Blocks that made room for others.")
+    loaded_blocks: int = counter("blocks", "Blocks handed out to be loaded.", is_sized=True)
+    stored_blocks: int = counter("blocks", "Blocks that were written and became ready.", is_sized=True)
+    evicted_blocks: int = counter("blocks", "Blocks that made room for others.", is_sized=True)
     rejected_stores: int = counter("calls", "Stores that were refused because no room could be made.")
     failed_blocks: int = counter("blocks", "Blocks dropped because their write failed.")
     gated_blocks: int = counter("blocks", "Blocks that were offered and not admitted.")
@@ -93,6 +268,7 @@ class ManagerStats:
         "blocks",
         "Blocks of requests that the device did not hold: loaded, or computed and offered for storing.",
         "rate(loaded_blocks) / rate(needed_blocks) is the share that was spared computing, over any window.",
+        is_sized=True,
     )
 
 

@@ -206,6 +206,28 @@ def name_unknown(given: Mapping[str, Any], known: Collection[str]) -> str:
     return ", ".join(named)
 
 
+_SECRET = re.compile(r"password|passwd|secret|token|credential|api_?key", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"(?<=//)[^/@\s]*@")
+
+
+def without_secrets(given: Any) -> Any:
+    """Return options as they may be logged: values of secrets, and users in URLs, are replaced by ``***``.
+
+    >>> without_secrets({"url": "valkey://user:pw@host:6379", "password": "pw", "db": 1})
+    {'url': 'valkey://***@host:6379', 'password': '***', 'db': 1}
+    """
+    if isinstance(given, Mapping):
+        return {
+            name: "***" if isinstance(name, str) and _SECRET.search(name) else without_secrets(value)
+            for name, value in given.items()
+        }
+    if isinstance(given, list | tuple):
+        return [without_secrets(value) for value in given]
+    if isinstance(given, str):
+        return _USER_IN_URL.sub("***@", given)
+    return given
+
+
 def check_int(name: str, value: object, least: int = 1) -> int:
     """Return `value` if it is an int (no bool, no text) of at least `least`; ValueError naming it otherwise."""
     if type(value) is not int or value < least:

@@ -56,6 +56,16 @@ class Registry:
             raise ValueError(f"{self.kind} {name!r} is already {self._paths[name]!r}")
         self._paths[name] = path
 
+    def name_of(self, found: type) -> str | None:
+        """Return the name that a class is registered under; None where it is not."""
+        for name in self.names():
+            try:
+                if self.resolve(name) is found:
+                    return name
+            except ValueError:
+                continue
+        return None
+
     def resolve(self, choice: Any) -> type:
         """Return the class that `choice` names.
 
@@ -130,3 +140,20 @@ SPECS = Registry(
     "kvcache.specs",
     {"cpu": "kvcache.spec.cpu:CPUOffloadingSpec", "tiering": "kvcache.spec.tiered:TieringOffloadingSpec"},
 )
+
+EXPORTERS = Registry(
+    "exporter",
+    "kvcache.exporters",
+    {"status": "kvcache.exporters.status:StatusServer"},
+)
+
+COMMANDS = Registry(
+    "command",
+    "kvcache.commands",
+    {
+        "status": "kvcache.exporters.commands:StatusCommand",
+        "samples": "kvcache.exporters.commands:SamplesCommand",
+        "what_if": "kvcache.exporters.commands:WhatIfCommand",
+    },
+)
+"""What a running engine answers on its status socket."""

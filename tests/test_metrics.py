@@ -13,7 +13,9 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "api" / "managers.md"
 
 def test_every_field_of_the_statistics_is_in_the_table() -> None:
     assert [metric.name for metric in MANAGER_METRICS] == [field.name for field in fields(ManagerStats)]
-    assert metrics_of(ManagerStats)[0] == Metric("num_blocks", "gauge", "blocks", "Blocks that the pool holds.")
+    assert metrics_of(ManagerStats)[0] == Metric(
+        "num_blocks", "gauge", "blocks", "Blocks that the pool holds.", exported="capacity_blocks", is_sized=True
+    )
     assert {metric.kind for metric in MANAGER_METRICS} == {"counter", "gauge"}
 
 

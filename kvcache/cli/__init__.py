@@ -20,7 +20,7 @@ def build_app() -> typer.Typer:
     """Return the Typer application with every command mounted."""
     import typer
 
-    from kvcache.cli import bench_copy, bench_disk, chat_demo, check, common, demo, replay, tier
+    from kvcache.cli import bench_copy, bench_disk, chat_demo, check, common, demo, replay, status, tier
 
     app = typer.Typer(
         help="Offload the KV cache of large language models: try it, replay traces, measure.",
@@ -33,6 +33,7 @@ def build_app() -> typer.Typer:
     app.command("chat-demo")(chat_demo.chat_demo)
     app.command("replay")(replay.replay)
     app.command("check")(check.check)
+    app.command("status")(status.status)
     bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
     bench.callback()(lambda: None)
     bench.command("copy")(bench_copy.copy)

@@ -23,6 +23,8 @@ class OffloadingManager(ABC):
         Tokens of one offloaded block.
     medium : str
         Where the blocks lie.
+    telemetry : kvcache.control.telemetry.Telemetry or None
+        What exporters read, where a spec has made the manager; closed by `shutdown`.
 
     Notes
     -----
@@ -34,6 +36,7 @@ class OffloadingManager(ABC):
 
     block_size: int
     medium: str
+    telemetry: Any = None
 
     @abstractmethod
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
@@ -193,5 +196,7 @@ class OffloadingManager(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 
-    def shutdown(self) -> None:  # noqa: B027
-        """Release resources."""
+    def shutdown(self) -> None:
+        """Release resources, and close what reports the manager."""
+        if self.telemetry is not None:
+            self.telemetry.close()

@@ -6,14 +6,16 @@ refused with the same error, and everything that was opened is closed, whoever a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.control.telemetry import Exporter, Telemetry
 from kvcache.options import (
     OptionTable,
     Parser,
@@ -26,8 +28,9 @@ from kvcache.options import (
     parse_share,
     parse_size,
     parse_text,
+    without_secrets,
 )
-from kvcache.registry import TIERS
+from kvcache.registry import EXPORTERS, TIERS
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
     from kvcache.transfer.shared_file import SharedBlocks
 
+_LOG = logging.getLogger(__name__)
 MANAGER_OPTIONS = OptionTable(
     {
         "store_threshold": count_from(0),
@@ -58,7 +62,7 @@ POOL_OPTIONS = MANAGER_OPTIONS | OptionTable(
 """What a pool in host memory is described by."""
 TIERING_OPTIONS = OptionTable({"lookup_deadline_s": parse_duration, "pool_folder": parse_text, "pool_path": parse_text})
 """What means something with ``tiers`` only."""
-OPTION_NAMES = frozenset({*POOL_OPTIONS, *TIERING_OPTIONS, "tiers"})
+OPTION_NAMES = frozenset({*POOL_OPTIONS, *TIERING_OPTIONS, "exporters", "tiers"})
 """Every key that `OffloadSettings.read` reads."""
 
 
@@ -78,6 +82,14 @@ class TierSettings:
 
     tier: type[Tier]
     config: TierConfig
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExporterSettings:
+    """One entry of ``exporters``: the exporter's class and its options."""
+
+    exporter: type[Exporter]
     options: dict[str, Any]
 
 
@@ -107,6 +119,8 @@ class OffloadSettings:
         With tiers: the folder in shared memory where the host blocks are.
     pool_path : str, optional
         With tiers: the file itself.
+    exporters : tuple of ExporterSettings
+        What reports the manager.
     """
 
     cpu_bytes_to_use: int | None = None
@@ -119,6 +133,7 @@ class OffloadSettings:
     lookup_deadline_s: float = 5.0
     pool_folder: str = "/dev/shm"
     pool_path: str | None = None
+    exporters: tuple[ExporterSettings, ...] = ()
 
     @classmethod
     def read(cls, given: Mapping[str, Any], where: str = "extra_config") -> OffloadSettings:
@@ -141,8 +156,28 @@ class OffloadSettings:
         tiers = () if given.get("tiers") is None else read_tiers(given["tiers"], where)
         if of_tiers and not tiers:
             raise ValueError(f"{', '.join(of_tiers)} in {where} mean nothing without 'tiers'")
+        exporters = () if given.get("exporters") is None else read_exporters(given["exporters"], where)
         options = {name: found.pop(name) for name in MANAGER_OPTIONS if name in found}
-        return cls(**found, **of_tiers, manager_options=options, tiers=tiers)
+        return cls(**found, **of_tiers, manager_options=options, tiers=tiers, exporters=exporters)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is in effect, for people to read; secrets are left out.
+
+        Returns
+        -------
+        dict
+            JSON types, but for policies and tiers that were given as classes.
+        """
+        return {
+            "cache_policy": self.cache_policy if isinstance(self.cache_policy, str) else self.cache_policy.__name__,
+            "enable_events": self.enable_events,
+            **without_secrets(self.manager_options),
+            "tiers": [
+                {"type": one.tier.__name__, **asdict(one.config), **without_secrets(one.options)} for one in self.tiers
+            ],
+            **({"lookup_deadline_s": self.lookup_deadline_s} if self.tiers else {}),
+            "exporters": [{"type": one.exporter.__name__, **without_secrets(one.options)} for one in self.exporters],
+        }
 
     def num_blocks(self, rank_bytes: int, world_size: int = 1, where: str = "extra_config") -> int:
         """Return the blocks of the pool.
@@ -213,6 +248,61 @@ def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, .
     return tuple(settings)
 
 
+def read_exporters(given: Any, where: str = "extra_config") -> tuple[ExporterSettings, ...]:
+    """Read and check a list of exporters.
+
+    Parameters
+    ----------
+    given : list of str or dict
+        Per exporter its name, or its ``type`` (a name, a class or ``"package.module:Class"``) and its options.
+    where : str
+        Where the list stands, for errors.
+
+    Raises
+    ------
+    ValueError
+        It is no such list, a type is not known, or an option is bad.
+    """
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"exporters in {where} must be a list of names or dicts, got {given!r}")
+    settings = []
+    for entry in given:
+        options = dict(entry) if isinstance(entry, Mapping) else {"type": entry}
+        if "type" not in options:
+            raise ValueError(f"an exporter needs a type, one of {', '.join(EXPORTERS.names())}, got {options!r}")
+        exporter = EXPORTERS.resolve(options.pop("type"))
+        if not issubclass(exporter, Exporter):
+            raise ValueError(f"exporter {exporter.__name__} must be an Exporter")
+        exporter.check_options(options)
+        settings.append(ExporterSettings(exporter, options))
+    return tuple(settings)
+
+
+def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
+    """Open the exporters that settings name; one that cannot be opened is logged, and the engine does without.
+
+    Parameters
+    ----------
+    settings : OffloadSettings
+        What the user wrote.
+    telemetry : Telemetry
+        What they report, and what closes them.
+
+    Raises
+    ------
+    ValueError
+        An option is bad.
+    """
+    for one in settings.exporters:
+        try:
+            exporter = one.exporter.from_config(one.options, telemetry)
+        except (OSError, ImportError) as error:
+            _LOG.error("exporter %s is not available: %s", one.exporter.__name__, error)
+            continue
+        telemetry.exporters.append(exporter)
+        _LOG.info("%s answers at %s", one.exporter.__name__, exporter.address)
+
+
 def open_tiers(
     tiers: tuple[TierSettings, ...], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
 ) -> list[tuple[Tier, TierConfig]]:
@@ -263,6 +353,8 @@ def open_manager(
     shared: SharedBlocks | None = None,
     fingerprint: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    block_bytes: int = 0,
+    labels: Mapping[str, str] | None = None,
 ) -> CPUOffloadingManager | TieredOffloadingManager:
     """Make the manager that settings describe, with its tiers.
 
@@ -281,6 +373,10 @@ def open_manager(
         With tiers: what makes blocks of one model and geometry different from another's.
     clock : callable
         Returns seconds that never go back.
+    block_bytes : int
+        Bytes of one offloaded block over all workers, for what is reported; 0: not known, or those of `shared`.
+    labels : mapping of str to str, optional
+        What tells this engine from others in what is reported.
 
     Raises
     ------
@@ -288,27 +384,28 @@ def open_manager(
         An option is bad. Nothing that was opened here stays open.
     """
     events = settings.enable_events if enable_events is None else enable_events
-    policy = settings.cache_policy
-    if not settings.tiers:
-        return CPUOffloadingManager(block_size, num_blocks, policy, events, clock=clock, **settings.manager_options)
-    if shared is None:
-        raise ValueError("tiers need host blocks in shared memory, got shared=None")
+    policy, options = settings.cache_policy, settings.manager_options
+    manager: CPUOffloadingManager | TieredOffloadingManager
     with ExitStack() as undo:
-        undo.callback(shared.close)
-        tiers = open_tiers(settings.tiers, shared.array, {} if fingerprint is None else fingerprint)
-        for tier, _ in tiers:
-            undo.callback(tier.shutdown)
-        manager = _PoolOwner(
-            block_size,
-            num_blocks,
-            tiers,
-            policy,
-            events,
-            deadline_s=settings.lookup_deadline_s,
-            clock=clock,
-            **settings.manager_options,
-        )
-        manager.shared = shared
+        if not settings.tiers:
+            manager = CPUOffloadingManager(block_size, num_blocks, policy, events, clock=clock, **options)
+        else:
+            if shared is None:
+                raise ValueError("tiers need host blocks in shared memory, got shared=None")
+            undo.callback(shared.close)
+            tiers = open_tiers(settings.tiers, shared.array, {} if fingerprint is None else fingerprint)
+            for tier, _ in tiers:
+                undo.callback(tier.shutdown)
+            deadline_s = settings.lookup_deadline_s
+            manager = _PoolOwner(
+                block_size, num_blocks, tiers, policy, events, deadline_s=deadline_s, clock=clock, **options
+            )
+            manager.shared = shared
+            block_bytes = block_bytes or shared.array.shape[1]
+        config = {"block_size": block_size, "num_blocks": num_blocks, **settings.describe(), "enable_events": events}
+        manager.telemetry = Telemetry(manager, block_bytes=block_bytes, labels=labels, config=config)
+        undo.callback(manager.telemetry.close)
+        open_exporters(settings, manager.telemetry)
         undo.pop_all()
     return manager
 

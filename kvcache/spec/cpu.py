@@ -24,8 +24,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         Its `extra_config` gives the pool's size as ``num_cpu_blocks``, or as ``cpu_bytes_to_use``: bytes over all
         workers, an int or a size such as ``"4GiB"``, which needs every group's refs. It may give ``cache_policy``
         (default ``"lru"``), ``enable_events`` (default False), ``num_copy_threads`` (per direction; default by the
-        CPUs), and for the `CPUOffloadingManager` ``store_threshold``, ``max_tracker_size``, ``what_if`` and
-        ``retention_share``.
+        CPUs), ``exporters`` (see `kvcache.spec.assembly.read_exporters`), and for the `CPUOffloadingManager`
+        ``store_threshold``, ``max_tracker_size``, ``what_if`` and ``retention_share``.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         See `OffloadingSpec`; or the pool's size is missing, given twice, or less than one block.
     """
 
-    option_names = OffloadingSpec.option_names | set(POOL_OPTIONS)
+    option_names = OffloadingSpec.option_names | set(POOL_OPTIONS) | {"exporters"}
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -69,7 +69,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def _read_settings(self) -> OffloadSettings:
         # Tiers are another spec's.
-        return OffloadSettings.read({name: self.extra_config.get(name) for name in POOL_OPTIONS})
+        return OffloadSettings.read({name: self.extra_config.get(name) for name in (*POOL_OPTIONS, "exporters")})
 
     def rank_bytes(self) -> int:
         """Return the bytes of an offloaded block on one worker, or 0 where the config has no refs to tell.
@@ -83,7 +83,12 @@ class CPUOffloadingSpec(OffloadingSpec):
         return max(sizes) * self.block_size_factor if all(sizes) else 0
 
     def _make_manager(self) -> OffloadingManager:
-        return open_manager(self.settings, block_size=self.block_size, num_blocks=self.num_blocks)
+        return open_manager(
+            self.settings,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            block_bytes=self.rank_bytes() * self.config.world_size,
+        )
 
     def _make_handlers(self, kv_caches: CanonicalKVCaches) -> list[HandlerOf]:
         # The scheduler's half of the process pays nothing for torch.

@@ -323,6 +323,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def shutdown(self) -> None:
         """Shut the tiers down; waits for them, not for ever."""
+        super().shutdown()
         for controller in self.controllers:
             controller.shutdown()
 

@@ -111,7 +111,8 @@ class Tier(ABC):
 
     Notes
     -----
-    No method waits for I/O or raises because of it. All are called by one thread at a time.
+    No method waits for I/O or raises because of it. All are called by one thread at a time, but `stats`, which any
+    thread may call meanwhile.
     """
 
     medium: str

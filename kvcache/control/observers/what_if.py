@@ -335,7 +335,7 @@ def estimate(
         notes.append(f"capacities below {math.ceil(_NUM_PARTS / sample.rate):,} blocks are too small for this sample")
     return WhatIf(
         num_blocks=num_blocks,
-        policy=_name_of(policy),
+        policy=POLICIES.name_of(policy),
         capacities=at,
         hit_ratios=ratios,
         standard_errors=_standard_errors(sample, uses, sampler.is_window, at),
@@ -371,16 +371,6 @@ def _named(policies: Iterable[str]) -> dict[str, type[CachePolicy]]:
     if not names:
         raise ValueError("policies must name at least one policy, got none")
     return {name: _policy(name) for name in names}
-
-
-def _name_of(policy: type) -> str | None:
-    for name in POLICIES.names():
-        try:
-            if POLICIES.resolve(name) is policy:
-                return name
-        except ValueError:
-            continue
-    return None
 
 
 def _compiled(notes: list[str]) -> dict[str, type[CachePolicy]]:

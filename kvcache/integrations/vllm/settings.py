@@ -31,6 +31,7 @@ OUR_KEYS = frozenset(
     {
         "cache_policy",
         "cpu_bytes_to_use",
+        "exporters",
         "lookup_deadline_s",
         "num_copy_threads",
         "pool_folder",

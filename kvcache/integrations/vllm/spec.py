@@ -102,6 +102,8 @@ class KVCacheOffloadingSpec(OffloadingSpec):
             shared=shared,
             fingerprint=fingerprint(self._config),
             clock=self.clock,
+            block_bytes=self.bytes_per_block * self._config.parallel.world_size,
+            labels={"engine": str(self._config.engine_id), "rank": str(self._config.parallel.data_parallel_index)},
         )
         what_if_log = WhatIfLog(manager) if self.settings.manager_options.get("what_if") else None
         if isinstance(manager, TieredOffloadingManager):

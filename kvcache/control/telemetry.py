@@ -1,0 +1,253 @@
+"""Telemetry: snapshots of a running manager, its tiers, policy and transfers, and the contract of what reports them.
+
+Exporters read these in threads of their own. The scheduler's thread pays for nothing but what it counts already: a
+snapshot reads counters, and takes no lock that the scheduler holds for longer than a few lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvcache.metrics import Labels, Part, Sample, samples_of
+from kvcache.options import OptionTable, check_int
+from kvcache.registry import POLICIES
+
+if TYPE_CHECKING:
+    from kvcache.control.manager import OffloadingManager
+
+_LOG = logging.getLogger(__name__)
+Source = Callable[[], Iterable[Part]]
+"""Returns the statistics of one component; called in any thread, and must not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What was counted up to one moment.
+
+    Parameters
+    ----------
+    time_s : float
+        Seconds since the epoch.
+    uptime_s : float
+        Seconds since the telemetry was made.
+    labels : tuple of (str, str)
+        What tells this engine from others: engine, rank, policy.
+    block_size, block_bytes : int
+        Tokens and bytes of one block; 0: not known.
+    parts : tuple of Part
+        The components.
+    """
+
+    time_s: float
+    uptime_s: float
+    labels: Labels
+    block_size: int
+    block_bytes: int
+    parts: tuple[Part, ...]
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield every value under its exported name, in the order of the parts.
+
+        Yields
+        ------
+        Sample
+            Without the snapshot's own labels.
+        """
+        for part in self.parts:
+            yield from samples_of(part, self.block_size, self.block_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON knows it.
+
+        Returns
+        -------
+        dict
+            JSON types only; ``parts`` lists each component with its name, labels and statistics.
+        """
+        return {
+            "time_s": self.time_s,
+            "uptime_s": self.uptime_s,
+            "labels": dict(self.labels),
+            "block_size": self.block_size,
+            "block_bytes": self.block_bytes,
+            "parts": [
+                {"name": part.name or "manager", "labels": dict(part.labels), "stats": asdict(part.stats)}
+                for part in self.parts
+            ],
+        }
+
+
+class Telemetry:
+    """What may be known of a running engine's cache.
+
+    Parameters
+    ----------
+    manager : OffloadingManager
+        Read, never driven.
+    block_bytes : int
+        Bytes of one block over all workers; 0: not known.
+    labels : mapping of str to str
+        What tells this engine from others: ``engine`` and ``rank``, both ``"0"`` where they are left out.
+    config : mapping
+        The configuration in effect, for people to read; no secrets.
+
+    Attributes
+    ----------
+    sources : list of callable
+        Each returns further parts of a snapshot; append to it.
+    exporters : list
+        What reports this, and is closed by `close`; append to it.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        *,
+        block_bytes: int = 0,
+        labels: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.manager = manager
+        self.block_bytes = check_int("block_bytes", block_bytes, 0)
+        self.labels = {"engine": "0", "rank": "0", **({} if labels is None else labels)}
+        self.config = {} if config is None else dict(config)
+        self.sources: list[Source] = []
+        self.exporters: list[Exporter] = []
+        policy = getattr(manager, "policy", None)
+        if policy is not None:
+            self.labels["policy"] = POLICIES.name_of(type(policy)) or type(policy).__name__
+        self._tier_stats = getattr(manager, "tier_stats", list)
+        self._start_s = time.monotonic()
+
+    def snapshot(self) -> Snapshot:
+        """Return what has been counted; callable in any thread.
+
+        Returns
+        -------
+        Snapshot
+            Of now.
+        """
+        parts = [Part("", self.manager.stats())]
+        for number, stats in enumerate(self._tier_stats()):
+            parts.append(Part("tier", stats, (("tier", str(number)), ("medium", stats.tier.medium))))
+        for source in self.sources:
+            parts += source()
+        return Snapshot(
+            time_s=time.time(),
+            uptime_s=time.monotonic() - self._start_s,
+            labels=tuple(self.labels.items()),
+            block_size=self.manager.block_size,
+            block_bytes=self.block_bytes,
+            parts=tuple(parts),
+        )
+
+    def close(self) -> None:
+        """Close the exporters; one that fails is logged."""
+        while self.exporters:
+            exporter = self.exporters.pop()
+            try:
+                exporter.close()
+            except Exception:
+                _LOG.exception("%s did not close", type(exporter).__name__)
+
+
+class Exporter(ABC):
+    """Reports snapshots of a running engine, in threads of its own."""
+
+    @classmethod
+    @abstractmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Check what a user configured, without opening anything.
+
+        Parameters
+        ----------
+        options : mapping
+            As for `from_config`.
+
+        Raises
+        ------
+        ValueError
+            An option is missing, unknown or bad.
+        """
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> Exporter:
+        """Open an exporter.
+
+        Parameters
+        ----------
+        options : mapping
+            The exporter's entry of ``exporters`` without ``type``.
+        telemetry : Telemetry
+            What is reported.
+
+        Returns
+        -------
+        Exporter
+            Open, until `close`.
+
+        Raises
+        ------
+        ValueError
+            An option is bad.
+        OSError
+            The address is in use, or cannot be opened.
+        """
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where it is reached, for the log."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop; waits for its threads, not for ever. A second call does nothing."""
+
+
+class Command(ABC):
+    """One command, made when it is first asked for and kept until the server closes.
+
+    Parameters
+    ----------
+    telemetry : Telemetry
+        Of the engine.
+
+    Attributes
+    ----------
+    options : OptionTable
+        What `run` is given; anything else is refused.
+    """
+
+    options: ClassVar[OptionTable] = OptionTable({})
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self.telemetry = telemetry
+
+    @abstractmethod
+    def run(self, **options: Any) -> Any:
+        """Answer one request, in a thread of the server's.
+
+        Parameters
+        ----------
+        **options
+            As `options` has parsed them.
+
+        Returns
+        -------
+        object
+            JSON types only.
+
+        Raises
+        ------
+        ValueError, OSError
+            The request cannot be answered; the client is sent the message.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Called once, when the server closes."""

@@ -1,0 +1,79 @@
+"""What a running engine answers on its status socket: one class per command, each a line of `COMMANDS`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from kvcache.control.telemetry import Command
+from kvcache.metrics import HistogramData
+from kvcache.options import OptionTable, name_unknown, parse_text
+
+
+def run_command(command: Command, given: Mapping[str, Any]) -> Any:
+    """Check a request's options and run it.
+
+    Raises
+    ------
+    ValueError, OSError
+        An option is unknown or bad, or the request cannot be answered.
+    """
+    if unknown := name_unknown(given, set(command.options)):
+        raise ValueError(f"unknown options: {unknown}")
+    return command.run(**command.options.read("the request", given))
+
+
+class StatusCommand(Command):
+    """Everything that is counted, by component, and the configuration in effect."""
+
+    def run(self, **options: Any) -> Any:
+        """Return a snapshot as JSON."""
+        return {**self.telemetry.snapshot().as_dict(), "config": _plain(self.telemetry.config)}
+
+
+class SamplesCommand(Command):
+    """Everything that is counted, under the names that exporters give it."""
+
+    def run(self, **options: Any) -> Any:
+        """Return ``{"time_s", "labels", "samples": [[name, kind, labels, value], ...]}``."""
+        snapshot = self.telemetry.snapshot()
+        return {
+            "time_s": snapshot.time_s,
+            "labels": dict(snapshot.labels),
+            "samples": [
+                [
+                    one.name,
+                    one.kind,
+                    dict(one.labels),
+                    asdict(one.value) if isinstance(one.value, HistogramData) else one.value,
+                ]
+                for one in snapshot.samples()
+            ],
+        }
+
+
+class WhatIfCommand(Command):
+    """What other policies and capacities would have hit."""
+
+    options = OptionTable({"policies": parse_text})
+
+    def run(self, **options: Any) -> Any:
+        """Return `WhatIf.as_dict` of the manager, for `policies`, a list with commas."""
+        policies = options.get("policies")
+        estimate = getattr(self.telemetry.manager, "what_if", None)
+        if estimate is None:
+            raise ValueError(f"a {type(self.telemetry.manager).__name__} has no what-if")
+        return estimate(None if policies is None else policies.split(",")).as_dict()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON knows it: what it does not know becomes text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)

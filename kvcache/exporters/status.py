@@ -1,0 +1,394 @@
+"""The status socket: a running engine answers questions of its own user, on this machine.
+
+A unix socket that only its owner reaches: in a folder of mode 0700, itself of mode 0600, and with the peer's user id
+checked. One request a connection: a line of JSON, ``{"command": "status"}``, answered by a line,
+``{"ok": true, "result": ...}`` or ``{"ok": false, "error": "..."}``. What is too long, too slow or no request is
+refused and counted. Nothing here takes part in the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import stat
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache.control.telemetry import Command, Exporter
+from kvcache.exporters.commands import run_command
+from kvcache.metrics import Part, counter
+from kvcache.options import OptionTable, name_unknown, parse_text
+from kvcache.registry import COMMANDS
+from kvcache.transfer.shared_file import private_folder
+
+if TYPE_CHECKING:
+    from kvcache.control.telemetry import Telemetry
+
+_LOG = logging.getLogger(__name__)
+MAX_REQUEST_BYTES = 64 << 10
+MAX_ANSWER_BYTES = 64 << 20
+MAX_CLIENTS = 8
+RECEIVE_S = 2.0
+SEND_S = 5.0
+_CLOSE_S = 2.0
+_MAX_PATH_BYTES = 107  # sun_path, without its closing zero
+_PEER = struct.Struct("3i")
+_OPTIONS = OptionTable({"path": parse_text})
+
+
+@dataclass(frozen=True, slots=True)
+class StatusStats:
+    """What a status server has answered and refused.
+
+    Parameters
+    ----------
+    requests, refused_requests, refused_peers, slow_clients : int
+        Counters.
+    """
+
+    requests: int = counter("requests", "Requests on the status socket that were answered.")
+    refused_requests: int = counter("requests", "Requests on the status socket that were refused: garbage, too long.")
+    refused_peers: int = counter("connections", "Connections refused: of another user, or too many at a time.")
+    slow_clients: int = counter("connections", "Connections closed because the client stood still.")
+
+
+def default_folder() -> Path:
+    """Return this user's own folder for status sockets, made if it is missing.
+
+    Raises
+    ------
+    ValueError
+        It is not this user's alone.
+    """
+    return private_folder(Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()))
+
+
+def live_sockets() -> list[Path]:
+    """Return the sockets in the default folder on which somebody answers, by name."""
+    return [path for path in sorted(default_folder().glob("status-*.sock")) if _is_served(path)]
+
+
+def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any) -> Any:
+    """Send a request to a status socket and return the answer.
+
+    Parameters
+    ----------
+    path : str or Path
+        The socket.
+    command : str
+        A name of `COMMANDS`.
+    timeout_s : float
+        How long to wait.
+    **options
+        Of the command.
+
+    Returns
+    -------
+    object
+        The result, as JSON has it.
+
+    Raises
+    ------
+    OSError
+        Nobody answers there, or not in time.
+    ValueError
+        The path is no socket of this user's, or the request was refused; the message says why.
+    """
+    _check_ours(Path(path))
+    request = json.dumps({"command": command, **options}).encode() + b"\n"
+    end_s = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(timeout_s)
+        try:
+            client.connect(str(path))
+            if _peer_uid(client) not in (os.geteuid(), 0):
+                raise ValueError(f"{path} is served by user {_peer_uid(client)}")
+            # Refused at once, perhaps: the answer says why.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                client.sendall(request)
+            answer = _receive_line(client, MAX_ANSWER_BYTES, end_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{path} did not answer within {timeout_s:g} s") from error
+        except OSError as error:
+            raise OSError(error.errno, f"{path}: {error.strerror or error}") from error
+    try:
+        found = json.loads(answer)
+        is_ok, text = found["ok"], found.get("error")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} gave no answer of a kvcache engine: {answer[:100]!r}") from error
+    if is_ok is not True:
+        raise ValueError(f"{command}: {text}")
+    return found.get("result")
+
+
+class StatusServer(Exporter):
+    """Answer questions on a unix socket.
+
+    Parameters
+    ----------
+    telemetry : Telemetry
+        Of the engine; the server's own counters are added to its sources.
+    path : str or Path, optional
+        The socket, in a folder that only this user may enter; left out: ``status-<pid>.sock`` in `default_folder`.
+
+    Raises
+    ------
+    ValueError
+        The path is too long, something that is no socket lies there, or others may enter the folder.
+    OSError
+        Another process serves this path, or the socket cannot be made.
+    """
+
+    def __init__(self, telemetry: Telemetry, path: str | Path | None = None) -> None:
+        self.path = default_folder() / f"status-{os.getpid()}.sock" if path is None else Path(path).absolute()
+        if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
+            raise ValueError(f"the path of a socket must have at most {_MAX_PATH_BYTES} bytes, got {self.path}")
+        self.telemetry = telemetry
+        self._stats = StatusStats()
+        self._commands: dict[str, Command] = {}
+        self._lock = threading.Lock()
+        self._clients: set[threading.Thread] = set()
+        self._owner = os.getpid()
+        self._is_closed = False
+        self._listener = _listen(self.path)
+        self._file = self.path.lstat().st_ino
+        self._wake, self._woken = os.pipe()
+        telemetry.sources.append(self._parts)
+        self._thread = threading.Thread(target=self._serve, name="kvcache-status", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        if unknown := name_unknown(options, set(_OPTIONS)):
+            raise ValueError(f"unknown options of exporter 'status': {unknown}")
+        _OPTIONS.read("exporter 'status'", options)
+
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> StatusServer:
+        cls.check_options(options)
+        return cls(telemetry, _OPTIONS.read("exporter 'status'", options).get("path"))
+
+    @property
+    def address(self) -> str:
+        return str(self.path)
+
+    def stats(self) -> StatusStats:
+        """Return counters since start.
+
+        Returns
+        -------
+        StatusStats
+            Of this server.
+        """
+        return self._stats
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self.telemetry.sources.remove(self._parts)
+        if self._owner != os.getpid():
+            return  # a child that was forked owns neither the socket nor the threads
+        os.write(self._woken, b"x")
+        self._thread.join(_CLOSE_S)
+        self._listener.close()
+        with contextlib.suppress(OSError):
+            if self.path.lstat().st_ino == self._file:
+                self.path.unlink()
+        end_s = time.monotonic() + _CLOSE_S
+        for client in [*self._clients]:
+            client.join(max(0.0, end_s - time.monotonic()))
+        for command in self._commands.values():
+            try:
+                command.close()
+            except Exception:
+                _LOG.exception("a command of the status socket did not close")
+
+    def _parts(self) -> Iterable[Part]:
+        return [Part("status", self._stats)]
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._stats = replace(self._stats, **{name: getattr(self._stats, name) + 1})
+
+    def _serve(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            events = dict(poll.poll())
+            if self._wake in events:
+                os.close(self._wake)
+                os.close(self._woken)
+                return
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                time.sleep(0.1)  # out of descriptors, say: the engine needs them more
+                continue
+            self._admit(client)
+
+    def _admit(self, client: socket.socket) -> None:
+        try:
+            if _peer_uid(client) not in (os.geteuid(), 0):
+                raise PermissionError("the socket is another user's")
+            with self._lock:
+                if len(self._clients) >= MAX_CLIENTS:
+                    raise PermissionError(f"{MAX_CLIENTS} requests are being answered, try again")
+                thread = threading.Thread(target=self._talk, args=(client,), name="kvcache-status-client", daemon=True)
+                self._clients.add(thread)
+            try:
+                thread.start()
+            except RuntimeError:
+                with self._lock:
+                    self._clients.discard(thread)
+                raise
+        except (OSError, RuntimeError) as error:
+            self._count("refused_peers")
+            _refuse(client, str(error))
+
+    def _talk(self, client: socket.socket) -> None:
+        try:
+            self._answer(client)
+        except TimeoutError:
+            self._count("slow_clients")
+        except OSError:
+            self._count("refused_requests")  # it left before it was answered
+        finally:
+            client.close()
+            with self._lock:
+                self._clients.discard(threading.current_thread())
+
+    def _answer(self, client: socket.socket) -> None:
+        try:
+            line = _receive_line(client, MAX_REQUEST_BYTES, time.monotonic() + RECEIVE_S)
+            result = self._run(line)
+            answer = json.dumps({"ok": True, "result": result}, allow_nan=False).encode() + b"\n"
+        except TimeoutError:
+            raise
+        except (ValueError, OSError, RecursionError) as error:
+            self._count("refused_requests")
+            _refuse(client, str(error) or type(error).__name__)
+            return
+        except Exception as error:
+            _LOG.exception("a request on the status socket failed")
+            _refuse(client, f"the request failed: {type(error).__name__}: {error}")
+            return
+        client.settimeout(SEND_S)
+        client.sendall(answer)
+        self._count("requests")
+
+    def _run(self, line: bytes) -> Any:
+        try:
+            request = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"a request must be a line of JSON, got {line[:100]!r}") from error
+        name = request.pop("command", None) if isinstance(request, dict) else None
+        if not isinstance(name, str):
+            raise ValueError(f"a request must be an object with a command, got {line[:100]!r}")
+        return run_command(self._command(name), request)
+
+    def _command(self, name: str) -> Command:
+        if name not in COMMANDS.names():  # no path to a class of the client's choice
+            raise ValueError(f"unknown command {name[:100]!r}, known ones: {', '.join(COMMANDS.names())}")
+        with self._lock:
+            found = self._commands.get(name)
+            if found is None:
+                if self._is_closed:
+                    raise ValueError("the engine is shutting down")
+                chosen = COMMANDS.resolve(name)
+                if not issubclass(chosen, Command):
+                    raise ValueError(f"command {name!r} must be a Command, got {chosen!r}")
+                found = self._commands[name] = chosen(self.telemetry)
+        return found
+
+
+def _listen(path: Path) -> socket.socket:
+    """Return a listening socket at `path`, in place of one that nobody serves any more."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    folder = path.parent.stat()
+    if folder.st_uid not in (os.geteuid(), 0) or (folder.st_uid == os.geteuid() and folder.st_mode & 0o077):
+        mode = oct(folder.st_mode & 0o777)
+        raise ValueError(
+            f"the folder of a status socket must be this user's alone (chmod 700), {path.parent} has owner "
+            f"{folder.st_uid} and mode {mode}"
+        )
+    if path.is_symlink() or path.exists():
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ValueError(f"{path} is no socket, and is left alone")
+        _check_ours(path)
+        if _is_served(path):
+            raise OSError(f"{path} is served by another process")
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(2 * MAX_CLIENTS)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"{path} cannot be opened: {error.strerror}") from error
+    return listener
+
+
+def _check_ours(path: Path) -> None:
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise OSError(error.errno, f"{path}: {error.strerror}") from error
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ValueError(f"{path} is no socket")
+    if found.st_uid != os.geteuid() and os.geteuid() != 0:
+        raise ValueError(f"{path} is a socket of user {found.st_uid}, not of {os.geteuid()}")
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(1.0)
+        try:
+            client.connect(str(path))
+        except BlockingIOError:
+            return True  # its queue is full
+        except OSError as error:
+            return isinstance(error, TimeoutError)
+        return True
+
+
+def _peer_uid(connected: socket.socket) -> int:
+    return int(_PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
+
+
+def _receive_line(connected: socket.socket, max_bytes: int, end_s: float) -> bytes:
+    """Return what comes before the first newline, or the end; ValueError if that is too long."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        connected.settimeout(max(0.001, end_s - time.monotonic()))
+        part = connected.recv(64 << 10)
+        line, newline, _ = part.partition(b"\n")
+        parts.append(line)
+        num_bytes += len(line)
+        if num_bytes > max_bytes:
+            raise ValueError(f"a line must have at most {max_bytes} bytes")
+        if newline or not part:
+            return b"".join(parts)
+        if time.monotonic() >= end_s:
+            raise TimeoutError("the other side is too slow")
+
+
+def _refuse(client: socket.socket, text: str) -> None:
+    with contextlib.suppress(OSError), client:
+        client.settimeout(0.2)
+        client.sendall(json.dumps({"ok": False, "error": text}).encode() + b"\n")

@@ -1,0 +1,296 @@
+"""The status socket: what it answers, and that nothing sent to it reaches the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import CPUOffloadingManager
+from kvcache.control.telemetry import Command, Telemetry
+from kvcache.exporters import status as status_module
+from kvcache.exporters.status import StatusServer, ask, live_sockets
+from kvcache.options import OptionTable, parse_count
+from kvcache.registry import COMMANDS
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "s"
+    path.mkdir(0o700)
+    return path
+
+
+@pytest.fixture
+def manager() -> CPUOffloadingManager:
+    manager = CPUOffloadingManager(16, 8, "arc", what_if=True)
+    output = manager.prepare_store([b"a", b"b"])
+    assert output is not None
+    manager.complete_store(output.keys_to_store)
+    return manager
+
+
+@pytest.fixture
+def server(manager: CPUOffloadingManager, folder: Path) -> Iterator[StatusServer]:
+    server = StatusServer(Telemetry(manager, block_bytes=4096, config={"password_file": Path("/x")}), folder / "s.sock")
+    yield server
+    server.close()
+
+
+def raw(server: StatusServer, data: bytes, half_close: bool = True) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10)
+        client.connect(str(server.path))
+        try:
+            client.sendall(data)
+            if half_close:
+                client.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # refused before everything was sent
+        answer = b""
+        while part := client.recv(1 << 16):
+            answer += part
+            if answer.endswith(b"\n"):
+                break
+    found: dict[str, Any] = json.loads(answer)
+    return found
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_status_answers_with_what_is_counted(server: StatusServer) -> None:
+    found = ask(server.path, "status")
+    assert found["labels"] == {"engine": "0", "rank": "0", "policy": "arc"}
+    assert (found["block_size"], found["block_bytes"]) == (16, 4096)
+    manager, own = found["parts"]
+    assert (manager["name"], manager["stats"]["stored_blocks"], manager["stats"]["num_free"]) == ("manager", 2, 6)
+    assert (own["name"], own["stats"]["requests"]) == ("status", 0)
+    assert found["config"] == {"password_file": "/x"}
+    until(lambda: server.stats().requests == 1)
+
+
+def test_samples_have_exported_names_tokens_and_bytes(server: StatusServer) -> None:
+    samples = {name: value for name, _, _, value in ask(server.path, "samples")["samples"]}
+    assert (samples["stored_blocks"], samples["stored_tokens"], samples["stored_bytes"]) == (2, 32, 8192)
+    assert (samples["capacity_blocks"], samples["free_blocks"]) == (8, 6)
+
+
+def test_what_if_is_the_managers(server: StatusServer, manager: CPUOffloadingManager) -> None:
+    assert ask(server.path, "what_if", policies="lru")["hit_ratios"].keys() == {"lru"}
+    with pytest.raises(ValueError, match="what_if: unknown policy 'nope'"):
+        ask(server.path, "what_if", policies="nope")
+
+
+def test_socket_is_its_owners_alone(server: StatusServer) -> None:
+    found = server.path.lstat()
+    assert stat.S_ISSOCK(found.st_mode)
+    assert (found.st_mode & 0o777, found.st_uid) == (0o600, os.geteuid())
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (b"garbage\n", "must be a line of JSON"),
+        (b"\xff\xfe\x00", "must be a line of JSON"),
+        (b"", "must be a line of JSON"),
+        (b"[" * 60_000 + b"\n", "must be a line of JSON"),
+        (b"[]\n", "must be an object with a command"),
+        (b'{"command": 7}\n', "must be an object with a command"),
+        (b'{"command": "stat"}\n', "unknown command 'stat', known ones: status"),
+        (b'{"command": "os:system"}\n', "unknown command 'os:system'"),
+        (b'{"command": "status", "what_iff": 1}\n', "unknown options: what_iff"),
+        (b'{"command": "what_if", "policies": 7}\n', "policies in the request must be a str"),
+        (b"x" * 5_000_000, "at most 65536 bytes"),
+    ],
+    ids=range(11),
+)
+def test_garbage_is_refused_and_counted(server: StatusServer, sent: bytes, error: str) -> None:
+    answer = raw(server, sent)
+    assert answer["ok"] is False
+    assert error in answer["error"]
+    assert server.stats().refused_requests == 1
+    assert ask(server.path, "status")["parts"]
+
+
+def test_client_that_stands_still_is_dropped(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "RECEIVE_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(server.path))
+        client.sendall(b'{"command": ')
+        assert ask(server.path, "status")["parts"]  # nobody waits for it
+        client.settimeout(10)
+        assert client.recv(1) == b""
+    assert server.stats().slow_clients == 1
+
+
+def test_client_that_drips_is_dropped(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "RECEIVE_S", 0.3)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(server.path))
+        client.setblocking(False)
+        with pytest.raises(BrokenPipeError):
+            until(lambda: client.send(b" ") == 0)
+    assert server.stats().slow_clients == 1
+
+
+def test_too_many_clients_are_refused(server: StatusServer) -> None:
+    idle = [socket.socket(socket.AF_UNIX) for _ in range(status_module.MAX_CLIENTS)]
+    for client in idle:
+        client.connect(str(server.path))
+    until(lambda: threading.active_count() > status_module.MAX_CLIENTS)
+    until(lambda: len(server._clients) == status_module.MAX_CLIENTS)
+    with pytest.raises(ValueError, match="8 requests are being answered"):
+        ask(server.path, "status")
+    assert server.stats().refused_peers == 1
+    for client in idle:
+        client.close()
+    until(lambda: not server._clients)
+    assert ask(server.path, "status")["parts"]
+
+
+def test_peer_is_told_by_its_user_id(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "_peer_uid", lambda connected: os.geteuid() + 12345)
+    assert "another user's" in raw(server, b'{"command": "status"}\n')["error"]
+    assert server.stats().refused_peers == 1
+    with pytest.raises(ValueError, match="is served by user"):
+        ask(server.path, "status")
+
+
+def test_a_served_path_is_refused_and_a_dead_socket_replaced(
+    server: StatusServer, manager: CPUOffloadingManager, folder: Path
+) -> None:
+    with pytest.raises(OSError, match="is served by another process"):
+        StatusServer(Telemetry(manager), server.path)
+    dead = folder / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(dead))
+    again = StatusServer(Telemetry(manager), dead)
+    assert ask(dead, "status")["parts"]
+    again.close()
+    assert not dead.exists()
+
+
+def test_what_is_no_socket_is_left_alone(manager: CPUOffloadingManager, folder: Path) -> None:
+    precious = folder / "precious"
+    precious.write_text("data")
+    with pytest.raises(ValueError, match="is no socket, and is left alone"):
+        StatusServer(Telemetry(manager), precious)
+    assert precious.read_text() == "data"
+    with pytest.raises(ValueError, match="is no socket"):
+        ask(precious, "status")
+    with pytest.raises(OSError, match="No such file"):
+        ask(folder / "absent", "status")
+
+
+def test_an_open_folder_and_a_long_path_are_refused(manager: CPUOffloadingManager, folder: Path) -> None:
+    folder.chmod(0o755)
+    with pytest.raises(ValueError, match=r"must be this user's alone \(chmod 700\)"):
+        StatusServer(Telemetry(manager), folder / "s.sock")
+    with pytest.raises(ValueError, match="at most 107 bytes"):
+        StatusServer(Telemetry(manager), folder / ("x" * 107))
+
+
+def test_a_peer_that_is_no_engine_gives_a_clear_error(folder: Path) -> None:
+    path = folder / "other.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+
+        def answer() -> None:
+            for text in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"ok": false}\n'):
+                client, _ = other.accept()
+                with client:
+                    client.recv(1 << 16)
+                    client.sendall(text)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ValueError, match="gave no answer of a kvcache engine"):
+            ask(path, "status")
+        with pytest.raises(ValueError, match="status: None"):
+            ask(path, "status")
+        thread.join()
+        with pytest.raises(TimeoutError, match=r"did not answer within 0\.1 s"):
+            ask(path, "status", timeout_s=0.1)
+
+
+def test_default_folder_lists_who_answers(
+    manager: CPUOffloadingManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert live_sockets() == []
+    server = StatusServer(Telemetry(manager))
+    assert server.path.parent.stat().st_mode & 0o777 == 0o700
+    assert live_sockets() == [server.path]
+    server.close()
+    server.close()
+    assert live_sockets() == []
+
+
+class Counting(Command):
+    """A command of a third party."""
+
+    options = OptionTable({"n": parse_count})
+    closed = 0
+
+    def run(self, **options: Any) -> Any:
+        if options["n"] == 13:
+            raise RuntimeError("a fault")
+        return options["n"] + 1
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+def test_a_command_is_one_class_and_one_line(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(COMMANDS, "_paths", {**COMMANDS._paths})
+    COMMANDS.register("count", f"{__name__}:Counting")
+    monkeypatch.setattr(COMMANDS, "resolve", lambda name: Counting)
+    assert ask(server.path, "count", n="10k") == 10_001
+    with pytest.raises(ValueError, match="n in the request must be a whole number"):
+        ask(server.path, "count", n=0)
+    with pytest.raises(ValueError, match="count: the request failed: RuntimeError"):
+        ask(server.path, "count", n=13)
+    server.close()
+    assert Counting.closed == 1
+
+
+def test_engine_runs_on_while_clients_attack(server: StatusServer, manager: CPUOffloadingManager) -> None:
+    stop = threading.Event()
+
+    def attack() -> None:
+        while not stop.is_set():
+            try:
+                raw(server, os.urandom(70_000))
+            except (OSError, ValueError):
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=attack) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    keys = [b"%d" % number for number in range(4)]
+    for _ in range(2_000):
+        output = manager.prepare_store(keys)
+        assert output is not None
+        manager.complete_store(output.keys_to_store)
+        assert manager.lookup(keys) == 4
+    until(lambda: server.stats().refused_requests > 5)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert manager.stats().lookups == 2_000
