@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("typer")
+
 from kvcache.cli import main
 
 

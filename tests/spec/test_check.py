@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,8 @@ def test_unknown_keys_are_named_with_what_may_be_meant():
     ],
 )
 def test_what_stands_in_the_way_is_an_error(given, message, tmp_path, monkeypatch):
+    if "tiers" in given:
+        importlib.import_module("xxhash")
     monkeypatch.chdir(tmp_path)
     assert message in text_of(check_config(given, block_bytes=1 << 20), "error")
     assert list(tmp_path.iterdir()) == []  # a check creates nothing
@@ -69,6 +72,7 @@ def test_size_in_bytes_is_accepted_where_no_block_size_is_known():
 
 
 def test_directory_that_others_may_read_is_a_warning(tmp_path: Path):
+    importlib.import_module("xxhash")
     tmp_path.chmod(0o755)
     given = {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": str(tmp_path), "capacity": "1MiB"}]}
     assert "others may read it" in text_of(check_config(given), "warning")
@@ -77,6 +81,7 @@ def test_directory_that_others_may_read_is_a_warning(tmp_path: Path):
 
 
 def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path: Path):
+    importlib.import_module("xxhash")
     free = shutil.disk_usage(tmp_path).free
     tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
     given = {"num_cpu_blocks": 1, "pool_folder": str(tmp_path), "tiers": tiers}
@@ -86,6 +91,7 @@ def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path: Path):
 
 
 def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path: Path):
+    importlib.import_module("xxhash")
     (tmp_path / "tier").write_text("")
     tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
     given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": tiers}

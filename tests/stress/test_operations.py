@@ -188,7 +188,7 @@ def check_whole(manager: CPUOffloadingManager) -> None:
 
 
 @pytest.mark.usefixtures("eager_collector")
-@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "amq", "lfuda", FailingPolicy])
+@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "amq", "lfuda", "gittins", FailingPolicy])
 def test_finalizers_and_failures_give_no_key_anothers_slot(
     policy: str | type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +204,7 @@ def test_finalizers_and_failures_give_no_key_anothers_slot(
 
 
 @pytest.mark.usefixtures("eager_collector")
-@pytest.mark.parametrize("policy", ["lru", "arc", "amq"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "amq", "gittins"])
 def test_threads_and_finalizers_give_no_key_anothers_slot(policy: str) -> None:
     manager = CPUOffloadingManager(16, NUM_BLOCKS, policy)
     memory = [b""] * NUM_BLOCKS
