@@ -109,7 +109,6 @@ bench-smoke: $(VENV)/extra-bench.stamp
 # thousands of requests in a hundred caches, to compare curves: minutes of it here.
 NOT_DEBUG := tiering/test_latency.py project/test_import.py::test_import_takes_under_100_ms_beyond_numpy \
 	test_keys.py::test_keys_a_million_tokens_in_under_100_ms \
-	control/test_what_if.py::test_curves_are_within_two_points_of_exact_replays \
 	control/test_what_if.py::test_filter_costs_at_most_a_twentieth_of_bookkeeping \
 	policies/test_gittins.py::test_reproduces_its_table policies/test_gittins.py::test_storing_only_what_missed_reproduces_the_table \
 	policies/test_gittins.py::test_interleaved_parts_without_a_touch_lose_little \

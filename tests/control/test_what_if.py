@@ -104,6 +104,7 @@ def what_if_of(manager: CPUOffloadingManager, requests: Sequence[Sequence[bytes]
     return manager.what_if(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["chats", "conversation"])
 def test_curves_are_within_two_points_of_exact_replays(workload: str, request: pytest.FixtureRequest) -> None:
     import json
