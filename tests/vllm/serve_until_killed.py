@@ -1,0 +1,36 @@
+"""Serve random batches of prompts until somebody kills this process; print what each prompt gave.
+
+Called by test_kills.py: ``python serve_until_killed.py SETTINGS``, a JSON object with the model, the prompts, a seed,
+the engine's options and the extra config.
+"""
+
+import json
+import random
+import sys
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    settings = json.loads(sys.argv[1])
+    prompts = settings["prompts"]
+    transfer_config = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings["extra_config"],
+    }
+    llm = LLM(settings["model"], kv_transfer_config=transfer_config, **settings["options"])
+    sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+    dice = random.Random(settings["seed"])
+    while True:
+        chosen = dice.sample(range(len(prompts)), dice.randrange(1, 4))
+        outputs = llm.generate([{"prompt_token_ids": prompts[i]} for i in chosen], sampling, use_tqdm=False)
+        for i, output in zip(chosen, outputs, strict=True):
+            answer = {"prompt": i, "tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+            print("ANSWER" + json.dumps(answer), flush=True)
+        # What comes next shall come from host memory or the disk.
+        llm.reset_prefix_cache()
+
+
+if __name__ == "__main__":
+    main()
