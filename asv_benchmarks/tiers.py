@@ -12,6 +12,7 @@ import numpy as np
 from kvcache.bench.disk import DiskRates, measure_disk
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
+from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.disk.directory import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
@@ -93,3 +94,34 @@ class TieredCalls:
         self.manager.prepare_load(keys, context)
         self.manager.complete_load(keys, context)
         self.manager.on_request_finished(context)
+
+
+class LookupBelow:
+    """A look-up of 256 blocks that a tier holds, by the whole list or key by key, with an arbiter and without."""
+
+    params = ((False, True), (False, True))
+    param_names = ("arbiter", "by_key")
+    rounds = 64
+
+    def setup(self, arbiter: bool, by_key: bool) -> None:
+        tier = ManualTier(1024, is_automatic=True)
+        self.manager = TieredOffloadingManager(
+            16, 512, [(tier, TierConfig(arbiter=arbiter))], prefill_tokens_per_s=10_000
+        )
+        link = self.manager.controllers[0].link
+        if link is not None:
+            link.fit.set(1e-4, 1e-3)
+        self.keys = [b"%032d\0\0\0\0" % i for i in range(256)]
+        tier.submit_store(-1, self.keys, [0] * 256)
+        self.manager.on_schedule_end()
+
+    def time_first_lookup(self, arbiter: bool, by_key: bool) -> None:
+        for _ in range(self.rounds):
+            context = ReqContext()
+            context.set_offload_key_positions({key: 16 * i for i, key in enumerate(self.keys, 1)})
+            if by_key:
+                for key in self.keys:
+                    assert self.manager.status(key, context) == 1
+            else:
+                assert self.manager.lookup(self.keys, context) is None
+            self.manager.on_request_finished(context)

@@ -240,6 +240,8 @@ class ManagerStats:
         Calls of `prepare_store` without room, blocks whose store failed, blocks that were not admitted.
     retained_blocks, ignored_hints : int
         Blocks at a raised priority now; hints that were malformed.
+    arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
+        Requests whose blocks below host memory were all loaded, were not, or were waited for in vain.
     """
 
     num_blocks: int = gauge("blocks", "Blocks that the pool holds.", exported="capacity_blocks", is_sized=True)
@@ -269,6 +271,14 @@ class ManagerStats:
         "Blocks of requests that the device did not hold: loaded, or computed and offered for storing.",
         "rate(loaded_blocks) / rate(needed_blocks) is the share that was spared computing, over any window.",
         is_sized=True,
+    )
+    arbiter_loads: int = counter("requests", "Requests for which the arbiter had all blocks of tiers loaded.")
+    arbiter_cuts: int = counter(
+        "requests", "Requests whose prefix the arbiter cut, because computing the rest was expected to be faster."
+    )
+    arbiter_cut_blocks: int = counter("blocks", "Blocks that tiers held, and that the arbiter left to be computed.")
+    arbiter_give_ups: int = counter(
+        "requests", "Requests that stopped waiting for a tier, since computing would have been done by then."
     )
 
 

@@ -87,7 +87,7 @@ class BlockPool:
     events : EventLog or None
         Also for a caller that has events of its own to add.
     lookups, looked_up_blocks, hit_blocks, loaded_blocks, stored_blocks, evicted_blocks, rejected_stores, \
-failed_blocks : int
+failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         Counters, see `kvcache.metrics.MANAGER_METRICS`; a caller that answers look-ups itself adds to them.
 
     Raises
@@ -151,6 +151,10 @@ failed_blocks : int
         self.evicted_blocks = 0
         self.rejected_stores = 0
         self.failed_blocks = 0
+        self.arbiter_loads = 0
+        self.arbiter_cuts = 0
+        self.arbiter_cut_blocks = 0
+        self.arbiter_give_ups = 0
         self._offered_blocks = 0
 
     def _make_cache(self, cache_policy: str | type, backend: Backend | None) -> BlockCacheOps:

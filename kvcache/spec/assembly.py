@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache.control.arbiter import check_prefill_rate
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.telemetry import Exporter, Telemetry
 from kvcache.options import (
@@ -60,7 +61,14 @@ POOL_OPTIONS = MANAGER_OPTIONS | OptionTable(
     }
 )
 """What a pool in host memory is described by."""
-TIERING_OPTIONS = OptionTable({"lookup_deadline_s": parse_duration, "pool_folder": parse_text, "pool_path": parse_text})
+TIERING_OPTIONS = OptionTable(
+    {
+        "lookup_deadline_s": parse_duration,
+        "pool_folder": parse_text,
+        "pool_path": parse_text,
+        "prefill_tokens_per_s": check_prefill_rate,
+    }
+)
 """What means something with ``tiers`` only."""
 OPTION_NAMES = frozenset({*POOL_OPTIONS, *TIERING_OPTIONS, "exporters", "tiers"})
 """Every key that `OffloadSettings.read` reads."""
@@ -68,6 +76,8 @@ OPTION_NAMES = frozenset({*POOL_OPTIONS, *TIERING_OPTIONS, "exporters", "tiers"}
 
 def _parser_of(option: str) -> Parser:
     # A name says its unit.
+    if option == "arbiter":
+        return parse_flag
     if option.endswith("_s"):
         return parse_duration
     return parse_count if option.startswith(("num_", "max_")) else parse_text
@@ -121,6 +131,8 @@ class OffloadSettings:
         With tiers: the file itself.
     exporters : tuple of ExporterSettings
         What reports the manager.
+    prefill_tokens_per_s : dict of int to float, optional
+        With tiers: how fast the engine computes a prompt, by position, for tiers with an arbiter.
     """
 
     cpu_bytes_to_use: int | None = None
@@ -134,6 +146,7 @@ class OffloadSettings:
     pool_folder: str = "/dev/shm"
     pool_path: str | None = None
     exporters: tuple[ExporterSettings, ...] = ()
+    prefill_tokens_per_s: dict[int, float] | None = None
 
     @classmethod
     def read(cls, given: Mapping[str, Any], where: str = "extra_config") -> OffloadSettings:
@@ -396,9 +409,16 @@ def open_manager(
             tiers = open_tiers(settings.tiers, shared.array, {} if fingerprint is None else fingerprint)
             for tier, _ in tiers:
                 undo.callback(tier.shutdown)
-            deadline_s = settings.lookup_deadline_s
             manager = _PoolOwner(
-                block_size, num_blocks, tiers, policy, events, deadline_s=deadline_s, clock=clock, **options
+                block_size,
+                num_blocks,
+                tiers,
+                policy,
+                events,
+                deadline_s=settings.lookup_deadline_s,
+                clock=clock,
+                prefill_tokens_per_s=settings.prefill_tokens_per_s,
+                **options,
             )
             manager.shared = shared
             block_bytes = block_bytes or shared.array.shape[1]

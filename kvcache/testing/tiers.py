@@ -150,6 +150,79 @@ class ManualTier(Tier):
         self.pending.clear()
 
 
+class ThrottledTier(ManualTier):
+    """A tier behind a link of some latency and rate, on a clock that the test moves.
+
+    Jobs share the link one after the other; stores take no time.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks it holds.
+    latency_s : float
+        Seconds before the first byte of a load.
+    block_s : float
+        Seconds a block.
+    clock : callable
+        Seconds that only grow.
+    host_blocks : numpy.ndarray, optional
+        The pool; None: no bytes are moved, only keys.
+
+    Attributes
+    ----------
+    latency_s, block_s : float
+        May change at any time, for jobs that come later.
+    stalled_until_s : float
+        Until then nothing moves.
+    """
+
+    medium = "THROTTLED"
+
+    def __init__(
+        self,
+        num_blocks: int,
+        latency_s: float,
+        block_s: float,
+        clock: Callable[[], float],
+        host_blocks: HostBlocks | None = None,
+    ) -> None:
+        super().__init__(num_blocks, host_blocks)
+        self.latency_s = latency_s
+        self.block_s = block_s
+        self.stalled_until_s = 0.0
+        self._clock = clock
+        self._free_s = 0.0
+        self._times: dict[int, tuple[float, float]] = {}
+
+    def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        now_s = self._clock()
+        begin_s = max(now_s + self.latency_s, self._free_s, self.stalled_until_s)
+        self._free_s = begin_s + self.block_s * len(keys)
+        self._times[job_id] = (now_s, self._free_s)
+        return super().submit_load(job_id, keys, block_ids)
+
+    def next_end_s(self) -> float | None:
+        """Return when the next load ends; None: there is none.
+
+        Returns
+        -------
+        float or None
+            Seconds of the clock.
+        """
+        return min((end_s for _, end_s in self._times.values()), default=None)
+
+    def get_finished(self) -> list[TierResult]:
+        now_s = self._clock()
+        for job in list(self.pending):
+            if job.job_id not in self._times or self._times[job.job_id][1] <= now_s:
+                self.end(job)
+        results = []
+        for result in super().get_finished():
+            start_s, end_s = self._times.pop(result.job_id or 0, (None, None))
+            results.append(replace(result, start_s=start_s, end_s=end_s))
+        return results
+
+
 @dataclass(frozen=True, slots=True)
 class Faults:
     """How often what goes wrong; rates are probabilities, drawn per job unless said otherwise.

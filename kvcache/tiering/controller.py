@@ -9,12 +9,14 @@ jobs included.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcache.options import check_int, check_seconds
+from kvcache.control.arbiter import LinkRate
+from kvcache.options import check_int, check_seconds, parse_flag
 from kvcache.tiering.breaker import Breaker
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.tier import TierResult, TierStats
@@ -50,6 +52,8 @@ class TierConfig:
         Failed jobs in a row that open the breaker.
     pause_s : float
         How long an open breaker keeps jobs from the tier before one job tries again.
+    arbiter : bool
+        Whether blocks are loaded only where that is expected to take less time than to compute them.
 
     Raises
     ------
@@ -63,6 +67,7 @@ class TierConfig:
     max_store_blocks: int = 64
     max_failures: int = 3
     pause_s: float = 5.0
+    arbiter: bool = False
 
     def __post_init__(self) -> None:
         if self.write_policy not in WRITE_POLICIES:
@@ -71,6 +76,7 @@ class TierConfig:
             check_int(name, getattr(self, name))
         for name in ("deadline_s", "pause_s"):
             check_seconds(name, getattr(self, name))
+        parse_flag("arbiter", self.arbiter)
 
 
 RULE_OPTIONS = tuple(option.name for option in fields(TierConfig))
@@ -96,6 +102,8 @@ class TierControllerStats:
         Host blocks that belong to overdue jobs.
     reads, writes : str
         State of the breaker: ``"closed"``, ``"open"`` or ``"half_open"``.
+    load_latency_s, load_blocks_per_s : float
+        What loads take, as the arbiter has learned it; 0: nothing learned, or no arbiter.
     """
 
     tier: TierStats
@@ -107,6 +115,8 @@ class TierControllerStats:
     stuck_blocks: int
     reads: str
     writes: str
+    load_latency_s: float = 0.0
+    load_blocks_per_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -137,6 +147,7 @@ class TierJob:
     block_ids: list[int]
     deadline_s: float
     waiters: set[ReqContext | None] = field(default_factory=set)
+    sent_s: float = 0.0
     is_overdue: bool = False
     is_withheld: bool = False
 
@@ -165,6 +176,8 @@ class TierController:
         Keys that wait to be written.
     dirty : DirtyBlocks or None
         What host memory holds and the tier does not, with ``"write_back"``.
+    link : LinkRate or None
+        How fast it loads, with an arbiter.
     """
 
     def __init__(self, tier: Tier, config: TierConfig, num_blocks: int, num_tiers: int, budget: HostBudget) -> None:
@@ -174,6 +187,7 @@ class TierController:
         self.jobs: dict[int, TierJob] = {}
         self.backlog: deque[bytes] = deque()
         self.dirty = DirtyBlocks(num_blocks) if config.write_policy == "write_back" else None
+        self.link = LinkRate() if config.arbiter else None
         self.dropped_blocks = 0
         self._max_load_blocks = max(1, num_blocks // (2 * num_tiers))
         self._max_blocks = max(1, budget.max_blocks // num_tiers)
@@ -289,7 +303,7 @@ class TierController:
             elif req_context is not None:
                 self._call("on_request_finished", None, self.tier.on_request_finished, req_context)
 
-    def send(self, job: TierJob) -> bool:
+    def send(self, job: TierJob, now_s: float) -> bool:
         """Give a job to the tier; return whether it took it."""
         self.pass_on_uses()
         submit = self.tier.submit_load if job.is_load else self.tier.submit_store
@@ -298,10 +312,13 @@ class TierController:
         if not self._call("submit", True, lambda: bool(submit(job.job_id, keys, block_ids))):
             return False
         self.jobs[job.job_id] = job
+        job.sent_s = now_s
         self._budget.num_used += len(job.keys)
         if job.is_load:
             self._num_loading += len(job.keys)
             self._reads.record_sent()
+            if self.link is not None:
+                self.link.sent(len(job.keys), now_s)
         else:
             self._num_storing += len(job.keys)
             self._writes.record_sent()
@@ -312,6 +329,8 @@ class TierController:
         for job in self.jobs.values():
             if now_s >= job.deadline_s and not job.is_overdue:
                 job.is_overdue = True
+                if self.link is not None and job.is_load:
+                    self.link.abandoned(len(job.keys), now_s)
                 self._overdue_jobs += 1
                 self._stuck_blocks += len(job.keys)
                 self._last_error = f"a job of {len(job.keys)} blocks took over {self.config.deadline_s} s"
@@ -338,13 +357,21 @@ class TierController:
                 continue
             max_blocks -= 1 + len(result.done) + len(result.failed) + len(result.removed)
             pairs.append((job, result))
+        if self.link is not None and not self._reported:
+            self.link.looked(now_s)
         return pairs
 
     def _checked(self, result: Any) -> tuple[TierJob | None, TierResult]:
         """Return a result that names keys of its job only, and the job; a job that is not under way is None."""
         job_id = result.job_id
         clean = TierResult(
-            job_id, _key_list(result.done), _key_list(result.failed), _key_list(result.removed), str(result.error)
+            job_id,
+            _key_list(result.done),
+            _key_list(result.failed),
+            _key_list(result.removed),
+            str(result.error),
+            _seconds(result.start_s),
+            _seconds(result.end_s),
         )
         job = None if type(job_id) is not int else self.jobs.get(job_id)
         if job is None:
@@ -365,12 +392,22 @@ class TierController:
         if job.is_overdue:
             self._stuck_blocks -= len(job.keys)
         if job.is_load:
+            if self.link is not None and not job.is_overdue:
+                self._learn(self.link, job, result, now_s)
             self._num_loading -= len(job.keys)
             self._promoted_blocks += len(result.done)
         else:
             self._num_storing -= len(job.keys)
             self._written_blocks += len(result.done)
             self.dropped_blocks += len(result.failed)
+
+    def _learn(self, link: LinkRate, job: TierJob, result: TierResult, now_s: float) -> None:
+        start_s, end_s = result.start_s, result.end_s
+        if start_s is None or end_s is None:
+            start_s, end_s = job.sent_s, now_s
+        # What failed says nothing of the rate.
+        num_done = 0 if result.error else len(result.done)
+        link.ended(len(job.keys), num_done, start_s, end_s, now_s)
 
     def reset(self, now_s: float) -> None:
         """Reset the tier and forget what was to be written; a tier whose reset raises is not asked until one works."""
@@ -406,6 +443,8 @@ class TierController:
             stuck_blocks=self._stuck_blocks,
             reads=self._reads.state,
             writes=self._writes.state,
+            load_latency_s=0.0 if self.link is None else self.link.latency_s,
+            load_blocks_per_s=0.0 if self.link is None else self.link.blocks_per_s,
         )
 
     def _unavailable_reason(self) -> str:
@@ -446,3 +485,7 @@ def _key_list(keys: Any) -> list[bytes]:
         if type(key) is not bytes:
             raise TypeError(f"{key!r} is no key")
     return found
+
+
+def _seconds(value: Any) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)

@@ -123,6 +123,7 @@ class TierBatch:
         self.outcomes: Sequence[int] | None = None
         self.is_all_done = False
         self.error = ""
+        self.end_s = 0.0
         self._tier = tier
         self._unclaimed = [True]
 
@@ -156,7 +157,10 @@ class TierBatch:
         """Move the blocks, in an I/O thread."""
         if not self.claim():
             return
-        outcomes = (self._tier.get if self.is_load else self._tier.put)(self)
+        try:
+            outcomes = (self._tier.get if self.is_load else self._tier.put)(self)
+        finally:
+            self.end_s = time.monotonic()
         if outcomes is None:
             self.is_all_done = True
             return
@@ -185,7 +189,7 @@ class _Query:
 class _Job:
     """What is left of a job: batches under way, and the outcome so far."""
 
-    __slots__ = ("batches", "done", "error", "failed", "num_batches", "removed")
+    __slots__ = ("batches", "done", "end_s", "error", "failed", "num_batches", "removed", "start_s")
 
     def __init__(self, failed: list[bytes], removed: list[bytes]) -> None:
         self.batches: list[TierBatch] = []
@@ -194,6 +198,7 @@ class _Job:
         self.failed = failed
         self.removed = removed
         self.error = ""
+        self.start_s = self.end_s = time.monotonic()
 
 
 class JobTier(Tier):
@@ -671,6 +676,7 @@ class JobTier(Tier):
             self._note_error(batch.error)
         (self._end_load if batch.is_load else self._end_store)(batch, job)
         job.num_batches -= 1
+        job.end_s = max(job.end_s, batch.end_s)
         if batch.error != _CANCELLED:
             job.error = job.error or batch.error
         self._end_job_if_done(batch.job_id, job)
@@ -728,7 +734,9 @@ class JobTier(Tier):
         if not job.num_batches:
             del self._jobs[job_id]
             self._old_jobs.discard(job_id)
-            self._results.append(TierResult(job_id, job.done, job.failed, job.removed, job.error))
+            self._results.append(
+                TierResult(job_id, job.done, job.failed, job.removed, job.error, job.start_s, job.end_s)
+            )
 
     def _end_query(self, query: _Query) -> None:
         if query.error:

@@ -25,10 +25,11 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, groupby
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from kvcache.control.arbiter import BAND, MAX_PROBE_BLOCKS, LoadArbiter, LoadChoice, LoadChoices, Segment
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.observers.what_if import estimate, sampler_for
 from kvcache.control.pool import BlockPool
@@ -61,6 +62,9 @@ ABSENT, PENDING, READY, ASK_AGAIN = range(4)
 """What `status` returns."""
 _MAX_JOB_BLOCKS = 512
 _MAX_TIER_LOOKUPS = 64
+_GROUP_BYTES = 4
+Source: TypeAlias = "TierController | TierJob | None"
+"""Where a block is to come from: a tier, a job that is bringing it already, or None: it is in host memory."""
 
 
 class _UsedKeys:
@@ -89,6 +93,9 @@ class TieredOffloadingManager(OffloadingManager):
         How long a request is told to wait at most, from its first None on.
     clock : callable
         Seconds that only grow.
+    prefill_tokens_per_s : float or mapping of int to float, optional
+        For tiers with an arbiter: how fast the engine computes a prompt, at any position or at these. None: learned
+        from `report_prefill`.
     what_if, **host_options
         For the host pool, as in `CPUOffloadingManager`.
 
@@ -96,6 +103,8 @@ class TieredOffloadingManager(OffloadingManager):
     ----------
     controllers : list of TierController
         Of the tiers, in order.
+    arbiter : LoadArbiter or None
+        What decides between loading and computing, where a tier has one.
 
     Raises
     ------
@@ -113,6 +122,7 @@ class TieredOffloadingManager(OffloadingManager):
         *,
         deadline_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        prefill_tokens_per_s: float | Mapping[int, float] | None = None,
         what_if: bool | int = False,
         **host_options: Any,
     ) -> None:
@@ -140,6 +150,9 @@ class TieredOffloadingManager(OffloadingManager):
             TierController(tier, config, num_blocks, len(pairs), self._budget) for tier, config in pairs
         ]
         self._selective = [one for one in self.controllers if one.config.write_policy == "write_through_selective"]
+        arbiter = LoadArbiter(prefill_tokens_per_s)
+        self.arbiter = arbiter if any(one.link is not None for one in self.controllers) else None
+        self._probes: dict[TierController, list[bytes]] = {}
         self._pending = PendingRequests(self._pool, deadline_s, MAX_STEP_BLOCKS)
         self._job_ids = count(1)
         self._promoting: dict[bytes, TierJob] = {}
@@ -205,6 +218,8 @@ class TieredOffloadingManager(OffloadingManager):
             Whether it is being promoted for this request.
         """
         if self._is_draining:
+            return False
+        if self.arbiter is not None and req_context is not None and not self._may_wait_for(key, req_context):
             return False
         job = self._promoting.get(key)
         if job is not None:
@@ -291,8 +306,26 @@ class TieredOffloadingManager(OffloadingManager):
         used = req_context.get_state(_UsedKeys)
         if used is not None:
             used.by_manager.pop(self, None)
+        choices = req_context.get_state(LoadChoices)
+        if choices is not None:
+            choices.by_manager.pop(self, None)
         for controller in self.controllers:
             controller.end_request(req_context)
+
+    def report_prefill(self, first_token: int, num_tokens: int, seconds: float) -> None:
+        """Take in how long the engine computed a part of a prompt, for the arbiter; other values are ignored.
+
+        Parameters
+        ----------
+        first_token : int
+            Position in the prompt of the first token that was computed.
+        num_tokens : int
+            Tokens that were computed.
+        seconds : float
+            What that took.
+        """
+        if self.arbiter is not None and first_token >= 0 and num_tokens > 0 and seconds > 0:
+            self.arbiter.prefill.record(first_token, num_tokens, seconds)
 
     def on_schedule_end(self) -> None:
         """Take in what the tiers have done, and send them what the step asked for."""
@@ -303,6 +336,8 @@ class TieredOffloadingManager(OffloadingManager):
             controller.pass_on_uses()
         if not self._is_draining:
             self._promote(now_s)
+            if self._probes:
+                self._probe(now_s)
             self._write_down(now_s)
 
     def reset_cache(self) -> None:
@@ -316,6 +351,7 @@ class TieredOffloadingManager(OffloadingManager):
         if self._pool.events is not None:
             self._pool.events.clear()
         self._pending.forget()
+        self._probes.clear()
         self._uses = OrderedDict()
         for controller in self.controllers:
             controller.reset(now_s)
@@ -412,8 +448,16 @@ class TieredOffloadingManager(OffloadingManager):
         if num_ready < len(keys) and self.controllers:
             now_s = self._clock()
             if self._pending.may_wait(req_context, now_s):
-                wanted, is_moving = self._find_below(keys, num_ready, req_context, now_s)
-                if wanted or is_moving:
+                sources, is_moving = self._look_below(keys, num_ready, req_context, now_s)
+                if self.arbiter is not None and req_context is not None and (sources or is_moving):
+                    sources, is_moving = self._arbitrate(
+                        self.arbiter, sources, is_moving, keys, num_ready, req_context, now_s
+                    )
+                wanted = {key: source for key, source in sources if isinstance(source, TierController)}
+                jobs = dict.fromkeys(source for _, source in sources if isinstance(source, TierJob))
+                for job in jobs:
+                    job.waiters.add(req_context)
+                if wanted or jobs or is_moving:
                     self._pending.wait(req_context, keys, num_ready, wanted, now_s)
                     return None
         if req_context is None:
@@ -421,62 +465,178 @@ class TieredOffloadingManager(OffloadingManager):
         self._pool.hit_blocks += num_ready
         return num_ready
 
-    def _find_below(
+    def _look_below(
         self, keys: list[bytes], num_ready: int, req_context: ReqContext | None, now_s: float
-    ) -> tuple[dict[bytes, TierController], bool]:
-        """Follow keys through all tiers from `num_ready` on, a step's worth: what to promote, and whether any moves.
+    ) -> tuple[list[tuple[bytes, Source]], bool]:
+        """Follow keys through all tiers from `num_ready` on, a step's worth: where each comes from, as far as all do.
 
-        Each key is looked at once and each tier asked about the keys that are not in host memory, together, so the
-        cost grows with the number of keys, wherever they lie.
+        The second is whether a tier will know more at the next step. Each key is looked at once and each tier asked
+        about the keys that are not in host memory, together, so the cost grows with the number of keys, wherever they
+        lie.
         """
         window = keys[num_ready : num_ready + MAX_STEP_BLOCKS]
         tried, promoting = self._pending.tried(req_context), self._promoting
-        is_moving = False
+        sources: list[Source] = []
         below: list[bytes] = []
-        jobs: dict[TierJob, None] = {}
+        places: list[int] = []
         for key, state in zip(window, self._pool.states(window), strict=True):
-            if state == READY:
-                continue
-            job = promoting.get(key)
-            if job is None:
-                if key in tried:
+            source: Source = None
+            if state != READY:
+                source = promoting.get(key)
+                if source is None:
+                    if key in tried:
+                        break
+                    places.append(len(sources))
+                    below.append(key)
+                elif source.is_overdue:
                     break
-                below.append(key)
-            elif job.is_overdue:
-                break
-            elif below:
-                # It moves for this request only if what is before it can be had.
-                below.append(key)
-            else:
-                jobs[job] = None
-        wanted: dict[bytes, TierController] = {}
+            sources.append(source)
+        is_unknown = False
         position = num_lookups = 0
         while position < len(below) and num_lookups < _MAX_TIER_LOOKUPS:
-            job = promoting.get(below[position])
-            if job is not None:
-                jobs[job] = None
-                position += 1
-                continue
             num_found: int | None = 0
             for controller in self.controllers:
                 num_lookups += 1
                 num_found = controller.lookup(below[position:], now_s)
                 if num_found != 0:
                     break
-            if num_found is None:
-                is_moving = True
             if not num_found:
+                is_unknown = num_found is None
                 break
-            for key in below[position : position + num_found]:
-                job = promoting.get(key)
-                if job is None:
-                    wanted[key] = controller
-                else:
-                    jobs[job] = None
+            for place in places[position : position + num_found]:
+                sources[place] = controller
             position += num_found
-        for job in jobs:
-            job.waiters.add(req_context)
-        return wanted, is_moving or bool(jobs)
+        if position < len(below):
+            del sources[places[position] :]
+        return list(zip(window, sources, strict=False)), is_unknown
+
+    # ---- load or compute -------------------------------------------------------------------------------------
+
+    def _choice_of(self, req_context: ReqContext) -> LoadChoice:
+        choices = req_context.get_state(LoadChoices)
+        if choices is None:
+            choices = LoadChoices()
+            req_context.set_state(choices)
+        choice: LoadChoice | None = choices.by_manager.get(self)
+        if choice is None:
+            choice = choices.by_manager[self] = LoadChoice()
+        return choice
+
+    def _may_wait_for(self, key: bytes, req_context: ReqContext) -> bool:
+        choice, end_token = self._choice_of(req_context), req_context.get_offload_key_position(key)
+        return not choice.is_cut if end_token is None else choice.allows(end_token)
+
+    def _end_tokens(self, keys: list[bytes], num_before: int, req_context: ReqContext) -> list[int]:
+        """Return where in the prompt blocks end; without positions, keys are those of a prompt from its beginning."""
+        positions, size = req_context.positions or {}, self.block_size
+        return [positions.get(key, (num_before + i) * size) for i, key in enumerate(keys, 1)]
+
+    def _arbitrate(
+        self,
+        arbiter: LoadArbiter,
+        sources: list[tuple[bytes, Source]],
+        is_unknown: bool,
+        keys: list[bytes],
+        num_ready: int,
+        req_context: ReqContext,
+        now_s: float,
+    ) -> tuple[list[tuple[bytes, Source]], bool]:
+        """Return those of a prefix's blocks that are worth waiting for, and whether a tier's answer is."""
+        choice = self._choice_of(req_context)
+        ends = self._end_tokens(keys[num_ready : num_ready + max(1, len(sources))], num_ready, req_context)
+        is_waiting = ends[0] <= choice.seen_token if sources else is_unknown
+        if is_waiting and now_s >= choice.give_up_s and not choice.is_cut:
+            choice.seen_token, choice.limit_token = max(choice.seen_token, 0), -1
+            self._pending.stop_wanting(req_context)
+            self._pool.arbiter_give_ups += 1
+        if not choice.is_cut and (is_unknown or ends[len(sources) - 1] > choice.seen_token):
+            # An engine that asks key by key is judged by all keys of the prompt that are known.
+            run, run_before = keys, num_ready
+            if len(keys) == 1 and req_context.positions:
+                group = keys[0][-_GROUP_BYTES:]
+                run = [
+                    key for key, end in req_context.positions.items() if end >= ends[0] and key[-_GROUP_BYTES:] == group
+                ]
+                run_before = 0
+                sources_of_run, is_unknown = self._look_below(run, 0, req_context, now_s)
+            else:
+                sources_of_run = sources
+            if not self._decide(arbiter, choice, sources_of_run, is_unknown, run, run_before, req_context, now_s):
+                return [], True
+        if not choice.is_cut:
+            return sources, is_unknown
+        num_kept = sum(end <= choice.limit_token for end in ends[: len(sources)])
+        return sources[:num_kept], False
+
+    def _decide(
+        self,
+        arbiter: LoadArbiter,
+        choice: LoadChoice,
+        sources: list[tuple[bytes, Source]],
+        is_unknown: bool,
+        keys: list[bytes],
+        num_ready: int,
+        req_context: ReqContext,
+        now_s: float,
+    ) -> bool:
+        """Decide up to where blocks are loaded; False: a tier's answer is awaited first."""
+        known = arbiter.prefill
+        if is_unknown:
+            if choice.give_up_s == math.inf and known.is_known:
+                ends = self._end_tokens(keys[num_ready:], num_ready, req_context)
+                choice.give_up_s = now_s + known.compute_s(max(ends[0] - self.block_size, 0), ends[-1])
+            return False
+        ends = self._end_tokens([key for key, _ in sources], num_ready, req_context)
+        # What was decided before is under way, or here.
+        fresh = [
+            (end, key, source) for end, (key, source) in zip(ends, sources, strict=True) if end > choice.seen_token
+        ]
+        if not fresh:
+            return True
+        segments = []
+        for source, group in groupby(fresh, key=lambda item: item[2]):
+            items = list(group)
+            controller = source.controller if isinstance(source, TierJob) else source
+            link = None if controller is None else controller.link
+            segments.append(Segment(link, len(items), items[-1][0], isinstance(source, TierJob)))
+        choice.seen_token = fresh[-1][0]
+        if all(segment.link is None for segment in segments):
+            choice.limit_token = choice.seen_token
+            return True
+        first_token = max(fresh[0][0] - self.block_size, 0)
+        decision = arbiter.decide(first_token, segments, now_s)
+        choice.limit_token = decision.end_token if decision.kept_blocks else first_token
+        if known.is_known and decision.kept_blocks:
+            # By then computing would be done, too.
+            patience_s = max(known.compute_s(first_token, decision.end_token), decision.load_s)
+            choice.give_up_s = now_s + (1 + BAND) * patience_s
+        if not choice.is_cut:
+            self._pool.arbiter_loads += 1
+            return True
+        self._pool.arbiter_cuts += 1
+        cut = [(key, source) for end, key, source in fresh if end > choice.limit_token]
+        self._pool.arbiter_cut_blocks += sum(source is not None for _, source in cut)
+        for key, source in cut:
+            if isinstance(source, TierController) and source.link is not None:
+                probe = self._probes.setdefault(source, [])
+                if len(probe) < MAX_PROBE_BLOCKS:
+                    probe.append(key)
+        return True
+
+    def _probe(self, now_s: float) -> None:
+        """Load a few blocks that were cut now and then, with nobody waiting: so a link that got faster is noticed."""
+        for controller, keys in self._probes.items():
+            link = controller.link
+            if link is None or not controller.may_load(now_s) or self._pending.wanting():
+                continue
+            keys = list(dict.fromkeys(keys))
+            absent = [key for key, state in zip(keys, self._pool.states(keys), strict=True) if state == ABSENT]
+            num_blocks = min(link.take_probe(now_s), controller.load_room) if absent else 0
+            output = self._pool.reserve_leading(absent[:num_blocks]) if num_blocks else None
+            if output is not None:
+                self._note_evicted(output.evicted_keys)
+                self._load(controller, output.keys_to_store, _block_ids(output.store_spec), (), now_s)
+        self._probes.clear()
 
     # ---- blocks that move up ---------------------------------------------------------------------------------
 
@@ -505,7 +665,7 @@ class TieredOffloadingManager(OffloadingManager):
             for controller, keys in by_controller.items():
                 for first in range(0, len(keys), _MAX_JOB_BLOCKS):
                     part = keys[first : first + _MAX_JOB_BLOCKS]
-                    self._load(controller, part, [block_of[key] for key in part], request.req_context, now_s)
+                    self._load(controller, part, [block_of[key] for key in part], (request.req_context,), now_s)
 
     def _next_batch(self, request: PendingRequest, num_left: int, now_s: float) -> dict[bytes, TierController]:
         """Take the first wanted keys that there is room for; what no tier may be asked for is given up."""
@@ -533,14 +693,14 @@ class TieredOffloadingManager(OffloadingManager):
         controller: TierController,
         keys: list[bytes],
         block_ids: list[int],
-        req_context: ReqContext | None,
+        waiters: Iterable[ReqContext | None],
         now_s: float,
     ) -> None:
         deadline_s = now_s + controller.config.deadline_s
         job = TierJob(next(self._job_ids), controller, True, keys, block_ids, deadline_s)
-        job.waiters.add(req_context)
+        job.waiters.update(waiters)
         # A tier that is being tried again gets one job only.
-        if controller.may_load(now_s) and controller.send(job):
+        if controller.may_load(now_s) and controller.send(job, now_s):
             self._promoting.update(dict.fromkeys(keys, job))
         else:
             self._pool.abort(keys, is_move=True)
@@ -600,7 +760,7 @@ class TieredOffloadingManager(OffloadingManager):
             return True
         block_ids = _block_ids(self._pool.pin(ready, is_move=True))
         job = TierJob(next(self._job_ids), controller, False, ready, block_ids, now_s + controller.config.deadline_s)
-        if controller.send(job):
+        if controller.send(job, now_s):
             return True
         self._pool.unpin(ready)
         controller.dropped_blocks += len(ready)

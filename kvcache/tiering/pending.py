@@ -101,6 +101,12 @@ class PendingRequests:
         self._hold(request, fresh)
         request.prefix += fresh
 
+    def stop_wanting(self, req_context: ReqContext | None) -> None:
+        """Send no more jobs for a request; what is under way for it goes on."""
+        request = self._requests.get(req_context)
+        if request is not None:
+            request.wanted.clear()
+
     def hold(self, req_contexts: Iterable[ReqContext | None], keys: list[bytes]) -> None:
         """Hold ready blocks for those of the requests that still wait."""
         for req_context in req_contexts:

@@ -56,6 +56,9 @@ class TierResult:
         Keys that left the tier with this job: they made room, or were found bad.
     error : str
         Why I/O failed; empty if it did not. A block that was merely gone, or bad, is no I/O failure.
+    start_s, end_s : float, optional
+        When the job was taken, and when its last byte had moved; seconds on any one clock that never goes back. None:
+        not known, and then the manager takes when it sent the job and when it was reported.
     """
 
     job_id: int | None
@@ -63,6 +66,8 @@ class TierResult:
     failed: list[bytes] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
     error: str = ""
+    start_s: float | None = None
+    end_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

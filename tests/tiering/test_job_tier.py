@@ -483,3 +483,18 @@ def test_cut_that_does_not_name_each_block_once_is_replaced(make, host, groups):
     tier = make(slots=4)
     tier.cut = lambda slots, num_blocks: groups
     assert put(tier, host, "ab").done == keys_of("ab")
+
+
+def test_result_of_a_job_says_when_it_was_taken_and_when_its_last_byte_had_moved():
+    host = np.zeros((4, 8), np.uint8)
+    tier = MemoryTier(4, host)
+    try:
+        before_s = time.monotonic()
+        assert tier.submit_store(1, [b"a", b"b"], [0, 1])
+        end_s = time.monotonic() + 30
+        while not (results := tier.get_finished()) and time.monotonic() < end_s:
+            time.sleep(0.001)
+        time.sleep(0.01)
+        assert before_s <= results[0].start_s <= results[0].end_s < time.monotonic() - 0.01
+    finally:
+        tier.shutdown()

@@ -35,6 +35,7 @@ OUR_KEYS = frozenset(
         "lookup_deadline_s",
         "num_copy_threads",
         "pool_folder",
+        "prefill_tokens_per_s",
         "tiers",
         *MANAGER_OPTIONS,
     }

@@ -107,7 +107,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
         )
         what_if_log = WhatIfLog(manager) if self.settings.manager_options.get("what_if") else None
         if isinstance(manager, TieredOffloadingManager):
-            return TieredKVCacheOffloadingManager(manager, installed_release(), what_if_log)
+            return TieredKVCacheOffloadingManager(manager, installed_release(), what_if_log, self.clock)
         return KVCacheOffloadingManager(manager, installed_release(), what_if_log)
 
     def _shared_pool(self, is_owner: bool) -> SharedPool:

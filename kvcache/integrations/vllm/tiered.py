@@ -8,7 +8,8 @@ would send tiers bytes that no device ever wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 
 from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager
+from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 from kvcache.integrations.vllm.releases import Release
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+from kvcache.specs import PrepareStoreOutput
 from kvcache.tiering.manager import ASK_AGAIN, PENDING, TieredOffloadingManager
 from kvcache.transfer.host_pool import check_memory
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
@@ -88,13 +91,23 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         What the engine has and has not.
     what_if_log : WhatIfLog, optional
         Closed at `shutdown`.
+    clock : callable
+        Seconds that only grow.
     """
 
     def __init__(
-        self, manager: TieredOffloadingManager, release: Release, what_if_log: WhatIfLog | None = None
+        self,
+        manager: TieredOffloadingManager,
+        release: Release,
+        what_if_log: WhatIfLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(manager, release, what_if_log)
         self._tiered = manager
+        self._clock = clock
+        self._watch: PrefillWatch | None = None
+        if manager.arbiter is not None:
+            self._watch = PrefillWatch(manager.block_size, manager.arbiter.prefill.record_together)
         self._are_disks = all(stats.tier.medium == "DISK" for stats in manager.tier_stats())
 
     def tier_descriptions(self) -> list[str]:
@@ -111,6 +124,23 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
             ours.promoted.add(key)
         # A block known to be held is pending, which counts as a hit: a sliding window's search ends at it.
         return RESULTS[status]
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
+        if self._watch is not None:
+            ours = req_context.get_state(EngineRequest)
+            ends = [ours.get_offload_key_position(key) for key in keys]
+            self._watch.on_store(ours.req_id, [end for end in ends if end is not None])
+        return super().prepare_store(keys, req_context)
+
+    def on_request_finished(self, req_context: Any) -> None:
+        super().on_request_finished(req_context)
+        if self._watch is not None:
+            self._watch.on_request_finished(req_context.req_id)
+
+    def on_schedule_end(self, context: Any = None) -> None:
+        super().on_schedule_end(context)
+        if self._watch is not None:
+            self._watch.on_step(self._clock())
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         if self.sources is None or key not in req_context.get_state(EngineRequest).promoted:

@@ -1,0 +1,435 @@
+"""LoadArbiter: per request, load a prefix from below host memory only as far as loading is faster than computing.
+
+A store across a network can be slower than prefill, and which of the two wins changes with the prefix's length, the
+traffic and the hour; so both rates are learned from what happens, and no threshold has to be configured.
+
+The model
+---------
+Loading `n` blocks takes ``latency + n * seconds per block``, once what is under way has ended. Computing the token at
+position `p` takes ``first + growth * p``: attention makes later tokens dearer. A prefix may be cut anywhere, but within
+one medium the gain of one more block only grows with its position, so that the best cut lies where the medium changes:
+only those places are compared. Media load at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+BAND = 0.04
+"""Rates in use are replaced once what was learned leaves this band around them: decisions do not flutter with noise."""
+_DECAY = 0.85
+_SURPRISE = 2.0
+_LEAST_SPREAD = 1e-3
+_WINDOW_JOBS = 8
+_MAX_DECISIONS = 256
+_PROBE_INTERVAL_S = 10.0
+_PROBE_S = 0.25
+MAX_PROBE_BLOCKS = 64
+"""Blocks that are loaded at most for no other end than to learn a link's rate."""
+
+
+class CostFit:
+    """Learn ``seconds = a * x + b * y``, a, b >= 0, from samples of which the last few count.
+
+    Two samples in a row that are off by a factor of two make it forget the ones before.
+
+    Attributes
+    ----------
+    num_samples : int
+        Samples so far.
+    a, b : float
+        In use; they follow what is learned once it leaves `BAND`.
+    """
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.a = self.b = 0.0
+        self._sums = [0.0] * 5
+        self._surprise: tuple[float, float, float] | None = None
+
+    def __call__(self, x: float, y: float) -> float:
+        """Return the seconds that `x` and `y` take."""
+        return self.a * x + self.b * y
+
+    def set(self, a: float, b: float) -> None:
+        """Take rates as given."""
+        self.a, self.b = a, b
+        self.num_samples += 1
+
+    def record(self, x: float, y: float, seconds: float) -> None:
+        """Take in that `x` > 0 and `y` have taken `seconds`."""
+        if not (x > 0 and 0 <= y < math.inf and 0 <= seconds < math.inf):
+            return
+        expected = self(x, y)
+        sample = (x, y, seconds)
+        is_surprise = self.num_samples > 1 and not expected / _SURPRISE <= seconds <= expected * _SURPRISE
+        if is_surprise and self._surprise is not None:
+            self._sums = [0.0] * 5
+            self._add(self._surprise)
+            self._surprise = None
+        else:
+            self._surprise = sample if is_surprise else None
+        self._add(sample)
+        self.num_samples += 1
+        a, b = self._solved()
+        if self.num_samples == 1 or abs(a * x + b * y - expected) > BAND * expected:
+            self.a, self.b = a, b
+
+    def _add(self, sample: tuple[float, float, float]) -> None:
+        x, y, seconds = sample
+        # Weighted by 1 / x: a long sample's noise is larger.
+        fresh = (x, y, y * y / x, seconds, y * seconds / x)
+        self._sums = [_DECAY * old + new for old, new in zip(self._sums, fresh, strict=True)]
+
+    def _solved(self) -> tuple[float, float]:
+        xx, xy, yy, xt, yt = self._sums
+        spread = xx * yy - xy * xy
+        if spread <= _LEAST_SPREAD * xx * yy:
+            # All alike: nothing tells the second term from the first.
+            return xt / xx, 0.0
+        a, b = (xt * yy - yt * xy) / spread, (yt * xx - xt * xy) / spread
+        if b < 0:
+            return xt / xx, 0.0
+        return (a, b) if a >= 0 else (0.0, yt / yy)
+
+
+class LinkRate:
+    """How fast one medium loads, learned from its finished jobs, and when it will have ended what it has.
+
+    Times of jobs may be on any clock, as long as it is one; `now_s` is the manager's.
+    """
+
+    def __init__(self) -> None:
+        self.fit = CostFit()
+        self.probe_s = -math.inf
+        self._num_jobs = 0
+        self._num_blocks = 0
+        self._due_s = self._looked_s = -math.inf
+        self._begin_s = self._end_s = -math.inf
+        self._window_jobs = self._window_blocks = 0
+        self._from_idle = 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a load has ended yet."""
+        return self.fit.num_samples > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being loaded."""
+        return self._num_jobs == 0
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds that a load takes beside those of its blocks."""
+        return self.fit.b
+
+    @property
+    def blocks_per_s(self) -> float:
+        """Blocks a second within a load; 0: not known."""
+        return 1 / self.fit.a if self.fit.a > 0 else 0.0
+
+    def load_s(self, num_blocks: int, now_s: float) -> float:
+        """Return in how many seconds `num_blocks` more would be there; 0: only what is under way."""
+        wait_s = 0.0
+        if self._num_jobs:
+            # What is late will be late for as long again; but nobody knows what has ended since it was last looked.
+            wait_s = max(self._due_s - now_s, self._looked_s - self._due_s, 0.0)
+        if not num_blocks:
+            return wait_s
+        return max(self.fit.b, wait_s) + self.fit.a * num_blocks
+
+    def sent(self, num_blocks: int, now_s: float) -> None:
+        """Take in that a job was sent."""
+        self._due_s = now_s + self.load_s(num_blocks, now_s)
+        self._looked_s = max(self._looked_s, now_s)
+        self._num_jobs += 1
+        self._num_blocks += num_blocks
+
+    def looked(self, now_s: float) -> None:
+        """Take in that all jobs that have ended by now were reported."""
+        self._looked_s = now_s
+
+    def ended(self, num_blocks: int, num_done: int, start_s: float, end_s: float, now_s: float) -> None:
+        """Take in that a job of `num_blocks` has ended; 0 done: it says nothing of the rate."""
+        self._num_jobs -= 1
+        self._num_blocks -= num_blocks
+        self._due_s = now_s + self.fit.a * self._num_blocks
+        if num_done and start_s <= end_s < math.inf:
+            if start_s >= self._end_s:
+                # The link was idle in between.
+                self._close_window()
+                self._begin_s, self._from_idle = start_s, 1
+            self._end_s = max(self._end_s, end_s)
+            self._window_jobs += 1
+            self._window_blocks += num_done
+        if not self._num_jobs or self._window_jobs >= _WINDOW_JOBS:
+            self._close_window()
+
+    def abandoned(self, num_blocks: int, now_s: float) -> None:
+        """Take in that nobody waits for a job any more."""
+        self.ended(num_blocks, 0, 0.0, 0.0, now_s)
+
+    def take_probe(self, now_s: float) -> int:
+        """Return how many blocks to load now for no other end than to learn; mostly 0."""
+        if self._num_jobs or now_s < self.probe_s:
+            return 0
+        self.probe_s = now_s + _PROBE_INTERVAL_S
+        room_s = _PROBE_S - self.fit.b
+        num_blocks = room_s / self.fit.a if self.fit.a > 0 else MAX_PROBE_BLOCKS
+        return int(min(max(num_blocks, 1), MAX_PROBE_BLOCKS))
+
+    def _close_window(self) -> None:
+        # Jobs that share the link end together: only all of them tell its rate.
+        if self._window_blocks:
+            self.fit.record(self._window_blocks, self._from_idle, self._end_s - self._begin_s)
+        self._begin_s, self._from_idle = self._end_s, 0
+        self._window_jobs = self._window_blocks = 0
+
+
+class PrefillRate:
+    """How fast the engine computes a prompt, given or learned.
+
+    Parameters
+    ----------
+    tokens_per_s : float or mapping of int to float, optional
+        Given: tokens a second, at any position or at these positions of a prompt. None: learned from `record`.
+
+    Raises
+    ------
+    ValueError
+        A rate or position is out of range.
+    """
+
+    def __init__(self, tokens_per_s: float | Mapping[int, float] | None = None) -> None:
+        self.fit = CostFit()
+        self._is_given = tokens_per_s is not None
+        if tokens_per_s is not None:
+            points = check_prefill_rate("prefill_tokens_per_s", tokens_per_s)
+            self.fit.set(*_line(points))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was given, or something was recorded."""
+        return self.fit.num_samples > 0
+
+    def record(self, first_token: int, num_tokens: int, seconds: float) -> None:
+        """Take in that tokens from position `first_token` on took so long; a rate that was given stays."""
+        self.record_together([(first_token, num_tokens)], seconds)
+
+    def record_together(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Take in that parts of prompts, each a first position and a number of tokens, took so long together."""
+        if not self._is_given:
+            num_tokens = sum(count for _, count in parts)
+            self.fit.record(num_tokens, sum(count * (first + count / 2) for first, count in parts), seconds)
+
+    def compute_s(self, first_token: int, end_token: int) -> float:
+        """Return the seconds that tokens of these positions take."""
+        return self.fit(end_token - first_token, (end_token * end_token - first_token * first_token) / 2)
+
+
+class Segment(NamedTuple):
+    """Blocks of a prefix that lie in one medium.
+
+    Parameters
+    ----------
+    link : LinkRate or None
+        What they are loaded over; None: their loading costs nothing that counts.
+    num_blocks : int
+        How many.
+    end_token : int
+        Where in the prompt the last one ends.
+    is_coming : bool
+        Whether they are on their way for another request already.
+    """
+
+    link: LinkRate | None
+    num_blocks: int
+    end_token: int
+    is_coming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided for one request, and why.
+
+    Parameters
+    ----------
+    num_blocks, kept_blocks : int
+        Blocks that could be loaded, and those that are.
+    end_token : int
+        Where in the prompt the loaded prefix ends.
+    load_s, compute_s : float
+        Seconds that loading all of them was expected to take, and computing all of them.
+    chosen_s : float
+        Seconds expected of what was chosen.
+    is_blind : bool
+        Whether a rate was not known yet: then everything is loaded, to learn it.
+    """
+
+    num_blocks: int
+    kept_blocks: int
+    end_token: int
+    load_s: float
+    compute_s: float
+    chosen_s: float
+    is_blind: bool = False
+
+    def __str__(self) -> str:
+        if self.is_blind:
+            return f"loads {self.num_blocks} blocks: a rate is not known yet"
+        verb = f"loads {self.kept_blocks} of {self.num_blocks} blocks" if self.kept_blocks else "computes"
+        return f"{verb}: loading {self.load_s:.3g} s, computing {self.compute_s:.3g} s"
+
+
+class LoadArbiter:
+    """Decide what of a prefix is loaded.
+
+    Parameters
+    ----------
+    prefill_tokens_per_s : float or mapping of int to float, optional
+        As for `PrefillRate`.
+
+    Attributes
+    ----------
+    prefill : PrefillRate
+        What computing takes.
+    decisions : deque of Decision
+        The last 256.
+    """
+
+    def __init__(self, prefill_tokens_per_s: float | Mapping[int, float] | None = None) -> None:
+        self.prefill = PrefillRate(prefill_tokens_per_s)
+        self.decisions: deque[Decision] = deque(maxlen=_MAX_DECISIONS)
+
+    def decide(self, first_token: int, segments: Sequence[Segment], now_s: float) -> Decision:
+        """Return how much of a prefix to load.
+
+        Parameters
+        ----------
+        first_token : int
+            Where in the prompt the segments begin; what is before needs neither loading nor computing.
+        segments : sequence of Segment
+            In prefix order, at least one.
+        now_s : float
+            The manager's clock.
+
+        Returns
+        -------
+        Decision
+            The fastest; of equals, the one that loads more.
+        """
+        end_token = segments[-1].end_token
+        num_blocks = sum(segment.num_blocks for segment in segments)
+        computed_s = self.prefill.compute_s(first_token, end_token)
+        is_blind = not self.prefill.is_known
+        best = (computed_s, first_token, 0)
+        blocks: dict[LinkRate, int] = {}
+        load_s = 0.0
+        num_before = 0
+        for segment in segments:
+            num_before += segment.num_blocks
+            link = segment.link
+            if link is not None:
+                is_blind |= not link.is_known and link.is_idle
+                blocks[link] = blocks.get(link, 0) + (0 if segment.is_coming else segment.num_blocks)
+                load_s = max(load_s, link.load_s(blocks[link], now_s))
+            total_s = load_s + self.prefill.compute_s(segment.end_token, end_token)
+            if total_s <= best[0]:
+                best = (total_s, segment.end_token, num_before)
+        if is_blind:
+            best = (load_s, end_token, num_blocks)
+        decision = Decision(num_blocks, best[2], best[1], load_s, computed_s, best[0], is_blind)
+        self.decisions.append(decision)
+        return decision
+
+
+class LoadChoice:
+    """What was decided for one request so far; it never takes back a cut.
+
+    Attributes
+    ----------
+    seen_token : int
+        Up to where in the prompt it was decided.
+    limit_token : int
+        Up to where blocks are loaded; less than `seen_token`: the prefix is cut.
+    give_up_s : float
+        When computing would have been done in the time spent waiting.
+    """
+
+    __slots__ = ("give_up_s", "limit_token", "seen_token")
+
+    def __init__(self) -> None:
+        self.seen_token = self.limit_token = -1
+        self.give_up_s = math.inf
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether anything is left to be computed."""
+        return self.limit_token < self.seen_token
+
+    def allows(self, end_token: int) -> bool:
+        """Return whether a block that ends there may be waited for."""
+        return not self.is_cut or end_token <= self.limit_token
+
+
+class LoadChoices:
+    """The choices of one request, one for each manager that it meets."""
+
+    def __init__(self) -> None:
+        self.by_manager: dict[Any, LoadChoice] = {}
+
+
+def check_prefill_rate(name: str, value: object) -> dict[int, float]:
+    """Return tokens a second by position.
+
+    Parameters
+    ----------
+    name : str
+        The option's name, for the error.
+    value : float, or mapping of int or str to float
+        One rate for all positions, or the rate at each of some positions; JSON's keys are text.
+
+    Returns
+    -------
+    dict of int to float
+        Ascending.
+
+    Raises
+    ------
+    ValueError
+        It is neither, or a rate grows with the position.
+    """
+    points = value.items() if isinstance(value, Mapping) else [(0, value)]
+    rates: dict[int, float] = {}
+    for position, rate in points:
+        where = int(position) if isinstance(position, str) and position.isdecimal() else position
+        if type(where) is not int or where < 0 or isinstance(rate, bool) or not isinstance(rate, int | float):
+            break
+        if not 0 < rate < math.inf:
+            break
+        rates[where] = float(rate)
+    else:
+        ordered = dict(sorted(rates.items()))
+        if ordered and list(ordered.values()) == sorted(ordered.values(), reverse=True):
+            return ordered
+    raise ValueError(
+        f"{name} must be tokens a second > 0, or such rates by position that do not grow, as in "
+        f'{{"0": 9000, "32768": 6000}}, got {value!r}'
+    )
+
+
+def _line(rates: Mapping[int, float]) -> tuple[float, float]:
+    """Return seconds a token at position 0, and their growth with the position, that fit rates at positions best."""
+    places, seconds = list(rates), [1 / rate for rate in rates.values()]
+    mean_place, mean_s = sum(places) / len(places), sum(seconds) / len(seconds)
+    spread = sum((place - mean_place) ** 2 for place in places)
+    if not spread:
+        return mean_s, 0.0
+    growth = sum((p - mean_place) * (s - mean_s) for p, s in zip(places, seconds, strict=True)) / spread
+    # Not below zero, where a curve is no line.
+    return max(mean_s - growth * mean_place, 0.0), growth

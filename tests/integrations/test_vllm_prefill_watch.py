@@ -1,0 +1,46 @@
+"""The rate of prefill is that of the steps in which prompts were computed, and of no others."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("numpy")
+from kvcache.integrations.vllm.prefill_watch import PrefillWatch
+
+
+def watch() -> tuple[PrefillWatch, list[tuple[list[tuple[int, int]], float]]]:
+    reports: list[tuple[list[tuple[int, int]], float]] = []
+    return PrefillWatch(16, lambda parts, seconds: reports.append((parts, seconds))), reports
+
+
+def test_steps_that_compute_prompts_are_reported_together() -> None:
+    watched, reports = watch()
+    watched.on_step(1.0)
+    watched.on_store("a", range(16, 257, 16))
+    watched.on_store("b", range(1040, 1297, 16))
+    watched.on_store("c", [512])  # a block that decoding has filled
+    watched.on_step(1.5)
+    watched.on_store("c", [528])
+    watched.on_step(1.6)
+    assert reports == [([(0, 256), (1024, 272)], 0.5)]
+
+
+def test_groups_of_one_request_count_once() -> None:
+    watched, reports = watch()
+    watched.on_step(0.0)
+    watched.on_store("a", range(16, 257, 16))
+    watched.on_store("a", range(16, 257, 16))
+    watched.on_step(1.0)
+    assert reports == [([(0, 256)], 1.0)]
+
+
+def test_time_after_the_last_request_is_no_steps() -> None:
+    watched, reports = watch()
+    watched.on_step(0.0)
+    watched.on_store("a", range(16, 257, 16))
+    watched.on_request_finished("a")
+    watched.on_store("b", [])
+    watched.on_step(100.0)
+    watched.on_store("b", range(16, 257, 16))
+    watched.on_step(101.0)
+    assert reports == [([(0, 256)], 1.0)]

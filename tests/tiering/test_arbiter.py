@@ -1,0 +1,341 @@
+"""Load or compute: whatever a link is like, a request's first token comes about as soon as the better of the two."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvcache import ReqContext, TierConfig, TieredOffloadingManager
+from kvcache.control.arbiter import CostFit, LinkRate, LoadArbiter, PrefillRate, Segment
+from kvcache.testing.tiers import ThrottledTier
+
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 2 << 20
+STEP_S = 1e-4
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Engine:
+    """One request at a time over a throttled tier that holds every prompt: time to first token on a simulated clock."""
+
+    def __init__(
+        self,
+        latency_s: float,
+        block_s: float,
+        token_s: Callable[[int], float],
+        arbiter: bool = True,
+        given: Any = None,
+        by_key: bool = False,
+        **config: Any,
+    ) -> None:
+        self.clock = Clock()
+        self.tier = ThrottledTier(100_000, latency_s, block_s, self.clock)
+        rule = TierConfig(arbiter=arbiter, deadline_s=1e6, max_store_blocks=100_000, **config)
+        self.manager = TieredOffloadingManager(
+            BLOCK_TOKENS,
+            4096,
+            [(self.tier, rule)],
+            deadline_s=1e6,
+            clock=self.clock,
+            prefill_tokens_per_s=given,
+        )
+        self.token_s = token_s
+        self.by_key = by_key
+        self.names = itertools.count()
+
+    def prompt(self, num_blocks: int) -> list[bytes]:
+        """Return the keys of a prompt that is in the tier alone."""
+        name = next(self.names)
+        keys = [b"%08d.%08d\0\0\0\0" % (name, i) for i in range(num_blocks)]
+        assert self.tier.submit_store(-1 - name, keys, [0] * len(keys))
+        self.tier.end(self.tier.pending[-1])
+        return keys
+
+    def lookup(self, keys: list[bytes], context: ReqContext) -> int | None:
+        if not self.by_key:
+            return self.manager.lookup(keys, context)
+        num_hits, is_pending = 0, False
+        for key in keys:
+            status = self.manager.status(key, context)
+            if status == 0:
+                break
+            is_pending |= status in (1, 3)
+            num_hits += 1
+        return None if is_pending else num_hits
+
+    def first_token_s(self, keys: list[bytes], tail_tokens: int = 1) -> float:
+        """Return the seconds until all is loaded or computed, and check that an answer is kept."""
+        begin_s = self.clock.now_s
+        context = ReqContext()
+        if self.by_key:
+            for i, key in enumerate(keys, 1):
+                context.set_offload_key_position(key, i * BLOCK_TOKENS)
+        while (num_hits := self.lookup(keys, context)) is None:
+            self.clock.now_s += STEP_S
+            self.manager.on_schedule_end()
+            end_s = self.tier.next_end_s()
+            if end_s is not None and end_s > self.clock.now_s:
+                limit_s = self.clock.now_s + (2.0 if self.by_key else 0.02)
+                self.clock.now_s = min(end_s, limit_s)
+                self.manager.on_schedule_end()
+        assert self.lookup(keys, context) == num_hits
+        self.manager.prepare_load(keys[:num_hits], context)
+        self.manager.complete_load(keys[:num_hits], context)
+        first, last = num_hits * BLOCK_TOKENS, len(keys) * BLOCK_TOKENS + tail_tokens
+        seconds = sum(self.token_s(position) for position in range(first, last))
+        self.clock.now_s += seconds
+        self.manager.report_prefill(first, last - first, seconds)
+        self.manager.on_request_finished(context)
+        waited_s = self.clock.now_s - begin_s
+        self.clock.now_s += 0.5
+        self.manager.on_schedule_end()
+        return waited_s
+
+    def bounds_s(self, num_blocks: int, tail_tokens: int = 1) -> tuple[float, float]:
+        """Return the time to first token of "always load" and of "never load"."""
+        tokens = num_blocks * BLOCK_TOKENS
+        tail_s = sum(self.token_s(position) for position in range(tokens, tokens + tail_tokens))
+        load_s = self.tier.latency_s + num_blocks * self.tier.block_s + 2 * STEP_S
+        return load_s + tail_s, sum(map(self.token_s, range(tokens))) + tail_s
+
+
+def flat(tokens_per_s: float) -> Callable[[int], float]:
+    return lambda position: 1 / tokens_per_s
+
+
+def growing(tokens_per_s: float, doubles_at: int) -> Callable[[int], float]:
+    return lambda position: (1 + position / doubles_at) / tokens_per_s
+
+
+LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610]
+# Seconds a block at 50 MB/s.
+THROTTLED_S = BLOCK_BYTES / 50e6
+
+
+def ratios(engine: Engine, lengths: list[int]) -> Iterator[tuple[int, float]]:
+    for length in lengths:
+        always_s, never_s = engine.bounds_s(length)
+        yield length, engine.first_token_s(engine.prompt(length)) / min(always_s, never_s)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize(
+    ("latency_s", "block_s", "token_s", "given"),
+    [
+        # 50 MB/s, and an engine that is slower, faster, and about as fast.
+        (0.002, THROTTLED_S, flat(200), 200),
+        (0.002, THROTTLED_S, flat(5000), 5000),
+        (0.002, THROTTLED_S, flat(16 / THROTTLED_S * 1.03), 16 / THROTTLED_S * 1.03),
+        # Short prefixes are computed, long ones loaded: by latency, and by attention.
+        (0.5, 0.002, flat(2000), 2000),
+        (0.002, THROTTLED_S, growing(500, 3000), {0: 500, 3000: 250}),
+    ],
+    ids=["load", "compute", "even", "latency", "attention"],
+)
+def test_first_token_is_near_the_better_of_loading_and_computing(
+    latency_s: float, block_s: float, token_s: Callable[[int], float], given: Any, is_given: bool, by_key: bool
+) -> None:
+    engine = Engine(latency_s, block_s, token_s, given=given if is_given else None, by_key=by_key)
+    # Two lengths of either kind, to learn from.
+    for length in (8, 200, 16, 400, 8, 200):
+        engine.first_token_s(engine.prompt(length), tail_tokens=64)
+        engine.clock.now_s += 60
+    before = engine.manager.stats()
+    worst = {length: ratio for length, ratio in ratios(engine, LENGTHS) if ratio > 1.1}
+    assert worst == {}
+    after = engine.manager.stats()
+    assert after.arbiter_loads + after.arbiter_cuts == 6 + len(LENGTHS)
+    assert after.arbiter_give_ups == before.arbiter_give_ups
+
+
+@pytest.mark.parametrize(("arbiter", "expected"), [(True, 1.0), (False, 4.0)])
+def test_arbiter_is_what_makes_the_difference(arbiter: bool, expected: float) -> None:
+    engine = Engine(0.0, THROTTLED_S, flat(4 * 16 / THROTTLED_S), arbiter=arbiter, given=4 * 16 / THROTTLED_S)
+    engine.first_token_s(engine.prompt(100))
+    always_s, never_s = engine.bounds_s(100)
+    assert engine.first_token_s(engine.prompt(100)) / never_s == pytest.approx(expected, rel=0.02)
+    assert always_s / never_s == pytest.approx(4, rel=0.02)
+
+
+def test_link_that_becomes_slow_is_left_after_two_loads_and_found_again_when_it_is_fast() -> None:
+    engine = Engine(0.001, 0.001, flat(2000), given=2000)
+    assert [round(ratio, 2) for _, ratio in ratios(engine, [100] * 3)] == [1.0] * 3
+    engine.tier.block_s = 0.05
+    slow = [ratio for _, ratio in ratios(engine, [100] * 8)]
+    # A load that takes longer than computing would have is given up, at twice the time.
+    assert max(slow) < 2.1
+    assert max(slow[3:]) < 1.1
+    engine.tier.block_s = 0.001
+    fast = []
+    for _ in range(6):
+        engine.clock.now_s += 10
+        fast += [ratio for _, ratio in ratios(engine, [100])]
+    # Nobody waited for what found that out.
+    assert max(fast[3:]) < 1.1
+
+
+def test_request_on_a_tier_that_stalls_waits_no_longer_than_computing_takes() -> None:
+    engine = Engine(0.001, 0.001, flat(2000), given=2000)
+    list(ratios(engine, [100] * 3))
+    engine.tier.stalled_until_s = engine.clock.now_s + 1000
+    compute_s = engine.bounds_s(100)[1]
+    first_s = engine.first_token_s(engine.prompt(100))
+    assert first_s == pytest.approx(2 * compute_s, rel=0.1)
+    # While a job is late, nobody else waits for the tier.
+    assert engine.first_token_s(engine.prompt(100)) == pytest.approx(compute_s, rel=0.01)
+    assert engine.manager.stats().arbiter_give_ups == 1
+
+
+def test_answer_is_kept_when_rates_change_within_a_request() -> None:
+    engine = Engine(0.001, 0.001, flat(2000), given=2000)
+    list(ratios(engine, [100] * 3))
+    manager, keys, context = engine.manager, engine.prompt(100), ReqContext()
+    assert manager.lookup(keys, context) is None
+    manager.arbiter.prefill.fit.set(1e-9, 0.0)  # computing now costs nothing
+    manager.on_schedule_end()
+    engine.clock.now_s = engine.tier.next_end_s()
+    manager.on_schedule_end()
+    assert manager.lookup(keys, context) == 100
+    cut = ReqContext()
+    keys = engine.prompt(100)
+    assert manager.lookup(keys, cut) == 0
+    manager.arbiter.prefill.fit.set(1.0, 0.0)  # and now more than anything
+    assert manager.lookup(keys, cut) == 0
+    assert manager.lookup(keys, ReqContext()) is None
+
+
+def test_tier_without_an_arbiter_is_loaded_from_whatever_it_costs() -> None:
+    clock = Clock()
+    slow = ThrottledTier(100, 0.0, 1.0, clock)
+    other = ThrottledTier(100, 0.0, 100.0, clock)
+    tiers = [(slow, TierConfig(arbiter=True)), (other, TierConfig())]
+    manager = TieredOffloadingManager(16, 64, tiers, clock=clock, prefill_tokens_per_s=16)
+    assert manager.arbiter is not None
+    slow.submit_store(-1, [b"a", b"b"], [0, 0])
+    other.submit_store(-1, [b"c", b"d"], [0, 0])
+    manager.on_schedule_end()
+    manager.controllers[0].link.fit.set(3.0, 0.0)
+    # Two blocks at 3 s each, for four of a second each.
+    assert manager.lookup([b"a", b"b", b"c", b"d"], ReqContext()) == 0
+    assert str(manager.arbiter.decisions[-1]) == "computes: loading 6 s, computing 4 s"
+    assert manager.lookup([b"c", b"d"], ReqContext()) is None
+    manager.controllers[0].link.fit.set(1.5, 0.0)
+    assert manager.lookup([b"a", b"b", b"c", b"d"], ReqContext()) is None
+    assert str(manager.arbiter.decisions[-1]) == "loads 4 of 4 blocks: loading 3 s, computing 4 s"
+
+
+def test_prefix_is_cut_where_the_medium_changes() -> None:
+    arbiter = LoadArbiter(10.0)
+    fast, slow = LinkRate(), LinkRate()
+    fast.fit.set(0.1, 0.0)
+    slow.fit.set(2.0, 0.0)
+    # 10 tokens a block take a second.
+    segments = [Segment(fast, 5, 50), Segment(slow, 5, 100)]
+    decision = arbiter.decide(0, segments, 0.0)
+    assert (decision.kept_blocks, decision.end_token) == (5, 50)
+    assert (decision.load_s, decision.compute_s, decision.chosen_s) == (10.0, 10.0, 5.5)
+    # What is in host memory behind it makes the slow one worth while.
+    decision = arbiter.decide(0, [*segments, Segment(None, 20, 300)], 0.0)
+    assert (decision.kept_blocks, decision.chosen_s) == (30, 10.0)
+
+
+def test_media_load_at_the_same_time_and_one_after_another_on_one_link() -> None:
+    arbiter = LoadArbiter(1.0)
+    one, two = LinkRate(), LinkRate()
+    one.fit.set(1.0, 0.0)
+    two.fit.set(1.0, 0.0)
+    parts = [Segment(one, 4, 40), Segment(two, 4, 80), Segment(one, 4, 120)]
+    assert arbiter.decide(0, parts, 0.0).load_s == 8.0
+    one.sent(100, 0.0)
+    assert arbiter.decide(0, parts, 0.0).load_s == 108.0
+    # Blocks that are on their way for another request need no place in the queue.
+    assert arbiter.decide(0, [Segment(one, 4, 40, is_coming=True)], 60.0).load_s == 40.0
+
+
+@pytest.mark.parametrize(("latency_s", "block_s"), [(0.0, 0.01), (0.2, 0.0), (0.05, 0.004)])
+def test_link_learns_latency_and_rate(latency_s: float, block_s: float) -> None:
+    link, now_s = LinkRate(), 0.0
+    assert not link.is_known
+    for num_blocks in (10, 40, 5, 80):
+        link.sent(num_blocks, now_s)
+        end_s = now_s + latency_s + block_s * num_blocks
+        link.ended(num_blocks, num_blocks, now_s, end_s, end_s)
+        now_s = end_s + 1
+    assert link.load_s(1000, now_s) == pytest.approx(latency_s + 1000 * block_s, rel=0.01)
+    assert link.latency_s == pytest.approx(latency_s, abs=1e-3)
+
+
+def test_jobs_that_share_a_link_tell_its_rate_together() -> None:
+    link = LinkRate()
+    for round_ in range(3):
+        begin_s = 10.0 * round_
+        for _ in range(4):
+            link.sent(10, begin_s)
+        # All end at once, after the time of all.
+        for _ in range(4):
+            link.ended(10, 10, begin_s, begin_s + 4.0, begin_s + 4.0)
+    assert link.load_s(10, 100.0) == pytest.approx(1.0)
+
+
+def test_failed_and_overdue_jobs_teach_nothing_but_free_the_link() -> None:
+    link = LinkRate()
+    link.sent(10, 0.0)
+    link.ended(10, 0, 0.0, 9.0, 9.0)
+    link.sent(10, 9.0)
+    link.abandoned(10, 20.0)
+    assert not link.is_known
+    assert link.is_idle
+    assert link.load_s(1, 50.0) == 0.0
+
+
+def test_rates_in_use_do_not_follow_noise() -> None:
+    fit = CostFit()
+    seen = set()
+    for i in range(40):
+        fit.record(100, 1, 1.0 + 0.03 * (-1) ** i)
+        seen.add(fit(100, 1))
+    assert len(seen) == 1
+    fit.record(100, 1, 1.5)
+    assert fit(100, 1) > 1.04
+
+
+def test_prefill_rate_is_learned_by_position() -> None:
+    rate = PrefillRate()
+    for first, num in ((0, 100), (1000, 500), (4000, 2000), (100, 50)):
+        rate.record(first, num, sum(1e-3 * (1 + p / 2000) for p in range(first, first + num)))
+    assert rate.compute_s(0, 1000) == pytest.approx(1.25, rel=0.05)
+    assert rate.compute_s(9000, 10000) == pytest.approx(5.75, rel=0.05)
+
+
+def test_rate_that_was_given_stays() -> None:
+    rate = PrefillRate({0: 1000, 4000: 500})
+    rate.record(0, 100, 50.0)
+    assert rate.compute_s(0, 1) == pytest.approx(1e-3, rel=1e-3)
+    assert rate.compute_s(4000, 4001) == pytest.approx(2e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, True, "fast", {}, {"a": 1}, {0: 1, 10: 2}, {-1: 5}, {0: "x"}, [1]])
+def test_bad_prefill_rate_is_named(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"prefill_tokens_per_s must be tokens a second > 0"):
+        PrefillRate(value)
+
+
+def test_calls_without_a_request_and_nonsense_reports_change_nothing() -> None:
+    engine = Engine(0.0, 1.0, flat(1e6), given=1e6)
+    engine.manager.controllers[0].link.fit.set(1.0, 0.0)
+    assert engine.manager.lookup(engine.prompt(4)) is None
+    for report in ((-1, 5, 1.0), (0, 0, 1.0), (0, 5, 0.0)):
+        engine.manager.report_prefill(*report)
+    assert engine.manager.arbiter.prefill.compute_s(0, 10**6) == pytest.approx(1.0)
