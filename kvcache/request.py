@@ -18,6 +18,37 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _CENTURY_S = 100 * 365 * 86_400
 
+NEXT_USES = ("end", "soon", "later")
+"""What a request may say of the next use of its blocks."""
+
+SOON_S = 60.0
+"""What comes back within so many seconds comes soon: tools do, people mostly do not."""
+
+_PRIORITY_OF = {"end": -1, "soon": 1, "later": 0}
+
+
+def check_next_use(next_use: object) -> str:
+    """Return `next_use` if it is one of `NEXT_USES`.
+
+    Parameters
+    ----------
+    next_use : str
+        What a caller has given.
+
+    Returns
+    -------
+    str
+        The same.
+
+    Raises
+    ------
+    ValueError
+        It is none of them.
+    """
+    if type(next_use) is not str or next_use not in NEXT_USES:
+        raise ValueError(f"next_use must be one of {', '.join(map(repr, NEXT_USES))}, got {next_use!r}")
+    return next_use
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -29,15 +60,25 @@ class Retention:
         -1 (one-shot: first out), 0 (normal), 1, 2 or 3 (last out).
     ttl_s : float, optional
         Seconds for which a raised priority holds after the request's last call; None: until it is crowded out.
+    next_use : str, optional
+        When the request's blocks will be used next: ``"end"`` (never: the session is over), ``"soon"`` (within a
+        minute: a tool is at work) or ``"later"`` (a person answers).
 
     Raises
     ------
     ValueError
-        The priority is out of range, or the time is not a positive finite number.
+        The priority is out of range, the time is not a positive finite number, or the next use is none of the three.
+
+    Notes
+    -----
+    `gittins` learns what each next use is worth and ignores priorities; the other compiled policies keep blocks by
+    priority. For them a next use without a priority stands for one: -1 (end), 1 for `ttl_s` or 60 seconds (soon), or
+    0 (later).
     """
 
     priority: int = 0
     ttl_s: float | None = None
+    next_use: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.priority) is not int or not -1 <= self.priority <= 3:
@@ -47,11 +88,23 @@ class Retention:
             isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf
         ):
             raise ValueError(f"ttl_s must be a positive number of seconds or None, got {ttl_s!r}")
+        if self.next_use is not None:
+            check_next_use(self.next_use)
+
+    @property
+    def priority_class(self) -> int:
+        """The priority that was given, or else that which the next use stands for."""
+        return _PRIORITY_OF[self.next_use] if self.priority == 0 and self.next_use is not None else self.priority
 
     @property
     def ttl_ns(self) -> int:
         """The time in whole nanoseconds, at least 1 and at most a century, which nobody outlives; 0: none."""
-        return 0 if self.ttl_s is None else max(1, int(min(self.ttl_s, _CENTURY_S) * 1e9))
+        ttl_s = self.ttl_s
+        if ttl_s is None:
+            if self.priority != 0 or self.next_use != "soon":
+                return 0
+            ttl_s = SOON_S
+        return max(1, int(min(ttl_s, _CENTURY_S) * 1e9))
 
 
 class ReqContext:
@@ -76,9 +129,20 @@ class ReqContext:
         Where in the prompt each key's block ends, in tokens, as far as the engine has said.
     request_keys : dict
         For pools only: which keys this request has named in each of them.
+    ended_keys : dict
+        For pools only: the same, of the request that ended last, so that a hint can come after its end.
     """
 
-    __slots__ = ("__weakref__", "_state", "kv_transfer_params", "positions", "req_id", "request_keys", "retention")
+    __slots__ = (
+        "__weakref__",
+        "_state",
+        "ended_keys",
+        "kv_transfer_params",
+        "positions",
+        "req_id",
+        "request_keys",
+        "retention",
+    )
 
     def __init__(
         self,
@@ -94,6 +158,7 @@ class ReqContext:
         self._state: dict[type, Any] | None = None
         self.positions: dict[bytes, int] | None = None
         self.request_keys: dict[Any, Any] = {}
+        self.ended_keys: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         return f"ReqContext(req_id={self.req_id!r})"
@@ -102,6 +167,7 @@ class ReqContext:
         state: Any = super().__getstate__()
         # A copy, perhaps in another process, is a request that no manager has met.
         state[1]["request_keys"] = {}
+        state[1]["ended_keys"] = {}
         return state
 
     def set_state(self, value: object) -> None:

@@ -102,9 +102,9 @@ class GenericBlockCache:
     def num_free(self) -> int:
         return int(self._backend.get_num_free_blocks())
 
-    def open_request(self, priority: int = 0, ttl_ns: int = 0) -> RequestUses:
+    def open_request(self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None) -> RequestUses:
         # A policy of five primitives knows no priorities: hints are soft, and it may ignore them.
-        request = RequestUses()
+        request = RequestUses(next_use)
         request.epoch = self._epoch
         return request
 
@@ -415,6 +415,26 @@ class GenericBlockCache:
             _check_keys(by_position)
             self._count(by_position, request_keys)
         self._order_used(request_keys, positions)
+
+    @_atomic
+    def take_hint(
+        self,
+        keys: list[bytes] | None,
+        request_keys: RequestUses | None,
+        positions: dict[bytes, int] | None,
+        next_use: str,
+        priority: int,
+        ttl_ns: int,
+    ) -> None:
+        if keys is not None:
+            _check_keys(keys)
+        elif request_keys is not None:
+            keys = list(self._keys_of(request_keys))
+            if positions is not None:
+                keys = sorted_by_position(keys, positions)
+            request_keys.next_use = next_use
+        if keys and hasattr(self._policy, "hint"):
+            self._policy.hint(keys, next_use)
 
     def _order_used(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> None:
         keys = list(self._keys_of(request_keys))

@@ -183,6 +183,30 @@ class OffloadingManager(ABC):
             The request.
         """
 
+    def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:  # noqa: B027
+        """Say when blocks will be used next, once that is known; a request's blocks also after it has ended.
+
+        The default does nothing: a hint is soft.
+
+        Parameters
+        ----------
+        request_or_keys : ReqContext or iterable of bytes
+            A request that runs or has ended, for all keys that it has used; or keys in prefix order, of which unknown
+            ones are ignored.
+        next_use : str
+            ``"end"`` (never), ``"soon"`` (within a minute) or ``"later"``.
+
+        Raises
+        ------
+        ValueError
+            `next_use` is none of the three; nothing has changed.
+
+        Notes
+        -----
+        Uses of a running request that follow carry the hint, too, and it replaces what the request said before. What
+        is held at priority 2 or 3 stays so.
+        """
+
     def on_schedule_end(self) -> None:  # noqa: B027
         """Called at the end of a scheduler step."""
 

@@ -21,7 +21,7 @@ from kvcache.metrics import MANAGER_METRICS, ManagerStats
 from kvcache.options import check_int, check_share
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
-from kvcache.request import HintReader, ReqContext
+from kvcache.request import HintReader, ReqContext, Retention, check_next_use
 from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
 
 if TYPE_CHECKING:
@@ -237,12 +237,13 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
         hint = None
         if req_context.retention is not None or req_context.kv_transfer_params is not None:
             hint = self._hints.of(req_context)
-        if hint is None or hint.priority == 0:
+        if hint is None:
             request_keys = self._cache.open_request()
         else:
-            if self._now_s is None:
+            priority = hint.priority_class
+            if priority != 0 and self._now_s is None:
                 self._start_clock()
-            request_keys = self._cache.open_request(hint.priority, hint.ttl_ns)
+            request_keys = self._cache.open_request(priority, hint.ttl_ns, hint.next_use)
         # Another thread, or a finalizer, may have been first.
         return req_context.request_keys.setdefault(self, request_keys)
 
@@ -306,8 +307,33 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
             request_keys_by_pool.pop(self, None)
         if request_keys is not None:
             self._cache.end_request(request_keys, req_context.positions, use_positions)
+            if request_keys.num_seen:
+                req_context.ended_keys[self] = request_keys
             if self.observer is not None:
                 self.observer.take(request_keys)
+
+    def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
+        """Say when blocks will be used next, once that is known; see `OffloadingManager.hint`."""
+        said = Retention(next_use=check_next_use(next_use))
+        keys: list[bytes] | None = None
+        kept: Any = None
+        positions: dict[bytes, int] | None = None
+        if isinstance(request_or_keys, ReqContext):
+            kept = self._keys_last_used(request_or_keys)
+            positions = request_or_keys.positions
+        else:
+            keys = as_key_list(request_or_keys)
+        priority = said.priority_class
+        if self._reads_clock or self._now_s is not None or priority != 0:
+            self._advance()
+        self._cache.take_hint(keys, kept, positions, next_use, priority, said.ttl_ns)
+
+    def _keys_last_used(self, req_context: ReqContext) -> Any:
+        """Return the keys of a request that runs, or of the same context's that ended last if this one used none."""
+        for kept in (req_context.request_keys.get(self), req_context.ended_keys.get(self)):
+            if kept is not None and self._cache.has_used(kept):
+                return kept
+        return self._request_keys_of(req_context)
 
     # ---- look-ups --------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from kvcache.core.request_keys cimport Named, RequestKeys, number_of
 import numpy as np
 
 from kvcache.block import BlockStateError
+from kvcache.request import NEXT_USES
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 
 cdef extern from "Python.h":
@@ -91,11 +92,12 @@ cdef class BlockCache(PriorityClasses):
         return self
 
     @cython.critical_section
-    def open_request(self, int32_t priority=0, int64_t ttl_ns=0):
+    def open_request(self, int32_t priority=0, int64_t ttl_ns=0, next_use=None):
         """Return the request_keys of a new request, with its retention hint."""
         cdef RequestKeys request_keys = RequestKeys()
         self._begin(request_keys)
         request_keys.priority = priority
+        request_keys.next_use = _next_use_of(next_use)
         request_keys.ttl_ns = ttl_ns
         if self.tracks_uses:
             request_keys.track_uses()
@@ -690,6 +692,55 @@ cdef class BlockCache(PriorityClasses):
             self._retain(self.batch_rows, n, request_keys)
         self._after()
 
+    @cython.critical_section
+    def take_hint(
+        self, list keys, RequestKeys request_keys, dict positions, next_use, int32_t priority, int64_t ttl_ns
+    ):
+        """Take a hint of next use that comes after the uses: for `keys`, or if that is None, for a request's used keys.
+
+        Parameters
+        ----------
+        keys : list of bytes or None
+            In prefix order.
+        request_keys : RequestKeys or None
+            The request's, whose later uses carry the hint, too.
+        positions : dict or None
+            Key to end token, of the request.
+        next_use : str
+            ``"end"``, ``"soon"`` or ``"later"``.
+        priority, ttl_ns : int
+            What that stands for.
+        """
+        cdef Py_ssize_t i, n
+        cdef int32_t code = _next_use_of(next_use)
+        cdef int64_t newest_position
+        self._begin(request_keys)
+        if keys is not None:
+            n = len(keys)
+            self._resolve(keys, None, False)
+        else:
+            n = request_keys.num_seen
+            newest_position = request_keys.newest_position
+            self._reserve_batch(n)
+            self._sort_used(request_keys, 0, n, positions)
+            request_keys.newest_position = newest_position
+            self._rows_in_order(request_keys, n)
+            for i in range(n):
+                self.batch_hashes[i] = request_keys.named[request_keys.used[self.batch_positions[i].at]].hash
+        if priority != 0 and self.keeps_queues and self.deadlines is None:
+            self.deadlines = Deadlines(self.num_rows)
+        self._reserve_retention(n)
+        self.reserve_policy(n)
+        if keys is None:
+            request_keys.next_use = code
+            if self.keeps_queues and request_keys.priority <= 1:
+                request_keys.priority = priority
+                request_keys.ttl_ns = ttl_ns
+        self.on_hint(self.batch_rows, self.batch_hashes, n, code)
+        if self.deadlines is not None:
+            self._restate(self.batch_rows, n, priority, ttl_ns)
+        self._after()
+
     cdef int _sort_used(self, RequestKeys request_keys, Py_ssize_t start, Py_ssize_t stop, dict positions) except -1:
         """Write the used keys from `start` to `stop`, in the order of the prompt, to `batch_positions`.
 
@@ -791,6 +842,10 @@ cdef class BlockCache(PriorityClasses):
             if _num_calls * CHECKED_SIZE % self.cache_capacity < CHECKED_SIZE:
                 self.check()
         return 0
+
+
+cdef int32_t _next_use_of(next_use) except -1:
+    return 0 if next_use is None else 1 + NEXT_USES.index(next_use)
 
 
 cdef int _compare(const void* a, const void* b) noexcept nogil:

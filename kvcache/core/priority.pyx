@@ -76,7 +76,6 @@ cdef class PriorityClasses(BlockTable):
     cdef void _retain(self, const int32_t* rows, Py_ssize_t n, RequestKeys request_keys) noexcept nogil:
         """Apply a request's hint to resident rows; one without a hint lifts one-shot blocks, which were used again."""
         cdef Py_ssize_t i
-        cdef int32_t row
         cdef int32_t priority = NORMAL if request_keys is None else NORMAL + request_keys.priority
         cdef uint64_t deadline = <uint64_t> -1
         if request_keys is not None and request_keys.ttl_ns:
@@ -85,6 +84,28 @@ cdef class PriorityClasses(BlockTable):
         for i in range(n - 1, -1, -1):
             if rows[i] != 0:
                 self._retain_row(rows[i], priority, deadline)
+        self._crowd_out()
+
+    cdef void _restate(self, const int32_t* rows, Py_ssize_t n, int32_t priority, int64_t ttl_ns) noexcept nogil:
+        """Put resident rows at what a later hint says, unless they are held at priority 2 or 3."""
+        cdef Py_ssize_t i
+        cdef int32_t row
+        cdef uint64_t deadline = <uint64_t> (self.now_ns + ttl_ns) if ttl_ns else <uint64_t> -1
+        for i in range(n - 1, -1, -1):
+            row = rows[i]
+            if row == 0 or self.rows[row].priority > NORMAL + 1:
+                continue
+            if priority > 0:
+                self._retain_row(row, NORMAL + priority, deadline)
+                continue
+            if self.rows[row].priority > NORMAL:
+                self.deadlines.remove(row)
+            self._set_priority(row, NORMAL + priority)
+        self._crowd_out()
+
+    cdef void _crowd_out(self) noexcept nogil:
+        """Let the rows nearest their end fall back where too many are raised."""
+        cdef int32_t row
         while self.deadlines.num_nodes > self.max_raised:
             row = self.deadlines.nearest()
             self.deadlines.remove(row)

@@ -87,6 +87,8 @@ cdef class BlockTable:
     cdef void on_request(self) noexcept nogil
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
+    cdef void on_hint(
+        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t next_use) noexcept nogil
     cdef void on_append(self, const int32_t* rows, Py_ssize_t n, uint64_t stamp, int32_t tail) noexcept nogil
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil

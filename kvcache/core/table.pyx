@@ -445,6 +445,11 @@ cdef class BlockTable:
             if rows[i] != 0:
                 move_to_tail(self, rows[i], self.rows[rows[i]].list_idx)
 
+    cdef void on_hint(
+        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t next_use
+    ) noexcept nogil:
+        """Called with keys (row 0: absent) whose next use was said after they were used, coded as in RequestKeys."""
+
     cdef void on_append(self, const int32_t* rows, Py_ssize_t n, uint64_t stamp, int32_t tail) noexcept nogil:
         """Move each row to just behind (older than) the one before it, the first to behind `tail` (0: it has left).
 

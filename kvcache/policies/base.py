@@ -296,6 +296,19 @@ class CachePolicy(ABC):
         victims = self.evict(max(0, len(keys) - num_free), set(offered))
         return (0, []) if victims is None else (len(keys), victims)
 
+    def hint(self, keys: list[bytes], next_use: str) -> None:  # noqa: B027
+        """Take what was said of keys after they were used: ``"end"``, ``"soon"`` or ``"later"``.
+
+        The default does nothing. What a request said when it began is in `RequestUses.next_use`.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            In prefix order; unknown ones are ignored.
+        next_use : str
+            When they will be used next.
+        """
+
     def clear(self) -> None:
         """Forget everything, ghosts and adaptive state too.
 
@@ -360,7 +373,7 @@ class BlockCacheOps(Protocol):
     def num_raised(self) -> int:
         """Blocks held at a raised priority."""
 
-    def open_request(self, priority: int = 0, ttl_ns: int = 0) -> Any:
+    def open_request(self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None) -> Any:
         """Return the (empty) keys of a new request, with its retention hint (`ttl_ns` 0: no end)."""
 
     def advance(self, now_ns: int, max_raised: int) -> None:
@@ -411,6 +424,21 @@ class BlockCacheOps(Protocol):
         """Order all keys that the request used, by their positions in the prompt or as first used.
 
         With `use_positions` every key of `positions` is used, if it was not before.
+        """
+
+    def take_hint(
+        self,
+        keys: list[bytes] | None,
+        request_keys: Any,
+        positions: dict[bytes, int] | None,
+        next_use: str,
+        priority: int,
+        ttl_ns: int,
+    ) -> None:
+        """Take a hint that comes after the uses: for `keys`, or if that is None, for the keys that the request used.
+
+        `next_use` stands for `priority` and `ttl_ns` where a policy knows priorities alone. Later uses of the request
+        carry the hint, too.
         """
 
     def withhold(self, block_ids: Iterable[int]) -> None:

@@ -506,7 +506,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         """Return the group of a class that a request may join, and count one more key in it."""
         cdef int32_t group = <int32_t> <uint32_t> kept[0]
         if (group == 0 or self.groups[group].serial != <uint32_t> (kept[0] >> 32) or self.groups[group].num_known == 0
-                or self.groups[group].bin != 0):
+                or self.groups[group].bin != 0 or self.groups[group].cls != cls):
             group = self._make_group(cls, length)
             kept[0] = <uint32_t> group | <uint64_t> self.groups[group].serial << 32
         self.groups[group].num_known += 1
@@ -591,6 +591,36 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         """Leave all where it is: a group knows its path's order."""
+
+    cdef void on_hint(
+        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t next_use
+    ) noexcept nogil:
+        """Move known keys to the classes of another hint; their age counts from now."""
+        cdef Py_ssize_t i
+        cdef int32_t row, key, group, cls, length
+        cdef uint64_t[CLASSES_PER_HINT] made
+        memset(made, 0, sizeof(made))
+        self._read_time()
+        if next_use >= self.num_hints:
+            self._take_up_hint(next_use)
+        for i in range(n):
+            row = rows[i]
+            key = self._recall(hashes[i]) if row == 0 else 0
+            if row == 0 and key == 0:
+                continue
+            group = self.members[row].group if row != 0 else self.memory[key].group
+            cls = self.groups[group].cls % CLASSES_PER_HINT
+            if group == <int32_t> <uint32_t> made[cls]:
+                continue  # named twice
+            length = self.groups[group].length
+            if row != 0:
+                self._remove_member(row)
+            self._leave_group(group)
+            group = self._join_group(&made[cls], next_use * CLASSES_PER_HINT + cls, length)
+            if row != 0:
+                self._append_member(group, row)
+            else:
+                self.memory[key].group = group
 
     cdef inline bint _is_last(self, RequestKeys request, int32_t place, bint is_last_of_call) noexcept nogil:
         if not request.num_positions:

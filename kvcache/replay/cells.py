@@ -12,11 +12,12 @@ from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.core.policy_adapter import PolicyAdapter
 from kvcache.core.sampler import pass_requests
 from kvcache.replay.compact import next_uses
-from kvcache.replay.hints import NEXT_USES, derive_hints, retention_of
+from kvcache.replay.hints import derive_hints
 from kvcache.replay.keys import KeyMaker, split_block_size
 from kvcache.replay.optimum import optimal_hits
 from kvcache.replay.run import Replay, ReplayClock
 from kvcache.replay.serving import Flow, Serving, price_of, weigh
+from kvcache.request import NEXT_USES, Retention
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from kvcache.policies.base import CachePolicy
     from kvcache.replay.compact import CompactTrace
     from kvcache.replay.requests import Int64Array
-    from kvcache.request import Retention
     from kvcache.tiering.manager import TieredOffloadingManager
 
 OPTIMUM = "min"
@@ -206,7 +206,7 @@ def _replayed(
     hints: npt.NDArray[np.int8] | None = None
     told: list[Retention | None] = []
     if plan.hint_error is not None:
-        told = [retention_of(name) for name in NEXT_USES]
+        told = [Retention(next_use=name) for name in NEXT_USES]
         hints = derive_hints(trace, next_uses(trace)[0] if nexts is None else nexts, plan.hint_error, plan.seed)
     # A whole trace is replayed to the letter; of a sample, the requests that name nothing only pass the time.
     steps = trace.filled() if trace.rate < 1 else ((1, request) for request in trace)

@@ -10,36 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.request import Retention
+from kvcache.request import SOON_S
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvcache.replay.compact import CompactTrace
     from kvcache.replay.requests import Int64Array
-
-NEXT_USES = ("end", "soon", "later")
-"""What a hint may say; `derive_hints` returns places in it."""
-
-SOON_S = 60.0
-"""What comes back within so many seconds comes soon: tools do, people mostly do not."""
-
-
-def retention_of(next_use: str) -> Retention | None:
-    """Return the hint by which a request says when it comes back.
-
-    Parameters
-    ----------
-    next_use : str
-        One of `NEXT_USES`.
-
-    Returns
-    -------
-    Retention or None
-        One-shot for what ends, a raised priority for as long as soon lasts, nothing for what comes later.
-    """
-    return {"end": Retention(-1), "soon": Retention(1, SOON_S), "later": None}[next_use]
-
 
 def derive_hints(
     trace: CompactTrace, nexts: Int64Array, error: float = 0.0, seed: int = 0, soon_s: float = SOON_S

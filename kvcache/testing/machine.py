@@ -17,7 +17,7 @@ from kvcache.control.backend import CPUBackend
 from kvcache.control.cpu import BackendOffloadingManager, CPUOffloadingManager
 from kvcache.control.manager import OffloadingManager
 from kvcache.policies.base import CachePolicy
-from kvcache.request import ReqContext
+from kvcache.request import NEXT_USES, ReqContext, Retention
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.testing.reference import REFERENCE_POLICIES
 from kvcache.testing.reference_manager import ReferenceManager
@@ -87,6 +87,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.managers["backend manager"] = BackendOffloadingManager(
                 CPUBackend(16, capacity), self.policy, **options
             )
+        # A policy that knows no hints may not be given any: the compiled ones keep blocks by priority all the same.
+        self.takes_hints = getattr(twin, "hint", CachePolicy.hint) is not CachePolicy.hint
         self.contexts = [ReqContext(str(slot)) for slot in range(_NUM_CONTEXTS)]
 
     @rule(key=_one_key, slot=_context_slots, fresh=st.booleans())
@@ -179,9 +181,18 @@ class CacheMachine(RuleBasedStateMachine):
         if context is not None:
             self._all(lambda manager: manager.on_request_finished(context))
 
-    @rule(slot=st.integers(1, _NUM_CONTEXTS))
-    def forget_context(self, slot: int) -> None:
-        self.contexts[slot - 1] = ReqContext(str(slot))
+    @rule(slot=st.integers(1, _NUM_CONTEXTS), next_use=st.sampled_from((None, *NEXT_USES)))
+    def forget_context(self, slot: int, next_use: str | None) -> None:
+        retention = Retention(next_use=next_use) if self.takes_hints else None
+        self.contexts[slot - 1] = ReqContext(str(slot), retention=retention)
+
+    @rule(keys=_key_lists, slot=_context_slots, form=_forms, next_use=st.sampled_from(NEXT_USES))
+    def hint(self, keys: list[bytes], slot: int, form: Any, next_use: str) -> None:
+        if not self.takes_hints:
+            return
+        container, fresh = form
+        context = self._context(slot)
+        self._all(lambda manager: manager.hint(context or container(_renewed(keys, fresh)), next_use))
 
     @rule(slot=st.integers(1, _NUM_CONTEXTS), positions=st.dictionaries(_one_key, st.integers(0, 9), max_size=6))
     def set_positions(self, slot: int, positions: dict[bytes, int]) -> None:

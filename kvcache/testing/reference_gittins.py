@@ -177,6 +177,9 @@ class ReferenceGittins(CachePolicy):
 
     def hint(self, keys: list[bytes], next_use: str | None) -> None:
         """Move known keys to the classes of another hint; their age counts from now."""
+        if self.start_ms is None:
+            self.start_ms = self.now_ms
+        self.now = max(self.now, (self.now_ms - self.start_ms) >> self.ticks_shift)
         self._take_up(next_use)
         groups: dict[int, Group] = {}
         for key in dict.fromkeys(keys):
@@ -332,9 +335,9 @@ class ReferenceGittins(CachePolicy):
             self.memory[key] = None
 
     def _join_group(self, key: bytes, cls: int, groups: dict[int, Group], length: int) -> Group:
-        group = groups.get(cls)
-        if group is None or group.num_known == 0 or group.bin != 0:
-            group = groups[cls] = Group(self.now, cls, length)
+        group = groups.get(cls % CLASSES_PER_HINT)
+        if group is None or group.num_known == 0 or group.bin != 0 or group.cls != cls:
+            group = groups[cls % CLASSES_PER_HINT] = Group(self.now, cls, length)
             self.cells[cls, 0][group] = None
             self.num_groups[cls] += 1
         group.num_known += 1

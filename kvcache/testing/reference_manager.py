@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from kvcache.control.manager import OffloadingManager
 from kvcache.events import OffloadingEvent
 from kvcache.metrics import ManagerStats
 from kvcache.policies.base import CachePolicy, RequestUses
-from kvcache.request import ReqContext
+from kvcache.request import ReqContext, check_next_use
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
 
@@ -54,10 +54,14 @@ class ReferenceManager(OffloadingManager):
         self.counts: Counter[str] = Counter()
         # What each request has named, in the order first seen: counted once, ordered when the request is over.
         self.named: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
+        self.ended: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
+        # What was said of a request's next use after it began.
+        self.hinted: WeakKeyDictionary[ReqContext, str] = WeakKeyDictionary()
         self.reset_cache()
 
     def reset_cache(self) -> None:
         self.named.clear()
+        self.ended.clear()
         self.policy = self.policy_class(self.num_blocks)
         if self.policy.reads_clock:
             self.policy.now_ms = self.now_ms  # type: ignore[attr-defined]
@@ -196,8 +200,43 @@ class ReferenceManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         in_prefix_order = self.in_prefix_order(req_context)
+        if in_prefix_order:
+            self.ended[req_context] = self.named[req_context]
         self.named.pop(req_context, None)
+        self.hinted.pop(req_context, None)
         self.policy.order(in_prefix_order)
+
+    def hint(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> None:
+        check_next_use(next_use)
+        keys = self.hinted_keys(request_or_keys, next_use)
+        if self.policy.reads_clock:
+            self._set_time()
+        self.policy.hint(keys, next_use)
+
+    def hinted_keys(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> list[bytes]:
+        """Return the keys that a later hint is about, and remember it for what the request uses from now on.
+
+        Parameters
+        ----------
+        request_or_keys : ReqContext or iterable of bytes
+            What `hint` was given.
+        next_use : str
+            What was said.
+
+        Returns
+        -------
+        list of bytes
+            In prefix order.
+        """
+        if not isinstance(request_or_keys, ReqContext):
+            return checked_keys(request_or_keys)
+        running = self.named.get(request_or_keys)
+        if (running is None or not running.keys) and request_or_keys in self.ended:
+            return self.in_prefix_order(request_or_keys, self.ended)
+        self.hinted[request_or_keys] = next_use
+        if running is not None:
+            running.next_use = next_use
+        return self.in_prefix_order(request_or_keys)
 
     def stats(self) -> ManagerStats:
         num_pending = sum(not self.blocks[key].is_ready for key in self.in_use)
@@ -215,7 +254,9 @@ class ReferenceManager(OffloadingManager):
     def _count_uses(self, keys: Iterable[bytes], req_context: ReqContext | None) -> int:
         if req_context is None:
             return 0
-        named = self.named.setdefault(req_context, RequestUses())
+        retention = req_context.retention
+        next_use = self.hinted.get(req_context, None if retention is None else retention.next_use)
+        named = self.named.setdefault(req_context, RequestUses(next_use))
         named.positions = req_context.positions
         named.read_positions()
         unseen = [key for key in dict.fromkeys(keys) if key not in named.keys]
@@ -243,20 +284,24 @@ class ReferenceManager(OffloadingManager):
     def _evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
         return self.policy.evict(n, protected)
 
-    def in_prefix_order(self, req_context: ReqContext) -> list[bytes]:
+    def in_prefix_order(
+        self, req_context: ReqContext, named_by: Mapping[ReqContext, RequestUses] | None = None
+    ) -> list[bytes]:
         """Return the keys that a request has named, by their positions in the prompt, or as first seen.
 
         Parameters
         ----------
         req_context : ReqContext
             The request.
+        named_by : mapping, optional
+            Where to look; left out: among the requests that run.
 
         Returns
         -------
         list of bytes
             Its keys.
         """
-        request = self.named.get(req_context)
+        request = (self.named if named_by is None else named_by).get(req_context)
         named = [] if request is None else list(request.keys)
         positions: list[int] = []
         for key in named:

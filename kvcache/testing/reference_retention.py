@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcache.block import BlockStatus
 from kvcache.metrics import ManagerStats
-from kvcache.request import ReqContext
+from kvcache.request import ReqContext, Retention
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.testing.reference_manager import ReferenceManager, checked_keys
 
@@ -64,14 +64,14 @@ class RetainingReferenceManager(ReferenceManager):
         keys = _listed(keys)
         self._let_time_pass()
         super().touch(keys, req_context)
-        self._retain(keys, req_context)
+        self._retain(keys, self._retention_of(req_context))
 
     def prepare_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> CPULoadStoreSpec:
         keys = _listed(keys)
         self._let_time_pass()
         spec = super().prepare_load(keys, req_context)
         if req_context is not None:
-            self._retain(keys, req_context)
+            self._retain(keys, self._retention_of(req_context))
         return spec
 
     def prepare_store(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
@@ -85,7 +85,7 @@ class RetainingReferenceManager(ReferenceManager):
         is_one_shot = self._priority_of(req_context) == ONE_SHOT
         self.priorities.update(dict.fromkeys(output.keys_to_store, ONE_SHOT if is_one_shot else NORMAL))
         if req_context is not None:
-            self._retain(keys, req_context)
+            self._retain(keys, self._retention_of(req_context))
         return output
 
     def complete_store(
@@ -98,31 +98,60 @@ class RetainingReferenceManager(ReferenceManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._let_time_pass()
         named = self.in_prefix_order(req_context)
+        retention = self._retention_of(req_context)
         super().on_request_finished(req_context)
-        if self._priority_of(req_context) > NORMAL:
-            self._retain(named, req_context)
+        if retention.priority_class > NORMAL:
+            self._retain(named, retention)
+
+    def hint(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> None:
+        said = Retention(next_use=next_use)
+        keys = self.hinted_keys(request_or_keys, next_use)
+        self._let_time_pass()
+        end = self._end_of(said)
+        for key in reversed(keys):
+            if self.priorities.get(key, HIGHEST) > 1:
+                continue
+            if said.priority_class > NORMAL:
+                self._raise(key, said.priority_class, end)
+            else:
+                self.priorities[key] = said.priority_class
+                self.ends.pop(key, None)
+        self._crowd_out()
 
     def stats(self) -> ManagerStats:
         self.counts["retained_blocks"] = len(self.ends)
         return super().stats()
 
-    def _priority_of(self, req_context: ReqContext | None) -> int:
-        return NORMAL if req_context is None or req_context.retention is None else req_context.retention.priority
+    def _retention_of(self, req_context: ReqContext | None) -> Retention:
+        if req_context is None:
+            return Retention()
+        given = req_context.retention or Retention()
+        next_use = self.hinted.get(req_context)
+        return given if next_use is None or given.priority_class > 1 else Retention(next_use=next_use)
 
-    def _retain(self, keys: Iterable[bytes], req_context: ReqContext | None) -> None:
-        priority = self._priority_of(req_context)
-        end = float("inf")
-        if req_context is not None and req_context.retention is not None and req_context.retention.ttl_s is not None:
-            end = self.clock() + req_context.retention.ttl_s
+    def _priority_of(self, req_context: ReqContext | None) -> int:
+        return self._retention_of(req_context).priority_class
+
+    def _end_of(self, retention: Retention) -> float:
+        return self.clock() + retention.ttl_ns / 1e9 if retention.ttl_ns else float("inf")
+
+    def _retain(self, keys: Iterable[bytes], retention: Retention) -> None:
+        end = self._end_of(retention)
         # The head last: of ends that are equal, those set first come first.
         for key in reversed(list(dict.fromkeys(keys))):
-            if key not in self.priorities or priority < self.priorities[key]:
-                continue
-            if priority > self.priorities[key] or end >= self.ends.get(key, 0):
-                self.priorities[key] = priority
-                self.ends.pop(key, None)
-                if priority > NORMAL:
-                    self.ends[key] = end
+            self._raise(key, retention.priority_class, end)
+        self._crowd_out()
+
+    def _raise(self, key: bytes, priority: int, end: float) -> None:
+        if key not in self.priorities or priority < self.priorities[key]:
+            return
+        if priority > self.priorities[key] or end >= self.ends.get(key, 0):
+            self.priorities[key] = priority
+            self.ends.pop(key, None)
+            if priority > NORMAL:
+                self.ends[key] = end
+
+    def _crowd_out(self) -> None:
         while len(self.ends) > self.max_raised:
             self._fall(self._nearest())
 

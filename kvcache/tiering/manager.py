@@ -38,7 +38,7 @@ from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats
 from kvcache.options import check_seconds
-from kvcache.request import ReqContext, RequestOffloadingContext
+from kvcache.request import ReqContext, RequestOffloadingContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.controller import (
     MAX_STEP_BLOCKS,
@@ -326,6 +326,11 @@ class TieredOffloadingManager(OffloadingManager):
         """
         if self.arbiter is not None and first_token >= 0 and num_tokens > 0 and seconds > 0:
             self.arbiter.prefill.record(first_token, num_tokens, seconds)
+
+    def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
+        check_next_use(next_use)
+        if not self._is_draining:
+            self._pool.hint(request_or_keys, next_use)
 
     def on_schedule_end(self) -> None:
         """Take in what the tiers have done, and send them what the step asked for."""

@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from kvcache import CPUOffloadingManager, ReqContext, Retention
+from kvcache.request import NEXT_USES
 from kvcache.testing import REFERENCE_POLICIES, CacheMachine, RetainingReferenceManager
 from kvcache.testing.machine import KEYS
 
+_next_uses = st.sampled_from(NEXT_USES)
 _hints = st.one_of(
     st.none(),
+    st.builds(lambda next_use, ttl_s: Retention(0, ttl_s, next_use), _next_uses, st.sampled_from((None, 7))),
     st.builds(Retention, st.integers(-1, 3), st.one_of(st.none(), st.sampled_from((1, 2.5, 7, 40)))),
 )
 _prefixes = st.builds(lambda start, length: list(KEYS[start : start + length]), st.integers(0, 14), st.integers(1, 6))
@@ -58,6 +61,10 @@ class RetentionMachine(CacheMachine):
         self.store(keys, 1, form, "success" if success else "failure")
         self.nothing_tells_them_apart()
         self.finish(1)
+
+    @rule(keys=_prefixes, slot=st.integers(0, 3), next_use=_next_uses)
+    def hint(self, keys: list[bytes], slot: int, next_use: str) -> None:
+        self._all(lambda manager: manager.hint(self._context(slot) or list(keys), next_use))
 
     @rule(num=st.integers(1, 8))
     def crowd_out(self, num: int) -> None:

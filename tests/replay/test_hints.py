@@ -12,9 +12,9 @@ from kvcache.replay.cells import Plan
 from kvcache.replay.chats import ChatWorkload
 from kvcache.replay.compact import CompactTrace, next_uses
 from kvcache.replay.grid import Grid, run_grid
-from kvcache.replay.hints import NEXT_USES, derive_hints, retention_of
+from kvcache.replay.hints import derive_hints
 from kvcache.replay.requests import Request
-from kvcache.request import Retention
+from kvcache.request import NEXT_USES
 
 
 def trace_of(requests: list[tuple[float, list[int]]]) -> CompactTrace:
@@ -59,8 +59,8 @@ def test_an_error_rate_makes_as_many_hints_wrong() -> None:
         derive_hints(trace, nexts, error=1.5)
 
 
-def test_hints_are_retention_hints() -> None:
-    assert [retention_of(name) for name in NEXT_USES] == [Retention(-1), Retention(1, 60.0), None]
+
+
 
 
 def hits(hint_error: float | None, num_processes: int = 1) -> int:
