@@ -361,12 +361,16 @@ def _footnote(result: Result, block_size: int) -> str:
 
 
 def _print(console: Any, result: Result, unbounded: Cell, block_size: int) -> None:
+    from kvcache.replay.cells import OPTIMUM
+
     if result.options.tiers:
         _print_tiers(console, result, unbounded, block_size)
     else:
         _print_policies(console, result, unbounded, block_size)
     for line in best_policies(result.cells, result.stack_name if result.options.tiers else None):
         console.print(line, soft_wrap=True, markup=False)
+    if result.options.tiers and any(cell.policy == OPTIMUM for cell in result.cells):
+        console.print(f"{OPTIMUM} is the optimum of host memory alone: it knows no tiers", soft_wrap=True)
     if result.compact.rate < 1:
         least = _LEAST_BLOCKS * _NUM_SHARDS / result.compact.rate
         console.print(
@@ -443,6 +447,13 @@ def _print_policies(console: Any, result: Result, unbounded: Cell, block_size: i
         ),
         ("share of blocks hit", rate),
     ]
+    if any(cell.rejected_requests for cell in cells):
+        views.append(
+            (
+                f"requests rejected, of {len(result.compact):,}: they name more blocks than the cache has",
+                lambda cell: "" if cell.rejected_requests is None else f"{cell.rejected_requests:,}",
+            )
+        )
     saved_s = weights.saved_s(unbounded.hit_tokens) if weights else None
     if weights is not None and saved_s is not None:
         unit, unit_s = ("hours", 3600) if saved_s >= 36000 else ("minutes", 60) if saved_s >= 600 else ("seconds", 1)
@@ -486,6 +497,7 @@ def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int)
                 *where,
                 *(hits + [""] * len(media))[: len(media)],
                 f"{cell.block_hit_rate:.2%}{error}",
+                f"{cell.rejected_requests:,}" if cell.rejected_requests else "",
                 _shown(serving.get("saved_prefill_share"), "{:.1%}"),
                 _shown(serving.get("ttft_p50_s"), "{:.2f} s"),
                 _shown(serving.get("ttft_p99_s"), "{:.2f} s"),
@@ -510,7 +522,8 @@ def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int)
                     "" if written is None else common.human_bytes(written),
                 )
             )
-    heads = ("memory", "below", "policy", *media, "hits", "saved", "TTFT p50", "p99", "busy", "loads", "price")
+    figures = ("hits", "rejected", "saved", "TTFT p50", "p99", "busy", "loads", "price")
+    heads: tuple[str, ...] = ("memory", "below", "policy", *media, *figures)
     title = f"{result.title}: share of blocks hit, by medium, of {unbounded.blocks:,} of {block_size} tokens"
     console.print(f"{title}; no limit: {unbounded.block_hit_rate:.2%}", soft_wrap=True, markup=False)
     console.print(_plain_table(*_used_columns(heads, lines)), crop=False)

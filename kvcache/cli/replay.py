@@ -155,6 +155,11 @@ def replay(
             f"--tier needs the size of a block, got {tier[0] if tier else ''!r} alone: name a model (--model "
             "llama-3.1-8b, or its config.json), give its shape (--layers, --heads, --head-size), or say --block-bytes"
         )
+    if tiers and policies == ["min"]:
+        raise ValueError(
+            "--policy min is the optimum of host memory alone and knows no tiers, got --tier "
+            f"{tier[0] if tier else ''!r}: name a policy beside it, or leave --tier out"
+        )
 
     with open_trace(file, format, skip_bad, common.at_least("--users", users, 1), seed) as trace:
         if weights is not None:

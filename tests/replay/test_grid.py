@@ -313,6 +313,23 @@ def test_grid_command_writes_table_json_csv_and_plot(run: Any, trace: Path, tmp_
     assert ET.parse(targets["svg"]).getroot().tag.endswith("svg")
 
 
+def test_grid_shows_rejected_requests_where_there_are_any(run: Any, trace: Path) -> None:
+    # All five name more than one block: the cache of 1 holds none of them, and gittins rejects nothing.
+    status, out, err = run("replay", trace, "--policy", "lru,gittins,min", "--blocks", "1,5", "--jobs", 1)
+    assert (status, err) == (0, "")
+    heading = out.index("requests rejected, of 5: they name more blocks than the cache has")
+    assert [line.split() for line in out[heading:].splitlines()[4:6]] == [["1", "5", "0"], ["5", "0", "0"]]
+    assert "requests rejected" not in run("replay", trace, "--policy", "lru", "--blocks", "3,5", "--jobs", 1)[1]
+
+
+def test_grid_with_tiers_shows_rejected_requests_and_what_the_optimum_is(run: Any, trace: Path) -> None:
+    below = ("--tier", "ssd:16MiB@1GB/s", "--block-bytes", "1MiB")
+    status, out, err = run("replay", trace, "--policy", "lru,min", "--blocks", "1", *below, "--jobs", 1)
+    assert (status, err) == (0, "")
+    assert "rejected" in out
+    assert "min is the optimum of host memory alone: it knows no tiers" in out
+
+
 def test_grid_of_long_names_keeps_its_figures(run: Any, trace: Path, tmp_path: Path) -> None:
     odd = trace.rename(tmp_path / "a[red]$x_{y$z.jsonl")
     policies = [
@@ -392,6 +409,10 @@ def test_grid_says_how_many_bad_lines_it_skipped(run: Any, trace: Path) -> None:
         (("--model", "none.json"), "model config 'none.json' cannot be read: No such file or directory"),
         (("--params", "nan"), "--params must be a number > 0, got nan"),
         (("--flops", "0"), "--flops must be a number > 0, got 0.0"),
+        (
+            ("--policy", "min", "--tier", "1GiB@1GB/s", "--block-bytes", "1MiB"),
+            "--policy min is the optimum of host memory alone and knows no tiers, got --tier '1GiB@1GB/s'",
+        ),
     ],
 )
 def test_bad_grid_option_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
