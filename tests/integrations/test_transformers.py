@@ -486,3 +486,33 @@ def test_stats_tell_what_was_spared():
     stats = cache.stats()
     assert (stats.prompt_tokens, stats.loaded_tokens, stats.hit_rate) == (128, 63, 63 / 128)
     assert (stats.blocks.hit_blocks, stats.blocks.loaded_blocks) == (4, 4)
+
+
+def test_hints_of_next_use_reach_the_manager():
+    model = model_of()
+    cache = PrefixCache(model, num_blocks=8)
+    ids = prompt_of(40)
+    answer = cache.generate(ids, max_new_tokens=1, do_sample=False, next_use="soon")
+    assert cache.stats().blocks.retained_blocks == 2
+    cache.hint(answer, "end")
+    assert cache.stats().blocks.retained_blocks == 0
+    cache.hint(ids, "soon", salt="another")
+    assert cache.stats().blocks.retained_blocks == 0
+    assert cache.load(ids, next_use="soon")[1] == 32
+    assert cache.stats().blocks.retained_blocks == 2
+    # A tool's prompt stays while others come and go; the blocks that ended leave first.
+    for seed in range(1, 5):
+        cache.generate(prompt_of(40, seed), max_new_tokens=1, do_sample=False, next_use="end")
+    assert cache.load(ids)[1] == 32
+    assert_idle(cache)
+
+
+@pytest.mark.parametrize("method", ["load", "store", "generate", "hint"])
+def test_a_bad_next_use_is_named_and_nothing_is_kept(method):
+    model = model_of()
+    cache = PrefixCache(model, num_blocks=8)
+    ids = prompt_of(40)
+    more = {"load": [], "generate": [], "store": [cache.new_past()], "hint": []}[method]
+    with pytest.raises(ValueError, match=r"next_use must be one of 'end', 'soon', 'later', got 'never'"):
+        getattr(cache, method)(ids, *more, next_use="never")
+    assert cache.stats().blocks.stored_blocks == 0

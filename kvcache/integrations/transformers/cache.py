@@ -23,7 +23,7 @@ from kvcache.keys import block_keys, key_seed
 from kvcache.metrics import ManagerStats
 from kvcache.options import check_int, parse_size
 from kvcache.registry import POLICIES
-from kvcache.request import ReqContext
+from kvcache.request import ReqContext, Retention, check_next_use
 from kvcache.transfer.host_pool import HostPool
 
 # Before 5.21, generate(prefill_chunk_size=...) computes the prompt anew behind a prefix that it is given.
@@ -145,6 +145,7 @@ class PrefixCache:
         *,
         salt: str | bytes = "",
         adapter: str = "",
+        next_use: str | None = None,
     ) -> tuple[DynamicCache, int]:
         """Return the longest stored prefix of a batch of prompts.
 
@@ -158,6 +159,9 @@ class PrefixCache:
             Whose prompts these are: what was stored under another salt is not found.
         adapter : str
             Names weights that are added to the model's, beyond the adapters of peft, which are seen by themselves.
+        next_use : str, optional
+            When these prompts will be continued: ``"end"`` (never), ``"soon"`` (by a tool) or ``"later"`` (by a
+            person); see `Retention`.
 
         Returns
         -------
@@ -171,10 +175,11 @@ class PrefixCache:
         Raises
         ------
         ValueError
-            The ids or the mask are not of that form, or an id is outside the vocabulary.
+            The ids or the mask are not of that form, an id is outside the vocabulary, or the next use is none of the
+            three.
         """
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
-        with _Requests(self, rows, salt, adapter) as requests:
+        with _Requests(self, rows, salt, adapter, next_use) as requests:
             return self._load(rows, requests)
 
     def store(
@@ -185,6 +190,7 @@ class PrefixCache:
         *,
         salt: str | bytes = "",
         adapter: str = "",
+        next_use: str | None = None,
     ) -> int:
         """Keep the whole blocks of `input_ids` whose keys and values are in `past`.
 
@@ -197,7 +203,7 @@ class PrefixCache:
             columns or more.
         attention_mask : torch.Tensor, optional
             As in `load`.
-        salt, adapter
+        salt, adapter, next_use
             As in `load`.
 
         Returns
@@ -211,7 +217,7 @@ class PrefixCache:
             `past` is not of this model, or the ids or the mask are not as in `load`.
         """
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
-        with _Requests(self, rows, salt, adapter) as requests:
+        with _Requests(self, rows, salt, adapter, next_use) as requests:
             return self._store(rows, requests, past)
 
     @torch.no_grad()
@@ -222,13 +228,14 @@ class PrefixCache:
         *,
         salt: str | bytes = "",
         adapter: str = "",
+        next_use: str | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate with what is stored, and store what was computed.
 
         Parameters
         ----------
-        input_ids, attention_mask, salt, adapter
+        input_ids, attention_mask, salt, adapter, next_use
             As in `load`.
         **kwargs
             For `model.generate`: greedy search and sampling of one sequence a prompt.
@@ -249,7 +256,7 @@ class PrefixCache:
         config = checked_generation(self.model, input_ids, attention_mask, kwargs)
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        with _Requests(self, rows, salt, adapter) as requests:
+        with _Requests(self, rows, salt, adapter, next_use) as requests:
             past, _ = self._load(rows, requests)
             output = self.model.generate(input_ids=input_ids, attention_mask=mask, past_key_values=past, **kwargs)
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -267,6 +274,36 @@ class PrefixCache:
             requests.extend(rows)
             self._store(rows, requests, past)
         return output
+
+    def hint(
+        self,
+        input_ids: torch.Tensor,
+        next_use: str,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        salt: str | bytes = "",
+        adapter: str = "",
+    ) -> None:
+        """Say when stored prompts will be continued, once that is known.
+
+        Parameters
+        ----------
+        input_ids : torch.Tensor
+            Token ids as they were given to `store`, or as `generate` returned them.
+        next_use : str
+            ``"end"``, ``"soon"`` or ``"later"``.
+        attention_mask, salt, adapter
+            As in `load`.
+
+        Raises
+        ------
+        ValueError
+            As in `load`; nothing has changed.
+        """
+        check_next_use(next_use)
+        rows = read_rows(input_ids, attention_mask, self._vocab_size)
+        for keys, _ in _Requests(self, rows, salt, adapter, None).each():
+            self.manager.hint(keys, next_use)
 
     def clear(self) -> None:
         """Forget every block; no other thread may be in a call."""
@@ -346,7 +383,9 @@ class PrefixCache:
 class _Requests:
     """A batch's rows as the manager sees them: each one's keys and its context, which ends with the `with` block."""
 
-    def __init__(self, cache: PrefixCache, rows: list[Row], salt: str | bytes, adapter: str) -> None:
+    def __init__(
+        self, cache: PrefixCache, rows: list[Row], salt: str | bytes, adapter: str, next_use: str | None
+    ) -> None:
         if type(salt) not in (str, bytes):
             raise ValueError(f"salt must be str or bytes, got {salt!r}")
         if type(adapter) is not str:
@@ -354,7 +393,8 @@ class _Requests:
         self._manager = cache.manager
         self._block_size = cache.block_size
         self._seed = key_seed(cache._identity.fingerprint(), cache._layout.describe(), cache.block_size, adapter, salt)
-        self._contexts = [ReqContext() for _ in rows]
+        retention = None if next_use is None else Retention(next_use=next_use)
+        self._contexts = [ReqContext(retention=retention) for _ in rows]
         self.extend(rows)
 
     def extend(self, rows: list[Row]) -> None:
