@@ -154,6 +154,7 @@ COMMANDS = Registry(
         "status": "kvcache.exporters.commands:StatusCommand",
         "samples": "kvcache.exporters.commands:SamplesCommand",
         "what_if": "kvcache.exporters.commands:WhatIfCommand",
+        "hint": "kvcache.exporters.commands:HintCommand",
     },
 )
 """What a running engine answers on its status socket."""

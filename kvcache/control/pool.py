@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
+from kvcache.control.recent import RecentRequests
 from kvcache.core.request_keys import RequestKeys
 from kvcache.core.reuse_filter import ReuseFilter
 from kvcache.events import EventLog, OffloadingEvent
@@ -136,6 +137,7 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
             raise ValueError(f"an observer needs requests that have `keys`, got {type(request_keys).__name__}")
         self.observer = observer
         self._hints = HintReader()
+        self._recent: RecentRequests | None = None
         self._max_raised = int(retention_share * num_blocks)
         self._clock = clock
         self._start_s = 0.0
@@ -309,6 +311,8 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
             self._cache.end_request(request_keys, req_context.positions, use_positions)
             if request_keys.num_seen:
                 req_context.ended_keys[self] = request_keys
+                if self._recent is not None:
+                    self._recent.add(req_context, request_keys.num_seen)
             if self.observer is not None:
                 self.observer.take(request_keys)
 
@@ -327,6 +331,15 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
         if self._reads_clock or self._now_s is not None or priority != 0:
             self._advance()
         self._cache.take_hint(keys, kept, positions, next_use, priority, said.ttl_ns)
+
+    def keep_ended_requests(self) -> None:
+        """Remember requests that end from now on for `ended_request`: as many as name the pool's number of keys."""
+        if self._recent is None:
+            self._recent = RecentRequests(self.num_blocks)
+
+    def ended_request(self, req_id: str) -> ReqContext | None:
+        """Return a request that ended not long ago, by its id or the part before a dash; callable in any thread."""
+        return None if self._recent is None else self._recent.find(req_id)
 
     def _keys_last_used(self, req_context: ReqContext) -> Any:
         """Return the keys of a request that runs, or of the same context's that ended last if this one used none."""
@@ -531,6 +544,8 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
                 self.events.clear()
         if self._admission is not None:
             self._admission.clear()
+        if self._recent is not None:
+            self._recent.clear()
         if self.observer is not None:
             self.observer.reset()
 

@@ -164,6 +164,8 @@ class StatusServer(Exporter):
         self._file = self.path.lstat().st_ino
         self._wake, self._woken = os.pipe()
         telemetry.sources.append(self._parts)
+        # For the command hint.
+        getattr(telemetry.manager, "keep_ended_requests", lambda: None)()
         self._thread = threading.Thread(target=self._serve, name="kvcache-status", daemon=True)
         self._thread.start()
 
