@@ -1,8 +1,8 @@
-# BlockTable, and the lanes that evictable rows stand in: inline operations over int32 row indices.
+# Rows, and the eviction queues that evictable ones stand in: inline operations over int32 row indices.
 #
-# A lane is one recency order. Most rows stand in an intrusive list, ascending by stamp; a row that comes back out of
-# order (its reference ended after younger rows had joined) stands in a small heap beside it. The oldest of a lane is
-# the older of the list's first and the heap's top, so nobody ever walks over blocks that cannot leave.
+# A queue is one recency order. Most rows stand in an intrusive list, ascending by stamp; a row that comes back out of
+# order (its reference ended after younger rows had joined) stands in a small heap beside it. The oldest of a queue is
+# the older of the list's first and the heap's top, so that no call walks over blocks that cannot leave.
 
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
@@ -12,8 +12,8 @@ from kvcache.core.heap cimport HeapNode, heap_put, sift_down, sift_up
 cdef enum:
     FREE = 0        # holds no block
     PINNED = 1      # holds a block that cannot leave now: referenced, or being written
-    LISTED = 2      # stands in its lane's list
-    HEAPED = 3      # stands in its lane's heap
+    LISTED = 2      # stands in its queue's list
+    HEAPED = 3      # stands in its queue's heap
     WITHHELD = 4    # holds no block, and is given to none
 
 cdef struct Row:
@@ -38,7 +38,7 @@ cdef struct EvictionQueue:
     uint32_t cursor_mark    # the call that the cursor belongs to
 
 
-# The head of lane L's list is row L: next is the oldest, prev the most recent.
+# The head of queue Q's list is row Q: next is the oldest, prev the most recent.
 
 cdef inline void link_before(Row* rows, int32_t row, int32_t neighbour) noexcept nogil:
     cdef int32_t prev = rows[neighbour].prev
@@ -61,53 +61,53 @@ cdef inline Py_ssize_t row_step() noexcept nogil:
     return sizeof(Row) // sizeof(int32_t)
 
 
-cdef inline void heap_push(Row* rows, EvictionQueue* lane, int32_t row, uint64_t rank) noexcept nogil:
-    # The caller has made room: PolicyAdapter._reserve_heaps.
+cdef inline void heap_push(Row* rows, EvictionQueue* queue, int32_t row, uint64_t rank) noexcept nogil:
+    # The caller has made room: BlockTable.reserve_heaps.
     cdef HeapNode node
     node.rank = rank
     node.stamp = rows[row].stamp
     node.row = row
     rows[row].where = HEAPED
-    lane.num_nodes += 1
-    sift_up(&rows[0].prev, row_step(), lane.nodes, lane.num_nodes - 1, node)
+    queue.num_nodes += 1
+    sift_up(&rows[0].prev, row_step(), queue.nodes, queue.num_nodes - 1, node)
 
 
-cdef inline void heap_update(Row* rows, EvictionQueue* lane, int32_t row, uint64_t rank) noexcept nogil:
+cdef inline void heap_update(Row* rows, EvictionQueue* queue, int32_t row, uint64_t rank) noexcept nogil:
     # The row's stamp is new, and perhaps its rank.
     cdef HeapNode node
     node.rank = rank
     node.stamp = rows[row].stamp
     node.row = row
-    heap_put(&rows[0].prev, row_step(), lane.nodes, lane.num_nodes, rows[row].prev, node)
+    heap_put(&rows[0].prev, row_step(), queue.nodes, queue.num_nodes, rows[row].prev, node)
 
 
-cdef inline void heap_remove(Row* rows, EvictionQueue* lane, int32_t row) noexcept nogil:
-    lane.num_nodes -= 1
-    if lane.nodes[lane.num_nodes].row != row:
-        heap_put(&rows[0].prev, row_step(), lane.nodes, lane.num_nodes, rows[row].prev, lane.nodes[lane.num_nodes])
+cdef inline void heap_remove(Row* rows, EvictionQueue* queue, int32_t row) noexcept nogil:
+    queue.num_nodes -= 1
+    if queue.nodes[queue.num_nodes].row != row:
+        heap_put(&rows[0].prev, row_step(), queue.nodes, queue.num_nodes, rows[row].prev, queue.nodes[queue.num_nodes])
 
 
-cdef inline void leave_lane(Row* rows, EvictionQueue* lane, int32_t row) noexcept nogil:
+cdef inline void queue_remove(Row* rows, EvictionQueue* queue, int32_t row) noexcept nogil:
     if rows[row].where == LISTED:
         unlink(rows, row)
-        lane.num_listed -= 1
+        queue.num_listed -= 1
     elif rows[row].where == HEAPED:
-        heap_remove(rows, lane, row)
+        heap_remove(rows, queue, row)
 
 
-cdef inline void join_last(Row* rows, EvictionQueue* lane, int32_t head, int32_t row) noexcept nogil:
+cdef inline void queue_append(Row* rows, EvictionQueue* queue, int32_t head, int32_t row) noexcept nogil:
     # The row's stamp is the youngest of all.
     link_before(rows, row, head)
-    lane.num_listed += 1
+    queue.num_listed += 1
 
 
-cdef inline void join_by_stamp(Row* rows, EvictionQueue* lane, int32_t head, int32_t row) noexcept nogil:
+cdef inline void queue_insert(Row* rows, EvictionQueue* queue, int32_t head, int32_t row) noexcept nogil:
     cdef uint64_t stamp = rows[row].stamp
-    if lane.num_listed == 0 or stamp > rows[rows[head].prev].stamp:
+    if queue.num_listed == 0 or stamp > rows[rows[head].prev].stamp:
         link_before(rows, row, head)
     elif stamp < rows[rows[head].next].stamp:
         link_before(rows, row, rows[head].next)
     else:
-        heap_push(rows, lane, row, 0)
+        heap_push(rows, queue, row, 0)
         return
-    lane.num_listed += 1
+    queue.num_listed += 1

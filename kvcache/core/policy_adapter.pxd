@@ -1,8 +1,10 @@
 from libc.stdint cimport int32_t
 
-from kvcache.core.cache cimport BlockCache
+from kvcache.core.batch cimport Batch
+from kvcache.core.policy cimport ReplacementPolicy
 
-cdef class PolicyAdapter(BlockCache):
+cdef class PolicyAdapter(ReplacementPolicy):
+    cdef Batch batch
     cdef int _refuse_native(self, str verb) except -1
-    cdef int _check_rows(self) except -1
-    cdef void _release_caller_blocks(self, const int32_t* rows, Py_ssize_t n, list keys, list blocks) noexcept
+    cdef int _end(self) except -1
+    cdef void _release(self, const int32_t* rows, Py_ssize_t n, list keys, list blocks) noexcept

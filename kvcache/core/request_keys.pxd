@@ -2,8 +2,10 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from kvcache.core.index cimport Bucket
+from kvcache.core.batch cimport Batch, Position
 from kvcache.core.eviction_queue cimport Row
+from kvcache.core.index cimport Bucket
+from kvcache.core.table cimport BlockTable
 
 cdef extern from "Python.h":
     int64_t PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow) except? -1
@@ -16,7 +18,7 @@ cdef struct Named:
     uint32_t seen           # 1, 2, ...: in this order the request used its keys; 0: only looked up
     uint32_t mark           # of the last prepare_store that named it
 
-# What only a policy that asks for it (`BlockTable.tracks_uses`) knows of a used key.
+# What only a policy that asks for it (`ReplacementPolicy.tracks_uses`) knows of a used key.
 cdef struct KeyUse:
     int64_t position        # in the prompt; where it is not known, that of the key used before it
     int32_t before          # the used key before it in the prompt: its place in named + 1; 0: it is the head
@@ -62,11 +64,18 @@ cdef class RequestKeys:
     cdef void forget(self) noexcept
     cdef int reserve(self, Py_ssize_t n) except -1
     cdef int track_uses(self) except -1
-    cdef int read_positions(self) except -1
-    cdef void add_use(self, Py_ssize_t place, int64_t position, bint is_positioned) noexcept nogil
+    cdef int resolve(self, BlockTable table, list keys, Batch batch, bint add) except -1
+    cdef Py_ssize_t walk(self, BlockTable table, list keys, Batch batch) noexcept
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil
-    cdef void meet(self, list keys, Py_ssize_t start, Py_ssize_t stop, const uint64_t* hashes, const int32_t* found,
-                   const Row* rows, bint add, Py_ssize_t* places) noexcept
+    cdef void meet(
+        self, BlockTable table, list keys, Py_ssize_t start, Py_ssize_t stop, Batch batch, bint add) noexcept
+    cdef int32_t row_now(self, BlockTable table, Py_ssize_t place) noexcept nogil
+    cdef int read_positions(self, BlockTable table, list keys, Batch batch) except -1
+    cdef Py_ssize_t add_uses(self, Batch batch, Py_ssize_t n) noexcept nogil
+    cdef void link_use(self, Py_ssize_t place, int64_t position, bint is_positioned) noexcept nogil
+    cdef int sort_used(
+        self, BlockTable table, Py_ssize_t start, Py_ssize_t stop, dict positions, Batch batch) except -1
+    cdef void rows_in_prompt(self, BlockTable table, Py_ssize_t n, Batch batch) noexcept nogil
 
 
 cdef inline int64_t number_of(PyObject* value) except? -1:

@@ -1,4 +1,4 @@
-"""RequestKeys: the keys that one request has named, and the rows they were found in.
+"""RequestKeys: the keys that one request has named, the rows they were found in, and their order in the prompt.
 
 Compiled because every call of a request walks over it; what it remembers spares the later calls their hashing.
 """
@@ -7,16 +7,20 @@ cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
-from libc.stdint cimport int32_t, int64_t
-from libc.stdlib cimport free
+from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdlib cimport free, qsort
 from libc.string cimport memset
 
+from kvcache.core.batch cimport NO_POSITION, Batch, Position
 from kvcache.core.index cimport (
     Bucket, Probe, buckets_for, index_first, index_insert, index_next, same_bytes, zeroed,
 )
+from kvcache.core.table cimport BlockTable, PyList_GET_ITEM
+
+from kvcache.block import BlockStateError
 
 cdef extern from "Python.h":
-    PyObject* PyList_GET_ITEM(object keys, Py_ssize_t i) noexcept
+    PyObject* PyDict_GetItemWithError(dict positions, object key) except? NULL
     bint PyDict_Next(object positions, Py_ssize_t* at, PyObject** key, PyObject** value) noexcept
 
 
@@ -93,12 +97,115 @@ cdef class RequestKeys:
         self.uses = <KeyUse*> block
         return 0
 
-    cdef int read_positions(self) except -1:
-        """Read the positions that have been added since the last time; changed ones are not seen."""
+    cdef int resolve(self, BlockTable table, list keys, Batch batch, bint add) except -1:
+        """Fill a batch for `keys`: row, hash, and where each is among the request's (-1: nowhere)."""
+        cdef Py_ssize_t n = len(keys)
+        cdef Py_ssize_t i = 0
+        cdef bint was_empty = self.num_named == 0
+        batch.reserve(n)
+        # Comparing pointers pays only for a call that is not tiny beside the request.
+        if not was_empty and 16 * n >= self.num_named:
+            i = self.walk(table, keys, batch)
+        if i == n:
+            return 0
+        table.find(keys, i, n, batch)
+        if add:
+            self.reserve(n - i)
+        self.meet(table, keys, i, n, batch, add)
+        if was_empty:
+            self.version = table.version
+        return 0
+
+    cdef Py_ssize_t walk(self, BlockTable table, list keys, Batch batch) noexcept:
+        """Resolve leading keys that are the very objects named before, in that order, and return how many."""
+        cdef Py_ssize_t i = 0, at = 0, j, n = len(keys)
+        cdef Py_ssize_t num_named = self.num_named
+        cdef bint in_step = self.version == table.version
+        cdef PyObject* key
+        cdef Named* named
+        while i < n:
+            key = PyList_GET_ITEM(keys, i)
+            j = at
+            while j < num_named and self.named[j].key != key:
+                j += 1
+            if j == num_named:
+                break
+            named = &self.named[j]
+            # A row is trusted only while its generation says that it has not changed hands.
+            if not in_step and (named.row == 0 or table.rows[named.row].generation != named.generation):
+                named.row = table.find_one(key, named.hash)
+                named.generation = table.rows[named.row].generation
+            batch.rows[i] = named.row
+            batch.hashes[i] = named.hash
+            batch.places[i] = j
+            at = j + 1
+            i += 1
+        if i == num_named:
+            self.version = table.version
+        return i
+
+    cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil:
+        """Return where the key stands in `named`, or -1."""
+        cdef Probe probe
+        cdef int32_t place = index_first(self.buckets, self.num_buckets, hash, &probe) if self.num_named else 0
+        while place != 0 and not (self.named[place - 1].hash == hash and same_bytes(self.named[place - 1].key, key)):
+            place = index_next(self.buckets, self.num_buckets, hash, &probe)
+        return place - 1
+
+    cdef void meet(
+        self, BlockTable table, list keys, Py_ssize_t start, Py_ssize_t stop, Batch batch, bint add
+    ) noexcept:
+        """Write where keys that were just looked up are among the request's, and keep the rows they were found in.
+
+        With `add` those that are not there yet are appended; `reserve` has made room.
+        """
+        cdef Py_ssize_t i, place
+        cdef PyObject* key
+        cdef Named* named
+        for i in range(start, stop):
+            key = PyList_GET_ITEM(keys, i)
+            place = self.locate(key, batch.hashes[i])
+            batch.places[i] = place
+            if place < 0:
+                if not add:
+                    continue
+                batch.places[i] = place = self.num_named
+                self.num_named += 1
+                named = &self.named[place]
+                Py_INCREF(<object> key)
+                named.key = key
+                named.hash = batch.hashes[i]
+                named.seen = 0
+                named.mark = 0
+                index_insert(self.buckets, self.num_buckets, named.hash, <int32_t> place + 1)
+            self.named[place].row = batch.rows[i]
+            self.named[place].generation = table.rows[batch.rows[i]].generation
+
+    cdef int32_t row_now(self, BlockTable table, Py_ssize_t place) noexcept nogil:
+        """Return the row of a key that the request has named, or 0."""
+        cdef Named* named = &self.named[place]
+        if named.row != 0:
+            if table.rows[named.row].generation == named.generation:
+                return named.row
+        elif self.version == table.version:
+            return 0
+        named.row = table.find_one(named.key, named.hash)
+        named.generation = table.rows[named.row].generation
+        return named.row
+
+    # ---- uses, in the order of the prompt ---------------------------------------------------------------------
+
+    cdef int read_positions(self, BlockTable table, list keys, Batch batch) except -1:
+        """Read where the keys of a call are in the prompt, and the positions added since the last time.
+
+        Changed ones are not seen. For a policy that tracks uses.
+        """
+        cdef Py_ssize_t i
+        cdef uint64_t call = table.num_calls
         cdef PyObject* key
         cdef PyObject* value
         cdef int64_t position
-        if self.positions is None:
+        if self.uses == NULL or self.positions is None:
             return 0
         while self.num_positions < len(self.positions) and PyDict_Next(
                 self.positions, &self.positions_at, &key, &value):
@@ -106,9 +213,31 @@ cdef class RequestKeys:
             if self.num_positions == 0 or position > self.largest_position:
                 self.largest_position = position
             self.num_positions += 1
+        for i in range(len(keys)):
+            value = PyDict_GetItemWithError(self.positions, <object> PyList_GET_ITEM(keys, i))
+            batch.ends[i] = NO_POSITION if value == NULL else number_of(value)
+        _refuse_reentry(table, call)
         return 0
 
-    cdef void add_use(self, Py_ssize_t place, int64_t position, bint is_positioned) noexcept nogil:
+    cdef Py_ssize_t add_uses(self, Batch batch, Py_ssize_t n) noexcept nogil:
+        """Pick out the keys of a resolved batch that the request has not used before, and return how many they are."""
+        cdef Py_ssize_t i, place, num_used = 0
+        cdef Named* named
+        for i in range(n):
+            place = batch.places[i]
+            named = &self.named[place]
+            if named.seen == 0:
+                self.used[self.num_seen] = <int32_t> place
+                self.num_seen += 1
+                named.seen = self.num_seen
+                if self.uses != NULL:
+                    self.link_use(place, batch.ends[i], self.num_positions != 0 and batch.ends[i] != NO_POSITION)
+                batch.used_rows[num_used] = batch.rows[i]
+                batch.used_hashes[num_used] = batch.hashes[i]
+                num_used += 1
+        return num_used
+
+    cdef void link_use(self, Py_ssize_t place, int64_t position, bint is_positioned) noexcept nogil:
         """Append a key, which has just become the request's last used one, and link it by its position."""
         cdef KeyUse* uses = self.uses
         cdef int32_t before = self.finger
@@ -135,38 +264,48 @@ cdef class RequestKeys:
             uses[after - 1].before = <int32_t> place + 1
         self.finger = <int32_t> place + 1
 
-    cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil:
-        """Return where the key stands in `named`, or -1."""
-        cdef Probe probe
-        cdef int32_t place = index_first(self.buckets, self.num_buckets, hash, &probe) if self.num_named else 0
-        while place != 0 and not (self.named[place - 1].hash == hash and same_bytes(self.named[place - 1].key, key)):
-            place = index_next(self.buckets, self.num_buckets, hash, &probe)
-        return place - 1
+    cdef int sort_used(
+        self, BlockTable table, Py_ssize_t start, Py_ssize_t stop, dict positions, Batch batch
+    ) except -1:
+        """Write the used keys from `start` to `stop` to the batch, in the order of the prompt.
 
-    cdef void meet(self, list keys, Py_ssize_t start, Py_ssize_t stop, const uint64_t* hashes, const int32_t* found,
-                   const Row* rows, bint add, Py_ssize_t* places) noexcept:
-        """Write where keys that were just looked up stand in `named` (-1: nowhere), and the rows they were found in.
-
-        With `add` those that are not there yet are appended; `reserve` has made room.
+        One without a position stays behind the key that it was used after.
         """
-        cdef Py_ssize_t i, place
-        cdef PyObject* key
-        cdef Named* named
+        cdef Py_ssize_t i
+        cdef uint64_t call = table.num_calls
+        cdef bint is_sorted = True
+        cdef int64_t position = self.newest_position if start != 0 else -1
+        cdef PyObject* value
         for i in range(start, stop):
-            key = PyList_GET_ITEM(keys, i)
-            place = self.locate(key, hashes[i])
-            places[i] = place
-            if place < 0:
-                if not add:
-                    continue
-                places[i] = place = self.num_named
-                self.num_named += 1
-                named = &self.named[place]
-                Py_INCREF(<object> key)
-                named.key = key
-                named.hash = hashes[i]
-                named.seen = 0
-                named.mark = 0
-                index_insert(self.buckets, self.num_buckets, hashes[i], <int32_t> place + 1)
-            self.named[place].row = found[i]
-            self.named[place].generation = rows[found[i]].generation
+            if positions is not None:
+                value = PyDict_GetItemWithError(positions, <object> self.named[self.used[i]].key)
+                if value != NULL:
+                    position = number_of(value)
+                _refuse_reentry(table, call)
+                is_sorted = is_sorted and (i == start or position >= batch.in_prompt[i - start - 1].position)
+            batch.in_prompt[i - start].position = position
+            batch.in_prompt[i - start].at = i
+        self.newest_position = position
+        if not is_sorted:
+            qsort(batch.in_prompt, stop - start, sizeof(Position), &_compare)
+        return 0
+
+    cdef void rows_in_prompt(self, BlockTable table, Py_ssize_t n, Batch batch) noexcept nogil:
+        """Write the rows of the first `n` sorted keys to the batch."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            batch.rows[i] = self.row_now(table, self.used[batch.in_prompt[i].at])
+
+
+cdef int _refuse_reentry(BlockTable table, uint64_t call) except -1:
+    if table.num_calls != call:
+        raise BlockStateError("a key or value of the positions called the manager")
+    return 0
+
+
+cdef int _compare(const void* a, const void* b) noexcept nogil:
+    cdef const Position* one = <const Position*> a
+    cdef const Position* other = <const Position*> b
+    if one.position != other.position:
+        return -1 if one.position < other.position else 1
+    return -1 if one.at < other.at else 1

@@ -3,7 +3,7 @@ from typing import Any, NoReturn, Self, final
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.policy_adapter import PolicyAdapter
+from kvcache.core.policy import ReplacementPolicy
 
 @final
 class Sampler:
@@ -25,4 +25,4 @@ class Sampler:
     def reset(self) -> None: ...
 
 def run_distances(keys: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
-def pass_requests(table: PolicyAdapter, n: int) -> None: ...
+def pass_requests(policy: ReplacementPolicy, n: int) -> None: ...

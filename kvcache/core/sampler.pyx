@@ -11,7 +11,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memmove, memset
 
 from kvcache.core.key_hash cimport hash_of
-from kvcache.core.policy_adapter cimport PolicyAdapter
+from kvcache.core.policy cimport ReplacementPolicy
 from kvcache.core.request_keys cimport Named, RequestKeys
 
 import numpy as np
@@ -79,11 +79,11 @@ cdef class Sampler:
         """Log a request by its request_keys: the keys that it used, in the order first named."""
         if type(request_keys) is RequestKeys:
             with cython.critical_section(self):
-                self._take_trail(<RequestKeys> request_keys)
+                self._take_request(<RequestKeys> request_keys)
         else:
             self.take_keys(list(request_keys.keys))
 
-    cdef void _take_trail(self, RequestKeys request_keys) noexcept nogil:
+    cdef void _take_request(self, RequestKeys request_keys) noexcept nogil:
         cdef Named* named = request_keys.named
         cdef Py_ssize_t i, n = request_keys.num_named, at = self.num_sampled
         # Copies, which no write to the log can change.
@@ -254,9 +254,9 @@ def run_distances(const int64_t[::1] keys, const int64_t[::1] starts):
     return array
 
 
-@cython.critical_section
-def pass_requests(PolicyAdapter table not None, Py_ssize_t n):
+def pass_requests(ReplacementPolicy policy not None, Py_ssize_t n):
     """Advance a policy's clock by `n` requests that used none of its keys."""
     cdef Py_ssize_t _i
-    for _i in range(n):
-        table.on_request()
+    with cython.critical_section(policy.table):
+        for _i in range(n):
+            policy.on_request()

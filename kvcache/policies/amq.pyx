@@ -1,6 +1,6 @@
 """amq: multi-queue replacement that finds out for itself after how many requests a block is stale.
 
-Compiled because it is a PolicyAdapter; our own, mq without its parameter.
+Compiled because its base is; our own, mq without its parameter.
 """
 
 cimport cython

@@ -1,13 +1,13 @@
 """arc: two recency lists, blocks seen once and blocks seen again, whose shares follow the ghosts that are asked for.
 
-Compiled because it is a PolicyAdapter. Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST '03.
+Compiled because it loops over rows. Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST '03.
 """
 
 cimport cython
 from libc.stdint cimport int32_t, uint64_t
 
 from kvcache.core.ghosts cimport GhostList
-from kvcache.core.table cimport enter, move_to_tail, ref_of, take_victim
+from kvcache.core.table cimport BlockTable, enter, move_to_tail, ref_of, take_victim
 from kvcache.core.policy_adapter cimport PolicyAdapter
 
 import math
@@ -38,7 +38,7 @@ cdef class ARCCachePolicy(PolicyAdapter):
     cdef readonly GhostList b2
 
     def __cinit__(self, cache_capacity):
-        self._allocate(2, False)
+        self.table = BlockTable(cache_capacity, 2)
         self.b1 = GhostList(cache_capacity)
         self.b2 = GhostList(cache_capacity)
 
@@ -67,16 +67,18 @@ cdef class ARCCachePolicy(PolicyAdapter):
         cdef Py_ssize_t i
         cdef int32_t row, ghost
         cdef double len1, len2
+        cdef bint is_new
         for i in range(n - 1, -1, -1):
             row = rows[i]
             if row != 0:
-                move_to_tail(self, row, T1 if self.rows[row].list_idx == T1 and ref_of(self, row) < 0 else T2)
+                is_new = self.table.rows[row].list_idx == T1 and ref_of(self.table, row) < 0
+                move_to_tail(self.table, row, T1 if is_new else T2)
                 continue
             len1 = self.b1.num_ghosts
             len2 = self.b2.num_ghosts
             ghost = self.b1.find(hashes[i])
             if ghost != 0:
-                self.target = min(self.target + max(1.0, len2 / len1), <double> self.cache_capacity)
+                self.target = min(self.target + max(1.0, len2 / len1), <double> self.table.cache_capacity)
                 self.b1.refresh(ghost)
                 continue
             ghost = self.b2.find(hashes[i])
@@ -88,11 +90,11 @@ cdef class ARCCachePolicy(PolicyAdapter):
         cdef Py_ssize_t i
         cdef int32_t ghost
         for i in range(n):
-            enter(self, rows[i], T1)
-            ghost = self.b1.find(self.rows[rows[i]].hash)
+            enter(self.table, rows[i], T1)
+            ghost = self.b1.find(self.table.rows[rows[i]].hash)
             if ghost != 0:
                 self.b1.drop(ghost)
-            ghost = self.b2.find(self.rows[rows[i]].hash)
+            ghost = self.b2.find(self.table.rows[rows[i]].hash)
             if ghost != 0:
                 self.b2.drop(ghost)
 
@@ -100,17 +102,17 @@ cdef class ARCCachePolicy(PolicyAdapter):
         cdef Py_ssize_t got = 0
         cdef int32_t row, choice
         while got < n:
-            choice = T1 if self.num_in_list[T1] >= <Py_ssize_t> self.target else T2
-            row = take_victim(self, choice, priority)
+            choice = T1 if self.table.num_in_list[T1] >= <Py_ssize_t> self.target else T2
+            row = take_victim(self.table, choice, priority)
             if row == 0:
                 choice = T2 if choice == T1 else T1
-                row = take_victim(self, choice, priority)
+                row = take_victim(self.table, choice, priority)
             if row == 0:
                 break
             if choice == T1:
-                self.b1.push(self.rows[row].hash)
+                self.b1.push(self.table.rows[row].hash)
             else:
-                self.b2.push(self.rows[row].hash)
+                self.b2.push(self.table.rows[row].hash)
             out[got] = row
             got += 1
         return got
@@ -120,12 +122,14 @@ cdef class ARCCachePolicy(PolicyAdapter):
         self.b1.clear()
         self.b2.clear()
 
-    cdef int _check_policy(self) except -1:
+    cdef int check_policy(self) except -1:
         cdef int32_t row
+        cdef uint64_t hash
         self.b1.check()
         self.b2.check()
-        for row in range(self.first, self.first + self.num_fresh):
-            if self.rows[row].key != NULL and (self.b1.find(self.rows[row].hash) or self.b2.find(self.rows[row].hash)):
+        for row in range(self.table.first, self.table.first + self.table.num_fresh):
+            hash = self.table.rows[row].hash
+            if self.table.rows[row].key != NULL and (self.b1.find(hash) or self.b2.find(hash)):
                 raise BlockStateError(f"invariant broken: row {row} is resident and a ghost")
         return 0
 

@@ -13,7 +13,7 @@ from kvcache.core.index cimport (
 )
 from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.request_keys cimport Named, RequestKeys
-from kvcache.core.table cimport NORMAL, may_leave
+from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave
 
 from kvcache.block import BlockStateError
 from kvcache.policies.base import CachePolicy
@@ -168,10 +168,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef readonly uint64_t touches
 
     def __cinit__(self, cache_capacity):
-        self._allocate(1, False)
-        self.keeps_queues = False
+        self.table = BlockTable(cache_capacity, keeps_queues=False)
         self.tracks_uses = True
-        self.members = <Member*> zeroed(self.num_rows * sizeof(Member))
+        self.members = <Member*> zeroed(self.table.num_rows * sizeof(Member))
         if self.members == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
         self._grow_memory(MEMORY_FACTOR * cache_capacity + cache_capacity // 16 + SPARE_KEYS)
@@ -267,9 +266,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return 0
 
     cdef int on_grow(self, int32_t num_rows_before) except -1:
-        cdef void* members = realloc(self.members, self.num_rows * sizeof(Member))
+        cdef void* members = realloc(self.members, self.table.num_rows * sizeof(Member))
         if members == NULL:
-            raise MemoryError(f"no memory for {self.num_rows} blocks")
+            raise MemoryError(f"no memory for {self.table.num_rows} blocks")
         self.members = <Member*> members
         return 0
 
@@ -350,7 +349,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void _trim(self) noexcept nogil:
         cdef int32_t oldest, group
-        while self.num_remembered > MEMORY_FACTOR * self.cache_capacity:
+        while self.num_remembered > MEMORY_FACTOR * self.table.cache_capacity:
             oldest = self.memory[0].next
             group = self.memory[oldest].group
             self._forget(oldest)
@@ -669,7 +668,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered, Py_ssize_t last_place,
         int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
-        cdef Py_ssize_t i, num_free = self.num_free, num_taken
+        cdef Py_ssize_t i, num_free = self.table.num_free, num_taken
         cdef int32_t key, cls, length
         cdef uint64_t[CLASSES_PER_HINT] made
         cdef Named* named
@@ -706,7 +705,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t before
         for i in range(n):
             before = names.uses[places[i]].before - 1
-            if before >= 0 and not names.uses[before].is_taken and self._row_now(names, before) == 0:
+            if before >= 0 and not names.uses[before].is_taken and names.row_now(self.table, before) == 0:
                 num_taken = i
                 break
             names.uses[places[i]].is_taken = True
@@ -760,24 +759,25 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef inline bint _may_leave(self, RequestKeys names, int32_t row) noexcept nogil:
         cdef Py_ssize_t place
-        if self.members[row].kids > 0 or self.rows[row].ref_cnt != 0 or self.rows[row].mark == self.mark:
+        if (self.members[row].kids > 0 or self.table.rows[row].ref_cnt != 0
+                or self.table.rows[row].mark == self.table.mark):
             return False
-        place = names.locate(self.rows[row].key, self.rows[row].hash)
+        place = names.locate(self.table.rows[row].key, self.table.rows[row].hash)
         return place < 0 or names.named[place].seen == 0
 
     cdef void _evict_row(self, int32_t row) noexcept nogil:
         """Move a resident key to the memory."""
         self._remove_member(row)
         self._leave_parent(row)
-        self._remember(self.rows[row].hash, self.members[row].group)
-        self.num_in_list[0] -= 1
+        self._remember(self.table.rows[row].hash, self.members[row].group)
+        count_rows(self.table, 0, -1)
 
     cdef void _leave_parent(self, int32_t row) noexcept nogil:
         cdef Member* member = &self.members[row]
         cdef int32_t parent = member.parent
         if parent == 0:
             return
-        if self.rows[parent].generation != member.parent_generation:
+        if self.table.rows[parent].generation != member.parent_generation:
             parent = self._find_lost(parent, member.parent_generation)
         if parent != 0 and self.members[parent].kids > 0:
             self.members[parent].kids -= 1
@@ -794,9 +794,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 if self.lost[i].num_children == 0:
                     self.num_lost -= 1
                     self.lost[i] = self.lost[self.num_lost]
-                row = index_first(self.buckets, self.num_buckets, hash, &probe)
-                while row != 0 and self.rows[row].hash != hash:
-                    row = index_next(self.buckets, self.num_buckets, hash, &probe)
+                row = index_first(self.table.buckets, self.table.num_buckets, hash, &probe)
+                while row != 0 and self.table.rows[row].hash != hash:
+                    row = index_next(self.table.buckets, self.table.num_buckets, hash, &probe)
                 return row
         return 0
 
@@ -812,16 +812,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self._forget(key)
             self.members[row].kids = 0
             before = names.uses[places[i]].before - 1
-            parent = self._row_now(names, before) if before >= 0 else 0
+            parent = names.row_now(self.table, before) if before >= 0 else 0
             self._set_parent(row, parent)
             self._append_member(group, row)
-        self.num_in_list[0] += n
+        count_rows(self.table, 0, n)
         self._trim()
 
     cdef inline void _set_parent(self, int32_t row, int32_t parent) noexcept nogil:
         self.members[row].parent = parent
         if parent != 0:
-            self.members[row].parent_generation = self.rows[parent].generation
+            self.members[row].parent_generation = self.table.rows[parent].generation
             self.members[parent].kids += 1
 
     cdef void on_remove(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
@@ -832,13 +832,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             row = rows[i]
             self._remove_member(row)
             self._leave_parent(row)
-            self._remember(self.rows[row].hash, self.members[row].group)
+            self._remember(self.table.rows[row].hash, self.members[row].group)
             if self.members[row].kids > 0:
                 lost = &self.lost[self.num_lost]
                 self.num_lost += 1
-                lost.hash = self.rows[row].hash
+                lost.hash = self.table.rows[row].hash
                 lost.row = row
-                lost.generation = self.rows[row].generation
+                lost.generation = self.table.rows[row].generation
                 lost.num_children = self.members[row].kids
         if n:
             self._trim()
@@ -851,7 +851,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t key, group
         cdef uint64_t made
         for i in range(n):
-            key = self._recall(self.rows[rows[i]].hash)
+            key = self._recall(self.table.rows[rows[i]].hash)
             if key != 0:
                 group = self.memory[key].group
                 self._forget(key)
@@ -861,7 +861,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self.members[rows[i]].kids = 0
             self._set_parent(rows[i], 0)
             self._append_member(group, rows[i])
-        self.num_in_list[0] += n
+        count_rows(self.table, 0, n)
 
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         """Take `n` victims in the order of the table, and decline nothing."""
@@ -879,7 +879,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 row = self.groups[group].tail
                 while row != 0 and got < n:
                     prev = self.members[row].prev
-                    if may_leave(self, row):
+                    if may_leave(self.table, row):
                         self._evict_row(row)
                         out[got] = row
                         got += 1
@@ -980,7 +980,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     # ---- inspection -------------------------------------------------------------------------------------------
 
-    cdef int _check_policy(self) except -1:
+    cdef int check_policy(self) except -1:
         cdef int32_t cell, group, row, key
         cdef Py_ssize_t num_groups = 0, num_resident = 0, num_remembered = 0
         cdef int64_t total = 0
@@ -1018,21 +1018,23 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 while row != 0:
                     num_resident += 1
                     known[group] -= 1
-                    hold(self.rows[row].key != NULL and self.members[row].group == group, f"row {row} is in no group")
+                    hold(self.table.rows[row].key != NULL and self.members[row].group == group,
+                         f"row {row} is in no group")
                     if self.members[row].prev != 0:
                         hold(self.members[self.members[row].prev].next == row, f"row {row} is not its neighbour's")
                     parent = self.members[row].parent
-                    if parent != 0 and self.rows[parent].generation == self.members[row].parent_generation:
-                        hold(self.rows[parent].key != NULL, f"row {row} has an absent predecessor")
+                    if parent != 0 and self.table.rows[parent].generation == self.members[row].parent_generation:
+                        hold(self.table.rows[parent].key != NULL, f"row {row} has an absent predecessor")
                         kids[parent] = kids.get(parent, 0) + 1
                     row = self.members[row].prev
         hold(total == self.total, f"{total} are counted, the total is {self.total}")
         hold(num_groups == self.num_groups, f"{num_groups} groups are linked, {self.num_groups} counted")
-        hold(num_resident == self.num_resident, f"{num_resident} members are resident, {self.num_resident} rows")
-        for row in range(self.first, self.first + self.num_fresh):
-            if self.rows[row].key == NULL:
+        hold(num_resident == self.table.num_resident,
+             f"{num_resident} members are resident, {self.table.num_resident} rows")
+        for row in range(self.table.first, self.table.first + self.table.num_fresh):
+            if self.table.rows[row].key == NULL:
                 continue
-            hold(self._recall(self.rows[row].hash) == 0, f"row {row} is resident and remembered")
+            hold(self._recall(self.table.rows[row].hash) == 0, f"row {row} is resident and remembered")
             # A child left behind by a failed store may have counted itself out of another's.
             hold(self.num_lost > 0 or self.members[row].kids <= kids.get(row, 0), f"row {row} counts too many children")
         key = self.memory[0].next

@@ -11,7 +11,7 @@ from libc.stdlib cimport free, realloc
 from kvcache.core.ghosts cimport GhostList
 from kvcache.core.index cimport zeroed
 from kvcache.core.eviction_queue cimport HEAPED, heap_update
-from kvcache.core.table cimport enter, lane_of, take_victim
+from kvcache.core.table cimport BlockTable, enter, make_youngest, queue_of, take_victim
 from kvcache.core.policy_adapter cimport PolicyAdapter
 
 from kvcache.policies.base import CachePolicy
@@ -33,15 +33,15 @@ cdef class LFUDACachePolicy(PolicyAdapter):
     uses of the last ``4 * cache_capacity`` evicted keys are remembered.
     """
 
-    cdef uint32_t* uses             # [num_rows]; the worth stands in PolicyAdapter.ranks
+    cdef uint32_t* uses             # [num_rows]; the worth is in the table's ranks
     cdef readonly GhostList history
     cdef readonly uint64_t age
 
     cdef void _rank(self, int32_t row) noexcept nogil
 
     def __cinit__(self, cache_capacity):
-        self._allocate(1, True)
-        self.uses = <uint32_t*> zeroed(self.num_rows * sizeof(uint32_t))
+        self.table = BlockTable(cache_capacity, ranked=True)
+        self.uses = <uint32_t*> zeroed(self.table.num_rows * sizeof(uint32_t))
         if self.uses == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
         self.history = GhostList(HISTORY_FACTOR * cache_capacity, tight=True)
@@ -51,10 +51,9 @@ cdef class LFUDACachePolicy(PolicyAdapter):
 
     cdef void _rank(self, int32_t row) noexcept nogil:
         """Give the row the youngest stamp, and let it sink to where its worth puts it."""
-        self.stamp += 1
-        self.rows[row].stamp = self.stamp
-        if self.rows[row].where == HEAPED:
-            heap_update(self.rows, &self.lanes[lane_of(self, row)], row, self.ranks[row])
+        make_youngest(self.table, row)
+        if self.table.rows[row].where == HEAPED:
+            heap_update(self.table.rows, &self.table.queues[queue_of(self.table, row)], row, self.table.ranks[row])
 
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
@@ -63,7 +62,7 @@ cdef class LFUDACachePolicy(PolicyAdapter):
             row = rows[i]
             if row != 0:
                 self.uses[row] += 1
-                self.ranks[row] = self.age + self.uses[row]
+                self.table.ranks[row] = self.age + self.uses[row]
                 self._rank(row)
 
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
@@ -78,22 +77,22 @@ cdef class LFUDACachePolicy(PolicyAdapter):
         for i in range(n):
             row = rows[i]
             self.uses[row] = 1
-            ghost = self.history.find(self.rows[row].hash)
+            ghost = self.history.find(self.table.rows[row].hash)
             if ghost != 0:
                 self.uses[row] += self.history.ghosts[ghost].uses
                 self.history.drop(ghost)
-            self.ranks[row] = self.age + self.uses[row]
-            enter(self, row, 0)
+            self.table.ranks[row] = self.age + self.uses[row]
+            enter(self.table, row, 0)
 
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         cdef Py_ssize_t got = 0
         cdef int32_t row, ghost
         while got < n:
-            row = take_victim(self, 0, priority)
+            row = take_victim(self.table, 0, priority)
             if row == 0:
                 break
-            self.age = max(self.age, self.ranks[row])
-            ghost = self.history.push(self.rows[row].hash)
+            self.age = max(self.age, self.table.ranks[row])
+            ghost = self.history.push(self.table.rows[row].hash)
             self.history.ghosts[ghost].uses = self.uses[row]
             out[got] = row
             got += 1
@@ -104,17 +103,17 @@ cdef class LFUDACachePolicy(PolicyAdapter):
         self.history.clear()
 
     cdef int on_grow(self, int32_t num_rows_before) except -1:
-        cdef void* uses = realloc(self.uses, self.num_rows * sizeof(uint32_t))
+        cdef void* uses = realloc(self.uses, self.table.num_rows * sizeof(uint32_t))
         if uses == NULL:
-            raise MemoryError(f"no memory for {self.num_rows} blocks")
+            raise MemoryError(f"no memory for {self.table.num_rows} blocks")
         self.uses = <uint32_t*> uses
         return 0
 
-    cdef int _check_policy(self) except -1:
+    cdef int check_policy(self) except -1:
         cdef int32_t row
         self.history.check()
-        for row in range(self.first, self.first + self.num_fresh):
-            if self.rows[row].key != NULL and self.history.find(self.rows[row].hash):
+        for row in range(self.table.first, self.table.first + self.table.num_fresh):
+            if self.table.rows[row].key != NULL and self.history.find(self.table.rows[row].hash):
                 raise BlockStateError(f"invariant broken: row {row} is resident and remembered")
         return 0
 

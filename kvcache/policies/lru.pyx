@@ -1,13 +1,18 @@
 """lru: the block whose last use is longest ago leaves first.
 
-Compiled because it is a PolicyAdapter; its one recency list is the table's default.
+Compiled because it loops over rows. The shortest policy: read it first. Its hooks are described in `core/policy.pxd`.
 """
 
 cimport cython
+from libc.stdint cimport int32_t, uint64_t
 
 from kvcache.core.policy_adapter cimport PolicyAdapter
+from kvcache.core.table cimport BlockTable, enter, move_to_tail
 
 from kvcache.policies.base import CachePolicy
+
+cdef enum:
+    RECENCY = 0     # its one list: oldest block first
 
 
 @cython.final
@@ -18,7 +23,24 @@ cdef class LRUCachePolicy(PolicyAdapter):
     """
 
     def __cinit__(self, cache_capacity):
-        self._allocate(1, False)
+        self.table = BlockTable(cache_capacity)
+
+    cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
+        """Make each block the most recent, the prompt's head last: a tail without its head is of no use."""
+        cdef Py_ssize_t i
+        for i in range(n - 1, -1, -1):
+            if rows[i] != 0:
+                move_to_tail(self.table, rows[i], RECENCY)
+
+    cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        """Let new blocks enter as the most recent."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            enter(self.table, rows[i], RECENCY)
+
+    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* victims) noexcept nogil:
+        """Take the oldest blocks."""
+        return self.table.take_oldest(RECENCY, priority, n, victims)
 
 
 CachePolicy.register(LRUCachePolicy)

@@ -11,7 +11,7 @@ from libc.string cimport memset
 
 from kvcache.core.ghosts cimport GhostList
 from kvcache.core.index cimport zeroed
-from kvcache.core.table cimport enter, move_to_tail, set_stamp
+from kvcache.core.table cimport BlockTable, enter, move_to_tail, set_stamp
 from kvcache.core.policy_adapter cimport PolicyAdapter
 
 from kvcache.core.policy_adapter import ListView
@@ -67,8 +67,8 @@ cdef class MultiQueue(PolicyAdapter):
     """
 
     def __cinit__(self, cache_capacity):
-        self._allocate(NUM_LEVELS, False)
-        self.members = <Member*> zeroed(self.num_rows * sizeof(Member))
+        self.table = BlockTable(cache_capacity, NUM_LEVELS)
+        self.members = <Member*> zeroed(self.table.num_rows * sizeof(Member))
         if self.members == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
         self.history = GhostList(HISTORY_FACTOR * cache_capacity, tight=True)
@@ -94,7 +94,7 @@ cdef class MultiQueue(PolicyAdapter):
             while row != level and num_left and self.members[row].moved_at + self.life < self.clock:
                 leave_queue(self.members, row)
                 join_queue(self.members, row, level - 1)
-                move_to_tail(self, row, level - 1)
+                move_to_tail(self.table, row, level - 1)
                 self.members[row].moved_at = self.clock
                 num_left -= 1
                 row = self.members[level].next
@@ -119,7 +119,7 @@ cdef class MultiQueue(PolicyAdapter):
             self._count_use(row)
             level = level_of(self.members[row].uses)
             join_queue(self.members, row, level)
-            move_to_tail(self, row, level)
+            move_to_tail(self.table, row, level)
 
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
@@ -128,10 +128,10 @@ cdef class MultiQueue(PolicyAdapter):
             row = rows[i]
             if row == 0:
                 continue
-            level = self.rows[row].list_idx
+            level = self.table.rows[row].list_idx
             leave_queue(self.members, row)
             join_queue(self.members, row, level)
-            move_to_tail(self, row, level)
+            move_to_tail(self.table, row, level)
 
     cdef void on_append(self, const int32_t* rows, Py_ssize_t n, uint64_t stamp, int32_t tail) noexcept nogil:
         cdef Py_ssize_t i
@@ -140,10 +140,10 @@ cdef class MultiQueue(PolicyAdapter):
             row = rows[i]
             if row == 0:
                 continue
-            if younger != 0 and self.rows[younger].list_idx == self.rows[row].list_idx:
+            if younger != 0 and self.table.rows[younger].list_idx == self.table.rows[row].list_idx:
                 leave_queue(self.members, row)
                 join_queue_before(self.members, row, younger)
-            set_stamp(self, row, stamp - i)
+            set_stamp(self.table, row, stamp - i)
             younger = row
 
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
@@ -151,7 +151,7 @@ cdef class MultiQueue(PolicyAdapter):
         cdef int32_t row, ghost, level
         for i in range(n):
             row = rows[i]
-            ghost = self.history.find(self.rows[row].hash)
+            ghost = self.history.find(self.table.rows[row].hash)
             self.members[row].uses = 0
             if ghost != 0:
                 self.members[row].uses = self.history.ghosts[ghost].uses
@@ -162,18 +162,18 @@ cdef class MultiQueue(PolicyAdapter):
             self._count_use(row)
             level = level_of(self.members[row].uses)
             join_queue(self.members, row, level)
-            enter(self, row, level)
+            enter(self.table, row, level)
 
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         cdef Py_ssize_t i, got = 0
         cdef int32_t level, row, ghost
         for level in range(NUM_LEVELS):
             if got < n:
-                got += self._take(level, priority, n - got, out + got)
+                got += self.table.take_oldest(level, priority, n - got, out + got)
         for i in range(got):
             row = out[i]
             leave_queue(self.members, row)
-            ghost = self.history.push(self.rows[row].hash)
+            ghost = self.history.push(self.table.rows[row].hash)
             self.history.ghosts[ghost].uses = self.members[row].uses
             self.history.ghosts[ghost].used_at = <uint32_t> self.members[row].used_at
         return got
@@ -195,13 +195,13 @@ cdef class MultiQueue(PolicyAdapter):
             memset(self.distances, 0, NUM_BINS * sizeof(uint32_t))
 
     cdef int on_grow(self, int32_t num_rows_before) except -1:
-        cdef void* members = realloc(self.members, self.num_rows * sizeof(Member))
+        cdef void* members = realloc(self.members, self.table.num_rows * sizeof(Member))
         if members == NULL:
-            raise MemoryError(f"no memory for {self.num_rows} blocks")
+            raise MemoryError(f"no memory for {self.table.num_rows} blocks")
         self.members = <Member*> members
         return 0
 
-    cdef int _check_policy(self) except -1:
+    cdef int check_policy(self) except -1:
         cdef int32_t level, row
         cdef Py_ssize_t count
         self.history.check()
@@ -210,14 +210,14 @@ cdef class MultiQueue(PolicyAdapter):
             row = self.members[level].next
             while row != level:
                 count += 1
-                if self.rows[row].key == NULL or self.rows[row].list_idx != level:
+                if self.table.rows[row].key == NULL or self.table.rows[row].list_idx != level:
                     raise BlockStateError(f"invariant broken: row {row} is astray in queue {level}")
-                if self.members[self.members[row].next].prev != row or self.history.find(self.rows[row].hash):
+                if self.members[self.members[row].next].prev != row or self.history.find(self.table.rows[row].hash):
                     raise BlockStateError(f"invariant broken: row {row} of queue {level}")
                 row = self.members[row].next
-            if count != self.num_in_list[level]:
+            if count != self.table.num_in_list[level]:
                 raise BlockStateError(
-                    f"invariant broken: queue {level} links {count} of {self.num_in_list[level]} rows"
+                    f"invariant broken: queue {level} links {count} of {self.table.num_in_list[level]} rows"
                 )
         return 0
 

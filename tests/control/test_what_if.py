@@ -304,17 +304,17 @@ def test_policy_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_passing_requests_runs_a_clock_like_requests_that_use_no_key() -> None:
-    tables: list[Any] = [POLICIES.resolve("mq")(4).native(4) for _ in range(2)]
-    for table in tables:
-        request_keys = table.open_request()
-        output = table.reserve([b"a"], request_keys, None)
-        table.commit(output.keys_to_store, request_keys)
+    caches: list[Any] = [POLICIES.resolve("mq")(4).native(4) for _ in range(2)]
+    for cache in caches:
+        request_keys = cache.open_request()
+        output = cache.reserve([b"a"], request_keys, None)
+        cache.commit(output.keys_to_store, request_keys)
         for _ in range(4):
-            table.touch([b"a"], table.open_request())
-    pass_requests(tables[0], 600)
+            cache.touch([b"a"], cache.open_request())
+    pass_requests(caches[0].current_policy(), 600)
     for _ in range(600):
-        tables[1].use([b"absent"], True)
-    places = [[list(queue) for queue in table.queues] for table in tables]
+        caches[1].touch([b"absent"], caches[1].open_request())
+    places = [[list(queue) for queue in cache.current_policy().queues] for cache in caches]
     assert places[0] == places[1]
     assert [b"a"] in places[0][:2]
 

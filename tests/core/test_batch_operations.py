@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvcache import BlockStateError, CPUBackend
+from kvcache import BlockStateError, BlockStatus, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
+from kvcache.core.policy_adapter import PolicyAdapter
 from kvcache.registry import POLICIES
 
 ABSENT, PENDING, READY = range(3)
@@ -239,41 +240,56 @@ def test_reorder_is_linear_however_many_calls_a_request_takes(name: str) -> None
     assert min(seconds(32_768) for _ in range(2)) < 100 * min(seconds(2_048) for _ in range(4))
 
 
-@pytest.mark.parametrize("name", NAMES)
-class TestWithoutAManager:
-    """A policy that callers give their own blocks has no pool: batch operations are refused, nothing crashes."""
+@pytest.mark.parametrize("name", POLICIES.names())
+class TestOnePolicyOneOwner:
+    """A policy belongs to callers that bring their own blocks, or to a manager's pool, and never to both."""
 
-    @pytest.mark.parametrize("call", [
-        lambda policy: policy.open_request(),
-        lambda policy: policy.match_prefix([b"x"], None),
-        lambda policy: policy.status([b"x"]),
-        lambda policy: policy.status_of(b"x"),
-        lambda policy: policy.locate([b"x"]),
-        lambda policy: policy.pin([b"x"], None),
-        lambda policy: policy.unpin([b"x"], None),
-        lambda policy: policy.reserve([b"x"], None),
-        lambda policy: policy.commit([b"x"], None),
-        lambda policy: policy.abort([b"x"], None),
-        lambda policy: policy.withhold([0]),
-        lambda policy: policy.give_back([0]),
-    ])  # fmt: skip
-    def test_batch_operations_are_refused(self, name: str, call: Any) -> None:
+    def test_a_policy_has_no_batch_operations(self, name: str) -> None:
         policy = POLICIES.resolve(name)(2)
-        with pytest.raises(BlockStateError, match="belongs to no manager"):
-            call(policy)
+        assert not {"open_request", "match_prefix", "status", "pin", "reserve", "commit", "abort"} & set(dir(policy))
+        assert not policy.is_native
         assert policy.get(b"x") is None
         policy.check()
 
-    def test_another_policys_request_is_refused(self, name: str) -> None:
+    def test_a_policy_in_use_is_refused_to_a_pool(self, name: str) -> None:
         policy = POLICIES.resolve(name)(2)
-        request_keys = POLICIES.resolve(name)(2).native(2).open_request()
-        for call in (
-            lambda: policy.touch([b"x"], request_keys),
-            lambda: policy.end_request(request_keys, None),
-            lambda: policy.reorder(request_keys, None),
-        ):
-            with pytest.raises(BlockStateError, match="belongs to no manager"):
-                call()
+        policy.insert(b"x", BlockStatus(0))
+        with pytest.raises(BlockStateError, match="in use already"):
+            policy.native(2)
+        policy.remove(b"x")
+        policy.native(2)
+        with pytest.raises(BlockStateError, match="in use already"):
+            policy.native(2)
+
+    @pytest.mark.parametrize("call", [
+        lambda policy: policy.insert(b"y", BlockStatus(1)),
+        lambda policy: policy.remove(b"x"),
+        lambda policy: policy.touch([b"x"]),
+        lambda policy: policy.use([b"x"], False),
+        lambda policy: policy.order([b"x"]),
+        lambda policy: policy.evict(1, set()),
+        lambda policy: policy.clear(),
+    ])  # fmt: skip
+    def test_a_pools_policy_can_only_be_looked_at(self, name: str, call: Any) -> None:
+        policy = POLICIES.resolve(name)(2)
+        cache = policy.native(2)
+        store(cache, [b"x"])
+        with pytest.raises(BlockStateError, match="belong to its manager"):
+            call(policy)
+        assert (policy.get(b"x").ref_cnt, policy.get(b"x").block_id) == (0, 0)
+        cache.check()
+
+    def test_a_cache_outlives_what_it_was_made_from(self, name: str) -> None:
+        cache = POLICIES.resolve(name)(2).native(2)
+        store(cache, [b"x"])
+        policy = cache.current_policy()
+        del cache
+        assert policy.get(b"x").block_id == 0
+
+
+def test_a_policy_without_a_table_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="no table"):
+        PolicyAdapter(2)
 
 
 def test_another_caches_request_starts_afresh() -> None:

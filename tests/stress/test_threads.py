@@ -82,7 +82,6 @@ class Requests:
 
     def __init__(self, policy, **options):
         self.manager = CPUOffloadingManager(16, NUM_BLOCKS, policy, enable_events=True, **options)
-        self.is_compiled = isinstance(policy, str)
         self.may_decline = policy == "gittins"
         self.slots = Slots()
         self.shared_context = ReqContext("shared")
@@ -153,11 +152,11 @@ class Requests:
                 rng.choice(KEYS) in blocks  # noqa: B015
         elif operation == "status":
             assert manager.status(rng.choice(KEYS)) in (0, 1, 2)
-            assert set(manager.policy.status(KEYS)) <= {0, 1, 2} if self.is_compiled else True
+            assert set(manager.states(KEYS)) <= {0, 1, 2}
         elif operation == "reorder" and context is not None:
             manager.reorder(context)
-        elif operation == "locate" and self.is_compiled:
-            block_ids = [block_id for block_id in manager.policy.locate(KEYS) if block_id >= 0]
+        elif operation == "locate":
+            block_ids = [block_id for block_id in manager.locate(KEYS) if block_id >= 0]
             assert len(set(block_ids)) == len(block_ids)
 
     def check(self):

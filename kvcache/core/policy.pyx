@@ -1,0 +1,160 @@
+"""ReplacementPolicy: what every compiled policy does unless it says otherwise. The contract is in `policy.pxd`.
+
+Compiled because a policy's hooks loop over rows.
+"""
+
+from libc.stdint cimport int32_t, uint64_t
+
+from kvcache.core.batch cimport Batch
+from kvcache.core.request_keys cimport RequestKeys
+from kvcache.core.table cimport NUM_PRIORITIES, move_to_tail, set_stamp
+
+cdef extern from *:
+    """
+    #ifdef KVCACHE_DEBUG
+    #define KV_DEBUG 1
+    #else
+    #define KV_DEBUG 0
+    #endif
+    """
+    const bint KV_DEBUG
+
+DEBUG = bool(KV_DEBUG)
+
+cdef enum:
+    CHECKED_SIZE = 256      # debug builds check tables up to this size after every call, larger ones as much rarer
+
+cdef Py_ssize_t _num_calls = 0  # in debug builds
+
+
+cdef class ReplacementPolicy:
+    """ReplacementPolicy(cache_capacity)
+
+    The hooks of a compiled policy, over a table of rows.
+    """
+
+    @property
+    def cache_capacity(self):
+        """Blocks that the cache holds."""
+        return self.table.cache_capacity
+
+    def __reduce__(self):
+        raise TypeError(f"{type(self).__name__} lives in one process and cannot be pickled; send its name instead")
+
+    cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
+        pass
+
+    cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        pass
+
+    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* victims) noexcept nogil:
+        return 0
+
+    cdef void on_request(self) noexcept nogil:
+        pass
+
+    cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        for i in range(n - 1, -1, -1):
+            if rows[i] != 0:
+                move_to_tail(self.table, rows[i], self.table.rows[rows[i]].list_idx)
+
+    cdef void on_append(self, const int32_t* rows, Py_ssize_t n, uint64_t stamp, int32_t tail) noexcept nogil:
+        cdef Py_ssize_t i
+        for i in range(n):
+            if rows[i] != 0:
+                set_stamp(self.table, rows[i], stamp - i)
+
+    cdef void on_hint(
+        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t next_use
+    ) noexcept nogil:
+        pass
+
+    cdef void on_remove(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        pass
+
+    cdef void on_reset(self) noexcept nogil:
+        pass
+
+    cdef int reserve_policy(self, Py_ssize_t n) except -1:
+        return 0
+
+    cdef int on_grow(self, int32_t num_rows_before) except -1:
+        return 0
+
+    cdef int check_policy(self) except -1:
+        return 0
+
+    cdef void on_request_use(
+        self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n
+    ) noexcept nogil:
+        pass
+
+    cdef Py_ssize_t on_offer(
+        self, RequestKeys request, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered,
+        Py_ssize_t last_place, int32_t* victims, Py_ssize_t* num_victims
+    ) noexcept nogil:
+        return 0
+
+    cdef void on_admit(
+        self, RequestKeys request, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n
+    ) noexcept nogil:
+        pass
+
+    # ---- what whoever drives a policy calls -------------------------------------------------------------------
+
+    cdef int use_keys(self, list keys, Batch batch) except -1:
+        """Count a use of each key of a call that belongs to no request."""
+        cdef Py_ssize_t n = len(keys)
+        cdef RequestKeys request
+        if self.tracks_uses:
+            # Such a call is a request of its own.
+            request = RequestKeys()
+            request.track_uses()
+            request.resolve(self.table, keys, batch, True)
+            self.reserve_policy(n)
+            self.count_uses(request, batch, n)
+            return 0
+        self.table.find(keys, 0, n, batch)
+        self.reserve_policy(n)
+        if n:
+            self.on_request()
+            self.on_use(batch.rows, batch.hashes, n)
+        return 0
+
+    cdef Py_ssize_t count_uses(self, RequestKeys request, Batch batch, Py_ssize_t n) noexcept nogil:
+        """Count the uses of a resolved batch that the request has not counted yet, and return how many they were."""
+        cdef bint is_first = request.num_seen == 0
+        cdef Py_ssize_t num_used = request.add_uses(batch, n)
+        if num_used == 0:
+            return 0
+        if self.tracks_uses:
+            self.on_request_use(request, batch.used_rows, batch.used_hashes, num_used)
+        else:
+            if is_first:
+                self.on_request()
+            self.on_use(batch.used_rows, batch.used_hashes, num_used)
+        return num_used
+
+    cdef void choose_victims(self, Py_ssize_t n, int32_t* victims) noexcept nogil:
+        """Take `n` rows out of their lists, lowest priority first; the caller has made sure that so many may leave."""
+        cdef Py_ssize_t got = 0
+        cdef int32_t priority
+        for priority in range(NUM_PRIORITIES):
+            if got < n:
+                got += self.select_victims(priority, n - got, victims + got)
+        self.table.return_aside()
+
+    cdef int check_all(self) except -1:
+        """Walk the table and the policy's own state; BlockStateError names what does not hold."""
+        self.table.check()
+        self.check_policy()
+        return 0
+
+    cdef bint is_check_due(self) noexcept:
+        """Return whether to walk everything after this call: in debug builds only."""
+        global _num_calls
+        if KV_DEBUG:
+            _num_calls += 1
+            return _num_calls * CHECKED_SIZE % self.table.cache_capacity < CHECKED_SIZE
+        return False
