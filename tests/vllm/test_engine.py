@@ -93,10 +93,11 @@ class TestOneEngine:
 
     def test_hints_reach_the_manager_and_bad_ones_are_counted(self, fresh: Any, prompts: Any) -> None:
         ignored = fresh.metric("vllm:kvcache_ignored_hints")
-        for hint in ({"priority": 2, "ttl_s": 600}, {"priority": 9}, "soon"):
+        good = ({"priority": 2, "ttl_s": 600}, {"next_use": "soon"}, {"next_use": "end"})
+        for hint in (*good, {"priority": 9}, "soon", {"next_use": "tomorrow"}):
             fresh.generate(prompts[:1], {"kvcache": hint})
         assert fresh.metric("vllm:kvcache_retained_blocks") == fresh.stats.retained_blocks == 32
-        assert fresh.metric("vllm:kvcache_ignored_hints") - ignored == 2
+        assert fresh.metric("vllm:kvcache_ignored_hints") - ignored == 3
 
 
 # All policies, with more requests, in test_scheduler.py.
