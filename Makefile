@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help build stress demo test lint typecheck docs bench-site docs-alone bench-smoke test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-vllm clean
+.PHONY: help build stress demo test lint typecheck docs bench-site docs-alone bench-smoke test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean
 
 VENV := .venv
 comma := ,
@@ -32,7 +32,7 @@ help:
 	@echo "make test    install into .venv and run all tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
-	@echo "Others: lint typecheck docs bench-site docs-alone bench-smoke test-debug test-asan sdist-test test-other-pythons test-free-threaded test-vllm clean"
+	@echo "Others: lint typecheck docs bench-site docs-alone bench-smoke test-debug test-asan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
 	@echo "By hand: tsan"
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -149,6 +149,10 @@ test-other-pythons:
 
 test-free-threaded:
 	.ci/test-free-threaded
+
+# The networked tiers against their real servers; a missing client is a failure here.
+test-stores: $(VENV)/extra-test.stamp $(VENV)/extra-mooncake.stamp
+	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_EXPECT_STORES=1 $(PYTEST) tests/tiers/test_mooncake.py tests/tiers/test_valkey.py
 
 test-vllm: $(VENV)/package.stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/vllm/run $(PYTEST_ARGS)

@@ -131,6 +131,7 @@ TIERS = Registry(
     {
         "disk": "kvcache.tiers.disk.tier:DiskTier",
         "memory": "kvcache.tiers.memory:MemoryTier",
+        "mooncake": "kvcache.tiers.mooncake:MooncakeTier",
         "valkey": "kvcache.tiers.valkey:ValkeyTier",
     },
 )

@@ -20,7 +20,7 @@ def build_app() -> typer.Typer:
     """Return the Typer application with every command mounted."""
     import typer
 
-    from kvcache.cli import bench_copy, bench_disk, chat_demo, check, common, demo, replay, status, tier
+    from kvcache.cli import bench_copy, bench_disk, bench_tier, chat_demo, check, common, demo, replay, status, tier
 
     app = typer.Typer(
         help="Offload the KV cache of large language models: try it, replay traces, measure.",
@@ -38,6 +38,7 @@ def build_app() -> typer.Typer:
     bench.callback()(lambda: None)
     bench.command("copy")(bench_copy.copy)
     bench.command("disk")(bench_disk.disk)
+    bench.command("tier")(bench_tier.tier)
     app.add_typer(bench, name="bench")
     app.add_typer(tier.build_app(), name="tier")
     return app

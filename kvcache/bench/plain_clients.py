@@ -1,0 +1,127 @@
+"""What a tier is held against: the plain loop that its medium's own client would run over the same blocks."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcache.tiering.tier import HostBlocks
+
+
+class PlainClient(ABC):
+    """Blocks put and fetched one after the other, without checksums.
+
+    Parameters
+    ----------
+    options : mapping
+        Of the tier, as configured.
+    host_blocks : numpy.ndarray
+        What is put, and where it is fetched to.
+    """
+
+    def __init__(self, options: Mapping[str, Any], host_blocks: HostBlocks) -> None:
+        self.options = options
+        self.host_blocks = host_blocks
+
+    @abstractmethod
+    def put(self, names: Sequence[bytes]) -> None:
+        """Put host block i under the i-th name."""
+
+    @abstractmethod
+    def fetch(self, names: Sequence[bytes]) -> None:
+        """Fetch them again."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[bytes]) -> None:
+        """Remove them."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give up the connection."""
+
+
+class PlainValkey(PlainClient):
+    """``client.set`` and ``client.get`` with values that are `bytes` already, and are dropped when they have come."""
+
+    def __init__(self, options: Mapping[str, Any], host_blocks: HostBlocks) -> None:
+        super().__init__(options, host_blocks)
+        valkey = importlib.import_module("valkey")
+        make = valkey.ValkeyCluster if options.get("cluster") else valkey.Valkey
+        given = {name: options[name] for name in ("username", "password") if name in options}
+        if "ca_file" in options:
+            given["ssl_ca_certs"] = options["ca_file"]
+        self._client = make.from_url(options["url"], **given)
+        self._values = [row.tobytes() for row in host_blocks]
+
+    def put(self, names: Sequence[bytes]) -> None:
+        for name, value in zip(names, self._values, strict=False):
+            self._client.set(name, value)
+
+    def fetch(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            if self._client.get(name) is None:
+                raise OSError(f"the server does not hold {name!r} any more: give it more memory, or measure less")
+
+    def remove(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self._client.delete(name)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class PlainMooncake(PlainClient):
+    """``put_from`` and ``get_into`` with the host blocks themselves."""
+
+    def __init__(self, options: Mapping[str, Any], host_blocks: HostBlocks) -> None:
+        super().__init__(options, host_blocks)
+        self._store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        here = options.get("hostname", options["master"].rpartition(":")[0])
+        protocol, device = options.get("protocol", "tcp"), options.get("device", "")
+        metadata_server = options.get("metadata_server", "P2PHANDSHAKE")
+        if self._store.setup(here, metadata_server, 0, 1 << 20, protocol, device, options["master"]) != 0:
+            raise OSError(f"no Mooncake master answers at {options['master']}")
+        self._size = host_blocks.shape[1]
+        self._addresses = [int(row.ctypes.data) for row in host_blocks]
+        self._store.register_buffer(self._addresses[0], host_blocks.nbytes)
+
+    def put(self, names: Sequence[bytes]) -> None:
+        for name, address in zip(names, self._addresses, strict=False):
+            if (answer := self._store.put_from(name.hex(), address, self._size)) != 0:
+                raise OSError(f"the store did not take a block ({answer}): lend it more memory, or measure less")
+
+    def fetch(self, names: Sequence[bytes]) -> None:
+        for name, address in zip(names, self._addresses, strict=False):
+            if (answer := self._store.get_into(name.hex(), address, self._size)) != self._size:
+                raise OSError(f"the store did not return a block ({answer})")
+
+    def remove(self, names: Sequence[bytes]) -> None:
+        self._store.batch_remove([name.hex() for name in names], True)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+PLAIN_CLIENTS: dict[str, type[PlainClient]] = {"mooncake": PlainMooncake, "valkey": PlainValkey}
+"""By the tier's type; a tier of another type is measured alone."""
+
+
+def plain_client(options: Mapping[str, Any], host_blocks: HostBlocks) -> PlainClient | None:
+    """Return the plain client of the medium that a tier's entry names, or None.
+
+    Parameters
+    ----------
+    options : mapping
+        The entry, with its ``type``.
+    host_blocks : numpy.ndarray
+        What is put, and where it is fetched to.
+
+    Returns
+    -------
+    PlainClient or None
+        None: there is no medium to hold against.
+    """
+    kind = PLAIN_CLIENTS.get(str(options.get("type")))
+    return None if kind is None else kind(options, host_blocks)

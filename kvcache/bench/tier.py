@@ -1,0 +1,181 @@
+"""Measure any tier beside its medium's own client: rates both ways, in turns, and how long a call keeps its thread."""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcache.bench.plain_clients import plain_client
+from kvcache.spec.assembly import read_tiers
+
+if TYPE_CHECKING:
+    from kvcache.tiering.tier import HostBlocks, Tier
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the rounds done and the rounds in all."""
+_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierRates:
+    """What was measured: rates in bytes a second, each the best of its rounds; times of single calls in seconds.
+
+    `plain_store_bytes_per_s` and `plain_load_bytes_per_s` are the plain client loop's, 0 for a medium without one.
+    """
+
+    tier: str
+    block_bytes: int
+    num_blocks: int
+    num_rounds: int
+    store_bytes_per_s: float
+    load_bytes_per_s: float
+    plain_store_bytes_per_s: float
+    plain_load_bytes_per_s: float
+    exists_s_per_key: float
+    call_s_p50: float
+    call_s_max: float
+
+
+def measure_tier(
+    entry: Mapping[str, Any],
+    block_bytes: int,
+    num_blocks: int,
+    num_rounds: int = 10,
+    job_blocks: int = 16,
+    progress: Progress | None = None,
+) -> TierRates:
+    """Store and load `num_blocks` blocks `num_rounds` times, in turns with the plain client; nothing is left behind.
+
+    Parameters
+    ----------
+    entry : mapping
+        The tier, as an entry of ``extra_config["tiers"]``.
+    block_bytes, num_blocks : int
+        What is stored and loaded in one round, and how large the host pool is.
+    num_rounds : int
+        The best of so many counts: other load on the machine only ever slows a round down.
+    job_blocks : int
+        Blocks of one job.
+    progress : callable, optional
+        Called before each part of a round.
+
+    Returns
+    -------
+    TierRates
+        The rates.
+
+    Raises
+    ------
+    ValueError
+        The entry is no tier's.
+    OSError
+        An operation failed, or a block did not verify.
+    """
+    (settings,) = read_tiers([entry], "a tier")
+    flat = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
+    host_blocks: HostBlocks = flat.reshape(num_blocks, block_bytes)
+    host_blocks[:] = np.random.default_rng(0).integers(0, 256, host_blocks.shape, np.uint8)
+    # A namespace of this run's own: nothing that engines have stored is found, or removed.
+    tier = settings.tier.from_config(settings.options, host_blocks, {"bench": secrets.token_hex(8)})
+    plain = plain_client(entry, host_blocks)
+    best = dict.fromkeys(("store", "load", "plain store", "plain load", "exists"), float("inf"))
+    calls: list[float] = []
+
+    def timed(name: str, number: int, action: Callable[..., None], *arguments: Any) -> None:
+        if progress is not None:
+            progress(name, number, num_rounds)
+        start = time.perf_counter()
+        action(*arguments)
+        best[name] = min(best[name], time.perf_counter() - start)
+
+    try:
+        for number in range(num_rounds):
+            keys = [b"%08d-%08d" % (number, i) for i in range(num_blocks)]
+            if plain is not None:
+                names = [secrets.token_bytes(16) for _ in keys]
+                timed("plain store", number, plain.put, names)
+                timed("plain load", number, plain.fetch, names)
+                plain.remove(names)
+            timed("store", number, _move, tier, tier.submit_store, keys, job_blocks, calls)
+            timed("exists", number, _ask, tier, [b"?" + key for key in keys])
+            timed("load", number, _move, tier, tier.submit_load, keys, job_blocks, calls)
+            _clear(tier)
+    finally:
+        tier.shutdown()
+        if plain is not None:
+            plain.close()
+    calls.sort()
+    num_bytes = num_blocks * block_bytes
+    return TierRates(
+        repr(tier),
+        block_bytes,
+        num_blocks,
+        num_rounds,
+        num_bytes / best["store"],
+        num_bytes / best["load"],
+        num_bytes / best["plain store"],
+        num_bytes / best["plain load"],
+        best["exists"] / num_blocks,
+        calls[len(calls) // 2],
+        calls[-1],
+    )
+
+
+def _move(
+    tier: Tier,
+    submit: Callable[[int, list[bytes], list[int]], bool],
+    keys: list[bytes],
+    job_blocks: int,
+    calls: list[float],
+) -> None:
+    waiting = [range(first, min(first + job_blocks, len(keys))) for first in range(0, len(keys), job_blocks)]
+    num_done, under_way = 0, 0
+    end_s = time.monotonic() + _PATIENCE_S
+    while num_done < len(keys):
+        while waiting:
+            ids = list(waiting[0])
+            start = time.perf_counter()
+            is_taken = submit(ids[0], [keys[i] for i in ids], ids)
+            calls.append(time.perf_counter() - start)
+            if not is_taken:
+                # Its bytes under way are bounded.
+                break
+            under_way += 1
+            waiting.pop(0)
+        start = time.perf_counter()
+        results = tier.get_finished()
+        calls.append(time.perf_counter() - start)
+        for result in results:
+            if result.job_id is None:
+                continue
+            if result.error or result.failed:
+                raise OSError(f"{len(result.failed)} blocks failed: {result.error or 'full, evicted or bad'}")
+            under_way -= 1
+            num_done += len(result.done)
+        if not results:
+            if time.monotonic() > end_s or (waiting and not under_way):
+                raise OSError(f"the tier takes nothing: {tier.stats()}")
+            time.sleep(0.0001)
+
+
+def _ask(tier: Tier, keys: list[bytes]) -> None:
+    # All at once, as they are unknown, though a look-up ends at the first that is absent.
+    while tier.lookup(keys) is None:
+        tier.get_finished()
+        time.sleep(0.0001)
+
+
+def _clear(tier: Tier) -> None:
+    tier.reset()
+    end_s = time.monotonic() + _PATIENCE_S
+    while tier.stats().unavailable_reason:
+        tier.get_finished()
+        if time.monotonic() > end_s:
+            raise OSError(f"the tier does not forget: {tier.stats()}")
+        time.sleep(0.001)

@@ -1,0 +1,431 @@
+"""A tier on Mooncake Store: blocks that one engine stores are hits for every other engine of the same store.
+
+Mooncake keeps blocks in memory that nodes lend to the store; its master knows where each one lies. Blocks go straight
+from the host pool into that memory and back (RDMA, or TCP), so nothing here copies them. A value is the payload and
+behind it a checksum of namespace, key and payload: what is foreign, short, long or torn is a counted miss.
+
+Names in the store are ``kvcache:<namespace>:<epoch>:<block key>``, as of `kvcache.tiers.valkey`. A reset draws a new
+epoch and removes what the old one holds; an engine keeps the epoch that it found at its start or drew itself.
+
+The native client gives up on a master or a node that does not answer after `timeout_s` (a load may wait for both, one
+after the other), and never touches host memory after that. Two of its calls keep the interpreter's lock: connecting
+and closing. So a master is looked for in a process of its own first, unless the engine is only starting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcache.options import (
+    OptionTable,
+    choice_of,
+    name_unknown,
+    parse_count,
+    parse_duration,
+    parse_flag,
+    parse_size,
+    parse_text,
+)
+from kvcache.tiering.checksum import checksum
+from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
+from kvcache.tiering.tier import checked_host_blocks
+
+if TYPE_CHECKING:
+    from kvcache.tiering.tier import HostBlocks
+
+_FORMAT = b"kvcache mooncake 1"
+_CHECKSUM_BYTES = 8
+_EPOCH_BYTES = 8
+_NO_EPOCH = "0"
+_BUFFER_BYTES = 1 << 20
+_MAINTAIN_INTERVAL_S = 2.0
+_MAX_DISCARDS = 4096
+_NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS = -200, -703, -704, -705
+_ERRORS = {
+    -600: "invalid size",
+    -707: "the lease ran out while it was read",
+    -800: "transfer failed",
+    -900: "the master cannot be reached",
+    -901: "the master does not answer",
+}
+_OPTIONS = OptionTable(
+    {
+        "master": parse_text,
+        "salt": parse_text,
+        "num_replicas": parse_count,
+        "soft_pin": parse_flag,
+        "soft_pin_ttl_s": parse_duration,
+        "protocol": choice_of("tcp", "rdma"),
+        "device": parse_text,
+        "metadata_server": parse_text,
+        "hostname": parse_text,
+        "tenant": parse_text,
+        "lend_bytes": parse_size,
+        "timeout_s": parse_duration,
+        "num_threads": parse_count,
+        "max_queued_bytes": parse_size,
+        "max_batch_blocks": parse_count,
+    }
+)
+# Connects and ends: 0 if there is a master.
+_TRIAL = (
+    "import json, os, sys\nfrom mooncake.store import MooncakeDistributedStore\n"
+    "os._exit(MooncakeDistributedStore().setup(*json.loads(sys.argv[1])) != 0)"
+)
+
+
+class MooncakeTier(JobTier):
+    """Keep blocks in a Mooncake Store.
+
+    Parameters
+    ----------
+    master : str
+        ``"host:port"`` of the store's master.
+    host_blocks : numpy.ndarray
+        The pool, uint8 or int8, shape (num_blocks, block_bytes); it is registered with the store's transfer engine.
+    fingerprint : mapping, optional
+        What makes blocks of one model and geometry different from another's.
+    salt : str
+        Engines of one tenant share it; others cannot name its blocks.
+    num_replicas : int
+        Copies of a block, each in another node's memory; fewer where there are fewer nodes.
+    soft_pin : bool
+        Whether blocks are evicted only after those that are not pinned.
+    soft_pin_ttl_s : float, optional
+        For how long after its last use; None: as the master says.
+    protocol : str
+        ``"tcp"`` or ``"rdma"``.
+    device : str
+        RDMA devices, comma-separated.
+    metadata_server : str
+        Where nodes find each other; the default needs no server.
+    hostname : str, optional
+        Of this node, as others reach it; None: the address from which the master is reached.
+    tenant : str
+        Of a master that separates tenants itself.
+    lend_bytes : int
+        Memory of this process that is lent to the store, and is gone when it ends.
+    timeout_s : float
+        How long the master, and a node, may keep a call waiting. The client takes it from the first tier of a process;
+        its own variables ``MC_RPC_TIMEOUT_MS`` and ``MC_TCP_PROGRESS_TIMEOUT_SEC`` go before it.
+    num_threads : int
+        Batches in flight.
+    max_queued_bytes : int
+        Bytes under way at most; more are refused.
+    max_batch_blocks : int
+        Blocks of one call of the client.
+
+    Raises
+    ------
+    ValueError
+        The master's address is none. A master that cannot be reached is no error: the tier works once it can.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        host_blocks: HostBlocks,
+        *,
+        fingerprint: Mapping[str, Any] | None = None,
+        salt: str = "",
+        num_replicas: int = 1,
+        soft_pin: bool = False,
+        soft_pin_ttl_s: float | None = None,
+        protocol: str = "tcp",
+        device: str = "",
+        metadata_server: str = "P2PHANDSHAKE",
+        hostname: str | None = None,
+        tenant: str = "default",
+        lend_bytes: int = 0,
+        timeout_s: float = 2.0,
+        num_threads: int = 2,
+        max_queued_bytes: int = 256 << 20,
+        max_batch_blocks: int = 16,
+    ) -> None:
+        self._master = _address(master)
+        self._block_bytes = checked_host_blocks(host_blocks).shape[1]
+        self._native = _load_client(timeout_s)
+        self._hostname, self._timeout_s = hostname, timeout_s
+        self._setup = (metadata_server, lend_bytes, _BUFFER_BYTES, protocol, device, master)
+        self._tenant = tenant
+        described = json.dumps(dict(fingerprint or {}), sort_keys=True, default=str).encode()
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (_FORMAT, described, str(self._block_bytes).encode(), salt.encode()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+        self._namespace = f"kvcache:{digest.hexdigest()}"
+        self._seed = int.from_bytes(digest.digest()[:8], "big")
+        self._config = self._native.ReplicateConfig()
+        self._config.replica_num = num_replicas
+        self._config.data_type = self._native.ObjectDataType.KVCACHE
+        if soft_pin:
+            self._config.soft_pin_action = self._native.SoftPinAction.ENABLE
+            if soft_pin_ttl_s is not None:
+                self._config.soft_pin_ttl_ms = max(1, int(soft_pin_ttl_s * 1000))
+        self._pinned = self._native.ReplicateConfig()
+        self._pinned.with_hard_pin = True
+        # One checksum per host block, registered like the pool; the last row carries the epoch.
+        self._checksums = np.zeros(len(host_blocks) + 1, np.uint64)
+        self._epoch: str | None = None
+        self._store: Any = None
+        self._is_starting = True
+        self._discards: dict[str, None] = {}
+        super().__init__(
+            host_blocks,
+            "MOONCAKE",
+            num_threads=num_threads,
+            max_queued_blocks=max(1, max_queued_bytes // self._block_bytes),
+            max_batch_blocks=max_batch_blocks,
+            maintain_interval_s=_MAINTAIN_INTERVAL_S,
+            query_deadline_s=timeout_s,
+            open_timeout_s=2 * timeout_s,
+        )
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        if unknown := name_unknown(options, list(_OPTIONS)):
+            raise ValueError(f"unknown options of a mooncake tier: {unknown}; known ones: {', '.join(_OPTIONS)}")
+        values = _OPTIONS.read("a mooncake tier", options)
+        if "master" not in values:
+            raise ValueError("a mooncake tier needs 'master', such as '127.0.0.1:50051'")
+        _address(values["master"])
+
+    @classmethod
+    def from_config(
+        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
+    ) -> MooncakeTier:
+        cls.check_options(options)
+        values = _OPTIONS.read("a mooncake tier", options)
+        return cls(values.pop("master"), host_blocks, fingerprint=fingerprint, **values)
+
+    def __repr__(self) -> str:
+        return f"MooncakeTier({self._setup[-1]!r})"
+
+    def open(self) -> None:
+        try:
+            self._connect()
+        except OSError:
+            # The engine starts without it; `maintain` tries again.
+            pass
+        finally:
+            self._is_starting = False
+
+    def name_of(self, key: bytes) -> str:
+        """Return the name that a block has in the store.
+
+        Parameters
+        ----------
+        key : bytes
+            The block's key.
+
+        Returns
+        -------
+        str
+            As other clients of the store see it.
+        """
+        return f"{self._namespace}:{self._epoch}:{key.hex()}"
+
+    def exists(self, keys: list[bytes]) -> Sequence[bool]:
+        return self._are_held(self._connected(), [self.name_of(key) for key in keys])
+
+    def put(self, batch: TierBatch) -> Sequence[int]:
+        store = self._connected()
+        names = [self.name_of(key) for key in batch.keys]
+        outcomes = [BlockOutcome.REFUSED] * len(names)
+        # In this order: a reset raises the generation before the epoch, so an old block never gets a new name.
+        if batch.generation != self.generation:
+            return outcomes
+        held = self._are_held(store, names)
+        absent = [i for i, is_held in enumerate(held) if not is_held]
+        addresses, buffers = batch.addresses, batch.buffers
+        for i in absent:
+            self._checksums[batch.block_ids[i]] = checksum(batch.keys[i], buffers[i], self._block_bytes, self._seed)
+        answers: Sequence[int] = ()
+        if absent:
+            answers = store.batch_put_from_multi_buffers(
+                [names[i] for i in absent],
+                *self._parts([(addresses[i], batch.block_ids[i]) for i in absent]),
+                self._config,
+            )
+        if batch.generation != self.generation:
+            # The reset's sweep may have come before this.
+            store.batch_remove(names, True)
+            return outcomes
+        for i, is_held in enumerate(held):
+            if is_held:
+                outcomes[i] = BlockOutcome.HELD
+        for i, answer in zip(absent, answers, strict=True):
+            if answer == 0:
+                outcomes[i] = BlockOutcome.DONE
+            elif answer == _EXISTS:
+                outcomes[i] = BlockOutcome.HELD
+            elif answer != _NO_SPACE:
+                raise self._error("put", answer)
+        return outcomes
+
+    def get(self, batch: TierBatch) -> Sequence[int]:
+        store = self._connected()
+        names, buffers = [self.name_of(key) for key in batch.keys], batch.buffers
+        parts = self._parts(list(zip(batch.addresses, batch.block_ids, strict=True)))
+        answers = store.batch_get_into_multi_buffers(names, *parts)
+        outcomes, bad = [], []
+        for i, answer in enumerate(answers):
+            if answer == self._block_bytes + _CHECKSUM_BYTES:
+                stored = int(self._checksums[batch.block_ids[i]])
+                is_good = stored == checksum(batch.keys[i], buffers[i], self._block_bytes, self._seed)
+                outcomes.append(BlockOutcome.DONE if is_good else BlockOutcome.CORRUPT)
+            elif answer in (_NOT_FOUND, _NOT_READY):
+                outcomes.append(BlockOutcome.ABSENT)
+            elif answer >= 0 or self._is_of_another_size(store, names[i]):
+                outcomes.append(BlockOutcome.CORRUPT)
+            else:
+                raise self._error("get", answer)
+            if outcomes[-1] == BlockOutcome.CORRUPT:
+                bad.append(names[i])
+        if bad:
+            self._discard(store, bad)
+        return outcomes
+
+    def clear(self, generation: int) -> None:
+        """Draw a new epoch and remove the old one's blocks."""
+        store = self._store or self._connect()
+        old, self._epoch = self._epoch, secrets.token_hex(_EPOCH_BYTES)
+        self._write_epoch(store)
+        num_removed = store.remove_by_regex(f"^{self._namespace}:{old}:", True)
+        if num_removed < 0:
+            raise self._error("remove", num_removed)
+
+    def maintain(self) -> None:
+        if self._store is None:
+            self._connect()
+        elif self._epoch != _NO_EPOCH and self._store.get_size(self._epoch_name) == _NOT_FOUND:
+            self._write_epoch(self._store)
+        if self._discards:
+            names, self._discards = list(self._discards), {}
+            self._discard(self._store, names)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    @property
+    def _epoch_name(self) -> str:
+        return f"{self._namespace}:epoch"
+
+    def _parts(self, blocks: list[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
+        start = self._checksums.ctypes.data
+        pairs = [[address, start + _CHECKSUM_BYTES * block_id] for address, block_id in blocks]
+        return pairs, [[self._block_bytes, _CHECKSUM_BYTES]] * len(blocks)
+
+    def _are_held(self, store: Any, names: list[str]) -> list[bool]:
+        answers = store.batch_is_exist(names)
+        if (worst := min(answers, default=0)) < 0:
+            raise self._error("exists", worst)
+        return [answer == 1 for answer in answers]
+
+    def _is_of_another_size(self, store: Any, name: str) -> bool:
+        num_bytes: int = store.get_size(name)
+        return num_bytes >= 0 and num_bytes != self._block_bytes + _CHECKSUM_BYTES
+
+    def _discard(self, store: Any, names: list[str]) -> None:
+        """Remove values that nobody can use; one that another engine holds a lease on is removed later."""
+        for name, answer in zip(names, store.batch_remove(names, False), strict=True):
+            if answer not in (0, _NOT_FOUND) and len(self._discards) < _MAX_DISCARDS:
+                self._discards[name] = None
+
+    def _write_epoch(self, store: Any) -> None:
+        self._checksums[-1] = int(self._epoch or _NO_EPOCH, 16)
+        answer = store.upsert_from(self._epoch_name, self._checksums[-1:].ctypes.data, _EPOCH_BYTES, self._pinned)
+        if answer != 0:
+            raise self._error("upsert", answer)
+
+    def _read_epoch(self, store: Any) -> str:
+        self._checksums[-1] = 0
+        answer = store.get_into(self._epoch_name, self._checksums[-1:].ctypes.data, _EPOCH_BYTES)
+        if answer == _NOT_FOUND:
+            return _NO_EPOCH
+        if answer != _EPOCH_BYTES:
+            raise self._error("get", answer)
+        return f"{int(self._checksums[-1]):016x}"
+
+    def _connected(self) -> Any:
+        if self._store is None:
+            raise OSError(f"no connection to {self._setup[-1]} yet")
+        return self._store
+
+    def _connect(self) -> Any:
+        with socket.create_connection(self._master, timeout=self._timeout_s) as probe:
+            here = self._hostname or probe.getsockname()[0]
+        arguments = (here, *self._setup)
+        if not self._is_starting:
+            trial = (here, self._setup[0], 0, *self._setup[2:])
+            done = subprocess.run(
+                [sys.executable, "-c", _TRIAL, json.dumps(trial)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
+                timeout=60,
+                check=False,
+            )
+            if done.returncode != 0:
+                raise OSError(f"{self._setup[-1]} is no Mooncake master that answers")
+        store = self._native.MooncakeDistributedStore()
+        if (answer := store.setup(*arguments, tenant_id=self._tenant)) != 0:
+            raise self._error("setup", answer)
+        try:
+            rows = self.host_rows
+            num_bytes = (len(rows) - 1) * rows.strides[0] + self._block_bytes
+            for address, size in (
+                (rows.ctypes.data, num_bytes),
+                (self._checksums.ctypes.data, self._checksums.nbytes),
+            ):
+                if (answer := store.register_buffer(address, size)) != 0:
+                    raise self._error("register_buffer", answer)
+            if self._epoch is None:
+                self._epoch = self._read_epoch(store)
+        except BaseException:
+            store.close()
+            raise
+        self._store = store
+        return store
+
+    def _error(self, call: str, answer: int) -> OSError:
+        return OSError(f"{self._setup[-1]}: {call} failed: {_ERRORS.get(answer, 'error')} ({answer})")
+
+
+def _address(master: str) -> tuple[str, int]:
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"master must be 'host:port', got {master!r}")
+    return host.strip("[]"), int(port)
+
+
+def _load_client(timeout_s: float) -> Any:
+    """Return the module of the native client, with its time limits set where nobody has."""
+    seconds = max(1, math.ceil(timeout_s))
+    for name, value in (
+        ("MC_RPC_TIMEOUT_MS", int(timeout_s * 1000)),
+        ("MC_RPC_CONNECT_TIMEOUT_MS", int(timeout_s * 1000)),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds),
+        ("MC_HANDSHAKE_CONNECT_TIMEOUT", seconds),
+        # Of 20 it tries by default, each as long, with the interpreter's lock held.
+        ("MC_STORE_CLIENT_SETUP_RETRIES", 2),
+    ):
+        os.environ.setdefault(name, str(max(1, value)))
+    try:
+        import mooncake.store
+    except ImportError as error:
+        raise ImportError(
+            f"the mooncake tier needs its client: install kvcache's extra 'mooncake' ({error})"
+        ) from error
+    return mooncake.store
