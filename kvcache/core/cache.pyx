@@ -251,8 +251,8 @@ cdef class BlockCache:
                 self.priorities.reserve(len(keys))
                 self.policy.reserve_policy(len(keys))
                 self.policy.count_uses(request_keys, batch, len(keys))
-            n = request_keys.num_seen
-            if keys is None or n != len(keys):
+            n = request_keys.num_seen if table.keeps_queues else 0
+            if n != 0 and (keys is None or n != len(keys)):
                 batch.reserve(n)
                 self.priorities.reserve(n)
                 request_keys.sort_used(table, 0, n, positions, batch)

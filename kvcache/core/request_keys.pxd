@@ -28,7 +28,7 @@ cdef struct KeyUse:
     bint is_taken           # scratch of a policy
 
 cdef enum:
-    STATE_SIZE = 10         # numbers that a policy keeps for a request
+    STATE_SIZE = 11         # numbers that a policy keeps for a request
 
 
 @cython.final

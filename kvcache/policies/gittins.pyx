@@ -8,10 +8,10 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
-from kvcache.core.index cimport (
-    Bucket, Probe, home_of, index_delete, index_first, index_insert, index_next, prefetch, tight_buckets_for, zeroed,
-)
+from kvcache.core.eviction_queue cimport Row
+from kvcache.core.index cimport Probe, index_first, index_next, prefetch, zeroed
 from kvcache.core.policy_adapter cimport PolicyAdapter
+from kvcache.core.remembered cimport SEGMENT_KEYS, RememberedKeys
 from kvcache.core.request_keys cimport Named, RequestKeys
 from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave
 
@@ -38,12 +38,19 @@ cdef enum:
     CONTINUES = 1               # of a request: it goes on where an older one ended
     ALL_KNOWN = 2               # of a request: all its keys so far were known
     LEADING_SHIFT = 2
+    NEVER = 0x7fffffff
+
+cdef enum:
+    ALL = 0                     # one a class: groups age in the order they were made, so that a cell is a part of it
+    HOLDERS = 1                 # of a cell: groups with resident members
+    NUM_QUEUES = 2
 
 cdef enum:
     # Where a request's state keeps what.
     PROGRESS = 0                # CONTINUES, ALL_KNOWN, and above them the number of leading known keys
     ERA = 1
-    GROUPS = 2                  # by class without the hint: group and its serial number
+    CALL = 2                    # of its last use
+    GROUPS = 3                  # by class without the hint: group and its serial number
 
 # Known keys whose last use was the same request and that share a class. Groups of a class are made, age and are linked
 # in one order, so that both queues of a cell are ordered by age.
@@ -51,10 +58,8 @@ cdef struct Group:
     int32_t t0
     int32_t length          # keys of the request
     int32_t num_known       # 0: free
-    int32_t prev            # in the cell's queue of all groups; free: the next free one
-    int32_t next
-    int32_t resident_prev   # in the cell's queue of groups with resident members
-    int32_t resident_next
+    int32_t[NUM_QUEUES] prev    # in the class's queue, and in the cell's of HOLDERS; free: the next free one
+    int32_t[NUM_QUEUES] next
     int32_t tail            # last resident member in path order, 0: none
     uint32_t serial         # raised when the group vanishes
     uint8_t cls
@@ -64,22 +69,20 @@ cdef struct Queue:
     int32_t first
     int32_t last
 
-# A resident key, by its row.
+# A key that belongs at the youngest end of the memory. Most keys that are new are stored at once, and never enter it.
+cdef struct NewKey:
+    uint64_t hash
+    int32_t group           # 0: it has been stored
+
+# A resident key, by its row. The table keeps no queues for this policy: `prev` and `next` of a row link the resident
+# members of a group, in path order, and its stamp holds a Place.
 cdef struct Member:
-    int32_t group
-    int32_t prev            # resident members of the group, in path order
-    int32_t next
     uint32_t kids           # resident keys whose parent it is
-    int32_t parent          # row, 0: none
     uint32_t parent_generation
 
-# A remembered key. Only its hash is kept: a false match costs a wrong count, never a wrong block.
-cdef struct Remembered:
-    uint32_t hash_low
-    uint32_t hash_high
-    int32_t prev            # oldest first; 0 is the head. Free: next is the next free one
-    int32_t next
-    int32_t group           # 0: free
+cdef struct Place:
+    int32_t group
+    int32_t parent          # row, 0: none
 
 # A parent that left by a failed store while children of others hung on it: they know it by the row it had.
 cdef struct LostParent:
@@ -113,10 +116,6 @@ cdef int _make_edges() except -1:
 _make_edges()
 
 
-cdef inline uint64_t hash_of(const Remembered* key) noexcept nogil:
-    return key.hash_low | <uint64_t> key.hash_high << 32
-
-
 @cython.final
 cdef class GittinsCachePolicy(PolicyAdapter):
     """GittinsCachePolicy(cache_capacity)
@@ -133,20 +132,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     """
 
     cdef Member* members                # [num_rows]
-    cdef Remembered* memory             # [memory_size]; 0: head of the queue
-    cdef Bucket* memory_buckets
-    cdef uint32_t num_memory_buckets
-    cdef int32_t memory_size
-    cdef int32_t memory_fresh
-    cdef int32_t memory_free
-    cdef readonly Py_ssize_t num_remembered
+    cdef RememberedKeys memory
     cdef Group* groups                  # [groups_size]; 0: none
     cdef int32_t groups_size
     cdef int32_t groups_fresh
     cdef int32_t groups_free
     cdef Py_ssize_t num_groups
-    cdef Queue[NUM_CELLS] all_groups
-    cdef Queue[NUM_CELLS] resident_groups
+    cdef Queue[NUM_QUEUES][NUM_CELLS] queues    # of ALL, the part that is in the cell
+    cdef int32_t[NUM_CLASSES] youngest          # group of each class
+    cdef int32_t[NUM_CELLS] ends                # when the oldest group of an occupied cell leaves it
+    cdef uint64_t[NUM_WORDS] occupied   # a bit for each cell that has groups
     cdef uint64_t[NUM_WORDS] holders    # a bit for each cell that holds resident blocks, by its rank
     cdef int64_t[NUM_CELLS] hit
     cdef int64_t[NUM_CELLS] sur
@@ -157,13 +152,19 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef int32_t[NUM_CELLS] rank_of
     cdef int num_ranked                 # cells of the hints in use
     cdef int num_hints                  # 1 + the highest hint in use
-    cdef int32_t* found                 # [found_size]: remembered keys of one call
-    cdef Py_ssize_t found_size
+    cdef int32_t* found                 # [call_size]: remembered keys of one call
+    cdef NewKey* new_keys               # [call_size]: of the last use that there was, not in the memory yet
+    cdef Py_ssize_t num_new
+    cdef NewKey* leaving                # [call_size]: victims of one call
+    cdef Py_ssize_t num_leaving
+    cdef Py_ssize_t call_size
+    cdef uint64_t num_uses              # calls of on_request_use
     cdef LostParent* lost               # [lost_size]
     cdef Py_ssize_t num_lost
     cdef Py_ssize_t lost_size
     cdef int64_t start_ms
     cdef int32_t now
+    cdef int32_t due                    # no group leaves its bin before
     cdef uint64_t era
     cdef readonly uint64_t touches
 
@@ -173,16 +174,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.members = <Member*> zeroed(self.table.num_rows * sizeof(Member))
         if self.members == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
-        self._grow_memory(MEMORY_FACTOR * cache_capacity + cache_capacity // 16 + SPARE_KEYS)
+        self.memory = RememberedKeys(MEMORY_FACTOR * cache_capacity + cache_capacity // 64 + SPARE_KEYS)
         self._grow_groups(SPARE_KEYS)
         self.on_reset()
 
     def __dealloc__(self):
         free(self.members)
-        free(self.memory)
-        free(self.memory_buckets)
         free(self.groups)
         free(self.found)
+        free(self.new_keys)
+        free(self.leaving)
         free(self.lost)
 
     @property
@@ -200,36 +201,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.now_ns = now_ms * 1_000_000
 
     @property
+    def num_remembered(self):
+        """Keys that are known without being resident."""
+        return self.memory.num_keys + self.num_new
+
+    @property
     def worths(self):
         """The value of a block of each class that has just been used, for requests without a hint."""
         return [self.value[cls * NUM_BINS] for cls in range(CLASSES_PER_HINT)]
 
     # ---- memory -----------------------------------------------------------------------------------------------
-
-    cdef int _grow_memory(self, int64_t size) except -1:
-        """Make room for `size` remembered keys, head included."""
-        cdef int32_t key
-        cdef uint32_t num_buckets
-        cdef Bucket* buckets
-        cdef void* memory
-        if size > (1 << 31) - 1:
-            raise MemoryError(f"no memory for {size} remembered keys")
-        num_buckets = tight_buckets_for(size)
-        buckets = <Bucket*> zeroed(num_buckets * sizeof(Bucket))
-        memory = realloc(self.memory, size * sizeof(Remembered))
-        if memory != NULL:
-            self.memory = <Remembered*> memory
-        if memory == NULL or buckets == NULL:
-            free(buckets)
-            raise MemoryError(f"no memory for {size} remembered keys")
-        free(self.memory_buckets)
-        self.memory_buckets = buckets
-        self.num_memory_buckets = num_buckets
-        self.memory_size = <int32_t> size
-        for key in range(1, self.memory_fresh):
-            if self.memory[key].group != 0:
-                index_insert(buckets, num_buckets, hash_of(&self.memory[key]), key)
-        return 0
 
     cdef int _grow_groups(self, int64_t size) except -1:
         cdef void* groups
@@ -245,18 +226,22 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef int reserve_policy(self, Py_ssize_t n) except -1:
         """Make room, before anything changes, for a call of `n` keys: each may be remembered, and evict another."""
-        cdef int64_t needed = self.num_remembered + 2 * n + 1
         cdef void* block
-        if needed > self.memory_size:
-            self._grow_memory(needed + needed // 4)
+        self.memory.reserve(2 * n + self.num_new)
         if self.num_groups + GROUPS_PER_CALL >= self.groups_size:
             self._grow_groups(2 * <int64_t> self.groups_size)
-        if n > self.found_size:
+        if n > self.call_size:
             block = realloc(self.found, 2 * n * sizeof(int32_t))
+            if block != NULL:
+                self.found = <int32_t*> block
+                block = realloc(self.new_keys, 2 * n * sizeof(NewKey))
+            if block != NULL:
+                self.new_keys = <NewKey*> block
+                block = realloc(self.leaving, 2 * n * sizeof(NewKey))
             if block == NULL:
                 raise MemoryError(f"no memory for a call of {n} keys")
-            self.found = <int32_t*> block
-            self.found_size = 2 * n
+            self.leaving = <NewKey*> block
+            self.call_size = 2 * n
         if self.num_lost + n > self.lost_size:
             block = realloc(self.lost, 2 * (self.num_lost + n) * sizeof(LostParent))
             if block == NULL:
@@ -274,18 +259,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void on_reset(self) noexcept nogil:
         cdef int32_t i
-        self.memory[0].prev = self.memory[0].next = 0
-        self.memory_fresh = 1
-        self.memory_free = 0
-        self.num_remembered = 0
-        memset(self.memory_buckets, 0, self.num_memory_buckets * sizeof(Bucket))
+        self.memory.clear()
+        self.num_new = self.num_leaving = 0
         for i in range(self.groups_size):
             self.groups[i].num_known = 0
         self.groups_fresh = 1
         self.groups_free = 0
         self.num_groups = 0
-        memset(self.all_groups, 0, sizeof(self.all_groups))
-        memset(self.resident_groups, 0, sizeof(self.resident_groups))
+        memset(self.queues, 0, sizeof(self.queues))
+        memset(self.youngest, 0, sizeof(self.youngest))
+        memset(self.occupied, 0, sizeof(self.occupied))
         memset(self.holders, 0, sizeof(self.holders))
         memset(self.hit, 0, sizeof(self.hit))
         memset(self.sur, 0, sizeof(self.sur))
@@ -293,67 +276,35 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.num_lost = 0
         self.start_ms = -1
         self.now = 0
+        self.due = 0
         self.era += 1
         self.touches = 0
         self.num_hints = 1
         self.num_ranked = 0
         self._build_table()
 
-    # ---- remembered keys --------------------------------------------------------------------------------------
-
-    cdef int32_t _recall(self, uint64_t hash) noexcept nogil:
-        """Return the remembered key of a hash, or 0."""
-        cdef Probe probe
-        cdef int32_t key = index_first(self.memory_buckets, self.num_memory_buckets, hash, &probe)
-        while key != 0 and hash_of(&self.memory[key]) != hash:
-            key = index_next(self.memory_buckets, self.num_memory_buckets, hash, &probe)
-        return key
-
-    cdef inline void _link_youngest(self, int32_t key) noexcept nogil:
-        cdef int32_t last = self.memory[0].prev
-        self.memory[key].prev = last
-        self.memory[key].next = 0
-        self.memory[last].next = key
-        self.memory[0].prev = key
-
-    cdef inline void _unlink(self, int32_t key) noexcept nogil:
-        cdef int32_t prev = self.memory[key].prev
-        cdef int32_t next = self.memory[key].next
-        self.memory[prev].next = next
-        self.memory[next].prev = prev
-
-    cdef int32_t _remember(self, uint64_t hash, int32_t group) noexcept nogil:
-        """Append a key to the memory; `reserve_policy` has made room."""
-        cdef int32_t key = self.memory_free
-        if key != 0:
-            self.memory_free = self.memory[key].next
-        else:
-            key = self.memory_fresh
-            self.memory_fresh += 1
-        self.memory[key].hash_low = <uint32_t> hash
-        self.memory[key].hash_high = <uint32_t> (hash >> 32)
-        self.memory[key].group = group
-        self._link_youngest(key)
-        index_insert(self.memory_buckets, self.num_memory_buckets, hash, key)
-        self.num_remembered += 1
-        return key
-
-    cdef void _forget(self, int32_t key) noexcept nogil:
-        """Take a key out of the memory; its group still counts it."""
-        index_delete(self.memory_buckets, self.num_memory_buckets, hash_of(&self.memory[key]), key)
-        self._unlink(key)
-        self.memory[key].group = 0
-        self.memory[key].next = self.memory_free
-        self.memory_free = key
-        self.num_remembered -= 1
-
     cdef void _trim(self) noexcept nogil:
-        cdef int32_t oldest, group
-        while self.num_remembered > MEMORY_FACTOR * self.table.cache_capacity:
-            oldest = self.memory[0].next
-            group = self.memory[oldest].group
-            self._forget(oldest)
-            self._leave_group(group)
+        """Forget the oldest remembered keys beyond the memory's size."""
+        cdef Py_ssize_t i, num_over
+        self._enter_memory()
+        num_over = self.memory.num_keys - MEMORY_FACTOR * self.table.cache_capacity
+        for i in range(num_over):
+            if i % SEGMENT_KEYS == 0:
+                self.memory.fetch_oldest()
+            self._leave_group(self.memory.pop_oldest())
+
+    cdef void _enter_memory(self) noexcept nogil:
+        """Let new keys that were not stored, then the call's victims, enter the memory."""
+        cdef Py_ssize_t i
+        for i in range(self.num_new):
+            if self.new_keys[i].group != 0:
+                self.memory.append(self.new_keys[i].hash, self.new_keys[i].group)
+        self.num_new = 0
+        for i in range(self.num_leaving):
+            self.memory.fetch(self.leaving[i].hash)
+        for i in range(self.num_leaving):
+            self.memory.append(self.leaving[i].hash, self.leaving[i].group)
+        self.num_leaving = 0
 
     # ---- groups -----------------------------------------------------------------------------------------------
 
@@ -364,12 +315,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t group = self.groups_free
         cdef Group* made
         if group != 0:
-            self.groups_free = self.groups[group].prev
+            self.groups_free = self.groups[group].prev[ALL]
         else:
             group = self.groups_fresh
             self.groups_fresh += 1
         made = &self.groups[group]
         made.t0 = self.now
+        self.due = min(self.due, self.now + EDGES[1])
         made.length = length
         made.num_known = 0
         made.tail = 0
@@ -380,51 +332,80 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return group
 
     cdef void _link_group(self, int32_t group) noexcept nogil:
-        """Append a group to its cell's queue, and to that of groups with resident members if it has any."""
+        """Append a new group, without members, to its class."""
         cdef Group* groups = self.groups
         cdef int32_t cell = self._cell_of(&groups[group])
-        cdef Queue* queue = &self.all_groups[cell]
-        groups[group].prev = queue.last
-        groups[group].next = 0
-        if queue.last != 0:
-            groups[queue.last].next = group
-        else:
-            queue.first = group
+        cdef int32_t prev = self.youngest[groups[group].cls]
+        groups[group].prev[ALL] = prev
+        groups[group].next[ALL] = 0
+        if prev != 0:
+            groups[prev].next[ALL] = group
+        self.youngest[groups[group].cls] = group
+        self._enter_cell(cell, group)
+
+    cdef inline void _enter_cell(self, int32_t cell, int32_t group) noexcept nogil:
+        """Count a group, the youngest of its cell, as part of it."""
+        cdef Queue* queue = &self.queues[ALL][cell]
+        if queue.first == 0:
+            self._set_oldest(cell, group)
+            self.occupied[cell >> 6] |= <uint64_t> 1 << (cell & 63)
         queue.last = group
-        if groups[group].tail != 0:
-            self._link_holder(group, self.resident_groups[cell].last)
+
+    cdef inline void _set_oldest(self, int32_t cell, int32_t group) noexcept nogil:
+        self.queues[ALL][cell].first = group
+        self.ends[cell] = NEVER
+        if cell % NUM_BINS < NUM_BINS - 1:
+            self.ends[cell] = self.groups[group].t0 + EDGES[cell % NUM_BINS + 1]
+
+    cdef inline void _leave_cell(self, int32_t cell, int32_t group) noexcept nogil:
+        cdef Queue* queue = &self.queues[ALL][cell]
+        if queue.first == queue.last:
+            queue.first = queue.last = 0
+            self.occupied[cell >> 6] &= ~(<uint64_t> 1 << (cell & 63))
+        elif queue.first == group:
+            self._set_oldest(cell, self.groups[group].next[ALL])
+        elif queue.last == group:
+            queue.last = self.groups[group].prev[ALL]
 
     cdef void _unlink_group(self, int32_t group) noexcept nogil:
+        """Take out a group without members."""
         cdef Group* groups = self.groups
-        cdef Queue* queue = &self.all_groups[self._cell_of(&groups[group])]
-        cdef int32_t prev = groups[group].prev
-        cdef int32_t next = groups[group].next
+        cdef int32_t prev = groups[group].prev[ALL]
+        cdef int32_t next = groups[group].next[ALL]
+        self._leave_cell(self._cell_of(&groups[group]), group)
         if prev != 0:
-            groups[prev].next = next
-        else:
-            queue.first = next
+            groups[prev].next[ALL] = next
         if next != 0:
-            groups[next].prev = prev
+            groups[next].prev[ALL] = prev
         else:
-            queue.last = prev
-        if groups[group].tail != 0:
+            self.youngest[groups[group].cls] = prev
+
+    cdef inline void _move_to_next_bin(self, int32_t cell, int32_t group) noexcept nogil:
+        """Move the oldest group of a cell: it follows the youngest of the next bin already."""
+        cdef bint is_holder = self.groups[group].tail != 0
+        self._leave_cell(cell, group)
+        if is_holder:
             self._unlink_holder(group)
+        self.groups[group].bin += 1
+        self._enter_cell(cell + 1, group)
+        if is_holder:
+            self._link_holder(group, self.queues[HOLDERS][cell + 1].last)
 
     cdef void _link_holder(self, int32_t group, int32_t prev) noexcept nogil:
         """Put a group behind `prev` (0: first) among its cell's groups with resident members."""
         cdef Group* groups = self.groups
         cdef int32_t cell = self._cell_of(&groups[group])
-        cdef Queue* queue = &self.resident_groups[cell]
-        cdef int32_t next = groups[prev].resident_next if prev != 0 else queue.first
+        cdef Queue* queue = &self.queues[HOLDERS][cell]
+        cdef int32_t next = groups[prev].next[HOLDERS] if prev != 0 else queue.first
         cdef int32_t rank = self.rank_of[cell]
-        groups[group].resident_prev = prev
-        groups[group].resident_next = next
+        groups[group].prev[HOLDERS] = prev
+        groups[group].next[HOLDERS] = next
         if prev != 0:
-            groups[prev].resident_next = group
+            groups[prev].next[HOLDERS] = group
         else:
             queue.first = group
         if next != 0:
-            groups[next].resident_prev = group
+            groups[next].prev[HOLDERS] = group
         else:
             queue.last = group
         self.holders[rank >> 6] |= <uint64_t> 1 << (rank & 63)
@@ -432,16 +413,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef void _unlink_holder(self, int32_t group) noexcept nogil:
         cdef Group* groups = self.groups
         cdef int32_t cell = self._cell_of(&groups[group])
-        cdef Queue* queue = &self.resident_groups[cell]
-        cdef int32_t prev = groups[group].resident_prev
-        cdef int32_t next = groups[group].resident_next
+        cdef Queue* queue = &self.queues[HOLDERS][cell]
+        cdef int32_t prev = groups[group].prev[HOLDERS]
+        cdef int32_t next = groups[group].next[HOLDERS]
         cdef int32_t rank = self.rank_of[cell]
         if prev != 0:
-            groups[prev].resident_next = next
+            groups[prev].next[HOLDERS] = next
         else:
             queue.first = next
         if next != 0:
-            groups[next].resident_prev = prev
+            groups[next].prev[HOLDERS] = prev
         else:
             queue.last = prev
         if queue.first == 0:
@@ -450,21 +431,22 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef int32_t _holder_before(self, int32_t group) noexcept nogil:
         """Return the youngest older group of the cell with resident members, or 0."""
         cdef Group* groups = self.groups
-        cdef int32_t older = groups[group].prev
-        cdef int32_t younger = groups[group].next
-        cdef Queue* queue = &self.resident_groups[self._cell_of(&groups[group])]
+        cdef int32_t older = groups[group].prev[ALL]
+        cdef int32_t younger = groups[group].next[ALL]
+        cdef int bin = groups[group].bin
+        cdef Queue* queue = &self.queues[HOLDERS][self._cell_of(&groups[group])]
         cdef int _step
         for _step in range(MOST_NEIGHBOURS):
-            if younger == 0:
+            if younger == 0 or groups[younger].bin != bin:
                 return queue.last
             if groups[younger].tail != 0:
-                return groups[younger].resident_prev
-            if older == 0:
+                return groups[younger].prev[HOLDERS]
+            if older == 0 or groups[older].bin != bin:
                 return 0
             if groups[older].tail != 0:
                 return older
-            older = groups[older].prev
-            younger = groups[younger].next
+            older = groups[older].prev[ALL]
+            younger = groups[younger].next[ALL]
         # Far from all others; the youngest end is close enough.
         return queue.last
 
@@ -474,32 +456,36 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         if self.groups[group].num_known == 0:
             self._unlink_group(group)
             self.groups[group].serial += 1
-            self.groups[group].prev = self.groups_free
+            self.groups[group].prev[ALL] = self.groups_free
             self.groups_free = group
             self.num_groups -= 1
 
+    cdef inline Place* _place_of(self, int32_t row) noexcept nogil:
+        return <Place*> &self.table.rows[row].stamp
+
     cdef inline void _append_member(self, int32_t group, int32_t row) noexcept nogil:
         cdef int32_t tail = self.groups[group].tail
-        cdef Member* member = &self.members[row]
         if tail == 0:
             self._link_holder(group, self._holder_before(group))
         else:
-            self.members[tail].next = row
-        member.group = group
-        member.prev = tail
-        member.next = 0
+            self.table.rows[tail].next = row
+        self._place_of(row).group = group
+        self.table.rows[row].prev = tail
+        self.table.rows[row].next = 0
         self.groups[group].tail = row
 
     cdef inline void _remove_member(self, int32_t row) noexcept nogil:
-        cdef Member* member = &self.members[row]
-        if member.prev != 0:
-            self.members[member.prev].next = member.next
-        if member.next != 0:
-            self.members[member.next].prev = member.prev
+        cdef int32_t prev = self.table.rows[row].prev
+        cdef int32_t next = self.table.rows[row].next
+        cdef int32_t group = self._place_of(row).group
+        if prev != 0:
+            self.table.rows[prev].next = next
+        if next != 0:
+            self.table.rows[next].prev = prev
         else:
-            if member.prev == 0:
-                self._unlink_holder(member.group)
-            self.groups[member.group].tail = member.prev
+            if prev == 0:
+                self._unlink_holder(group)
+            self.groups[group].tail = prev
 
     cdef int32_t _join_group(self, uint64_t* kept, int32_t cls, int32_t length) noexcept nogil:
         """Return the group of a class that a request may join, and count one more key in it."""
@@ -520,10 +506,11 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t row, key, group, cls, length, hint, num_positions = <int32_t> request.num_positions
         cdef uint64_t* state = request.policy_state
         cdef int32_t* found = self.found
-        cdef Member* member
         cdef int64_t num_leading
         cdef bint is_last, is_known
+        cdef bint waits = True
         self._trim()
+        self.num_uses += 1
         self._read_time()
         if state[ERA] != self.era:
             memset(state, 0, sizeof(request.policy_state))
@@ -538,13 +525,11 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self._take_up_hint(hint)
         for i in range(n):
             if rows[i] == 0:
-                prefetch(&self.memory_buckets[home_of(<uint32_t> hashes[i], self.num_memory_buckets)])
-            else:
-                prefetch(&self.members[rows[i]])
+                self.memory.fetch(hashes[i])
         for i in range(n):
             found[i] = 0
             if rows[i] == 0:
-                found[i] = self._recall(hashes[i])
+                found[i] = self.memory.find(hashes[i])
         if state[PROGRESS] & ALL_KNOWN:
             i = 0
             while i < n and (rows[i] != 0 or found[i] != 0):
@@ -554,7 +539,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             state[PROGRESS] += <uint64_t> i << LEADING_SHIFT
             if i > 0 and not state[PROGRESS] & CONTINUES:
                 num_leading = <int64_t> (state[PROGRESS] >> LEADING_SHIFT)
-                group = self.members[rows[i - 1]].group if rows[i - 1] != 0 else self.memory[found[i - 1]].group
+                group = self._place_of(rows[i - 1]).group if rows[i - 1] != 0 else self.memory.group_of(found[i - 1])
                 if num_leading + 1 >= self.groups[group].length:
                     state[PROGRESS] |= CONTINUES
         length = num_positions if num_positions else <int32_t> n
@@ -565,25 +550,36 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             is_last = self._is_last(request, request.used[first + i], i == n - 1)
             cls = 4 * (state[PROGRESS] & CONTINUES) + 2 * (not is_last) + is_known
             if row != 0:
-                member = &self.members[row]
-                group = member.group
+                group = self._place_of(row).group
                 self._count_hit(group)
                 self._remove_member(row)
                 self._leave_group(group)
                 group = self._join_group(&state[GROUPS + cls], hint * CLASSES_PER_HINT + cls, length)
                 self._append_member(group, row)
             elif key != 0:
-                group = self.memory[key].group
+                if self.num_new != 0:
+                    # Those before it are older.
+                    self._enter_memory()
+                    waits = False
+                if not self.memory.holds(key, hashes[i]):
+                    # Its segment has been merged with another meanwhile.
+                    key = self.memory.find(hashes[i])
+                group = self.memory.group_of(key)
                 self._count_hit(group)
                 self._leave_group(group)
                 group = self._join_group(&state[GROUPS + cls], hint * CLASSES_PER_HINT + cls, length)
-                self.memory[key].group = group
-                self._unlink(key)
-                self._link_youngest(key)
+                key = self.memory.renew(key, group)
             else:
                 group = self._join_group(&state[GROUPS + cls], hint * CLASSES_PER_HINT + cls, length)
-                key = self._remember(hashes[i], group)
+                if waits:
+                    self.new_keys[self.num_new].hash = hashes[i]
+                    self.new_keys[self.num_new].group = group
+                    self.num_new += 1
+                    key = -<int32_t> self.num_new
+                else:
+                    key = self.memory.append(hashes[i], group)
             request.uses[request.used[first + i]].note = key
+        state[CALL] = self.num_uses if waits else 0
 
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         """Keep uses out that come without a request: `BlockCache` makes one for each call."""
@@ -594,20 +590,21 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef void on_hint(
         self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t next_use
     ) noexcept nogil:
-        """Move known keys to the classes of another hint; their age counts from now."""
+        """Move known keys to the classes of another hint; their age counts from now, as after a use."""
         cdef Py_ssize_t i
         cdef int32_t row, key, group, cls, length
         cdef uint64_t[CLASSES_PER_HINT] made
         memset(made, 0, sizeof(made))
+        self._enter_memory()
         self._read_time()
         if next_use >= self.num_hints:
             self._take_up_hint(next_use)
         for i in range(n):
             row = rows[i]
-            key = self._recall(hashes[i]) if row == 0 else 0
+            key = self.memory.find(hashes[i]) if row == 0 else 0
             if row == 0 and key == 0:
                 continue
-            group = self.members[row].group if row != 0 else self.memory[key].group
+            group = self._place_of(row).group if row != 0 else self.memory.group_of(key)
             cls = self.groups[group].cls % CLASSES_PER_HINT
             if group == <int32_t> <uint32_t> made[cls]:
                 continue  # named twice
@@ -619,7 +616,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if row != 0:
                 self._append_member(group, row)
             else:
-                self.memory[key].group = group
+                self.memory.renew(key, group)
 
     cdef inline bint _is_last(self, RequestKeys request, int32_t place, bint is_last_of_call) noexcept nogil:
         if not request.num_positions:
@@ -641,26 +638,36 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void _age(self) noexcept nogil:
         """Move groups whose age has left their bin to the next, at most 256 of them."""
-        cdef int32_t cls, b, cell, group
-        cdef int num_left = AGEING_STEPS
-        cdef Group* oldest
-        for cls in range(self.num_hints * CLASSES_PER_HINT):
-            for b in range(NUM_BINS - 1):
-                cell = cls * NUM_BINS + b
-                group = self.all_groups[cell].first
-                while group != 0:
-                    oldest = &self.groups[group]
-                    if self.now - oldest.t0 < EDGES[b + 1]:
-                        break
+        cdef int32_t cell, group
+        cdef int word, num_left = AGEING_STEPS
+        cdef uint64_t bits
+        if self.now < self.due:
+            return
+        for word in range(NUM_WORDS):
+            bits = self.occupied[word]
+            while bits != 0:
+                cell = word << 6 | lowest_bit(bits)
+                bits &= bits - 1
+                if self.ends[cell] <= self.now:
+                    prefetch(&self.groups[self.queues[ALL][cell].first])
+        self.due = NEVER
+        for word in range(NUM_WORDS):
+            bits = self.occupied[word]
+            while bits != 0:
+                cell = word << 6 | lowest_bit(bits)
+                while self.ends[cell] <= self.now and self.queues[ALL][cell].first != 0:
                     if num_left == 0:
+                        self.due = self.now
                         return
                     num_left -= 1
-                    self.sur[cell] += oldest.num_known
-                    self.total += oldest.num_known
-                    self._unlink_group(group)
-                    oldest.bin += 1
-                    self._link_group(group)
-                    group = self.all_groups[cell].first
+                    group = self.queues[ALL][cell].first
+                    self.sur[cell] += self.groups[group].num_known
+                    self.total += self.groups[group].num_known
+                    self._move_to_next_bin(cell, group)
+                if self.queues[ALL][cell].first != 0:
+                    self.due = min(self.due, self.ends[cell])
+                # The next bin may have got its first groups just now.
+                bits = self.occupied[word] & (<uint64_t> -2 << (cell & 63))
 
     # ---- stores -----------------------------------------------------------------------------------------------
 
@@ -670,6 +677,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     ) noexcept nogil:
         cdef Py_ssize_t i, num_free = self.table.num_free, num_taken
         cdef int32_t key, cls, length
+        cdef bint is_whole
         cdef uint64_t[CLASSES_PER_HINT] made
         cdef Named* named
         num_victims[0] = 0
@@ -678,24 +686,39 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         if names.next_use >= self.num_hints:
             self._take_up_hint(names.next_use)
         memset(made, 0, sizeof(made))
+        if names.policy_state[CALL] != self.num_uses:
+            self._enter_memory()
         for i in range(n):
+            if self._is_new(names, places[i]):
+                continue
             named = &names.named[places[i]]
-            key = names.uses[places[i]].note
-            if key == 0 or key >= self.memory_fresh or self.memory[key].group == 0 or (
-                    hash_of(&self.memory[key]) != named.hash):
-                key = self._recall(named.hash)
+            key = self._remembered(names, places[i])
             if key == 0:
+                self._enter_memory()
                 cls = 0 if self._is_last(names, <int32_t> places[i], places[i] == last_place) else 2
-                key = self._remember(
+                key = self.memory.append(
                     named.hash, self._join_group(&made[cls], names.next_use * CLASSES_PER_HINT + cls, length))
             names.uses[places[i]].note = key
         num_taken = n
         if n > num_free:
-            num_victims[0] = self._choose(names, places + num_free, n - num_free, victims)
+            is_whole = names.num_named == num_offered
+            num_victims[0] = self._choose(names, places + num_free, n - num_free, is_whole, victims)
             num_taken = num_free + num_victims[0]
         if num_taken == 0:
             self._trim()
         return num_taken
+
+    cdef inline bint _is_new(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
+        """Return whether a key stands among the new ones: those of the last use that there was."""
+        return (names.uses[place].note < 0 and -names.uses[place].note <= self.num_new
+                and names.policy_state[CALL] == self.num_uses)
+
+    cdef inline int32_t _remembered(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
+        """Return where a key that a request named is remembered, or 0."""
+        cdef int32_t key = names.uses[place].note
+        if self.memory.holds(key, names.named[place].hash):
+            return key
+        return self.memory.find(names.named[place].hash)
 
     cdef Py_ssize_t _without_holes(
         self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n
@@ -714,9 +737,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return num_taken
 
     cdef Py_ssize_t _choose(
-        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, int32_t* victims
+        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_whole, int32_t* victims
     ) noexcept nogil:
-        """Take up to `n` victims, each worth less than the waiting key that takes its place; return how many."""
+        """Take up to `n` victims, each worth less than the waiting key that takes its place; return how many.
+
+        With `is_whole`, the call names all keys that the request has named: those resident are marked.
+        """
         cdef Py_ssize_t got = 0, got_before = -1
         cdef int word, num_left = MOST_PASSED
         cdef uint64_t bits
@@ -733,15 +759,19 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                     value = self.value[cell]
                     if worth <= value:
                         return got
-                    next = self.resident_groups[cell].first
+                    next = self.queues[HOLDERS][cell].first
                     while next != 0:
                         group = next
-                        next = self.groups[group].resident_next
+                        next = self.groups[group].next[HOLDERS]
                         tail = self.groups[group].tail
-                        while tail != 0 and self._may_leave(names, tail):
+                        while tail != 0 and self._may_leave(names, tail, is_whole):
                             if worth <= value:
                                 return got
-                            self._evict_row(tail)
+                            prefetch(&self.members[self.table.rows[tail].prev])
+                            self._detach_row(tail)
+                            self.leaving[got].hash = self.table.rows[tail].hash
+                            self.leaving[got].group = self._place_of(tail).group
+                            self.num_leaving += 1
                             victims[got] = tail
                             got += 1
                             if got == n:
@@ -755,30 +785,36 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return got
 
     cdef inline int64_t _worth_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
-        return self.value[self.groups[self.memory[names.uses[place].note].group].cls * NUM_BINS]
+        cdef int32_t group
+        if self._is_new(names, place):
+            group = self.new_keys[-names.uses[place].note - 1].group
+        else:
+            group = self.memory.group_of(self._remembered(names, place))
+        return self.value[self.groups[group].cls * NUM_BINS]
 
-    cdef inline bint _may_leave(self, RequestKeys names, int32_t row) noexcept nogil:
+    cdef inline bint _may_leave(self, RequestKeys names, int32_t row, bint is_whole) noexcept nogil:
         cdef Py_ssize_t place
         if (self.members[row].kids > 0 or self.table.rows[row].ref_cnt != 0
                 or self.table.rows[row].mark == self.table.mark):
             return False
+        if is_whole:
+            return True
         place = names.locate(self.table.rows[row].key, self.table.rows[row].hash)
         return place < 0 or names.named[place].seen == 0
 
-    cdef void _evict_row(self, int32_t row) noexcept nogil:
-        """Move a resident key to the memory."""
+    cdef inline void _detach_row(self, int32_t row) noexcept nogil:
+        """Take a row from its group and its parent; its key stays known."""
         self._remove_member(row)
         self._leave_parent(row)
-        self._remember(self.table.rows[row].hash, self.members[row].group)
         count_rows(self.table, 0, -1)
 
     cdef void _leave_parent(self, int32_t row) noexcept nogil:
-        cdef Member* member = &self.members[row]
-        cdef int32_t parent = member.parent
+        cdef uint32_t generation = self.members[row].parent_generation
+        cdef int32_t parent = self._place_of(row).parent
         if parent == 0:
             return
-        if self.table.rows[parent].generation != member.parent_generation:
-            parent = self._find_lost(parent, member.parent_generation)
+        if self.table.rows[parent].generation != generation:
+            parent = self._find_lost(parent, generation)
         if parent != 0 and self.members[parent].kids > 0:
             self.members[parent].kids -= 1
 
@@ -807,9 +843,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t row, key, group, before, parent
         for i in range(n):
             row = rows[i]
-            key = names.uses[places[i]].note
-            group = self.memory[key].group
-            self._forget(key)
+            if self._is_new(names, places[i]):
+                key = -names.uses[places[i]].note - 1
+                group = self.new_keys[key].group
+                self.new_keys[key].group = 0
+            else:
+                key = self._remembered(names, places[i])
+                group = self.memory.group_of(key)
+                self.memory.remove(key)
             self.members[row].kids = 0
             before = names.uses[places[i]].before - 1
             parent = names.row_now(self.table, before) if before >= 0 else 0
@@ -819,7 +860,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self._trim()
 
     cdef inline void _set_parent(self, int32_t row, int32_t parent) noexcept nogil:
-        self.members[row].parent = parent
+        self._place_of(row).parent = parent
         if parent != 0:
             self.members[row].parent_generation = self.table.rows[parent].generation
             self.members[parent].kids += 1
@@ -828,11 +869,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef Py_ssize_t i
         cdef int32_t row
         cdef LostParent* lost
+        self._enter_memory()
         for i in range(n):
             row = rows[i]
             self._remove_member(row)
             self._leave_parent(row)
-            self._remember(self.table.rows[row].hash, self.members[row].group)
+            self.memory.append(self.table.rows[row].hash, self._place_of(row).group)
             if self.members[row].kids > 0:
                 lost = &self.lost[self.num_lost]
                 self.num_lost += 1
@@ -850,11 +892,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef Py_ssize_t i
         cdef int32_t key, group
         cdef uint64_t made
+        self._enter_memory()
         for i in range(n):
-            key = self._recall(self.table.rows[rows[i]].hash)
+            key = self.memory.find(self.table.rows[rows[i]].hash)
             if key != 0:
-                group = self.memory[key].group
-                self._forget(key)
+                group = self.memory.group_of(key)
+                self.memory.remove(key)
             else:
                 made = 0
                 group = self._join_group(&made, 0, 1)
@@ -870,17 +913,19 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t cell, group, next, row, prev
         if priority != NORMAL:
             return 0
+        self._enter_memory()
         for rank in range(self.num_ranked):
             cell = self.ranked[rank]
-            next = self.resident_groups[cell].first
+            next = self.queues[HOLDERS][cell].first
             while next != 0:
                 group = next
-                next = self.groups[group].resident_next
+                next = self.groups[group].next[HOLDERS]
                 row = self.groups[group].tail
                 while row != 0 and got < n:
-                    prev = self.members[row].prev
+                    prev = self.table.rows[row].prev
                     if may_leave(self.table, row):
-                        self._evict_row(row)
+                        self._detach_row(row)
+                        self.memory.append(self.table.rows[row].hash, self._place_of(row).group)
                         out[got] = row
                         got += 1
                     row = prev
@@ -967,7 +1012,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         for i in range(num_cells):
             cell = self.ranked[i]
             self.rank_of[cell] = i
-            if self.resident_groups[cell].first != 0:
+            if self.queues[HOLDERS][cell].first != 0:
                 self.holders[i >> 6] |= <uint64_t> 1 << (i & 63)
 
     cdef void _take_up_hint(self, int32_t hint) noexcept nogil:
@@ -981,8 +1026,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     # ---- inspection -------------------------------------------------------------------------------------------
 
     cdef int check_policy(self) except -1:
-        cdef int32_t cell, group, row, key
-        cdef Py_ssize_t num_groups = 0, num_resident = 0, num_remembered = 0
+        cdef const Row* rows = self.table.rows
+        cdef int32_t cell, group, next, row
+        cdef Py_ssize_t i, num_groups = 0, num_resident = 0
         cdef int64_t total = 0
         known = {}
         kids = {}
@@ -990,23 +1036,31 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             total += self.hit[cell] + self.sur[cell]
             holders = []
             youngest = None
-            group = self.all_groups[cell].first
+            group = self.queues[ALL][cell].first
             while group != 0:
                 num_groups += 1
                 hold(self.groups[group].num_known > 0 and self._cell_of(&self.groups[group]) == cell,
                      f"group {group} is astray in cell {cell}")
                 hold(youngest is None or self.groups[group].t0 >= youngest, f"group {group} is out of order")
                 youngest = self.groups[group].t0
-                hold(self.groups[group].next != 0 or self.all_groups[cell].last == group, f"cell {cell} ends elsewhere")
+                next = self.groups[group].next[ALL]
+                hold(self.groups[next].prev[ALL] == group if next != 0 else self.youngest[cell // NUM_BINS] == group,
+                     f"group {group} is not its neighbour's neighbour")
                 known[group] = self.groups[group].num_known
                 if self.groups[group].tail != 0:
                     holders.append(group)
-                group = self.groups[group].next
+                group = 0 if group == self.queues[ALL][cell].last else next
             listed = []
-            group = self.resident_groups[cell].first
+            group = self.queues[HOLDERS][cell].first
             while group != 0:
                 listed.append(group)
-                group = self.groups[group].resident_next
+                group = self.groups[group].next[HOLDERS]
+            hold((self.occupied[cell >> 6] >> (cell & 63) & 1) == (self.queues[ALL][cell].first != 0),
+                 f"cell {cell} is marked wrongly")
+            hold(cell % NUM_BINS == NUM_BINS - 1 or self.queues[ALL][cell].first == 0
+                 or self.due <= self.ends[cell]
+                 == self.groups[self.queues[ALL][cell].first].t0 + EDGES[cell % NUM_BINS + 1],
+                 f"cell {cell} ages too late")
             hold(sorted(listed) == sorted(holders), f"cell {cell} lists {listed}, {holders} have resident members")
             if cell < self.num_ranked:
                 row = self.rank_of[cell]
@@ -1014,39 +1068,36 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 hold((self.holders[row >> 6] >> (row & 63) & 1) == (listed != []), f"cell {cell} is marked wrongly")
             for group in listed:
                 row = self.groups[group].tail
-                hold(self.members[row].next == 0, f"group {group} goes on behind its tail")
+                hold(rows[row].next == 0, f"group {group} goes on behind its tail")
                 while row != 0:
                     num_resident += 1
                     known[group] -= 1
-                    hold(self.table.rows[row].key != NULL and self.members[row].group == group,
-                         f"row {row} is in no group")
-                    if self.members[row].prev != 0:
-                        hold(self.members[self.members[row].prev].next == row, f"row {row} is not its neighbour's")
-                    parent = self.members[row].parent
-                    if parent != 0 and self.table.rows[parent].generation == self.members[row].parent_generation:
-                        hold(self.table.rows[parent].key != NULL, f"row {row} has an absent predecessor")
+                    hold(rows[row].key != NULL and self._place_of(row).group == group, f"row {row} is in no group")
+                    if rows[row].prev != 0:
+                        hold(rows[rows[row].prev].next == row, f"row {row} is not its neighbour's")
+                    parent = self._place_of(row).parent
+                    if parent != 0 and rows[parent].generation == self.members[row].parent_generation:
+                        hold(rows[parent].key != NULL, f"row {row} has an absent predecessor")
                         kids[parent] = kids.get(parent, 0) + 1
-                    row = self.members[row].prev
+                    row = rows[row].prev
         hold(total == self.total, f"{total} are counted, the total is {self.total}")
         hold(num_groups == self.num_groups, f"{num_groups} groups are linked, {self.num_groups} counted")
         hold(num_resident == self.table.num_resident,
              f"{num_resident} members are resident, {self.table.num_resident} rows")
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
-            if self.table.rows[row].key == NULL:
+            if rows[row].key == NULL:
                 continue
-            hold(self._recall(self.table.rows[row].hash) == 0, f"row {row} is resident and remembered")
+            hold(self.memory.find(rows[row].hash) == 0, f"row {row} is resident and remembered")
             # A child left behind by a failed store may have counted itself out of another's.
             hold(self.num_lost > 0 or self.members[row].kids <= kids.get(row, 0), f"row {row} counts too many children")
-        key = self.memory[0].next
-        while key != 0:
-            num_remembered += 1
-            group = self.memory[key].group
-            hold(group in known, f"remembered key {key} is in no group")
+        for group in self.memory.groups():
+            hold(group in known, f"a remembered key is in group {group}, which is not there")
             known[group] -= 1
-            hold(self._recall(hash_of(&self.memory[key])) == key, f"remembered key {key} is not found by its hash")
-            hold(self.memory[self.memory[key].next].prev == key, f"remembered key {key} is not its neighbour's")
-            key = self.memory[key].next
-        hold(num_remembered == self.num_remembered, f"{num_remembered} are linked, {self.num_remembered} remembered")
+        for i in range(self.num_new):
+            hold(self.new_keys[i].group in known, f"a new key is in group {self.new_keys[i].group}, which is not there")
+            known[self.new_keys[i].group] -= 1
+        hold(self.num_leaving == 0, f"{self.num_leaving} victims are not remembered yet")
+        self.memory.check()
         for group in known:
             hold(known[group] == 0, f"group {group} counts {known[group]} members too many")
         return 0

@@ -192,6 +192,8 @@ class ReferenceGittins(CachePolicy):
             joined = self._join_group(key, cls, groups, group.length)
             if key in self.blocks:
                 joined.resident[key] = None
+            else:
+                self.memory.move_to_end(key)
 
     def _progress(self, request: RequestUses) -> tuple[_Progress, bool]:
         kept = request.policy_state
