@@ -15,14 +15,24 @@ from kvcache.replay.keys import KeyMaker
 from kvcache.replay.requests import Request
 
 _CONVERSATION = Path("traces") / "mooncake_conversation.jsonl"
+_AGENTS = Path("traces") / "agentic_coding.jsonl.gz"
 
 
 def conversation_path() -> Path | None:
     """Return the conversation trace in `$KVCACHE_SHARED`, or in `shared` near the working directory; or None."""
+    return _found(_CONVERSATION)
+
+
+def agents_path() -> Path | None:
+    """Return the trace of coding agents, looked for likewise; or None."""
+    return _found(_AGENTS)
+
+
+def _found(trace: Path) -> Path | None:
     named = os.environ.get("KVCACHE_SHARED")
     here = Path.cwd().resolve()
     folders = [Path(named)] if named else [folder / "shared" for folder in (here, *here.parents)]
-    return next((path for folder in folders if (path := folder / _CONVERSATION).is_file()), None)
+    return next((path for folder in folders if (path := folder / trace).is_file()), None)
 
 
 def fresh_keys(requests: Iterable[Request], split: int) -> list[list[bytes]]:

@@ -1,0 +1,100 @@
+"""What the bookkeeping of a policy costs beside lru's, in one run.
+
+``python -m asv_benchmarks.policy_cost [POLICY ...] [--blocks N,...] [--trace TRACE]`` replays a trace through lru and
+the policies in turn, and prints per capacity the least CPU time of each, in nanoseconds a key for the whole cycle of a
+request, and its ratio to lru's. Keys are made before the clock starts; `gittins` reads the trace's own clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+from asv_benchmarks.traces import agents_path, conversation_path, fresh_keys
+from kvcache import CPUOffloadingManager, ReqContext
+from kvcache.registry import POLICIES
+from kvcache.replay.chats import ChatWorkload
+from kvcache.replay.run import ReplayClock
+from kvcache.replay.trace import Trace
+
+NUM_ROUNDS = 5
+CAPACITIES = {"conversation": (3000, 10000, 30000), "agents": (500, 2000, 8000)}
+
+
+def cost(policy: str, num_blocks: int, arrivals: list[float], keys_of_requests: list[list[bytes]]) -> float:
+    """Return the CPU seconds of one replay."""
+    clock = ReplayClock()
+    manager: Any = CPUOffloadingManager(512, num_blocks, policy, clock=clock)
+    gc.collect()
+    gc.disable()
+    start = process_time()
+    for clock.now_s, keys in zip(arrivals, keys_of_requests, strict=True):
+        context = ReqContext()
+        hits = manager.lookup(keys, context)
+        manager.touch(keys, context)
+        leading = keys[:hits]
+        manager.prepare_load(leading, context)
+        manager.complete_load(leading, context)
+        output = manager.prepare_store(keys, context)
+        if output is not None:
+            manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+    spent = process_time() - start
+    gc.enable()
+    return spent
+
+
+def least_costs(policies: list[str], num_blocks: int, requests: list[Any]) -> dict[str, float]:
+    """Return nanoseconds a key of each policy: the least of three rounds in which they take turns."""
+    arrivals = [request.arrival_s for request in requests]
+    spent: dict[str, list[float]] = {policy: [] for policy in policies}
+    num_keys = 0
+    for _ in range(NUM_ROUNDS):
+        for policy in policies:
+            keys = fresh_keys(requests, 1)
+            num_keys = sum(map(len, keys))
+            spent[policy].append(cost(policy, num_blocks, arrivals, keys))
+    return {policy: min(seconds) / num_keys * 1e9 for policy, seconds in spent.items()}
+
+
+class CostAgainstLru:
+    """The cost of a policy's bookkeeping on generated chats, as a multiple of lru's in the same run."""
+
+    params = (POLICIES.names(),)
+    param_names = ("policy",)
+    unit = "ratio"
+
+    def track_cost_against_lru(self, policy: str) -> float:
+        costs = least_costs(list(dict.fromkeys(["lru", policy])), 3500, list(ChatWorkload(num_requests=1000)))
+        return costs[policy] / costs["lru"]
+
+
+def main() -> int:
+    """Print a line per trace and capacity."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("policies", nargs="*", default=["gittins"])
+    parser.add_argument("--blocks", help="capacities; otherwise three of each trace")
+    parser.add_argument("--trace", type=Path)
+    arguments = parser.parse_args()
+    policies = list(dict.fromkeys(["lru", *arguments.policies]))
+    traces = {"conversation": conversation_path(), "agents": agents_path()}
+    if arguments.trace:
+        traces = {arguments.trace.name: arguments.trace}
+    for name, path in traces.items():
+        if path is None:
+            print(f"{name}: not here; KVCACHE_SHARED names its folder")
+            continue
+        with Trace(path) as trace:
+            requests = list(trace)
+        for num_blocks in [int(n) for n in arguments.blocks.split(",")] if arguments.blocks else CAPACITIES[name]:
+            costs = least_costs(policies, num_blocks, requests)
+            shown = "  ".join(f"{policy} {ns:4.0f} ns {ns / costs['lru']:5.2f}" for policy, ns in costs.items())
+            print(f"{name:<14} {num_blocks:7,}  {shown}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
