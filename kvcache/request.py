@@ -24,6 +24,7 @@ NEXT_USES = ("end", "soon", "later")
 SOON_S = 60.0
 """What comes back within so many seconds comes soon: tools do, people mostly do not."""
 
+_MAX_TENANT_CHARS = 256
 _PRIORITY_OF = {"end": -1, "soon": 1, "later": 0}
 
 
@@ -64,10 +65,15 @@ class Retention:
         When the request's blocks will be used next: ``"end"`` (never: the session is over), ``"soon"`` (within a
         minute: a tool is at work) or ``"later"`` (a person answers).
 
+    tenant : str
+        Whose hint it is, at most 256 characters; set it in the gateway, not in the client. The next use that a named
+        tenant says is passed over while it mostly turns out false; without a name it is always taken.
+
     Raises
     ------
     ValueError
-        The priority is out of range, the time is not a positive finite number, or the next use is none of the three.
+        The priority is out of range, the time is not a positive finite number, the next use is none of the three, or
+        the tenant is not such a str.
 
     Notes
     -----
@@ -79,6 +85,7 @@ class Retention:
     priority: int = 0
     ttl_s: float | None = None
     next_use: str | None = None
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if type(self.priority) is not int or not -1 <= self.priority <= 3:
@@ -90,6 +97,8 @@ class Retention:
             raise ValueError(f"ttl_s must be a positive number of seconds or None, got {ttl_s!r}")
         if self.next_use is not None:
             check_next_use(self.next_use)
+        if not isinstance(self.tenant, str) or len(self.tenant) > _MAX_TENANT_CHARS:
+            raise ValueError(f"tenant must be a str of at most {_MAX_TENANT_CHARS} characters, got {self.tenant!r}")
 
     @property
     def priority_class(self) -> int:
@@ -131,6 +140,8 @@ class ReqContext:
         For pools only: which keys this request has named in each of them.
     ended_keys : dict
         For pools only: the same, of the request that ended last, so that a hint can come after its end.
+    promise : tuple of (str, str, float), or None
+        For pools only: the tenant, what it said of the next use, and when the request began, in seconds.
     """
 
     __slots__ = (
@@ -139,6 +150,7 @@ class ReqContext:
         "ended_keys",
         "kv_transfer_params",
         "positions",
+        "promise",
         "req_id",
         "request_keys",
         "retention",
@@ -159,6 +171,7 @@ class ReqContext:
         self.positions: dict[bytes, int] | None = None
         self.request_keys: dict[Any, Any] = {}
         self.ended_keys: dict[Any, Any] = {}
+        self.promise: tuple[str, str, float] | None = None
 
     def __repr__(self) -> str:
         return f"ReqContext(req_id={self.req_id!r})"
@@ -168,6 +181,7 @@ class ReqContext:
         # A copy, perhaps in another process, is a request that no manager has met.
         state[1]["request_keys"] = {}
         state[1]["ended_keys"] = {}
+        state[1]["promise"] = None
         return state
 
     def set_state(self, value: object) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
 from kvcache.control.recent import RecentRequests
+from kvcache.control.trust import HintTrust
 from kvcache.core.request_keys import RequestKeys
 from kvcache.core.reuse_filter import ReuseFilter
 from kvcache.events import EventLog, OffloadingEvent
@@ -138,6 +139,7 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
         self.observer = observer
         self._hints = HintReader()
         self._recent: RecentRequests | None = None
+        self._trust = HintTrust()
         self._max_raised = int(retention_share * num_blocks)
         self._clock = clock
         self._start_s = 0.0
@@ -242,6 +244,10 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
         if hint is None:
             request_keys = self._cache.open_request()
         else:
+            if hint.tenant and hint.next_use is not None:
+                req_context.promise = hint.tenant, hint.next_use, self._clock()
+                if not self._trust.believes(hint.tenant, hint.next_use):
+                    hint = Retention(hint.priority, hint.ttl_s)
             priority = hint.priority_class
             if priority != 0 and self._now_s is None:
                 self._start_clock()
@@ -313,6 +319,10 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
                 req_context.ended_keys[self] = request_keys
                 if self._recent is not None:
                     self._recent.add(req_context, request_keys.num_seen)
+                if req_context.promise is not None:
+                    tenant, next_use, began_s = req_context.promise
+                    self._trust.settle(tenant, request_keys, began_s)
+                    self._watch(tenant, next_use, request_keys)
             if self.observer is not None:
                 self.observer.take(request_keys)
 
@@ -325,12 +335,29 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
         if isinstance(request_or_keys, ReqContext):
             kept = self._keys_last_used(request_or_keys)
             positions = request_or_keys.positions
+            if request_or_keys.promise is not None and not self._is_believed(request_or_keys, next_use, kept):
+                return
         else:
             keys = as_key_list(request_or_keys)
         priority = said.priority_class
         if self._reads_clock or self._now_s is not None or priority != 0:
             self._advance()
         self._cache.take_hint(keys, kept, positions, next_use, priority, said.ttl_ns)
+
+    def _is_believed(self, req_context: ReqContext, next_use: str, kept: Any) -> bool:
+        """Take in what a named tenant says later, and return whether it counts."""
+        assert req_context.promise is not None
+        tenant, _, began_s = req_context.promise
+        req_context.promise = tenant, next_use, began_s
+        if self not in req_context.request_keys:
+            self._watch(tenant, next_use, kept)
+        return self._trust.believes(tenant, next_use)
+
+    def _watch(self, tenant: str, next_use: str, request_keys: Any) -> None:
+        # A prompt's last block may be a partial one, which nobody names again.
+        num_used = request_keys.num_seen
+        if num_used:
+            self._trust.watch(tenant, next_use, request_keys.used_key(max(0, num_used - 2)), self._clock())
 
     def keep_ended_requests(self) -> None:
         """Remember requests that end from now on for `ended_request`: as many as name the pool's number of keys."""
@@ -546,6 +573,7 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
             self._admission.clear()
         if self._recent is not None:
             self._recent.clear()
+        self._trust.clear()
         if self.observer is not None:
             self.observer.reset()
 

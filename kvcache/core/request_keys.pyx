@@ -15,6 +15,7 @@ from kvcache.core.batch cimport NO_POSITION, Batch, Position
 from kvcache.core.index cimport (
     Bucket, Probe, buckets_for, index_first, index_insert, index_next, same_bytes, zeroed,
 )
+from kvcache.core.key_hash cimport hash_of
 from kvcache.core.table cimport BlockTable, PyList_GET_ITEM
 
 from kvcache.block import BlockStateError
@@ -42,6 +43,15 @@ cdef class RequestKeys:
 
     def __len__(self):
         return self.num_named
+
+    def __contains__(self, key):
+        return type(key) is bytes and self.locate(<PyObject*> key, hash_of(<PyObject*> key)) >= 0
+
+    def used_key(self, Py_ssize_t i):
+        """Return the key that the request used as number `i`, 0 <= i < num_seen."""
+        if not 0 <= i < self.num_seen:
+            raise IndexError(f"key must be in 0..{self.num_seen - 1}, got {i}")
+        return <object> self.named[self.used[i]].key
 
     def __reduce__(self):
         raise TypeError("a request's request_keys belongs to one manager and cannot be pickled")

@@ -68,6 +68,24 @@ class RequestUses:
         """Keys of the request, used or not, whose positions are known; 0: none."""
         return self._num_read
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys
+
+    def used_key(self, i: int) -> bytes:
+        """Return the key that the request used as number `i`.
+
+        Parameters
+        ----------
+        i : int
+            0 <= i < `num_seen`.
+
+        Returns
+        -------
+        bytes
+            The key.
+        """
+        return next(islice(self.keys, i, None))
+
     def read_positions(self) -> None:
         """Read the positions added since the last time; changed ones are not seen."""
         if self.positions is not None:

@@ -30,8 +30,9 @@ CASES: dict[str, tuple[str | None, str | None]] = {
     "both honest": ("honest", "honest"),
     "B silent": ("honest", None),
     "B always soon": ("honest", "soon"),
+    "the same, named": ("honest", "soon"),
 }
-"""What tenants A and B say: the truth, nothing, or always the same."""
+"""What tenants A and B say: the truth, nothing, or always the same; in the last case each hint names its tenant."""
 
 
 def sessions_of(trace: CompactTrace) -> Int64Array:
@@ -125,7 +126,7 @@ def tenants_hits(
 
 
 def said_by(
-    trace: CompactTrace, is_second: Sequence[bool], first: str | None, second: str | None
+    trace: CompactTrace, is_second: Sequence[bool], first: str | None, second: str | None, are_named: bool = False
 ) -> list[Retention | None]:
     """Return each request's hint, where both tenants say the truth (``"honest"``), nothing, or always the same.
 
@@ -137,19 +138,25 @@ def said_by(
         Whose each request is.
     first, second : str or None
         ``"honest"``, one of `NEXT_USES`, or None.
+    are_named : bool
+        Whether each hint names its tenant.
 
     Returns
     -------
     list of Retention or None
         One for each request.
     """
-    fixed = {name: Retention(next_use=name) for name in NEXT_USES}
-    honest = [fixed[NEXT_USES[hint]] for hint in derive_hints(trace, next_uses(trace)[0])]
-    says = [second if tenant else first for tenant in is_second]
-    return [
-        None if word is None else truth if word == "honest" else fixed[word]
-        for word, truth in zip(says, honest, strict=True)
-    ]
+    honest = [NEXT_USES[hint] for hint in derive_hints(trace, next_uses(trace)[0])]
+    hints: dict[tuple[str, str], Retention] = {}
+    said: list[Retention | None] = []
+    for tenant, truth in zip(is_second, honest, strict=True):
+        word = second if tenant else first
+        if word is None:
+            said.append(None)
+            continue
+        key = truth if word == "honest" else word, "AB"[tenant] if are_named else ""
+        said.append(hints.setdefault(key, Retention(next_use=key[0], tenant=key[1])))
+    return said
 
 
 def table(trace: CompactTrace, policies: list[str], capacities: list[int], share: float, seed: int) -> Iterator[str]:
@@ -157,7 +164,7 @@ def table(trace: CompactTrace, policies: list[str], capacities: list[int], share
     is_second = tenants_of(trace, share, seed).tolist()
     yield f"| policy | blocks | {' | '.join(f'{case}: A | B' for case in CASES)} |"
     yield "|---|---:|" + "---:|" * (2 * len(CASES))
-    said = [said_by(trace, is_second, *words) for words in CASES.values()]
+    said = [said_by(trace, is_second, *words, "named" in case) for case, words in CASES.items()]
     for policy in policies:
         for num_blocks in capacities:
             hits = [tenants_hits(trace, policy, num_blocks, is_second, hints) for hints in said]
