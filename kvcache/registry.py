@@ -136,6 +136,12 @@ TIERS = Registry(
     },
 )
 
+CODECS = Registry(
+    "codec",
+    "kvcache.codecs",
+    {"fp8": "kvcache.tiers.codecs.fp8:Fp8Codec", "zstd": "kvcache.tiers.codecs.zstd:ZstdCodec"},
+)
+
 SPECS = Registry(
     "spec",
     "kvcache.specs",

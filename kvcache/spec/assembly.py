@@ -257,6 +257,9 @@ def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, .
             raise ValueError(f"tier {tier.__name__} must be a Tier")
         config = TierConfig(**_TIER_CONFIG_OPTIONS.read(f"tier {entry['type']!r}", entry))
         own = {name: value for name, value in entry.items() if name != "type" and name not in _TIER_CONFIG_OPTIONS}
+        if own.get("codec") is not None:
+            # Not imported where it is not used: it needs packages of extras.
+            tier, own = TIERS.resolve("kvcache.tiers.codecs.tier:CodecTier"), {"type": entry["type"], **own}
         settings.append(TierSettings(tier, config, own))
     return tuple(settings)
 

@@ -1,0 +1,95 @@
+"""Codec: what makes the bytes of a block smaller, and whole again. One is one file and one line in the registry."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+
+class CannotEncodeError(ValueError):
+    """A block is not stored, because its codec cannot encode it."""
+
+
+class Codec(ABC):
+    """Encode whole blocks; called by several threads at once.
+
+    Attributes
+    ----------
+    is_lossy : bool
+        Whether a decoded block may differ from what was encoded. Decoding itself always gives the same bytes.
+    """
+
+    is_lossy = False
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, options: Mapping[str, Any], block_bytes: int) -> Codec:
+        """Make a codec from what a user configured.
+
+        Parameters
+        ----------
+        options : mapping
+            The entry without ``type``.
+        block_bytes : int
+            Bytes of a block; 0: not known yet, only the options are checked.
+
+        Returns
+        -------
+        Codec
+            The codec.
+
+        Raises
+        ------
+        ValueError
+            An option is unknown or bad, or such blocks cannot be encoded.
+        """
+
+    @property
+    @abstractmethod
+    def max_bytes(self) -> int:
+        """Bytes that an encoded block takes at most; a tier reserves as many."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What a decoder must agree with: tiers share blocks only where it is equal."""
+
+    @abstractmethod
+    def encode(self, block: memoryview, target: memoryview) -> int:
+        """Write a block's code to the start of `target`.
+
+        Parameters
+        ----------
+        block : memoryview
+            A whole block; not changed.
+        target : memoryview
+            `max_bytes` writable bytes.
+
+        Returns
+        -------
+        int
+            Bytes written.
+
+        Raises
+        ------
+        CannotEncodeError
+            This block cannot be encoded into so many bytes.
+        """
+
+    @abstractmethod
+    def decode(self, code: memoryview, block: memoryview) -> None:
+        """Write the block that `encode` was given, or what a lossy codec makes of it, into `block`.
+
+        Parameters
+        ----------
+        code : memoryview
+            What `encode` wrote, its checksum verified.
+        block : memoryview
+            A whole block, writable.
+
+        Raises
+        ------
+        ValueError
+            It is no code.
+        """

@@ -1,0 +1,231 @@
+"""Codecs around tiers: what comes back, what is refused, what is counted, and what damage costs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.registry import CODECS
+from kvcache.spec.assembly import read_tiers
+from kvcache.testing.tier_contract import TierContract
+from kvcache.tiers.codecs.base import CannotEncodeError, Codec
+from kvcache.tiers.codecs.fp8 import Fp8Codec
+from kvcache.tiers.codecs.tier import CodecTier
+from kvcache.tiers.codecs.zstd import ZstdCodec
+from kvcache.tiers.memory import MemoryTier
+
+KEYS = [b"codec-%02d" % number for number in range(40)]
+
+
+class InvertingCodec(Codec):
+    """As long as a block, and never the same bytes."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+
+    @classmethod
+    def from_config(cls, options, block_bytes):
+        return cls(block_bytes)
+
+    @property
+    def max_bytes(self) -> int:
+        return self._block_bytes
+
+    @property
+    def fingerprint(self):
+        return {"codec": "inverting"}
+
+    def encode(self, block, target) -> int:
+        np.frombuffer(target, np.uint8)[:] = ~np.frombuffer(block, np.uint8)
+        return len(block)
+
+    decode = encode
+
+
+class TestContract(TierContract):
+    def open_tier(self, path: Path, host_blocks, num_blocks: int) -> CodecTier:
+        codec = InvertingCodec(host_blocks.shape[1])
+        return CodecTier(codec, "inverting", lambda rows, _: MemoryTier(num_blocks, rows), host_blocks)
+
+
+def compressible(num_blocks: int = 40, block_bytes: int = 1 << 14) -> np.ndarray:
+    blocks = np.random.default_rng(1).integers(0, 16, (num_blocks, block_bytes), np.uint8)
+    return np.ascontiguousarray(blocks)
+
+
+def open_configured(entry: dict, host: np.ndarray) -> CodecTier:
+    (settings,) = read_tiers([entry])
+    tier = settings.tier.from_config(settings.options, host, {"model": "m"})
+    assert isinstance(tier, CodecTier)
+    return tier
+
+
+def run_job(tier: CodecTier, submit, job_id: int, keys: list[bytes], timeout_s: float = 30.0):
+    assert submit(job_id, keys, list(range(len(keys))))
+    end_s = time.monotonic() + timeout_s
+    while True:
+        for result in tier.get_finished():
+            if result.job_id == job_id:
+                return result
+        assert time.monotonic() < end_s, "the job never ended"
+        time.sleep(0.001)
+
+
+def test_zstd_gives_the_same_bytes_in_fewer():
+    host = compressible()
+    before = host.copy()
+    entry = {"type": "memory", "capacity": "1MiB", "codec": {"type": "zstd", "level": 3, "share": 0.7}}
+    tier = open_configured(entry, host)
+    assert sorted(run_job(tier, tier.submit_store, 1, KEYS).done) == KEYS
+    host[:] = 0
+    assert sorted(run_job(tier, tier.submit_load, 2, KEYS).done) == KEYS
+    assert (host == before).all()
+    stats = tier.stats()
+    assert (stats.codec, stats.encoded_blocks, stats.decoded_blocks) == ("zstd", 40, 40)
+    assert stats.raw_bytes == host.nbytes
+    # Four bits of eight carry something.
+    assert 0.5 <= stats.code_bytes / stats.raw_bytes <= 0.6
+    assert stats.encode_s > 0
+    assert stats.decode_s > 0
+    # 16 KiB blocks in rows of 12 KiB.
+    assert tier.stats().num_blocks == (1 << 20) // (12 << 10)
+    tier.shutdown()
+
+
+def test_block_that_does_not_compress_is_refused_and_others_are_stored():
+    host = compressible()
+    host[3] = np.random.default_rng(2).integers(0, 256, host.shape[1], np.uint8)
+    tier = open_configured({"type": "memory", "capacity": "1MiB", "codec": {"type": "zstd"}}, host)
+    result = run_job(tier, tier.submit_store, 1, KEYS[:6])
+    assert (sorted(result.done), result.failed, result.error) == (KEYS[:3] + KEYS[4:6], [KEYS[3]], "")
+    assert (tier.stats().unencodable_blocks, tier.stats().refused_blocks) == (1, 1)
+    assert tier.lookup(KEYS[:6]) == 3
+    tier.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_fp8_is_off_by_a_sixteenth_at_most(dtype):
+    kind = getattr(torch, dtype)
+    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).mul(3).to(kind)
+    values[5] *= 1e-3
+    values[6] = 0
+    values[7, 0] = 10_000
+    block = values.view(torch.uint8).numpy().reshape(-1)
+    codec = Fp8Codec(block.size, dtype)
+    code, back = bytearray(codec.max_bytes), np.empty_like(block)
+    assert codec.encode(block.data, memoryview(code)) == codec.max_bytes == 64 * (128 + 4)
+    codec.decode(memoryview(code), back.data)
+    decoded = torch.from_numpy(back).view(kind).view(64, 128).float()
+    largest = values.float().abs().amax(dim=1, keepdim=True)
+    allowed = values.float().abs() / 16 * 1.01 + largest / 450_000
+    assert ((decoded - values.float()).abs() <= allowed).all()
+    assert (decoded[6] == 0).all()
+    # Not the same values: it is lossy, and says so.
+    assert codec.is_lossy
+    assert not torch.equal(decoded, values.float())
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_fp8_refuses_what_is_not_finite(bad):
+    values = torch.ones(256, dtype=torch.bfloat16)
+    values[200] = bad
+    block = values.view(torch.uint8).numpy()
+    codec = Fp8Codec(block.size, "bf16")
+    with pytest.raises(CannotEncodeError, match="infinite or no numbers"):
+        codec.encode(block.data, memoryview(bytearray(codec.max_bytes)))
+
+
+def test_fp8_blocks_come_back_alike_every_time():
+    host = torch.randn(40, 4096, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    host = host.view(torch.uint8).numpy().copy()
+    before = host.copy()
+    entry = {"type": "memory", "capacity": "1MiB", "codec": {"type": "fp8", "dtype": "bfloat16"}}
+    tier = open_configured(entry, host)
+    assert run_job(tier, tier.submit_store, 1, KEYS).failed == []
+    assert (host == before).all()
+    loaded = []
+    for job_id in (2, 3):
+        host[:] = 0
+        assert run_job(tier, tier.submit_load, job_id, KEYS).failed == []
+        loaded.append(host.copy())
+    assert (loaded[0] == loaded[1]).all()
+    assert not (loaded[0] == before).all()
+    assert tier.stats().raw_bytes / tier.stats().code_bytes == pytest.approx(2 * 128 / 132)
+    tier.shutdown()
+
+
+@pytest.mark.parametrize("at", [0, 8, 20, 40, 3000])
+def test_damage_of_what_is_stored_is_a_counted_miss(at):
+    host = compressible(4)
+
+    class DamagingTier(MemoryTier):
+        def get(self, batch) -> None:
+            super().get(batch)
+            self.host_rows[batch.block_ids[batch.keys.index(KEYS[0])], at] ^= 1
+
+    tier = CodecTier(ZstdCodec(host.shape[1]), "zstd", lambda rows, _: DamagingTier(16, rows), host)
+    assert run_job(tier, tier.submit_store, 1, KEYS[:2]).failed == []
+    host[:] = 0
+    result = run_job(tier, tier.submit_load, 2, KEYS[:2])
+    assert (result.done, result.failed, result.error) == (KEYS[1:2], KEYS[:1], "")
+    assert (host[1] == compressible(4)[1]).all()
+    assert (tier.stats().corrupt_blocks, tier.stats().loaded_blocks) == (1, 1)
+    tier.get_finished()
+    assert tier.lookup(KEYS[:1]) == 0
+    # It is taken again.
+    host[:] = compressible(4)
+    assert run_job(tier, tier.submit_store, 3, KEYS[:1]).done == KEYS[:1]
+    tier.shutdown()
+
+
+def test_staging_area_bounds_what_is_under_way_and_serves_any_job():
+    host = compressible(40)
+    codec = InvertingCodec(host.shape[1])
+    # 16 rows, the least there are, for a job of 40.
+    tier = CodecTier(codec, "inverting", lambda rows, _: MemoryTier(64, rows), host, staging_bytes=1)
+    before = host.copy()
+    assert sorted(run_job(tier, tier.submit_store, 1, KEYS).done) == KEYS
+    host[:] = 0
+    assert sorted(run_job(tier, tier.submit_load, 2, KEYS).done) == KEYS
+    assert (host == before).all()
+    assert not tier.submit_store(3, KEYS * 200, [0] * 8000)
+    tier.shutdown()
+
+
+def test_codecs_share_nothing():
+    prints = [
+        {"type": "fp8", "dtype": "bfloat16"},
+        {"type": "fp8", "dtype": "float16"},
+        {"type": "zstd", "level": 1},
+        {"type": "zstd", "level": 1, "share": 0.5},
+    ]
+    made = [
+        CODECS.resolve(one["type"]).from_config({k: v for k, v in one.items() if k != "type"}, 1 << 14)
+        for one in prints
+    ]
+    assert len({str(codec.fingerprint) for codec in made}) == 4
+    assert ZstdCodec(1 << 14, level=1).fingerprint == ZstdCodec(1 << 14, level=19).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        ("zstd", "codec must be a dict with a type, one of fp8, zstd, got 'zstd'"),
+        ({"type": "lz5"}, "unknown codec 'lz5', known ones: fp8, zstd"),
+        ({"type": "zstd", "level": 40}, "level of zstd must be in 1..22, got 40"),
+        ({"type": "zstd", "levle": 1}, "unknown options of codec zstd: levle"),
+        ({"type": "fp8"}, "codec fp8 needs 'dtype'"),
+        ({"type": "fp8", "dtype": "int8"}, "dtype in codec fp8 must be one of bfloat16, .* got 'int8'"),
+        (
+            {"type": "fp8", "dtype": "bf16", "group": 1000},
+            "whole groups of 1000 bf16 values, 2000 bytes, got 16384 bytes",
+        ),
+    ],
+)
+def test_bad_options_name_the_value(codec, message):
+    with pytest.raises(ValueError, match=message):
+        open_configured({"type": "memory", "capacity": "1MiB", "codec": codec}, compressible(4))
