@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help build stress demo test lint typecheck docs bench-site docs-alone bench-smoke test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean
+.PHONY: help build stress demo fleet-demo test lint typecheck docs bench-site docs-alone bench-smoke test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean
 
 VENV := .venv
 comma := ,
@@ -29,6 +29,7 @@ SOURCES := setup.py pyproject.toml MANIFEST.in README.md $(shell find kvcache -n
 
 help:
 	@echo "make demo    install into .venv and run the main job"
+	@echo "make fleet-demo  1 to 8 engines in processes over one real server"
 	@echo "make test    install into .venv and run all tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
@@ -59,6 +60,11 @@ $(VENV)/extra-%.stamp: pyproject.toml $(VENV)/package.stamp
 demo: $(VENV)/extra-cli,disk,plot,transformers.stamp
 	$(BIN)/kvcache demo
 	$(BIN)/kvcache chat-demo --plot build/chat-demo.png
+
+# Needs a Valkey or Redis server, which .ci/servers installs.
+fleet-demo: $(VENV)/extra-cli,disk,plot,valkey.stamp
+	.ci/servers
+	$(BIN)/kvcache fleet-demo --plot build/fleet-demo.png
 
 test: $(VENV)/extra-test.stamp
 	KVCACHE_EXPECT_IN=$(VENV) $(PYTEST)

@@ -20,7 +20,19 @@ def build_app() -> typer.Typer:
     """Return the Typer application with every command mounted."""
     import typer
 
-    from kvcache.cli import bench_copy, bench_disk, bench_tier, chat_demo, check, common, demo, replay, status, tier
+    from kvcache.cli import (
+        bench_copy,
+        bench_disk,
+        bench_tier,
+        chat_demo,
+        check,
+        common,
+        demo,
+        fleet_demo,
+        replay,
+        status,
+        tier,
+    )
 
     app = typer.Typer(
         help="Offload the KV cache of large language models: try it, replay traces, measure.",
@@ -31,6 +43,7 @@ def build_app() -> typer.Typer:
     app.callback()(common.root)
     app.command("demo")(demo.demo)
     app.command("chat-demo")(chat_demo.chat_demo)
+    app.command("fleet-demo")(fleet_demo.fleet_demo)
     app.command("replay")(replay.replay)
     app.command("check")(check.check)
     app.command("status")(status.status)

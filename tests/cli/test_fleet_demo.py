@@ -1,0 +1,52 @@
+"""`kvcache fleet-demo`: engines in processes over one real server; what one computed, the other hits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+pytest.importorskip("typer")
+
+needs_server = pytest.mark.skipif(
+    not (shutil.which("valkey-server") or shutil.which("redis-server")), reason="needs valkey-server or redis-server"
+)
+
+
+@needs_server
+def test_second_engine_hits_what_the_first_computed_and_nothing_is_wrong(run, tmp_path):
+    plot = tmp_path / "fleet.png"
+    status, out, _ = run("fleet-demo", "--widths", "3", "--requests", "6", "--json", "-", "--plot", plot, "--quiet")
+    assert status == 0
+    document = json.loads(out)
+    first, second = document["one_after_the_other"]["engines"]
+    assert first["store_blocks"] == 0
+    assert second["store_blocks"] > 0
+    # Nothing that the store held was computed or sent again.
+    assert document["one_after_the_other"]["stored_blocks"] == document["one_after_the_other"]["unique_blocks"]
+    (together,) = document["together"]
+    assert together["num_engines"] == 3
+    assert together["unique_blocks"] <= together["stored_blocks"] < 2 * together["unique_blocks"]
+    for report in (document["one_after_the_other"], together):
+        for engine in report["engines"]:
+            assert engine["wrong_blocks"] == 0
+            parts = engine["host_blocks"] + engine["store_blocks"] + engine["computed_blocks"]
+            assert parts == engine["needed_blocks"]
+            assert len(engine["first_block_s"]) == 6
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--widths", "0"), "--widths must be numbers of engines in 1..64"),
+        (("--widths", "two"), "--widths must be numbers of engines in 1..64"),
+        (("--requests", "0"), "--requests"),
+        (('{"type": "tape"}', "--widths", "1"), "unknown tier 'tape'"),
+    ],
+)
+def test_bad_input_is_refused(run, options, message):
+    status, _, err = run("fleet-demo", "--quiet", *options)
+    assert status == 2
+    assert message in err

@@ -1,0 +1,94 @@
+"""A store that engines share: what one engine computed is a hit for the next one, and the tokens are the same."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BLOCK_BYTES = 2 * 4 * 4 * 32 * 4 * 32
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for_port(port: int) -> None:
+    end_s = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert time.monotonic() < end_s, "the server did not start"
+            time.sleep(0.05)
+
+
+def start_valkey(run: Callable[..., None], folder: Path) -> dict[str, Any]:
+    pytest.importorskip("valkey")
+    binary = shutil.which("valkey-server") or shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("needs valkey-server or redis-server")
+    port = free_port()
+    run(binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder))
+    wait_for_port(port)
+    return {"type": "valkey", "url": f"valkey://127.0.0.1:{port}"}
+
+
+def start_mooncake(run: Callable[..., None], folder: Path) -> dict[str, Any]:
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    binaries, port = Path(sys.executable).parent, free_port()
+    run(binaries / "mooncake_master", f"-rpc_port={port}", "-rpc_address=127.0.0.1", f"-metrics_port={free_port()}")
+    wait_for_port(port)
+    node = (f"-master_server_address=127.0.0.1:{port}", "-metadata_server=P2PHANDSHAKE", "-host=127.0.0.1")
+    run(binaries / "mooncake_client", *node, f"-port={free_port()}", "-global_segment_size=256MB")
+    # Until the node has lent its memory.
+    time.sleep(3)
+    return {"type": "mooncake", "master": f"127.0.0.1:{port}"}
+
+
+@pytest.fixture(params=[start_valkey, start_mooncake], ids=["valkey", "mooncake"])
+def entry(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    with ExitStack() as undo:
+
+        def run(*command: Any) -> None:
+            process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+
+        yield request.param(run, tmp_path)
+
+
+def ask_each(engine: Any, prompts: Any) -> tuple[list[list[int]], list[int]]:
+    """Send one prompt after another; return tokens, and how many of each prompt's were not computed."""
+    outputs = []
+    for prompt in prompts:
+        outputs += engine.generate([prompt])
+        assert engine.manager._tiered.settle()
+    return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+def test_second_engine_hits_what_the_first_stored(
+    boot: Any, models: Any, crowd: Any, expected: Any, entry: dict[str, Any]
+) -> None:
+    # Host memory for 40 blocks, of which the seven prompts have 140.
+    config = {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "lookup_deadline_s": 30, "tiers": [entry | {"deadline_s": 30}]}
+    with boot(models["llama"], config) as engine:
+        assert ask_each(engine, crowd) == (expected(crowd), [0] * 7)
+        (lane,) = engine.manager._tiered.tier_stats()
+        assert (lane.written_blocks, lane.failed_jobs) == (140, 0)
+    with boot(models["llama"], config) as engine:
+        assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
+        (lane,) = engine.manager._tiered.tier_stats()
+        assert (lane.promoted_blocks, lane.tier.stored_blocks, lane.failed_jobs) == (140, 0, 0)
+        assert engine.metric("vllm:kvcache_tier_promoted_blocks") == 140
