@@ -333,10 +333,13 @@ class ValkeyTier(JobTier):
     def _route(self, client: Any, names: list[bytes]) -> list[tuple[Any, Sequence[int]]]:
         if not self._is_cluster:
             return [(client, range(len(names)))]
-        by_node: dict[Any, list[int]] = {}
+        nodes: dict[str, Any] = {}
+        positions: dict[str, list[int]] = {}
         for i, name in enumerate(names):
-            by_node.setdefault(client.get_node_from_key(name), []).append(i)
-        return [(client.get_valkey_connection(node), positions) for node, positions in by_node.items()]
+            node = client.get_node_from_key(name)
+            nodes[node.name] = node
+            positions.setdefault(node.name, []).append(i)
+        return [(client.get_valkey_connection(node), positions[name]) for name, node in nodes.items()]
 
 
 def _shown(error: Exception) -> str:

@@ -458,6 +458,117 @@ def test_another_protocol_on_the_port_is_no_hang(opened):
     listener.close()
 
 
+@pytest.fixture
+def cluster(make_server: Callable[..., Server], tmp_path: Path) -> list[Server]:
+    """Three servers that hold a third of the slots each."""
+    servers = []
+    for number in range(3):
+        options = ("--cluster-enabled", "yes", "--cluster-config-file", str(tmp_path / f"nodes-{number}.conf"))
+        # The bus has a port of its own, 10,000 above by default, which may be no port.
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            bus_port = probe.getsockname()[1]
+        servers.append(make_server(*options, "--cluster-port", str(bus_port)))
+    clients = [Valkey(port=server.port) for server in servers]
+    for number, client in enumerate(clients):
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * 5462, min(16383, number * 5462 + 5461))
+        bus_port = client.config_get("cluster-port")["cluster-port"]
+        for other in clients:
+            other.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[number].port, bus_port)
+    end_s = time.monotonic() + 30
+    for sign in (b"cluster_state:ok", b"cluster_known_nodes:3"):
+        while not all(sign in client.execute_command("CLUSTER", "INFO") for client in clients):
+            assert time.monotonic() < end_s, "the cluster did not form"
+            time.sleep(0.05)
+    for client in clients:
+        client.close()
+    return servers
+
+
+def test_cluster_holds_blocks_on_all_its_servers(cluster, opened):
+    host_a, host_b = blocks(), blocks()
+    url = cluster[0].url
+    first = open_tier(opened, url, host_a, cluster=True)
+    assert sorted(store(first, host_a, KEYS).done) == KEYS
+    sizes = []
+    for server in cluster:
+        with Valkey(port=server.port) as client:
+            sizes.append(client.dbsize())
+    assert sum(sizes) == len(KEYS)
+    assert min(sizes) > 0
+    second = open_tier(opened, cluster[1].url, host_b, cluster=True)
+    assert found(second, KEYS) == len(KEYS)
+    assert sorted(load(second, host_b, KEYS).done) == KEYS
+    second.reset()
+    end_s = time.monotonic() + 30
+    while second.stats().unavailable_reason:
+        assert time.monotonic() < end_s
+        second.get_finished()
+    assert found(second, KEYS) == 0
+    assert sorted(store(second, host_b, KEYS, job_id=3).done) == KEYS
+
+
+def test_slot_that_moves_to_another_server_is_followed(cluster, opened):
+    host = blocks()
+    tier = open_tier(opened, cluster[0].url, host, cluster=True)
+    store(tier, host, KEYS)
+    clients = [Valkey(port=server.port) for server in cluster]
+    ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
+    # An empty server hands all its slots over: what it held is lost, and what is asked of it is answered elsewhere.
+    clients[2].flushall()
+    for slot in range(2 * 5462, 16384):
+        for client in clients:
+            client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
+    result = load(tier, host, KEYS)
+    assert result.error == ""
+    assert result.done
+    assert result.failed
+    assert sorted(store(tier, host, result.failed, job_id=3).done) == sorted(result.failed)
+    assert sorted(load(tier, host, KEYS, job_id=4).done) == KEYS
+    assert clients[2].dbsize() == 0
+    for client in clients:
+        client.close()
+
+
+def test_tls_server_must_be_signed_by_the_given_authority(make_server, opened, tmp_path):
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
+    command = (
+        openssl,
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+    )
+    subprocess.run([*map(str, command), *subject], check=True, capture_output=True)
+    files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        tls_port = probe.getsockname()[1]
+    make_server("--tls-port", str(tls_port), *files, "--tls-auth-clients", "no", "--requirepass", "sesame")
+    url = f"valkeys://:sesame@127.0.0.1:{tls_port}"
+    host = blocks()
+    tier = open_tier(opened, url, host, ca_file=str(certificate))
+    assert sorted(store(tier, host, KEYS).done) == KEYS
+    assert sorted(load(tier, host, KEYS).done) == KEYS
+    stranger = open_tier(opened, url, blocks(), timeout_s=1.0)
+    result = store(stranger, host, KEYS[:2])
+    assert result.done == []
+    assert result.error
+    for text in (repr(tier), repr(stranger), str(stranger.stats()), result.error):
+        assert "sesame" not in text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
