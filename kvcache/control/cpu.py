@@ -31,7 +31,7 @@ class PoolManager(BlockPool, OffloadingManager):
         Parameters
         ----------
         policies : str or iterable of str, optional
-            Names of policies; left out: all registered ones that are compiled.
+            Names of policies; left out: all registered ones that are compiled and read no clock.
         capacities : iterable of int, optional
             Blocks, ascending; left out: 1/4, 1/2, 1, 2, 4 and 8 times the manager's own.
 

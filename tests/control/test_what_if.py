@@ -38,7 +38,11 @@ from kvcache.replay.keys import KeyMaker
 from kvcache.testing.reference import ReferenceLRU
 
 PLAIN = "kvcache.testing.reference:ReferenceLRU"
-COMPILED = [name for name in POLICIES.names() if issubclass(POLICIES.resolve(name), PolicyAdapter)]
+# All that are compiled and read no clock.
+ESTIMATED = [
+    name for name in POLICIES.names() if issubclass(POLICIES.resolve(name), PolicyAdapter) and name != "gittins"
+]
+LEFT_OUT = "gittins is left out: it learns from when requests come, which is not sampled; replay a trace to compare it"
 
 ACCURACY = """
 import json, sys
@@ -117,7 +121,7 @@ def test_curves_are_within_two_points_of_exact_replays(workload: str, request: p
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=True, timeout=240)
     found, exact = json.loads(done.stdout)
     assert found["sample_rate"] == 0.25
-    assert list(exact) == COMPILED
+    assert list(exact) == ESTIMATED
     for name, ratios in exact.items():
         errors = np.abs(np.array(found["hit_ratios"][name]) - ratios)
         assert errors.mean() <= 0.02, f"{name}: {errors}"
@@ -133,7 +137,7 @@ def test_all_keys_sampled_means_no_error() -> None:
     uses = sum(map(len, requests))
     assert (found.sample_rate, found.sampled_uses, found.uses, found.requests) == (1.0, uses, uses, 300)
     assert found.standard_errors == (0.0,) * 4
-    assert list(found.hit_ratios) == COMPILED
+    assert list(found.hit_ratios) == ESTIMATED
     for name, ratios in found.hit_ratios.items():
         hits = [serve(CPUOffloadingManager(16, capacity, name), requests) for capacity in capacities]
         assert [round(ratio * uses) for ratio in ratios] == hits, name
@@ -236,7 +240,7 @@ def test_requests_count_when_they_finish_and_each_key_once() -> None:
     output = manager.prepare_store(keys[:4], context)
     assert output is not None
     manager.complete_store(output.keys_to_store, context)
-    assert (manager.what_if().uses, manager.what_if().notes) == (0, ("no request has finished yet",))
+    assert (manager.what_if().uses, manager.what_if().notes) == (0, (LEFT_OUT, "no request has finished yet"))
     manager.on_request_finished(context)
     assert (manager.what_if().uses, manager.what_if().requests) == (4, 1)
     manager.touch(keys[:2])
@@ -290,7 +294,7 @@ def test_policy_in_plain_python_is_estimated_if_named(monkeypatch: pytest.Monkey
     manager = CPUOffloadingManager(16, 700, "plain", what_if=True)
     found = what_if_of(manager, requests)
     assert "plain" not in found.hit_ratios
-    assert found.notes == ("plain is left out: it is not compiled; name it to have it estimated",)
+    assert found.notes == (LEFT_OUT, "plain is left out: it is not compiled; name it to have it estimated")
     assert found.policy == "plain"
     named = manager.what_if(["plain", "lru"])
     assert named.hit_ratios["plain"] == named.hit_ratios["lru"]
@@ -299,8 +303,8 @@ def test_policy_in_plain_python_is_estimated_if_named(monkeypatch: pytest.Monkey
 def test_policy_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES._paths, "gone", "kvcache.no_such_module:Policy")
     found = what_if_of(CPUOffloadingManager(16, 700, what_if=True), chats(10))
-    assert list(found.hit_ratios) == COMPILED
-    assert [note.partition(":")[0] for note in found.notes] == ["gone is left out"]
+    assert list(found.hit_ratios) == ESTIMATED
+    assert [note.partition(":")[0] for note in found.notes] == ["gittins is left out", "gone is left out"]
 
 
 def test_passing_requests_runs_a_clock_like_requests_that_use_no_key() -> None:
@@ -470,3 +474,12 @@ def test_command_line_tells_what_if(capsys: pytest.CaptureFixture[str], tmp_path
     status, _, err = run("replay", trace, "--blocks", "1,2", "--what-if")
     assert status == 2
     assert "--what-if is for one policy at one capacity" in err
+
+
+def test_policies_that_read_the_clock_are_left_out_and_refused_by_name() -> None:
+    manager = CPUOffloadingManager(16, 4, "gittins", what_if=True)
+    found = manager.what_if()
+    assert "gittins" not in found.hit_ratios
+    assert any(note.startswith("gittins is left out: it learns from when requests come") for note in found.notes)
+    with pytest.raises(ValueError, match="policy 'gittins' learns from when requests come, which is not sampled"):
+        manager.what_if(["lru", "gittins"])

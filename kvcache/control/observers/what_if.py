@@ -31,6 +31,7 @@ _MIN_USES = 1_024
 # Blocks that the manager's own capacity has at least in the sample, where it has as many at all.
 _MIN_SCALED_BLOCKS = 64
 _MULTIPLES = (0.25, 0.5, 1, 2, 4, 8)
+_NEEDS_TIME = "learns from when requests come, which is not sampled; replay a trace to compare it"
 _NUM_PARTS = 8
 # A key of another length than those of ghosts: no ghost ever holds it.
 _ABSENT = b"-"
@@ -304,14 +305,14 @@ def estimate(
     policy : type
         The manager's policy.
     policies : str or iterable of str, optional
-        Names of policies; left out: all registered ones that are compiled.
+        Names of policies; left out: all registered ones that are compiled and read no clock.
     capacities : iterable of int, optional
         Blocks, ascending; left out: 1/4, 1/2, 1, 2, 4 and 8 times `num_blocks`.
 
     Raises
     ------
     ValueError
-        There is no sampler, a policy is not known, or the capacities do not ascend from 1 at least.
+        There is no sampler, a policy is not known or reads the clock, or the capacities do not ascend from 1 at least.
     """
     if sampler is None:
         raise ValueError("the manager samples nothing: make it with what_if=True")
@@ -366,11 +367,20 @@ def _policy(name: str) -> type[CachePolicy]:
     return found
 
 
+def _reads_clock(policy: type[CachePolicy]) -> bool:
+    # A property of compiled policies: the class alone does not say.
+    return bool(getattr(policy(1), "reads_clock", False))
+
+
 def _named(policies: Iterable[str]) -> dict[str, type[CachePolicy]]:
     names = [policies] if isinstance(policies, str) else list(policies)
     if not names:
         raise ValueError("policies must name at least one policy, got none")
-    return {name: _policy(name) for name in names}
+    chosen = {name: _policy(name) for name in names}
+    for name, found in chosen.items():
+        if _reads_clock(found):
+            raise ValueError(f"policy {name!r} {_NEEDS_TIME}")
+    return chosen
 
 
 def _compiled(notes: list[str]) -> dict[str, type[CachePolicy]]:
@@ -381,7 +391,9 @@ def _compiled(notes: list[str]) -> dict[str, type[CachePolicy]]:
         except ValueError as error:
             notes.append(f"{name} is left out: {error}")
             continue
-        if issubclass(found, PolicyAdapter):
+        if _reads_clock(found):
+            notes.append(f"{name} is left out: it {_NEEDS_TIME}")
+        elif issubclass(found, PolicyAdapter):
             chosen[name] = found
         else:
             notes.append(f"{name} is left out: it is not compiled; name it to have it estimated")
