@@ -63,7 +63,7 @@ def check(
 
 def _read(config: Path) -> tuple[Mapping[str, Any], str, frozenset[str]]:
     """Return the options, what they are called there, and the keys that the engine reads itself."""
-    from kvcache.integrations.vllm.settings import ENGINE_KEYS
+    from kvcache.integrations.vllm.settings import DEFAULT_POLICY, ENGINE_KEYS
 
     try:
         text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
@@ -78,6 +78,8 @@ def _read(config: Path) -> tuple[Mapping[str, Any], str, frozenset[str]]:
             given, where, known = given[name], name, ENGINE_KEYS
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} in {config} must be an object, got {given!r:.200}")
+    if where != "extra_config":
+        given = {"cache_policy": DEFAULT_POLICY, **given}
     return given, where, known
 
 

@@ -501,11 +501,17 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
                 self._offered_blocks += num_keys
         return output
 
-    def reserve_leading(self, keys: list[bytes]) -> PrepareStoreOutput | None:
-        """Make room for as many of the first keys as can be, for a move; None where that is none of them."""
+    def reserve_leading(self, keys: list[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
+        """Make room for as many of the first keys as can be, for a move; None where that is none of them.
+
+        A policy that reads the clock values blocks by the request that waits for them: to it, the move is a use by
+        `req_context`. To others it is none.
+        """
+        if not self._reads_clock:
+            req_context = None
         keys = keys[: self.num_blocks - self._cache.num_referenced - self._cache.num_pending]
         while keys:
-            output = self.reserve(keys, is_move=True)
+            output = self.reserve(keys, req_context, is_move=True)
             if output is not None:
                 return output
             keys = keys[: len(keys) // 2]

@@ -167,6 +167,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef int32_t due                    # no group leaves its bin before
     cdef uint64_t era
     cdef readonly uint64_t touches
+    cdef readonly uint64_t num_aged             # groups moved to their next bin, since the start
+    cdef readonly uint64_t num_passed           # groups passed over because their tail had to stay, since the start
 
     def __cinit__(self, cache_capacity):
         self.table = BlockTable(cache_capacity, keeps_queues=False)
@@ -174,7 +176,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.members = <Member*> zeroed(self.table.num_rows * sizeof(Member))
         if self.members == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
-        self.memory = RememberedKeys(MEMORY_FACTOR * cache_capacity + cache_capacity // 64 + SPARE_KEYS)
+        self.memory = RememberedKeys(MEMORY_FACTOR * cache_capacity + cache_capacity // 16 + SPARE_KEYS)
         self._grow_groups(SPARE_KEYS)
         self.on_reset()
 
@@ -220,7 +222,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         if groups == NULL:
             raise MemoryError(f"no memory for {size} groups")
         self.groups = <Group*> groups
-        memset(&self.groups[self.groups_size], 0, (size - self.groups_size) * sizeof(Group))
         self.groups_size = <int32_t> size
         return 0
 
@@ -258,11 +259,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return 0
 
     cdef void on_reset(self) noexcept nogil:
-        cdef int32_t i
         self.memory.clear()
         self.num_new = self.num_leaving = 0
-        for i in range(self.groups_size):
-            self.groups[i].num_known = 0
         self.groups_fresh = 1
         self.groups_free = 0
         self.num_groups = 0
@@ -319,6 +317,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         else:
             group = self.groups_fresh
             self.groups_fresh += 1
+            self.groups[group].serial = 0
         made = &self.groups[group]
         made.t0 = self.now
         self.due = min(self.due, self.now + EDGES[1])
@@ -660,6 +659,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                         self.due = self.now
                         return
                     num_left -= 1
+                    self.num_aged += 1
                     group = self.queues[ALL][cell].first
                     self.sur[cell] += self.groups[group].num_known
                     self.total += self.groups[group].num_known
@@ -780,6 +780,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                             tail = self.groups[group].tail
                         if tail != 0:
                             num_left -= 1
+                            self.num_passed += 1
                             if num_left == 0:
                                 return got
         return got

@@ -678,7 +678,7 @@ class TieredOffloadingManager(OffloadingManager):
                     absent.append(key)
                 else:
                     job.waiters.add(request.req_context)
-            output = self._pool.reserve_leading(absent) if absent else None
+            output = self._pool.reserve_leading(absent, request.req_context) if absent else None
             if output is None:
                 continue
             self._note_evicted(output.evicted_keys)

@@ -26,7 +26,7 @@ def test_settings_of_vllm_are_found_inside_its_own(tmp_path: Path, capsys):
     assert run(str(config), "--model", "llama-3.1-8b", "--json") == 0
     findings = json.loads(capsys.readouterr().out)["findings"]
     # 16 tokens of 128 KiB each.
-    assert findings[0]["text"] == "32 blocks of 2 MiB, 64 MiB in all, policy lru"
+    assert findings[0]["text"] == "32 blocks of 2 MiB, 64 MiB in all, policy gittins"
     assert "options" not in {finding["subject"] for finding in findings}
 
 

@@ -58,6 +58,12 @@ def test_settings_read_numbers_as_json_writes_them() -> None:
     )
 
 
+def test_the_policy_is_gittins_unless_another_is_named() -> None:
+    assert read_settings({"cpu_bytes_to_use": 1}).cache_policy == "gittins"
+    assert read_settings({"cpu_bytes_to_use": 1, "cache_policy": "lru"}).cache_policy == "lru"
+    assert OffloadSettings(cpu_bytes_to_use=1).cache_policy == "lru"
+
+
 def test_sizes_and_durations_are_read_as_everywhere() -> None:
     settings = read_settings({"cpu_bytes_to_use": "1.5GiB", "retention_share": "25%", "what_if": True})
     assert settings.cpu_bytes_to_use == 3 << 29
@@ -66,7 +72,8 @@ def test_sizes_and_durations_are_read_as_everywhere() -> None:
 
 @pytest.mark.parametrize("key", ["num_cpu_blocks", "enable_events", "pool_path"])
 def test_options_that_the_engine_decides_are_not_read(key: str) -> None:
-    assert read_settings({"cpu_bytes_to_use": 1, key: "nonsense"}) == OffloadSettings(cpu_bytes_to_use=1)
+    given = {"cpu_bytes_to_use": 1, "cache_policy": "lru"}
+    assert read_settings({**given, key: "nonsense"}) == OffloadSettings(cpu_bytes_to_use=1)
     assert key in unknown_keys({key: 1})
 
 

@@ -12,7 +12,7 @@ from kvcache import CPUOffloadingManager, OffloadingManager, ReqContext, Request
 from kvcache.replay.run import Replay, ReplayClock
 from kvcache.replay.trace import Trace
 from kvcache.testing import ReferenceManager
-from kvcache.testing.reference_gittins import ReferenceGittins
+from kvcache.testing.reference_gittins import EDGES, ReferenceGittins
 
 CONVERSATION = "mooncake_conversation.jsonl"
 AGENTS = "agentic_coding.jsonl.gz"
@@ -243,6 +243,46 @@ def test_counters_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled.touch(keys)
 
     assert compiled.policy.worths == references[0] != references[1]
+
+
+def aged_manager(num_requests: int, length: int) -> CPUOffloadingManager:
+    """Return a full cache of short requests, whose clock goes on an hour later."""
+    now_s = [0.0]
+    manager = CPUOffloadingManager(16, num_requests * length, "gittins", clock=lambda: now_s[0])
+    for i in range(num_requests):
+        context = ReqContext()
+        stored(manager, keys_of(f"request {i}", length), context)
+    now_s[0] = 3600.0
+    return manager
+
+
+def test_a_use_after_an_hour_of_silence_ages_256_groups_at_most() -> None:
+    manager = aged_manager(700, 2)
+    # Two groups a request: its last block, and the rest.
+    num_bins = sum(0 < edge <= 3_600_000 >> 11 for edge in EDGES)
+    num_aged = []
+    for i in range(400):
+        before = manager.policy.num_aged
+        manager.touch([b"new %d" % i])
+        num_aged.append(manager.policy.num_aged - before)
+    manager.policy.check()
+
+    assert num_aged[:200] == [256] * 200
+    assert num_aged[-1] == 0
+    assert sum(num_aged) == 2 * 700 * num_bins
+
+
+def test_a_store_passes_over_2048_blocked_groups_at_most() -> None:
+    manager = aged_manager(3000, 2)
+    for i in range(3000):
+        manager.prepare_load(keys_of(f"request {i}", 2)[1:])
+    for i in range(1100):
+        manager.touch([b"older %d" % i])
+    before = manager.policy.num_passed
+
+    assert stored(manager, keys_of("new", 10), ReqContext()) == ([], [])
+    assert manager.policy.num_passed - before == 2048
+    manager.policy.check()
 
 
 def test_no_stored_block_has_an_absent_predecessor(shared: Path) -> None:

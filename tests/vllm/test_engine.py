@@ -170,7 +170,11 @@ def test_events_tell_what_came_and_went(boot: Any, models: Any, crowd: Any, tmp_
         socket.subscribe(b"")
         socket.connect(endpoint)
         events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
-        extra_config = {"cpu_bytes_to_use": 30 * BLOCK_BYTES, "self_describing_kv_events": True}
+        extra_config = {
+            "cpu_bytes_to_use": 30 * BLOCK_BYTES,
+            "cache_policy": "lru",
+            "self_describing_kv_events": True,
+        }
         with boot(models["llama"], extra_config, kv_events_config=events_config) as engine:
             for prompt in (*crowd[:2], [3]):
                 engine.generate([prompt])

@@ -66,6 +66,7 @@ def test_engines_killed_in_mid_traffic_leave_no_wrong_block(
         "spec_name": "KVCacheOffloadingSpec",
         "spec_module_path": "kvcache.integrations.vllm",
         "cpu_bytes_to_use": 40 * BLOCK_BYTES,
+        "cache_policy": "lru",
         "lookup_deadline_s": 60,
         "tiers": [tier],
     }

@@ -71,7 +71,8 @@ def test_blocks_of_two_ranks_come_back_from_disk_also_in_the_next_process(
 ) -> None:
     # A disk that others keep busy is slow, not dead: whoever loses a job here shall wait for it, and be seen.
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "64MiB", "deadline_s": 60}
-    extra_config = {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "tiers": [tier], "lookup_deadline_s": 60}
+    extra_config = {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "cache_policy": "lru"}
+    extra_config |= {"tiers": [tier], "lookup_deadline_s": 60}
     shared_before = set(Path("/dev/shm").glob("kvcache-*"))
     batches = [[prompt] for prompt in crowd]
     for cached in ([0] * 7, [640] * 7):

@@ -127,7 +127,7 @@ def test_nothing_old_is_loaded_after_a_reset_in_the_middle(make: Any) -> None:
 
 def test_running_requests_stored_in_chunks_lose_their_tails_first(make: Any) -> None:
     # Two long prompts are computed a few blocks a step, in turn, and fill the host together.
-    engine = make(400, 48, step_tokens=4 * BLOCK_TOKENS, has_device_cache=False)
+    engine = make(400, 48, step_tokens=4 * BLOCK_TOKENS, has_device_cache=False, cache_policy="lru")
     first, second = tokens(1, 32), tokens(2, 32)
     engine.serve(iter([(0.0, [*first, 2]), (0.0, [*second, 2])]))
     stats = engine.stats

@@ -95,7 +95,7 @@ def keys_of(name: str, count: int) -> list[bytes]:
 def test_blocks_that_came_from_disk_are_reported_as_such(make: Any) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    adapter = make(num_blocks=4)
+    adapter = make(num_blocks=4, cache_policy="lru")
     serve(adapter, "old", keys_of("a", 2))
     serve(adapter, "new", keys_of("b", 3))  # a1 leaves host memory
     context = request(adapter, "again")

@@ -14,7 +14,7 @@ BLOCK_BYTES = 2 * 4 * 4 * 32 * 4 * 32
 def extra_config(folder: Path, capacity: Any = "64MiB") -> dict[str, Any]:
     """Host memory for 40 blocks, of which the seven prompts of the crowd have 140."""
     tier = {"type": "disk", "path": str(folder), "capacity": capacity}
-    return {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "tiers": [tier]}
+    return {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "cache_policy": "lru", "tiers": [tier]}
 
 
 def written(engine: Any, num_blocks: int) -> bool:

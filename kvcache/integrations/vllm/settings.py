@@ -13,6 +13,8 @@ from kvcache.options import name_unknown
 from kvcache.spec.assembly import MANAGER_OPTIONS, OffloadSettings
 
 WHERE = "kv_connector_extra_config"
+# Of this adapter; the library's is lru.
+DEFAULT_POLICY = "gittins"
 
 # Read by vLLM itself out of the same mapping.
 ENGINE_KEYS = frozenset(
@@ -44,7 +46,7 @@ _RENAMED_KEYS = {"eviction_policy": "cache_policy", "cache_policy_module_path": 
 
 
 def read_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
-    """Read and check the mapping; no side effects.
+    """Read and check the mapping; no side effects. The policy is `gittins` where none is named.
 
     Raises
     ------
@@ -57,7 +59,8 @@ def read_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
             raise ValueError(f"kvcache reads {ours!r}, not {key!r}={extra_config[key]!r}")
     if extra_config.get("canonical_layout"):
         raise ValueError("kvcache keeps each rank's own bytes; 'canonical_layout' is not supported")
-    settings = OffloadSettings.read({key: extra_config[key] for key in OUR_KEYS & extra_config.keys()}, WHERE)
+    given = {key: extra_config[key] for key in OUR_KEYS & extra_config.keys()}
+    settings = OffloadSettings.read({"cache_policy": DEFAULT_POLICY, **given}, WHERE)
     if settings.cpu_bytes_to_use is None:
         raise ValueError(f"{WHERE} must have 'cpu_bytes_to_use', the host memory of all ranks: bytes, or '64GiB'")
     if settings.tiers and not Path(settings.pool_folder).is_dir():
