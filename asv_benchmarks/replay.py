@@ -9,6 +9,8 @@ from asv_benchmarks.traces import conversation_path, fresh_keys, replay
 from kvcache import CPUOffloadingManager
 from kvcache.registry import POLICIES
 from kvcache.replay.chats import ChatWorkload
+from kvcache.replay.compact import CompactTrace
+from kvcache.replay.fleet import FleetPlan, ScaledTrace, run_fleet
 from kvcache.replay.trace import Trace
 
 
@@ -70,3 +72,19 @@ class CompiledAgainstPlain:
 
     def time_replay(self, policy: str, manager: str) -> None:
         replay(self.manager, self.keys)
+
+
+class Fleet:
+    """Chats through 100 engines behind a router, over a shared store."""
+
+    params = (("round_robin", "prefix", "events"),)
+    param_names = ("router",)
+    number = 1
+    warmup_time = 0
+
+    def setup(self, router: str) -> None:
+        trace = CompactTrace.of(ChatWorkload(num_requests=2000, chats_per_s=20.0), 16)
+        self.trace = ScaledTrace(trace, 10)
+
+    def time_fleet(self, router: str) -> None:
+        run_fleet(self.trace, FleetPlan(100, router, 2000, 200_000))

@@ -24,9 +24,11 @@ MemoryRateOption = Annotated[
     str, typer.Option("--memory-rate", help="Rate between host memory and the device.", metavar="RATE")
 ]
 EnginesOption = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        help="Engines that prefill [default: as many as are busy for 80 % without a cache].", show_default=False
+        help="Engines that prefill [default: as many as are busy for 80 % without a cache]; with --router several.",
+        metavar="N,...",
+        show_default=False,
     ),
 ]
 PriceOption = Annotated[

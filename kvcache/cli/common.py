@@ -19,6 +19,8 @@ Number = TypeVar("Number", int, float)
 
 TEST_BLOCK_BYTES = "64KiB"  # of a block whose real size nobody has said
 _MOST_BLOCKS = 1 << 30  # what a table's rows can number
+# Where nobody bounds it, a simulation takes so much of the memory that is free.
+_MEMORY_SHARE = 0.8
 
 
 class CommandError(Exception):
@@ -175,6 +177,16 @@ def check_writable(option: str, target: str | None) -> None:
         raise ValueError(f"{option} cannot be written: {target!r}: {error.strerror}") from error
     if not existed:
         path.unlink()
+
+
+def usable_bytes() -> int | None:
+    """Return most of the memory that is free, or None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    free = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if free is None else int(int(free) * 1024 * _MEMORY_SHARE)
 
 
 def say_next(json_target: str | None) -> None:

@@ -33,8 +33,6 @@ _PLAIN_S = 30.0
 # A sample is replayed in so many shards, whose spread tells how far it is off.
 _NUM_SHARDS = 8
 _LEAST_BLOCKS = 8
-# Where nobody bounds it, a grid takes so much of the memory that is free.
-_MEMORY_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +184,7 @@ def run(
                 known=found,
                 with_unbounded=True,
                 num_processes=options.jobs,
-                max_memory_bytes=options.max_memory_bytes or _free_bytes(),
+                max_memory_bytes=options.max_memory_bytes or common.usable_bytes(),
                 progressed=progressed,
                 runner=_runner(options),
             ):
@@ -250,16 +248,6 @@ def _runner(options: Options) -> Any:
     from kvcache.replay.on_dask import DaskRunner
 
     return DaskRunner(options.dask)
-
-
-def _free_bytes() -> int | None:
-    """Return most of the memory that is free, or None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    free = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if free is None else int(int(free) * 1024 * _MEMORY_SHARE)
 
 
 def _serving(options: Options, weights: Weights | None, compact: CompactTrace) -> Serving | None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache.cli import below, common, model
-from kvcache.options import parse_size
+from kvcache.cli import below, common, fleet, model
+from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
     from kvcache.replay.tiered import DiskChoice
@@ -76,6 +76,12 @@ def replay(
     memory_rate: below.MemoryRateOption = "50GB/s",
     engines: below.EnginesOption = None,
     price: below.PriceOption = None,
+    router: fleet.RouterOption = None,
+    store: fleet.StoreOption = None,
+    copies: fleet.CopiesOption = None,
+    store_rate: fleet.StoreRateOption = "5GB/s",
+    store_server: fleet.ServerOption = "1GB/s,900k",
+    router_events: fleet.RouterEventsOption = "690k",
     jobs: Annotated[
         int | None, typer.Option(help="Processes of a grid [default: one per CPU].", show_default=False)
     ] = None,
@@ -121,6 +127,7 @@ def replay(
     """Replay a request trace: look up, load, store and evict its blocks, with real bytes that are compared.
 
     Several policies or capacities, the policy min, --csv or --plot simulate a grid on all cores, bookkeeping alone.
+    --router simulates many engines over a shared store.
     """
     from kvcache.cli import grid, session
     from kvcache.replay.keys import split_block_size
@@ -146,8 +153,13 @@ def replay(
     if hints is not None and not 0 <= hints <= 1:
         raise ValueError(f"--hints must be a share of wrong hints in 0..1, got {hints}")
     common.at_least("--seed", seed, 0)
-    if engines is not None:
-        common.at_least("--engines", engines, 1)
+    if router is None:
+        for option, value in (("--store", store), ("--copies", copies)):
+            if value is not None:
+                raise ValueError(f"{option} needs --router: one of round_robin, prefix, events, got {value!r}")
+        if engines is not None and "," in engines:
+            raise ValueError(f"--engines takes several numbers with --router only, got {engines!r}")
+    num_engines = None if engines is None or router is not None else parse_count("--engines", engines)
     policies = policy.split(",")
     tiers = below.parse_tiers(tier)
     if tiers and not sized:
@@ -164,6 +176,43 @@ def replay(
     with open_trace(file, format, skip_bad, common.at_least("--users", users, 1), seed) as trace:
         if weights is not None:
             bytes_per_block = weights.model.token_bytes * split_block_size(trace.block_size, split)
+        if router is not None:
+            given = {
+                "--data": data,
+                "--what-if": what_if,
+                "--disk": disk is not None,
+                "--csv": csv is not None,
+                "--tier": bool(tiers),
+                "--sample": sample < 1,
+                "--hints": hints is not None,
+                "--checkpoint": checkpoint is not None,
+                "--dask": dask is not None,
+                "--store-threshold": store_threshold,
+                "--price": price is not None,
+            }
+            for option, is_given in given.items():
+                if is_given:
+                    raise ValueError(f"--router excludes {option}, got --router {router}")
+            settings_of_fleet = fleet.read_options(
+                router=router,
+                engines=engines,
+                copies=copies,
+                store=store,
+                store_rate=store_rate,
+                server=store_server,
+                router_events=router_events,
+                block_bytes=bytes_per_block if sized else None,
+                num_blocks=common.parse_capacity(blocks, memory, bytes_per_block, default="10000"),
+                policy=common.one_policy(policy),
+                seed=seed,
+                limit=limit,
+                split=split,
+                is_quiet=quiet,
+                json=json,
+                plot=plot,
+            )
+            fleet.run(trace, settings_of_fleet, weights)
+            return
         capacities = common.parse_capacities(blocks, memory, bytes_per_block, default="10000")
         is_grid = (
             len(policies) > 1
@@ -198,7 +247,7 @@ def replay(
                 tiers=tiers,
                 prices=below.parse_prices(price, 1 + len(tiers)),
                 memory_bytes_per_s=below.parse_rate("--memory-rate", memory_rate),
-                engines=engines,
+                engines=num_engines,
                 hint_error=hints,
             )
             grid.run(trace, policies, capacities, options, weights, targets)

@@ -41,6 +41,8 @@ class SimulatedTier(Tier):
         self._index = CPUOffloadingManager(1, num_blocks, cache_policy, **options)
         self._num_blocks = num_blocks
         self._ended: list[TierResult] = []
+        self._loading: list[bytes] = []
+        self._storing: list[bytes] = []
         self.loaded_blocks = 0
         self.stored_blocks = 0
 
@@ -63,8 +65,8 @@ class SimulatedTier(Tier):
         output = self._index.prepare_store(keys)
         if output is None:
             return False
-        self._index.complete_store(output.keys_to_store)
         self.stored_blocks += len(output.keys_to_store)
+        self._storing += output.keys_to_store
         self._ended.append(TierResult(job_id, output.keys_to_store, removed=output.evicted_keys))
         return True
 
@@ -72,12 +74,18 @@ class SimulatedTier(Tier):
         # What was found a moment ago may have left since, for a store of the same step.
         held = [key for key in keys if self._index.lookup(key)]
         self.loaded_blocks += len(held)
+        # As a tier that owns its space: what is read, or being written, cannot leave meanwhile.
+        self._index.prepare_load(held)
+        self._loading += held
         missed = [key for key in keys if key not in set(held)] if len(held) < len(keys) else []
         self._ended.append(TierResult(job_id, held, failed=missed))
         return True
 
     def get_finished(self) -> list[TierResult]:
         ended, self._ended = self._ended, []
+        self._index.complete_load(self._loading)
+        self._index.complete_store(self._storing)
+        self._loading, self._storing = [], []
         return ended
 
     def reset(self) -> None:

@@ -1,0 +1,374 @@
+"""`kvcache replay --router`: engines behind a router over a shared store, in a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache.cli import common
+from kvcache.cli.below import parse_rate
+from kvcache.options import parse_count, parse_size
+
+if TYPE_CHECKING:
+    from kvcache.cli.model import Weights
+    from kvcache.replay.compact import CompactTrace
+    from kvcache.replay.fleet import FleetPlan, FleetResult
+    from kvcache.replay.sessions import SessionTrace
+    from kvcache.replay.trace import Trace
+
+RouterOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Simulate a fleet: round_robin, prefix or events, or several; --engines says how many engines it has.",
+        metavar="ROUTER,...",
+        show_default=False,
+    ),
+]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(help="The fleet's shared store, as in 10TiB; 0: none.", metavar="SIZE", show_default=False),
+]
+CopiesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The fleet's traffic: so many copies of the trace [default: as keep 80 % busy without a cache].",
+        metavar="N",
+        show_default=False,
+    ),
+]
+StoreRateOption = Annotated[
+    str, typer.Option("--store-rate", help="Rate at which one engine loads from the store.", metavar="RATE")
+]
+ServerOption = Annotated[
+    str,
+    typer.Option(
+        "--store-server", help="What one server of the store bears: bytes, and keys asked for.", metavar="RATE,KEYS/s"
+    ),
+]
+RouterEventsOption = Annotated[
+    str, typer.Option("--router-events", help="Blocks in events a second that the router bears.", metavar="N")
+]
+
+_TOKENS_PER_S = 10_000
+# Of one engine's pool and of the store's, as measured with 1,000 pools of 3,000 blocks (docs/scale.md).
+_ROW_BYTES = 160
+_REQUEST_BYTES = 96
+_REFRESH_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a fleet's simulation is told; sizes in blocks, `block_bytes` None where nobody has said it."""
+
+    engines: list[int]
+    routers: list[str]
+    copies: int | None
+    store_blocks: int
+    num_blocks: int
+    policy: str
+    block_bytes: int | None
+    store_bytes_per_s: float
+    server_bytes_per_s: float
+    server_keys_per_s: float
+    router_events_per_s: float
+    seed: int
+    limit: int | None
+    split: int
+    is_quiet: bool
+    json: str | None
+    plot: str | None
+
+
+def read_options(
+    *,
+    router: str,
+    engines: str | None,
+    copies: str | None,
+    store: str | None,
+    store_rate: str,
+    server: str,
+    router_events: str,
+    block_bytes: int | None,
+    **rest: Any,
+) -> Options:
+    """Check and parse what the command line says.
+
+    Raises
+    ------
+    ValueError
+        An option is bad; the message names it.
+    """
+    from kvcache.replay.fleet import ROUTERS
+    from kvcache.replay.run import check_policy
+
+    routers = [part.strip() for part in router.split(",")]
+    for name in routers:
+        if name not in ROUTERS:
+            raise ValueError(f"--router must be of {', '.join(ROUTERS)}, got {router!r}")
+    if engines is None:
+        raise ValueError("--router needs --engines: how many engines the fleet has, as in --engines 100")
+    counts = [parse_count("--engines", part) for part in engines.split(",")]
+    store_blocks = 0
+    if store is not None and store.strip() != "0":
+        if block_bytes is None:
+            raise ValueError(
+                f"--store needs the size of a block, got {store!r} alone: name a model (--model llama-3.1-8b, or its "
+                "config.json), give its shape (--layers, --heads, --head-size), or say --block-bytes"
+            )
+        store_blocks = parse_size("--store", store) // block_bytes
+        if not store_blocks:
+            raise ValueError(f"--store must hold at least one block of {block_bytes} bytes, got {store!r}")
+    rate, comma, keys = server.partition(",")
+    if not comma:
+        raise ValueError(f"--store-server must be a rate and keys a second, as in 1.5GB/s,300k, got {server!r}")
+    check_policy(rest["policy"])
+    common.check_writable("--json", rest["json"])
+    if rest["plot"] is not None:
+        from kvcache.replay.plot import check_plot_target
+
+        check_plot_target(rest["plot"])
+        if rest["plot"].lower().endswith(".html"):
+            raise ValueError(f"--plot of a fleet must end in .png or .svg, got {rest['plot']!r}")
+    return Options(
+        engines=sorted(set(counts)),
+        routers=list(dict.fromkeys(routers)),
+        copies=None if copies is None else parse_count("--copies", copies),
+        store_blocks=store_blocks,
+        block_bytes=block_bytes,
+        store_bytes_per_s=parse_rate("--store-rate", store_rate),
+        server_bytes_per_s=parse_rate("--store-server", rate),
+        server_keys_per_s=parse_count("--store-server", keys.strip().removesuffix("/s")),
+        router_events_per_s=parse_count("--router-events", router_events),
+        **rest,
+    )
+
+
+def run(trace: Trace | SessionTrace, options: Options, weights: Weights | None) -> None:
+    """Simulate each number of engines behind each router, and report.
+
+    Raises
+    ------
+    ValueError
+        The fleet does not fit into this machine's memory.
+    """
+    from kvcache.replay.compact import CompactTrace
+    from kvcache.replay.fleet import FleetPlan, ScaledTrace, run_fleet
+    from kvcache.replay.serving import engines_for
+
+    started = monotonic()
+    compact = CompactTrace.of(islice(trace, options.limit), trace.block_size)
+    if options.split > 1:
+        compact = compact.split(options.split)
+    token_s = (weights.saved_s(1) if weights else None) or 1 / _TOKENS_PER_S
+    busy = engines_for(compact.arrivals_s, compact.num_tokens, token_s)
+    block_bytes = options.block_bytes
+    plans = [
+        FleetPlan(
+            num_engines=count,
+            router=router,
+            num_blocks=options.num_blocks,
+            store_blocks=options.store_blocks,
+            cache_policy=options.policy,
+            token_s=token_s,
+            block_load_s=(block_bytes or 0) / options.store_bytes_per_s,
+        )
+        for count in options.engines
+        for router in options.routers
+    ]
+    results: list[tuple[int, FleetResult]] = []
+    bar = common.progress("requests", options.is_quiet)
+    with bar:
+        task = bar.add_task("fleet", total=1.0, done=0, status="")
+        scaled: dict[int, ScaledTrace] = {}
+        for number, plan in enumerate(plans):
+            copies = options.copies or max(1, round(plan.num_engines / busy))
+            if copies not in scaled:
+                _check_memory(plan, compact, copies)
+                scaled = {copies: ScaledTrace(compact, copies, options.seed)}
+            traffic = scaled[copies]
+            began, due = monotonic(), 0.0
+
+            def progressed(done: int, number: int = number, plan: FleetPlan = plan, total: int = len(traffic)) -> None:
+                nonlocal due
+                if monotonic() >= due:
+                    share = (number + done / max(1, total)) / len(plans)
+                    bar.update(
+                        task,
+                        completed=share,
+                        done=done,
+                        status=f"{plan.num_engines:,} engines, {plan.router}",
+                        refresh=True,
+                    )
+                    due = monotonic() + _REFRESH_S
+
+            found = run_fleet(traffic, plan, progressed)
+            results.append((copies, _timed(found, monotonic() - began)))
+        bar.update(task, completed=1.0, refresh=True)
+    cells = [_facts(copies, result, options) for copies, result in results]
+    document = {
+        "source": {"kind": "trace", "file": str(trace.path), "format": trace.format},
+        "block_bytes": block_bytes,
+        "block_size": compact.block_size,
+        "token_prefill_s": token_s,
+        "seed": options.seed,
+        "limit": options.limit,
+        "store_server": {"bytes_per_s": options.server_bytes_per_s, "keys_per_s": options.server_keys_per_s},
+        "router_events_per_s": options.router_events_per_s,
+        "model": weights.as_dict() if weights else None,
+        "elapsed_s": monotonic() - started,
+        "cells": cells,
+    }
+    if options.json != "-":
+        _print(f"{trace.name} ({trace.format})", cells, document, options)
+    if options.plot is not None:
+        from kvcache.replay.fleet_plot import draw_fleet
+
+        store = "no store" if not options.store_blocks else f"a store of {options.store_blocks:,} blocks"
+        footnote = f"{options.num_blocks:,} blocks an engine, {store}, {1 / token_s:,.0f} tokens/s, seed {options.seed}"
+        draw_fleet(f"{trace.name}: fleets", cells, footnote, options.plot)
+    common.write_json(options.json, document)
+
+
+def _timed(result: FleetResult, elapsed_s: float) -> FleetResult:
+    from dataclasses import replace
+
+    return replace(result, elapsed_s=elapsed_s)
+
+
+def _check_memory(plan: FleetPlan, compact: CompactTrace, copies: int) -> None:
+    """Raise if a fleet's pools, full, and its requests do not fit into the memory that is free."""
+    most = max(1, copies * len(compact.ids))
+    blocks = plan.num_engines * min(plan.num_blocks, most) + min(plan.store_blocks, most)
+    needed = _ROW_BYTES * blocks + _REQUEST_BYTES * copies * len(compact)
+    usable = common.usable_bytes()
+    if usable is not None and needed > usable:
+        raise ValueError(
+            f"a fleet of {plan.num_engines:,} engines of {plan.num_blocks:,} blocks and {copies:,} copies of the trace "
+            f"needs about {common.human_bytes(needed)}, {common.human_bytes(usable)} may be taken: give it fewer"
+        )
+
+
+def _facts(copies: int, result: FleetResult, options: Options) -> dict[str, Any]:
+    facts = result.as_dict()
+    plan = facts.pop("plan")
+    blocks = max(1, result.blocks)
+    facts = {"engines": plan["num_engines"], "router": plan["router"], "copies": copies, **facts}
+    facts["num_blocks"], facts["store_capacity_blocks"] = plan["num_blocks"], plan["store_blocks"]
+    for name in ("local", "store", "missed"):
+        facts[f"{name}_share"] = facts[f"{name}_blocks"] / blocks
+    queries = facts["queries_per_s"]
+    facts["queries_saved"] = {
+        "remembering": _saved(queries["single"]["mean"], queries["single_remembered"]["mean"]),
+        "batching": _saved(queries["single"]["mean"], queries["batched"]["mean"]),
+        "both": _saved(queries["single"]["mean"], queries["batched_remembered"]["mean"]),
+    }
+    facts["limits"] = dict(_limits(result, options))
+    return facts
+
+
+def _saved(before: float, after: float) -> float:
+    return 1 - after / before if before else 0.0
+
+
+def _limits(result: FleetResult, options: Options) -> Iterator[tuple[str, float]]:
+    """Yield how many servers of the store, or routers, the busiest minute takes, by what they bear."""
+    read, written = result.read_blocks_per_s.peak, result.written_blocks_per_s.peak
+    if options.block_bytes is not None and result.plan.store_blocks:
+        yield "store_bytes", (read + written) * options.block_bytes / options.server_bytes_per_s
+    if result.plan.store_blocks:
+        yield "store_queries", result.query_keys_per_s.peak / options.server_keys_per_s
+    if result.plan.router == "events":
+        yield "router_events", result.events_per_s.peak / options.router_events_per_s
+
+
+_LIMITS = {"store_bytes": "the store's bytes", "store_queries": "the store's queries", "router_events": "events"}
+
+
+def _print(title: str, cells: list[dict[str, Any]], document: dict[str, Any], options: Options) -> None:
+    from rich.table import Table
+
+    console = common.console(options.json)
+    store = "no store"
+    if options.store_blocks:
+        store = f"a store of {options.store_blocks:,} blocks"
+        if options.block_bytes:
+            store += f" ({common.human_bytes(options.store_blocks * options.block_bytes)})"
+    console.print(
+        f"{title}: {options.num_blocks:,} blocks of {document['block_size']} tokens an engine, {store}, "
+        f"{1 / document['token_prefill_s']:,.0f} tokens/s of prefill",
+        soft_wrap=True,
+        markup=False,
+    )
+    heads = ("engines", "router", "copies", "host memory", "store", "computed", "TTFT p50", "p99", "busy", "imbalance")
+    _table(
+        console,
+        Table,
+        heads,
+        [
+            (
+                f"{cell['engines']:,}",
+                cell["router"],
+                f"{cell['copies']:,}",
+                f"{cell['local_share']:.2%}",
+                f"{cell['store_share']:.2%}",
+                f"{cell['missed_share']:.2%}",
+                f"{cell['ttft_p50_s']:.2f} s",
+                f"{cell['ttft_p99_s']:.1f} s",
+                f"{cell['busy']:.0%}",
+                f"{cell['imbalance']:.2f}",
+            )
+            for cell in cells
+        ],
+    )
+    console.print("a second, in the busiest minute: the store's traffic, existence queries, blocks in events")
+    unit = options.block_bytes
+    heads = ("engines", "router", "read", "written", "queries", "remembered", "batched", "both", "keys", "events")
+    _table(
+        console,
+        Table,
+        heads,
+        [
+            (
+                f"{cell['engines']:,}",
+                cell["router"],
+                *(_traffic(cell[name]["peak"], unit) for name in ("read_blocks_per_s", "written_blocks_per_s")),
+                *(f"{load['peak']:,.0f}" for load in cell["queries_per_s"].values()),
+                f"{cell['query_keys_per_s']['peak']:,.0f}",
+                f"{cell['events_per_s']['peak']:,.0f}",
+            )
+            for cell in cells
+        ],
+    )
+    for cell in cells:
+        console.print(_breaks(cell), soft_wrap=True)
+
+
+def _breaks(cell: dict[str, Any]) -> str:
+    limits: dict[str, float] = cell["limits"]
+    fleet = f"{cell['engines']:,} engines, {cell['router']}"
+    if not limits:
+        return f"{fleet}: no store and no events to bear"
+    needs = ", ".join(f"{share:.3g} for {_LIMITS[name]}" for name, share in limits.items())
+    first = max(limits, key=lambda name: limits[name])
+    verdict = "one of each bears it" if limits[first] <= 1 else f"{_LIMITS[first]} break first"
+    return f"{fleet}: servers needed in the busiest minute: {needs}; {verdict}"
+
+
+def _traffic(blocks_per_s: float, block_bytes: int | None) -> str:
+    if block_bytes is None:
+        return f"{blocks_per_s:,.1f} blocks"
+    return f"{blocks_per_s * block_bytes / 1e9:,.2f} GB"
+
+
+def _table(console: Any, table_class: Any, heads: tuple[str, ...], lines: list[tuple[str, ...]]) -> None:
+    table = table_class(box=None, pad_edge=False)
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="left" if i == 1 else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table, crop=False)
