@@ -23,6 +23,9 @@ TierOption = Annotated[
 MemoryRateOption = Annotated[
     str, typer.Option("--memory-rate", help="Rate between host memory and the device.", metavar="RATE")
 ]
+ArbiterOption = Annotated[
+    bool, typer.Option("--arbiter", help="Compute what would take longer to load from a tier, and count the decisions.")
+]
 EnginesOption = Annotated[
     str | None,
     typer.Option(

@@ -80,6 +80,7 @@ class Options:
     memory_bytes_per_s: float = 50e9
     engines: int | None = None
     hint_error: float | None = None
+    arbiter: bool = False
 
 
 @dataclass(slots=True)
@@ -161,7 +162,15 @@ def run(
 
         compact = CompactTrace.spool(read(), trace.block_size, folder, options.sample, options.seed)
         serving = _serving(options, weights, compact)
-        plan = Plan(options.split, options.store_threshold, num_shards, serving, options.hint_error, seed=options.seed)
+        plan = Plan(
+            options.split,
+            options.store_threshold,
+            num_shards,
+            serving,
+            options.hint_error,
+            options.seed,
+            options.arbiter,
+        )
         grid = Grid(policies, capacities, stacks, plan)
         wanted = grid.cells()
         found: dict[Job, Cell] = {}
@@ -469,6 +478,16 @@ def _print_policies(console: Any, result: Result, unbounded: Cell, block_size: i
         console.print(_plain_table(heads, lines[:-1], lines[-1]), crop=False)
 
 
+def _arbiter_line(cell: Cell, result: Result) -> str:
+    """Return what the arbiter of a cell decided, and the last decision in words."""
+    found = cell.arbiter or {}
+    last = found["decisions"][-1] if found["decisions"] else "none"
+    return (
+        f"arbiter, {cell.policy} at {cell.num_blocks:,} blocks over {result.stack_name(cell)}: {found['loads']:,} "
+        f"requests loaded all, {found['cuts']:,} were cut by {found['cut_blocks']:,} blocks; the last {last}"
+    )
+
+
 def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int) -> None:
     block_bytes = result.options.block_bytes or 1
     media = result.media
@@ -524,6 +543,9 @@ def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int)
             f"{_shown(base['engine_busy'], '{:.0%}')} ({result.weights})",
             soft_wrap=True,
         )
+    for cell in result.cells:
+        if cell.arbiter is not None:
+            console.print(_arbiter_line(cell, result), soft_wrap=True, markup=False)
     if flows:
         heads = ("memory", "below", "policy", "medium", "read", "busiest minute", "write", "busiest minute")
         console.print("what each medium must sustain, in GB/s; loads in all; bytes written a day")

@@ -74,6 +74,7 @@ def replay(
     ] = None,
     tier: below.TierOption = None,
     memory_rate: below.MemoryRateOption = "50GB/s",
+    arbiter: below.ArbiterOption = False,
     engines: below.EnginesOption = None,
     price: below.PriceOption = None,
     router: fleet.RouterOption = None,
@@ -173,6 +174,15 @@ def replay(
             f"{tier[0] if tier else ''!r}: name a policy beside it, or leave --tier out"
         )
 
+    if arbiter and not (tiers and weights is not None and weights.saved_s(1)):
+        shown = weights.model.name if weights else "no model"
+        raise ValueError(
+            "--arbiter weighs loading from a tier against computing: it needs --tier, and a model whose --params are "
+            f"known, such as --model llama-3.1-8b; got {len(tiers)} tiers and {shown}"
+        )
+    if arbiter and sample < 1:
+        raise ValueError(f"--arbiter needs whole prefixes: leave out --sample, got {sample}")
+
     with open_trace(file, format, skip_bad, common.at_least("--users", users, 1), seed) as trace:
         if weights is not None:
             bytes_per_block = weights.model.token_bytes * split_block_size(trace.block_size, split)
@@ -189,6 +199,7 @@ def replay(
                 "--dask": dask is not None,
                 "--store-threshold": store_threshold,
                 "--price": price is not None,
+                "--arbiter": arbiter,
             }
             for option, is_given in given.items():
                 if is_given:
@@ -249,6 +260,7 @@ def replay(
                 memory_bytes_per_s=below.parse_rate("--memory-rate", memory_rate),
                 engines=num_engines,
                 hint_error=hints,
+                arbiter=arbiter,
             )
             grid.run(trace, policies, capacities, options, weights, targets)
             return

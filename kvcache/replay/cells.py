@@ -17,6 +17,7 @@ from kvcache.replay.keys import KeyMaker, split_block_size
 from kvcache.replay.optimum import optimal_hits
 from kvcache.replay.run import Replay, ReplayClock
 from kvcache.replay.serving import Flow, Serving, price_of, weigh
+from kvcache.replay.simulated_tier import SimulatedTieredManager
 from kvcache.request import NEXT_USES, Retention
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ OPTIMUM = "min"
 """The name of the offline optimum, which stands among the policies of a grid and serves nobody."""
 
 _PROGRESS_REQUESTS = 64
+_SHOWN_DECISIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class Plan:
         Share of the requests whose hint of next use is wrong; None: no request gives one.
     seed : int
         Which those are.
+    arbiter : bool
+        Whether what is slower to load from a tier than to compute is computed; needs `serving` with a rate of prefill.
     """
 
     split: int = 1
@@ -81,6 +85,7 @@ class Plan:
     serving: Serving | None = None
     hint_error: float | None = None
     seed: int = 0
+    arbiter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,8 @@ class Cell:
     """One policy at one capacity; the counts that the optimum does not have are None.
 
     `tiers` are the blocks of each tier below host memory, `serving` is what `kvcache.replay.serving.weigh` returns, and
-    `block_hit_error` the standard error of `block_hit_rate`, which a sample has.
+    `block_hit_error` the standard error of `block_hit_rate`, which a sample has; `arbiter` counts its decisions and has
+    the last few in words.
     """
 
     policy: str
@@ -107,6 +113,7 @@ class Cell:
     tiers: tuple[int, ...] = ()
     block_hit_error: float | None = None
     serving: dict[str, Any] | None = field(default=None, compare=False)
+    arbiter: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for a report."""
@@ -190,10 +197,15 @@ def _replayed(
     # More blocks than the trace names change nothing, but cost memory.
     most = max(1, len(trace.ids) * plan.split)
     below = []
+    simulated: SimulatedTieredManager | None = None
     if job.tiers:
-        from kvcache.replay.simulated_tier import SimulatedTieredManager
-
         tiers = [min(_scaled(blocks, trace.rate) or 1, most) for blocks in job.tiers]
+        serving = plan.serving
+        if plan.arbiter and serving is not None and serving.token_prefill_s is not None:
+            options["block_s"] = [
+                serving.block_bytes / medium.bytes_per_s for medium in serving.media[1 : 1 + len(tiers)]
+            ]
+            options["prefill_tokens_per_s"] = 1 / serving.token_prefill_s
         simulated = SimulatedTieredManager(block_size, min(num_blocks, most), tiers, job.policy, **options)
         manager: CPUOffloadingManager | TieredOffloadingManager = simulated
         below = simulated.simulated
@@ -226,7 +238,7 @@ def _replayed(
     counted = tally.as_dict()
     del counted["loaded_blocks"]
     counted["requests"] = len(trace)
-    serving = None
+    weighed = None
     if plan.serving is not None and needs_flow:
         moved = np.diff(counts, axis=0)
         loads, stores = moved[:, 3::2], moved[:, 4::2]
@@ -236,13 +248,22 @@ def _replayed(
             moved[:, 2],
         )
         used = replace(plan.serving, media=plan.serving.media[: 1 + len(below)])
-        serving = weigh(np.asarray(trace.arrivals_s), np.asarray(trace.input_lengths), flow, used)
-        serving["price"] = price_of((job.num_blocks or 0, *job.tiers), used)
+        weighed = weigh(np.asarray(trace.arrivals_s), np.asarray(trace.input_lengths), flow, used)
+        weighed["price"] = price_of((job.num_blocks or 0, *job.tiers), used)
     elif below:
         lower = [tier.loaded_blocks for tier in below]
         hits = [tally.hit_blocks - sum(lower), *lower]
-        serving = {"media": [{"hit_blocks": count} for count in hits]}
-    return Cell(job.policy, job.num_blocks, **counted, serving=serving)
+        weighed = {"media": [{"hit_blocks": count} for count in hits]}
+    arbiter = None
+    if simulated is not None and simulated.arbiter is not None:
+        stats = simulated.stats()
+        arbiter = {
+            "loads": stats.arbiter_loads,
+            "cuts": stats.arbiter_cuts,
+            "cut_blocks": stats.arbiter_cut_blocks,
+            "decisions": [str(decision) for decision in list(simulated.arbiter.decisions)[-_SHOWN_DECISIONS:]],
+        }
+    return Cell(job.policy, job.num_blocks, **counted, serving=weighed, arbiter=arbiter)
 
 
 def _pass(policies: Sequence[CachePolicy], num_requests: int) -> None:

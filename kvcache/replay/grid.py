@@ -380,4 +380,5 @@ def facts_of(grid: Grid) -> Mapping[str, Any]:
         "store_threshold": plan.store_threshold,
         "num_shards": plan.num_shards,
         "hints": None if plan.hint_error is None else [plan.hint_error, plan.seed],
+        "arbiter": plan.arbiter,
     }

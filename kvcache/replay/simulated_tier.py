@@ -31,15 +31,19 @@ class SimulatedTier(Tier):
         Blocks of the tier.
     cache_policy : str
         What leaves when it is full.
+    block_s : float
+        Seconds that loading a block is said to take, for an arbiter; each job finds the link idle.
     **options
         For the manager of its index.
     """
 
     medium = "SIMULATED"
 
-    def __init__(self, num_blocks: int, cache_policy: str = "lru", **options: Any) -> None:
+    def __init__(self, num_blocks: int, cache_policy: str = "lru", block_s: float = 0.0, **options: Any) -> None:
         self._index = CPUOffloadingManager(1, num_blocks, cache_policy, **options)
         self._num_blocks = num_blocks
+        self._block_s = block_s
+        self._link_s = 0.0
         self._ended: list[TierResult] = []
         self._loading: list[bytes] = []
         self._storing: list[bytes] = []
@@ -78,7 +82,9 @@ class SimulatedTier(Tier):
         self._index.prepare_load(held)
         self._loading += held
         missed = [key for key in keys if key not in set(held)] if len(held) < len(keys) else []
-        self._ended.append(TierResult(job_id, held, failed=missed))
+        start_s, end_s = self._link_s, self._link_s + self._block_s * len(held)
+        self._link_s = end_s + 1.0
+        self._ended.append(TierResult(job_id, held, failed=missed, start_s=start_s, end_s=end_s))
         return True
 
     def get_finished(self) -> list[TierResult]:
@@ -121,6 +127,8 @@ class SimulatedTieredManager(TieredOffloadingManager):
         Of host memory and of every tier.
     clock : callable
         The trace's own time, in seconds.
+    block_s : sequence of float, optional
+        Seconds that each tier takes to load a block: an arbiter decides what is loaded. None: everything is.
     **host_options
         For the host pool's manager.
     """
@@ -133,10 +141,15 @@ class SimulatedTieredManager(TieredOffloadingManager):
         cache_policy: str,
         *,
         clock: Callable[[], float],
+        block_s: Sequence[float] | None = None,
         **host_options: Any,
     ) -> None:
-        self.simulated = [SimulatedTier(blocks, cache_policy, clock=clock) for blocks in tier_blocks]
-        rule = TierConfig(max_store_blocks=_MAX_STORE_BLOCKS)
+        times_s = [0.0] * len(tier_blocks) if block_s is None else block_s
+        self.simulated = [
+            SimulatedTier(blocks, cache_policy, seconds, clock=clock)
+            for blocks, seconds in zip(tier_blocks, times_s, strict=True)
+        ]
+        rule = TierConfig(max_store_blocks=_MAX_STORE_BLOCKS, arbiter=block_s is not None)
         tiers = [(tier, rule) for tier in self.simulated]
         super().__init__(block_size, num_blocks, tiers, cache_policy, clock=clock, **host_options)
 

@@ -219,3 +219,40 @@ def test_disk_over_more_memory_than_there_is_names_the_way_out(run: Any, trace: 
     assert "does not fit into host memory" in err
     assert err.endswith("; --tier 1TiB@6GB/s simulates a tier of any size, and writes nothing\n")
     assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize(("rate", "loads", "cuts"), [("1GB/s", 3, 0), ("1KB/s", 1, 2)])
+def test_arbiter_computes_what_a_slow_tier_holds(
+    run: Any, trace: Path, tmp_path: Path, rate: str, loads: int, cuts: int
+) -> None:
+    target = tmp_path / "out.json"
+    model = ("--layers", 2, "--heads", 1, "--head-size", 8, "--dtype", "fp8", "--params", "1e9")
+    argv = ("replay", trace, "--blocks", 2, *model, "--tier", f"1MiB@{rate}", "--arbiter", "--jobs", 1)
+    status, out, err = run(*argv, "--json", target)
+    assert (status, err) == (0, "")
+    alone, over = json.loads(target.read_text())["cells"]
+    assert alone["arbiter"] is None
+    # 512 tokens take 2.56 ms; a block of 16 KiB takes 16 us, or 16 s. The first load is to learn.
+    assert (over["arbiter"]["loads"], over["arbiter"]["cuts"]) == (loads, cuts)
+    assert over["arbiter"]["cut_blocks"] == 2 * cuts
+    assert over["hit_blocks"] == 2 * loads
+    last = "computes: loading 32.8 s" if cuts else "loads 2 of 2 blocks"
+    assert over["arbiter"]["decisions"][-1].startswith(last)
+    assert f"requests loaded all, {cuts} were cut by {2 * cuts} blocks; the last {last}" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--arbiter",), "--arbiter weighs loading from a tier against computing: it needs --tier"),
+        (("--arbiter", "--tier", "1T@1GB/s", "--block-bytes", "1K"), "--arbiter weighs loading from a tier against"),
+        (
+            ("--arbiter", "--tier", "1T@1GB/s", "--model", "llama-3.1-8b", "--sample", "0.5"),
+            "--arbiter needs whole prefixes: leave out --sample, got 0.5",
+        ),
+    ],
+)
+def test_bad_use_of_the_arbiter_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
+    status, _, err = run("replay", trace, *options)
+    assert status == 2
+    assert err.startswith(f"kvcache: error: {message}")
