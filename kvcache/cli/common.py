@@ -179,6 +179,24 @@ def check_writable(option: str, target: str | None) -> None:
         path.unlink()
 
 
+def plain_table(heads: tuple[str, ...], lines: list[tuple[str, ...]], last: tuple[str, ...] | None = None) -> Any:
+    """Return a table of figures that are never folded; `last` is set off from the other lines."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name, *values in zip(heads, *lines, *([last] if last else []), strict=True):
+        # A long name is folded; a figure never is.
+        width = max(map(len, [*values, *name.split()]))
+        table.add_column(name, justify="right", overflow="fold", min_width=width)
+    for line in lines:
+        table.add_row(*line)
+    if last is not None:
+        table.add_section()
+        table.add_row(*last)
+    return table
+
+
 def usable_bytes() -> int | None:
     """Return most of the memory that is free, or None where the system does not say."""
     try:

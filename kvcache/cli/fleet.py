@@ -290,8 +290,6 @@ _LIMITS = {"store_bytes": "the store's bytes", "store_queries": "the store's que
 
 
 def _print(title: str, cells: list[dict[str, Any]], document: dict[str, Any], options: Options) -> None:
-    from rich.table import Table
-
     console = common.console(options.json)
     store = "no store"
     if options.store_blocks:
@@ -305,45 +303,37 @@ def _print(title: str, cells: list[dict[str, Any]], document: dict[str, Any], op
         markup=False,
     )
     heads = ("engines", "router", "copies", "host memory", "store", "computed", "TTFT p50", "p99", "busy", "imbalance")
-    _table(
-        console,
-        Table,
-        heads,
-        [
-            (
-                f"{cell['engines']:,}",
-                cell["router"],
-                f"{cell['copies']:,}",
-                f"{cell['local_share']:.2%}",
-                f"{cell['store_share']:.2%}",
-                f"{cell['missed_share']:.2%}",
-                f"{cell['ttft_p50_s']:.2f} s",
-                f"{cell['ttft_p99_s']:.1f} s",
-                f"{cell['busy']:.0%}",
-                f"{cell['imbalance']:.2f}",
-            )
-            for cell in cells
-        ],
-    )
+    lines: list[tuple[str, ...]] = [
+        (
+            f"{cell['engines']:,}",
+            cell["router"],
+            f"{cell['copies']:,}",
+            f"{cell['local_share']:.2%}",
+            f"{cell['store_share']:.2%}",
+            f"{cell['missed_share']:.2%}",
+            f"{cell['ttft_p50_s']:.2f} s",
+            f"{cell['ttft_p99_s']:.1f} s",
+            f"{cell['busy']:.0%}",
+            f"{cell['imbalance']:.2f}",
+        )
+        for cell in cells
+    ]
+    console.print(common.plain_table(heads, lines), crop=False)
     console.print("a second, in the busiest minute: the store's traffic, existence queries, blocks in events")
     unit = options.block_bytes
     heads = ("engines", "router", "read", "written", "queries", "remembered", "batched", "both", "keys", "events")
-    _table(
-        console,
-        Table,
-        heads,
-        [
-            (
-                f"{cell['engines']:,}",
-                cell["router"],
-                *(_traffic(cell[name]["peak"], unit) for name in ("read_blocks_per_s", "written_blocks_per_s")),
-                *(f"{load['peak']:,.0f}" for load in cell["queries_per_s"].values()),
-                f"{cell['query_keys_per_s']['peak']:,.0f}",
-                f"{cell['events_per_s']['peak']:,.0f}",
-            )
-            for cell in cells
-        ],
-    )
+    lines = [
+        (
+            f"{cell['engines']:,}",
+            cell["router"],
+            *(_traffic(cell[name]["peak"], unit) for name in ("read_blocks_per_s", "written_blocks_per_s")),
+            *(f"{load['peak']:,.0f}" for load in cell["queries_per_s"].values()),
+            f"{cell['query_keys_per_s']['peak']:,.0f}",
+            f"{cell['events_per_s']['peak']:,.0f}",
+        )
+        for cell in cells
+    ]
+    console.print(common.plain_table(heads, lines), crop=False)
     for cell in cells:
         console.print(_breaks(cell), soft_wrap=True)
 
@@ -363,12 +353,3 @@ def _traffic(blocks_per_s: float, block_bytes: int | None) -> str:
     if block_bytes is None:
         return f"{blocks_per_s:,.1f} blocks"
     return f"{blocks_per_s * block_bytes / 1e9:,.2f} GB"
-
-
-def _table(console: Any, table_class: Any, heads: tuple[str, ...], lines: list[tuple[str, ...]]) -> None:
-    table = table_class(box=None, pad_edge=False)
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="left" if i == 1 else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*line)
-    console.print(table, crop=False)

@@ -81,7 +81,7 @@ def replay(
     store: fleet.StoreOption = None,
     copies: fleet.CopiesOption = None,
     store_rate: fleet.StoreRateOption = "5GB/s",
-    store_server: fleet.ServerOption = "1GB/s,900k",
+    store_server: fleet.ServerOption = "2.5GB/s,900k",
     router_events: fleet.RouterEventsOption = "690k",
     jobs: Annotated[
         int | None, typer.Option(help="Processes of a grid [default: one per CPU].", show_default=False)

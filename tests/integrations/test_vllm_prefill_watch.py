@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("numpy")
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 
 
 def watch() -> tuple[PrefillWatch, list[tuple[list[tuple[int, int]], float]]]:
     reports: list[tuple[list[tuple[int, int]], float]] = []
-    return PrefillWatch(16, lambda parts, seconds: reports.append((parts, seconds))), reports
+    watched = PrefillWatch(16, lambda parts, seconds: reports.append((parts, seconds)))
+    watched.on_step(0.0)
+    return watched, reports
 
 
 def test_steps_that_compute_prompts_are_reported_together() -> None:
     watched, reports = watch()
-    watched.on_step(1.0)
+    watched.on_lookup("a", 16)
+    watched.on_lookup("a", 32)
+    watched.on_lookup("b", 16)
+    watched.on_lookup("c", 512)
+    watched.on_load("b", [512, 1024])
     watched.on_store("a", range(16, 257, 16))
-    watched.on_store("b", range(1040, 1297, 16))
+    watched.on_store("b", range(16, 1297, 16))
     watched.on_store("c", [512])  # a block that decoding has filled
-    watched.on_step(1.5)
-    watched.on_store("c", [528])
-    watched.on_step(1.6)
-    assert reports == [([(0, 256), (1024, 272)], 0.5)]
+    watched.on_step(0.5)
+    # All blocks of the prompt are offered again.
+    watched.on_store("a", range(16, 769, 16))
+    watched.on_store("b", range(16, 1297, 16))
+    watched.on_step(0.6)
+    watched.on_store("a", range(16, 769, 16))
+    watched.on_step(0.7)
+    assert reports == [([(0, 256), (1024, 272)], 0.5), ([(256, 512)], 0.6 - 0.5)]
+
+
+def test_what_the_device_held_was_not_computed() -> None:
+    watched, reports = watch()
+    watched.on_lookup("a", 1040)
+    watched.on_store("a", range(16, 2049, 16))
+    watched.on_store("never looked up", range(16, 2049, 16))
+    watched.on_step(1.0)
+    assert reports == [([(1024, 1024)], 1.0)]
 
 
 def test_groups_of_one_request_count_once() -> None:
     watched, reports = watch()
-    watched.on_step(0.0)
+    watched.on_lookup("a", 16)
     watched.on_store("a", range(16, 257, 16))
     watched.on_store("a", range(16, 257, 16))
     watched.on_step(1.0)
@@ -36,9 +52,11 @@ def test_groups_of_one_request_count_once() -> None:
 
 def test_time_after_the_last_request_is_no_steps() -> None:
     watched, reports = watch()
-    watched.on_step(0.0)
+    watched.on_lookup("a", 16)
     watched.on_store("a", range(16, 257, 16))
     watched.on_request_finished("a")
+    watched.on_lookup("b", None)
+    watched.on_lookup("b", 16)
     watched.on_store("b", [])
     watched.on_step(100.0)
     watched.on_store("b", range(16, 257, 16))

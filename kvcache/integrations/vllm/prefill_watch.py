@@ -1,6 +1,7 @@
 """How fast the engine computes prompts, from the scheduler's steps: nothing else tells the scheduler's side.
 
-A step's blocks are offered for storing when it is scheduled, and the next step is scheduled when it has been computed.
+A step's blocks are offered for storing when it is scheduled, with all before them, and the next step is scheduled when
+it has been computed.
 """
 
 from __future__ import annotations
@@ -25,21 +26,30 @@ class PrefillWatch:
     def __init__(self, block_size: int, report: Callable[[list[tuple[int, int]], float], None]) -> None:
         self._block_size = block_size
         self._report = report
+        # Up to where each request's prompt has been computed or loaded.
+        self._end_of: dict[Hashable, int] = {}
         self._parts: dict[Hashable, tuple[int, int]] = {}
         self._begin_s: float | None = None
 
+    def on_lookup(self, request: Hashable, end_token: int | None) -> None:
+        """Called with where a block ends that a request asks for; what is before its first one is on the device."""
+        if request not in self._end_of and end_token is not None:
+            self._end_of[request] = end_token - self._block_size
+
+    def on_load(self, request: Hashable, end_tokens: Sequence[int]) -> None:
+        """Called with where the blocks end that a request loads."""
+        self._end_of[request] = max(self._end_of.get(request, 0), *end_tokens, 0)
+
     def on_store(self, request: Hashable, end_tokens: Sequence[int]) -> None:
-        """Called with where the blocks end that a request's step has computed, in tokens of the prompt."""
-        if not end_tokens:
-            return
-        first, end = min(end_tokens) - self._block_size, max(end_tokens)
-        if request in self._parts:
-            before = self._parts[request]
-            first, end = min(first, before[0]), max(end, sum(before))
-        self._parts[request] = (first, end - first)
+        """Called with where the blocks end that a request has once the step has been computed."""
+        first, end = self._end_of.get(request), max(end_tokens, default=0)
+        if first is not None and end > first:
+            self._parts[request] = (first, end - first)
+            self._end_of[request] = end
 
     def on_request_finished(self, request: Hashable) -> None:
         """Called when a request ends: an engine without any waits, and that time is no step's."""
+        self._end_of.pop(request, None)
         if self._parts.pop(request, None) is not None:
             self._begin_s = None
 

@@ -22,7 +22,7 @@ from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 from kvcache.integrations.vllm.releases import Release
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
-from kvcache.specs import PrepareStoreOutput
+from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import ASK_AGAIN, PENDING, TieredOffloadingManager
 from kvcache.transfer.host_pool import check_memory
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
@@ -119,17 +119,22 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         ours = req_context.get_state(EngineRequest)
+        if self._watch is not None:
+            self._watch.on_lookup(ours.req_id, ours.get_offload_key_position(key))
         status = self._tiered.status(key, ours)
         if status in (PENDING, ASK_AGAIN) and self._tiered.policy.get(key) is None:
             ours.promoted.add(key)
         # A block known to be held is pending, which counts as a hit: a sliding window's search ends at it.
         return RESULTS[status]
 
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
+        if self._watch is not None:
+            self._watch.on_load(req_context.req_id, _end_tokens(keys, req_context))
+        return super().prepare_load(keys, req_context)
+
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         if self._watch is not None:
-            ours = req_context.get_state(EngineRequest)
-            ends = [ours.get_offload_key_position(key) for key in keys]
-            self._watch.on_store(ours.req_id, [end for end in ends if end is not None])
+            self._watch.on_store(req_context.req_id, _end_tokens(keys, req_context))
         return super().prepare_store(keys, req_context)
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -157,6 +162,11 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
 
     def has_pending_work(self) -> bool:
         return self._tiered.has_pending_work()
+
+
+def _end_tokens(keys: Iterable[bytes], req_context: Any) -> list[int]:
+    positions = req_context.get_state(EngineRequest).positions or {}
+    return [positions[key] for key in keys if key in positions]
 
 
 class TieredKVCacheOffloadingWorker(KVCacheOffloadingWorker):
