@@ -86,12 +86,8 @@ class AgentWorkload:
     _token_s: float = field(default=0.02, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_workload(self)
-        for name in ("mean_turns", "mean_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)!r}")
-        if self.subagent_share > 1:
-            raise ValueError(f"subagent_share must be <= 1, got {self.subagent_share!r}")
+        no_less = (1, math.inf)
+        check_workload(self, {"mean_turns": no_less, "mean_steps": no_less, "subagent_share": (0, 1)})
 
     def __iter__(self) -> Iterator[Request]:
         draw = random.Random(self.seed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -67,9 +67,7 @@ class ChatWorkload:
     _token_s: float = field(default=0.02, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_workload(self)
-        if self.mean_turns < 1:
-            raise ValueError(f"mean_turns must be >= 1, got {self.mean_turns!r}")
+        check_workload(self, {"mean_turns": (1, math.inf)})
 
     def __iter__(self) -> Iterator[Request]:
         draw = random.Random(self.seed)
@@ -107,8 +105,15 @@ class ChatWorkload:
                 heapq.heappush(due, (arrival_s + answer * self._token_s + think_s, birth, tokens + answer, ids))
 
 
-def check_workload(workload: Any) -> None:
-    """Raise if a field of a workload, a dataclass, is no int or number of the range that its name and type say.
+def check_workload(workload: Any, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raise if a field of a workload, a dataclass, is no int or number of its range.
+
+    Parameters
+    ----------
+    workload : dataclass instance
+        Its ints are >= 1 but for `seed`, its floats > 0.
+    ranges : mapping of str to (float, float)
+        The least and the largest value of fields with narrower ones.
 
     Raises
     ------
@@ -117,11 +122,16 @@ def check_workload(workload: Any) -> None:
     """
     for spec in fields(workload):
         value = getattr(workload, spec.name)
-        if spec.type == "int" and (type(value) is not int or value < (spec.name != "seed")):
-            least = 0 if spec.name == "seed" else 1
-            raise ValueError(f"{spec.name} must be an int >= {least}, got {value!r}")
+        smallest = 0 if spec.name == "seed" else 1
+        if spec.type == "int" and (type(value) is not int or value < smallest):
+            raise ValueError(f"{spec.name} must be an int >= {smallest}, got {value!r}")
         if spec.type == "float" and not (type(value) in (int, float) and 0 < value < math.inf):
             raise ValueError(f"{spec.name} must be a number > 0, got {value!r}")
+        least, most = ranges.get(spec.name, (-math.inf, math.inf))
+        if value < least:
+            raise ValueError(f"{spec.name} must be >= {least:g}, got {value!r}")
+        if value > most:
+            raise ValueError(f"{spec.name} must be <= {most:g}, got {value!r}")
 
 
 def log_normal(draw: random.Random, mean: float, spread: float = 0.6) -> int:

@@ -13,9 +13,9 @@ from kvcache.tiers.memory import MemoryTier
 
 
 class PacedTier(MemoryTier):
-    """Host memory whose loads take `block_s` of the simulated clock a block."""
+    """Host memory whose loads take 0.1 s of the simulated clock a block; a step computes 16 blocks in that time."""
 
-    block_s = 0.0
+    block_s = 0.1
 
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         self.due = getattr(self, "due", {})
@@ -30,9 +30,7 @@ class PacedTier(MemoryTier):
         return [replace(result, start_s=first, end_s=last) for result, (first, last) in zip(ended, times, strict=True)]
 
 
-@pytest.mark.parametrize("block_s", [0.1, 0.0001])
-def test_prompts_are_loaded_or_computed_as_is_faster(tmp_path: Path, block_s: float) -> None:
-    PacedTier.block_s = block_s
+def test_rate_of_prefill_is_learned_and_a_slow_tier_left_alone(tmp_path: Path) -> None:
     tier = {"type": f"{__name__}:PacedTier", "capacity": "64MiB", "arbiter": True, "deadline_s": 1000}
     engine = ModelFreeEngine(
         write_config(tmp_path),
@@ -42,6 +40,7 @@ def test_prompts_are_loaded_or_computed_as_is_faster(tmp_path: Path, block_s: fl
         step_s=0.1,
         has_device_cache=False,
         max_num_seqs=1,
+        cpu_bytes_to_use=200 * 4096,
         tiers=[tier],
         lookup_deadline_s=1000,
     )
@@ -53,15 +52,11 @@ def test_prompts_are_loaded_or_computed_as_is_faster(tmp_path: Path, block_s: fl
         manager.settle()
     # 256 tokens a step of 0.1 s.
     assert manager.arbiter.prefill.compute_s(0, 2560) == pytest.approx(1.0, rel=0.05)
-    before = CLOCK.now_s
     for number, prompt in enumerate(prompts[:4]):
         engine.add(f"again {number}", prompt, max_tokens=4)
         engine.drain()
     stats = manager.stats()
-    if block_s == 0.1:
-        # The first was loaded to learn, and given up when computing would have been done.
-        assert (stats.arbiter_loads, stats.arbiter_give_ups) == (1, 1)
-        assert stats.arbiter_cuts == 3
-    else:
-        assert (stats.arbiter_loads, stats.arbiter_cuts, stats.arbiter_give_ups) == (4, 0, 0)
-        assert CLOCK.now_s - before < 4 * 1.0
+    # The first was loaded to learn, and given up when computing would have been done.
+    assert (stats.arbiter_loads, stats.arbiter_cuts, stats.arbiter_give_ups) == (1, 3, 1)
+    assert "computes: loading" in str(manager.arbiter.decisions[-1])
+    engine.scheduler.shutdown()
