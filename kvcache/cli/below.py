@@ -15,8 +15,9 @@ TierOption = Annotated[
     list[str] | None,
     typer.Option(
         "--tier",
-        help="Simulate a tier below host memory, as in 1TiB@6GB/s or nvme:1TiB,4TiB@6GB/s; again for the next one.",
-        metavar="[NAME:]SIZE,...@RATE",
+        help="Simulate a tier below host memory, as in 1TiB@6GB/s or nvme:1TiB,4TiB@6GB/s; again for the next one. Or "
+        'use a real one, as it is configured: {"type": "valkey", "url": ...}.',
+        metavar="[NAME:]SIZE,...@RATE|JSON",
         show_default=False,
     ),
 ]

@@ -11,7 +11,7 @@ from kvcache.cli import below, common, fleet, model
 from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
-    from kvcache.replay.tiered import DiskChoice
+    from kvcache.replay.tiered import DiskChoice, TierEntry
 
 
 def complete_formats(incomplete: str) -> list[str]:
@@ -162,7 +162,8 @@ def replay(
             raise ValueError(f"--engines takes several numbers with --router only, got {engines!r}")
     num_engines = None if engines is None or router is not None else parse_count("--engines", engines)
     policies = policy.split(",")
-    tiers = below.parse_tiers(tier)
+    entry = _tier_entry(tier, disk)
+    tiers = [] if entry is not None else below.parse_tiers(tier)
     if tiers and not sized:
         raise ValueError(
             f"--tier needs the size of a block, got {tier[0] if tier else ''!r} alone: name a model (--model "
@@ -241,6 +242,8 @@ def replay(
                 )
             if what_if:
                 raise ValueError(f"--what-if is for one policy at one capacity, got {policy!r} and {len(capacities)}")
+            if entry is not None:
+                raise ValueError(f"--tier of a real tier replays one policy at one capacity, got {policy!r}")
             if disk is not None:
                 raise ValueError(f"--disk replays one policy at one capacity, got {policy!r} and {len(capacities)}")
             targets = grid.Targets(json, csv, plot, checkpoint)
@@ -266,6 +269,8 @@ def replay(
             return
         if what_if and disk is not None:
             raise ValueError(f"--what-if and --disk exclude each other, got {disk!r}")
+        if what_if and entry is not None:
+            raise ValueError("--what-if and --tier exclude each other")
         settings = session.Settings(
             policy=policy,
             num_blocks=capacities[0],
@@ -278,7 +283,7 @@ def replay(
             weights=weights,
             store_threshold=store_threshold,
             what_if=what_if,
-            disk=_disk_choice(disk),
+            disk=entry or _disk_choice(disk),
             is_quiet=quiet,
         )
         session.run(
@@ -293,6 +298,18 @@ def replay(
                 "skipped_lines": trace.num_skipped,
             },
         )
+
+
+def _tier_entry(tiers: list[str] | None, disk: str | None) -> TierEntry | None:
+    """Return the one real tier that is named, None if all are simulated."""
+    if not any(text.lstrip().startswith("{") for text in tiers or ()):
+        return None
+    if len(tiers or ()) > 1 or disk is not None:
+        raise ValueError("--tier takes one real tier, without another --tier and without --disk")
+    from kvcache.cli.bench_tier import read_entry
+    from kvcache.replay.tiered import TierEntry
+
+    return TierEntry(read_entry((tiers or [""])[0], "--tier"))
 
 
 def _disk_choice(text: str | None) -> DiskChoice | None:

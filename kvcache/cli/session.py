@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvcache.control.observers.what_if import WhatIf
     from kvcache.replay.requests import Request, RequestSource
     from kvcache.replay.run import Replay
-    from kvcache.replay.tiered import DiskChoice
+    from kvcache.replay.tiered import DiskChoice, TierEntry
 
 _REFRESH_S = 0.25
 
@@ -43,7 +43,7 @@ class Settings:
     weights: Weights | None = None
     store_threshold: int = 0
     what_if: bool = False
-    disk: DiskChoice | None = None
+    disk: DiskChoice | TierEntry | None = None
     is_quiet: bool = False
 
 
@@ -244,14 +244,12 @@ def _table(document: dict[str, Any], settings: Settings) -> Any:
     ]
     disk = document.get("disk")
     if disk is not None:
-        rows.append(
-            (
-                "disk tier",
-                f"{disk['found_blocks']:,} blocks found, {disk['tier']['stored_blocks']:,} stored, "
-                f"{disk['tier']['loaded_blocks']:,} loaded, "
-                f"{disk['tier']['num_held']:,} of {disk['tier']['num_blocks']:,} held",
-            )
-        )
+        stats = disk["tier"]
+        # A medium that keeps its own index does not say how much it holds.
+        held = f", {stats['num_held']:,} of {stats['num_blocks']:,} held" if stats["num_blocks"] else ""
+        found = f"{disk['found_blocks']:,} blocks found, " if stats["num_blocks"] else ""
+        moved = f"{stats['stored_blocks']:,} stored, {stats['loaded_blocks']:,} loaded"
+        rows.append((f"{stats['medium'].lower()} tier", f"{found}{moved}{held}"))
     if document["saved_prefill_s"] is not None:
         rows.append(("prefill saved, at least", f"{document['saved_prefill_s']:,.1f} s ({settings.weights})"))
     data = document["data"]

@@ -1,4 +1,4 @@
-"""A replay over a host pool with a disk tier below it: requests wait for their blocks, as an engine's would."""
+"""A replay over a host pool with a real tier below it: requests wait for their blocks, as an engine's would."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvcache.spec.assembly import read_tiers
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiering.tier import HostBlocks, Tier
 
 _PATIENCE_S = 60.0
 
@@ -29,6 +30,13 @@ class DiskChoice:
 
     path: Path
     capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierEntry:
+    """Any tier, as an entry of ``extra_config["tiers"]``."""
+
+    entry: dict[str, Any]
 
 
 class PatientManager(TieredOffloadingManager):
@@ -62,15 +70,20 @@ class PatientManager(TieredOffloadingManager):
     found_blocks = 0  # in the folder, before the first request
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the disk tier did, for a report."""
+        """Return what the tier did, for a report."""
         return {"found_blocks": self.found_blocks, **asdict(self.tier_stats()[0])}
 
 
 @contextmanager
 def patient_manager(
-    block_size: int, policy: str, disk: DiskChoice, host_blocks: HostBlocks, source: str = "", **host_options: Any
+    block_size: int,
+    policy: str,
+    below: DiskChoice | TierEntry,
+    host_blocks: HostBlocks,
+    source: str = "",
+    **host_options: Any,
 ) -> Iterator[PatientManager]:
-    """Open the disk tier and a manager above it, both under one policy; close the tier at the end.
+    """Open the tier and a manager above it, a disk under the manager's policy; close the tier at the end.
 
     `source` says whose blocks these are: a trace's ids mean nothing beside another trace, whose folder is refused.
 
@@ -79,14 +92,20 @@ def patient_manager(
     ValueError
         The policy is not known, or the folder cannot be used.
     """
-    tier = DiskTier(
-        disk.path,
-        disk.capacity_bytes,
-        host_blocks,
-        fingerprint={"source": source, "block_size": block_size},
-        cache_policy=policy,
-        preallocate=False,
-    )
+    fingerprint = {"source": source, "block_size": block_size}
+    tier: Tier
+    if isinstance(below, TierEntry):
+        (settings,) = read_tiers([below.entry], "--tier")
+        tier = settings.tier.from_config(settings.options, host_blocks, fingerprint)
+    else:
+        tier = DiskTier(
+            below.path,
+            below.capacity_bytes,
+            host_blocks,
+            fingerprint=fingerprint,
+            cache_policy=policy,
+            preallocate=False,
+        )
     rule = TierConfig(deadline_s=_PATIENCE_S, max_store_blocks=1024)
     try:
         manager = PatientManager(

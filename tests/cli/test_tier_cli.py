@@ -194,3 +194,25 @@ def test_bad_disk_option_names_the_value(run, tmp_path):
     assert "--disk must be bytes >= 1 or a size" in run("replay", trace, "--disk", "x:y")[2]
     assert "hold one block of 65536 bytes" in run("replay", trace, "--disk", f"{tmp_path / 'new'}:1KiB")[2]
     assert "--disk replays one policy" in run("replay", trace, "--blocks", "1,2", "--disk", "x:1GiB")[2]
+
+
+def test_replay_over_a_configured_tier_finds_what_left_host_memory(run, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    lengths = {"input_length": 2048, "output_length": 1}
+    turns = [{"timestamp": i, **lengths, "hash_ids": [i % 8 * 4 + j for j in range(4)]} for i in range(24)]
+    lines = [json.dumps(turn) for turn in turns]
+    trace.write_text("\n".join(lines))
+    options = ("--blocks", "8", "--block-bytes", "4KiB", "--json", "-")
+    entry = json.dumps({"type": "memory", "capacity": "1MiB"})
+    status, out, _ = run("replay", trace, *options, "--tier", entry)
+    assert status == 0
+    document = json.loads(out)
+    # 32 blocks in turn, three times, through a pool of 8: all but the first round come from the tier.
+    assert (document["hit_blocks"], document["disk"]["tier"]["medium"]) == (64, "MEMORY")
+    assert document["data"]["verified_blocks"] == 64
+    status, _, err = run("replay", trace, *options, "--tier", entry, "--disk", f"{tmp_path / 'kv'}:1MiB")
+    assert status == 2
+    assert "--tier takes one real tier" in err
+    status, _, err = run("replay", trace, *options, "--tier", '{"type": "tape"}')
+    assert status == 2
+    assert "unknown tier 'tape'" in err

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from valkey import Valkey
 
-from kvcache import TieredOffloadingManager
+from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.testing.tier_contract import TierContract
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyTier
@@ -414,26 +414,69 @@ def test_spoiled_answers_lose_jobs_and_never_bytes(server, opened, mode):
     proxy.close()
 
 
-def test_scheduler_never_waits_for_a_server_that_drips(server, opened):
+@pytest.mark.parametrize("mode", ["saturated", "stopped", "drip"])
+def test_scheduler_never_waits_for_the_server(server, opened, mode):
     proxy = Proxy(server.port)
     host = blocks()
-    tier = open_tier(opened, f"valkey://127.0.0.1:{proxy.port}", host, timeout_s=2.0)
-    manager = TieredOffloadingManager(16, 64, [(tier, TierConfig(deadline_s=0.5))], deadline_s=0.5)
-    proxy.mode = "drip"
-    longest_s = 0.0
+    tier = open_tier(opened, f"valkey://127.0.0.1:{proxy.port}", host, timeout_s=1.0)
+    others, is_over = [], threading.Event()
+    if mode == "saturated":
+        value = bytes(8 << 20)
+
+        def saturate() -> None:
+            with Valkey(port=server.port) as client:
+                while not is_over.is_set():
+                    client.set("other", value)
+                    client.get("other")
+
+        others = [threading.Thread(target=saturate) for _ in range(2)]
+    longest_s = []
+    try:
+        for thread in others:
+            thread.start()
+        if mode == "stopped":
+            os.kill(server.pid, signal.SIGSTOP)
+        elif mode == "drip":
+            proxy.mode = "drip"
+        # The least of three worst cases: what else runs here makes single calls dearer, waiting makes all of them so.
+        for run in range(3):
+            manager = TieredOffloadingManager(16, 64, [(tier, TierConfig(deadline_s=0.5))], deadline_s=0.5)
+            longest_s.append(max(cpu_times_of_a_round(manager, run)))
+    finally:
+        is_over.set()
+        os.kill(server.pid, signal.SIGCONT)
+        proxy.mode = "pass"
+        proxy.close()
+        for thread in others:
+            thread.join()
+    assert min(longest_s) < 0.002
+
+
+def cpu_times_of_a_round(manager: TieredOffloadingManager, run: int) -> list[float]:
+    """Return the CPU time of each scheduler's call, and see that no request waits longer than its deadline."""
+    times = []
+
+    def timed(call: Callable, *arguments):
+        start_s = time.thread_time()
+        answer = call(*arguments)
+        times.append(time.thread_time() - start_s)
+        return answer
+
     for i in range(20):
-        for call in (
-            lambda i=i: manager.lookup([KEYS[i]]),
-            lambda i=i: manager.prepare_store([KEYS[i]]),
-            lambda i=i: manager.complete_store([KEYS[i]]),
-            manager.on_schedule_end,
-        ):
-            start_s = time.thread_time()
-            call()
-            longest_s = max(longest_s, time.thread_time() - start_s)
-    assert longest_s < 0.05
-    proxy.mode = "pass"
-    proxy.close()
+        keys = [b"%02d-%02d-%02d" % (run, i, j) + bytes(28) for j in range(32)]
+        context = ReqContext()
+        end_s = time.monotonic() + 10
+        while timed(manager.lookup, keys, context) is None and i == 0:
+            timed(manager.on_schedule_end)
+            time.sleep(0.002)
+            # Its deadline is half a second; the rest is for a machine that is busy.
+            assert time.monotonic() < end_s
+        output = timed(manager.prepare_store, keys, context)
+        if output is not None:
+            timed(manager.complete_store, output.keys_to_store, context)
+        timed(manager.on_request_finished, context)
+        timed(manager.on_schedule_end)
+    return times
 
 
 def test_another_protocol_on_the_port_is_no_hang(opened):
