@@ -191,6 +191,8 @@ class TierController:
         self.dropped_blocks = 0
         self._max_load_blocks = max(1, num_blocks // (2 * num_tiers))
         self._max_blocks = max(1, budget.max_blocks // num_tiers)
+        if tier.max_queued_blocks is not None:
+            self._max_blocks = max(1, min(self._max_blocks, tier.max_queued_blocks))
         self._max_backlog_blocks = num_blocks
         self._budget = budget
         self._reads = Breaker(config.max_failures, config.pause_s)

@@ -266,7 +266,7 @@ class JobTier(Tier):
         self.max_batch_blocks = max_batch_blocks
         self.generation = 0
         self._cache_policy = cache_policy
-        self._max_queued = max_queued_blocks
+        self.max_queued_blocks: int = max_queued_blocks
         self._max_key_bytes = max_key_bytes
         self._maintain_interval_s = maintain_interval_s
         self._max_query_keys = max_query_keys
@@ -618,7 +618,7 @@ class JobTier(Tier):
             raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
 
     def _has_room(self, num_blocks: int) -> bool:
-        return not self._is_unavailable() and self._num_queued + num_blocks <= self._max_queued
+        return not self._is_unavailable() and self._num_queued + num_blocks <= self.max_queued_blocks
 
     def _start(
         self,

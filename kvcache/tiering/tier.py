@@ -113,6 +113,8 @@ class Tier(ABC):
     ----------
     medium : str
         The medium's name in events: ``"DISK"``.
+    max_queued_blocks : int or None
+        Blocks under way at most; a manager sends no more, and lets others wait. None: the tier has no bound of its own.
 
     Notes
     -----
@@ -121,6 +123,7 @@ class Tier(ABC):
     """
 
     medium: str
+    max_queued_blocks: int | None = None
 
     @classmethod  # noqa: B027
     def check_options(cls, options: Mapping[str, Any]) -> None:

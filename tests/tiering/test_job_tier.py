@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.tiering import existence, job_tier
 from kvcache.tiering.existence import ExistenceCache
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
@@ -498,3 +499,26 @@ def test_result_of_a_job_says_when_it_was_taken_and_when_its_last_byte_had_moved
         assert before_s <= results[0].start_s <= results[0].end_s < time.monotonic() - 0.01
     finally:
         tier.shutdown()
+
+
+def test_manager_sends_no_more_than_a_tier_takes_and_loses_nothing_for_it():
+    keys = [bytes([number]) * 8 for number in range(12)]
+    store = Store()
+    for warm in (False, True):
+        host = np.zeros((NUM_HOST, BLOCK_BYTES), np.uint8)
+        tier = StoreTier(store, host, max_queued_blocks=3)
+        manager = TieredOffloadingManager(16, NUM_HOST, [tier])
+        context = ReqContext()
+        end_s = time.monotonic() + 30
+        while (num_found := manager.lookup(keys, context)) is None:
+            assert time.monotonic() < end_s
+            manager.on_schedule_end()
+        assert num_found == (12 if warm else 0)
+        if not warm:
+            manager.prepare_store(keys, context)
+            manager.complete_store(keys, context)
+        assert manager.settle()
+        (stats,) = manager.tier_stats()
+        assert (stats.tier.refused_blocks, stats.dropped_blocks, stats.failed_jobs) == (0, 0, 0)
+        assert (stats.promoted_blocks, stats.tier.stored_blocks) == ((12, 0) if warm else (0, 12))
+        manager.shutdown()

@@ -143,7 +143,7 @@ class CodecTier(Tier):
         num_rows = max(_MAX_PART_BLOCKS, staging_bytes // row_bytes)
         self._staging = np.frombuffer(mmap.mmap(-1, num_rows * row_bytes), np.uint8).reshape(num_rows, row_bytes)
         self._free = list(range(num_rows))
-        self._max_queued = max_queued_blocks
+        self.max_queued_blocks: int = max_queued_blocks
         self.generation = 0
         self._num_queued = 0
         self._jobs: dict[int, _Job] = {}
@@ -331,7 +331,7 @@ class CodecTier(Tier):
         if len(keys) != len(block_ids):
             raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
         unavailable = self._is_shut or bool(self._tier.stats().unavailable_reason)
-        if unavailable or self._num_queued + len(keys) > self._max_queued:
+        if unavailable or self._num_queued + len(keys) > self.max_queued_blocks:
             self._counts["refused"] += len(keys)
             return False
         self._num_queued += len(keys)
