@@ -121,9 +121,9 @@ class Sample:
     labels: Labels = ()
 
 
-def counter(unit: str, text: str, reading: str = "", *, is_sized: bool = False) -> Any:
+def counter(unit: str, text: str, reading: str = "", *, exported: str = "", is_sized: bool = False) -> Any:
     """Return a dataclass field, 0 by default, that is a counter since start."""
-    return _field(0, Metric("", "counter", unit, text, reading, is_sized=is_sized))
+    return _field(0, Metric("", "counter", unit, text, reading, exported, is_sized))
 
 
 def gauge(unit: str, text: str, reading: str = "", *, exported: str = "", is_sized: bool = False) -> Any:
@@ -238,10 +238,14 @@ class ManagerStats:
         Blocks that `prepare_load` referenced, that `complete_store` made ready, that were evicted.
     rejected_stores, failed_blocks, gated_blocks : int
         Calls of `prepare_store` without room, blocks whose store failed, blocks that were not admitted.
+    declined_blocks : int
+        Of the blocks that were not admitted, those that the policy did not take.
     retained_blocks, ignored_hints : int
         Blocks at a raised priority now; hints that were malformed.
     arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         Requests whose blocks below host memory were all loaded, were not, or were waited for in vain.
+    promoted_loads, needed_blocks : int
+        Of the loaded blocks those that came from a tier; blocks that the device did not hold.
     """
 
     num_blocks: int = gauge("blocks", "Blocks that the pool holds.", exported="capacity_blocks", is_sized=True)
@@ -266,6 +270,13 @@ class ManagerStats:
     declined_blocks: int = counter("blocks", "Of the gated blocks, those that the policy did not take.")
     retained_blocks: int = gauge("blocks", "Blocks held at a raised priority.")
     ignored_hints: int = counter("requests", "Requests whose retention hint made no sense.")
+    promoted_loads: int = counter(
+        "blocks",
+        "Of the loaded blocks, those that a tier had to bring back for the request.",
+        "rate(loaded_blocks) - rate(promoted_loaded_blocks) is what host memory hit by itself.",
+        exported="promoted_loaded_blocks",
+        is_sized=True,
+    )
     needed_blocks: int = counter(
         "blocks",
         "Blocks of requests that the device did not hold: loaded, or computed and offered for storing.",
@@ -280,6 +291,55 @@ class ManagerStats:
     arbiter_give_ups: int = counter(
         "requests", "Requests that stopped waiting for a tier, since computing would have been done by then."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionStats:
+    """How old blocks of host memory were when they were evicted.
+
+    Parameters
+    ----------
+    age_seconds : HistogramData
+        From the moment that a block's slot was handed out.
+    """
+
+    age_seconds: HistogramData | None = histogram(
+        "seconds",
+        "Time from a block's store to its eviction from host memory.",
+        "Where much of it is shorter than the time between a user's turns, more memory would hit more.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CallStats:
+    """How long one kind of call of a manager takes in the scheduler's thread.
+
+    Parameters
+    ----------
+    duration_seconds : HistogramData
+        Of all calls.
+    worst_seconds : float
+        Of the worst call so far.
+    """
+
+    duration_seconds: HistogramData | None = histogram(
+        "seconds", "Time that calls of the manager took in the scheduler's thread."
+    )
+    worst_seconds: float = gauge("seconds", "Time that the worst call of its kind has taken so far.")
+
+
+@dataclass(frozen=True, slots=True)
+class EventStats:
+    """The events that wait for `take_events`.
+
+    Parameters
+    ----------
+    waiting_events, dropped_events : int
+        Gauge and counter.
+    """
+
+    waiting_events: int = gauge("events", "Events that nobody has taken yet.", exported="waiting")
+    dropped_events: int = counter("events", "Events dropped because nobody took them.", exported="dropped")
 
 
 MANAGER_METRICS = metrics_of(ManagerStats)

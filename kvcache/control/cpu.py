@@ -22,6 +22,7 @@ class PoolManager(BlockPool, OffloadingManager):
     prepare_store = BlockPool.reserve
     on_request_finished = BlockPool.end_request
     reset_cache = BlockPool.reset
+    parts = BlockPool.parts
 
     def what_if(
         self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvcache.events import OffloadingEvent
-from kvcache.metrics import ManagerStats
+from kvcache.metrics import ManagerStats, Part
 from kvcache.request import ReqContext, RequestOffloadingContext
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 
@@ -148,6 +148,16 @@ class OffloadingManager(ABC):
             Counters since start, and gauges now.
         """
         return ManagerStats()
+
+    def parts(self) -> list[Part]:
+        """Return everything that is counted, by component; callable in any thread.
+
+        Returns
+        -------
+        list of kvcache.metrics.Part
+            The manager's own statistics first.
+        """
+        return [Part("", self.stats())]
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Yield the events since the last call, each once.

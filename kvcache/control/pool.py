@@ -19,7 +19,7 @@ from kvcache.core.request_keys import RequestKeys
 from kvcache.core.reuse_filter import ReuseFilter
 from kvcache.events import EventLog, OffloadingEvent
 from kvcache.keys import as_key_list
-from kvcache.metrics import MANAGER_METRICS, ManagerStats
+from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part
 from kvcache.options import check_int, check_share
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
@@ -27,6 +27,8 @@ from kvcache.request import HintReader, ReqContext, Retention, check_next_use
 from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
 
 if TYPE_CHECKING:
+    from kvcache.control.call_times import CallTimes
+    from kvcache.core.histogram import BlockAges
     from kvcache.policies.base import BlockCacheOps
 
 MAX_BLOCKS = 1 << 30
@@ -88,8 +90,12 @@ class BlockPool:
     ----------
     events : EventLog or None
         Also for a caller that has events of its own to add.
-    lookups, looked_up_blocks, hit_blocks, loaded_blocks, stored_blocks, evicted_blocks, rejected_stores, \
-failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
+    timer : CallTimes or None
+        Times calls while it is set.
+    ages : BlockAges or None
+        Is shown every block that comes while it is set.
+    lookups, looked_up_blocks, hit_blocks, loaded_blocks, promoted_loads, stored_blocks, evicted_blocks, \
+rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         Counters, see `kvcache.metrics.MANAGER_METRICS`; a caller that answers look-ups itself adds to them.
 
     Raises
@@ -159,6 +165,9 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
         self.arbiter_cuts = 0
         self.arbiter_cut_blocks = 0
         self.arbiter_give_ups = 0
+        self.promoted_loads = 0
+        self.timer: CallTimes | None = None
+        self.ages: BlockAges | None = None
         self._offered_blocks = 0
 
     def _make_cache(self, cache_policy: str | type, backend: Backend | None) -> BlockCacheOps:
@@ -225,6 +234,13 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
     def stats(self) -> ManagerStats:
         """Return counters since start and gauges now."""
         return ManagerStats(**{metric.name: getattr(self, metric.name) for metric in MANAGER_METRICS})
+
+    def parts(self) -> list[Part]:
+        """Return everything that is counted, by component; callable in any thread."""
+        parts = [Part("", self.stats())]
+        if self.events is not None:
+            parts.append(Part("event", EventStats(len(self.events), self.events.num_dropped)))
+        return parts
 
     # ---- requests and time -----------------------------------------------------------------------------------
 
@@ -303,6 +319,10 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
 
         With `use_positions` every key that has a position in the context is used first, named before or not.
         """
+        timer = self.timer
+        if timer is not None:
+            timer.run("on_request_finished", self.end_request, req_context, use_positions=use_positions)
+            return
         try:
             request_keys_by_pool = req_context.request_keys
         except AttributeError:
@@ -382,6 +402,9 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
 
         See `OffloadingManager.lookup`.
         """
+        timer = self.timer
+        if timer is not None:
+            return timer.run("lookup", self.lookup, keys, req_context, key=key)
         if type(keys) is not list:
             if keys is None:
                 keys = key
@@ -426,6 +449,10 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent."""
+        timer = self.timer
+        if timer is not None:
+            timer.run("touch", self.touch, keys, req_context)
+            return
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -442,6 +469,9 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
         KeyError, BlockStateError
             A key is unknown, or its block is not ready; no reference has been taken.
         """
+        timer = self.timer
+        if timer is not None:
+            return timer.run("prepare_load", self.pin, keys, req_context, is_move=is_move)
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -460,6 +490,10 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
         KeyError, BlockStateError
             A key is unknown, or has fewer references than are given back; nothing has changed.
         """
+        timer = self.timer
+        if timer is not None:
+            timer.run("complete_load", self.unpin, keys, req_context)
+            return
         if type(keys) is not list:
             keys = as_key_list(keys)
         self._cache.unpin(keys, None if req_context is None else self._request_keys_of(req_context))
@@ -476,6 +510,9 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
         PrepareStoreOutput or None
             None: there is no room, and nothing has changed.
         """
+        timer = self.timer
+        if timer is not None:
+            return timer.run("prepare_store", self.reserve, keys, req_context, is_move=is_move)
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -493,6 +530,9 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
                 output = self._cache.reserve(keys, request_keys, admitted)
                 if output is not None:
                     self._note_evicted(output.evicted_keys)
+        ages = self.ages
+        if ages is not None and output is not None and type(output.store_spec) is CPULoadStoreSpec:
+            ages.note(output.store_spec.block_ids, output.keys_to_store, output.evicted_keys)
         if not is_move:
             if output is None:
                 self.rejected_stores += 1
@@ -528,6 +568,10 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
 
         Unknown keys are ignored. A bool in place of the context is `success`.
         """
+        timer = self.timer
+        if timer is not None:
+            timer.run("complete_store", self.complete_store, keys, req_context, success)
+            return
         if req_context is True or req_context is False:
             success, req_context = req_context, None
         if type(keys) is not list:
@@ -569,6 +613,10 @@ failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups
 
     def reset(self) -> None:
         """Forget every block, request, ghost, offer and event that was not taken; block ids start again at 0."""
+        timer = self.timer
+        if timer is not None:
+            timer.run("reset_cache", self.reset)
+            return
         if self.events is None:
             self._cache.reset()
         else:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvcache.control.call_times import CallTimes, Timed
 from kvcache.metrics import Labels, Part, Sample, samples_of
 from kvcache.options import OptionTable, check_int
 from kvcache.registry import POLICIES
@@ -87,14 +88,17 @@ class Telemetry:
 
     Parameters
     ----------
-    manager : OffloadingManager
-        Read, never driven.
+    manager : OffloadingManager or None
+        Read, never driven; None: a worker's process, whose transfers are in `sources`.
     block_bytes : int
         Bytes of one block over all workers; 0: not known.
     labels : mapping of str to str
         What tells this engine from others: ``engine`` and ``rank``, both ``"0"`` where they are left out.
     config : mapping
         The configuration in effect, for people to read; no secrets.
+    time_calls : bool
+        Whether to time the manager's calls until `close` (`kvcache.control.call_times`), and to measure how old blocks
+        are when they are evicted.
 
     Attributes
     ----------
@@ -106,11 +110,12 @@ class Telemetry:
 
     def __init__(
         self,
-        manager: OffloadingManager,
+        manager: OffloadingManager | None,
         *,
         block_bytes: int = 0,
         labels: Mapping[str, str] | None = None,
         config: Mapping[str, Any] | None = None,
+        time_calls: bool = False,
     ) -> None:
         self.manager = manager
         self.block_bytes = check_int("block_bytes", block_bytes, 0)
@@ -118,11 +123,14 @@ class Telemetry:
         self.config = {} if config is None else dict(config)
         self.sources: list[Source] = []
         self.exporters: list[Exporter] = []
-        policy = getattr(manager, "policy", None)
+        policy = None if manager is None else getattr(manager, "policy", None)
         if policy is not None:
             self.labels["policy"] = POLICIES.name_of(type(policy)) or type(policy).__name__
-        self._tier_stats = getattr(manager, "tier_stats", list)
         self._start_s = time.monotonic()
+        self._call_times: CallTimes | None = None
+        if time_calls and isinstance(manager, Timed):
+            self._call_times = CallTimes(manager)
+            self.sources.append(self._call_times.parts)
 
     def snapshot(self) -> Snapshot:
         """Return what has been counted; callable in any thread.
@@ -132,28 +140,28 @@ class Telemetry:
         Snapshot
             Of now.
         """
-        parts = [Part("", self.manager.stats())]
-        for number, stats in enumerate(self._tier_stats()):
-            parts.append(Part("tier", stats, (("tier", str(number)), ("medium", stats.tier.medium))))
-        for source in self.sources:
+        parts = [] if self.manager is None else self.manager.parts()
+        for source in list(self.sources):
             parts += source()
         return Snapshot(
             time_s=time.time(),
             uptime_s=time.monotonic() - self._start_s,
             labels=tuple(self.labels.items()),
-            block_size=self.manager.block_size,
+            block_size=0 if self.manager is None else self.manager.block_size,
             block_bytes=self.block_bytes,
             parts=tuple(parts),
         )
 
     def close(self) -> None:
-        """Close the exporters; one that fails is logged."""
+        """Close the exporters, of which one that fails is logged, and time calls no more."""
         while self.exporters:
             exporter = self.exporters.pop()
             try:
                 exporter.close()
             except Exception:
                 _LOG.exception("%s did not close", type(exporter).__name__)
+        if self._call_times is not None:
+            self._call_times.close()
 
 
 class Exporter(ABC):

@@ -58,6 +58,7 @@ POOL_OPTIONS = MANAGER_OPTIONS | OptionTable(
         "enable_events": parse_flag,
         "num_copy_threads": parse_count,
         "num_cpu_blocks": parse_count,
+        "time_calls": parse_flag,
     }
 )
 """What a pool in host memory is described by."""
@@ -133,6 +134,8 @@ class OffloadSettings:
         What reports the manager.
     prefill_tokens_per_s : dict of int to float, optional
         With tiers: how fast the engine computes a prompt, by position, for tiers with an arbiter.
+    time_calls : bool
+        Whether the manager's calls are timed, and the ages of blocks at eviction measured.
     """
 
     cpu_bytes_to_use: int | None = None
@@ -147,6 +150,7 @@ class OffloadSettings:
     pool_path: str | None = None
     exporters: tuple[ExporterSettings, ...] = ()
     prefill_tokens_per_s: dict[int, float] | None = None
+    time_calls: bool = True
 
     @classmethod
     def read(cls, given: Mapping[str, Any], where: str = "extra_config") -> OffloadSettings:
@@ -426,7 +430,9 @@ def open_manager(
             manager.shared = shared
             block_bytes = block_bytes or shared.array.shape[1]
         config = {"block_size": block_size, "num_blocks": num_blocks, **settings.describe(), "enable_events": events}
-        manager.telemetry = Telemetry(manager, block_bytes=block_bytes, labels=labels, config=config)
+        manager.telemetry = Telemetry(
+            manager, block_bytes=block_bytes, labels=labels, config=config, time_calls=settings.time_calls
+        )
         undo.callback(manager.telemetry.close)
         open_exporters(settings, manager.telemetry)
         undo.pop_all()

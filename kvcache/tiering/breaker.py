@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+BREAKER_STATES = ("closed", "open", "half_open")
+"""What `Breaker.state` may be."""
+
 
 class Breaker:
     """Count failures in a row, and say whether a job may be sent.

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.control.arbiter import LinkRate
+from kvcache.core.histogram import Histogram
+from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import check_int, check_seconds, parse_flag
-from kvcache.tiering.breaker import Breaker
+from kvcache.tiering.breaker import BREAKER_STATES, Breaker
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.tier import TierResult, TierStats
 from kvcache.tiering.write_policy import DirtyBlocks
@@ -102,21 +104,39 @@ class TierControllerStats:
         Host blocks that belong to overdue jobs.
     reads, writes : str
         State of the breaker: ``"closed"``, ``"open"`` or ``"half_open"``.
+    num_jobs, num_loading, num_storing, num_backlog : int
+        Gauges: jobs under way, their blocks, and blocks that wait.
+    promotion_seconds, write_seconds : HistogramData
+        How long jobs took.
     load_latency_s, load_blocks_per_s : float
         What loads take, as the arbiter has learned it; 0: nothing learned, or no arbiter.
     """
 
     tier: TierStats
-    promoted_blocks: int
-    written_blocks: int
-    dropped_blocks: int
-    failed_jobs: int
-    overdue_jobs: int
-    stuck_blocks: int
-    reads: str
-    writes: str
-    load_latency_s: float = 0.0
-    load_blocks_per_s: float = 0.0
+    promoted_blocks: int = counter("blocks", "Blocks that came back into host memory.", is_sized=True)
+    written_blocks: int = counter("blocks", "Blocks of host memory that were written.", is_sized=True)
+    dropped_blocks: int = counter("blocks", "Blocks that were to be written and were not.")
+    failed_jobs: int = counter("jobs", "Jobs that failed.")
+    overdue_jobs: int = counter("jobs", "Jobs that missed their deadline.")
+    stuck_blocks: int = gauge("blocks", "Host blocks that belong to overdue jobs.")
+    reads: str = state("State of the reads' breaker.", BREAKER_STATES, exported="reads_breaker")
+    writes: str = state("State of the writes' breaker.", BREAKER_STATES, exported="writes_breaker")
+    num_jobs: int = gauge("jobs", "Jobs under way.", exported="jobs")
+    num_loading: int = gauge("blocks", "Blocks that are being read.", exported="loading_blocks")
+    num_storing: int = gauge("blocks", "Blocks that are being written.", exported="storing_blocks")
+    num_backlog: int = gauge("blocks", "Blocks that wait to be written.", exported="backlog_blocks")
+    promotion_seconds: HistogramData | None = histogram(
+        "seconds", "Time from a promotion's submission until the scheduler took its blocks in."
+    )
+    write_seconds: HistogramData | None = histogram(
+        "seconds", "Time from a write's submission until the scheduler took its end in."
+    )
+    load_latency_s: float = gauge(
+        "seconds", "Latency of loads, as the arbiter has learned it; 0: not known.", exported="load_latency_seconds"
+    )
+    load_blocks_per_s: float = gauge(
+        "blocks", "Blocks a second of loads, as the arbiter has learned it.", exported="load_rate_blocks_per_second"
+    )
 
 
 @dataclass(slots=True)
@@ -206,6 +226,8 @@ class TierController:
         self._written_blocks = 0
         self._failed_jobs = 0
         self._overdue_jobs = 0
+        self._promotion_s = Histogram(1e-9, 17, 36)
+        self._write_s = Histogram(1e-9, 17, 36)
         self._last_error = ""
         self._reset_again_s: float | None = None
         self._warnings = LogLimiter(_LOG)
@@ -393,6 +415,7 @@ class TierController:
             breaker.record_success()
         if job.is_overdue:
             self._stuck_blocks -= len(job.keys)
+        (self._promotion_s if job.is_load else self._write_s).observe(now_s - job.deadline_s + self.config.deadline_s)
         if job.is_load:
             if self.link is not None and not job.is_overdue:
                 self._learn(self.link, job, result, now_s)
@@ -447,6 +470,12 @@ class TierController:
             writes=self._writes.state,
             load_latency_s=0.0 if self.link is None else self.link.latency_s,
             load_blocks_per_s=0.0 if self.link is None else self.link.blocks_per_s,
+            num_jobs=len(self.jobs),
+            num_loading=self._num_loading,
+            num_storing=self._num_storing,
+            num_backlog=len(self.backlog),
+            promotion_seconds=HistogramData(*self._promotion_s.data()),
+            write_seconds=HistogramData(*self._write_s.data()),
         )
 
     def _unavailable_reason(self) -> str:

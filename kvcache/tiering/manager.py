@@ -26,6 +26,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, groupby
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -36,7 +37,7 @@ from kvcache.control.pool import BlockPool
 from kvcache.core.sampler import Sampler
 from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
-from kvcache.metrics import ManagerStats
+from kvcache.metrics import HistogramData, ManagerStats, Part, gauge, histogram
 from kvcache.options import check_seconds
 from kvcache.request import ReqContext, RequestOffloadingContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
@@ -53,7 +54,9 @@ from kvcache.tiering.pending import PendingRequest, PendingRequests
 from kvcache.tiering.tier import Tier, TierResult
 
 if TYPE_CHECKING:
+    from kvcache.control.call_times import CallTimes
     from kvcache.control.observers.what_if import WhatIf
+    from kvcache.core.histogram import BlockAges
     from kvcache.policies.base import CachePolicy
     from kvcache.specs import BlockIDsLoadStoreSpec
 
@@ -65,6 +68,24 @@ _MAX_TIER_LOOKUPS = 64
 _GROUP_BYTES = 4
 Source: TypeAlias = "TierController | TierJob | None"
 """Where a block is to come from: a tier, a job that is bringing it already, or None: it is in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionStats:
+    """The requests that wait for blocks from tiers.
+
+    Parameters
+    ----------
+    waiting_requests : int
+        Gauge.
+    wait_seconds : HistogramData
+        How long requests waited.
+    """
+
+    waiting_requests: int = gauge("requests", "Requests that wait for blocks from tiers, or have lately.")
+    wait_seconds: HistogramData | None = histogram(
+        "seconds", "Time from a request's first wait for a tier to its load, its end or its deadline."
+    )
 
 
 class _UsedKeys:
@@ -139,6 +160,7 @@ class TieredOffloadingManager(OffloadingManager):
         )
         self.block_size = block_size
         self.medium = self._pool.medium
+        self.timer: CallTimes | None = None
         self._num_blocks = num_blocks
         pairs = [item if isinstance(item, tuple) else (item, TierConfig()) for item in tiers]
         for pair in pairs:
@@ -153,7 +175,7 @@ class TieredOffloadingManager(OffloadingManager):
         arbiter = LoadArbiter(prefill_tokens_per_s)
         self.arbiter = arbiter if any(one.link is not None for one in self.controllers) else None
         self._probes: dict[TierController, list[bytes]] = {}
-        self._pending = PendingRequests(self._pool, deadline_s, MAX_STEP_BLOCKS)
+        self._pending = PendingRequests(self._pool, deadline_s, MAX_STEP_BLOCKS, self._clock)
         self._job_ids = count(1)
         self._promoting: dict[bytes, TierJob] = {}
         # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
@@ -170,6 +192,9 @@ class TieredOffloadingManager(OffloadingManager):
     def lookup(
         self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None
     ) -> bool | int | None:
+        timer = self.timer
+        if timer is not None:
+            return timer.run("lookup", self.lookup, keys, req_context, key=key)
         if keys is None:
             keys = key
         if isinstance(keys, bytes):
@@ -227,11 +252,17 @@ class TieredOffloadingManager(OffloadingManager):
         return self._pending.wants(req_context, key) or self._pool.states([key]) != b"\0"
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
+        timer = self.timer
+        if timer is not None:
+            return timer.run("prepare_load", self.prepare_load, keys, req_context)
         keys = as_key_list(keys)
         if self._is_draining and keys:
             raise KeyError(f"block is not in the cache: {keys[0]!r}")
         spec = self._pool.pin(keys, req_context)
         if req_context is not None:
+            tried = self._pending.tried(req_context)
+            if tried:
+                self._pool.promoted_loads += len(tried.intersection(keys))
             self._pending.close(req_context)
         self._note_use(keys, req_context)
         return spec
@@ -248,6 +279,10 @@ class TieredOffloadingManager(OffloadingManager):
             self._pool.reorder(req_context)
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
+        timer = self.timer
+        if timer is not None:
+            timer.run("touch", self.touch, keys, req_context)
+            return
         if self._is_draining:
             return
         keys = as_key_list(keys)
@@ -255,9 +290,16 @@ class TieredOffloadingManager(OffloadingManager):
         self._note_use(keys, req_context)
 
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
+        timer = self.timer
+        if timer is not None:
+            timer.run("complete_load", self.complete_load, keys, req_context)
+            return
         self._pool.unpin(as_key_list(keys), req_context)
 
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
+        timer = self.timer
+        if timer is not None:
+            return timer.run("prepare_store", self.prepare_store, keys, req_context)
         if self._is_draining:
             return None
         keys = as_key_list(keys)
@@ -268,6 +310,10 @@ class TieredOffloadingManager(OffloadingManager):
         return output
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
+        timer = self.timer
+        if timer is not None:
+            timer.run("complete_store", self.complete_store, keys, req_context, success)
+            return
         if isinstance(req_context, bool):
             success, req_context = req_context, None
         keys = as_key_list(keys)
@@ -301,6 +347,10 @@ class TieredOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
+        timer = self.timer
+        if timer is not None:
+            timer.run("on_request_finished", self.on_request_finished, req_context, use_positions=use_positions)
+            return
         self._pool.end_request(req_context, use_positions=use_positions)
         self._pending.close(req_context)
         used = req_context.get_state(_UsedKeys)
@@ -353,6 +403,10 @@ class TieredOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         """Take in what the tiers have done, and send them what the step asked for."""
+        timer = self.timer
+        if timer is not None:
+            timer.run("on_schedule_end", self.on_schedule_end)
+            return
         now_s = self._clock()
         self._take_in(now_s)
         self._pending.expire(now_s)
@@ -370,6 +424,10 @@ class TieredOffloadingManager(OffloadingManager):
         A tier serves nothing until its own reset is done; what it must make durable before this returns is its own
         (see `Tier.reset`).
         """
+        timer = self.timer
+        if timer is not None:
+            timer.run("reset_cache", self.reset_cache)
+            return
         now_s = self._clock()
         self._is_draining = True
         if self._pool.events is not None:
@@ -428,6 +486,27 @@ class TieredOffloadingManager(OffloadingManager):
 
     def stats(self) -> ManagerStats:
         return self._pool.stats()
+
+    def parts(self) -> list[Part]:
+        waits = HistogramData(*self._pending.waits.data())
+        parts = [*self._pool.parts(), Part("promotion", PromotionStats(len(self._pending), waits))]
+        for number, stats in enumerate(self.tier_stats()):
+            parts.append(Part("tier", stats, (("tier", str(number)), ("medium", stats.tier.medium))))
+        return parts
+
+    @property
+    def ages(self) -> BlockAges | None:
+        """Is shown every block that comes to host memory while it is set."""
+        return self._pool.ages
+
+    @ages.setter
+    def ages(self, ages: BlockAges | None) -> None:
+        self._pool.ages = ages
+
+    @property
+    def num_blocks(self) -> int:
+        """Slots of the host pool."""
+        return self._num_blocks
 
     def tier_stats(self) -> list[TierControllerStats]:
         """Return the statistics of each tier, in order.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+
+from kvcache.core.histogram import Histogram
 
 if TYPE_CHECKING:
     from kvcache.control.pool import BlockPool
@@ -56,13 +58,27 @@ class PendingRequests:
         begin to wait anew before it has heard the answer.
     max_step_blocks : int
         Blocks that one call takes references on at most.
+    clock : callable
+        Seconds that only grow.
+
+    Attributes
+    ----------
+    waits : Histogram
+        Seconds from a request's first wait to its load, its end or its deadline.
     """
 
-    def __init__(self, pool: BlockPool, deadline_s: float, max_step_blocks: int) -> None:
+    def __init__(
+        self, pool: BlockPool, deadline_s: float, max_step_blocks: int, clock: Callable[[], float]
+    ) -> None:
         self._pool = pool
         self._deadline_s = deadline_s
         self._max_step_blocks = max_step_blocks
+        self._clock = clock
         self._requests: dict[ReqContext | None, PendingRequest] = {}
+        self.waits = Histogram(1e-9, 17, 36)
+
+    def __len__(self) -> int:
+        return len(self._requests)
 
     def may_wait(self, req_context: ReqContext | None, now_s: float) -> bool:
         """Return whether a request may be told to wait."""
@@ -122,6 +138,8 @@ class PendingRequests:
         """Forget a request: it has what it wanted, or wants it no more."""
         request = self._requests.pop(req_context, None)
         if request is not None:
+            if not request.is_over:
+                self.waits.observe(self._clock() - (request.deadline_s - self._deadline_s))
             self._release(request)
 
     def expire(self, now_s: float) -> None:
@@ -130,6 +148,7 @@ class PendingRequests:
         for request in over:
             if not request.is_over:
                 request.is_over = True
+                self.waits.observe(self._deadline_s)
                 request.wanted.clear()
                 self._release(request)
             elif now_s >= request.deadline_s + self._deadline_s:

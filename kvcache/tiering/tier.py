@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvcache.metrics import counter, flag, gauge
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -93,17 +95,23 @@ class TierStats:
     """
 
     medium: str
-    num_blocks: int
-    num_held: int
-    stored_blocks: int = 0
-    loaded_blocks: int = 0
-    evicted_blocks: int = 0
-    missed_blocks: int = 0
-    corrupt_blocks: int = 0
-    refused_blocks: int = 0
-    io_errors: int = 0
+    num_blocks: int = gauge(
+        "blocks", "Blocks that fit; 0 where the medium decides.", exported="capacity_blocks", is_sized=True
+    )
+    num_held: int = gauge("blocks", "Blocks that the tier holds.", exported="held_blocks", is_sized=True)
+    stored_blocks: int = counter("blocks", "Blocks that were written.", is_sized=True)
+    loaded_blocks: int = counter("blocks", "Blocks that were read and verified.", is_sized=True)
+    evicted_blocks: int = counter("blocks", "Blocks that made room for others.", is_sized=True)
+    missed_blocks: int = counter("blocks", "Blocks that were to be read and were gone.")
+    corrupt_blocks: int = counter(
+        "blocks", "Blocks that were not what had been written; they are computed again.", "Replace the medium."
+    )
+    refused_blocks: int = counter("blocks", "Blocks turned away by a full queue or an unavailable tier.")
+    io_errors: int = counter("operations", "Reads, writes and other operations that failed.")
     last_error: str = ""
-    unavailable_reason: str = ""
+    unavailable_reason: str = flag(
+        "Whether the tier does not work, or is left alone after failures.", exported="unavailable"
+    )
 
 
 class Tier(ABC):

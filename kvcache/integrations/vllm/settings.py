@@ -39,6 +39,7 @@ OUR_KEYS = frozenset(
         "pool_folder",
         "prefill_tokens_per_s",
         "tiers",
+        "time_calls",
         *MANAGER_OPTIONS,
     }
 )

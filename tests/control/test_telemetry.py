@@ -1,0 +1,184 @@
+"""Telemetry: what snapshots hold, and that timing calls changes none."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import CPUOffloadingManager, ReqContext, TieredOffloadingManager
+from kvcache.control import call_times
+from kvcache.control.call_times import TIMED_CALLS, CallTimes
+from kvcache.control.telemetry import Telemetry
+from kvcache.metrics import HistogramData, Part
+from kvcache.registry import POLICIES
+from kvcache.tiers.memory import MemoryTier
+
+
+def counts(telemetry: Telemetry) -> dict[str, int]:
+    parts = [part for part in telemetry.snapshot().parts if part.name == "call"]
+    return {dict(part.labels)["call"]: part.stats.duration_seconds.count for part in parts}
+
+
+def cycle(manager: Any, number: int, keys: int = 3) -> None:
+    names = [b"%d.%d" % (number, i) for i in range(keys)]
+    context = ReqContext()
+    manager.touch(names, context)
+    hits = manager.lookup(names, context)
+    assert hits == 0
+    output = manager.prepare_store(names, context)
+    manager.complete_store(output.keys_to_store, context)
+    assert manager.lookup(names, context) == len(output.keys_to_store)
+    manager.prepare_load(output.keys_to_store, context)
+    manager.complete_load(output.keys_to_store, context)
+    manager.on_request_finished(context)
+    manager.on_schedule_end()
+
+
+@pytest.mark.parametrize("is_tiered", [False, True])
+def test_every_kind_of_call_is_timed(is_tiered: bool) -> None:
+    if is_tiered:
+        host_blocks = np.zeros((8, 16), dtype=np.uint8)
+        manager: Any = TieredOffloadingManager(16, 8, [MemoryTier(8, host_blocks)])
+    else:
+        manager = CPUOffloadingManager(16, 8)
+    telemetry = Telemetry(manager, time_calls=True)
+    cycle(manager, 1)
+    manager.reset_cache()
+    expected = dict.fromkeys(TIMED_CALLS, 1) | {"lookup": 2, "on_schedule_end": int(is_tiered)}
+    assert counts(telemetry) == expected
+    telemetry.close()
+    manager.prepare_store([b"x"])
+    assert counts(telemetry) == expected
+    manager.shutdown()
+
+
+def test_a_call_that_raises_is_timed_and_raises() -> None:
+    manager = CPUOffloadingManager(16, 8)
+    telemetry = Telemetry(manager, time_calls=True)
+    with pytest.raises(KeyError):
+        manager.prepare_load([b"absent"])
+    assert counts(telemetry)["prepare_load"] == 1
+    assert manager.lookup([b"a"]) == 0
+    assert counts(telemetry)["lookup"] == 1
+    telemetry.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_timing_changes_no_answer(policy: str) -> None:
+    timed, plain = CPUOffloadingManager(16, 16, policy), CPUOffloadingManager(16, 16, policy)
+    telemetry = Telemetry(timed, time_calls=True)
+    for number in range(30):
+        keys = [b"%d" % (number * 7 % 40 + i) for i in range(6)]
+        outputs = [manager.prepare_store(keys) for manager in (timed, plain)]
+        assert outputs[0] == outputs[1]
+        for manager, output in zip((timed, plain), outputs, strict=True):
+            if output is not None:
+                manager.complete_store(output.keys_to_store)
+    assert timed.stats() == plain.stats()
+    telemetry.close()
+
+
+def test_a_busy_manager_is_timed_in_part_and_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_times, "WINDOW_S", 3600.0)
+    manager = CPUOffloadingManager(16, 8)
+    times = CallTimes(manager)
+    for _ in range(call_times.WINDOW_CALLS + 50):
+        manager.lookup([b"a"])
+    assert manager.timer is None
+    assert manager.ages is None
+    assert times.parts()[0].stats.duration_seconds.count == call_times.WINDOW_CALLS
+    times.close()
+    monkeypatch.setattr(call_times, "WINDOW_S", 0.001)
+    times = CallTimes(manager)
+    end_s = time.monotonic() + 10
+    while times.parts()[0].stats.duration_seconds.count <= call_times.WINDOW_CALLS:
+        manager.lookup([b"a"])
+        assert time.monotonic() < end_s
+    times.close()
+    times.close()
+    assert manager.timer is None
+
+
+def test_ages_at_eviction_are_measured_where_blocks_come_from_tiers_too() -> None:
+    manager = CPUOffloadingManager(16, 4)
+    telemetry = Telemetry(manager, time_calls=True)
+    for number in range(3):
+        cycle(manager, number, keys=4)
+    (part,) = [part for part in telemetry.snapshot().parts if part.name == "eviction"]
+    assert part.stats.age_seconds.count == 8 == manager.evicted_blocks
+    telemetry.close()
+
+
+def test_the_worst_call_is_kept_with_its_kind() -> None:
+    manager = CPUOffloadingManager(16, 8)
+    telemetry = Telemetry(manager, time_calls=True)
+
+    class Slow(list[bytes]):
+        def __iter__(self) -> Any:
+            time.sleep(0.05)
+            return super().__iter__()
+
+    manager.touch(Slow([b"a"]))
+    worst = {
+        dict(part.labels)["call"]: part.stats.worst_seconds
+        for part in telemetry.snapshot().parts
+        if part.name == "call"
+    }
+    assert max(worst, key=lambda name: worst[name]) == "touch"
+    assert worst["touch"] >= 0.05
+    telemetry.close()
+
+
+def test_managers_are_freed() -> None:
+    manager = CPUOffloadingManager(16, 8)
+    telemetry = Telemetry(manager, time_calls=True)
+    found = weakref.ref(manager)
+    telemetry.close()
+    del manager, telemetry
+    gc.collect()
+    assert found() is None
+
+
+def test_a_worker_without_a_manager_reports_its_sources() -> None:
+    telemetry = Telemetry(None, labels={"rank": "3"}, time_calls=True)
+    telemetry.sources.append(lambda: [Part("own", CPUOffloadingManager(1, 2).stats())])
+    snapshot = telemetry.snapshot()
+    assert dict(snapshot.labels) == {"engine": "0", "rank": "3"}
+    assert [sample.value for sample in snapshot.samples() if sample.name == "own_capacity_blocks"] == [2]
+    telemetry.close()
+
+
+def test_promotions_writes_and_waits_are_measured() -> None:
+    host_blocks = np.zeros((4, 16), dtype=np.uint8)
+    manager = TieredOffloadingManager(16, 4, [MemoryTier(16, host_blocks)])
+    for number in range(2):
+        output = manager.prepare_store([b"%d.%d" % (number, i) for i in range(4)])
+        assert output is not None
+        manager.complete_store(output.keys_to_store)
+        assert manager.settle()
+    context = ReqContext()
+    keys = [b"0.%d" % i for i in range(2)]
+    assert manager.lookup(keys, context) is None
+
+    assert manager.settle()
+    assert manager.lookup(keys, context) == 2
+    manager.prepare_load(keys, context)
+    manager.complete_load(keys, context)
+    values = {(one.name, dict(one.labels).get("state")): one.value for one in Telemetry(manager).snapshot().samples()}
+    assert values["promoted_loaded_blocks", None] == 2
+    assert values["tier_promoted_blocks", None] == 2
+    assert values["tier_written_blocks", None] == 8
+    assert values["tier_held_blocks", None] == 8
+    assert values["tier_reads_breaker", "closed"] == 1
+    assert values["tier_reads_breaker", "open"] == 0
+    assert values["tier_unavailable", None] == 0
+    promotions, waits = values["tier_promotion_seconds", None], values["promotion_wait_seconds", None]
+    assert isinstance(promotions, HistogramData)
+    assert isinstance(waits, HistogramData)
+    assert (promotions.count, waits.count) == (1, 1)
+    manager.shutdown()

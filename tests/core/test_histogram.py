@@ -1,0 +1,83 @@
+"""Histograms in powers of two, and ages of blocks at eviction."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.core.histogram import BlockAges, Histogram
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=50))
+def test_an_observation_is_in_the_first_bucket_whose_bound_holds_it(values: list[int]) -> None:
+    histogram = Histogram(1.0, 2, 10)
+    for value in values:
+        histogram.observe_ticks(value)
+    bounds, counts, total = histogram.data()
+    assert bounds == tuple(2.0**exponent for exponent in range(2, 11))
+    edges = [-1.0, *bounds, math.inf]
+    assert counts == tuple(
+        sum(low < value <= high for value in values) for low, high in pairwise(edges)
+    )
+    assert total == sum(values)
+    assert histogram.count == len(values)
+    assert histogram.max == max(values, default=0)
+
+
+def test_observations_are_in_the_unit_and_nonsense_counts_as_nothing() -> None:
+    histogram = Histogram(1e-9, 9, 30)
+    for value in (1e-6, 0.25, -1.0):
+        histogram.observe(value)
+    for value in (math.nan, math.inf, 1e300):
+        histogram.observe(value)
+    assert histogram.count == 3
+    assert histogram.max == pytest.approx(0.25)
+    assert histogram.data()[2] == pytest.approx(0.250001)
+
+
+@pytest.mark.parametrize("arguments", [(0.0, 1, 2), (1.0, 2, 2), (1.0, -1, 2), (1.0, 1, 64)])
+def test_bad_exponents_are_refused(arguments: tuple[float, int, int]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Histogram(*arguments)
+
+
+def test_ages_are_of_the_evicted_blocks_alone() -> None:
+    ages = BlockAges(4)
+    ages.note(np.array([0, 1]), [b"a", b"b"], [])
+    time.sleep(0.3)
+    ages.note(np.array([2]), [b"c"], [])
+    ages.note(np.array([2, 0, 3]), [b"d", b"e", b"f"], [b"a", b"c"])  # the last evicted is handed out first
+    bounds, counts, total = ages.histogram.data()
+    assert ages.histogram.count == 2
+    assert counts[0] == 1  # c, at once
+    assert 0.25 <= total <= 30
+    assert bounds[0] == pytest.approx(0.01)
+
+
+def test_a_block_whose_coming_was_left_out_has_no_age() -> None:
+    ages = BlockAges(2)
+    ages.note(np.array([0]), [b"a"], [])
+    # b took a's place, and nobody said so.
+    ages.note(np.array([0]), [b"c"], [b"b"])
+    ages.note(np.array([1]), [b"d"], [b"x"])  # slot 1 was never filled
+    assert ages.histogram.count == 0
+    ages.note(np.array([0]), [b"e"], [b"c"])
+    assert ages.histogram.count == 1
+
+
+def test_foreign_ids_are_passed_over_and_bad_arrays_refused() -> None:
+    ages = BlockAges(2)
+    ages.note(np.array([-1, 2, 1 << 40]), [b"a", b"b", b"c"], [b"x", b"y", b"z"])
+    assert ages.histogram.count == 0
+    with pytest.raises(ValueError, match="must be int64"):
+        ages.note(np.array([1], dtype=np.int32), [b"a"], [])
+    with pytest.raises(ValueError, match="num_blocks must be >= 1"):
+        BlockAges(0)
+    with pytest.raises(TypeError, match="unhashable"):
+        ages.note(np.array([1]), [bytearray(b"a")], [])  # type: ignore[list-item]
