@@ -342,6 +342,25 @@ class EventStats:
     dropped_events: int = counter("events", "Events dropped because nobody took them.", exported="dropped")
 
 
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What a worker has copied in one direction.
+
+    Parameters
+    ----------
+    jobs, failed_jobs, moved_bytes : int
+        Counters.
+    duration_seconds, size_bytes : HistogramData
+        Of jobs that succeeded.
+    """
+
+    jobs: int = counter("jobs", "Jobs of copies that have ended.")
+    failed_jobs: int = counter("jobs", "Jobs of copies that failed.")
+    moved_bytes: int = counter("bytes", "Bytes that were copied.")
+    duration_seconds: HistogramData | None = histogram("seconds", "Time from the start of a job's copies to their end.")
+    size_bytes: HistogramData | None = histogram("bytes", "Bytes of a job.")
+
+
 MANAGER_METRICS = metrics_of(ManagerStats)
 """What a manager counts."""
 

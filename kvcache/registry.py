@@ -151,7 +151,10 @@ SPECS = Registry(
 EXPORTERS = Registry(
     "exporter",
     "kvcache.exporters",
-    {"status": "kvcache.exporters.status:StatusServer"},
+    {
+        "status": "kvcache.exporters.status:StatusServer",
+        "prometheus": "kvcache.exporters.prometheus:PrometheusExporter",
+    },
 )
 
 COMMANDS = Registry(

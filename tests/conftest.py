@@ -36,6 +36,8 @@ OPTIONAL = {
     "markdown_it",
     "matplotlib",
     "msgspec",
+    "opentelemetry",
+    "prometheus_client",
     "rich",
     "torch",
     "transformers",

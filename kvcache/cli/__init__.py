@@ -29,9 +29,11 @@ def build_app() -> typer.Typer:
         common,
         demo,
         fleet_demo,
+        metrics,
         replay,
         status,
         tier,
+        top,
     )
 
     app = typer.Typer(
@@ -47,6 +49,7 @@ def build_app() -> typer.Typer:
     app.command("replay")(replay.replay)
     app.command("check")(check.check)
     app.command("status")(status.status)
+    app.command("top")(top.top)
     bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
     bench.callback()(lambda: None)
     bench.command("copy")(bench_copy.copy)
@@ -54,6 +57,7 @@ def build_app() -> typer.Typer:
     bench.command("tier")(bench_tier.tier)
     app.add_typer(bench, name="bench")
     app.add_typer(tier.build_app(), name="tier")
+    app.add_typer(metrics.build_app(), name="metrics")
     return app
 
 

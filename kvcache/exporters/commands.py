@@ -81,7 +81,7 @@ class HintCommand(Command):
             raise ValueError(f"hint needs {' and '.join(missing)}")
         manager = self.telemetry.manager
         ended_request = getattr(manager, "ended_request", None)
-        if ended_request is None:
+        if manager is None or ended_request is None:
             raise ValueError(f"a {type(manager).__name__} keeps no requests")
         context = ended_request(options["request"])
         if context is not None:

@@ -7,11 +7,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from kvcache.core.histogram import Histogram
+from kvcache.metrics import HistogramData, Part, TransferStats
 from kvcache.specs import LoadStoreSpec, TransferResult
 from kvcache.transfer.base import OffloadingHandler, TransferSpec, checked_pair
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What was copied in one direction."""
+
+    jobs: int = 0
+    failed_jobs: int = 0
+    moved_bytes: int = 0
+    durations: Histogram = field(default_factory=lambda: Histogram(1e-9, 12, 36))
+    sizes: Histogram = field(default_factory=lambda: Histogram(1.0, 12, 36))
+
+    def stats(self) -> TransferStats:
+        return TransferStats(
+            self.jobs,
+            self.failed_jobs,
+            self.moved_bytes,
+            HistogramData(*self.durations.data()),
+            HistogramData(*self.sizes.data()),
+        )
 
 
 class OffloadingWorker:
@@ -26,6 +49,7 @@ class OffloadingWorker:
     def __init__(self) -> None:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         self._finished: list[TransferResult] = []
+        self._tallies: dict[tuple[str, str], _Tally] = {}
         self._failing: set[int] = set()
 
     def register_handler(
@@ -83,7 +107,9 @@ class OffloadingWorker:
         except Exception:
             # A third party's handler must not end the engine: the job that it could not start has failed.
             _log.exception("transfer %s -> %s of job %s could not be started", *kind, job_id)
-            self._finished.append(TransferResult(job_id, False, 0, 0.0, kind))
+            failed = TransferResult(job_id, False, 0, 0.0, kind)
+            self._finished.append(failed)
+            self._count(failed)
             return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -98,6 +124,7 @@ class OffloadingWorker:
             try:
                 for result in handler.get_finished():
                     self._finished.append(result)
+                    self._count(result)
                 self._failing.discard(id(handler))
             except Exception:
                 # An engine asks at every step: only the first of a row is logged.
@@ -135,6 +162,31 @@ class OffloadingWorker:
                 handler.shutdown(wait)
             except Exception:
                 _log.exception("%s did not shut down", type(handler).__name__)
+
+    def parts(self) -> list[Part]:
+        """Return what was copied, by direction; callable in any thread, and a source of `Telemetry`.
+
+        Returns
+        -------
+        list of kvcache.metrics.Part
+            One for each direction in which a job has ended.
+        """
+        return [
+            Part("transfer", tally.stats(), (("source", source), ("destination", destination)))
+            for (source, destination), tally in list(self._tallies.items())
+        ]
+
+    def _count(self, result: TransferResult) -> None:
+        tally = self._tallies.get(result.transfer_type)
+        if tally is None:
+            tally = self._tallies[result.transfer_type] = _Tally()
+        tally.jobs += 1
+        if not result.success:
+            tally.failed_jobs += 1
+            return
+        tally.moved_bytes += result.transfer_size
+        tally.durations.observe(result.transfer_time)
+        tally.sizes.observe(result.transfer_size)
 
     def _unique(self) -> list[OffloadingHandler]:
         return list({id(handler): handler for handler in self._handlers.values()}.values())

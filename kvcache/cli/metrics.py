@@ -1,0 +1,41 @@
+"""`kvcache metrics`: the table of metrics as a Grafana dashboard, as alert rules, and as Markdown."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+PrefixOption = Annotated[str, typer.Option(help="Of the series' names; vllm:kvcache_ under vLLM.")]
+
+
+def build_app() -> typer.Typer:
+    """Return the commands of `kvcache metrics`."""
+    app = typer.Typer(help="What can be watched: dashboard, alert rules, table.", no_args_is_help=True)
+    app.callback()(lambda: None)
+    app.command("dashboard")(dashboard)
+    app.command("rules")(rules)
+    app.command("table")(table)
+    return app
+
+
+def dashboard(prefix: PrefixOption = "kvcache_") -> None:
+    """Print a Grafana dashboard, to be imported as JSON."""
+    from kvcache.exporters.dashboard import dashboard as make
+
+    typer.echo(json.dumps(make(prefix), indent=2))
+
+
+def rules(prefix: PrefixOption = "kvcache_") -> None:
+    """Print alert rules for Prometheus."""
+    from kvcache.exporters.dashboard import rules as make
+
+    typer.echo(make(prefix), nl=False)
+
+
+def table() -> None:
+    """Print every metric as Markdown."""
+    from kvcache.exporters.dashboard import as_markdown_table
+
+    typer.echo(as_markdown_table(), nl=False)

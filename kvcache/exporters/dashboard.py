@@ -1,0 +1,489 @@
+"""A Grafana dashboard and alert rules, made from the table of metrics: a query can name only what exists.
+
+Panels are written in the table's own names; `query` refuses one that no component exports, and the files that are
+committed are compared with what this makes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvcache.control.telemetry import Snapshot
+from kvcache.metrics import (
+    CallStats,
+    EventStats,
+    EvictionStats,
+    HistogramData,
+    ManagerStats,
+    Part,
+    Sample,
+    TransferStats,
+)
+from kvcache.tiering.controller import TierControllerStats
+from kvcache.tiering.manager import PromotionStats
+from kvcache.tiering.tier import TierStats
+
+_NO_DATA = HistogramData((1.0,), (0, 0), 0.0)
+_NAME = re.compile(r"\bK_(\w+)")
+_BY = "engine, rank"
+
+
+def exported_samples() -> list[Sample]:
+    """Return a sample of every metric that any component exports, with the labels that it has.
+
+    Returns
+    -------
+    list of Sample
+        Values are zero.
+    """
+    tier = TierControllerStats(TierStats("DISK", 0, 0), promotion_seconds=_NO_DATA, write_seconds=_NO_DATA)
+    parts = (
+        Part("", ManagerStats()),
+        Part("call", CallStats(_NO_DATA), (("call", "lookup"),)),
+        Part("eviction", EvictionStats(_NO_DATA)),
+        Part("event", EventStats()),
+        Part("promotion", PromotionStats(0, _NO_DATA)),
+        Part("tier", tier, (("tier", "0"), ("medium", "DISK"))),
+        Part("transfer", TransferStats(0, 0, 0, _NO_DATA, _NO_DATA), (("source", "GPU"), ("destination", "CPU"))),
+    )
+    snapshot = Snapshot(0.0, 0.0, (), 1, 1, parts)
+    return list(snapshot.samples())
+
+
+def series_names(prefix: str = "kvcache_") -> set[str]:
+    """Return the names of all time series that Prometheus stores.
+
+    Parameters
+    ----------
+    prefix : str
+        ``"kvcache_"``, or ``"vllm:kvcache_"`` under vLLM.
+
+    Returns
+    -------
+    set of str
+        A counter's end in ``_total``, a histogram's in ``_bucket``, ``_sum`` and ``_count``.
+    """
+    ends = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+    return {prefix + one.name + end for one in exported_samples() for end in ends[one.kind]}
+
+
+def query(expression: str, prefix: str = "kvcache_") -> str:
+    """Return an expression in which ``K_name`` stands for a series, with the prefix in its place.
+
+    Parameters
+    ----------
+    expression : str
+        PromQL.
+    prefix : str
+        Of the series.
+
+    Returns
+    -------
+    str
+        PromQL that names series which exist.
+
+    Raises
+    ------
+    ValueError
+        No component exports a series of that name.
+    """
+    known = series_names(prefix)
+
+    def named(match: re.Match[str]) -> str:
+        name = prefix + match[1]
+        if name not in known:
+            raise ValueError(f"no component exports {name!r}")
+        # vLLM's prefix has a colon, which PromQL takes in names.
+        return name
+
+    return _NAME.sub(named, expression)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel: its title, unit, what it means, and its queries with their legends."""
+
+    title: str
+    unit: str
+    text: str
+    queries: tuple[tuple[str, str], ...]
+    kind: str = "timeseries"
+
+
+def _rate(name: str, by: str = _BY) -> str:
+    return f"sum by ({by}) (rate(K_{name}[$__rate_interval]))"
+
+
+def _quantile(share: float, name: str, by: str) -> str:
+    return f"histogram_quantile({share}, sum by (le, {by}) (rate(K_{name}_bucket[$__rate_interval])))"
+
+
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    (
+        "Hits",
+        (
+            Panel(
+                "Hit rate",
+                "percentunit",
+                "Share of the blocks a request's device lacked that was loaded and not computed.",
+                ((f"{_rate('loaded_blocks_total')} / {_rate('needed_blocks_total')}", "{{engine}}/{{rank}}"),),
+            ),
+            Panel(
+                "Hit rate by medium",
+                "percentunit",
+                "What host memory hit by itself, and what tiers brought back.",
+                (
+                    (
+                        f"({_rate('loaded_blocks_total')} - {_rate('promoted_loaded_blocks_total')})"
+                        f" / {_rate('needed_blocks_total')}",
+                        "host memory {{engine}}/{{rank}}",
+                    ),
+                    (
+                        f"sum by (medium, {_BY}) (rate(K_tier_promoted_blocks_total[$__rate_interval]))"
+                        f" / on ({_BY}) group_left {_rate('needed_blocks_total')}",
+                        "{{medium}} {{engine}}/{{rank}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Tokens spared",
+                "short",
+                "Tokens a second that were loaded and not computed.",
+                ((_rate("loaded_tokens_total"), "{{engine}}/{{rank}}"),),
+            ),
+        ),
+    ),
+    (
+        "Memory",
+        (
+            Panel(
+                "Host blocks",
+                "short",
+                "Blocks of host memory by what they do.",
+                (
+                    (f"sum by ({_BY}) (K_capacity_blocks)", "capacity {{engine}}/{{rank}}"),
+                    (f"sum by ({_BY}) (K_free_blocks)", "free {{engine}}/{{rank}}"),
+                    (f"sum by ({_BY}) (K_referenced_blocks)", "being loaded {{engine}}/{{rank}}"),
+                    (f"sum by ({_BY}) (K_pending_blocks)", "being written {{engine}}/{{rank}}"),
+                    (f"sum by ({_BY}) (K_retained_blocks)", "retained {{engine}}/{{rank}}"),
+                ),
+            ),
+            Panel(
+                "Age at eviction",
+                "s",
+                "Time from a block's store to its eviction. Shorter than users' pauses: more memory would hit more.",
+                (
+                    (_quantile(0.5, "eviction_age_seconds", _BY), "half {{engine}}/{{rank}}"),
+                    (_quantile(0.1, "eviction_age_seconds", _BY), "a tenth {{engine}}/{{rank}}"),
+                ),
+            ),
+            Panel(
+                "Stored and evicted",
+                "Bps",
+                "Bytes a second that came to host memory and left it.",
+                (
+                    (_rate("stored_bytes_total"), "stored {{engine}}/{{rank}}"),
+                    (_rate("loaded_bytes_total"), "loaded {{engine}}/{{rank}}"),
+                    (_rate("evicted_bytes_total"), "evicted {{engine}}/{{rank}}"),
+                ),
+            ),
+        ),
+    ),
+    (
+        "Scheduler's thread",
+        (
+            Panel(
+                "Call, 99 %",
+                "s",
+                "What 99 of 100 calls stay below, by kind.",
+                ((_quantile(0.99, "call_duration_seconds", "call"), "{{call}}"),),
+            ),
+            Panel(
+                "Worst call so far",
+                "s",
+                "The scheduler waited so long, once.",
+                (("max by (call) (K_call_worst_seconds)", "{{call}}"),),
+            ),
+            Panel(
+                "Refused and dropped",
+                "short",
+                "Stores without room, blocks not admitted, events nobody took, a second.",
+                (
+                    (_rate("rejected_stores_total"), "rejected stores {{engine}}/{{rank}}"),
+                    (_rate("failed_blocks_total"), "failed blocks {{engine}}/{{rank}}"),
+                    (_rate("gated_blocks_total"), "gated blocks {{engine}}/{{rank}}"),
+                    (_rate("event_dropped_total"), "dropped events {{engine}}/{{rank}}"),
+                ),
+            ),
+        ),
+    ),
+    (
+        "Tiers",
+        (
+            Panel(
+                "Tier state",
+                "short",
+                "1: the tier does not work, or a breaker keeps jobs from it.",
+                (
+                    (f"max by (medium, {_BY}) (K_tier_unavailable)", "{{medium}} {{engine}}/{{rank}}"),
+                    (
+                        f'max by (medium, {_BY}) (K_tier_reads_breaker{{state="open"}})',
+                        "{{medium}} reads paused {{engine}}/{{rank}}",
+                    ),
+                    (
+                        f'max by (medium, {_BY}) (K_tier_writes_breaker{{state="open"}})',
+                        "{{medium}} writes paused {{engine}}/{{rank}}",
+                    ),
+                ),
+                "state-timeline",
+            ),
+            Panel(
+                "Tier bytes",
+                "bytes",
+                "Bytes that tiers hold.",
+                ((f"sum by (medium, {_BY}) (K_tier_held_bytes)", "{{medium}} {{engine}}/{{rank}}"),),
+            ),
+            Panel(
+                "Tier bandwidth",
+                "Bps",
+                "Bytes a second read and written.",
+                (
+                    (_rate("tier_promoted_bytes_total", f"medium, {_BY}"), "read {{medium}} {{engine}}/{{rank}}"),
+                    (_rate("tier_written_bytes_total", f"medium, {_BY}"), "written {{medium}} {{engine}}/{{rank}}"),
+                ),
+            ),
+            Panel(
+                "Promotion and write, 99 %",
+                "s",
+                "How long jobs of a tier take.",
+                (
+                    (_quantile(0.99, "tier_promotion_seconds", "medium"), "promotion {{medium}}"),
+                    (_quantile(0.99, "tier_write_seconds", "medium"), "write {{medium}}"),
+                    (_quantile(0.99, "promotion_wait_seconds", _BY), "a request's wait {{engine}}/{{rank}}"),
+                ),
+            ),
+            Panel(
+                "Tier queues",
+                "short",
+                "Blocks that wait to be written or are under way.",
+                (
+                    (f"sum by (medium, {_BY}) (K_tier_backlog_blocks)", "backlog {{medium}} {{engine}}/{{rank}}"),
+                    (f"sum by (medium, {_BY}) (K_tier_loading_blocks)", "loading {{medium}} {{engine}}/{{rank}}"),
+                    (f"sum by (medium, {_BY}) (K_tier_storing_blocks)", "storing {{medium}} {{engine}}/{{rank}}"),
+                    (f"sum by ({_BY}) (K_promotion_waiting_requests)", "waiting requests {{engine}}/{{rank}}"),
+                ),
+            ),
+            Panel(
+                "Tier faults",
+                "short",
+                "A second.",
+                (
+                    (_rate("tier_corrupt_blocks_total", f"medium, {_BY}"), "corrupt blocks {{medium}}"),
+                    (_rate("tier_io_errors_total", f"medium, {_BY}"), "I/O errors {{medium}}"),
+                    (_rate("tier_failed_jobs_total", f"medium, {_BY}"), "failed jobs {{medium}}"),
+                    (_rate("tier_overdue_jobs_total", f"medium, {_BY}"), "overdue jobs {{medium}}"),
+                    (_rate("tier_dropped_blocks_total", f"medium, {_BY}"), "dropped blocks {{medium}}"),
+                ),
+            ),
+        ),
+    ),
+    (
+        "Transfers",
+        (
+            Panel(
+                "Device copies",
+                "Bps",
+                "Bytes a second between device and host, where workers report.",
+                (
+                    (
+                        _rate("transfer_moved_bytes_total", f"source, destination, {_BY}"),
+                        "{{source}} to {{destination}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Copy, 99 %",
+                "s",
+                "How long a job of copies takes.",
+                (
+                    (
+                        _quantile(0.99, "transfer_duration_seconds", "source, destination"),
+                        "{{source}} to {{destination}}",
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+"""What the dashboard shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One alert rule."""
+
+    name: str
+    expression: str
+    minutes: int
+    severity: str
+    summary: str
+    action: str
+
+
+ALERTS = (
+    Alert(
+        "KVCacheTierUnavailable",
+        f"max by (medium, {_BY}) (K_tier_unavailable) == 1",
+        2,
+        "warning",
+        "Tier {{ $labels.medium }} of engine {{ $labels.engine }} does not work or is left alone.",
+        "Look at the engine's log and at `kvcache status` for its last error; requests go on without the tier.",
+    ),
+    Alert(
+        "KVCacheHitRateFell",
+        f"sum by ({_BY}) (rate(K_loaded_blocks_total[15m])) / sum by ({_BY}) (rate(K_needed_blocks_total[15m]))"
+        f" < 0.5 * (sum by ({_BY}) (rate(K_loaded_blocks_total[1h] offset 1d))"
+        f" / sum by ({_BY}) (rate(K_needed_blocks_total[1h] offset 1d)))"
+        f" and sum by ({_BY}) (rate(K_needed_blocks_total[15m])) > 1",
+        30,
+        "warning",
+        "Engine {{ $labels.engine }} hits less than half of what it did a day ago.",
+        "Compare traffic and routing with yesterday's; ask `kvcache top` what more memory would hit.",
+    ),
+    Alert(
+        "KVCacheStoresRejected",
+        f"sum by ({_BY}) (rate(K_rejected_stores_total[10m])) > 0.1",
+        10,
+        "warning",
+        "Engine {{ $labels.engine }} has no room for new blocks.",
+        "All blocks are in use: loads are slow, a tier hangs on to blocks, or host memory is too small.",
+    ),
+    Alert(
+        "KVCacheCorruptBlocks",
+        f"sum by (medium, {_BY}) (increase(K_tier_corrupt_blocks_total[1h])) > 0",
+        0,
+        "critical",
+        "Tier {{ $labels.medium }} of engine {{ $labels.engine }} gave back other bytes than were written.",
+        "The blocks are computed again and nothing wrong is served. Check the medium, and replace it.",
+    ),
+    Alert(
+        "KVCacheSchedulerBlocked",
+        f"max by (call, {_BY}) (K_call_worst_seconds) > 0.25",
+        0,
+        "info",
+        "A call {{ $labels.call }} of engine {{ $labels.engine }} has kept its scheduler for over 250 ms.",
+        "Look for swapping and stopped processes; report it with the configuration where there were none.",
+    ),
+)
+"""The alert rules."""
+
+
+def dashboard(prefix: str = "kvcache_") -> dict[str, Any]:
+    """Return a Grafana dashboard.
+
+    Parameters
+    ----------
+    prefix : str
+        ``"kvcache_"``, or ``"vllm:kvcache_"`` under vLLM.
+
+    Returns
+    -------
+    dict
+        As Grafana's JSON model has it, for import; it asks for the data source.
+    """
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row, members in ROWS:
+        panels.append({"type": "row", "title": row, "id": len(panels) + 1, "gridPos": _at(0, y, 24, 1), "panels": []})
+        y += 1
+        for number, panel in enumerate(members):
+            panels.append(
+                {
+                    "id": len(panels) + 1,
+                    "type": panel.kind,
+                    "title": panel.title,
+                    "description": panel.text,
+                    "datasource": {"type": "prometheus", "uid": "${datasource}"},
+                    "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+                    "gridPos": _at(8 * (number % 3), y + 8 * (number // 3), 8, 8),
+                    "targets": [
+                        {"refId": chr(65 + i), "expr": query(expression, prefix), "legendFormat": legend}
+                        for i, (expression, legend) in enumerate(panel.queries)
+                    ],
+                }
+            )
+        y += 8 * -(-len(members) // 3)
+    return {
+        "title": "kvcache" if prefix == "kvcache_" else f"kvcache ({prefix.split(':')[0]})",
+        "uid": re.sub(r"\W+", "-", prefix).strip("-_"),
+        "schemaVersion": 39,
+        "tags": ["kvcache"],
+        "time": {"from": "now-3h", "to": "now"},
+        "refresh": "30s",
+        "templating": {
+            "list": [{"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}]
+        },
+        "panels": panels,
+    }
+
+
+def _at(x: int, y: int, width: int, height: int) -> dict[str, int]:
+    return {"x": x, "y": y, "w": width, "h": height}
+
+
+def rules(prefix: str = "kvcache_") -> str:
+    """Return alert rules as YAML.
+
+    Parameters
+    ----------
+    prefix : str
+        As for `dashboard`.
+
+    Returns
+    -------
+    str
+        A rules file of Prometheus.
+    """
+    lines = ["groups:", "  - name: kvcache", "    rules:"]
+    for alert in ALERTS:
+        lines += [
+            f"      - alert: {alert.name}",
+            f"        expr: {_quoted(query(alert.expression, prefix))}",
+            f"        for: {alert.minutes}m",
+            "        labels:",
+            f"          severity: {alert.severity}",
+            "        annotations:",
+            f"          summary: {_quoted(alert.summary)}",
+            f"          action: {_quoted(alert.action)}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def as_markdown_table() -> str:
+    """Return every exported metric as the docs show it.
+
+    Returns
+    -------
+    str
+        A table in Markdown.
+    """
+    lines = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
+    seen: set[str] = set()
+    for one in exported_samples():
+        name = f"kvcache_{one.name}{'_total' if one.kind == 'counter' else ''}"
+        if name not in seen:
+            seen.add(name)
+            labels = ", ".join(f"`{label}`" for label in _label_names(one.labels))
+            lines.append(f"| `{name}` | {one.kind} | {labels} | {one.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def _label_names(labels: Iterable[tuple[str, str]]) -> list[str]:
+    return [name for name, _ in labels]

@@ -1,0 +1,226 @@
+"""The Prometheus exporter: what is served, to whom, and what a bad client costs."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvcache import (
+    CPULoadStoreSpec,
+    CPUOffloadingManager,
+    CPUOffloadingSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingConfig,
+    OffloadingGroup,
+    OffloadingHandler,
+    TieredOffloadingManager,
+    TransferResult,
+)
+from kvcache.control.telemetry import Telemetry
+from kvcache.exporters import prometheus
+from kvcache.exporters.prometheus import PrometheusExporter, TelemetryCollector, start_server
+from kvcache.tiers.memory import MemoryTier
+from kvcache.transfer.worker import OffloadingWorker
+
+
+@pytest.fixture
+def telemetry() -> Iterator[Telemetry]:
+    host_blocks = np.zeros((8, 16), dtype=np.uint8)
+    manager = TieredOffloadingManager(16, 8, [MemoryTier(8, host_blocks)], "arc", True)
+    output = manager.prepare_store([b"a", b"b"])
+    assert output is not None
+    manager.complete_store(output.keys_to_store)
+    assert manager.settle()
+    telemetry = Telemetry(manager, block_bytes=4096, labels={"engine": "e", "rank": "2"}, time_calls=True)
+    manager.lookup([b"a"])
+    yield telemetry
+    telemetry.close()
+    manager.shutdown()
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def values(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            assert {"engine": "e", "rank": "2", "policy": "arc"}.items() <= one.labels.items()
+            labels = frozenset((name, value) for name, value in one.labels.items() if name not in ("engine", "rank"))
+            found[one.name, labels - {("policy", "arc")}] = one.value
+    return found
+
+
+def test_names_units_and_labels_follow_the_conventions(telemetry: Telemetry) -> None:
+    exporter = start_server(telemetry, 0)
+    found = values(fetch(exporter.address))
+    none: frozenset[tuple[str, str]] = frozenset()
+    tier = frozenset({("tier", "0"), ("medium", "MEMORY")})
+    assert found["kvcache_stored_blocks_total", none] == 2
+    assert found["kvcache_stored_tokens_total", none] == 32
+    assert found["kvcache_stored_bytes_total", none] == 8192
+    assert found["kvcache_free_blocks", none] == 6
+    assert found["kvcache_event_waiting", none] == 2
+    assert found["kvcache_tier_held_blocks", tier] == 2
+    assert found["kvcache_tier_written_bytes_total", tier] == 8192
+    assert found["kvcache_tier_reads_breaker", tier | {("state", "closed")}] == 1
+    assert found["kvcache_tier_reads_breaker", tier | {("state", "open")}] == 0
+    call = frozenset({("call", "lookup")})
+    assert found["kvcache_call_duration_seconds_count", call] == 1
+    assert found["kvcache_call_duration_seconds_bucket", call | {("le", "+Inf")}] == 1
+    assert found["kvcache_call_duration_seconds_sum", call] == pytest.approx(found["kvcache_call_worst_seconds", call])
+    assert found["kvcache_tier_write_seconds_count", tier] == 1
+
+
+def test_promtool_finds_nothing_to_complain_about(telemetry: Telemetry) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("needs promtool, of Debian's package prometheus")
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(TelemetryCollector(telemetry))
+    checked = subprocess.run([promtool, "check", "metrics"], input=generate_latest(registry), capture_output=True)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
+
+
+def test_a_collector_is_mounted_in_ones_own_registry_for_each_engine(telemetry: Telemetry) -> None:
+    other = Telemetry(CPUOffloadingManager(16, 4), labels={"engine": "f"})
+    texts = []
+    for one in (telemetry, other):
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(TelemetryCollector(one))
+        texts.append(generate_latest(registry).decode())
+    assert 'kvcache_capacity_blocks{engine="e",policy="arc",rank="2"} 8.0' in texts[0]
+    assert 'kvcache_capacity_blocks{engine="f",policy="lru",rank="0"} 4.0' in texts[1]
+    assert "kvcache_tier" not in texts[1]
+
+
+class Copies(OffloadingHandler):
+    """Ends each job at once; job 2 as failed."""
+
+    def __init__(self) -> None:
+        self.jobs: list[int] = []
+
+    def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> bool:
+        if job_id == 3:
+            raise RuntimeError("a fault")
+        self.jobs.append(job_id)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        jobs, self.jobs = self.jobs, []
+        return [TransferResult(job, job != 2, 4096 * (job != 2), 0.25, ("GPU", "CPU")) for job in jobs]
+
+    def wait(self, job_ids: object) -> None:
+        pass
+
+
+def test_a_workers_transfers_are_reported_by_direction(caplog: pytest.LogCaptureFixture) -> None:
+    worker = OffloadingWorker()
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, Copies())
+    spec = (GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0]))
+    for job_id in (1, 2, 3):
+        assert worker.transfer_async(job_id, spec)
+    assert len(worker.get_finished()) == 3
+    telemetry = Telemetry(None, labels={"engine": "e", "rank": "2", "policy": "arc"})
+    telemetry.sources.append(worker.parts)
+    exporter = start_server(telemetry, 0)
+    found = values(fetch(exporter.address))
+    way = frozenset({("source", "GPU"), ("destination", "CPU")})
+    assert found["kvcache_transfer_jobs_total", way] == 3
+    assert found["kvcache_transfer_failed_jobs_total", way] == 2
+    assert found["kvcache_transfer_moved_bytes_total", way] == 4096
+    assert found["kvcache_transfer_duration_seconds_sum", way] == pytest.approx(0.25)
+    assert found["kvcache_transfer_size_bytes_bucket", way | {("le", "4096")}] == 1
+    telemetry.close()
+
+
+def test_a_port_in_use_is_a_clear_error(telemetry: Telemetry) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} cannot be opened: Address already in use"):
+            start_server(telemetry, port)
+    assert telemetry.exporters == []
+
+
+@pytest.mark.parametrize("port", [-1, 65536, "9464", True, None])
+def test_a_bad_port_is_refused(telemetry: Telemetry, port: object) -> None:
+    with pytest.raises(ValueError, match="port must be an int"):
+        PrometheusExporter(telemetry, port)  # type: ignore[arg-type]
+
+
+def spec_of(exporter: object) -> CPUOffloadingSpec:
+    options = {"num_cpu_blocks": 8, "exporters": [exporter]}
+    return CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options))
+
+
+def test_a_spec_opens_it_and_its_manager_closes_it() -> None:
+    manager = spec_of({"type": "prometheus", "port": 0}).get_manager()
+    address = manager.telemetry.exporters[0].address
+    assert "kvcache_capacity_blocks" in fetch(address)
+    manager.shutdown()
+    with pytest.raises(OSError, match="refused"):
+        fetch(address)
+
+
+def test_an_engine_whose_port_is_taken_runs_without(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        manager = spec_of({"type": "prometheus", "port": port}).get_manager()
+    assert f"PrometheusExporter is not available: [Errno 98] 127.0.0.1:{port} cannot be opened" in caplog.text
+    assert manager.lookup([b"a"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"prot": 1}, r"unknown options of exporter 'prometheus': prot \(did you mean 'port'"),
+        ({"port": "x"}, "port in exporter 'prometheus' must be a whole number"),
+        ({"port": 70_000}, "must be < 65536, got 70000"),
+        ({"host": 7}, "host in exporter 'prometheus' must be a str"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        spec_of({"type": "prometheus", **options})
+
+
+def test_clients_that_stand_still_or_send_garbage_hold_nobody_up(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "CLIENT_TIMEOUT_S", 0.3)
+    exporter = start_server(telemetry, 0)
+    host, port = "127.0.0.1", int(exporter.address.rsplit(":", 1)[1].split("/")[0])
+    threads = threading.active_count()
+    idle = [socket.create_connection((host, port)) for _ in range(20)]
+    for client in idle[:10]:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+    with socket.create_connection((host, port)) as client:
+        client.sendall(b"\xff\x00garbage" * 20_000)
+        assert "kvcache_capacity_blocks" in fetch(exporter.address)
+    for client in idle:
+        client.settimeout(10)
+        while client.recv(1 << 16):
+            pass
+        client.close()
+    end_s = time.monotonic() + 10
+    while threading.active_count() > threads:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
