@@ -117,3 +117,57 @@ class EventLog:
         with self:
             self._events.clear()
             self._num_keys = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """A job of a tier or a transfer that has ended, for who traces them.
+
+    Parameters
+    ----------
+    name : str
+        ``"promotion"``, ``"write"`` or ``"transfer"``.
+    medium : str
+        The tier's, or ``"GPU -> CPU"``.
+    num_blocks, num_bytes : int
+        How much it moved; 0: not known.
+    end_s, seconds : float
+        When it ended, since the epoch, and how long it took.
+    error : str
+        Why it failed; empty if it did not.
+    """
+
+    name: str
+    medium: str
+    num_blocks: int
+    num_bytes: int
+    end_s: float
+    seconds: float
+    error: str = ""
+
+
+class JobLog:
+    """The jobs that have ended and that nobody has taken yet, bounded; what does not fit is counted.
+
+    Parameters
+    ----------
+    max_jobs : int
+        Jobs kept.
+    """
+
+    def __init__(self, max_jobs: int = 10_000) -> None:
+        self._jobs: deque[FinishedJob] = deque()
+        self.max_jobs = max_jobs
+        self.num_dropped = 0
+
+    def add(self, job: FinishedJob) -> None:
+        """Append a job, or count it as dropped."""
+        if len(self._jobs) < self.max_jobs:
+            self._jobs.append(job)
+        else:
+            self.num_dropped += 1
+
+    def take(self) -> Iterator[FinishedJob]:
+        """Take the jobs out, oldest first; for one thread beside those that add."""
+        while self._jobs:
+            yield self._jobs.popleft()

@@ -13,6 +13,10 @@ from functools import cache
 from typing import Any
 
 Labels = tuple[tuple[str, str], ...]
+CALL_EXPONENTS = (9, 30)
+"""Of two, in nanoseconds: the bounds of histograms of calls, half a microsecond to a second."""
+JOB_EXPONENTS = (17, 36)
+"""The same for jobs and waits: an eighth of a millisecond to a minute."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,7 @@ EXPORTERS = Registry(
     {
         "status": "kvcache.exporters.status:StatusServer",
         "prometheus": "kvcache.exporters.prometheus:PrometheusExporter",
+        "otel": "kvcache.exporters.otel:SpanExporter",
     },
 )
 

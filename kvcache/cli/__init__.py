@@ -80,6 +80,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if error.name not in ("typer", "rich"):
             raise
         _fail(f"the command line needs {error.name}: install kvcache's extra 'cli'", _EXIT_FAILED)
+    from kvcache.spec.log import set_up_log
+
+    set_up_log()
     # A policy of one's own, "module:Class", may lie in the folder that the command is called from. Last: what else lies
     # there is not to stand in for what is installed, in processes that are spawned either.
     if "" not in sys.path:

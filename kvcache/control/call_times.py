@@ -14,7 +14,7 @@ from time import perf_counter_ns
 from typing import Protocol, TypeVar, runtime_checkable
 
 from kvcache.core.histogram import BlockAges, Histogram
-from kvcache.metrics import CallStats, EvictionStats, HistogramData, Part
+from kvcache.metrics import CALL_EXPONENTS, CallStats, EvictionStats, HistogramData, Part
 
 TIMED_CALLS = (
     "lookup",
@@ -30,7 +30,6 @@ TIMED_CALLS = (
 """Calls of a manager that are timed. Not `status`, which an engine asks for key by key."""
 WINDOW_S = 0.1
 WINDOW_CALLS = 100
-_EXPONENTS = (9, 30)  # half a microsecond to a second, in nanoseconds
 _CLOSE_S = 2.0
 T = TypeVar("T")
 
@@ -59,7 +58,7 @@ class CallTimes:
 
     def __init__(self, manager: Timed) -> None:
         self._manager = manager
-        self._histograms = {name: Histogram(1e-9, *_EXPONENTS) for name in TIMED_CALLS}
+        self._histograms = {name: Histogram(1e-9, *CALL_EXPONENTS) for name in TIMED_CALLS}
         self._ages = BlockAges(manager.num_blocks)
         self._left = 0
         self._lock = threading.Lock()

@@ -132,6 +132,19 @@ class Telemetry:
             self._call_times = CallTimes(manager)
             self.sources.append(self._call_times.parts)
 
+    def parts(self) -> list[Part]:
+        """Return the statistics of each component; callable in any thread.
+
+        Returns
+        -------
+        list of kvcache.metrics.Part
+            The manager's own first.
+        """
+        parts = [] if self.manager is None else self.manager.parts()
+        for source in list(self.sources):
+            parts += source()
+        return parts
+
     def snapshot(self) -> Snapshot:
         """Return what has been counted; callable in any thread.
 
@@ -140,16 +153,13 @@ class Telemetry:
         Snapshot
             Of now.
         """
-        parts = [] if self.manager is None else self.manager.parts()
-        for source in list(self.sources):
-            parts += source()
         return Snapshot(
             time_s=time.time(),
             uptime_s=time.monotonic() - self._start_s,
             labels=tuple(self.labels.items()),
             block_size=0 if self.manager is None else self.manager.block_size,
             block_bytes=self.block_bytes,
-            parts=tuple(parts),
+            parts=tuple(self.parts()),
         )
 
     def close(self) -> None:

@@ -111,7 +111,7 @@ cdef class Histogram:
             below += self.buckets[i]
         for i in range(self.highest + 1, 65):
             above += self.buckets[i]
-        bounds = tuple([(1 << i) * self.unit for i in range(self.lowest, self.highest + 1)])
+        bounds = tuple([(<uint64_t> 1 << i) * self.unit for i in range(self.lowest, self.highest + 1)])
         counts = (below, *[self.buckets[i] for i in range(self.lowest + 1, self.highest + 1)], above)
         return bounds, counts, self.total * self.unit
 

@@ -11,46 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.control.telemetry import Snapshot
-from kvcache.metrics import (
-    CallStats,
-    EventStats,
-    EvictionStats,
-    HistogramData,
-    ManagerStats,
-    Part,
-    Sample,
-    TransferStats,
-)
-from kvcache.tiering.controller import TierControllerStats
-from kvcache.tiering.manager import PromotionStats
-from kvcache.tiering.tier import TierStats
+from kvcache.spec.reported import every_sample
 
-_NO_DATA = HistogramData((1.0,), (0, 0), 0.0)
 _NAME = re.compile(r"\bK_(\w+)")
 _BY = "engine, rank"
-
-
-def exported_samples() -> list[Sample]:
-    """Return a sample of every metric that any component exports, with the labels that it has.
-
-    Returns
-    -------
-    list of Sample
-        Values are zero.
-    """
-    tier = TierControllerStats(TierStats("DISK", 0, 0), promotion_seconds=_NO_DATA, write_seconds=_NO_DATA)
-    parts = (
-        Part("", ManagerStats()),
-        Part("call", CallStats(_NO_DATA), (("call", "lookup"),)),
-        Part("eviction", EvictionStats(_NO_DATA)),
-        Part("event", EventStats()),
-        Part("promotion", PromotionStats(0, _NO_DATA)),
-        Part("tier", tier, (("tier", "0"), ("medium", "DISK"))),
-        Part("transfer", TransferStats(0, 0, 0, _NO_DATA, _NO_DATA), (("source", "GPU"), ("destination", "CPU"))),
-    )
-    snapshot = Snapshot(0.0, 0.0, (), 1, 1, parts)
-    return list(snapshot.samples())
 
 
 def series_names(prefix: str = "kvcache_") -> set[str]:
@@ -67,7 +31,7 @@ def series_names(prefix: str = "kvcache_") -> set[str]:
         A counter's end in ``_total``, a histogram's in ``_bucket``, ``_sum`` and ``_count``.
     """
     ends = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-    return {prefix + one.name + end for one in exported_samples() for end in ends[one.kind]}
+    return {prefix + one.name + end for one in every_sample() for end in ends[one.kind]}
 
 
 def query(expression: str, prefix: str = "kvcache_") -> str:
@@ -476,7 +440,7 @@ def as_markdown_table() -> str:
     """
     lines = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
     seen: set[str] = set()
-    for one in exported_samples():
+    for one in every_sample():
         name = f"kvcache_{one.name}{'_total' if one.kind == 'counter' else ''}"
         if name not in seen:
             seen.add(name)

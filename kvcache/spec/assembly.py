@@ -6,6 +6,7 @@ refused with the same error, and everything that was opened is closed, whoever a
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from kvcache.options import (
     without_secrets,
 )
 from kvcache.registry import EXPORTERS, TIERS
+from kvcache.spec.log import set_up_log
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier
@@ -403,6 +405,7 @@ def open_manager(
     ValueError
         An option is bad. Nothing that was opened here stays open.
     """
+    set_up_log()
     events = settings.enable_events if enable_events is None else enable_events
     policy, options = settings.cache_policy, settings.manager_options
     manager: CPUOffloadingManager | TieredOffloadingManager
@@ -435,6 +438,7 @@ def open_manager(
         )
         undo.callback(manager.telemetry.close)
         open_exporters(settings, manager.telemetry)
+        _LOG.info("offloading starts: %s", json.dumps(config, default=str))
         undo.pop_all()
     return manager
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.control.arbiter import LinkRate
 from kvcache.core.histogram import Histogram
-from kvcache.metrics import HistogramData, counter, gauge, histogram, state
+from kvcache.metrics import JOB_EXPONENTS, HistogramData, counter, gauge, histogram, state
 from kvcache.options import check_int, check_seconds, parse_flag
 from kvcache.tiering.breaker import BREAKER_STATES, Breaker
 from kvcache.tiering.log_limiter import LogLimiter
@@ -226,8 +226,8 @@ class TierController:
         self._written_blocks = 0
         self._failed_jobs = 0
         self._overdue_jobs = 0
-        self._promotion_s = Histogram(1e-9, 17, 36)
-        self._write_s = Histogram(1e-9, 17, 36)
+        self._promotion_s = Histogram(1e-9, *JOB_EXPONENTS)
+        self._write_s = Histogram(1e-9, *JOB_EXPONENTS)
         self._last_error = ""
         self._reset_again_s: float | None = None
         self._warnings = LogLimiter(_LOG)

@@ -35,7 +35,7 @@ from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.observers.what_if import estimate, sampler_for
 from kvcache.control.pool import BlockPool
 from kvcache.core.sampler import Sampler
-from kvcache.events import OffloadingEvent
+from kvcache.events import FinishedJob, JobLog, OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import HistogramData, ManagerStats, Part, gauge, histogram
 from kvcache.options import check_seconds
@@ -124,6 +124,8 @@ class TieredOffloadingManager(OffloadingManager):
     ----------
     controllers : list of TierController
         Of the tiers, in order.
+    job_log : JobLog or None
+        Is given every job that ends while it is set.
     arbiter : LoadArbiter or None
         What decides between loading and computing, where a tier has one.
 
@@ -161,6 +163,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.block_size = block_size
         self.medium = self._pool.medium
         self.timer: CallTimes | None = None
+        self.job_log: JobLog | None = None
         self._num_blocks = num_blocks
         pairs = [item if isinstance(item, tuple) else (item, TierConfig()) for item in tiers]
         for pair in pairs:
@@ -489,10 +492,21 @@ class TieredOffloadingManager(OffloadingManager):
 
     def parts(self) -> list[Part]:
         waits = HistogramData(*self._pending.waits.data())
-        parts = [*self._pool.parts(), Part("promotion", PromotionStats(len(self._pending), waits))]
-        for number, stats in enumerate(self.tier_stats()):
-            parts.append(Part("tier", stats, (("tier", str(number)), ("medium", stats.tier.medium))))
-        return parts
+        promotions = Part("promotion", PromotionStats(len(self._pending), waits))
+        return [*self._pool.parts(), promotions, *self.tier_parts()]
+
+    def tier_parts(self) -> list[Part]:
+        """Return the statistics of each tier with its labels; callable in any thread.
+
+        Returns
+        -------
+        list of kvcache.metrics.Part
+            One for each tier, in order.
+        """
+        return [
+            Part("tier", stats, (("tier", str(number)), ("medium", stats.tier.medium)))
+            for number, stats in enumerate(self.tier_stats())
+        ]
 
     @property
     def ages(self) -> BlockAges | None:
@@ -881,6 +895,7 @@ class TieredOffloadingManager(OffloadingManager):
                     self._give_back(job)
                     continue
                 if job is not None:
+                    self._trace(job, result, now_s)
                     if job.is_load:
                         self._end_promotion(job, result)
                     else:
@@ -892,6 +907,16 @@ class TieredOffloadingManager(OffloadingManager):
             controller.give_up_overdue(now_s)
             controller.retry_reset(now_s)
         self._end_draining()
+
+    def _trace(self, job: TierJob, result: TierResult, now_s: float) -> None:
+        seconds = now_s - job.deadline_s + job.controller.config.deadline_s
+        name = "promotion" if job.is_load else "write"
+        if _LOG.isEnabledFor(logging.DEBUG):
+            text = "%s of %d blocks, tier %s: %d done in %.1f ms %s"
+            _LOG.debug(text, name, len(job.keys), job.controller.medium, len(result.done), seconds * 1e3, result.error)
+        if self.job_log is not None:
+            medium = job.controller.medium
+            self.job_log.add(FinishedJob(name, medium, len(result.done), 0, time.time(), seconds, result.error))
 
     def _end_draining(self) -> None:
         """Open the empty cache once no job is under way but those that nobody waits for."""

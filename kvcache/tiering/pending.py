@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kvcache.core.histogram import Histogram
+from kvcache.metrics import JOB_EXPONENTS
 
 if TYPE_CHECKING:
     from kvcache.control.pool import BlockPool
@@ -75,7 +76,7 @@ class PendingRequests:
         self._max_step_blocks = max_step_blocks
         self._clock = clock
         self._requests: dict[ReqContext | None, PendingRequest] = {}
-        self.waits = Histogram(1e-9, 17, 36)
+        self.waits = Histogram(1e-9, *JOB_EXPONENTS)
 
     def __len__(self) -> int:
         return len(self._requests)

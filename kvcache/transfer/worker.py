@@ -6,11 +6,13 @@ An engine's worker then knows job ids and specs only, whatever media are configu
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvcache.core.histogram import Histogram
-from kvcache.metrics import HistogramData, Part, TransferStats
+from kvcache.events import FinishedJob, JobLog
+from kvcache.metrics import JOB_EXPONENTS, HistogramData, Part, TransferStats
 from kvcache.specs import LoadStoreSpec, TransferResult
 from kvcache.transfer.base import OffloadingHandler, TransferSpec, checked_pair
 
@@ -24,8 +26,8 @@ class _Tally:
     jobs: int = 0
     failed_jobs: int = 0
     moved_bytes: int = 0
-    durations: Histogram = field(default_factory=lambda: Histogram(1e-9, 12, 36))
-    sizes: Histogram = field(default_factory=lambda: Histogram(1.0, 12, 36))
+    durations: Histogram = field(default_factory=lambda: Histogram(1e-9, *JOB_EXPONENTS))
+    sizes: Histogram = field(default_factory=lambda: Histogram(1.0, *JOB_EXPONENTS))
 
     def stats(self) -> TransferStats:
         return TransferStats(
@@ -49,6 +51,7 @@ class OffloadingWorker:
     def __init__(self) -> None:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         self._finished: list[TransferResult] = []
+        self.job_log: JobLog | None = None
         self._tallies: dict[tuple[str, str], _Tally] = {}
         self._failing: set[int] = set()
 
@@ -177,6 +180,11 @@ class OffloadingWorker:
         ]
 
     def _count(self, result: TransferResult) -> None:
+        if self.job_log is not None:
+            way = " -> ".join(result.transfer_type)
+            error = "" if result.success else "the copy failed"
+            seconds = result.transfer_time
+            self.job_log.add(FinishedJob("transfer", way, 0, result.transfer_size, time.time(), seconds, error))
         tally = self._tallies.get(result.transfer_type)
         if tally is None:
             tally = self._tallies[result.transfer_type] = _Tally()

@@ -14,20 +14,18 @@ from hypothesis import strategies as st
 from kvcache.core.histogram import BlockAges, Histogram
 
 
-@given(st.lists(st.integers(0, 1 << 40), max_size=50))
-def test_an_observation_is_in_the_first_bucket_whose_bound_holds_it(values: list[int]) -> None:
-    histogram = Histogram(1.0, 2, 10)
+@given(st.lists(st.integers(0, 1 << 62), max_size=50), st.sampled_from((10, 31, 32, 36, 63)))
+def test_an_observation_is_in_the_first_bucket_whose_bound_holds_it(values: list[int], highest: int) -> None:
+    histogram = Histogram(1.0, 2, highest)
     for value in values:
         histogram.observe_ticks(value)
     bounds, counts, total = histogram.data()
-    assert bounds == tuple(2.0**exponent for exponent in range(2, 11))
+    assert bounds == tuple(2.0**exponent for exponent in range(2, highest + 1))
     edges = [-1.0, *bounds, math.inf]
-    assert counts == tuple(
-        sum(low < value <= high for value in values) for low, high in pairwise(edges)
-    )
-    assert total == sum(values)
+    assert counts == tuple(sum(low < value <= high for value in values) for low, high in pairwise(edges))
+    assert total == pytest.approx(sum(values))
     assert histogram.count == len(values)
-    assert histogram.max == max(values, default=0)
+    assert histogram.max == float(max(values, default=0))
 
 
 def test_observations_are_in_the_unit_and_nonsense_counts_as_nothing() -> None:

@@ -144,7 +144,7 @@ def test_a_workers_transfers_are_reported_by_direction(caplog: pytest.LogCapture
     assert found["kvcache_transfer_failed_jobs_total", way] == 2
     assert found["kvcache_transfer_moved_bytes_total", way] == 4096
     assert found["kvcache_transfer_duration_seconds_sum", way] == pytest.approx(0.25)
-    assert found["kvcache_transfer_size_bytes_bucket", way | {("le", "4096")}] == 1
+    assert found["kvcache_transfer_size_bytes_bucket", way | {("le", "131072")}] == 1
     telemetry.close()
 
 

@@ -89,7 +89,7 @@ class TestOneEngine:
         assert after == {"stored_blocks": 32, "loaded_blocks": 32, "needed_blocks": 64}
         for way in moved:
             assert fresh.metric(f"vllm:kv_offload_{way}_bytes") - moved[way] == 32 * BLOCK_BYTES
-        assert fresh.metric("vllm:kvcache_num_blocks") == fresh.stats.num_blocks == (256 << 20) // BLOCK_BYTES
+        assert fresh.metric("vllm:kvcache_capacity_blocks") == fresh.stats.num_blocks == (256 << 20) // BLOCK_BYTES
 
     def test_hints_reach_the_manager_and_bad_ones_are_counted(self, fresh: Any, prompts: Any) -> None:
         ignored = fresh.metric("vllm:kvcache_ignored_hints")

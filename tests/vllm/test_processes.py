@@ -60,7 +60,7 @@ def test_tokens_are_the_same_with_multiprocessing(models: Any, prompts: Any, exp
     assert first["tokens"] == second["tokens"] == expected(prompts)
     assert second["cached"] == [1024] * 3
     metrics = result["metrics"]
-    assert metrics["vllm:kvcache_num_blocks"] == 100
+    assert metrics["vllm:kvcache_capacity_blocks"] == 100
     assert metrics["vllm:kvcache_stored_blocks"] == 34
     assert metrics["vllm:kvcache_loaded_blocks"] == 34
     assert metrics["vllm:kv_offload_store_bytes"] == metrics["vllm:kv_offload_load_bytes"] == 34 * BLOCK_BYTES
@@ -82,7 +82,7 @@ def test_blocks_of_two_ranks_come_back_from_disk_also_in_the_next_process(
         assert (first["cached"], second["cached"]) == (cached, [640] * 7)
         metrics = result["metrics"]
         # Each rank holds its part of the heads, so its share of the memory holds as many blocks as one rank's whole.
-        assert metrics["vllm:kvcache_num_blocks"] == 40
-        assert metrics["vllm:kvcache_tier_num_held"] == 140
-        assert metrics["vllm:kvcache_tiers_unavailable"] == 0
+        assert metrics["vllm:kvcache_capacity_blocks"] == 40
+        assert metrics["vllm:kvcache_tier_held_blocks"] == 140
+        assert metrics["vllm:kvcache_tier_unavailable"] == 0
     assert set(Path("/dev/shm").glob("kvcache-*")) == shared_before

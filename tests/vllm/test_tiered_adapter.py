@@ -116,5 +116,7 @@ def test_working_tiers_count_as_available(make: Any) -> None:
     adapter = make()
     serve(adapter, "a", keys_of("a", 2))
     sent = adapter.get_stats().reduce()
-    assert (sent["vllm:kvcache_tiers_unavailable"], sent["vllm:kvcache_tier_num_held"]) == (0, 2)
-    assert (sent["vllm:kvcache_tier_corrupt_blocks"], sent["vllm:kvcache_tier_io_errors"]) == (0, 0)
+    tier = ":('0', 'DISK')"
+    assert (sent["vllm:kvcache_tier_unavailable" + tier], sent["vllm:kvcache_tier_held_blocks" + tier]) == (0, 2)
+    assert (sent["vllm:kvcache_tier_corrupt_blocks" + tier], sent["vllm:kvcache_tier_io_errors" + tier]) == (0, 0)
+    assert sent.keys() >= {"vllm:kvcache_tier_reads_breaker:('0', 'DISK', 'closed')"}

@@ -55,8 +55,8 @@ def test_blocks_come_back_from_disk_and_after_a_restart(
         # All at once: where loads leave no room in host memory, blocks are computed again, and nobody waits for ever.
         engine.drop_device_cache()
         assert engine.answers(crowd) == expected(crowd)
-        assert engine.metric("vllm:kvcache_tiers_unavailable") == 0
-        assert engine.metric("vllm:kvcache_tier_num_held") == 140
+        assert engine.metric("vllm:kvcache_tier_unavailable") == 0
+        assert engine.metric("vllm:kvcache_tier_held_blocks") == 140
         stats = engine.stats
         assert (stats.num_pending, stats.failed_blocks) == (0, 0)
     assert set(Path("/dev/shm").glob("kvcache-*/*")) == shared_before

@@ -103,7 +103,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._status = manager.status
         self._what_if_log = what_if_log
         self._num_resets = 0
-        self.metrics = MetricsSource()
+        self.metrics = MetricsSource(manager)
         self._key_positions = release.key_positions
         self.sources: Any = None
         if release.load_source:
@@ -166,7 +166,7 @@ class KVCacheOffloadingManager(OffloadingManager):
             yield OffloadingEvent(keys=event.keys, medium=Medium.CPU, removed=event.removed)
 
     def get_stats(self) -> Any:
-        return self.metrics.changes(self._manager.stats())
+        return self.metrics.changes()
 
     def reset_cache(self) -> None:
         self._num_resets += 1

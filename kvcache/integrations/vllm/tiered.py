@@ -157,9 +157,6 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
             medium = Medium.CPU if event.medium == self._tiered.medium else Medium.STORAGE
             yield OffloadingEvent(keys=event.keys, medium=medium, removed=event.removed)
 
-    def get_stats(self) -> Any:
-        return self.metrics.changes(self._tiered.stats(), self._tiered.tier_stats())
-
     def has_pending_work(self) -> bool:
         return self._tiered.has_pending_work()
 

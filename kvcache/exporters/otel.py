@@ -1,0 +1,127 @@
+"""OpenTelemetry: a span for every promotion, write and copy that has ended, wherever a tracer provider sends them.
+
+The engine's thread appends a line to a bounded log; spans are made from it in a thread of the exporter's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import trace
+from opentelemetry.trace import Status, StatusCode
+
+from kvcache.control.telemetry import Exporter
+from kvcache.events import FinishedJob, JobLog
+from kvcache.metrics import Part, counter
+from kvcache.options import name_unknown
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+    from kvcache.control.telemetry import Telemetry
+
+_INTERVAL_S = 0.25
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpanStats:
+    """What became of spans.
+
+    Parameters
+    ----------
+    dropped_spans : int
+        Counter.
+    """
+
+    dropped_spans: int = counter("jobs", "Jobs that no span was made of, because too many ended at a time.")
+
+
+class SpanExporter(Exporter):
+    """Make spans of the jobs of an engine's tiers, or of a worker's copies.
+
+    Parameters
+    ----------
+    telemetry : Telemetry
+        Of the engine: its manager's jobs are traced where it has tiers.
+    provider : opentelemetry.trace.TracerProvider, optional
+        Makes the tracer; left out: the one that the process has set.
+
+    Attributes
+    ----------
+    job_log : JobLog
+        Where jobs are taken from; set ``worker.job_log`` to it for a worker's copies.
+
+    Notes
+    -----
+    Spans are called ``kvcache.promotion``, ``kvcache.write`` and ``kvcache.transfer``, and have the attributes
+    ``kvcache.medium``, ``kvcache.blocks``, ``kvcache.bytes`` and the telemetry's labels.
+    """
+
+    def __init__(self, telemetry: Telemetry, provider: TracerProvider | None = None) -> None:
+        self.job_log = JobLog()
+        self._telemetry = telemetry
+        self._tracer = trace.get_tracer("kvcache", tracer_provider=provider)
+        self._labels = {f"kvcache.{name}": value for name, value in telemetry.labels.items()}
+        manager: Any = telemetry.manager
+        self._manager = manager
+        if getattr(self._manager, "job_log", self) is None:
+            self._manager.job_log = self.job_log
+        telemetry.sources.append(self._parts)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvcache-otel", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        if unknown := name_unknown(options, ()):
+            raise ValueError(f"unknown options of exporter 'otel': {unknown}")
+
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> SpanExporter:
+        cls.check_options(options)
+        return cls(telemetry)
+
+    @property
+    def address(self) -> str:
+        return "the process's tracer provider"
+
+    def close(self) -> None:
+        if self._stop.is_set():
+            return
+        if getattr(self._manager, "job_log", None) is self.job_log:
+            self._manager.job_log = None
+        self._stop.set()
+        self._thread.join(_CLOSE_S)
+        self._telemetry.sources.remove(self._parts)
+
+    def _parts(self) -> Iterable[Part]:
+        return [Part("otel", SpanStats(self.job_log.num_dropped))]
+
+    def _run(self) -> None:
+        while not self._stop.wait(_INTERVAL_S):
+            self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        for job in self.job_log.take():
+            self._export(job)
+
+    def _export(self, job: FinishedJob) -> None:
+        end_ns = int(job.end_s * 1e9)
+        span = self._tracer.start_span(
+            f"kvcache.{job.name}",
+            start_time=end_ns - int(job.seconds * 1e9),
+            attributes={
+                **self._labels,
+                "kvcache.medium": job.medium,
+                "kvcache.blocks": job.num_blocks,
+                "kvcache.bytes": job.num_bytes,
+            },
+        )
+        if job.error:
+            span.set_status(Status(StatusCode.ERROR, job.error))
+        span.end(end_time=end_ns)

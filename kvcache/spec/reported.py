@@ -1,0 +1,57 @@
+"""What is reported of an engine, whatever it is made of: one sample of every metric, for whoever must know them before.
+
+vLLM wants metrics declared before there is a manager, and a dashboard is made without any.
+"""
+
+from __future__ import annotations
+
+from kvcache.core.histogram import Histogram
+from kvcache.metrics import (
+    CALL_EXPONENTS,
+    JOB_EXPONENTS,
+    CallStats,
+    EventStats,
+    EvictionStats,
+    HistogramData,
+    ManagerStats,
+    Part,
+    Sample,
+    TransferStats,
+    samples_of,
+)
+from kvcache.tiering.controller import TierControllerStats
+from kvcache.tiering.manager import PromotionStats
+from kvcache.tiering.tier import TierStats
+
+
+def every_sample(with_transfers: bool = True) -> list[Sample]:
+    """Return a sample of every metric that a manager, and a worker, can report, with the labels that it has.
+
+    Parameters
+    ----------
+    with_transfers : bool
+        Whether a worker's copies are among them.
+
+    Returns
+    -------
+    list of Sample
+        Values are zero; histograms have the bounds that they will have.
+    """
+    calls, jobs = (
+        HistogramData(*Histogram(1e-9, *exponents).data()) for exponents in (CALL_EXPONENTS, JOB_EXPONENTS)
+    )
+    ages = HistogramData(*Histogram(1e-2, 0, 26).data())
+    sizes = HistogramData(*Histogram(1.0, *JOB_EXPONENTS).data())
+    tier = TierControllerStats(TierStats("DISK", 0, 0), promotion_seconds=jobs, write_seconds=jobs)
+    parts = [
+        Part("", ManagerStats()),
+        Part("call", CallStats(calls), (("call", "lookup"),)),
+        Part("eviction", EvictionStats(ages)),
+        Part("event", EventStats()),
+        Part("promotion", PromotionStats(0, jobs)),
+        Part("tier", tier, (("tier", "0"), ("medium", "DISK"))),
+    ]
+    if with_transfers:
+        labels = (("source", "GPU"), ("destination", "CPU"))
+        parts.append(Part("transfer", TransferStats(0, 0, 0, jobs, sizes), labels))
+    return [sample for part in parts for sample in samples_of(part, block_size=1, block_bytes=1)]

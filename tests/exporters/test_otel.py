@@ -1,0 +1,107 @@
+"""Spans of promotions, writes and copies."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter as Sender
+from opentelemetry.trace import StatusCode
+
+from kvcache import CPUOffloadingManager, TieredOffloadingManager
+from kvcache.control.telemetry import Telemetry
+from kvcache.events import FinishedJob, JobLog
+from kvcache.exporters.otel import SpanExporter
+from kvcache.registry import EXPORTERS
+from kvcache.tiers.memory import MemoryTier
+
+
+class Collected(Sender):
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.spans += spans
+        return SpanExportResult.SUCCESS
+
+
+@pytest.fixture
+def collected() -> Collected:
+    return Collected()
+
+
+@pytest.fixture
+def provider(collected: Collected) -> TracerProvider:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(collected))
+    return provider
+
+
+def test_a_write_and_a_promotion_are_spans(provider: TracerProvider, collected: Collected) -> None:
+    manager = TieredOffloadingManager(16, 4, [MemoryTier(16, np.zeros((4, 16), dtype=np.uint8))])
+    telemetry = Telemetry(manager, labels={"engine": "e"})
+    exporter = SpanExporter(telemetry, provider)
+    before_ns = time.time_ns()
+    for number in range(2):
+        output = manager.prepare_store([b"%d.%d" % (number, i) for i in range(4)])
+        assert output is not None
+        manager.complete_store(output.keys_to_store)
+        assert manager.settle()
+    assert manager.lookup([b"0.0", b"0.1"]) is None
+    assert manager.settle()
+    exporter.close()
+    exporter.close()
+    blocks = Counter[str]()
+    for span in collected.spans:
+        attributes = dict(span.attributes or {})
+        count = attributes.pop("kvcache.blocks")
+        assert isinstance(count, int)
+        blocks[span.name] += count
+        assert attributes == {
+            "kvcache.engine": "e",
+            "kvcache.rank": "0",
+            "kvcache.policy": "lru",
+            "kvcache.medium": "MEMORY",
+            "kvcache.bytes": 0,
+        }
+    assert blocks == {"kvcache.write": 8, "kvcache.promotion": 2}
+    for span in collected.spans:
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert before_ns - 10**9 <= span.start_time <= span.end_time <= time.time_ns()
+    assert manager.job_log is None
+    manager.shutdown()
+
+
+def test_a_failed_job_is_a_span_with_its_error(provider: TracerProvider, collected: Collected) -> None:
+    exporter = SpanExporter(Telemetry(None), provider)
+    exporter.job_log.add(FinishedJob("transfer", "GPU -> CPU", 0, 4096, 100.0, 0.5, "the copy failed"))
+    exporter.close()
+    (span,) = collected.spans
+    assert (span.name, span.start_time, span.end_time) == ("kvcache.transfer", 99_500_000_000, 100_000_000_000)
+    assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "the copy failed")
+
+
+def test_what_does_not_fit_is_counted_and_reported(provider: TracerProvider) -> None:
+    log = JobLog(2)
+    for _ in range(5):
+        log.add(FinishedJob("write", "DISK", 1, 0, 1.0, 0.1))
+    assert (len(list(log.take())), log.num_dropped) == (2, 3)
+    telemetry = Telemetry(CPUOffloadingManager(16, 4))
+    exporter = SpanExporter(telemetry, provider)
+    exporter.job_log.num_dropped = 3
+    assert [one.value for one in telemetry.snapshot().samples() if one.name == "otel_dropped_spans"] == [3]
+    exporter.close()
+
+
+def test_it_is_registered_by_name() -> None:
+    assert EXPORTERS.resolve("otel") is SpanExporter
+    with pytest.raises(ValueError, match="unknown options of exporter 'otel': url"):
+        SpanExporter.check_options({"url": "x"})
