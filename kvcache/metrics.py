@@ -315,6 +315,19 @@ class EvictionStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyStats:
+    """One quantity that a policy shows of itself.
+
+    Parameters
+    ----------
+    quantity : float
+        Gauge.
+    """
+
+    quantity: float = gauge("", "What a policy shows of itself, such as the length of a list, by its name.")
+
+
+@dataclass(frozen=True, slots=True)
 class CallStats:
     """How long one kind of call of a manager takes in the scheduler's thread.
 

@@ -6,6 +6,7 @@ reported in one place, whoever moves it. Every loop over blocks is the cache's.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from kvcache.core.request_keys import RequestKeys
 from kvcache.core.reuse_filter import ReuseFilter
 from kvcache.events import EventLog, OffloadingEvent
 from kvcache.keys import as_key_list
-from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part
+from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part, PolicyStats
 from kvcache.options import check_int, check_share
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvcache.core.histogram import BlockAges
     from kvcache.policies.base import BlockCacheOps
 
+_LOG = logging.getLogger(__name__)
 MAX_BLOCKS = 1 << 30
 Keys = Iterable[bytes]
 
@@ -238,6 +240,12 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
     def parts(self) -> list[Part]:
         """Return everything that is counted, by component; callable in any thread."""
         parts = [Part("", self.stats())]
+        try:
+            for name, value in self.policy.gauges().items():
+                parts.append(Part("policy", PolicyStats(float(value)), (("name", name),)))
+        except Exception:
+            # A plug-in's fault is not to cost the rest; at every scrape a line would be too much.
+            _LOG.debug("the policy's gauges failed", exc_info=True)
         if self.events is not None:
             parts.append(Part("event", EventStats(len(self.events), self.events.num_dropped)))
         return parts

@@ -194,6 +194,22 @@ class Exporter(ABC):
         """
 
     @classmethod
+    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
+        """Return why an exporter with these options could not be opened now; empty if it could, as far as is known.
+
+        Parameters
+        ----------
+        options : mapping
+            Checked.
+
+        Returns
+        -------
+        str
+            The reason; empty by default.
+        """
+        return ""
+
+    @classmethod
     @abstractmethod
     def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> Exporter:
         """Open an exporter.

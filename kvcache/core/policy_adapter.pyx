@@ -295,6 +295,10 @@ cdef class PolicyAdapter(ReplacementPolicy):
                 raise BlockStateError("the block has left the cache")
             return table.rows[row].ref_cnt, row - table.first
 
+    def gauges(self):
+        """Return what the policy shows of itself; see `CachePolicy.gauges`."""
+        return {}
+
     def _list_len(self, int32_t list_idx):
         return self.table.num_in_list[list_idx]
 

@@ -141,6 +141,15 @@ class PrometheusExporter(Exporter):
             raise ValueError(f"port in exporter 'prometheus' must be < 65536, got {port}")
 
     @classmethod
+    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
+        found = _OPTIONS.read("exporter 'prometheus'", options)
+        try:
+            _check_free(found.get("host", "127.0.0.1"), found.get("port", DEFAULT_PORT))
+        except OSError as error:
+            return str(error)
+        return ""
+
+    @classmethod
     def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> PrometheusExporter:
         cls.check_options(options)
         found = _OPTIONS.read("exporter 'prometheus'", options)

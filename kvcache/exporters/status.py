@@ -176,6 +176,17 @@ class StatusServer(Exporter):
         _OPTIONS.read("exporter 'status'", options)
 
     @classmethod
+    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
+        path = _OPTIONS.read("exporter 'status'", options).get("path")
+        if path is None or not Path(path).exists():
+            return ""
+        try:
+            _check_ours(Path(path))
+        except (OSError, ValueError) as error:
+            return str(error)
+        return f"{path} is served by another process" if _is_served(Path(path)) else ""
+
+    @classmethod
     def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> StatusServer:
         cls.check_options(options)
         return cls(telemetry, _OPTIONS.read("exporter 'status'", options).get("path"))

@@ -63,6 +63,16 @@ cdef class ARCCachePolicy(PolicyAdapter):
             raise ValueError(f"target_t1_size must be a number >= 0, got {value!r}")
         self.target = value
 
+    def gauges(self):
+        """Return the lengths of both lists and of their ghosts, and the length that the first should have."""
+        return {
+            "t1_blocks": self.table.num_in_list[T1],
+            "t2_blocks": self.table.num_in_list[T2],
+            "b1_ghosts": self.b1.num_ghosts,
+            "b2_ghosts": self.b2.num_ghosts,
+            "t1_target_blocks": self.target,
+        }
+
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t row, ghost

@@ -247,6 +247,18 @@ class CachePolicy(ABC):
             Exactly `n` victims in eviction order; None if there are fewer, and nothing has changed then.
         """
 
+    def gauges(self) -> dict[str, float]:
+        """Return what the policy would show of itself now, by name; called in any thread, cheap, and changes nothing.
+
+        Exporters give each as ``kvcache_policy_quantity`` with its name as a label.
+
+        Returns
+        -------
+        dict of str to float
+            Such as the length of each list; empty by default.
+        """
+        return {}
+
     def order(self, keys: Iterable[bytes]) -> None:  # noqa: B027
         """Move each key, from last to first, to the most-recent end where it stands; no use is counted.
 

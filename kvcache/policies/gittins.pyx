@@ -202,6 +202,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     def now_ms(self, int64_t now_ms):
         self.now_ns = now_ms * 1_000_000
 
+    def gauges(self):
+        """Return the keys that are remembered, and the uses that were learned from."""
+        return {"remembered_keys": self.num_remembered, "learned_uses": self.touches}
+
     @property
     def num_remembered(self):
         """Keys that are known without being resident."""

@@ -55,6 +55,10 @@ cdef class LFUDACachePolicy(PolicyAdapter):
         if self.table.rows[row].where == HEAPED:
             heap_update(self.table.rows, &self.table.queues[queue_of(self.table, row)], row, self.table.ranks[row])
 
+    def gauges(self):
+        """Return the age of the cache, and the keys that are remembered."""
+        return {"age": self.age, "remembered_keys": self.history.num_ghosts}
+
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t row

@@ -82,6 +82,11 @@ cdef class MultiQueue(PolicyAdapter):
         """The keys of each queue, seldom used ones first."""
         return [ListView(self, level) for level in range(NUM_LEVELS)]
 
+    def gauges(self):
+        """Return the length of each queue, and the keys that are remembered."""
+        queues = {f"queue_{level}_blocks": self.table.num_in_list[level] for level in range(NUM_LEVELS)}
+        return {**queues, "remembered_keys": self.history.num_ghosts}
+
     cdef void on_request(self) noexcept nogil:
         self.clock += 1
         self._demote()

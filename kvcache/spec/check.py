@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.options import name_unknown, parse_size
-from kvcache.spec.assembly import OPTION_NAMES, OffloadSettings, TierSettings
+from kvcache.spec.assembly import OPTION_NAMES, ExporterSettings, OffloadSettings, TierSettings
 
 LEVELS = ("ok", "warning", "error")
 
@@ -85,6 +85,7 @@ def check_config(
         findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {settings.cache_policy}"))
     if pool_bytes:
         findings += _check_memory(pool_bytes, settings)
+    findings += [_check_exporter(one) for one in settings.exporters]
     for tier in settings.tiers:
         findings += _check_tier(tier, block_bytes * world_size)
     return findings
@@ -142,6 +143,13 @@ def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
         yield Finding("error", subject, f"{path} is no directory")
         return
     yield _room(subject, path, max(0, capacity_bytes - used_bytes))
+
+
+def _check_exporter(one: ExporterSettings) -> Finding:
+    subject = f"exporter {one.exporter.__name__}"
+    reason = one.exporter.unavailable_reason(one.options)
+    # The engine starts without it.
+    return Finding("warning", subject, reason) if reason else Finding("ok", subject, "can be opened")
 
 
 def _room(subject: str, path: Path, num_bytes: int) -> Finding:

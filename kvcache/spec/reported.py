@@ -15,6 +15,7 @@ from kvcache.metrics import (
     HistogramData,
     ManagerStats,
     Part,
+    PolicyStats,
     Sample,
     TransferStats,
     samples_of,
@@ -45,6 +46,7 @@ def every_sample(with_transfers: bool = True) -> list[Sample]:
     tier = TierControllerStats(TierStats("DISK", 0, 0), promotion_seconds=jobs, write_seconds=jobs)
     parts = [
         Part("", ManagerStats()),
+        Part("policy", PolicyStats(0.0), (("name", "t1_blocks"),)),
         Part("call", CallStats(calls), (("call", "lookup"),)),
         Part("eviction", EvictionStats(ages)),
         Part("event", EventStats()),

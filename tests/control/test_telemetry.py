@@ -16,6 +16,7 @@ from kvcache.control.call_times import TIMED_CALLS, CallTimes
 from kvcache.control.telemetry import Telemetry
 from kvcache.metrics import HistogramData, Part
 from kvcache.registry import POLICIES
+from kvcache.testing.reference import ReferenceLRU
 from kvcache.tiers.memory import MemoryTier
 
 
@@ -132,6 +133,32 @@ def test_the_worst_call_is_kept_with_its_kind() -> None:
     assert max(worst, key=lambda name: worst[name]) == "touch"
     assert worst["touch"] >= 0.05
     telemetry.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_policies_show_quantities_that_fit_what_they_hold(policy: str) -> None:
+    manager = CPUOffloadingManager(16, 4, policy)
+    output = manager.prepare_store([b"a", b"b", b"c"])
+    assert output is not None
+    manager.complete_store(output.keys_to_store)
+    found = {
+        dict(one.labels)["name"]: one.value
+        for one in Telemetry(manager).snapshot().samples()
+        if one.name == "policy_quantity"
+    }
+    blocks = [value for name, value in found.items() if name in ("t1_blocks", "t2_blocks") or name.startswith("queue_")]
+    assert not blocks or sum(blocks) == len(output.keys_to_store)
+    assert {"lru": 0, "arc": 5, "mq": 9, "amq": 9, "lfuda": 2, "gittins": 2}.get(policy, len(found)) == len(found)
+
+
+def test_a_policy_whose_gauges_fail_costs_no_snapshot() -> None:
+    class Broken(ReferenceLRU):
+        def gauges(self) -> dict[str, float]:
+            raise RuntimeError("a fault")
+
+    names = {one.name for one in Telemetry(CPUOffloadingManager(16, 4, Broken)).snapshot().samples()}
+    assert "capacity_blocks" in names
+    assert "policy_quantity" not in names
 
 
 def test_managers_are_freed() -> None:

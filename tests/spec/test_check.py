@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,19 @@ def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path: Path):
     tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
     given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": tiers}
     assert text_of(check_config(given), "error") == f"{tmp_path / 'tier'} is no directory"
+
+
+def test_exporters_that_cannot_be_opened_are_warned_of(tmp_path: Path) -> None:
+    importlib.import_module("prometheus_client")
+    taken = tmp_path / "file"
+    taken.write_text("data")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        exporters = [{"type": "prometheus", "port": port}, {"type": "status", "path": str(taken)}, "status"]
+        findings = check_config({"num_cpu_blocks": 8, "exporters": exporters})
+    found = [(one.level, one.text) for one in findings if one.subject.startswith("exporter")]
+    assert [level for level, _ in found] == ["warning", "warning", "ok"]
+    assert f"127.0.0.1:{port} cannot be opened" in found[0][1]
+    assert "is no socket" in found[1][1]
