@@ -163,8 +163,11 @@ def _what_if_reader(path: Path) -> Callable[[], dict[str, Any] | None]:
 
 
 def _url_reader(url: str) -> Callable[[], Frame]:
+    import importlib.util
     import urllib.request
 
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise common.CommandError("--url needs prometheus-client: install kvcache's extra 'prometheus'")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--url must begin with http:// or https://, got {url!r}")
 
