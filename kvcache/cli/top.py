@@ -96,6 +96,8 @@ def top(
     history = History()
     history.add(look())
     if once:
+        time.sleep(interval)
+        history.add(look())
         common.console(None).print(view(address, history, ask_what_if() if ask_what_if else None))
         return
     _watch(address, history, look, ask_what_if, interval)
@@ -272,16 +274,18 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _hits(history: History) -> Table:
-    table = _table("Hits", "share of needed blocks", "1 min", "5 min", "15 min", "now a second")
+    table = _table("Hits", "share of needed blocks", "1 min", "5 min", "15 min", "since start", "now a second")
     rows = (
         ("loaded", "loaded_blocks"),
         ("  brought back by tiers", "promoted_loaded_blocks"),
     )
     for title, name in rows:
         shares = [history.ratio(name, "needed_blocks", window_s) for window_s in _WINDOWS_S]
+        needed = history.frames[-1].get("needed_blocks")
+        shares.append(history.frames[-1].get(name) / needed if needed else None)
         table.add_row(title, *map(_percent, shares), f"{history.rate(name):,.0f} blocks")
     for title, name in (("stored", "stored_blocks"), ("evicted", "evicted_blocks"), ("refused", "rejected_stores")):
-        table.add_row(title, "", "", "", f"{history.rate(name):,.0f}")
+        table.add_row(title, "", "", "", "", f"{history.rate(name):,.0f}")
     return table
 
 

@@ -41,10 +41,11 @@ def telemetry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Telem
 
 def test_a_frame_from_the_socket_shows_media_tiers_and_the_what_if(telemetry: Telemetry, run: Run) -> None:
     telemetry.exporters.append(StatusServer(telemetry))
-    code, out, _ = run("top", "--once")
+    code, out, _ = run("top", "--once", "--interval", "0.1")
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert any(line.startswith("kvcache engine=0 rank=0 policy=arc") for line in lines)
+    assert "loaded - - - 0.0% 0 blocks" in lines
     assert "host memory 6 8 6 MiB 0 B 0 B 0 in use" in lines
     assert "MEMORY 6 32 6 MiB 0 B 0 B 0 backlog works" in lines
     assert any(line.startswith("policy 2 4 8* 16 32 64") for line in lines)
@@ -53,7 +54,7 @@ def test_a_frame_from_the_socket_shows_media_tiers_and_the_what_if(telemetry: Te
 
 def test_a_page_of_metrics_shows_the_same(telemetry: Telemetry, run: Run) -> None:
     exporter = start_server(telemetry, 0)
-    code, out, _ = run("top", "--once", "--url", exporter.address)
+    code, out, _ = run("top", "--once", "--interval", "0.1", "--url", exporter.address)
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "host memory 6 8 6 MiB 0 B 0 B 0 in use" in lines
