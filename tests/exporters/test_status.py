@@ -76,7 +76,8 @@ def test_status_answers_with_what_is_counted(server: StatusServer) -> None:
     found = ask(server.path, "status")
     assert found["labels"] == {"engine": "0", "rank": "0", "policy": "arc"}
     assert (found["block_size"], found["block_bytes"]) == (16, 4096)
-    manager, own = found["parts"]
+    manager, *policy, own = found["parts"]
+    assert [part["name"] for part in policy] == ["policy"] * 5
     assert (manager["name"], manager["stats"]["stored_blocks"], manager["stats"]["num_free"]) == ("manager", 2, 6)
     assert (own["name"], own["stats"]["requests"]) == ("status", 0)
     assert found["config"] == {"password_file": "/x"}
