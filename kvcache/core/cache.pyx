@@ -23,7 +23,7 @@ from kvcache.core.table cimport (
 import numpy as np
 
 from kvcache.block import BlockStateError
-from kvcache.request import NEXT_USES
+from kvcache.request import NEXT_USES as _NEXT_USES
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 
 cdef extern from "Python.h":
@@ -763,7 +763,7 @@ cdef class BlockCache:
 
 
 cdef int32_t _next_use_of(next_use) except -1:
-    return 0 if next_use is None else 1 + NEXT_USES.index(next_use)
+    return 0 if next_use is None else 1 + _NEXT_USES.index(next_use)
 
 
 cdef list _by_position(dict positions):
