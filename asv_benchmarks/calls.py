@@ -196,17 +196,17 @@ def aged_scenario(policy: str, case: str, num_blocks: int = NUM_BLOCKS) -> Itera
         took, output = timed("prepare_store, short", manager.prepare_store, keys, context)
         yield took
         manager.complete_store(output.keys_to_store, context)
+    resident = []
+    for first in range(0, 6 * num_blocks, SHORT):
+        keys = fresh_keys(first, SHORT)
+        if hits := manager.lookup(keys):
+            resident.append(keys[:hits])
     if case == AGED_CASES[1]:
-        for first in range(0, num_blocks // 2, BATCH):
-            yield timed("prepare_load", manager.prepare_load, fresh_keys(first))[0]
+        for keys in resident[: len(resident) // 2]:
+            yield timed("prepare_load", manager.prepare_load, keys)[0]
     elif case == AGED_CASES[2]:
-        for first in range(0, num_blocks, SHORT * BATCH):
-            ends = [
-                key
-                for at in range(first, min(first + SHORT * BATCH, num_blocks), SHORT)
-                for key in fresh_keys(at + SHORT - 1, 1)
-            ]
-            yield timed("prepare_load", manager.prepare_load, ends)[0]
+        for keys in resident:
+            yield timed("prepare_load", manager.prepare_load, keys[-1:])[0]
     now_s += 3600.0
     for i in range(600):
         now_s += 0.1

@@ -57,7 +57,8 @@ cdef class RememberedKeys:
         if num_keys < 1:
             raise ValueError(f"num_keys must be >= 1, got {num_keys}")
         self._grow_index(num_keys)
-        self._grow_segments(num_keys // SEGMENT_KEYS + num_keys // (8 * SEGMENT_KEYS) + 8)
+        # Room for half full segments, untouched until used: to grow is to copy megabytes.
+        self._grow_segments(2 * (num_keys // SEGMENT_KEYS) + 8)
         self.clear()
 
     def __dealloc__(self):

@@ -177,7 +177,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         if self.members == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
         self.memory = RememberedKeys(MEMORY_FACTOR * cache_capacity + cache_capacity // 16 + SPARE_KEYS)
-        self._grow_groups(SPARE_KEYS)
+        # Untouched until used: to grow is to copy megabytes.
+        self._grow_groups(cache_capacity + SPARE_KEYS)
         self.on_reset()
 
     def __dealloc__(self):
