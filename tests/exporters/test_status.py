@@ -41,7 +41,8 @@ def manager() -> CPUOffloadingManager:
 
 @pytest.fixture
 def server(manager: CPUOffloadingManager, folder: Path) -> Iterator[StatusServer]:
-    server = StatusServer(Telemetry(manager, block_bytes=4096, config={"password_file": Path("/x")}), folder / "s.sock")
+    telemetry = Telemetry(manager, block_bytes=4096, config={"password_file": Path("/x")})
+    server = StatusServer(telemetry, folder / "s.sock", hints=True)
     yield server
     server.close()
 
@@ -356,3 +357,12 @@ def test_hints_from_many_threads_and_a_busy_scheduler_do_no_harm(
     manager.policy.check()  # type: ignore[attr-defined]
     assert failures == []
     assert manager.stats().num_pending == manager.stats().num_referenced == 0
+
+
+def test_without_hints_the_manager_remembers_no_requests(manager: CPUOffloadingManager, folder: Path) -> None:
+    server = StatusServer(Telemetry(manager), folder / "plain.sock")
+    context = ReqContext("chatcmpl-9")
+    manager.lookup([b"a"], context)
+    manager.on_request_finished(context)
+    assert ask(server.path, "hint", request="chatcmpl-9", next_use="soon") == {"found": False}
+    server.close()
