@@ -52,6 +52,7 @@ _HOMES = {
     "kvcache.tiering.manager": ("TieredOffloadingManager",),
     "kvcache.tiers.disk.tier": ("DiskTier",),
     "kvcache.tiers.memory": ("MemoryTier",),
+    "kvcache.recorder.recorder": ("Recorder", "RecorderStats"),
     "kvcache.spec.config": ("OffloadingConfig", "OffloadingGroup"),
     "kvcache.spec.base": ("OffloadingSpec", "make_spec"),
     "kvcache.spec.cpu": ("CPUOffloadingSpec",),
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
         MQCachePolicy,
         RequestUses,
     )
+    from kvcache.recorder.recorder import Recorder, RecorderStats
     from kvcache.request import OffloadPolicy, ReqContext, RequestOffloadingContext, Retention
     from kvcache.spec.base import OffloadingSpec, make_spec
     from kvcache.spec.config import OffloadingConfig, OffloadingGroup

@@ -66,6 +66,12 @@ class Registry:
                 continue
         return None
 
+    def path_of(self, choice: Any) -> str:
+        """Return what `resolve` finds a choice by in another process: a known name, or ``"package.module:Class"``."""
+        if isinstance(choice, str):
+            return choice
+        return self.name_of(choice) or f"{choice.__module__}:{choice.__qualname__}"
+
     def resolve(self, choice: Any) -> type:
         """Return the class that `choice` names.
 
@@ -166,6 +172,7 @@ COMMANDS = Registry(
         "samples": "kvcache.exporters.commands:SamplesCommand",
         "what_if": "kvcache.exporters.commands:WhatIfCommand",
         "hint": "kvcache.exporters.commands:HintCommand",
+        "record": "kvcache.recorder.command:RecordCommand",
     },
 )
 """What a running engine answers on its status socket."""

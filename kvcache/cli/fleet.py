@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcache.cli.model import Weights
     from kvcache.replay.compact import CompactTrace
     from kvcache.replay.fleet import FleetPlan, FleetResult
+    from kvcache.replay.recorded_trace import RecordedTrace
     from kvcache.replay.sessions import SessionTrace
     from kvcache.replay.trace import Trace
 
@@ -148,7 +149,7 @@ def read_options(
     )
 
 
-def run(trace: Trace | SessionTrace, options: Options, weights: Weights | None) -> None:
+def run(trace: Trace | SessionTrace | RecordedTrace, options: Options, weights: Weights | None) -> None:
     """Simulate each number of engines behind each router, and report.
 
     Raises

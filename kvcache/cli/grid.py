@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvcache.replay.cells import Cell, Job
     from kvcache.replay.compact import CompactTrace
     from kvcache.replay.grid import Grid
+    from kvcache.replay.recorded_trace import RecordedTrace
     from kvcache.replay.requests import Request
     from kvcache.replay.serving import Serving
     from kvcache.replay.sessions import SessionTrace
@@ -119,7 +120,7 @@ class Result:
 
 
 def run(
-    trace: Trace | SessionTrace,
+    trace: Trace | SessionTrace | RecordedTrace,
     policies: list[str],
     capacities: list[int],
     options: Options,
@@ -290,7 +291,7 @@ def _facts_of(compact: CompactTrace, grid: Grid, options: Options) -> dict[str, 
     return {"trace": compact.digest, **facts_of(grid), "weighed_by": weighed}
 
 
-def _report(result: Result, trace: Trace | SessionTrace, targets: Targets, elapsed_s: float) -> None:
+def _report(result: Result, trace: Trace | SessionTrace | RecordedTrace, targets: Targets, elapsed_s: float) -> None:
     from kvcache.replay.keys import split_block_size
 
     options, weights = result.options, result.weights

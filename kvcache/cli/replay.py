@@ -11,7 +11,10 @@ from kvcache.cli import below, common, fleet, model
 from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
+    from kvcache.replay.recorded_trace import RecordedTrace
+    from kvcache.replay.sessions import SessionTrace
     from kvcache.replay.tiered import DiskChoice, TierEntry
+    from kvcache.replay.trace import Trace
 
 
 def complete_formats(incomplete: str) -> list[str]:
@@ -25,17 +28,19 @@ def replay(
     file: Annotated[
         Path,
         typer.Argument(
-            help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input); or recorded sessions of "
-            "agents, a folder or a file."
+            help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input); recorded sessions of "
+            "agents, a folder or a file; or a recording of a manager (.kvlog)."
         ),
     ],
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Replacement policy: a name or package.module:Class; or several with commas, and min for the optimum.",
+            help="Replacement policy: a name or package.module:Class; or several with commas, and min for the optimum "
+            "[default: lru, or that of a recording].",
             autocompletion=common.complete_policies_or_min,
+            show_default=False,
         ),
-    ] = "lru",
+    ] = None,
     blocks: Annotated[
         str | None,
         typer.Option(help="Capacity in blocks [default: 10000], or several.", metavar="N,...", show_default=False),
@@ -123,16 +128,34 @@ def replay(
     dtype: model.DtypeOption = "bf16",
     params: model.ParamsOption = None,
     flops: model.FlopsOption = 400e12,
+    as_trace: Annotated[
+        bool, typer.Option("--as-trace", help="Read a recording as a trace of the requests that came.")
+    ] = False,
+    shrink: Annotated[
+        bool,
+        typer.Option("--shrink", help="Where a recording's answers differ, print few calls that show it, as a test."),
+    ] = False,
+    shrink_seconds: Annotated[float, typer.Option("--shrink-seconds", help="How long to look for fewer calls.")] = 60.0,
     quiet: common.QuietOption = False,
 ) -> None:
     """Replay a request trace: look up, load, store and evict its blocks, with real bytes that are compared.
 
     Several policies or capacities, the policy min, --csv or --plot simulate a grid on all cores, bookkeeping alone.
     --router simulates many engines over a shared store.
+    A recording of a manager is run again, call by call, up to the first different answer.
     """
+    from kvcache.recorder.format import is_recording
+
+    if not as_trace and is_recording(file):
+        from kvcache.cli import recorded
+
+        recorded.run(file, policy, json, shrink, shrink_seconds, quiet)
+        return
+    if shrink:
+        raise ValueError(f"--shrink is for recordings, {file} is none")
+    policy = policy or "lru"
     from kvcache.cli import grid, session
     from kvcache.replay.keys import split_block_size
-    from kvcache.replay.trace import open_trace
 
     weights = model.weights_of(model_name, layers, heads, head_size, dtype, params, flops)
     if weights is not None and block_bytes is not None:
@@ -184,7 +207,7 @@ def replay(
     if arbiter and sample < 1:
         raise ValueError(f"--arbiter needs whole prefixes: leave out --sample, got {sample}")
 
-    with open_trace(file, format, skip_bad, common.at_least("--users", users, 1), seed) as trace:
+    with _open(file, format, skip_bad, common.at_least("--users", users, 1), seed, as_trace) as trace:
         if weights is not None:
             bytes_per_block = weights.model.token_bytes * split_block_size(trace.block_size, split)
         if router is not None:
@@ -310,6 +333,15 @@ def _tier_entry(tiers: list[str] | None, disk: str | None) -> TierEntry | None:
     from kvcache.replay.tiered import TierEntry
 
     return TierEntry(read_entry((tiers or [""])[0], "--tier"))
+
+
+def _open(
+    file: Path, trace_format: str, skip_bad: bool, users: int, seed: int, as_trace: bool
+) -> Trace | SessionTrace | RecordedTrace:
+    from kvcache.replay.recorded_trace import RecordedTrace
+    from kvcache.replay.trace import open_trace
+
+    return RecordedTrace(file) if as_trace else open_trace(file, trace_format, skip_bad, users, seed)
 
 
 def _disk_choice(text: str | None) -> DiskChoice | None:

@@ -25,6 +25,8 @@ class OffloadingManager(ABC):
         Where the blocks lie.
     telemetry : kvcache.control.telemetry.Telemetry or None
         What exporters read, where a spec has made the manager; closed by `shutdown`.
+    recorder : kvcache.recorder.recorder.Recorder or None
+        What records the manager's calls; stopped by `shutdown`.
 
     Notes
     -----
@@ -37,6 +39,7 @@ class OffloadingManager(ABC):
     block_size: int
     medium: str
     telemetry: Any = None
+    recorder: Any = None
 
     @abstractmethod
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
@@ -231,6 +234,8 @@ class OffloadingManager(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 
     def shutdown(self) -> None:
-        """Release resources, and close what reports the manager."""
+        """Release resources, and close what reports and what records the manager."""
+        if self.recorder is not None:
+            self.recorder.stop()
         if self.telemetry is not None:
             self.telemetry.close()

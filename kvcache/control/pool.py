@@ -137,6 +137,16 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.medium = medium
+        self._options: dict[str, Any] = {
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "cache_policy": cache_policy,
+            "enable_events": bool(enable_events),
+            "store_threshold": store_threshold,
+            "max_tracker_size": max_tracker_size,
+            "retention_share": retention_share,
+            "backend": backend,
+        }
         self._cache = self._make_cache(cache_policy, backend)
         self._admission: AdmissionRule | None = None
         if store_threshold > 1:
@@ -232,6 +242,36 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
     def ignored_hints(self) -> int:
         """Requests whose retention hint made no sense."""
         return self._hints.num_ignored
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what a pool that answers alike is made with, in types of JSON.
+
+        Returns
+        -------
+        dict
+            Arguments of `CPUOffloadingManager` by name; the policy as a name or ``"package.module:Class"``.
+
+        Raises
+        ------
+        ValueError
+            The blocks are a backend's, which decides more than can be named here.
+        """
+        options = dict(self._options)
+        backend = options.pop("backend")
+        if backend is not None and type(backend) is not CPUBackend:
+            raise ValueError(f"blocks are allocated by a {type(backend).__name__}, whose choices are not known here")
+        options["cache_policy"] = POLICIES.path_of(options["cache_policy"])
+        return options
+
+    def wrap_clock(self, wrap: Callable[[Callable[[], float]], Callable[[], float]]) -> None:
+        """Put what `wrap` makes of the clock in its place.
+
+        Parameters
+        ----------
+        wrap : callable
+            Called with the clock; returns one.
+        """
+        self._clock = wrap(self._clock)
 
     def stats(self) -> ManagerStats:
         """Return counters since start and gauges now."""
@@ -329,7 +369,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         """
         timer = self.timer
         if timer is not None:
-            timer.run("on_request_finished", self.end_request, req_context, use_positions=use_positions)
+            timer.run("on_request_finished", BlockPool.end_request, self, req_context, use_positions=use_positions)
             return
         try:
             request_keys_by_pool = req_context.request_keys
@@ -412,7 +452,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         """
         timer = self.timer
         if timer is not None:
-            return timer.run("lookup", self.lookup, keys, req_context, key=key)
+            return timer.run("lookup", BlockPool.lookup, self, keys, req_context, key=key)
         if type(keys) is not list:
             if keys is None:
                 keys = key
@@ -459,7 +499,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent."""
         timer = self.timer
         if timer is not None:
-            timer.run("touch", self.touch, keys, req_context)
+            timer.run("touch", BlockPool.touch, self, keys, req_context)
             return
         if type(keys) is not list:
             keys = as_key_list(keys)
@@ -479,7 +519,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         """
         timer = self.timer
         if timer is not None:
-            return timer.run("prepare_load", self.pin, keys, req_context, is_move=is_move)
+            return timer.run("prepare_load", BlockPool.pin, self, keys, req_context, is_move=is_move)
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -500,7 +540,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         """
         timer = self.timer
         if timer is not None:
-            timer.run("complete_load", self.unpin, keys, req_context)
+            timer.run("complete_load", BlockPool.unpin, self, keys, req_context)
             return
         if type(keys) is not list:
             keys = as_key_list(keys)
@@ -520,7 +560,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         """
         timer = self.timer
         if timer is not None:
-            return timer.run("prepare_store", self.reserve, keys, req_context, is_move=is_move)
+            return timer.run("prepare_store", BlockPool.reserve, self, keys, req_context, is_move=is_move)
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -578,7 +618,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         """
         timer = self.timer
         if timer is not None:
-            timer.run("complete_store", self.complete_store, keys, req_context, success)
+            timer.run("complete_store", BlockPool.complete_store, self, keys, req_context, success)
             return
         if req_context is True or req_context is False:
             success, req_context = req_context, None

@@ -32,6 +32,7 @@ from kvcache.options import (
     parse_text,
     without_secrets,
 )
+from kvcache.recorder.recorder import DEFAULT_MAX_BYTES, Recorder, recordable
 from kvcache.registry import EXPORTERS, TIERS
 from kvcache.spec.log import set_up_log
 from kvcache.tiering.controller import TierConfig
@@ -61,6 +62,9 @@ POOL_OPTIONS = MANAGER_OPTIONS | OptionTable(
         "num_copy_threads": parse_count,
         "num_cpu_blocks": parse_count,
         "time_calls": parse_flag,
+        "record": parse_text,
+        "record_max_bytes": parse_size,
+        "record_salt": parse_text,
     }
 )
 """What a pool in host memory is described by."""
@@ -138,6 +142,12 @@ class OffloadSettings:
         With tiers: how fast the engine computes a prompt, by position, for tiers with an arbiter.
     time_calls : bool
         Whether the manager's calls are timed, and the ages of blocks at eviction measured.
+    record : str, optional
+        The file that the manager's calls are recorded to.
+    record_max_bytes : int
+        Bytes of all files of the recording.
+    record_salt : str, optional
+        What its keys are hashed with; None: at random.
     """
 
     cpu_bytes_to_use: int | None = None
@@ -153,6 +163,9 @@ class OffloadSettings:
     exporters: tuple[ExporterSettings, ...] = ()
     prefill_tokens_per_s: dict[int, float] | None = None
     time_calls: bool = True
+    record: str | None = None
+    record_max_bytes: int = DEFAULT_MAX_BYTES
+    record_salt: str | None = None
 
     @classmethod
     def read(cls, given: Mapping[str, Any], where: str = "extra_config") -> OffloadSettings:
@@ -196,6 +209,7 @@ class OffloadSettings:
             ],
             **({"lookup_deadline_s": self.lookup_deadline_s} if self.tiers else {}),
             "exporters": [{"type": one.exporter.__name__, **without_secrets(one.options)} for one in self.exporters],
+            **({"record": self.record} if self.record else {}),
         }
 
     def num_blocks(self, rank_bytes: int, world_size: int = 1, where: str = "extra_config") -> int:
@@ -411,7 +425,8 @@ def open_manager(
     manager: CPUOffloadingManager | TieredOffloadingManager
     with ExitStack() as undo:
         if not settings.tiers:
-            manager = CPUOffloadingManager(block_size, num_blocks, policy, events, clock=clock, **options)
+            of_pool = recordable(CPUOffloadingManager) if settings.record else CPUOffloadingManager
+            manager = of_pool(block_size, num_blocks, policy, events, clock=clock, **options)
         else:
             if shared is None:
                 raise ValueError("tiers need host blocks in shared memory, got shared=None")
@@ -419,7 +434,8 @@ def open_manager(
             tiers = open_tiers(settings.tiers, shared.array, {} if fingerprint is None else fingerprint)
             for tier, _ in tiers:
                 undo.callback(tier.shutdown)
-            manager = _PoolOwner(
+            of_tiers = recordable(_PoolOwner) if settings.record else _PoolOwner
+            owner = of_tiers(
                 block_size,
                 num_blocks,
                 tiers,
@@ -430,8 +446,18 @@ def open_manager(
                 prefill_tokens_per_s=settings.prefill_tokens_per_s,
                 **options,
             )
-            manager.shared = shared
+            owner.shared = shared
+            manager = owner
             block_bytes = block_bytes or shared.array.shape[1]
+        if settings.record:
+            recorder = Recorder(
+                manager,
+                settings.record,
+                max_bytes=settings.record_max_bytes,
+                salt=settings.record_salt,
+                clock=None if clock is time.monotonic else clock,
+            )
+            undo.callback(recorder.stop)
         config = {"block_size": block_size, "num_blocks": num_blocks, **settings.describe(), "enable_events": events}
         manager.telemetry = Telemetry(
             manager, block_bytes=block_bytes, labels=labels, config=config, time_calls=settings.time_calls

@@ -26,7 +26,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count, groupby
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -150,7 +150,8 @@ class TieredOffloadingManager(OffloadingManager):
         **host_options: Any,
     ) -> None:
         check_seconds("deadline_s", deadline_s)
-        self._clock = _SteadyClock(clock)
+        self._clock: Callable[[], float] = _SteadyClock(clock)
+        self._deadline_s = deadline_s
         self._pool = BlockPool(
             num_blocks,
             cache_policy,
@@ -192,12 +193,34 @@ class TieredOffloadingManager(OffloadingManager):
 
     _policy = policy
 
+    def configuration(self) -> dict[str, Any]:
+        """Return what a manager that answers alike, over tiers that do, is made with, in types of JSON.
+
+        Returns
+        -------
+        dict
+            As of `CPUOffloadingManager.configuration`, ``deadline_s``, and ``tiers``: medium and `TierConfig` of each.
+        """
+        tiers = [{"medium": one.medium, **asdict(one.config)} for one in self.controllers]
+        return {**self._pool.configuration(), "deadline_s": self._deadline_s, "tiers": tiers}
+
+    def wrap_clock(self, wrap: Callable[[Callable[[], float]], Callable[[], float]]) -> None:
+        """Put what `wrap` makes of the clock in its place.
+
+        Parameters
+        ----------
+        wrap : callable
+            Called with the clock; returns one.
+        """
+        self._clock = clock = wrap(self._clock)
+        self._pool.wrap_clock(lambda _: clock)
+
     def lookup(
         self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None
     ) -> bool | int | None:
         timer = self.timer
         if timer is not None:
-            return timer.run("lookup", self.lookup, keys, req_context, key=key)
+            return timer.run("lookup", TieredOffloadingManager.lookup, self, keys, req_context, key=key)
         if keys is None:
             keys = key
         if isinstance(keys, bytes):
@@ -257,7 +280,7 @@ class TieredOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         timer = self.timer
         if timer is not None:
-            return timer.run("prepare_load", self.prepare_load, keys, req_context)
+            return timer.run("prepare_load", TieredOffloadingManager.prepare_load, self, keys, req_context)
         keys = as_key_list(keys)
         if self._is_draining and keys:
             raise KeyError(f"block is not in the cache: {keys[0]!r}")
@@ -284,7 +307,7 @@ class TieredOffloadingManager(OffloadingManager):
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         timer = self.timer
         if timer is not None:
-            timer.run("touch", self.touch, keys, req_context)
+            timer.run("touch", TieredOffloadingManager.touch, self, keys, req_context)
             return
         if self._is_draining:
             return
@@ -295,14 +318,14 @@ class TieredOffloadingManager(OffloadingManager):
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         timer = self.timer
         if timer is not None:
-            timer.run("complete_load", self.complete_load, keys, req_context)
+            timer.run("complete_load", TieredOffloadingManager.complete_load, self, keys, req_context)
             return
         self._pool.unpin(as_key_list(keys), req_context)
 
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
         timer = self.timer
         if timer is not None:
-            return timer.run("prepare_store", self.prepare_store, keys, req_context)
+            return timer.run("prepare_store", TieredOffloadingManager.prepare_store, self, keys, req_context)
         if self._is_draining:
             return None
         keys = as_key_list(keys)
@@ -315,7 +338,7 @@ class TieredOffloadingManager(OffloadingManager):
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         timer = self.timer
         if timer is not None:
-            timer.run("complete_store", self.complete_store, keys, req_context, success)
+            timer.run("complete_store", TieredOffloadingManager.complete_store, self, keys, req_context, success)
             return
         if isinstance(req_context, bool):
             success, req_context = req_context, None
@@ -352,7 +375,8 @@ class TieredOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
         timer = self.timer
         if timer is not None:
-            timer.run("on_request_finished", self.on_request_finished, req_context, use_positions=use_positions)
+            end_request = TieredOffloadingManager.on_request_finished
+            timer.run("on_request_finished", end_request, self, req_context, use_positions=use_positions)
             return
         self._pool.end_request(req_context, use_positions=use_positions)
         self._pending.close(req_context)
@@ -408,7 +432,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Take in what the tiers have done, and send them what the step asked for."""
         timer = self.timer
         if timer is not None:
-            timer.run("on_schedule_end", self.on_schedule_end)
+            timer.run("on_schedule_end", TieredOffloadingManager.on_schedule_end, self)
             return
         now_s = self._clock()
         self._take_in(now_s)
@@ -429,7 +453,7 @@ class TieredOffloadingManager(OffloadingManager):
         """
         timer = self.timer
         if timer is not None:
-            timer.run("reset_cache", self.reset_cache)
+            timer.run("reset_cache", TieredOffloadingManager.reset_cache, self)
             return
         now_s = self._clock()
         self._is_draining = True

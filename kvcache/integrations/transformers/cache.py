@@ -5,6 +5,7 @@ The bookkeeping is a manager's, the bytes are in a `HostPool`; here stands only 
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from kvcache.integrations.transformers.rows import Row, checked_generation, read
 from kvcache.keys import block_keys, key_seed
 from kvcache.metrics import ManagerStats
 from kvcache.options import check_int, parse_size
+from kvcache.recorder.recorder import Recorder, recordable
 from kvcache.registry import POLICIES
 from kvcache.request import ReqContext, Retention, check_next_use
 from kvcache.transfer.host_pool import HostPool
@@ -71,6 +73,8 @@ class PrefixCache:
         Which blocks leave when it is full: a policy's name, class or ``"package.module:Class"``.
     block_size : int
         Tokens of one block, >= 1.
+    record : path-like, optional
+        The file that the manager's calls are recorded to (`kvcache.Recorder`).
     fingerprint : str, optional
         What names the weights, such as ``"org/model@revision"``; None: a digest of all of them. Config, buffers and
         attributes of the modules are looked at in either case.
@@ -98,6 +102,7 @@ class PrefixCache:
         policy: str | type = "lru",
         block_size: int = 16,
         fingerprint: str | None = None,
+        record: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_release(transformers.__version__)
         check_int("block_size", block_size)
@@ -117,7 +122,10 @@ class PrefixCache:
         policy = POLICIES.resolve(policy)
         # The pool looks first whether there is so much memory; a policy's own tables are a small part of it.
         self._pool = HostPool(self.num_blocks, self._layout.block_bytes)
-        self.manager = CPUOffloadingManager(block_size, self.num_blocks, policy)
+        of_pool = CPUOffloadingManager if record is None else recordable(CPUOffloadingManager)
+        self.manager = of_pool(block_size, self.num_blocks, policy)
+        if record is not None:
+            Recorder(self.manager, record)
         # A block found must still be there when it is pinned.
         self._lock = threading.Lock()
         self._prompt_tokens = 0

@@ -1,0 +1,87 @@
+"""What events cost the scheduler: off, kept, published with nobody there, and with a subscriber that stands still.
+
+``python -m asv_benchmarks.events`` prints, per case, nanoseconds a key for the whole cycle of a request and the 50th
+and 99th percentile of a cycle, in microseconds: CPU time of the scheduler's thread, turn about, best of five rounds.
+Needs the extra ``events``.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from itertools import islice
+from pathlib import Path
+from time import thread_time, thread_time_ns
+from typing import Any
+
+import numpy as np
+
+from asv_benchmarks.traces import conversation_path, fresh_keys, replay
+from kvcache import CPUOffloadingManager
+from kvcache.replay.requests import Request
+from kvcache.replay.trace import Trace
+
+CASES = ("off", "kept", "published", "subscriber stands still")
+NUM_ROUNDS = 5
+_POLICY, _SPLIT, _NUM_BLOCKS = "arc", 8, 20_000
+
+
+def one_round(case: str, requests: list[Request]) -> tuple[float, float, float]:
+    """Return nanoseconds a key, and the median and the 99th percentile of a request's cycle in microseconds."""
+    keys = fresh_keys(requests, _SPLIT)
+    manager = CPUOffloadingManager(512 // _SPLIT, _NUM_BLOCKS, _POLICY, case != "off")
+    publisher: Any = None
+    context: Any = None
+    if case in CASES[2:]:
+        from kvcache.exporters.kv_events import KVEventPublisher
+
+        publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=512 // _SPLIT)
+    if case == CASES[3]:
+        import zmq
+
+        # It subscribes and reads nothing: what it is sent piles up to the high-water mark, and is then dropped for it.
+        context = zmq.Context()
+        socket = context.socket(zmq.SUB)
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.subscribe(b"")
+        socket.connect(publisher.endpoint)
+    cycles = np.empty(len(keys))
+    gc.collect()
+    gc.disable()
+    start = thread_time()
+    for number, one in enumerate(keys):
+        began = thread_time_ns()
+        replay(manager, [one])
+        events = manager.take_events()
+        if publisher is not None:
+            publisher.publish(events)
+        cycles[number] = thread_time_ns() - began
+    spent = thread_time() - start
+    gc.enable()
+    if publisher is not None:
+        publisher.close()
+    if context is not None:
+        context.destroy(linger=0)
+    p50, p99 = np.quantile(cycles / 1000, (0.5, 0.99)).tolist()
+    return spent * 1e9 / sum(map(len, keys)), p50, p99
+
+
+def main() -> int:
+    """Print every case and its ratios to the first."""
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else conversation_path()
+    if path is None:
+        print("events: name the conversation trace, or its folder in KVCACHE_SHARED", file=sys.stderr)
+        return 2
+    with Trace(path) as trace:
+        requests = list(islice(trace, 3000))
+    rounds = [[one_round(case, requests) for case in CASES] for _ in range(NUM_ROUNDS)]
+    best = np.array(rounds).min(axis=0)
+    print("case                       ns a key       p50 us       p99 us   ratio of all three")
+    for case, figures in zip(CASES, best, strict=True):
+        ratios = " ".join(f"{one:6.3f}" for one in figures / best[0])
+        print(f"{case:<24} {figures[0]:10.1f} {figures[1]:12.1f} {figures[2]:12.1f}   {ratios}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

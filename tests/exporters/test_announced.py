@@ -1,0 +1,171 @@
+"""What is announced can be loaded: no key announced stored that a look-up misses, none removed that a look-up hits.
+
+Held at every step, for every policy, with resets, failed stores, and tiers that fail, refuse and evict by themselves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
+from kvcache.events import EventLog
+from kvcache.registry import POLICIES
+
+KEYS = [b"block %2d" % number + bytes(4) for number in range(14)]
+BLOCK_BYTES = 8
+COMPILED = [name for name in POLICIES.names() if ":" not in name]
+runs = st.tuples(st.integers(0, 10), st.integers(1, 7)).map(lambda run: KEYS[run[0] : run[0] + run[1]])
+
+
+class MoodyTier(MemoryTier):
+    """Fails and refuses as it is told to."""
+
+    fails_get = fails_put = refuses = False
+
+    def get(self, batch):
+        if self.fails_get:
+            raise OSError("cannot read")
+        return super().get(batch)
+
+    def put(self, batch):
+        if self.fails_put:
+            raise OSError("cannot write")
+        return super().put(batch)
+
+    def submit_store(self, job_id, keys, block_ids):
+        return not self.refuses and super().submit_store(job_id, keys, block_ids)
+
+
+class AnnouncedMachine(RuleBasedStateMachine):
+    """A router's view, kept from events alone, against look-ups of every key."""
+
+    policy = "lru"
+    write_policy = None
+
+    @initialize(num_blocks=st.integers(1, 9), tier_blocks=st.integers(1, 12), threshold=st.sampled_from((0, 0, 2)))
+    def start(self, num_blocks, tier_blocks, threshold):
+        self.tier = None
+        if self.write_policy is None:
+            self.manager = CPUOffloadingManager(16, num_blocks, self.policy, True, store_threshold=threshold)
+        else:
+            self.tier = MoodyTier(tier_blocks * BLOCK_BYTES, np.zeros((num_blocks, BLOCK_BYTES), np.uint8))
+            rule = TierConfig(write_policy=self.write_policy, max_failures=2, pause_s=1e-6, deadline_s=30)
+            self.manager = TieredOffloadingManager(16, num_blocks, [(self.tier, rule)], self.policy, True)
+        self.view = {}
+        self.loading = []
+
+    def teardown(self):
+        if hasattr(self, "manager"):
+            self.manager.shutdown()
+
+    @rule(keys=runs, success=st.booleans(), with_request=st.booleans())
+    def store(self, keys, success, with_request):
+        context = ReqContext() if with_request else None
+        output = self.manager.prepare_store(keys, context)
+        if output is not None:
+            # Written blocks are announced when they are ready, and not before.
+            self.look_up_all()
+            self.manager.complete_store(output.keys_to_store, context, success)
+        if context is not None:
+            self.manager.on_request_finished(context)
+
+    @rule(keys=runs, stays=st.booleans())
+    def load(self, keys, stays):
+        context = ReqContext()
+        num_hits = self.manager.lookup(keys, context)
+        if num_hits is None:
+            self.settle()
+            num_hits = self.manager.lookup(keys, context) or 0
+        loaded = keys[:num_hits]
+        self.manager.prepare_load(loaded, context)
+        if stays:
+            self.loading.append(loaded)
+        else:
+            self.manager.complete_load(loaded, context)
+        self.manager.on_request_finished(context)
+
+    @rule()
+    def end_loads(self):
+        for keys in self.loading:
+            self.manager.complete_load(keys)
+        self.loading.clear()
+
+    @rule(keys=runs)
+    def touch(self, keys):
+        self.manager.touch(keys)
+
+    @rule()
+    def reset(self):
+        self.end_loads()
+        self.manager.reset_cache()
+        # A publisher announces that all is cleared; the manager makes no events of it.
+        self.view.clear()
+
+    @rule(fails_get=st.booleans(), fails_put=st.booleans(), refuses=st.booleans())
+    def change_mood(self, fails_get, fails_put, refuses):
+        if self.tier is not None:
+            self.tier.fails_get, self.tier.fails_put, self.tier.refuses = fails_get, fails_put, refuses
+
+    @invariant()
+    def look_up_all(self):
+        if not hasattr(self, "manager"):
+            return
+        self.settle()
+        for event in self.manager.take_events():
+            held = self.view.setdefault(event.medium, set())
+            for key in event.keys:
+                if event.removed:
+                    assert key in held, f"{key!r} was announced removed from {event.medium}, and never stored"
+                    held.remove(key)
+                else:
+                    held.add(key)
+        in_memory, below = self.view.get("CPU", set()), self.view.get("MEMORY", set())
+        is_read = self.tier is not None and self.manager.tier_stats()[0].reads != "open"
+        for key in KEYS:
+            context = ReqContext()
+            answer = self.manager.lookup(key, context)
+            self.manager.on_request_finished(context)
+            if key in in_memory:
+                assert answer is True, f"{key!r} is announced in memory, and look-up answers {answer}"
+            elif key not in below:
+                assert answer is False, f"{key!r} is not announced, and look-up answers {answer}"
+            elif is_read:
+                assert answer is None, f"{key!r} is announced in the tier, and look-up answers {answer}"
+
+    def settle(self):
+        if self.tier is not None:
+            assert self.manager.settle(30)
+
+
+def run_machine(phases=tuple(Phase), **attributes):
+    machine = type("Machine", (AnnouncedMachine,), attributes).TestCase
+    machine.settings = settings(max_examples=40, stateful_step_count=25, phases=phases)
+    machine("runTest").runTest()
+
+
+@pytest.mark.parametrize("policy", COMPILED)
+def test_announced_blocks_of_one_medium_can_be_loaded(policy):
+    run_machine(policy=policy)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back", "write_through_selective"])
+def test_announced_blocks_of_tiers_can_be_loaded(policy, write_policy):
+    run_machine(policy=policy, write_policy=write_policy)
+
+
+@pytest.mark.parametrize("loses_removals", [True, False])
+def test_lost_event_is_noticed(monkeypatch, loses_removals):
+    add = EventLog.add
+
+    def lose(self, keys, medium, removed):
+        if removed is not loses_removals:
+            add(self, keys, medium, removed)
+
+    monkeypatch.setattr(EventLog, "add", lose)
+    with pytest.raises(AssertionError, match="announced"):
+        run_machine(phases=(Phase.generate,), policy="lru")

@@ -1,0 +1,135 @@
+"""How a recording is asked for: a configuration, an engine's settings, the status socket, the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvcache import CPUOffloadingManager, OffloadingConfig, OffloadingGroup, Recorder, make_spec
+from kvcache.control.telemetry import Telemetry
+from kvcache.integrations.vllm.settings import OUR_KEYS
+from kvcache.recorder.command import RecordCommand
+from kvcache.recorder.format import Recording
+from kvcache.replay.recorded import replay_recording
+
+
+def serve(manager, num_requests=40):
+    for number in range(num_requests):
+        keys = [b"prompt %d %d" % (number % 9 if number % 3 else 0, i) for i in range(5)]
+        output = manager.prepare_store(keys)
+        manager.complete_store(output.keys_to_store)
+        manager.lookup(keys)
+
+
+def config_of(**options):
+    return OffloadingConfig((OffloadingGroup(16, ["layer"]),), 16, extra_config={"num_cpu_blocks": 20, **options})
+
+
+def test_configuration_records_from_the_first_call(tmp_path):
+    path = tmp_path / "run.kvlog"
+    spec = make_spec(config_of(record=str(path), record_max_bytes="10MiB", cache_policy="arc", record_salt="ours"))
+    manager = spec.get_manager()
+    serve(manager)
+    manager.shutdown()
+    outcome = replay_recording(Recording(path))
+    assert (outcome.num_calls, outcome.difference) == (120, None)
+    assert Recording(path).header["manager"]["cache_policy"] == "arc"
+
+
+def test_bad_configuration_is_refused_at_the_start(tmp_path):
+    for options, name in (({"record": 5}, "record"), ({"record": "x", "record_max_bytes": "lots"}, "record_max_bytes")):
+        with pytest.raises(ValueError, match=name):
+            make_spec(config_of(**options))
+    (tmp_path / "file").write_text("not ours")
+    with pytest.raises(ValueError, match="no recording"):
+        make_spec(config_of(record=str(tmp_path / "file"))).get_manager()
+    with pytest.raises(ValueError, match="cannot record"):
+        make_spec(config_of(record="/proc/nowhere/run.kvlog")).get_manager()
+
+
+def test_options_are_known_to_vllm_settings():
+    assert {"record", "record_max_bytes", "record_salt"} <= OUR_KEYS
+
+
+def test_socket_command_starts_and_stops_a_recording(tmp_path):
+    manager = CPUOffloadingManager(16, 20)
+    command = RecordCommand(Telemetry(manager))
+    assert command.run() == {"path": None}
+    for options, name in (({"action": "start"}, "path"), ({"action": "stop"}, "nothing")):
+        with pytest.raises(ValueError, match=name):
+            command.run(**options)
+    path = str(tmp_path / "run.kvlog")
+    assert command.run(action="start", path=path)["path"] == path
+    with pytest.raises(ValueError, match="already"):
+        command.run(action="start", path=path)
+    serve(manager, 3)
+    assert command.run()["num_records"] == 9
+    stopped = command.run(action="stop")
+    assert stopped["num_records"] == 10
+    json.dumps(stopped)
+    assert command.run() == {"path": None}
+    assert replay_recording(Recording(path)).num_calls == 9
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    manager = CPUOffloadingManager(16, 20, "lru")
+    with Recorder(manager, tmp_path / "run.kvlog"):
+        serve(manager)
+    return tmp_path / "run.kvlog"
+
+
+def test_command_replays_a_recording(run, recorded):
+    status, out, _ = run("replay", recorded)
+    assert status == 0
+    assert "120 calls made again under lru" in out
+    status, out, _ = run("replay", recorded, "--json", "-", "--quiet")
+    assert status == 0
+    assert json.loads(out)["is_same"] is True
+
+
+def test_command_names_the_first_difference_and_shrinks_it(run, recorded):
+    status, out, err = run("replay", recorded, "--policy", "mq")
+    assert status == 1
+    assert "expected" in out
+    assert "the answer differs" in err
+    status, out, err = run("replay", recorded, "--policy", "mq", "--shrink")
+    assert status == 1
+    assert "def test_recorded_calls():" in out
+    assert "CPUOffloadingManager(16, " in out
+    report = recorded.parent / "report.json"
+    status, out, err = run("replay", recorded, "--policy", "mq", "--json", report, "--quiet")
+    assert json.loads(report.read_text())["difference"]["call"].startswith(("prepare_store", "lookup"))
+
+
+def test_command_reads_a_recording_as_a_trace(run, recorded):
+    report = recorded.parent / "grid.json"
+    status, _, _ = run(
+        "replay",
+        recorded,
+        "--as-trace",
+        "--policy",
+        "lru,min",
+        "--blocks",
+        "5,20",
+        "--jobs",
+        1,
+        "--quiet",
+        "--json",
+        report,
+    )
+    assert status == 0
+    document = json.loads(report.read_text())
+    assert document["source"]["format"] == "recording"
+
+
+def test_command_refuses_what_is_no_recording(run, tmp_path, recorded):
+    (tmp_path / "trace.jsonl").write_text("{}")
+    assert run("replay", tmp_path / "trace.jsonl", "--shrink")[0] == 2
+    assert run("replay", tmp_path / "trace.jsonl", "--as-trace")[0] == 2
+    damaged = recorded.read_bytes()[:20]
+    recorded.write_bytes(damaged)
+    status, _, err = run("replay", recorded)
+    assert status == 2
+    assert "header" in err

@@ -1,0 +1,131 @@
+"""A fault that a plug-in policy carries is found by replay and shrunk to few calls, which make a test that fails."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcache import CPUOffloadingManager, ReqContext
+from kvcache.recorder.format import Recording
+from kvcache.recorder.recorder import Recorder
+from kvcache.replay.recorded import replay_recording
+from kvcache.replay.shrink import Promises, as_test, breaks_promises, differs_from, minimize, shrink
+from kvcache.testing.reference import REFERENCE_POLICIES
+
+Reference = REFERENCE_POLICIES["lru"]
+
+
+class SwapsVictims(Reference):
+    """Evicts in another order once it has to evict many blocks at a time."""
+
+    def evict(self, n, protected):
+        victims = super().evict(n, protected)
+        if victims is not None and n > 6:
+            victims[0], victims[1] = victims[1], victims[0]
+        return victims
+
+
+class TurnsWithAge(Reference):
+    """Evicts in the wrong order once it has evicted often."""
+
+    def clear(self):
+        super().clear()
+        self.num_evictions = 0
+
+    def evict(self, n, protected):
+        victims = super().evict(n, protected)
+        if victims is not None and n > 1:
+            self.num_evictions += 1
+            if self.num_evictions > 4:
+                victims.reverse()
+        return victims
+
+
+class EvictsWhatMustStay(Reference):
+    """Takes blocks that are being read for free, in stores of many blocks."""
+
+    def evict(self, n, protected):
+        if n <= 5:
+            return super().evict(n, protected)
+        return [(key, self.blocks.pop(key)) for key in list(self.blocks)[-n:]]
+
+
+def record(path, policy, seed=5, num_requests=800):
+    rng = random.Random(seed)
+    manager = CPUOffloadingManager(16, 50, policy)
+    waiting = []
+    with Recorder(manager, path):
+        for _ in range(num_requests):
+            context = ReqContext()
+            prompt = rng.randrange(25)
+            keys = [b"%d %d" % (prompt, i) for i in range(rng.randrange(1, 12))]
+            num_hits = manager.lookup(keys, context)
+            manager.touch(keys)
+            manager.prepare_load(keys[:num_hits], context)
+            waiting.append((keys[:num_hits], context))
+            output = manager.prepare_store(keys, context)
+            if output is not None:
+                manager.complete_store(output.keys_to_store, context)
+            if len(waiting) > 2:
+                loaded, context = waiting.pop(0)
+                manager.complete_load(loaded, context)
+                manager.on_request_finished(context)
+    return Recording(path)
+
+
+def run_test(text):
+    namespace = {}
+    exec(compile(text, "shrunk", "exec"), namespace)
+    namespace["test_recorded_calls"]()
+
+
+@pytest.mark.parametrize("faulty", [SwapsVictims, TurnsWithAge])
+def test_planted_difference_is_found_and_shrunk_to_a_failing_test(tmp_path, faulty):
+    recording = record(tmp_path / "run.kvlog", "lru")
+    kept = []
+    outcome = replay_recording(recording, faulty, Promises, kept)
+    assert outcome.difference is not None
+    assert outcome.difference.reason == ""
+    config = recording.header["manager"]
+    shrunk = shrink(kept, config, differs_from(faulty, "lru"))
+    assert shrunk.num_calls < 20
+    text = as_test(shrunk, faulty, "lru").replace(repr(faulty), "POLICY")
+    namespace_text = text.replace("POLICY", f'__import__("sys").modules[{faulty.__module__!r}].{faulty.__qualname__}')
+    with pytest.raises(AssertionError):
+        run_test(namespace_text)
+    # The same calls pass under the policy that is right.
+    run_test(text.replace("POLICY", "'lru'"))
+
+
+def test_broken_promise_is_found_and_shrunk(tmp_path):
+    recording = record(tmp_path / "run.kvlog", "lru")
+    kept = []
+    outcome = replay_recording(recording, EvictsWhatMustStay, Promises, kept)
+    assert outcome.difference is not None
+    shrunk = shrink(kept, recording.header["manager"], breaks_promises(EvictsWhatMustStay))
+    assert shrunk is not None
+    assert shrunk.num_calls < 20
+    assert "# Broken here:" in as_test(shrunk, EvictsWhatMustStay)
+
+
+def test_what_shows_no_fault_is_not_shrunk(tmp_path):
+    recording = record(tmp_path / "run.kvlog", "lru", num_requests=50)
+    kept = []
+    assert replay_recording(recording, None, Promises, kept).difference is None
+    assert shrink(kept, recording.header["manager"], differs_from(None, Reference)) is None
+    assert shrink(kept, recording.header["manager"], breaks_promises(None)) is None
+
+
+def test_search_ends_in_time_with_what_it_has(tmp_path):
+    recording = record(tmp_path / "run.kvlog", "lru")
+    kept = []
+    replay_recording(recording, SwapsVictims, Promises, kept)
+    shrunk = shrink(kept, recording.header["manager"], differs_from(SwapsVictims, "lru"), max_s=0.0)
+    assert shrunk is not None
+    assert shrunk.num_runs == 2
+
+
+@pytest.mark.parametrize("wanted", [{3}, {0, 99}, {1, 50, 51, 98}])
+def test_minimize_keeps_what_is_needed_and_no_more(wanted):
+    assert set(minimize(range(100), lambda some: wanted <= set(some))) == wanted
