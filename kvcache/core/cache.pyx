@@ -12,8 +12,9 @@ from cpython.ref cimport Py_INCREF
 from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint8_t, uint32_t
 
 from kvcache.core.batch cimport Batch
+from kvcache.core.eviction_queue cimport Row
 from kvcache.core.memory cimport new_list, pause_collector, resume_collector
-from kvcache.core.policy cimport ReplacementPolicy
+from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
 from kvcache.core.priority cimport PriorityClasses
 from kvcache.core.request_keys cimport Named, RequestKeys, number_of
 from kvcache.core.table cimport (
@@ -118,7 +119,7 @@ cdef class BlockCache:
         return request_keys.resolve(self.table, keys, self.batch, add)
 
     cdef int _end(self) except -1:
-        if self.policy.is_check_due():
+        if KV_DEBUG and self.policy.is_check_due():
             self.check()
         return 0
 
@@ -663,20 +664,20 @@ cdef class BlockCache:
         cdef list ready
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
+        cdef Row* rows = table.rows
         with cython.critical_section(table):
             self._begin(request_keys)
             self._resolve(keys, request_keys, False)
             table.reserve_heaps(n)
             for i in range(n):
                 row = batch.rows[i]
-                if row != 0 and table.rows[row].ref_cnt < 0:
-                    table.rows[row].ref_cnt = 0
+                if row != 0 and rows[row].ref_cnt < 0:
+                    rows[row].ref_cnt = 0
                     batch.picked_rows[num_ready] = row
                     batch.picked[num_ready] = i
                     num_ready += 1
             # By ascending stamps each joins the end of its list; of a request that was ordered, the head is there.
-            if (num_ready != 0
-                    and table.rows[batch.picked_rows[0]].stamp > table.rows[batch.picked_rows[num_ready - 1]].stamp):
+            if num_ready != 0 and rows[batch.picked_rows[0]].stamp > rows[batch.picked_rows[num_ready - 1]].stamp:
                 for i in range(num_ready - 1, -1, -1):
                     attach(table, batch.picked_rows[i])
             else:

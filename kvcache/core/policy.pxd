@@ -13,6 +13,16 @@ from kvcache.core.batch cimport Batch
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport BlockTable
 
+cdef extern from *:
+    """
+    #ifdef KVCACHE_DEBUG
+    #define KV_DEBUG 1
+    #else
+    #define KV_DEBUG 0
+    #endif
+    """
+    const bint KV_DEBUG
+
 cdef class ReplacementPolicy:
     cdef BlockTable table       # made by the subclass, in __cinit__: it says how many lists there are
     cdef int64_t now_ns         # the time that the cache was last given

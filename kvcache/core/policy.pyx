@@ -9,16 +9,6 @@ from kvcache.core.batch cimport Batch
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport NUM_PRIORITIES, move_to_tail, set_stamp
 
-cdef extern from *:
-    """
-    #ifdef KVCACHE_DEBUG
-    #define KV_DEBUG 1
-    #else
-    #define KV_DEBUG 0
-    #endif
-    """
-    const bint KV_DEBUG
-
 DEBUG = bool(KV_DEBUG)
 
 cdef enum:
@@ -152,9 +142,7 @@ cdef class ReplacementPolicy:
         return 0
 
     cdef bint is_check_due(self) noexcept:
-        """Return whether to walk everything after this call: in debug builds only."""
+        """Return whether to walk everything after this call of a debug build."""
         global _num_calls
-        if KV_DEBUG:
-            _num_calls += 1
-            return _num_calls * CHECKED_SIZE % self.table.cache_capacity < CHECKED_SIZE
-        return False
+        _num_calls += 1
+        return _num_calls * CHECKED_SIZE % self.table.cache_capacity < CHECKED_SIZE

@@ -10,7 +10,7 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
 
 from kvcache.core.batch cimport Batch
 from kvcache.core.memory cimport new_list, pause_collector, resume_collector
-from kvcache.core.policy cimport ReplacementPolicy
+from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
 from kvcache.core.table cimport BlockTable, PyList_SET_ITEM, as_list, attach, detach, may_leave
 
 import ctypes
@@ -282,7 +282,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
         return 0
 
     cdef int _end(self) except -1:
-        if self.is_check_due():
+        if KV_DEBUG and self.is_check_due():
             self.check()
         return 0
 

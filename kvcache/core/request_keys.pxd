@@ -34,12 +34,12 @@ cdef enum:
 @cython.final
 cdef class RequestKeys:
     cdef Named* named               # [size]
-    cdef Bucket* buckets            # [num_buckets]: from hash to place in named + 1
+    cdef Bucket* buckets            # [num_buckets]: from hash to place in named + 1; NULL while there are few keys
     cdef uint32_t num_buckets
     cdef readonly Py_ssize_t num_named
     cdef Py_ssize_t size
     cdef readonly uint32_t num_seen
-    cdef int32_t* used              # [size]: place in named of each used key, in the order of first use
+    cdef int32_t* used              # [size], behind `named`: place in named of each used key, in the order of first use
     cdef uint32_t num_ordered       # used keys when the request was last reordered
     cdef uint32_t num_in_full       # and when all of it last was
     cdef int32_t tail               # place of the last of its ordered keys

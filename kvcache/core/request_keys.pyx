@@ -4,12 +4,12 @@ Compiled because every call of a request walks over it; what it remembers spares
 """
 
 cimport cython
-from cpython.mem cimport PyMem_Free, PyMem_Realloc
+from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, qsort
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from kvcache.core.batch cimport NO_POSITION, Batch, Position
 from kvcache.core.index cimport (
@@ -25,7 +25,12 @@ cdef extern from "Python.h":
     bint PyDict_Next(object positions, Py_ssize_t* at, PyObject** key, PyObject** value) noexcept
 
 
+cdef enum:
+    FEW_KEYS = 8            # so many are found by walking over them, without an index
+
+
 @cython.final
+@cython.no_gc
 cdef class RequestKeys:
     """RequestKeys()
 
@@ -38,7 +43,6 @@ cdef class RequestKeys:
             Py_XDECREF(self.named[i].key)
         PyMem_Free(self.named)
         PyMem_Free(self.uses)
-        PyMem_Free(self.used)
         free(self.buckets)
 
     def __len__(self):
@@ -73,34 +77,37 @@ cdef class RequestKeys:
     cdef int reserve(self, Py_ssize_t n) except -1:
         """Make room for `n` more keys, so that `meet` cannot fail."""
         cdef Py_ssize_t size, i
-        cdef void* named
-        cdef Bucket* buckets
-        cdef uint32_t num_buckets
+        cdef char* block
+        cdef Bucket* buckets = NULL
         if self.num_named + n <= self.size:
             return 0
-        size = max(self.num_named + n, 2 * self.size)
-        num_buckets = buckets_for(size)
-        named = PyMem_Realloc(self.named, size * sizeof(Named))
-        if named != NULL:
-            self.named = <Named*> named
-        cdef void* used = PyMem_Realloc(self.used, size * sizeof(int32_t))
-        if used != NULL:
-            self.used = <int32_t*> used
-        buckets = <Bucket*> zeroed(num_buckets * sizeof(Bucket))
-        if named == NULL or used == NULL or buckets == NULL:
+        size = max(self.num_named + n, 2 * self.size, FEW_KEYS)
+        # In one block: the keys, then the order of their first uses.
+        block = <char*> PyMem_Malloc(size * (sizeof(Named) + sizeof(int32_t)))
+        if size > FEW_KEYS:
+            buckets = <Bucket*> zeroed(buckets_for(size) * sizeof(Bucket))
+        if block == NULL or (size > FEW_KEYS and buckets == NULL):
+            PyMem_Free(block)
             free(buckets)
             raise MemoryError(f"no memory for a request of {size} keys")
-        free(self.buckets)
-        self.buckets = buckets
-        self.num_buckets = num_buckets
-        for i in range(self.num_named):
-            index_insert(buckets, self.num_buckets, self.named[i].hash, <int32_t> i + 1)
+        if self.num_named:
+            memcpy(block, self.named, self.num_named * sizeof(Named))
+            memcpy(block + size * sizeof(Named), self.used, self.num_seen * sizeof(int32_t))
+        PyMem_Free(self.named)
+        self.named = <Named*> block
+        self.used = <int32_t*> (block + size * sizeof(Named))
         self.size = size
+        if buckets != NULL:
+            free(self.buckets)
+            self.buckets = buckets
+            self.num_buckets = buckets_for(size)
+            for i in range(self.num_named):
+                index_insert(buckets, self.num_buckets, self.named[i].hash, <int32_t> i + 1)
         return self.track_uses() if self.uses != NULL else 0
 
     cdef int track_uses(self) except -1:
         """Keep what `KeyUse` says of each used key from now on."""
-        cdef Py_ssize_t size = max(self.size, 1)
+        cdef Py_ssize_t size = max(self.size, FEW_KEYS)
         cdef void* block = PyMem_Realloc(self.uses, size * sizeof(KeyUse))
         if block == NULL:
             raise MemoryError(f"no memory for a request of {size} keys")
@@ -157,7 +164,13 @@ cdef class RequestKeys:
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil:
         """Return where the key stands in `named`, or -1."""
         cdef Probe probe
-        cdef int32_t place = index_first(self.buckets, self.num_buckets, hash, &probe) if self.num_named else 0
+        cdef int32_t place
+        if self.buckets == NULL:
+            for place in range(<int32_t> self.num_named):
+                if self.named[place].hash == hash and same_bytes(self.named[place].key, key):
+                    return place
+            return -1
+        place = index_first(self.buckets, self.num_buckets, hash, &probe)
         while place != 0 and not (self.named[place - 1].hash == hash and same_bytes(self.named[place - 1].key, key)):
             place = index_next(self.buckets, self.num_buckets, hash, &probe)
         return place - 1
@@ -172,24 +185,28 @@ cdef class RequestKeys:
         cdef Py_ssize_t i, place
         cdef PyObject* key
         cdef Named* named
+        cdef const uint64_t* hashes = batch.hashes
+        cdef const int32_t* rows = batch.rows
+        cdef Py_ssize_t* places = batch.places
         for i in range(start, stop):
             key = PyList_GET_ITEM(keys, i)
-            place = self.locate(key, batch.hashes[i])
-            batch.places[i] = place
+            place = self.locate(key, hashes[i])
+            places[i] = place
             if place < 0:
                 if not add:
                     continue
-                batch.places[i] = place = self.num_named
+                places[i] = place = self.num_named
                 self.num_named += 1
                 named = &self.named[place]
                 Py_INCREF(<object> key)
                 named.key = key
-                named.hash = batch.hashes[i]
+                named.hash = hashes[i]
                 named.seen = 0
                 named.mark = 0
-                index_insert(self.buckets, self.num_buckets, named.hash, <int32_t> place + 1)
-            self.named[place].row = batch.rows[i]
-            self.named[place].generation = table.rows[batch.rows[i]].generation
+                if self.buckets != NULL:
+                    index_insert(self.buckets, self.num_buckets, hashes[i], <int32_t> place + 1)
+            self.named[place].row = rows[i]
+            self.named[place].generation = table.rows[rows[i]].generation
 
     cdef int32_t row_now(self, BlockTable table, Py_ssize_t place) noexcept nogil:
         """Return the row of a key that the request has named, or 0."""
@@ -233,8 +250,9 @@ cdef class RequestKeys:
         """Pick out the keys of a resolved batch that the request has not used before, and return how many they are."""
         cdef Py_ssize_t i, place, num_used = 0
         cdef Named* named
+        cdef const Py_ssize_t* places = batch.places
         for i in range(n):
-            place = batch.places[i]
+            place = places[i]
             named = &self.named[place]
             if named.seen == 0:
                 self.used[self.num_seen] = <int32_t> place
