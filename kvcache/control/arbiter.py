@@ -282,8 +282,8 @@ class Decision:
     def __str__(self) -> str:
         if self.is_blind:
             return f"loads {self.num_blocks} blocks: a rate is not known yet"
-        verb = f"loads {self.kept_blocks} of {self.num_blocks} blocks" if self.kept_blocks else "computes"
-        return f"{verb}: loading {self.load_s:.3g} s, computing {self.compute_s:.3g} s"
+        decision = f"loads {self.kept_blocks} of {self.num_blocks} blocks" if self.kept_blocks else "computes"
+        return f"{decision}: loading {self.load_s:.3g} s, computing {self.compute_s:.3g} s"
 
 
 class LoadArbiter:

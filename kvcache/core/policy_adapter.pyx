@@ -276,9 +276,9 @@ cdef class PolicyAdapter(ReplacementPolicy):
             self.on_reset()
             self._end()
 
-    cdef int _refuse_native(self, str verb) except -1:
+    cdef int _refuse_native(self, str operation) except -1:
         if self.table.caller_blocks == NULL:
-            raise BlockStateError(f"cannot {verb}: the policy's blocks belong to its manager")
+            raise BlockStateError(f"cannot {operation}: the policy's blocks belong to its manager")
         return 0
 
     cdef int _end(self) except -1:

@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _KEY_BYTES = 36
-# Four lanes of SplitMix64 (Steele, Lea & Flood, OOPSLA '14), started apart.
-_LANES = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93], dtype=np.uint64)
+# Four streams of SplitMix64 (Steele, Lea & Flood, OOPSLA '14), started apart.
+_WORDS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93], dtype=np.uint64)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
-def _mix(lanes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    lanes ^= lanes >> _SHIFTS[0]
-    lanes *= _MULTIPLIERS[0]
-    lanes ^= lanes >> _SHIFTS[1]
-    lanes *= _MULTIPLIERS[1]
-    lanes ^= lanes >> _SHIFTS[2]
-    return lanes
+def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    words ^= words >> _SHIFTS[0]
+    words *= _MULTIPLIERS[0]
+    words ^= words >> _SHIFTS[1]
+    words *= _MULTIPLIERS[1]
+    words ^= words >> _SHIFTS[2]
+    return words
 
 
 def mixed(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """Return a hash of each id, by which ids are sampled and cut into parts."""
-    return _mix(ids.astype(np.uint64) + _LANES[0])
+    return _mix(ids.astype(np.uint64) + _WORDS[0])
 
 
 class KeyMaker:
@@ -56,16 +56,16 @@ class KeyMaker:
         if type(group_idx) is not int or not 0 <= group_idx < 1 << 32:
             raise ValueError(f"group_idx must be an int in 0..2**32-1, got {group_idx!r}")
         self.split = split
-        self._part = np.arange(split, dtype=np.uint64)[None, :, None] * _LANES[::-1]
+        self._part = np.arange(split, dtype=np.uint64)[None, :, None] * _WORDS[::-1]
         self._group = np.frombuffer(group_idx.to_bytes(4, "big"), dtype=np.uint8)
 
     def __call__(self, hash_ids: npt.NDArray[np.int64]) -> list[bytes]:
         """Return `split` new key objects per id, in order."""
-        lanes = _mix(hash_ids.astype(np.uint64)[:, None] + _LANES)
+        words = _mix(hash_ids.astype(np.uint64)[:, None] + _WORDS)
         if self.split > 1:
-            lanes = _mix((lanes[:, None, :] + self._part).reshape(-1, 4))
-        keys = np.empty((len(lanes), _KEY_BYTES), dtype=np.uint8)
-        keys[:, :32] = lanes.astype("<u8", copy=False).view(np.uint8)
+            words = _mix((words[:, None, :] + self._part).reshape(-1, 4))
+        keys = np.empty((len(words), _KEY_BYTES), dtype=np.uint8)
+        keys[:, :32] = words.astype("<u8", copy=False).view(np.uint8)
         keys[:, 32:] = self._group
         made: list[bytes] = keys.view(f"V{_KEY_BYTES}")[:, 0].tolist()
         return made

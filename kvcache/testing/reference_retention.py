@@ -1,6 +1,6 @@
 """The specification of retention hints in plain dicts: who is raised, until when, and who leaves first.
 
-Written from the text alone: no heaps, no lanes, every question answered by looking at all blocks.
+Written from the text alone: no heaps, no queues, every question answered by looking at all blocks.
 """
 
 from __future__ import annotations

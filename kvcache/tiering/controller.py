@@ -495,19 +495,19 @@ class TierController:
                 self._last_error,
             )
 
-    def _call(self, verb: str, otherwise: T, method: Callable[..., Any], *args: Any) -> T:
+    def _call(self, operation: str, otherwise: T, method: Callable[..., Any], *args: Any) -> T:
         # A tier may be anybody's code, and the engine's thread must not pay for it.
         try:
             answer: T = method(*args)
             return answer
         except Exception as error:
-            self._note_fault(verb, f"raised, which a tier must not do: {type(error).__name__}: {error}")
+            self._note_fault(operation, f"raised, which a tier must not do: {type(error).__name__}: {error}")
             return otherwise
 
-    def _note_fault(self, verb: str, fault: str) -> None:
+    def _note_fault(self, operation: str, fault: str) -> None:
         self._failed_jobs += 1
-        self._last_error = f"{verb} {fault}"
-        self._warnings.warn(verb, "tier %s: %s %s", self.medium, verb, fault)
+        self._last_error = f"{operation} {fault}"
+        self._warnings.warn(operation, "tier %s: %s %s", self.medium, operation, fault)
 
 
 def _key_list(keys: Any) -> list[bytes]:

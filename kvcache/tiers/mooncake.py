@@ -2,7 +2,7 @@
 
 Mooncake keeps blocks in memory that nodes lend to the store; its master knows where each one lies. Blocks go straight
 from the host pool into that memory and back (RDMA, or TCP), so nothing here copies them. A value is the payload and
-behind it a checksum of namespace, key and payload: what is foreign, short, long or torn is a counted miss.
+behind it a checksum of namespace, key and payload: what is not ours, short, long or torn is a counted miss.
 
 Names in the store are ``kvcache:<namespace>:<epoch>:<block key>``, as of `kvcache.tiers.valkey`. A reset draws a new
 epoch and removes what the old one holds; an engine keeps the epoch that it found at its start or drew itself.

@@ -2,7 +2,7 @@
 
 Keys on the server are ``kvcache:<namespace>:<epoch>:<block key>``. The namespace is a digest of the fingerprint (model,
 dtype, geometry), the format and a tenant's salt, so that engines share blocks only where the bytes mean the same. A
-value is a checksum of namespace, key and payload, then the payload: what is foreign, short, long or torn is a counted
+value is a checksum of namespace, key and payload, then the payload: what is not ours, short, long or torn is a counted
 miss, and is deleted.
 
 A reset begins a new epoch and deletes what the old one holds. An engine keeps the epoch that it found at its start or

@@ -163,14 +163,14 @@ def test_a_higher_priority_brings_its_own_end(manager: CPUOffloadingManager, clo
     assert raised(manager) == 0
 
 
-@pytest.mark.parametrize("verb", ["touch", "prepare_load", "prepare_store"])
-def test_time_passes_at_each_call(verb: str, manager: CPUOffloadingManager, clock: Clock) -> None:
+@pytest.mark.parametrize("operation", ["touch", "prepare_load", "prepare_store"])
+def test_time_passes_at_each_call(operation: str, manager: CPUOffloadingManager, clock: Clock) -> None:
     store(manager, [A], 1, 10)
     clock.now_s += 9.999
-    getattr(manager, verb)([])
+    getattr(manager, operation)([])
     assert raised(manager) == 1
     clock.now_s = 110.0
-    getattr(manager, verb)([])
+    getattr(manager, operation)([])
 
     assert raised(manager) == 0
 
@@ -343,19 +343,19 @@ def test_any_clock_that_goes_forward_will_do(start_s: float, clock: Clock) -> No
     assert raised(manager) == 0
 
 
-@pytest.mark.parametrize("verb", ["touch", "prepare_load", "prepare_store"])
+@pytest.mark.parametrize("operation", ["touch", "prepare_load", "prepare_store"])
 def test_a_clock_that_goes_back_is_an_error_that_names_both_times(
-    verb: str, manager: CPUOffloadingManager, clock: Clock
+    operation: str, manager: CPUOffloadingManager, clock: Clock
 ) -> None:
     store(manager, [A], 1, 10)
     before = manager.stats()
     clock.now_s = 99.5
     with pytest.raises(ValueError, match=r"clock went back from 100\.0 to 99\.5 s"):
-        getattr(manager, verb)([A])
+        getattr(manager, operation)([A])
 
     assert manager.stats() == before
     clock.now_s = 100.0
-    getattr(manager, verb)([A])
+    getattr(manager, operation)([A])
 
 
 @pytest.mark.parametrize("priority", [-2, 4, 1.0, True, "2", None])

@@ -111,10 +111,10 @@ def blocks_on_disk(folder):
     latest = {}
     for slot in range(header["num_slots"]):
         record = records[slot * 128 : (slot + 1) * 128]
-        lanes = struct.unpack("<16Q", record)
-        seal = sum(lane * 0x9E3779B97F4A7C15 * (2 * i + 1) for i, lane in enumerate(lanes[:15])) + seed
+        words = struct.unpack("<16Q", record)
+        seal = sum(word * 0x9E3779B97F4A7C15 * (2 * i + 1) for i, word in enumerate(words[:15])) + seed
         seq, check, length, epoch, key_bytes = struct.unpack_from("<QQIIH", record)
-        if seal % (1 << 64) != lanes[15] or epoch != header["epoch"] or length != BLOCK_BYTES or not key_bytes:
+        if seal % (1 << 64) != words[15] or epoch != header["epoch"] or length != BLOCK_BYTES or not key_bytes:
             continue
         key = record[32 : 32 + key_bytes]
         if seq >= latest.get(key, (0,))[0]:

@@ -48,8 +48,8 @@ def test_blocks_come_back_from_disk_and_after_a_restart(
         assert engine.stats.num_blocks == 40
         engine.drop_device_cache()
         assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
-        (lane,) = engine.manager._tiered.tier_stats()
-        assert (lane.promoted_blocks, lane.dropped_blocks, lane.failed_jobs) == (140, 0, 0)
+        (stats,) = engine.manager._tiered.tier_stats()
+        assert (stats.promoted_blocks, stats.dropped_blocks, stats.failed_jobs) == (140, 0, 0)
         assert engine.stats.loaded_blocks == 140
         assert engine.metric("vllm:kvcache_tier_promoted_blocks") == 140
         # All at once: where loads leave no room in host memory, blocks are computed again, and nobody waits for ever.
@@ -64,8 +64,8 @@ def test_blocks_come_back_from_disk_and_after_a_restart(
     with boot(models["llama"], config) as engine:
         assert engine.manager._tiered.tier_stats()[0].tier.num_held == 140
         assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
-        (lane,) = engine.manager._tiered.tier_stats()
-        assert (lane.promoted_blocks, engine.stats.stored_blocks) == (140, 0)
+        (stats,) = engine.manager._tiered.tier_stats()
+        assert (stats.promoted_blocks, engine.stats.stored_blocks) == (140, 0)
         engine.drop_device_cache(host_too=True)
         assert ask_each(engine, crowd[:1]) == (expected(crowd[:1]), [0])
 

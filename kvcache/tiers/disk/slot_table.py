@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 MAX_KEY_BYTES = 88
 _RECORD = struct.Struct("<QQIIHHI88s")
-_NUM_LANES = _RECORD.size // 8
+_NUM_WORDS = _RECORD.size // 8
 _NO_SEAL = bytes(8)
-# Odd factors: a change in any one lane changes the sum for certain, in several but for one case in 2**64.
-_FACTORS = np.uint64(0x9E3779B97F4A7C15) * np.arange(1, 2 * _NUM_LANES, 2, dtype=np.uint64)
+# Odd factors: a change in any one word changes the sum for certain, in several but for one case in 2**64.
+_FACTORS = np.uint64(0x9E3779B97F4A7C15) * np.arange(1, 2 * _NUM_WORDS, 2, dtype=np.uint64)
 _DTYPE = np.dtype(
     [
         ("seq", "<u8"),
@@ -55,9 +55,9 @@ assert _RECENCY_DTYPE.itemsize == RECENCY_BYTES
 
 
 def _seals(rows: npt.NDArray[np.void], seed: int) -> npt.NDArray[np.uint64]:
-    lanes = rows.view(np.uint64).reshape(len(rows), _NUM_LANES + 1)
+    words = rows.view(np.uint64).reshape(len(rows), _NUM_WORDS + 1)
     # Seals of two seeds differ by the same number in every record: none of the one generation passes in the other.
-    seals: npt.NDArray[np.uint64] = lanes[:, :_NUM_LANES] @ _FACTORS + np.uint64(seed)
+    seals: npt.NDArray[np.uint64] = words[:, :_NUM_WORDS] @ _FACTORS + np.uint64(seed)
     return seals
 
 

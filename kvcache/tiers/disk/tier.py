@@ -412,12 +412,12 @@ class DiskTier(JobTier):
             # Open and deleted, it would take its space until the engine ends.
             os.ftruncate(store.file.fd, 0)
 
-    def _warn_of(self, verb: str, error: OSError) -> None:
+    def _warn_of(self, operation: str, error: OSError) -> None:
         self._warnings.warn(
-            f"{verb} {error.errno}",
+            f"{operation} {error.errno}",
             "disk tier %s: a %s failed: %s",
             self.path,
-            verb,
+            operation,
             f"{type(error).__name__}: {error}",
         )
 
