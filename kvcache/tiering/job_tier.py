@@ -631,19 +631,23 @@ class JobTier(Tier):
         seqs: list[int] | None,
     ) -> None:
         self._jobs[job_id] = job
-        for positions in self._cut(slots, len(keys)) if keys else ():
-            batch_keys = [keys[i] for i in positions]
-            job.batches.append(
-                TierBatch(
-                    self,
-                    job_id,
-                    is_load,
-                    batch_keys,
-                    [host[key] for key in batch_keys],
-                    None if slots is None else [slots[i] for i in positions],
-                    None if seqs is None else [seqs[i] for i in positions],
+        block_ids = [host[key] for key in keys]
+        groups = self._cut(slots, len(keys)) if keys else []
+        if groups == [list(range(len(keys)))]:
+            job.batches.append(TierBatch(self, job_id, is_load, keys, block_ids, slots, seqs))
+        else:
+            for positions in groups:
+                job.batches.append(
+                    TierBatch(
+                        self,
+                        job_id,
+                        is_load,
+                        [keys[i] for i in positions],
+                        [block_ids[i] for i in positions],
+                        None if slots is None else [slots[i] for i in positions],
+                        None if seqs is None else [seqs[i] for i in positions],
+                    )
                 )
-            )
         job.num_batches = len(job.batches)
         self._num_queued += len(keys)
         for batch in job.batches:
@@ -652,8 +656,10 @@ class JobTier(Tier):
 
     def _cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
         """Return what `cut` says if it names every position once, and batches of `max_batch_blocks` otherwise."""
-        groups = self._call_hook("cut", lambda: self.cut(slots, num_blocks))
+        groups: list[list[int]] = self._call_hook("cut", lambda: self.cut(slots, num_blocks))
         try:
+            if groups == [list(range(num_blocks))]:
+                return groups
             if sorted(position for group in groups for position in group) == list(range(num_blocks)):
                 return [group for group in groups if group]
             self._note_error(f"cut: {groups!r} does not name each of {num_blocks} positions once")

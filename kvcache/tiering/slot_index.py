@@ -123,7 +123,8 @@ class SlotIndex:
         again = [key for key in keys if key in self._bad] if self._bad else []
         if again:
             self._blocks.unpin(again)
-        self._bad.difference_update(done)
+        if self._bad:
+            self._bad.difference_update(done)
         if len(done) < len(keys):
             written = set(done)
             self._blocks.abort([key for key in keys if key not in written])
