@@ -41,6 +41,7 @@ def test_rate_of_prefill_is_learned_and_a_slow_tier_left_alone(tmp_path: Path) -
         has_device_cache=False,
         max_num_seqs=1,
         cpu_bytes_to_use=200 * 4096,
+        cache_policy="lru",
         tiers=[tier],
         lookup_deadline_s=1000,
     )
