@@ -661,7 +661,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 cell = word << 6 | lowest_bit(bits)
                 while self.ends[cell] <= self.now and self.queues[ALL][cell].first != 0:
                     if num_left == 0:
-                        self.due = self.now
+                        self.due = 0  # more are late
                         return
                     num_left -= 1
                     self.num_aged += 1
