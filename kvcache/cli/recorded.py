@@ -71,7 +71,7 @@ def _summary(report: dict[str, Any]) -> str:
     if report["end"]:
         lines.append(f"  read up to here: {report['end']}")
     if report["is_same"]:
-        lines.append("  every answer is the same")
+        lines.append("  every answer is the same" if report["calls"] else "  there is nothing to compare")
         return "\n".join(lines)
     found = report["difference"]
     lines += [f"  record {found['record']:,}: {found['call']}", f"    expected {found['expected']}"]

@@ -16,23 +16,25 @@ class RecordCommand(Command):
     options = OptionTable(
         {
             "action": choice_of("start", "stop", "stats"),
-            "path": parse_text,
+            "file": parse_text,
             "max_bytes": parse_size,
             "salt": parse_text,
         }
     )
 
     def run(self, **options: Any) -> Any:
-        """Return ``{"path", "num_records", "num_lost", ...}``, or ``{"path": None}`` where nothing is recorded."""
-        manager = self.telemetry.manager
+        """Return ``{"file", "num_records", "num_lost", ...}``, or ``{"file": None}`` where nothing is recorded."""
+        manager: Any = self.telemetry.manager
+        if manager is None:
+            raise ValueError("no manager is there to be recorded")
         action = options.get("action", "stats")
         recorder = manager.recorder
         if action == "start":
-            if "path" not in options:
-                raise ValueError("a recording needs a path")
+            if "file" not in options:
+                raise ValueError("a recording needs a file")
             recorder = Recorder(
                 manager,
-                options["path"],
+                options["file"],
                 max_bytes=options.get("max_bytes", DEFAULT_MAX_BYTES),
                 salt=options.get("salt"),
             )
@@ -41,5 +43,5 @@ class RecordCommand(Command):
                 raise ValueError("nothing is being recorded")
             recorder.stop()
         if recorder is None:
-            return {"path": None}
-        return {"path": str(recorder.path), **asdict(recorder.stats())}
+            return {"file": None}
+        return {"file": str(recorder.path), **asdict(recorder.stats())}

@@ -55,20 +55,20 @@ def test_options_are_known_to_vllm_settings():
 def test_socket_command_starts_and_stops_a_recording(tmp_path):
     manager = CPUOffloadingManager(16, 20)
     command = RecordCommand(Telemetry(manager))
-    assert command.run() == {"path": None}
-    for options, name in (({"action": "start"}, "path"), ({"action": "stop"}, "nothing")):
+    assert command.run() == {"file": None}
+    for options, name in (({"action": "start"}, "a file"), ({"action": "stop"}, "nothing")):
         with pytest.raises(ValueError, match=name):
             command.run(**options)
     path = str(tmp_path / "run.kvlog")
-    assert command.run(action="start", path=path)["path"] == path
+    assert command.run(action="start", file=path)["file"] == path
     with pytest.raises(ValueError, match="already"):
-        command.run(action="start", path=path)
+        command.run(action="start", file=path)
     serve(manager, 3)
     assert command.run()["num_records"] == 9
     stopped = command.run(action="stop")
     assert stopped["num_records"] == 10
     json.dumps(stopped)
-    assert command.run() == {"path": None}
+    assert command.run() == {"file": None}
     assert replay_recording(Recording(path)).num_calls == 9
 
 
