@@ -112,6 +112,11 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
     (no call stands between reading and writing one); free-threaded builds may miss a count where threads collide.
     """
 
+    # Defaults of the class: an instance of more than 30 attributes is slower at every one of them (CPython 3.11 on).
+    arbiter_loads = arbiter_cuts = arbiter_cut_blocks = arbiter_give_ups = promoted_loads = 0
+    timer: CallTimes | None = None
+    ages: BlockAges | None = None
+
     def __init__(
         self,
         num_blocks: int,
@@ -173,13 +178,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         self.evicted_blocks = 0
         self.rejected_stores = 0
         self.failed_blocks = 0
-        self.arbiter_loads = 0
-        self.arbiter_cuts = 0
-        self.arbiter_cut_blocks = 0
-        self.arbiter_give_ups = 0
-        self.promoted_loads = 0
-        self.timer: CallTimes | None = None
-        self.ages: BlockAges | None = None
         self._offered_blocks = 0
 
     def _make_cache(self, cache_policy: str | type, backend: Backend | None) -> BlockCacheOps:

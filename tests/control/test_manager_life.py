@@ -418,3 +418,8 @@ def test_two_managers_never_share_a_policy_s_blocks(name: str) -> None:
         manager.policy.insert(A, BlockStatus(0))
     with pytest.raises(BlockStateError):
         manager.policy.native(2)
+
+
+def test_a_manager_has_few_enough_attributes_to_read_them_fast() -> None:
+    # From CPython 3.11 on, an instance keeps 30 attributes inline: with 32, a request's calls took a tenth longer.
+    assert len(vars(CPUOffloadingManager(16, 8, enable_events=True, store_threshold=2, what_if=True))) <= 30
