@@ -60,6 +60,8 @@ def test_settings_read_numbers_as_json_writes_them() -> None:
 
 def test_the_policy_is_gittins_unless_another_is_named() -> None:
     assert read_settings({"cpu_bytes_to_use": 1}).cache_policy == "gittins"
+    assert read_settings({"cpu_bytes_to_use": 1}, num_groups=2).cache_policy == "lru"
+    assert read_settings({"cpu_bytes_to_use": 1, "cache_policy": "arc"}, num_groups=2).cache_policy == "arc"
     assert read_settings({"cpu_bytes_to_use": 1, "cache_policy": "lru"}).cache_policy == "lru"
     assert OffloadSettings(cpu_bytes_to_use=1).cache_policy == "lru"
 

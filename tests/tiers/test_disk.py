@@ -472,7 +472,7 @@ def test_config_is_checked(tmp_path):
     assert tier.capacity_bytes == 1 << 20
     tier.shutdown()
     with pytest.raises(
-        ValueError, match=r"unknown options of a disk tier: size; known ones: .*path.*: write_policy,.* pause_s, arbiter$"
+        ValueError, match=r"unknown options of a disk tier: size; known ones: .*path.*: write_policy,.* arbiter$"
     ):
         DiskTier.from_config({**options, "size": 1}, host_blocks(), {})
     with pytest.raises(ValueError, match="a disk tier needs 'capacity'"):

@@ -82,7 +82,12 @@ def test_second_engine_hits_what_the_first_stored(
     boot: Any, models: Any, crowd: Any, expected: Any, entry: dict[str, Any]
 ) -> None:
     # Host memory for 40 blocks, of which the seven prompts have 140.
-    config = {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "lookup_deadline_s": 30, "tiers": [entry | {"deadline_s": 30}]}
+    config = {
+        "cpu_bytes_to_use": 40 * BLOCK_BYTES,
+        "cache_policy": "lru",
+        "lookup_deadline_s": 30,
+        "tiers": [entry | {"deadline_s": 30}],
+    }
     with boot(models["llama"], config) as engine:
         assert ask_each(engine, crowd) == (expected(crowd), [0] * 7)
         (lane,) = engine.manager._tiered.tier_stats()

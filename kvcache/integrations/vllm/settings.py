@@ -49,8 +49,11 @@ OUR_KEYS = frozenset(
 _RENAMED_KEYS = {"eviction_policy": "cache_policy", "cache_policy_module_path": "cache_policy"}
 
 
-def read_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
-    """Read and check the mapping; no side effects. The policy is `gittins` where none is named.
+def read_settings(extra_config: Mapping[str, Any], num_groups: int = 1) -> OffloadSettings:
+    """Read and check the mapping; no side effects.
+
+    Where no policy is named it is `gittins`, for a model with one group of KV caches: it stores nothing behind a
+    block that is absent, and groups with a sliding window leave blocks out. For `num_groups` > 1 it is `lru`.
 
     Raises
     ------
@@ -64,7 +67,7 @@ def read_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
     if extra_config.get("canonical_layout"):
         raise ValueError("kvcache keeps each rank's own bytes; 'canonical_layout' is not supported")
     given = {key: extra_config[key] for key in OUR_KEYS & extra_config.keys()}
-    settings = OffloadSettings.read({"cache_policy": DEFAULT_POLICY, **given}, WHERE)
+    settings = OffloadSettings.read({"cache_policy": DEFAULT_POLICY if num_groups == 1 else "lru", **given}, WHERE)
     if settings.cpu_bytes_to_use is None:
         raise ValueError(f"{WHERE} must have 'cpu_bytes_to_use', the host memory of all ranks: bytes, or '64GiB'")
     if settings.tiers and not Path(settings.pool_folder).is_dir():

@@ -50,7 +50,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         use_engine_log()
-        self.settings = read_settings(config.extra_config)
+        self.settings = read_settings(config.extra_config, len(self.tokens_per_block))
         self.bytes_per_block = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
         if self.settings.tiers:
             self.bytes_per_block = rank_bytes_of(self.bytes_per_block)
