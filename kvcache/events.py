@@ -6,13 +6,13 @@ and a scheduler whose events nobody takes must not run out of memory.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from kvcache import collector
 from kvcache.options import check_int
 
 
@@ -77,16 +77,23 @@ class EventLog:
         self._events: deque[OffloadingEvent] = deque()
         self._num_keys = 0
         self._lock = threading.RLock()
+        self._depth = 0
+        self._was_collecting = False
 
     def __enter__(self) -> EventLog:
         self._lock.acquire()
-        collector.pause()
+        self._depth += 1
+        if self._depth == 1:
+            self._was_collecting = gc.isenabled()
+            gc.disable()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        collector.resume()
+        self._depth -= 1
+        if self._depth == 0 and self._was_collecting:
+            gc.enable()
         self._lock.release()
 
     def __len__(self) -> int:

@@ -73,17 +73,6 @@ def test_finalizers_do_not_run_between_a_change_and_its_event() -> None:
         gc.enable()
 
 
-def test_one_thread_that_ends_its_change_does_not_let_finalizers_into_anothers() -> None:
-    first, second = EventLog(16), EventLog(16)
-    with first:
-        with second:
-            first.__exit__(None, None, None)  # as a thread of its own would
-            assert not gc.isenabled()
-        assert gc.isenabled()
-        first.__enter__()
-    assert gc.isenabled()
-
-
 def test_threads_that_change_a_cache_leave_events_in_order() -> None:
     manager = CPUOffloadingManager(16, 2, enable_events=True)
 

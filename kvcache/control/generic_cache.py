@@ -7,13 +7,13 @@ of their own that loop over rows.
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcache import collector
 from kvcache.block import BlockStateError, BlockStatus
 from kvcache.policies.base import CachePolicy, RequestUses
 from kvcache.specs import PrepareStoreOutput
@@ -37,13 +37,15 @@ def _atomic(operation: F) -> F:
         with self._lock:
             if self._is_busy:
                 raise BlockStateError(f"{operation.__name__} was called from within another operation of the cache")
-            collector.pause()
+            was_on = gc.isenabled()
+            gc.disable()
             self._is_busy = True
             try:
                 return operation(self, *args, **kwargs)
             finally:
                 self._is_busy = False
-                collector.resume()
+                if was_on:
+                    gc.enable()
 
     return guarded  # type: ignore[return-value]
 
