@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -384,6 +385,29 @@ def test_short_reads_and_writes_are_gone_on_with(bench, monkeypatch, block_bytes
     assert tier.stats().num_held == 10
     result = bench.load(tier, keys)
     assert (sorted(result.done), tier.stats().corrupt_blocks) == (keys, 0)
+
+
+def test_less_than_an_aligned_piece_is_moved_again(bench, monkeypatch):
+    tier = bench.open()
+    if not tier.is_direct:
+        pytest.skip("no way past the page cache here")
+    calls = Counter()
+
+    def stingy(call):
+        def moved(fd, rows, offset):
+            calls[call.__name__] += 1
+            moved = call(fd, rows, offset)
+            return min(moved, 100) if calls[call.__name__] % 3 else moved
+
+        return moved
+
+    monkeypatch.setattr(os, "pwritev", stingy(os.pwritev))
+    monkeypatch.setattr(os, "preadv", stingy(os.preadv))
+    keys = bench.keys(*range(6))
+    assert sorted(bench.store(tier, keys).done) == sorted(keys)
+    assert sorted(bench.load(tier, keys).done) == sorted(keys)
+    assert calls["pwritev"] >= 3
+    assert calls["preadv"] >= 3
 
 
 def test_operations_above_what_one_call_moves_lose_nothing(bench, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvcache.tiers.disk.directory import ALIGN_BYTES, DATA, TierDirectory
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
 
 _SECTOR_BYTES = 512
+_MOST_TRIES = 100
 
 
 class DataFile:
@@ -54,7 +55,7 @@ class DataFile:
         """Write blocks to consecutive slots, in as many calls as it takes; OSError if that ends early."""
         offset = first_slot * self.slot_bytes
         while rows:
-            written = self._whole(os.pwritev(self.fd, rows, offset), rows)
+            written = self._move(os.pwritev, rows, offset)
             if not written:
                 raise OSError(errno.EIO, f"the file takes no more bytes at offset {offset}")
             offset += written
@@ -64,7 +65,7 @@ class DataFile:
         """Read consecutive slots; return how many of the first blocks are whole, fewer where the file ends early."""
         start = offset = first_slot * self.slot_bytes
         while rows:
-            num_read = self._whole(os.preadv(self.fd, rows, offset), rows)
+            num_read = self._move(os.preadv, rows, offset)
             if not num_read:
                 break
             offset += num_read
@@ -75,11 +76,16 @@ class DataFile:
         """Close the file."""
         os.close(self.fd)
 
-    def _whole(self, num_bytes: int, rows: Sequence[memoryview]) -> int:
-        """Return how much of what a call has moved the next one can go on from."""
-        if self.is_direct and num_bytes < sum(map(len, rows)):
-            return num_bytes // ALIGN_BYTES * ALIGN_BYTES
-        return num_bytes
+    def _move(self, call: Callable[..., int], rows: Sequence[memoryview], offset: int) -> int:
+        """Move bytes; return how many the next call can go on from, 0 where nothing moves any more."""
+        for _ in range(_MOST_TRIES):
+            num_bytes = call(self.fd, rows, offset)
+            if not self.is_direct or num_bytes == sum(map(len, rows)):
+                return num_bytes
+            # Past the page cache a call begins at a multiple: what is less than one is moved again.
+            if not 0 < num_bytes < ALIGN_BYTES:
+                return num_bytes // ALIGN_BYTES * ALIGN_BYTES
+        return 0
 
 
 def _after(rows: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
