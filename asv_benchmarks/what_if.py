@@ -28,7 +28,7 @@ class WhatIfAnswer:
     """The answer after 1,000 generated chat requests, one policy at six capacities."""
 
     # Policies that read the clock are left out of the estimate: arrival times are not sampled.
-    params = ([name for name in POLICIES.names() if not POLICIES.resolve(name).reads_clock],)
+    params = ([name for name in POLICIES.names() if not getattr(POLICIES.resolve(name)(1), "reads_clock", False)],)
     param_names = ("policy",)
 
     def setup(self, policy: str) -> None:
