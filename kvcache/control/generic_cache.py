@@ -435,8 +435,9 @@ class GenericBlockCache:
             if positions is not None:
                 keys = sorted_by_position(keys, positions)
             request_keys.next_use = next_use
-        if keys and hasattr(self._policy, "hint"):
-            self._policy.hint(keys, next_use)
+        if hasattr(self._policy, "hint"):
+            # Also where there are no keys: a policy may read its clock then, as the compiled ones do.
+            self._policy.hint(keys or [], next_use)
 
     def _order_used(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> None:
         keys = list(self._keys_of(request_keys))

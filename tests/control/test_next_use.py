@@ -13,6 +13,8 @@ from kvcache.control.cpu import BackendOffloadingManager
 from kvcache.request import NEXT_USES
 from kvcache.specs import CPULoadStoreSpec
 from kvcache.testing.reference import ReferenceLRU
+from kvcache.testing.reference_gittins import ReferenceGittins
+from kvcache.testing.reference_manager import ReferenceManager
 from kvcache.tiering.manager import TieredOffloadingManager
 
 QUEUE_POLICIES = ["lru", "arc", "mq", "amq", "lfuda"]
@@ -231,3 +233,10 @@ def test_a_copy_of_a_context_knows_no_manager(manager: CPUOffloadingManager) -> 
     copied = pickle.loads(pickle.dumps(serve(manager, [A], "soon")))
     assert copied.retention == Retention(next_use="soon")
     assert copied.ended_keys == copied.request_keys == {}
+
+
+def test_hint_for_a_request_without_keys_is_a_moment_that_a_policy_in_python_sees() -> None:
+    managers = [kind(16, 1, ReferenceGittins, clock=lambda: 3.0) for kind in (ReferenceManager, CPUOffloadingManager)]
+    for manager in managers:
+        manager.hint(ReqContext("no keys yet"), "end")
+    assert [manager.policy.start_ms is None for manager in managers] == [False, False]
