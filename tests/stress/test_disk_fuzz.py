@@ -1,6 +1,6 @@
 """Whatever bytes stand in a disk tier's files: one kind of error or a sound tier, and never a wrong block.
 
-10,000 inputs by default; `KVCACHE_STRESS=100` makes it a million.
+10,000 inputs of each kind of fuzzer by default; `KVCACHE_STRESS=100` makes it a million.
 """
 
 import json
@@ -180,6 +180,53 @@ def test_records_of_any_bytes_name_no_block_that_was_not_there(sound, data):
         (path / "records").write_bytes(files["records"])
     assert {(key, int(seq), int(table.checksums[slot])) for key, slot, seq, _ in zip(*found, strict=True)} <= right
     assert len(set(found.slots.tolist())) == len(found.keys)
+
+
+def mutated(dice, body):
+    """Return bytes that differ from `body` in a few places, or in their length: quicker than Hypothesis draws them."""
+    body = bytearray(body)
+    for _ in range(dice.randint(1, 4)):
+        at = dice.randrange(max(1, len(body)))
+        match dice.choice(("flip", "flip", "write", "copy", "cut", "grow")):
+            case "flip":
+                body[at : at + 1] = bytes(byte ^ 1 << dice.randrange(8) for byte in body[at : at + 1])
+            case "write":
+                piece = dice.randbytes(dice.randint(1, 16))
+                body[at : at + len(piece)] = piece
+            case "copy":
+                start, at = dice.randrange(max(1, len(body))) // 128 * 128, at // 128 * 128
+                body[at : at + 128] = body[start : start + 128]
+            case "cut":
+                if dice.random() < 0.3:
+                    del body[at:]
+            case "grow":
+                body += dice.randbytes(dice.randrange(200))
+    return bytes(body)
+
+
+@pytest.mark.timeout(max(300, 30 * SCALE))
+def test_files_that_differ_in_a_few_bytes_by_the_thousand(memory):
+    path = memory / "mutated"
+    files = make_directory(path)
+    table, true = load_table(path, files)
+    right = {(key, int(seq), int(table.checksums[slot])) for key, slot, seq, _ in zip(*true, strict=True)}
+    dice = random.Random(0)
+    for number in range(max(3, round(10_000 * SCALE))):
+        name = ("kvcache.json", "records", "recency")[number % 3]
+        body = mutated(dice, files[name])
+        try:
+            table, found = load_table(path, files, **{name: body})
+        except TierDirectoryError:
+            assert name == "kvcache.json" or (name == "records" and len(body) < len(files[name]))
+            continue
+        finally:
+            (path / name).write_bytes(files[name])
+        held = {(key, int(seq), int(table.checksums[slot])) for key, slot, seq, _ in zip(*found, strict=True)}
+        if name == "recency":
+            assert (sorted(found.keys), sorted(found.slots.tolist())) == (sorted(KEYS), list(range(NUM_SLOTS)))
+        elif name == "records":
+            assert held <= right
+            assert len(set(found.slots.tolist())) == len(found.keys)
 
 
 @inputs(3000)
