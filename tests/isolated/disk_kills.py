@@ -97,6 +97,11 @@ def write_until_killed(folder, first, pipe, draw):
         time.sleep(0)
 
 
+def mixed(word):
+    word = (word ^ (word >> 32)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    return word ^ (word >> 29)
+
+
 def blocks_on_disk(folder):
     """Read the files without kvcache, by their format alone; return which blocks they hold, and which are wrong."""
     header = json.loads((folder / "kvcache.json").read_text())
@@ -109,10 +114,11 @@ def blocks_on_disk(folder):
         return set(), set()
     records, data = (folder / "records").read_bytes(), (folder / "data").read_bytes()
     latest = {}
+    factors = [factor | 1 for factor in struct.unpack("<15Q", hashlib.shake_128(b"kvcache").digest(120))]
     for slot in range(header["num_slots"]):
         record = records[slot * 128 : (slot + 1) * 128]
         words = struct.unpack("<16Q", record)
-        seal = sum(word * 0x9E3779B97F4A7C15 * (2 * i + 1) for i, word in enumerate(words[:15])) + seed
+        seal = sum(mixed(word) * factor for word, factor in zip(words[:15], factors, strict=True)) + seed
         seq, check, length, epoch, key_bytes = struct.unpack_from("<QQIIH", record)
         if seal % (1 << 64) != words[15] or epoch != header["epoch"] or length != BLOCK_BYTES or not key_bytes:
             continue

@@ -67,7 +67,7 @@ def memory(tmp_path_factory):
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path_factory.mktemp("fuzz")
         return
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcache-fuzz-") as path:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="fuzz-of-kvcache-") as path:
         yield Path(path)
 
 

@@ -171,7 +171,7 @@ def test_directory_of_the_first_format_is_refused(bench):
     values = json.loads(header.read_text()) | {"version": 1}
     del values["salt"]
     header.write_text(json.dumps(values))
-    with pytest.raises(TierDirectoryError, match=r"version 1, not .* version 2; its records do not say whose they are"):
+    with pytest.raises(TierDirectoryError, match=r"version 1, not .* version 3; its records do not say whose they are"):
         bench.open()
 
 
@@ -387,6 +387,20 @@ def test_short_reads_and_writes_are_gone_on_with(bench, monkeypatch, block_bytes
     assert (sorted(result.done), tier.stats().corrupt_blocks) == (keys, 0)
 
 
+def test_two_top_bits_that_flip_in_a_record_break_its_seal(bench):
+    tier = bench.open()
+    keys = bench.keys(*range(4))
+    bench.store(tier, keys)
+    tier.shutdown()
+    records = bytearray((bench.path / "records").read_bytes())
+    # The highest bytes of two words of the first record: the last of the key's words, and one before it.
+    records[39] ^= 0x80
+    records[95] ^= 0x80
+    (bench.path / "records").write_bytes(records)
+    tier = bench.open()
+    assert tier.stats().num_held == 3
+
+
 def test_less_than_an_aligned_piece_is_moved_again(bench, monkeypatch):
     tier = bench.open()
     if not tier.is_direct:
@@ -545,7 +559,7 @@ HEADERS = {
     "null": b"null",
     "nan": b'{"format": NaN, "version": Infinity}',
     "empty": b"",
-    "lone surrogate": b'{"format": "\\ud800", "version": 2}',
+    "lone surrogate": b'{"format": "\\ud800", "version": 3}',
     "unhashable": b'{"format": {}, "version": []}',
 }
 
@@ -553,7 +567,7 @@ HEADERS = {
 def header_with(**changes):
     values = {
         "format": "kvcache disk tier",
-        "version": 2,
+        "version": 3,
         "block_bytes": 4096,
         "num_slots": 16,
         "epoch": 1,
@@ -575,7 +589,7 @@ HEADERS |= {
     "no salt": header_with(salt=0),
     "fingerprint": header_with(fingerprint=[]),
     "unknown": header_with(colour="blue"),
-    "no such": b'{"format": "kvcache disk tier", "version": 2}',
+    "no such": b'{"format": "kvcache disk tier", "version": 3}',
 }
 
 

@@ -34,7 +34,7 @@ from weakref import WeakSet
 from kvcache.options import check_int
 
 FORMAT = "kvcache disk tier"
-VERSION = 2
+VERSION = 3
 RECORD_BYTES = 128
 RECENCY_BYTES = 16
 ALIGN_BYTES = 4096
@@ -499,7 +499,8 @@ class TierDirectory:
     def _checked_header(self, values: Any) -> Header:
         name, version = values.pop("format"), values.pop("version")
         if (name, version) != (FORMAT, VERSION):
-            why = "; its records do not say whose they are: delete it" if (name, version) == (FORMAT, 1) else ""
+            whys = {1: "; its records do not say whose they are: delete it", 2: "; its seals are weak: delete it"}
+            why = whys.get(version, "") if name == FORMAT else ""
             stored, known = f"format {name!r} version {version!r}", f"{FORMAT!r} version {VERSION}"
             raise TierDirectoryError(f"directory {self.path} is of {stored}, not {known}{why}")
         header = Header(**values)

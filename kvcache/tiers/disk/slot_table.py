@@ -6,6 +6,7 @@ to replay and none to compact: a restart reads one array, and the size never cha
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,8 +31,10 @@ MAX_KEY_BYTES = 88
 _RECORD = struct.Struct("<QQIIHHI88s")
 _NUM_WORDS = _RECORD.size // 8
 _NO_SEAL = bytes(8)
-# Odd factors: a change in any one word changes the sum for certain, in several but for one case in 2**64.
-_FACTORS = np.uint64(0x9E3779B97F4A7C15) * np.arange(1, 2 * _NUM_WORDS, 2, dtype=np.uint64)
+# Each word is mixed before it is multiplied, or the top bits of two words, turned over, would cancel out: a change in
+# one word changes the sum for certain (mixing and odd factors lose nothing), in several but for one case in 2**64.
+_MIX = np.uint64(0xBF58476D1CE4E5B9)
+_FACTORS = np.frombuffer(hashlib.shake_128(b"kvcache").digest(8 * _NUM_WORDS), "<u8") | np.uint64(1)
 _DTYPE = np.dtype(
     [
         ("seq", "<u8"),
@@ -57,7 +60,10 @@ assert _RECENCY_DTYPE.itemsize == RECENCY_BYTES
 def _seals(rows: npt.NDArray[np.void], seed: int) -> npt.NDArray[np.uint64]:
     words = rows.view(np.uint64).reshape(len(rows), _NUM_WORDS + 1)
     # Seals of two seeds differ by the same number in every record: none of the one generation passes in the other.
-    seals: npt.NDArray[np.uint64] = words[:, :_NUM_WORDS] @ _FACTORS + np.uint64(seed)
+    words = words[:, :_NUM_WORDS]
+    words = (words ^ (words >> np.uint64(32))) * _MIX
+    words ^= words >> np.uint64(29)
+    seals: npt.NDArray[np.uint64] = words @ _FACTORS + np.uint64(seed)
     return seals
 
 
