@@ -341,7 +341,13 @@ def test_hints_from_many_threads_and_a_busy_scheduler_do_no_harm(
     def give(next_use: str) -> None:
         try:
             for number in range(60):
-                ask(server.path, "hint", request=f"r{number % 20}", next_use=next_use)
+                while True:
+                    try:
+                        ask(server.path, "hint", request=f"r{number % 20}", next_use=next_use)
+                        break
+                    except ValueError as refusal:  # a loaded machine closes connections later than new ones come
+                        assert "try again" in str(refusal)
+                        time.sleep(0.01)
         except BaseException as error:
             failures.append(error)
 

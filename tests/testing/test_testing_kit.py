@@ -232,7 +232,7 @@ class ForgetsTouches(ReferenceLRU):
 
 @pytest.mark.parametrize("policy", [NeverAnswers, ForgetsTouches])
 def test_contract_gives_a_verdict_on_a_faulty_policy_in_bounded_time(policy: type) -> None:
-    contract = type("Contract", (PolicyContract,), {"policy": policy, "reference": ReferenceLRU, "verdict_s": 2.0})()
+    contract = type("Contract", (PolicyContract,), {"policy": policy, "reference": ReferenceLRU, "verdict_s": 10.0})()
     start_s = time.monotonic()
 
     with pytest.raises((AssertionError, Exception)) as raised:
@@ -241,7 +241,7 @@ def test_contract_gives_a_verdict_on_a_faulty_policy_in_bounded_time(policy: typ
     assert time.monotonic() - start_s < 30
     NeverAnswers.is_over.set()
     if policy is NeverAnswers:
-        assert "no verdict within 2.0 s; the test was here" in str(raised.value)
+        assert "no verdict within 10.0 s; the test was here" in str(raised.value)
         assert "in evict" in str(raised.value)
 
 
