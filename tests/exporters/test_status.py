@@ -346,7 +346,8 @@ def test_hints_from_many_threads_and_a_busy_scheduler_do_no_harm(
                         ask(server.path, "hint", request=f"r{number % 20}", next_use=next_use)
                         break
                     except ValueError as refusal:  # a loaded machine closes connections later than new ones come
-                        assert "try again" in str(refusal)
+                        if "try again" not in str(refusal):
+                            raise
                         time.sleep(0.01)
         except BaseException as error:
             failures.append(error)
