@@ -406,6 +406,9 @@ def test_calls_of_the_client_leave_the_interpreter_to_others(make_store, opened)
     turns = []
     os.kill(fresh.process.pid, signal.SIGSTOP)
     try:
+        # A signal takes a moment: what is loaded meanwhile does not fail.
+        while Path(f"/proc/{fresh.process.pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+            time.sleep(0.001)
         assert tier.submit_load(5, KEYS[:4], list(range(4)))
         end_s = time.monotonic() + 30
         while not (done := tier.get_finished()):
