@@ -192,6 +192,30 @@ class OptionTable:
             if given.get(name) is not None
         }
 
+    def read_all(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of `given`, parsed, where all of them are in this table; None counts as left out.
+
+        Parameters
+        ----------
+        where : str
+            What `given` is, for errors: ``"a valkey tier"``.
+        given : mapping
+            As the user wrote it.
+
+        Returns
+        -------
+        dict
+            Name of the option to its value.
+
+        Raises
+        ------
+        ValueError
+            A key is unknown or a value bad; the message names the key and `where`.
+        """
+        if unknown := name_unknown(given, self.parsers):
+            raise ValueError(f"unknown options of {where}: {unknown}; known ones: {', '.join(self.parsers)}")
+        return self.read(where, given)
+
 
 def name_unknown(given: Mapping[str, Any], known: Collection[str]) -> str:
     """Return the keys of `given` that are not `known`, each with the known one it resembles; "" if there are none.

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from kvcache.control.telemetry import Exporter
 from kvcache.metrics import HistogramData, Sample
-from kvcache.options import OptionTable, count_from, name_unknown, parse_text
+from kvcache.options import OptionTable, count_from, parse_text
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -134,9 +134,7 @@ class PrometheusExporter(Exporter):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        if unknown := name_unknown(options, set(_OPTIONS)):
-            raise ValueError(f"unknown options of exporter 'prometheus': {unknown}")
-        port = _OPTIONS.read("exporter 'prometheus'", options).get("port", 0)
+        port = _OPTIONS.read_all("exporter 'prometheus'", options).get("port", 0)
         if port >= 1 << 16:
             raise ValueError(f"port in exporter 'prometheus' must be < 65536, got {port}")
 

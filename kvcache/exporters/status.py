@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache.control.telemetry import Command, Exporter
 from kvcache.exporters.commands import run_command
 from kvcache.metrics import Part, counter
-from kvcache.options import OptionTable, name_unknown, parse_flag, parse_text
+from kvcache.options import OptionTable, parse_flag, parse_text
 from kvcache.registry import COMMANDS
 from kvcache.transfer.shared_file import private_folder
 
@@ -174,9 +174,7 @@ class StatusServer(Exporter):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        if unknown := name_unknown(options, set(_OPTIONS)):
-            raise ValueError(f"unknown options of exporter 'status': {unknown}")
-        _OPTIONS.read("exporter 'status'", options)
+        _OPTIONS.read_all("exporter 'status'", options)
 
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
@@ -191,8 +189,7 @@ class StatusServer(Exporter):
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> StatusServer:
-        cls.check_options(options)
-        return cls(telemetry, **_OPTIONS.read("exporter 'status'", options))
+        return cls(telemetry, **_OPTIONS.read_all("exporter 'status'", options))
 
     @property
     def address(self) -> str:

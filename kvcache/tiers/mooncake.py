@@ -30,7 +30,6 @@ import numpy as np
 from kvcache.options import (
     OptionTable,
     choice_of,
-    name_unknown,
     parse_count,
     parse_duration,
     parse_flag,
@@ -193,19 +192,13 @@ class MooncakeTier(JobTier):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        if unknown := name_unknown(options, list(_OPTIONS)):
-            raise ValueError(f"unknown options of a mooncake tier: {unknown}; known ones: {', '.join(_OPTIONS)}")
-        values = _OPTIONS.read("a mooncake tier", options)
-        if "master" not in values:
-            raise ValueError("a mooncake tier needs 'master', such as '127.0.0.1:50051'")
-        _address(values["master"])
+        _read(options)
 
     @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> MooncakeTier:
-        cls.check_options(options)
-        values = _OPTIONS.read("a mooncake tier", options)
+        values = _read(options)
         return cls(values.pop("master"), host_blocks, fingerprint=fingerprint, **values)
 
     def __repr__(self) -> str:
@@ -401,6 +394,15 @@ class MooncakeTier(JobTier):
 
     def _error(self, call: str, answer: int) -> OSError:
         return OSError(f"{self._setup[-1]}: {call} failed: {_ERRORS.get(answer, 'error')} ({answer})")
+
+
+def _read(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tier's options, parsed; ValueError if one is bad, unknown or missing."""
+    values = _OPTIONS.read_all("a mooncake tier", options)
+    if "master" not in values:
+        raise ValueError("a mooncake tier needs 'master', such as '127.0.0.1:50051'")
+    _address(values["master"])
+    return values
 
 
 def _address(master: str) -> tuple[str, int]:

@@ -28,7 +28,7 @@ from valkey.backoff import NoBackoff
 from valkey.exceptions import AuthenticationError, AuthorizationError, ValkeyError
 from valkey.retry import Retry
 
-from kvcache.options import OptionTable, name_unknown, parse_count, parse_duration, parse_flag, parse_size, parse_text
+from kvcache.options import OptionTable, parse_count, parse_duration, parse_flag, parse_size, parse_text
 from kvcache.tiering.checksum import checksum
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiering.tier import checked_host_blocks
@@ -154,17 +154,13 @@ class ValkeyTier(JobTier):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        if unknown := name_unknown(options, list(_OPTIONS)):
-            raise ValueError(f"unknown options of a valkey tier: {unknown}; known ones: {', '.join(_OPTIONS)}")
-        if "url" not in _OPTIONS.read("a valkey tier", options):
-            raise ValueError("a valkey tier needs 'url', such as 'valkey://127.0.0.1:6379'")
+        _read(options)
 
     @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> ValkeyTier:
-        cls.check_options(options)
-        values = _OPTIONS.read("a valkey tier", options)
+        values = _read(options)
         return cls(values.pop("url"), host_blocks, fingerprint=fingerprint, **values)
 
     def __repr__(self) -> str:
@@ -340,6 +336,14 @@ class ValkeyTier(JobTier):
             nodes[node.name] = node
             positions.setdefault(node.name, []).append(i)
         return [(client.get_valkey_connection(node), positions[name]) for name, node in nodes.items()]
+
+
+def _read(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tier's options, parsed; ValueError if one is bad, unknown or missing."""
+    values = _OPTIONS.read_all("a valkey tier", options)
+    if "url" not in values:
+        raise ValueError("a valkey tier needs 'url', such as 'valkey://127.0.0.1:6379'")
+    return values
 
 
 def _shown(error: Exception) -> str:

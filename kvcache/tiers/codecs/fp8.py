@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvcache.options import OptionTable, choice_of, name_unknown, parse_count
+from kvcache.options import OptionTable, choice_of, parse_count
 from kvcache.tiers.codecs.base import CannotEncodeError, Codec
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -50,9 +50,7 @@ class Fp8Codec(Codec):
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], block_bytes: int) -> Fp8Codec:
-        if unknown := name_unknown(options, list(_OPTIONS)):
-            raise ValueError(f"unknown options of codec fp8: {unknown}; known ones: {', '.join(_OPTIONS)}")
-        values = _OPTIONS.read("codec fp8", options)
+        values = _OPTIONS.read_all("codec fp8", options)
         if "dtype" not in values:
             raise ValueError(
                 f"codec fp8 needs 'dtype' of the KV cache, one of {', '.join(_DTYPES)}, got {dict(options)!r}"

@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError("the zstd codec needs the package zstandard: install kvcache's extra 'zstd'") from error
 
-from kvcache.options import OptionTable, name_unknown, parse_count, parse_share
+from kvcache.options import OptionTable, parse_count, parse_share
 from kvcache.tiers.codecs.base import CannotEncodeError, Codec
 
 _MAX_LEVEL = 22
@@ -44,9 +44,7 @@ class ZstdCodec(Codec):
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], block_bytes: int) -> ZstdCodec:
-        if unknown := name_unknown(options, list(_OPTIONS)):
-            raise ValueError(f"unknown options of codec zstd: {unknown}; known ones: {', '.join(_OPTIONS)}")
-        return cls(block_bytes, **_OPTIONS.read("codec zstd", options))
+        return cls(block_bytes, **_OPTIONS.read_all("codec zstd", options))
 
     @property
     def max_bytes(self) -> int:
