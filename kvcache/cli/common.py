@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from kvcache.options import parse_count, parse_size
+from kvcache.options import in_binary_unit, parse_count, parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -235,8 +235,6 @@ def write_text(option: str, target: str, text: str) -> None:
 
 def human_bytes(size: float) -> str:
     """Return a size in the largest binary unit that leaves at least one."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
+    size, unit = in_binary_unit(size)
+    num_digits = {"B": 0, "TiB": 2}.get(unit, 1)
+    return f"{size:.{num_digits}f} {unit}"

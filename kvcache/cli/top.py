@@ -13,6 +13,7 @@ import typer
 
 from kvcache.cli import common
 from kvcache.cli.status import SocketOption, find_socket
+from kvcache.options import format_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -300,9 +301,9 @@ def _media(history: History) -> Table:
         "host memory",
         f"{held:,.0f}",
         f"{capacity:,.0f}",
-        _size(held_bytes),
-        _size(history.rate("loaded_bytes")),
-        _size(history.rate("stored_bytes")),
+        format_size(held_bytes),
+        format_size(history.rate("loaded_bytes")),
+        format_size(history.rate("stored_bytes")),
         f"{busy:,.0f} in use",
         "",
     )
@@ -311,9 +312,9 @@ def _media(history: History) -> Table:
             labels.get("medium", "tier"),
             f"{frame.get('tier_held_blocks', **labels):,.0f}",
             f"{frame.get('tier_capacity_blocks', **labels):,.0f}",
-            _size(frame.get("tier_held_bytes", **labels)),
-            _size(history.rate("tier_promoted_bytes", **labels)),
-            _size(history.rate("tier_written_bytes", **labels)),
+            format_size(frame.get("tier_held_bytes", **labels)),
+            format_size(history.rate("tier_promoted_bytes", **labels)),
+            format_size(history.rate("tier_written_bytes", **labels)),
             f"{frame.get('tier_backlog_blocks', **labels):,.0f} backlog",
             _state(frame, labels),
         )
@@ -361,11 +362,3 @@ def _what_if(found: dict[str, Any]) -> Table:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(num_bytes) < 1024 or unit == "TiB":
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} {unit}"

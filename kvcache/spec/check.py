@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache.options import name_unknown, parse_size
+from kvcache.options import format_size, name_unknown, parse_size
 from kvcache.spec.assembly import OPTION_NAMES, ExporterSettings, OffloadSettings, TierSettings
 
 LEVELS = ("ok", "warning", "error")
@@ -77,11 +77,11 @@ def check_config(
             return [*findings, Finding("error", "pool", str(error))]
         pool_bytes = settings.cpu_bytes_to_use
         findings.append(
-            Finding("ok", "pool", f"{_size(pool_bytes)}, policy {settings.cache_policy}; block size not given")
+            Finding("ok", "pool", f"{format_size(pool_bytes)}, policy {settings.cache_policy}; block size not given")
         )
     else:
         pool_bytes = num_blocks * block_bytes * world_size
-        size = f" of {_size(block_bytes * world_size)}, {_size(pool_bytes)} in all" if block_bytes else ""
+        size = f" of {format_size(block_bytes * world_size)}, {format_size(pool_bytes)} in all" if block_bytes else ""
         findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {settings.cache_policy}"))
     if pool_bytes:
         findings += _check_memory(pool_bytes, settings)
@@ -99,10 +99,10 @@ def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Findin
     except ValueError as error:
         yield Finding("error", "memory", str(error))
     else:
-        yield Finding("ok", "memory", f"{_size(pool_bytes)} fit into this machine's free memory")
+        yield Finding("ok", "memory", f"{format_size(pool_bytes)} fit into this machine's free memory")
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and limit < pool_bytes:
-        text = f"the limit is {_size(limit)} (ulimit -l): pinning {_size(pool_bytes)} may be refused"
+        text = f"the limit is {format_size(limit)} (ulimit -l): pinning {format_size(pool_bytes)} may be refused"
         yield Finding("warning", "pinned memory", f"{text}, and copies are slower then")
     else:
         yield Finding("ok", "pinned memory", "no limit stands in the way")
@@ -129,7 +129,7 @@ def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
         yield Finding("error", subject, str(error))
         return
     if block_bytes and capacity_bytes < block_bytes:
-        text = f"capacity {_size(capacity_bytes)} is less than one block of {_size(block_bytes)}"
+        text = f"capacity {format_size(capacity_bytes)} is less than one block of {format_size(block_bytes)}"
         yield Finding("error", subject, text)
     used_bytes = 0
     if path.is_dir():
@@ -138,7 +138,7 @@ def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
             mode = oct(status.st_mode & 0o777)
             yield Finding("warning", subject, f"{path} has owner {status.st_uid} and mode {mode}: others may read it")
         used_bytes = sum(entry.stat().st_blocks * 512 for entry in path.iterdir() if entry.is_file())
-        yield Finding("ok", subject, f"{path} exists and takes {_size(used_bytes)} on disk")
+        yield Finding("ok", subject, f"{path} exists and takes {format_size(used_bytes)} on disk")
     elif path.exists():
         yield Finding("error", subject, f"{path} is no directory")
         return
@@ -160,14 +160,5 @@ def _room(subject: str, path: Path, num_bytes: int) -> Finding:
     if not os.access(at, os.W_OK):
         return Finding("error", subject, f"{at} cannot be written by user {os.geteuid()}")
     free = shutil.disk_usage(at).free
-    if free < num_bytes:
-        return Finding("error", subject, f"{_size(num_bytes)} are needed below {path}, {_size(free)} are free")
-    return Finding("ok", subject, f"{_size(num_bytes)} are needed below {path}, {_size(free)} are free")
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
+    text = f"{format_size(num_bytes)} are needed below {path}, {format_size(free)} are free"
+    return Finding("error" if free < num_bytes else "ok", subject, text)
