@@ -13,8 +13,8 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-from asv_benchmarks.traces import agents_path, conversation_path, fresh_keys
-from kvcache import CPUOffloadingManager, ReqContext
+from asv_benchmarks.traces import agents_path, conversation_path, fresh_keys, serve
+from kvcache import CPUOffloadingManager
 from kvcache.registry import POLICIES
 from kvcache.replay.chats import ChatWorkload
 from kvcache.replay.run import ReplayClock
@@ -32,23 +32,14 @@ def cost(policy: str, num_blocks: int, arrivals: list[float], keys_of_requests: 
     gc.disable()
     start = process_time()
     for clock.now_s, keys in zip(arrivals, keys_of_requests, strict=True):
-        context = ReqContext()
-        hits = manager.lookup(keys, context)
-        manager.touch(keys, context)
-        leading = keys[:hits]
-        manager.prepare_load(leading, context)
-        manager.complete_load(leading, context)
-        output = manager.prepare_store(keys, context)
-        if output is not None:
-            manager.complete_store(output.keys_to_store, context)
-        manager.on_request_finished(context)
+        serve(manager, keys)
     spent = process_time() - start
     gc.enable()
     return spent
 
 
 def least_costs(policies: list[str], num_blocks: int, requests: list[Any]) -> dict[str, float]:
-    """Return nanoseconds a key of each policy: the least of three rounds in which they take turns."""
+    """Return nanoseconds a key of each policy: the least of `NUM_ROUNDS` rounds in which they take turns."""
     arrivals = [request.arrival_s for request in requests]
     spent: dict[str, list[float]] = {policy: [] for policy in policies}
     num_keys = 0

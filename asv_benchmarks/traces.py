@@ -41,19 +41,21 @@ def fresh_keys(requests: Iterable[Request], split: int) -> list[list[bytes]]:
     return [make_keys(request.hash_ids) for request in requests]
 
 
+def serve(manager: Any, keys: list[bytes]) -> int:
+    """Take a request through a scheduler's calls, and return its prefix hits."""
+    context = ReqContext()
+    hits: int = manager.lookup(keys, context)
+    manager.touch(keys, context)
+    leading = keys[:hits]
+    manager.prepare_load(leading, context)
+    manager.complete_load(leading, context)
+    output = manager.prepare_store(keys, context)
+    if output is not None:
+        manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+    return hits
+
+
 def replay(manager: Any, keys_of_requests: list[list[bytes]]) -> int:
     """Take every request through a scheduler's calls, and return the prefix hits."""
-    total = 0
-    for keys in keys_of_requests:
-        context = ReqContext()
-        hits = manager.lookup(keys, context)
-        manager.touch(keys, context)
-        leading = keys[:hits]
-        manager.prepare_load(leading, context)
-        manager.complete_load(leading, context)
-        output = manager.prepare_store(keys, context)
-        if output is not None:
-            manager.complete_store(output.keys_to_store, context)
-        manager.on_request_finished(context)
-        total += hits
-    return total
+    return sum(serve(manager, keys) for keys in keys_of_requests)

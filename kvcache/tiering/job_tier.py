@@ -632,8 +632,9 @@ class JobTier(Tier):
     ) -> None:
         self._jobs[job_id] = job
         block_ids = [host[key] for key in keys]
-        groups = self._cut(slots, len(keys)) if keys else []
-        if groups == [list(range(len(keys)))]:
+        in_order = list(range(len(keys)))
+        groups = self._cut(slots, in_order) if keys else []
+        if groups == [in_order]:
             job.batches.append(TierBatch(self, job_id, is_load, keys, block_ids, slots, seqs))
         else:
             for positions in groups:
@@ -654,13 +655,14 @@ class JobTier(Tier):
             self._threads.submit(batch, LOAD if is_load else STORE)
         self._end_job_if_done(job_id, job)
 
-    def _cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
+    def _cut(self, slots: list[int] | None, in_order: list[int]) -> list[list[int]]:
         """Return what `cut` says if it names every position once, and batches of `max_batch_blocks` otherwise."""
+        num_blocks = len(in_order)
         groups: list[list[int]] = self._call_hook("cut", lambda: self.cut(slots, num_blocks))
         try:
-            if groups == [list(range(num_blocks))]:
+            if groups == [in_order]:
                 return groups
-            if sorted(position for group in groups for position in group) == list(range(num_blocks)):
+            if sorted(position for group in groups for position in group) == in_order:
                 return [group for group in groups if group]
             self._note_error(f"cut: {groups!r} does not name each of {num_blocks} positions once")
         except TypeError:
