@@ -79,7 +79,6 @@ class KVGeometry:
         if need > pool.block_bytes:
             raise ValueError(f"an offloaded block has {need} bytes, the pool's blocks have {pool.block_bytes}")
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
-        memory = [_held_memory(tensor) for tensor in self.tensors]
         self.compiled = Geometry(
             [(tensor.data_ptr(), tensor.shape[0], tensor.stride(0)) for tensor in self.tensors],
             [[(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in kv_caches.group_data_refs],
@@ -87,7 +86,8 @@ class KVGeometry:
             pool.stride_bytes,
             pool.num_blocks,
             block_size_factor,
-            (memory, pool.tensor),
+            # A tuple: the garbage collector empties the lists of a cycle, whoever still needs them.
+            tuple(_held_memory(tensor) for tensor in (*self.tensors, pool.tensor)),
         )
 
     def segments(self, group_idx: int) -> list[tuple[torch.Tensor, int]]:
@@ -122,7 +122,8 @@ def _held_memory(tensor: torch.Tensor) -> object:
     """Return what keeps a tensor's memory where it is: copies in flight know its address only.
 
     A tensor can be given other memory (``set_``, ``data``): its storage is held. A storage can be resized, unless
-    numpy has a view of it: so one is made, of host memory.
+    numpy has a view of it: so one is made, of host memory. And the garbage collector, which empties every tensor that
+    it finds in a cycle, whoever else holds it, does not look into an array.
     """
     whole = torch.empty(0, dtype=torch.int8, device=tensor.device).set_(tensor.untyped_storage())
     return whole if whole.is_cuda else whole.numpy()

@@ -1,6 +1,7 @@
 """Jobs end once, in order, as told, whatever goes wrong on the way."""
 
 import gc
+import mmap
 import os
 import pickle
 import resource
@@ -332,6 +333,34 @@ def test_a_handler_that_is_dropped_in_flight_ends_before_its_memory(request, in_
         del pool, handler
         gc.collect()
         assert blocks() is None
+
+
+def test_the_collector_leaves_the_pool_until_no_thread_copies(monkeypatch):
+    # It empties every tensor in a cycle, whoever else holds it, and may do so before it comes to the queue.
+    class Mapping(mmap.mmap):
+        pass
+
+    def threads():
+        return set(Path("/proc/self/task").iterdir())
+
+    gc.disable()
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    try:
+        pool = HostPool(64, 1 << 20, pin=False)
+        (mapping,) = (one for one in gc.get_objects() if type(one) is Mapping)
+        handler = CPUCopyHandler(KVGeometry(make_kv_caches(64, 1 << 20, 1), pool), True, 2)
+        before = threads()
+        handler.transfer_async(0, LONG_JOB)
+        copying = threads() - before
+        left = []
+        weakref.finalize(mapping, lambda: left.append(copying & threads()))
+        handler.me = handler
+        del pool, handler, mapping
+        gc.collect()
+    finally:
+        gc.enable()
+    assert len(copying) == 2
+    assert left == [set()]
 
 
 def test_a_spinning_main_thread_does_not_slow_a_copy_down(busy):
