@@ -33,6 +33,7 @@ settings.register_profile("few", settings.get_profile(PROFILE), max_examples=20)
 # is a failure.
 NUMPY_ONLY = os.environ.get("KVCACHE_NUMPY_ONLY") == "1"
 OPTIONAL = {
+    "grafana_foundation_sdk",
     "markdown_it",
     "matplotlib",
     "msgspec",

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,27 @@ def test_every_query_names_series_that_exist(prefix: str) -> None:
 def test_a_name_that_nobody_exports_is_refused() -> None:
     with pytest.raises(ValueError, match="no component exports 'kvcache_loaded_blocks'"):
         query("rate(K_loaded_blocks[5m])")  # a counter's series ends in _total
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_grafanas_own_models_read_every_field(prefix: str) -> None:
+    from grafana_foundation_sdk.cog import plugins
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    plugins.register_default_plugins()
+    made = dashboard(prefix)
+    # What the models do not know is lost on the way; what they have and the dashboard has not they fill in.
+    assert _in(made, json.loads(JSONEncoder().encode(Dashboard.from_json(made)))) == made
+
+
+def _in(made: Any, read: Any) -> Any:
+    """Return what was read of the fields that were made."""
+    if isinstance(made, dict) and isinstance(read, dict):
+        return {name: _in(value, read[name]) for name, value in made.items() if name in read}
+    if isinstance(made, list) and isinstance(read, list) and len(made) == len(read):
+        return [_in(*pair) for pair in zip(made, read, strict=True)]
+    return read
 
 
 def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
