@@ -17,7 +17,6 @@ from typing import Any
 
 from asv_benchmarks.traces import conversation_path, fresh_keys, replay
 from kvcache import CPUOffloadingManager, Recorder, ReqContext
-from kvcache.recorder.recorder import recordable
 from kvcache.replay.requests import Request
 from kvcache.replay.trace import Trace
 
@@ -57,7 +56,7 @@ def nanoseconds(
 ) -> tuple[float, int]:
     """Return the time a key of one replay, and its hits."""
     keys = fresh_keys(requests, split)
-    manager = recordable(CPUOffloadingManager)(512 // split, num_blocks, policy)
+    manager = CPUOffloadingManager(512 // split, num_blocks, policy)
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(manager, Path(folder, "run.kvlog"), buffer_bytes="256MiB") if is_recorded else None
         gc.collect()

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from time import perf_counter_ns
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
+from kvcache.control.wrapped_calls import CallWrapper, WrappedCalls
 from kvcache.core.histogram import BlockAges, Histogram
 from kvcache.metrics import CALL_EXPONENTS, CallStats, EvictionStats, HistogramData, Part
+from kvcache.specs import CPULoadStoreSpec
+
+if TYPE_CHECKING:
+    from kvcache.control.manager import OffloadingManager
+    from kvcache.control.pool import BlockPool
 
 TIMED_CALLS = (
     "lookup",
@@ -31,16 +37,6 @@ TIMED_CALLS = (
 WINDOW_S = 0.1
 WINDOW_CALLS = 100
 _CLOSE_S = 2.0
-T = TypeVar("T")
-
-
-@runtime_checkable
-class Timed(Protocol):
-    """A manager whose calls can be timed: each begins with a look at `timer`, and goes through it where it is set."""
-
-    num_blocks: int
-    timer: CallTimes | None
-    ages: BlockAges | None
 
 
 class CallTimes:
@@ -48,54 +44,63 @@ class CallTimes:
 
     Parameters
     ----------
-    manager : Timed
-        It looks at its `timer` in each call.
+    manager : OffloadingManager
+        Whose calls are timed (`kvcache.control.wrapped_calls`).
+    pool : BlockPool
+        Its blocks of host memory.
 
     Notes
     -----
     After 100 timed calls within a tenth of a second, the rest of that tenth is left out.
     """
 
-    def __init__(self, manager: Timed) -> None:
-        self._manager = manager
+    names: Collection[str] = TIMED_CALLS
+    may_pause = True
+
+    def __init__(self, manager: OffloadingManager, pool: BlockPool) -> None:
         self._histograms = {name: Histogram(1e-9, *CALL_EXPONENTS) for name in TIMED_CALLS}
-        self._ages = BlockAges(manager.num_blocks)
-        self._left = 0
+        self._ages = _AgesOfStores(pool.num_blocks)
         self._lock = threading.Lock()
         self._is_spent = threading.Event()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._begin()
+        self._wrapped: tuple[tuple[WrappedCalls, CallWrapper], ...] = (
+            (WrappedCalls.of(pool), self._ages),
+            (WrappedCalls.of(manager), self),
+        )
+        self._begin_s = time.monotonic()
+        self._left = WINDOW_CALLS
+        for calls, wrapper in self._wrapped:
+            calls.add(wrapper)
 
-    def run(self, name: str, method: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """Make a call of the manager's and count how long it took, whether it raised or not.
+    def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call that counts how long `method` took, whether it raised or not.
 
         Parameters
         ----------
         name : str
             One of `TIMED_CALLS`.
         method : callable
-            The manager's, which is called once more, with its `timer` unset.
-        *args, **kwargs
-            For the method.
+            The manager's, bound.
 
         Returns
         -------
-        object
-            What the method returned.
+        callable
+            Answers as `method` does.
         """
-        manager = self._manager
-        manager.timer = None
-        start = perf_counter_ns()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            self._histograms[name].observe_ticks(perf_counter_ns() - start)
-            self._left -= 1
-            if self._left > 0:
-                manager.timer = self
-            else:
-                self._pause()
+        observe = self._histograms[name].observe_ticks
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = perf_counter_ns()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                observe(perf_counter_ns() - start)
+                self._left -= 1
+                if self._left <= 0:
+                    self._pause()
+
+        return timed
 
     def parts(self) -> list[Part]:
         """Return the statistics of each kind of call, and the ages; callable in any thread.
@@ -109,7 +114,7 @@ class CallTimes:
             Part("call", CallStats(HistogramData(*one.data()), one.max), (("call", name),))
             for name, one in self._histograms.items()
         ]
-        return [*calls, Part("eviction", EvictionStats(HistogramData(*self._ages.histogram.data())))]
+        return [*calls, Part("eviction", EvictionStats(HistogramData(*self._ages.ages.histogram.data())))]
 
     def close(self) -> None:
         """Time calls no more; a second call does nothing."""
@@ -117,20 +122,15 @@ class CallTimes:
         self._is_spent.set()
         with self._lock:
             thread, self._thread = self._thread, None
-            self._left = 0
-            self._manager.timer = self._manager.ages = None
+            for calls, wrapper in self._wrapped:
+                calls.remove(wrapper)
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_S)
 
-    def _begin(self) -> None:
-        self._begin_s = time.monotonic()
-        self._left = WINDOW_CALLS
-        self._manager.ages = self._ages
-        self._manager.timer = self
-
     def _pause(self) -> None:
         """Called in the manager's thread after the last call of a window that is timed."""
-        self._manager.ages = None
+        for calls, wrapper in self._wrapped:
+            calls.pause(wrapper, True)
         if self._thread is None and self._lock.acquire(blocking=False):
             try:
                 if not self._is_closed.is_set():
@@ -147,4 +147,28 @@ class CallTimes:
             self._is_closed.wait(max(0.0, self._begin_s + WINDOW_S - time.monotonic()))
             with self._lock:
                 if not self._is_closed.is_set():
-                    self._begin()
+                    self._begin_s = time.monotonic()
+                    self._left = WINDOW_CALLS
+                    for calls, wrapper in self._wrapped:
+                        calls.pause(wrapper, False)
+
+
+class _AgesOfStores:
+    """Shows `BlockAges` every block that comes to a pool."""
+
+    names: Collection[str] = ("reserve", "prepare_store")
+    may_pause = True
+
+    def __init__(self, num_blocks: int) -> None:
+        self.ages = BlockAges(num_blocks)
+
+    def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        note = self.ages.note
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = method(*args, **kwargs)
+            if output is not None and type(output.store_spec) is CPULoadStoreSpec:
+                note(output.store_spec.block_ids, output.keys_to_store, output.evicted_keys)
+            return output
+
+        return noted

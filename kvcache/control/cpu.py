@@ -24,6 +24,11 @@ class PoolManager(BlockPool, OffloadingManager):
     reset_cache = BlockPool.reset
     parts = BlockPool.parts
 
+    @property
+    def pool(self) -> BlockPool:
+        """The manager itself."""
+        return self
+
     def what_if(
         self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None
     ) -> WhatIf:

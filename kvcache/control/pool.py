@@ -28,8 +28,6 @@ from kvcache.request import HintReader, ReqContext, Retention, check_next_use
 from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
 
 if TYPE_CHECKING:
-    from kvcache.control.call_times import CallTimes
-    from kvcache.core.histogram import BlockAges
     from kvcache.policies.base import BlockCacheOps
 
 _LOG = logging.getLogger(__name__)
@@ -92,10 +90,6 @@ class BlockPool:
     ----------
     events : EventLog or None
         Also for a caller that has events of its own to add.
-    timer : CallTimes or None
-        Times calls while it is set.
-    ages : BlockAges or None
-        Is shown every block that comes while it is set.
     lookups, looked_up_blocks, hit_blocks, loaded_blocks, promoted_loads, stored_blocks, evicted_blocks, \
 rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         Counters, see `kvcache.metrics.MANAGER_METRICS`; a caller that answers look-ups itself adds to them.
@@ -114,8 +108,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
 
     # Defaults of the class: an instance of more than 30 attributes is slower at every one of them (CPython 3.11 on).
     arbiter_loads = arbiter_cuts = arbiter_cut_blocks = arbiter_give_ups = promoted_loads = 0
-    timer: CallTimes | None = None
-    ages: BlockAges | None = None
 
     def __init__(
         self,
@@ -365,10 +357,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
 
         With `use_positions` every key that has a position in the context is used first, named before or not.
         """
-        timer = self.timer
-        if timer is not None:
-            timer.run("on_request_finished", BlockPool.end_request, self, req_context, use_positions=use_positions)
-            return
         try:
             request_keys_by_pool = req_context.request_keys
         except AttributeError:
@@ -448,9 +436,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
 
         See `OffloadingManager.lookup`.
         """
-        timer = self.timer
-        if timer is not None:
-            return timer.run("lookup", BlockPool.lookup, self, keys, req_context, key=key)
         if type(keys) is not list:
             if keys is None:
                 keys = key
@@ -495,10 +480,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent."""
-        timer = self.timer
-        if timer is not None:
-            timer.run("touch", BlockPool.touch, self, keys, req_context)
-            return
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -515,9 +496,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         KeyError, BlockStateError
             A key is unknown, or its block is not ready; no reference has been taken.
         """
-        timer = self.timer
-        if timer is not None:
-            return timer.run("prepare_load", BlockPool.pin, self, keys, req_context, is_move=is_move)
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -536,10 +514,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         KeyError, BlockStateError
             A key is unknown, or has fewer references than are given back; nothing has changed.
         """
-        timer = self.timer
-        if timer is not None:
-            timer.run("complete_load", BlockPool.unpin, self, keys, req_context)
-            return
         if type(keys) is not list:
             keys = as_key_list(keys)
         self._cache.unpin(keys, None if req_context is None else self._request_keys_of(req_context))
@@ -556,9 +530,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         PrepareStoreOutput or None
             None: there is no room, and nothing has changed.
         """
-        timer = self.timer
-        if timer is not None:
-            return timer.run("prepare_store", BlockPool.reserve, self, keys, req_context, is_move=is_move)
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -576,9 +547,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
                 output = self._cache.reserve(keys, request_keys, admitted)
                 if output is not None:
                     self._note_evicted(output.evicted_keys)
-        ages = self.ages
-        if ages is not None and output is not None and type(output.store_spec) is CPULoadStoreSpec:
-            ages.note(output.store_spec.block_ids, output.keys_to_store, output.evicted_keys)
         if not is_move:
             if output is None:
                 self.rejected_stores += 1
@@ -614,10 +582,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
 
         Unknown keys are ignored. A bool in place of the context is `success`.
         """
-        timer = self.timer
-        if timer is not None:
-            timer.run("complete_store", BlockPool.complete_store, self, keys, req_context, success)
-            return
         if req_context is True or req_context is False:
             success, req_context = req_context, None
         if type(keys) is not list:
@@ -659,10 +623,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
 
     def reset(self) -> None:
         """Forget every block, request, ghost, offer and event that was not taken; block ids start again at 0."""
-        timer = self.timer
-        if timer is not None:
-            timer.run("reset_cache", self.reset)
-            return
         if self.events is None:
             self._cache.reset()
         else:

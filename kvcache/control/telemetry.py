@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvcache.control.call_times import CallTimes, Timed
+from kvcache.control.call_times import CallTimes
+from kvcache.control.pool import BlockPool
 from kvcache.metrics import Labels, Part, Sample, samples_of
 from kvcache.options import OptionTable, check_int
 from kvcache.registry import POLICIES
@@ -128,8 +129,9 @@ class Telemetry:
             self.labels["policy"] = POLICIES.name_of(type(policy)) or type(policy).__name__
         self._start_s = time.monotonic()
         self._call_times: CallTimes | None = None
-        if time_calls and isinstance(manager, Timed):
-            self._call_times = CallTimes(manager)
+        pool = getattr(manager, "pool", None)
+        if time_calls and manager is not None and isinstance(pool, BlockPool):
+            self._call_times = CallTimes(manager, pool)
             self.sources.append(self._call_times.parts)
 
     def parts(self) -> list[Part]:

@@ -530,19 +530,21 @@ cdef class RecordedClock:
 
 @cython.final
 cdef class RecordedCalls:
-    """RecordedCalls(log, manager)
+    """RecordedCalls(log, names)
 
-    The calls of one manager, each made and recorded; a recorder puts them in the place of the manager's own.
+    The calls of one manager, each made and recorded (a `kvcache.control.wrapped_calls.CallWrapper`).
 
     Parameters
     ----------
     log : CallLog
         Where they are recorded.
-    manager : OffloadingManager
-        Whose methods are called, as they are now.
+    names : tuple of str
+        The methods that are recorded.
     """
 
     cdef CallLog log
+    cdef readonly tuple names
+    cdef object __weakref__
     cdef object _lookup, _status, _touch, _prepare_load, _complete_load, _prepare_store, _complete_store, _reorder
     cdef object _on_request_finished, _reset_cache, _take_events, _on_schedule_end, _is_coming, _hint
     cdef object last_context
@@ -554,19 +556,18 @@ cdef class RecordedCalls:
     cdef int num_inside
     cdef unsigned long owner
 
-    def __cinit__(self, CallLog log not None, manager):
+    may_pause = False
+
+    def __cinit__(self, CallLog log not None, tuple names not None):
         self.log = log
-        for name in (
-            "lookup", "status", "touch", "prepare_load", "complete_load", "prepare_store", "complete_store", "reorder",
-            "on_request_finished", "reset_cache", "take_events", "on_schedule_end", "is_coming", "hint",
-        ):
-            self._keep(name, getattr(manager, name, None))
+        self.names = names
         self.num_contexts = self.first_context = 2
         self.nobody = log.nobody
         self.bad = RequestLog()
         self.bad.number = 1
 
-    cdef int _keep(self, str name, method) except -1:
+    def wrap(self, str name not None, method):
+        """Return the recording call that is made in place of a bound method from now on."""
         if name == "lookup":
             self._lookup = method
         elif name == "status":
@@ -595,7 +596,7 @@ cdef class RecordedCalls:
             self._is_coming = method
         else:
             self._hint = method
-        return 0
+        return getattr(self, name)
 
     # ---- whose turn it is --------------------------------------------------------------------------------------
 

@@ -21,15 +21,15 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from kvcache.control.wrapped_calls import WrappedCalls
 from kvcache.options import parse_size
 from kvcache.recorder.call_log import CallLog, RecordedCalls, RecordedClock
 from kvcache.recorder.format import MAGIC, frame_bytes, header_bytes, older_files
 from kvcache.recorder.tier import RecordedTier
 
 _LOG = logging.getLogger(__name__)
-T = TypeVar("T")
 DEFAULT_MAX_BYTES = 1 << 30
 LEAST_MAX_BYTES = 1 << 16
 NUM_FILES = 4
@@ -66,14 +66,6 @@ class RecorderStats:
     num_overlapped: int
     num_bytes: int
     error: str
-
-
-def recordable(cls: type[T]) -> type[T]:
-    """Return a subclass of a manager's class for one instance, whose calls can be recorded at the least cost.
-
-    A method that is replaced in an instance makes the interpreter look all its attributes up the slow way.
-    """
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, "_is_recordable": True})
 
 
 class Recorder:
@@ -143,7 +135,11 @@ class Recorder:
         self._thread = threading.Thread(
             target=_write, args=(self._log, self._wakes, self._file), name="kvcache-recorder", daemon=True
         )
-        self._undo = _attach(manager, self._log)
+        try:
+            self._undo = _attach(manager, self._log)
+        except ValueError:
+            self._file.close()
+            raise
         self._manager = weakref.ref(manager)
         manager.recorder = self
         # A manager that is dropped, or alive when the interpreter ends, leaves a whole file.
@@ -201,25 +197,19 @@ def _stats_text(manager: Any) -> bytes:
 
 def _attach(manager: Any, log: CallLog) -> Callable[[Any], None]:
     """Put recording methods, tiers and clock in the place of a manager's own; return what undoes it."""
-    calls = RecordedCalls(log, manager)
     controllers = getattr(manager, "controllers", None)
-    is_recordable = vars(type(manager)).get("_is_recordable", False)
-    names = _METHODS if controllers is None else _TIERED_METHODS
-    before = {name: vars(manager)[name] for name in names if name in vars(manager)}
+    calls = RecordedCalls(log, _METHODS if controllers is None else _TIERED_METHODS)
+    WrappedCalls.of(manager).add(calls)
     manager.wrap_clock(lambda clock: RecordedClock(log, clock))
     for number, controller in enumerate(controllers or ()):
         controller.tier = RecordedTier(log, number, controller.tier)
-    for name in names:
-        if hasattr(manager, name):
-            # What others have put in the instance would hide the class's.
-            setattr(type(manager) if is_recordable and name not in before else manager, name, getattr(calls, name))
+    # It holds the manager, which must be free to go while its recorder stays.
+    found = weakref.ref(calls)
 
     def undo(manager: Any) -> None:
-        for name in names:
-            if name in before:
-                setattr(manager, name, before[name])
-            elif hasattr(manager, name):
-                delattr(type(manager) if is_recordable else manager, name)
+        calls = found()
+        if calls is not None:
+            WrappedCalls.of(manager).remove(calls)
         for controller in getattr(manager, "controllers", None) or ():
             controller.tier = controller.tier.recorded
         manager.wrap_clock(lambda clock: clock.recorded)

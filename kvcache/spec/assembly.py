@@ -32,7 +32,7 @@ from kvcache.options import (
     parse_text,
     without_secrets,
 )
-from kvcache.recorder.recorder import DEFAULT_MAX_BYTES, Recorder, recordable
+from kvcache.recorder.recorder import DEFAULT_MAX_BYTES, Recorder
 from kvcache.registry import EXPORTERS, TIERS
 from kvcache.spec.log import set_up_log
 from kvcache.tiering.controller import TierConfig
@@ -425,8 +425,7 @@ def open_manager(
     manager: CPUOffloadingManager | TieredOffloadingManager
     with ExitStack() as undo:
         if not settings.tiers:
-            of_pool = recordable(CPUOffloadingManager) if settings.record else CPUOffloadingManager
-            manager = of_pool(block_size, num_blocks, policy, events, clock=clock, **options)
+            manager = CPUOffloadingManager(block_size, num_blocks, policy, events, clock=clock, **options)
         else:
             if shared is None:
                 raise ValueError("tiers need host blocks in shared memory, got shared=None")
@@ -434,8 +433,7 @@ def open_manager(
             tiers = open_tiers(settings.tiers, shared.array, {} if fingerprint is None else fingerprint)
             for tier, _ in tiers:
                 undo.callback(tier.shutdown)
-            of_tiers = recordable(_PoolOwner) if settings.record else _PoolOwner
-            owner = of_tiers(
+            owner = _PoolOwner(
                 block_size,
                 num_blocks,
                 tiers,

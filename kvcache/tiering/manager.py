@@ -54,9 +54,7 @@ from kvcache.tiering.pending import PendingRequest, PendingRequests
 from kvcache.tiering.tier import Tier, TierResult
 
 if TYPE_CHECKING:
-    from kvcache.control.call_times import CallTimes
     from kvcache.control.observers.what_if import WhatIf
-    from kvcache.core.histogram import BlockAges
     from kvcache.policies.base import CachePolicy
     from kvcache.specs import BlockIDsLoadStoreSpec
 
@@ -122,6 +120,8 @@ class TieredOffloadingManager(OffloadingManager):
 
     Attributes
     ----------
+    pool : BlockPool
+        Of host memory; read it, the manager drives it.
     controllers : list of TierController
         Of the tiers, in order.
     job_log : JobLog or None
@@ -152,7 +152,7 @@ class TieredOffloadingManager(OffloadingManager):
         check_seconds("deadline_s", deadline_s)
         self._clock: Callable[[], float] = _SteadyClock(clock)
         self._deadline_s = deadline_s
-        self._pool = BlockPool(
+        self.pool = BlockPool(
             num_blocks,
             cache_policy,
             block_size=block_size,
@@ -162,10 +162,8 @@ class TieredOffloadingManager(OffloadingManager):
             **host_options,
         )
         self.block_size = block_size
-        self.medium = self._pool.medium
-        self.timer: CallTimes | None = None
+        self.medium = self.pool.medium
         self.job_log: JobLog | None = None
-        self._num_blocks = num_blocks
         pairs = [item if isinstance(item, tuple) else (item, TierConfig()) for item in tiers]
         for pair in pairs:
             if not (len(pair) == 2 and isinstance(pair[0], Tier) and isinstance(pair[1], TierConfig)):
@@ -179,7 +177,7 @@ class TieredOffloadingManager(OffloadingManager):
         arbiter = LoadArbiter(prefill_tokens_per_s)
         self.arbiter = arbiter if any(one.link is not None for one in self.controllers) else None
         self._probes: dict[TierController, list[bytes]] = {}
-        self._pending = PendingRequests(self._pool, deadline_s, MAX_STEP_BLOCKS, self._clock)
+        self._pending = PendingRequests(self.pool, deadline_s, MAX_STEP_BLOCKS, self._clock)
         self._job_ids = count(1)
         self._promoting: dict[bytes, TierJob] = {}
         # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
@@ -189,7 +187,7 @@ class TieredOffloadingManager(OffloadingManager):
     @property
     def policy(self) -> CachePolicy:
         """The host pool's policy."""
-        return self._pool.policy
+        return self.pool.policy
 
     _policy = policy
 
@@ -202,7 +200,7 @@ class TieredOffloadingManager(OffloadingManager):
             As of `CPUOffloadingManager.configuration`, ``deadline_s``, and ``tiers``: medium and `TierConfig` of each.
         """
         tiers = [{"medium": one.medium, **asdict(one.config)} for one in self.controllers]
-        return {**self._pool.configuration(), "deadline_s": self._deadline_s, "tiers": tiers}
+        return {**self.pool.configuration(), "deadline_s": self._deadline_s, "tiers": tiers}
 
     def wrap_clock(self, wrap: Callable[[Callable[[], float]], Callable[[], float]]) -> None:
         """Put what `wrap` makes of the clock in its place.
@@ -213,14 +211,11 @@ class TieredOffloadingManager(OffloadingManager):
             Called with the clock; returns one.
         """
         self._clock = clock = wrap(self._clock)
-        self._pool.wrap_clock(lambda _: clock)
+        self.pool.wrap_clock(lambda _: clock)
 
     def lookup(
         self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None
     ) -> bool | int | None:
-        timer = self.timer
-        if timer is not None:
-            return timer.run("lookup", TieredOffloadingManager.lookup, self, keys, req_context, key=key)
         if keys is None:
             keys = key
         if isinstance(keys, bytes):
@@ -275,20 +270,17 @@ class TieredOffloadingManager(OffloadingManager):
         job = self._promoting.get(key)
         if job is not None:
             return not job.is_overdue and self._pending.may_wait(req_context, self._clock())
-        return self._pending.wants(req_context, key) or self._pool.states([key]) != b"\0"
+        return self._pending.wants(req_context, key) or self.pool.states([key]) != b"\0"
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
-        timer = self.timer
-        if timer is not None:
-            return timer.run("prepare_load", TieredOffloadingManager.prepare_load, self, keys, req_context)
         keys = as_key_list(keys)
         if self._is_draining and keys:
             raise KeyError(f"block is not in the cache: {keys[0]!r}")
-        spec = self._pool.pin(keys, req_context)
+        spec = self.pool.pin(keys, req_context)
         if req_context is not None:
             tried = self._pending.tried(req_context)
             if tried:
-                self._pool.promoted_loads += len(tried.intersection(keys))
+                self.pool.promoted_loads += len(tried.intersection(keys))
             self._pending.close(req_context)
         self._note_use(keys, req_context)
         return spec
@@ -302,44 +294,29 @@ class TieredOffloadingManager(OffloadingManager):
             The request.
         """
         if not self._is_draining:
-            self._pool.reorder(req_context)
+            self.pool.reorder(req_context)
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        timer = self.timer
-        if timer is not None:
-            timer.run("touch", TieredOffloadingManager.touch, self, keys, req_context)
-            return
         if self._is_draining:
             return
         keys = as_key_list(keys)
-        self._pool.touch(keys, req_context)
+        self.pool.touch(keys, req_context)
         self._note_use(keys, req_context)
 
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        timer = self.timer
-        if timer is not None:
-            timer.run("complete_load", TieredOffloadingManager.complete_load, self, keys, req_context)
-            return
-        self._pool.unpin(as_key_list(keys), req_context)
+        self.pool.unpin(as_key_list(keys), req_context)
 
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        timer = self.timer
-        if timer is not None:
-            return timer.run("prepare_store", TieredOffloadingManager.prepare_store, self, keys, req_context)
         if self._is_draining:
             return None
         keys = as_key_list(keys)
-        output = self._pool.reserve(keys, req_context)
+        output = self.pool.reserve(keys, req_context)
         if output is not None:
             self._note_evicted(output.evicted_keys)
             self._count_uses(keys, req_context)
         return output
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
-        timer = self.timer
-        if timer is not None:
-            timer.run("complete_store", TieredOffloadingManager.complete_store, self, keys, req_context, success)
-            return
         if isinstance(req_context, bool):
             success, req_context = req_context, None
         keys = as_key_list(keys)
@@ -347,9 +324,9 @@ class TieredOffloadingManager(OffloadingManager):
             # What a tier is reading into is not the engine's to make ready.
             keys = [key for key in keys if key not in self._promoting]
         if self._is_draining or not success:
-            self._pool.abort(keys, req_context)
+            self.pool.abort(keys, req_context)
             return
-        ready = self._pool.commit(keys, req_context)
+        ready = self.pool.commit(keys, req_context)
         if ready:
             self._offer(ready, None)
             self._write_down(self._clock())
@@ -367,18 +344,13 @@ class TieredOffloadingManager(OffloadingManager):
         iterator of OffloadingEvent
             Oldest first.
         """
-        return self._pool.take_events(max_events)
+        return self.pool.take_events(max_events)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
-        timer = self.timer
-        if timer is not None:
-            end_request = TieredOffloadingManager.on_request_finished
-            timer.run("on_request_finished", end_request, self, req_context, use_positions=use_positions)
-            return
-        self._pool.end_request(req_context, use_positions=use_positions)
+        self.pool.end_request(req_context, use_positions=use_positions)
         self._pending.close(req_context)
         used = req_context.get_state(_UsedKeys)
         if used is not None:
@@ -407,11 +379,11 @@ class TieredOffloadingManager(OffloadingManager):
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
         check_next_use(next_use)
         if not self._is_draining:
-            self._pool.hint(request_or_keys, next_use)
+            self.pool.hint(request_or_keys, next_use)
 
     def keep_ended_requests(self) -> None:
         """Remember the requests that end from now on; see `BlockPool.keep_ended_requests`."""
-        self._pool.keep_ended_requests()
+        self.pool.keep_ended_requests()
 
     def ended_request(self, req_id: str) -> ReqContext | None:
         """Return a request that ended not long ago; see `BlockPool.ended_request`.
@@ -426,14 +398,10 @@ class TieredOffloadingManager(OffloadingManager):
         ReqContext or None
             None: it is not known, or no longer.
         """
-        return self._pool.ended_request(req_id)
+        return self.pool.ended_request(req_id)
 
     def on_schedule_end(self) -> None:
         """Take in what the tiers have done, and send them what the step asked for."""
-        timer = self.timer
-        if timer is not None:
-            timer.run("on_schedule_end", TieredOffloadingManager.on_schedule_end, self)
-            return
         now_s = self._clock()
         self._take_in(now_s)
         self._pending.expire(now_s)
@@ -451,14 +419,10 @@ class TieredOffloadingManager(OffloadingManager):
         A tier serves nothing until its own reset is done; what it must make durable before this returns is its own
         (see `Tier.reset`).
         """
-        timer = self.timer
-        if timer is not None:
-            timer.run("reset_cache", TieredOffloadingManager.reset_cache, self)
-            return
         now_s = self._clock()
         self._is_draining = True
-        if self._pool.events is not None:
-            self._pool.events.clear()
+        if self.pool.events is not None:
+            self.pool.events.clear()
         self._pending.forget()
         self._probes.clear()
         self._uses = OrderedDict()
@@ -512,12 +476,12 @@ class TieredOffloadingManager(OffloadingManager):
             time.sleep(0.0002)
 
     def stats(self) -> ManagerStats:
-        return self._pool.stats()
+        return self.pool.stats()
 
     def parts(self) -> list[Part]:
         waits = HistogramData(*self._pending.waits.data())
         promotions = Part("promotion", PromotionStats(len(self._pending), waits))
-        return [*self._pool.parts(), promotions, *self.tier_parts()]
+        return [*self.pool.parts(), promotions, *self.tier_parts()]
 
     def tier_parts(self) -> list[Part]:
         """Return the statistics of each tier with its labels; callable in any thread.
@@ -533,18 +497,9 @@ class TieredOffloadingManager(OffloadingManager):
         ]
 
     @property
-    def ages(self) -> BlockAges | None:
-        """Is shown every block that comes to host memory while it is set."""
-        return self._pool.ages
-
-    @ages.setter
-    def ages(self, ages: BlockAges | None) -> None:
-        self._pool.ages = ages
-
-    @property
     def num_blocks(self) -> int:
         """Slots of the host pool."""
-        return self._num_blocks
+        return self.pool.num_blocks
 
     def tier_stats(self) -> list[TierControllerStats]:
         """Return the statistics of each tier, in order.
@@ -575,15 +530,15 @@ class TieredOffloadingManager(OffloadingManager):
         WhatIf
             The estimate for the host pool.
         """
-        sampler = self._pool.observer if isinstance(self._pool.observer, Sampler) else None
-        return estimate(sampler, self._num_blocks, type(self.policy), policies, capacities)
+        sampler = self.pool.observer if isinstance(self.pool.observer, Sampler) else None
+        return estimate(sampler, self.num_blocks, type(self.policy), policies, capacities)
 
     # ---- look-ups --------------------------------------------------------------------------------------------
 
     def _answer(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:
-        num_ready = self._pool.match_prefix(keys, req_context)
-        self._pool.lookups += 1
-        self._pool.looked_up_blocks += len(keys)
+        num_ready = self.pool.match_prefix(keys, req_context)
+        self.pool.lookups += 1
+        self.pool.looked_up_blocks += len(keys)
         if self._is_draining:
             return 0
         if num_ready < len(keys) and self.controllers:
@@ -603,7 +558,7 @@ class TieredOffloadingManager(OffloadingManager):
                     return None
         if req_context is None:
             self._pending.close(None)
-        self._pool.hit_blocks += num_ready
+        self.pool.hit_blocks += num_ready
         return num_ready
 
     def _look_below(
@@ -620,7 +575,7 @@ class TieredOffloadingManager(OffloadingManager):
         sources: list[Source] = []
         below: list[bytes] = []
         places: list[int] = []
-        for key, state in zip(window, self._pool.states(window), strict=True):
+        for key, state in zip(window, self.pool.states(window), strict=True):
             source: Source = None
             if state != READY:
                 source = promoting.get(key)
@@ -689,7 +644,7 @@ class TieredOffloadingManager(OffloadingManager):
         if is_waiting and now_s >= choice.give_up_s and not choice.is_cut:
             choice.seen_token, choice.limit_token = max(choice.seen_token, 0), -1
             self._pending.stop_wanting(req_context)
-            self._pool.arbiter_give_ups += 1
+            self.pool.arbiter_give_ups += 1
         if not choice.is_cut and (is_unknown or ends[len(sources) - 1] > choice.seen_token):
             # An engine that asks key by key is judged by all keys of the prompt that are known.
             run, run_before = keys, num_ready
@@ -752,11 +707,11 @@ class TieredOffloadingManager(OffloadingManager):
             patience_s = max(known.compute_s(first_token, decision.end_token), decision.load_s)
             choice.give_up_s = now_s + (1 + BAND) * patience_s
         if not choice.is_cut:
-            self._pool.arbiter_loads += 1
+            self.pool.arbiter_loads += 1
             return True
-        self._pool.arbiter_cuts += 1
+        self.pool.arbiter_cuts += 1
         cut = [(key, source) for end, key, source in fresh if end > choice.limit_token]
-        self._pool.arbiter_cut_blocks += sum(source is not None for _, source in cut)
+        self.pool.arbiter_cut_blocks += sum(source is not None for _, source in cut)
         for key, source in cut:
             if isinstance(source, TierController) and source.link is not None:
                 probe = self._probes.setdefault(source, [])
@@ -771,9 +726,9 @@ class TieredOffloadingManager(OffloadingManager):
             if link is None or not controller.may_load(now_s) or self._pending.wanting():
                 continue
             keys = list(dict.fromkeys(keys))
-            absent = [key for key, state in zip(keys, self._pool.states(keys), strict=True) if state == ABSENT]
+            absent = [key for key, state in zip(keys, self.pool.states(keys), strict=True) if state == ABSENT]
             num_blocks = min(link.take_probe(now_s), controller.load_room) if absent else 0
-            output = self._pool.reserve_leading(absent[:num_blocks]) if num_blocks else None
+            output = self.pool.reserve_leading(absent[:num_blocks]) if num_blocks else None
             if output is not None:
                 self._note_evicted(output.evicted_keys)
                 self._load(controller, output.keys_to_store, _block_ids(output.store_spec), (), now_s)
@@ -795,7 +750,7 @@ class TieredOffloadingManager(OffloadingManager):
                     absent.append(key)
                 else:
                     job.waiters.add(request.req_context)
-            output = self._pool.reserve_leading(absent, request.req_context) if absent else None
+            output = self.pool.reserve_leading(absent, request.req_context) if absent else None
             if output is None:
                 continue
             self._note_evicted(output.evicted_keys)
@@ -844,7 +799,7 @@ class TieredOffloadingManager(OffloadingManager):
         if controller.may_load(now_s) and controller.send(job, now_s):
             self._promoting.update(dict.fromkeys(keys, job))
         else:
-            self._pool.abort(keys, is_move=True)
+            self.pool.abort(keys, is_move=True)
 
     def _end_promotion(self, job: TierJob, result: TierResult) -> None:
         for key in job.keys:
@@ -853,9 +808,9 @@ class TieredOffloadingManager(OffloadingManager):
         done = [key for key in job.keys if key in arrived]
         failed = [key for key in job.keys if key not in arrived]
         if failed:
-            self._pool.abort(failed, is_move=True)
+            self.pool.abort(failed, is_move=True)
         if done:
-            ready = self._pool.commit(done, is_move=True)
+            ready = self.pool.commit(done, is_move=True)
             self._pending.hold(job.waiters, done)
             self._offer(ready, job.controller)
 
@@ -895,15 +850,15 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _store_batch(self, controller: TierController, keys: list[bytes], now_s: float) -> bool:
         keys = list(dict.fromkeys(keys))
-        ready = [key for key, state in zip(keys, self._pool.states(keys), strict=True) if state == READY]
+        ready = [key for key, state in zip(keys, self.pool.states(keys), strict=True) if state == READY]
         controller.dropped_blocks += len(keys) - len(ready)
         if not ready:
             return True
-        block_ids = _block_ids(self._pool.pin(ready, is_move=True))
+        block_ids = _block_ids(self.pool.pin(ready, is_move=True))
         job = TierJob(next(self._job_ids), controller, False, ready, block_ids, now_s + controller.config.deadline_s)
         if controller.send(job, now_s):
             return True
-        self._pool.unpin(ready)
+        self.pool.unpin(ready)
         controller.dropped_blocks += len(ready)
         controller.drop_backlog()
         return False
@@ -923,7 +878,7 @@ class TieredOffloadingManager(OffloadingManager):
                     if job.is_load:
                         self._end_promotion(job, result)
                     else:
-                        self._pool.unpin(job.keys)
+                        self.pool.unpin(job.keys)
                 if not self._is_draining:
                     self._add_event(result.removed, controller.medium, True)
                     if job is None or not job.is_load:
@@ -950,21 +905,21 @@ class TieredOffloadingManager(OffloadingManager):
         if not all(job.is_overdue for job in stuck):
             return
         self._promoting = {}
-        self._pool.reset()
+        self.pool.reset()
         for job in stuck:
             job.is_withheld = True
         # Two tiers may be writing the same block.
-        self._pool.withhold(sorted({block_id for job in stuck for block_id in job.block_ids}))
+        self.pool.withhold(sorted({block_id for job in stuck for block_id in job.block_ids}))
         self._is_draining = False
 
     def _give_back(self, job: TierJob) -> None:
         others = [other for one in self.controllers for other in one.jobs.values() if other.is_withheld]
         taken = {block_id for other in others for block_id in other.block_ids}
-        self._pool.give_back([block_id for block_id in job.block_ids if block_id not in taken])
+        self.pool.give_back([block_id for block_id in job.block_ids if block_id not in taken])
 
     def _add_event(self, keys: list[bytes], medium: str, removed: bool) -> None:
-        if self._pool.events is not None:
-            self._pool.events.add(keys, medium, removed)
+        if self.pool.events is not None:
+            self.pool.events.add(keys, medium, removed)
 
     def _note_evicted(self, keys: list[bytes]) -> None:
         if keys:
@@ -991,7 +946,7 @@ class TieredOffloadingManager(OffloadingManager):
             keys = [key for key in dict.fromkeys(keys) if key not in seen]
             seen.update(keys)
         # Counts of blocks that left go first.
-        while len(self._uses) > 2 * self._num_blocks:
+        while len(self._uses) > 2 * self.num_blocks:
             self._uses.popitem(last=False)
         by_uses: dict[int, list[bytes]] = {}
         for key in keys:
@@ -1000,7 +955,7 @@ class TieredOffloadingManager(OffloadingManager):
         for controller in self._selective:
             # What is not ready is offered once it is.
             enough = by_uses.get(controller.config.num_uses, [])
-            states = self._pool.states(enough)
+            states = self.pool.states(enough)
             ready = [key for key, state in zip(enough, states, strict=True) if state == READY]
             controller.offer(reversed(ready))
 

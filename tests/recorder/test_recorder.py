@@ -31,7 +31,7 @@ from kvcache import (
 from kvcache.control.backend import Backend
 from kvcache.recorder import call_log, ops
 from kvcache.recorder.format import Recording, RecordingError, frame_bytes, header_bytes
-from kvcache.recorder.recorder import Recorder, recordable
+from kvcache.recorder.recorder import Recorder
 from kvcache.registry import POLICIES
 from kvcache.replay.recorded import replay_recording
 from kvcache.replay.recorded_trace import RecordedTrace
@@ -95,11 +95,9 @@ def serve(manager, rng, num_requests, clock=None, num_prompts=30):
 
 
 @pytest.mark.parametrize("policy", COMPILED)
-@pytest.mark.parametrize("is_made_for_it", [True, False])
-def test_recording_replays_to_the_same_answers(tmp_path, policy, is_made_for_it):
+def test_recording_replays_to_the_same_answers(tmp_path, policy):
     clock = [5.0]
-    cls = recordable(CPUOffloadingManager) if is_made_for_it else CPUOffloadingManager
-    manager = cls(16, 60, policy, True, store_threshold=2, clock=lambda: clock[0])
+    manager = CPUOffloadingManager(16, 60, policy, True, store_threshold=2, clock=lambda: clock[0])
     with Recorder(manager, tmp_path / "run.kvlog") as recorder:
         serve(manager, random.Random(7), 500, clock)
     stats = recorder.stats()
@@ -150,18 +148,17 @@ def test_tiered_recording_needs_no_tier_to_replay(tmp_path, write_policy):
 
 
 def test_stopped_manager_calls_its_own_methods_again(tmp_path):
-    for cls in (CPUOffloadingManager, recordable(CPUOffloadingManager)):
-        manager = cls(16, 8)
-        before = {name: getattr(manager, name) for name in ("lookup", "prepare_store", "take_events")}
-        recorder = Recorder(manager, tmp_path / "run.kvlog")
-        assert manager.recorder is recorder
-        with pytest.raises(ValueError, match="recorded already"):
-            Recorder(manager, tmp_path / "other.kvlog")
-        recorder.stop()
-        recorder.stop()
-        assert {name: getattr(manager, name) for name in before} == before
-        assert manager.recorder is None
-        manager.prepare_store([key(1)])
+    manager = CPUOffloadingManager(16, 8)
+    before = {name: getattr(manager, name) for name in ("lookup", "prepare_store", "take_events")}
+    recorder = Recorder(manager, tmp_path / "run.kvlog")
+    assert manager.recorder is recorder
+    with pytest.raises(ValueError, match="recorded already"):
+        Recorder(manager, tmp_path / "other.kvlog")
+    recorder.stop()
+    recorder.stop()
+    assert {name: getattr(manager, name) for name in before} == before
+    assert manager.recorder is None
+    manager.prepare_store([key(1)])
     assert [record.op for record in Recording(tmp_path / "run.kvlog")] == [ops.Op.STATS]
 
 
@@ -309,7 +306,7 @@ def test_wrong_paths_and_options_are_refused(tmp_path):
 
 
 def test_dropped_manager_is_freed_and_leaves_a_whole_file(tmp_path):
-    manager = recordable(CPUOffloadingManager)(16, 4)
+    manager = CPUOffloadingManager(16, 4)
     recorder = Recorder(manager, tmp_path / "run.kvlog")
     manager.touch([key(1)])
     thread = recorder._thread
@@ -538,7 +535,7 @@ def test_part_of_the_conversation_trace_replays_to_the_same_integers(tmp_path, s
     from kvcache.replay.trace import Trace
 
     clock = ReplayClock()
-    manager = recordable(CPUOffloadingManager)(512, 3_000, policy, True, clock=clock)
+    manager = CPUOffloadingManager(512, 3_000, policy, True, clock=clock)
     replay, make_keys = Replay(manager, arrivals=clock), KeyMaker()
     limit = None if os.environ.get("KVCACHE_WHOLE_TRACES") else 1_500
     path = shared / "traces" / "mooncake_conversation.jsonl"

@@ -483,8 +483,8 @@ def test_reset_with_an_overdue_job_withholds_its_slots_and_no_others():
     bench.manager.on_schedule_end()
     asked = []
     for name in ("reserve", "abort"):
-        method = getattr(bench.manager._pool, name)
-        setattr(bench.manager._pool, name, lambda *args, method=method, **kw: asked.append(args) or method(*args, **kw))
+        method = getattr(bench.manager.pool, name)
+        setattr(bench.manager.pool, name, lambda *args, method=method, **kw: asked.append(args) or method(*args, **kw))
     bench.manager.reset_cache()
     assert asked == []
     assert bench.manager.stats().num_free == 997

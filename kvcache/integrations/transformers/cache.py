@@ -23,7 +23,7 @@ from kvcache.integrations.transformers.rows import Row, checked_generation, read
 from kvcache.keys import block_keys, key_seed
 from kvcache.metrics import ManagerStats
 from kvcache.options import check_int, parse_size
-from kvcache.recorder.recorder import Recorder, recordable
+from kvcache.recorder.recorder import Recorder
 from kvcache.registry import POLICIES
 from kvcache.request import ReqContext, Retention, check_next_use
 from kvcache.transfer.host_pool import HostPool
@@ -122,8 +122,7 @@ class PrefixCache:
         policy = POLICIES.resolve(policy)
         # The pool looks first whether there is so much memory; a policy's own tables are a small part of it.
         self._pool = HostPool(self.num_blocks, self._layout.block_bytes)
-        of_pool = CPUOffloadingManager if record is None else recordable(CPUOffloadingManager)
-        self.manager = of_pool(block_size, self.num_blocks, policy)
+        self.manager = CPUOffloadingManager(block_size, self.num_blocks, policy)
         if record is not None:
             Recorder(self.manager, record)
         # A block found must still be there when it is pinned.
