@@ -1,4 +1,4 @@
-"""What events cost the scheduler: off, kept, published with nobody there, and with a subscriber that stands still.
+"""What events cost the scheduler, which takes them after each request: off, kept, read, published, and subscribed to.
 
 ``python -m asv_benchmarks.events`` prints, per case, nanoseconds a key for the whole cycle of a request and the 50th
 and 99th percentile of a cycle, in microseconds: CPU time of the scheduler's thread, turn about, best of five rounds.
@@ -7,21 +7,24 @@ Needs the extra ``events``.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
+import threading
 from itertools import islice
 from pathlib import Path
-from time import thread_time, thread_time_ns
+from time import monotonic, thread_time, thread_time_ns
 from typing import Any
 
 import numpy as np
 
-from asv_benchmarks.traces import conversation_path, fresh_keys, replay
+from asv_benchmarks.traces import conversation_path, fresh_keys, serve
 from kvcache import CPUOffloadingManager
+from kvcache.control.telemetry import Telemetry
 from kvcache.replay.requests import Request
 from kvcache.replay.trace import Trace
 
-CASES = ("off", "kept", "published", "subscriber stands still")
+CASES = ("off", "kept", "read", "published", "subscriber and scrapes", "subscriber stands still")
 NUM_ROUNDS = 5
 _POLICY, _SPLIT, _NUM_BLOCKS = "arc", 8, 20_000
 
@@ -30,40 +33,66 @@ def one_round(case: str, requests: list[Request]) -> tuple[float, float, float]:
     """Return nanoseconds a key, and the median and the 99th percentile of a request's cycle in microseconds."""
     keys = fresh_keys(requests, _SPLIT)
     manager = CPUOffloadingManager(512 // _SPLIT, _NUM_BLOCKS, _POLICY, case != "off")
-    publisher: Any = None
-    context: Any = None
-    if case in CASES[2:]:
-        from kvcache.exporters.kv_events import KVEventPublisher
-
-        publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=512 // _SPLIT)
-    if case == CASES[3]:
-        import zmq
-
-        # It subscribes and reads nothing: what it is sent piles up to the high-water mark, and is then dropped for it.
-        context = zmq.Context()
-        socket = context.socket(zmq.SUB)
-        socket.setsockopt(zmq.RCVHWM, 1)
-        socket.subscribe(b"")
-        socket.connect(publisher.endpoint)
     cycles = np.empty(len(keys))
-    gc.collect()
-    gc.disable()
-    start = thread_time()
-    for number, one in enumerate(keys):
-        began = thread_time_ns()
-        replay(manager, [one])
-        events = manager.take_events()
-        if publisher is not None:
-            publisher.publish(events)
-        cycles[number] = thread_time_ns() - began
-    spent = thread_time() - start
-    gc.enable()
-    if publisher is not None:
-        publisher.close()
-    if context is not None:
-        context.destroy(linger=0)
+    with contextlib.ExitStack() as stack:
+        publisher = _publisher(case, manager, stack) if case in CASES[3:] else None
+        is_read = case == "read"
+        gc.collect()
+        gc.disable()
+        start = thread_time()
+        for number, one in enumerate(keys):
+            began = thread_time_ns()
+            serve(manager, one)
+            events = manager.take_events()
+            if publisher is not None:
+                publisher.publish(events)
+            elif is_read:
+                for _ in events:
+                    pass
+            cycles[number] = thread_time_ns() - began
+        spent = thread_time() - start
+        gc.enable()
     p50, p99 = np.quantile(cycles / 1000, (0.5, 0.99)).tolist()
     return spent * 1e9 / sum(map(len, keys)), p50, p99
+
+
+def _publisher(case: str, manager: CPUOffloadingManager, stack: contextlib.ExitStack) -> Any:
+    """Return a publisher, and start who listens to it until the stack is left."""
+    from kvcache.exporters.kv_events import KVEventPublisher
+
+    publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=512 // _SPLIT)
+    if case != "published":
+        import zmq
+
+        context = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        socket = context.socket(zmq.SUB)
+        socket.subscribe(b"")
+        if case == "subscriber stands still":
+            # It reads nothing: what it is sent piles up to the high-water mark, and is then dropped for it.
+            socket.setsockopt(zmq.RCVHWM, 1)
+            socket.connect(publisher.endpoint)
+        else:
+            socket.connect(publisher.endpoint)
+            stop = threading.Event()
+            telemetry = Telemetry(manager, time_calls=True)
+            stack.callback(telemetry.close)
+            reader = threading.Thread(target=_read_and_scrape, args=(socket, telemetry, stop))
+            reader.start()
+            stack.callback(reader.join)
+            stack.callback(stop.set)
+    stack.callback(publisher.close)
+    return publisher
+
+
+def _read_and_scrape(socket: Any, telemetry: Telemetry, stop: threading.Event) -> None:
+    """Read every message, and take a snapshot of all that is counted every tenth of a second: a round is as short."""
+    while not stop.is_set():
+        telemetry.snapshot().as_dict()
+        end_s = monotonic() + 0.1
+        while monotonic() < end_s and not stop.is_set():
+            if socket.poll(10):
+                socket.recv_multipart()
 
 
 def main() -> int:

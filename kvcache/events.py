@@ -1,19 +1,14 @@
-"""Events: which blocks came to a medium or left it, and the log that makes, numbers and bounds them.
+"""Events: which blocks came to a medium or left it, and which jobs have ended.
 
-A router or an exporter keeps a view of the cache from them, so they must come in the order in which the cache changed;
-and a scheduler whose events nobody takes must not run out of memory.
+A router or an exporter keeps a view of the cache from them, in the order in which `kvcache.core.event_log` numbers
+them.
 """
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
-
-from kvcache.options import check_int
 
 
 @dataclass(slots=True)
@@ -44,86 +39,6 @@ class OffloadingEvent:
     def block_hashes(self) -> list[bytes]:
         """The older name of `keys`."""
         return self.keys
-
-
-class EventLog:
-    """The events of one manager that nobody has taken yet; the only maker of events.
-
-    Parameters
-    ----------
-    block_size : int
-        Tokens of one block.
-    max_keys : int
-        Keys that wait to be taken at most; beyond it the oldest events are dropped, down to the latest one.
-
-    Attributes
-    ----------
-    last_number : int
-        Of the latest event.
-    num_dropped : int
-        Events that were dropped because nobody took them.
-
-    Notes
-    -----
-    As a context manager it makes a change of the cache and its event one step: other threads wait, and the garbage
-    collector, whose finalizers may call the manager, is paused.
-    """
-
-    def __init__(self, block_size: int, max_keys: int = 1 << 18) -> None:
-        self.block_size = block_size
-        self.max_keys = check_int("max_keys", max_keys)
-        self.last_number = 0
-        self.num_dropped = 0
-        self._events: deque[OffloadingEvent] = deque()
-        self._num_keys = 0
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._was_collecting = False
-
-    def __enter__(self) -> EventLog:
-        self._lock.acquire()
-        self._depth += 1
-        if self._depth == 1:
-            self._was_collecting = gc.isenabled()
-            gc.disable()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._was_collecting:
-            gc.enable()
-        self._lock.release()
-
-    def __len__(self) -> int:
-        return len(self._events)
-
-    def add(self, keys: list[bytes], medium: str, removed: bool) -> None:
-        """Append an event of a copy of `keys`; nothing where there are none."""
-        if not keys:
-            return
-        with self:
-            self.last_number += 1
-            self._events.append(OffloadingEvent(list(keys), self.block_size, medium, removed, self.last_number))
-            self._num_keys += len(keys)
-            while self._num_keys > self.max_keys and len(self._events) > 1:
-                self._num_keys -= len(self._events.popleft().keys)
-                self.num_dropped += 1
-
-    def take(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:
-        """Take out the events, or the first `max_events` of them, oldest first."""
-        with self:
-            count = len(self._events) if max_events is None else min(max_events, len(self._events))
-            taken = [self._events.popleft() for _ in range(count)]
-            self._num_keys -= sum(len(event.keys) for event in taken)
-        return iter(taken)
-
-    def clear(self) -> None:
-        """Drop what nobody has taken; the numbers go on, so that a reader sees a gap."""
-        with self:
-            self._events.clear()
-            self._num_keys = 0
 
 
 @dataclass(frozen=True, slots=True)

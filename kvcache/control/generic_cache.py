@@ -21,6 +21,7 @@ from kvcache.specs import PrepareStoreOutput
 ABSENT, PENDING, READY = range(3)
 
 if TYPE_CHECKING:
+    from kvcache.core.event_log import EventLog
     from kvcache.specs import LoadStoreSpec
 
     Backend = Any  # kvcache.control.backend.Backend stands on a higher floor
@@ -82,6 +83,8 @@ class GenericBlockCache:
         self._backend = backend
         self._capacity = capacity
         self._on_evicted = on_evicted
+        self._events: EventLog | None = None
+        self._medium = ""
         self._resident: dict[bytes, BlockStatus] = {}
         self._withheld: dict[int, BlockStatus] = {}
         self._epoch = object()
@@ -99,6 +102,14 @@ class GenericBlockCache:
 
     def current_policy(self) -> CachePolicy:
         return self._policy
+
+    def keep_events(self, events: EventLog, medium: str) -> None:
+        self._events = events
+        self._medium = medium
+
+    def _announce(self, keys: list[bytes], removed: bool) -> None:
+        if self._events is not None:
+            self._events.add(keys, self._medium, removed)
 
     @property
     def num_free(self) -> int:
@@ -327,6 +338,8 @@ class GenericBlockCache:
         for key in victims:
             del self._resident[key]
         self._num_evictable -= len(victims)
+        # They have left, whatever becomes of the new keys.
+        self._announce(list(victims), True)
         try:
             self._free(victims.values())
             if new:
@@ -372,6 +385,7 @@ class GenericBlockCache:
                 ready.append(key)
         self.num_pending -= len(ready)
         self._num_evictable += len(ready)
+        self._announce(ready, False)
         return ready
 
     @_atomic
@@ -460,6 +474,8 @@ class GenericBlockCache:
         self._epoch = object()
         self._policy = policy
         self._num_evictable = self.num_referenced = self.num_pending = 0
+        if self._events is not None:
+            self._events.clear()
         try:
             self._free([*resident.values(), *withheld.values()])
         finally:

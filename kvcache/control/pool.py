@@ -16,9 +16,10 @@ from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
 from kvcache.control.recent import RecentRequests
 from kvcache.control.trust import HintTrust
+from kvcache.core.event_log import EventLog
 from kvcache.core.request_keys import RequestKeys
 from kvcache.core.reuse_filter import ReuseFilter
-from kvcache.events import EventLog, OffloadingEvent
+from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part, PolicyStats
 from kvcache.options import check_int, check_share
@@ -161,7 +162,10 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         # None until a request gives a hint or the policy reads the clock: nobody else pays for it.
         self._now_s: float | None = None
         self._reads_clock: bool = getattr(self._cache.current_policy(), "reads_clock", False)
-        self.events = EventLog(block_size) if enable_events else None
+        self.events: EventLog | None = None
+        if enable_events:
+            self.events = EventLog(block_size)
+            self._cache.keep_events(self.events, medium)
         self.lookups = 0
         self.looked_up_blocks = 0
         self.hit_blocks = 0
@@ -536,17 +540,10 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         self._before_use(request_keys, req_context)
         admission = None if is_move else self._admission
         admitted = None if admission is None else admission.admit(keys)
-        events = self.events
-        if events is None:
-            output = self._cache.reserve(keys, request_keys, admitted)
-            if output is not None and output.evicted_keys:
-                num_evicted = len(output.evicted_keys)
-                self.evicted_blocks += num_evicted
-        else:
-            with events:
-                output = self._cache.reserve(keys, request_keys, admitted)
-                if output is not None:
-                    self._note_evicted(output.evicted_keys)
+        output = self._cache.reserve(keys, request_keys, admitted)
+        if output is not None and output.evicted_keys:
+            num_evicted = len(output.evicted_keys)
+            self.evicted_blocks += num_evicted
         if not is_move:
             if output is None:
                 self.rejected_stores += 1
@@ -574,8 +571,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
     def _note_evicted(self, keys: list[bytes]) -> None:
         num_keys = len(keys)
         self.evicted_blocks += num_keys
-        if self.events is not None:
-            self.events.add(keys, self.medium, True)
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         """Make an engine's blocks that were being written ready, or drop them if `success` is False, and count them.
@@ -590,21 +585,13 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if not success:
             num_dropped = self._cache.abort(keys, request_keys)
             self.failed_blocks += num_dropped
-        elif self.events is None:
+        else:
             num_ready = len(self._cache.commit(keys, request_keys))
             self.stored_blocks += num_ready
-        else:
-            self.commit(keys, req_context)
 
     def commit(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> list[bytes]:
         """Make blocks that were being written ready, and return their keys; unknown and ready ones are ignored."""
-        request_keys = self._request_keys_of(req_context)
-        if self.events is None:
-            ready = self._cache.commit(keys, request_keys)
-        else:
-            with self.events:
-                ready = self._cache.commit(keys, request_keys)
-                self.events.add(ready, self.medium, False)
+        ready = self._cache.commit(keys, self._request_keys_of(req_context))
         if not is_move:
             num_ready = len(ready)
             self.stored_blocks += num_ready
@@ -623,12 +610,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
 
     def reset(self) -> None:
         """Forget every block, request, ghost, offer and event that was not taken; block ids start again at 0."""
-        if self.events is None:
-            self._cache.reset()
-        else:
-            with self.events:
-                self._cache.reset()
-                self.events.clear()
+        self._cache.reset()
         if self._admission is not None:
             self._admission.clear()
         if self._recent is not None:

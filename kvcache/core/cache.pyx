@@ -12,6 +12,7 @@ from cpython.ref cimport Py_INCREF
 from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint8_t, uint32_t
 
 from kvcache.core.batch cimport Batch
+from kvcache.core.event_log cimport EventLog
 from kvcache.core.eviction_queue cimport Row
 from kvcache.core.memory cimport new_list, pause_collector, resume_collector
 from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
@@ -60,6 +61,8 @@ cdef class BlockCache:
     cdef BlockTable table
     cdef PriorityClasses priorities
     cdef Batch batch
+    cdef EventLog events                        # or None
+    cdef str medium
     cdef public Py_ssize_t gated_blocks
     cdef readonly Py_ssize_t declined_blocks    # of the gated ones, those that the policy did not take
 
@@ -81,6 +84,12 @@ cdef class BlockCache:
     def current_policy(self):
         """Return the policy."""
         return self.policy
+
+    def keep_events(self, EventLog events not None, str medium not None):
+        """Append to `events` what comes to `medium` and leaves it, in the same step as it does; called once."""
+        self.medium = medium
+        self.events = events
+        events.lock = self.table
 
     @property
     def num_free(self):
@@ -529,7 +538,7 @@ cdef class BlockCache:
         cdef int32_t row
         cdef Named* named
         cdef int64_t* ids
-        cdef list stored, evicted
+        cdef list stored, evicted, announced = None
         names.resolve(table, keys, batch, True)
         mark = table.next_mark()
         for i in range(n):
@@ -553,6 +562,9 @@ cdef class BlockCache:
             return None
         stored = new_list(num_new)
         evicted = new_list(needed)
+        if needed and self.events is not None:
+            announced = new_list(needed)
+            self.events.reserve()
         output = _new_output(stored, num_new, evicted, &ids)
         table.reserve_aside(num_protected)
         self.priorities.reserve(n)
@@ -570,6 +582,9 @@ cdef class BlockCache:
                     table.rows[batch.picked_rows[i]].priority = ONE_SHOT
         if is_use:
             self.priorities.apply(batch.rows, n, names.priority, names.ttl_ns)
+        if announced is not None:
+            copy_keys(evicted, needed, announced)
+            self.events.append(announced, self.medium, True)
         self._end()
         return output
 
@@ -582,7 +597,7 @@ cdef class BlockCache:
         cdef uint32_t mark
         cdef Named* named
         cdef int64_t* ids
-        cdef list stored, evicted
+        cdef list stored, evicted, announced = None
         if names.uses == NULL:
             names.track_uses()
         names.resolve(table, keys, batch, True)
@@ -605,6 +620,9 @@ cdef class BlockCache:
                 num_gated += 1
         stored = new_list(num_new)
         evicted = new_list(max(num_new - table.num_free, 0))
+        if self.events is not None:
+            announced = new_list(len(evicted))
+            self.events.reserve()
         output = _new_output(stored, num_new, evicted, &ids)
         self.policy.reserve_policy(n)
         if is_use:
@@ -622,6 +640,10 @@ cdef class BlockCache:
         Py_SET_SIZE(evicted, num_victims)
         self.declined_blocks += num_new - num_taken
         self.gated_blocks += num_gated + num_new - num_taken
+        if num_victims and announced is not None:
+            copy_keys(evicted, num_victims, announced)
+            Py_SET_SIZE(announced, num_victims)
+            self.events.append(announced, self.medium, True)
         self._end()
         if num_taken < num_new:
             output.store_spec.block_ids = output.store_spec.block_ids[:num_taken]
@@ -661,13 +683,16 @@ cdef class BlockCache:
         cdef Py_ssize_t i, num_ready = 0, n = len(keys)
         cdef int32_t row
         cdef PyObject* key
-        cdef list ready
+        cdef list ready = keys, announced = None
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
         cdef Row* rows = table.rows
         with cython.critical_section(table):
             self._begin(request_keys)
             self._resolve(keys, request_keys, False)
+            if self.events is not None:
+                announced = new_list(n)
+                self.events.reserve()
             table.reserve_heaps(n)
             for i in range(n):
                 row = batch.rows[i]
@@ -685,14 +710,17 @@ cdef class BlockCache:
                     attach(table, batch.picked_rows[i])
             table.num_pending -= num_ready
             table.num_evictable += num_ready
+            if num_ready != n:
+                ready = new_list(num_ready)
+                for i in range(num_ready):
+                    key = PyList_GET_ITEM(keys, batch.picked[i])
+                    Py_INCREF(<object> key)
+                    PyList_SET_ITEM(ready, i, key)
+            if num_ready and announced is not None:
+                copy_keys(ready, num_ready, announced)
+                Py_SET_SIZE(announced, num_ready)
+                self.events.append(announced, self.medium, False)
             self._end()
-            if num_ready == n:
-                return keys
-            ready = new_list(num_ready)
-            for i in range(num_ready):
-                key = PyList_GET_ITEM(keys, batch.picked[i])
-                Py_INCREF(<object> key)
-                PyList_SET_ITEM(ready, i, key)
             return ready
 
     def abort(self, list keys not None, RequestKeys request_keys):
@@ -760,7 +788,19 @@ cdef class BlockCache:
             self.table.reset()
             self.priorities.clear()
             self.policy.on_reset()
+            if self.events is not None:
+                self.events.drop(self.events.num_events)
             self._end()
+
+
+cdef void copy_keys(list keys, Py_ssize_t n, list to) noexcept:
+    # `to` is new, and has room for them.
+    cdef Py_ssize_t i
+    cdef PyObject* key
+    for i in range(n):
+        key = PyList_GET_ITEM(keys, i)
+        Py_INCREF(<object> key)
+        PyList_SET_ITEM(to, i, key)
 
 
 cdef int32_t _next_use_of(next_use) except -1:

@@ -21,11 +21,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
 import zmq
 
+from kvcache.core.event_log import TakenEvents
 from kvcache.events import OffloadingEvent
 from kvcache.keys import get_offload_block_hash, get_offload_group_idx
 
@@ -37,6 +39,9 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 _SNAPSHOT_KEYS = 4096
 _POLL_MS = 20
+_MAX_BATCH_EVENTS = 64
+_GATHER_S = 0.001
+"""Rest of the publishing thread after it was woken: what comes meanwhile wakes nobody, and goes out with the rest."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
@@ -328,7 +333,9 @@ class KVEventPublisher:
         self._rank = data_parallel_rank
         self._digest_every = digest_every
         self._queue_events = queue_events
-        self._queue: deque[OffloadingEvent | None] = deque()
+        self._queue: deque[OffloadingEvent | TakenEvents | None] = deque()
+        # Each is changed by one thread alone; what lies between them is queued, or being sent.
+        self._num_queued = self._num_sent = 0
         self._merged: dict[tuple[str, bytes], bool] | None = None
         self._num_merged = 0
         self._last_number = 0
@@ -361,41 +368,60 @@ class KVEventPublisher:
     # ---- the scheduler's thread ------------------------------------------------------------------------------
 
     def publish(self, events: Iterable[OffloadingEvent]) -> None:
-        """Queue events, as `manager.take_events` yields them; an append for each.
+        """Queue events, as `manager.take_events` returns them; for one thread.
 
-        Once the queue is full, O(keys): they are merged by key.
+        What a manager returned is queued as it is, however many events; others cost an append each. Once the queue is
+        full, O(keys): they are merged by key.
 
         Parameters
         ----------
         events : iterable of OffloadingEvent
-            As `manager.take_events` yields them.
+            As `manager.take_events` returns them.
         """
-        queue = self._queue
+        if type(events) is TakenEvents:
+            num_events = len(events)
+            if num_events == 0:
+                return
+            if self._merged is None and self._num_queued - self._num_sent + num_events <= self._queue_events:
+                self._follow(events.next_number, num_events)
+                self._append(events.move(), num_events)
+                return
         num_new = 0
         for event in events:
             num_new += 1
             if event.number:
-                if self._last_number and event.number != self._last_number + 1:
-                    # The manager's log has dropped events: what it holds is not known, so nothing is claimed.
-                    self.publish_cleared()
-                self._last_number = event.number
-            if len(queue) < self._queue_events and self._merged is None:
-                queue.append(event)
+                self._follow(event.number, 1)
+            if self._num_queued - self._num_sent < self._queue_events and self._merged is None:
+                self._append(event, 1)
                 continue
             with self._lock:
                 merged = self._merged = {} if self._merged is None else self._merged
                 self._num_merged += 1
                 for key in event.keys:
                     merged[event.medium, key] = event.removed
-        if num_new:
+        if num_new and not self._wake.is_set():
+            self._wake.set()
+
+    def _follow(self, number: int, num_events: int) -> None:
+        """Take note of the numbers of events that come next."""
+        if self._last_number and number != self._last_number + 1:
+            # The manager's log has dropped events: what it holds is not known, so nothing is claimed.
+            self.publish_cleared()
+        self._last_number = number + num_events - 1
+
+    def _append(self, item: OffloadingEvent | TakenEvents | None, num_events: int) -> None:
+        # Counted first, so that `flush` misses nothing.
+        self._num_queued += num_events
+        self._queue.append(item)
+        # To wake a thread costs more than all the rest, and nothing once it has been woken.
+        if not self._wake.is_set():
             self._wake.set()
 
     def publish_cleared(self) -> None:
         """Queue that everything has been forgotten: call it with `manager.reset_cache`."""
         with self._lock:
             self._merged = None
-            self._queue.append(None)
-        self._wake.set()
+            self._append(None, 1)
 
     # ---- what others may ask, from any thread ----------------------------------------------------------------
 
@@ -422,7 +448,7 @@ class KVEventPublisher:
             "sent_batches": self._seq,
             "merged_events": self._num_merged,
             "rejected_requests": self._num_rejected,
-            "queued_events": len(self._queue),
+            "queued_events": self._num_queued - self._num_sent,
         }
 
     def flush(self, timeout_s: float = 5.0) -> bool:
@@ -439,7 +465,7 @@ class KVEventPublisher:
             Whether everything was sent in time.
         """
         end_s = time.monotonic() + timeout_s
-        while self._queue or self._merged is not None or self._wake.is_set():
+        while self._num_sent != self._num_queued or self._merged is not None or self._wake.is_set():
             if time.monotonic() >= end_s or not self._thread.is_alive():
                 return False
             time.sleep(0.001)
@@ -469,7 +495,8 @@ class KVEventPublisher:
         try:
             while True:
                 is_last = self._is_closed
-                self._wake.wait(_POLL_MS / 1000)
+                if self._wake.wait(_POLL_MS / 1000) and not is_last:
+                    time.sleep(_GATHER_S)
                 self._wake.clear()
                 self._send_queued()
                 if self._router is not None:
@@ -482,14 +509,14 @@ class KVEventPublisher:
             self._context.destroy(linger=200)
 
     def _send_queued(self) -> None:
-        queue = self._queue
-        while queue:
-            taken = [queue.popleft() for _ in range(min(len(queue), 64))]
+        queued = self._take_queued()
+        while taken := list(islice(queued, _MAX_BATCH_EVENTS)):
             self._send([event for item in taken for event in self._wire(item)])
+            self._num_sent += len(taken)
         with self._lock:
             merged = self._merged
             # The scheduler may queue again once what it merged has been taken, and no sooner: order is kept.
-            if merged is not None and not queue:
+            if merged is not None and not self._queue:
                 self._merged = None
             else:
                 merged = None
@@ -504,6 +531,14 @@ class KVEventPublisher:
                     events += self._wire(OffloadingEvent(keys, self._block_size, medium, removed))
             self._send_control(Digest(self._seq, gap=1))
             self._send(events)
+
+    def _take_queued(self) -> Iterator[OffloadingEvent | None]:
+        while self._queue:
+            item = self._queue.popleft()
+            if type(item) is TakenEvents:
+                yield from item
+            else:
+                yield item
 
     def _wire(self, event: OffloadingEvent | None) -> Iterator[BlockStored | BlockRemoved | AllBlocksCleared]:
         if event is None:

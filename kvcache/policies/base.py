@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from kvcache.block import BlockStatus
+    from kvcache.core.event_log import EventLog
     from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 
 
@@ -402,6 +403,9 @@ class BlockCacheOps(Protocol):
     @property
     def num_raised(self) -> int:
         """Blocks held at a raised priority."""
+
+    def keep_events(self, events: EventLog, medium: str) -> None:
+        """Add what comes to `medium` and leaves it to `events`, in the same step as it does; called once, at first."""
 
     def open_request(self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None) -> Any:
         """Return the (empty) keys of a new request, with its retention hint (`ttl_ns` 0: no end)."""

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
-from kvcache.events import EventLog
 from kvcache.registry import POLICIES
 
 KEYS = [b"block %2d" % number + bytes(4) for number in range(14)]
@@ -160,12 +159,11 @@ def test_announced_blocks_of_tiers_can_be_loaded(policy, write_policy):
 
 @pytest.mark.parametrize("loses_removals", [True, False])
 def test_lost_event_is_noticed(monkeypatch, loses_removals):
-    add = EventLog.add
+    take = CPUOffloadingManager.take_events
 
-    def lose(self, keys, medium, removed):
-        if removed is not loses_removals:
-            add(self, keys, medium, removed)
+    def lose(self, max_events=None):
+        return (event for event in take(self, max_events) if event.removed is not loses_removals)
 
-    monkeypatch.setattr(EventLog, "add", lose)
+    monkeypatch.setattr(CPUOffloadingManager, "take_events", lose)
     with pytest.raises(AssertionError, match="announced"):
         run_machine(phases=(Phase.generate,), policy="lru")

@@ -1,0 +1,28 @@
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint64_t
+
+# Blocks that came to a medium or left it; no object of Python's until somebody reads it.
+cdef struct Event:
+    PyObject* keys          # strong: a list, the event's own
+    PyObject* medium        # strong
+    Py_ssize_t num_keys
+    bint removed
+
+
+@cython.final
+cdef class EventLog:
+    cdef readonly object block_size
+    cdef public Py_ssize_t max_keys
+    cdef readonly uint64_t last_number
+    cdef readonly uint64_t num_dropped
+    cdef Event* ring                # [size]; size is a power of two
+    cdef Py_ssize_t size
+    cdef Py_ssize_t oldest          # where in the ring
+    cdef Py_ssize_t num_events
+    cdef Py_ssize_t num_keys
+    cdef object lock                # its critical section guards the log: the table of the cache that has it
+
+    cdef int reserve(self) except -1
+    cdef void append(self, list keys, medium, bint removed) noexcept
+    cdef void drop(self, Py_ssize_t num_events) noexcept

@@ -1,0 +1,232 @@
+"""The event log numbers events, bounds them, and keeps them in the order in which the cache changed."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import random
+import sys
+import threading
+
+import pytest
+
+from kvcache import CPUOffloadingManager, OffloadingEvent
+from kvcache.core.event_log import EventLog
+
+PLAIN = "kvcache.testing.reference:ReferenceARC"  # five primitives in plain Python
+
+
+def test_events_are_numbered_and_taken_once_in_pieces() -> None:
+    log = EventLog(16)
+    for key in (b"a", b"b", b"c"):
+        log.add([key], "CPU", False)
+    log.add([], "CPU", True)
+    assert [(event.number, event.keys) for event in log.take(2)] == [(1, [b"a"]), (2, [b"b"])]
+    assert [event.number for event in log.take()] == [3]
+    assert list(log.take()) == []
+
+
+def test_the_number_is_no_part_of_an_events_value() -> None:
+    log = EventLog(16)
+    log.add([b"a"], "CPU", False)
+    assert list(log.take()) == [OffloadingEvent([b"a"], 16, "CPU", False)]
+
+
+def test_events_that_nobody_takes_are_dropped_oldest_first() -> None:
+    log = EventLog(16, max_keys=4)
+    for key in (b"a", b"b", b"c"):
+        log.add([key, key], "CPU", False)
+    assert (len(log), log.num_dropped) == (2, 1)
+    log.add([b"x"] * 9, "CPU", False)
+    assert [(event.number, len(event.keys)) for event in log.take()] == [(4, 9)]
+    log.add([b"y"], "CPU", False)
+    assert len(log) == 1
+
+
+def test_a_managers_event_list_is_bounded() -> None:
+    manager = CPUOffloadingManager(16, 2, enable_events=True)
+    assert manager.events is not None
+    manager.events.max_keys = 10
+    for i in range(1000):
+        keys = [b"%d" % i]
+        manager.prepare_store(keys)
+        manager.complete_store(keys)
+    events = list(manager.take_events())
+    assert (len(events), events[-1].number, manager.events.num_dropped) == (10, 1998, 1988)
+
+
+def test_a_reset_drops_untaken_events_and_numbers_go_on() -> None:
+    manager = CPUOffloadingManager(16, 2, enable_events=True)
+    manager.prepare_store([b"a"])
+    manager.complete_store([b"a"])
+    manager.reset_cache()
+    assert list(manager.take_events()) == []
+    manager.prepare_store([b"b"])
+    manager.complete_store([b"b"])
+    assert [(event.keys, event.number) for event in manager.take_events()] == [([b"b"], 2)]
+
+
+def test_events_that_were_taken_and_not_read_let_their_keys_go() -> None:
+    log = EventLog(16)
+    key = b"a key of its own"
+    before = sys.getrefcount(key)
+    for _ in range(40):
+        log.add([key, key], "CPU", False)
+    taken = log.take(30)
+    next(taken)
+    assert sys.getrefcount(key) == before + 80 - 2
+    del taken
+    log.clear()
+    assert sys.getrefcount(key) == before
+
+
+def test_events_move_out_of_what_was_taken() -> None:
+    log = EventLog(16)
+    for key in (b"a", b"b", b"c"):
+        log.add([key], "CPU", False)
+    taken = log.take()
+    next(taken)
+    assert (len(taken), taken.next_number) == (2, 2)
+    moved = taken.move()
+    assert (len(taken), list(taken), len(moved), moved.next_number) == (0, [], 2, 2)
+    assert [(event.number, event.keys) for event in moved] == [(2, [b"b"]), (3, [b"c"])]
+
+
+def test_numbers_and_order_survive_a_ring_that_grows_while_it_is_turned() -> None:
+    log = EventLog(16)
+    draw = random.Random(3)
+    made, read = [], []
+    for number in range(1, 2000):
+        log.add([b"%d" % number], "CPU", number % 3 == 0)
+        made.append((number, [b"%d" % number], number % 3 == 0))
+        if draw.random() < 0.2:
+            read += [(event.number, event.keys, event.removed) for event in log.take(draw.randrange(8))]
+    read += [(event.number, event.keys, event.removed) for event in log.take()]
+    assert read == made
+
+
+def test_an_event_keeps_its_keys_whatever_becomes_of_the_callers_list() -> None:
+    manager = CPUOffloadingManager(16, 2, "lru", enable_events=True)
+    keys = [b"a", b"b"]
+    output = manager.prepare_store(keys)
+    assert output is not None
+    manager.complete_store(keys)
+    keys.clear()
+    output = manager.prepare_store([b"c", b"d"])
+    assert output is not None
+    output.evicted_keys.clear()
+    assert [event.keys for event in manager.take_events()] == [[b"a", b"b"], [b"a", b"b"]]
+
+
+@pytest.mark.parametrize("bad", [(b"a",), None, "a"])
+def test_keys_that_are_no_list_are_refused(bad: object) -> None:
+    log = EventLog(16)
+    with pytest.raises(TypeError):
+        log.add(bad, "CPU", False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_keys"):
+        EventLog(16, 0)
+    with pytest.raises(TypeError, match="pickled"):
+        pickle.dumps(log)
+    with pytest.raises(TypeError, match="pickled"):
+        pickle.dumps(log.take())
+    assert len(log) == 0
+
+
+class Finalizer:
+    """Garbage whose finalizer runs `action`."""
+
+    def __init__(self, action: object) -> None:
+        self.action = action
+        self.me = self
+
+    def __del__(self) -> None:
+        self.action()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins", PLAIN])
+def test_no_finalizer_meets_a_block_that_came_or_left_unannounced(policy: str) -> None:
+    manager = CPUOffloadingManager(16, 4, policy, enable_events=True)
+    keys = [b"%d" % number for number in range(12)]
+    held: set[bytes] = set()
+    faults: list[object] = []
+    depth = 0
+
+    def compare() -> None:
+        nonlocal depth
+        if depth:
+            return
+        depth += 1
+        try:
+            for event in manager.take_events():
+                (held.difference_update if event.removed else held.update)(event.keys)
+            ready = {key for key in keys if manager.lookup(key)}
+            if ready != held:
+                faults.append((ready, set(held)))
+        except BaseException as fault:
+            faults.append(fault)
+        finally:
+            depth -= 1
+
+    draw = random.Random(policy)
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for round_ in range(600):
+            Finalizer(compare)
+            wanted = draw.sample(keys, draw.randint(1, 3))
+            output = manager.prepare_store(wanted)
+            Finalizer(compare)
+            if output is not None:
+                manager.complete_store(output.keys_to_store, None, draw.random() < 0.8)
+            if round_ % 50 == 49:
+                depth += 1  # a publisher announces a reset itself
+                manager.reset_cache()
+                held.clear()
+                depth -= 1
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
+    compare()
+    assert faults == []
+
+
+def test_a_dropped_event_whose_keys_run_python_leaves_the_log_whole() -> None:
+    log = EventLog(16, max_keys=2)
+    seen: list[int] = []
+
+    class Odd:
+        def __del__(self) -> None:
+            seen.append(len(log))
+            log.add([b"from within"], "CPU", False)
+
+    for _ in range(50):
+        log.add([Odd()], "CPU", False)  # type: ignore[list-item]
+        log.add([b"a", b"b"], "CPU", True)
+    assert len(seen) == 50
+    numbers = [event.number for event in log.take()]
+    assert numbers == list(range(numbers[0], log.last_number + 1))
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins", PLAIN])
+def test_threads_that_change_a_cache_leave_events_in_order(policy: str) -> None:
+    manager = CPUOffloadingManager(16, 2, policy, enable_events=True)
+
+    def work(name: bytes) -> None:
+        for _ in range(300):
+            if manager.prepare_store([name]) is not None:
+                manager.complete_store([name])
+
+    threads = [threading.Thread(target=work, args=(b"%d" % i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    held: set[bytes] = set()
+    for event in manager.take_events():
+        if event.removed:
+            assert held.issuperset(event.keys)
+            held.difference_update(event.keys)
+        else:
+            assert held.isdisjoint(event.keys)
+            held.update(event.keys)
+    assert held == {key for key in (b"0", b"1", b"2", b"3") if manager.lookup(key)}
