@@ -13,6 +13,7 @@ import pytest
 
 from kvcache.request import ReqContext
 from kvcache.tiers.disk.directory import TierDirectoryError, capacity_for, directory_bytes, num_slots_within
+from kvcache.tiers.disk.maintenance import compact_tier
 from kvcache.tiers.disk.tier import DiskTier
 
 BLOCK_BYTES = 4096
@@ -382,13 +383,78 @@ def test_disk_too_small_is_an_error_at_start_and_is_not_filled(open_tier, tmp_pa
     assert load(open_tier(num_blocks=16), keys_of(1)).done == keys_of(1)
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize(
+    ("name", "length", "kept"),
+    [
+        ("data", 2 * 4096 + 100, 2),
+        ("data", 0, 0),
+        ("records", 3 * 128 + 127, 3),
+        ("records", 0, 0),
+        ("recency", 100, 5),
+        ("recency", 0, 5),
+    ],
+)
+def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(
+    open_tier, tmp_path, caplog, name, length, kept, read_only
+):
+    tier = open_tier(num_blocks=8)
+    for key in range(5):
+        store(tier, keys_of(key))
+    tier.shutdown()
+    file = tmp_path / "tier" / name
+    whole = file.stat().st_size
+    os.truncate(file, length)
+    tier = open_tier(num_blocks=8, read_only=read_only)
+    for key in range(5):
+        assert load(tier, keys_of(key)).done == (keys_of(key) if key < kept else [])
+    assert tier.lookup(keys_of(*range(5))) == kept
+    if read_only:
+        assert file.stat().st_size == length
+        return
+    slots = 8 if name == "recency" else kept
+    assert f"{name} has {length} of {whole} bytes; {slots} of 8 slots are kept" in caplog.text
+    assert store(tier, keys_of(6)).done == keys_of(6)
+    tier.shutdown()
+    assert file.stat().st_size == whole
+    caplog.clear()
+    tier = open_tier(num_blocks=8)
+    assert "was cut" not in caplog.text
+    assert tier.lookup(keys_of(*range(5))) == kept
+    assert load(tier, keys_of(6)).done == keys_of(6)
+
+
+def test_files_that_are_gone_are_made_again_around_what_is_left(open_tier, tmp_path):
+    tier = open_tier(num_blocks=4)
+    store(tier, keys_of(0, 1))
+    tier.shutdown()
+    (tmp_path / "tier" / "recency").unlink()
+    tier = open_tier(num_blocks=4)
+    assert load(tier, keys_of(0, 1)).done == keys_of(0, 1)
+    tier.shutdown()
+    for name in ("data", "records", "recency"):
+        (tmp_path / "tier" / name).unlink()
+    tier = open_tier(num_blocks=4)
+    assert tier.lookup(keys_of(0)) == 0
+    assert store(tier, keys_of(2)).done == keys_of(2)
+
+
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
-def test_file_of_the_wrong_length_is_refused(open_tier, tmp_path, name):
+def test_file_that_is_too_long_is_refused(open_tier, tmp_path, name):
     open_tier().shutdown()
-    with (tmp_path / "tier" / name).open("r+b") as file:
-        file.truncate(100)
-    with pytest.raises(TierDirectoryError, match=f"{name} must have [0-9]+ bytes, it has 100"):
+    file = tmp_path / "tier" / name
+    os.truncate(file, file.stat().st_size + 1)
+    with pytest.raises(TierDirectoryError, match=f"{name} must have [0-9]+ bytes, it has .*delete the directory"):
         open_tier()
+
+
+def test_maintenance_of_a_cut_directory_names_the_way_out(open_tier, tmp_path):
+    open_tier().shutdown()
+    os.truncate(tmp_path / "tier" / "records", 100)
+    with pytest.raises(TierDirectoryError, match="it has 100; open the tier to keep what is whole, or delete"):
+        compact_tier(tmp_path / "tier")
+    open_tier().shutdown()
+    compact_tier(tmp_path / "tier")
 
 
 def test_interrupted_resize_is_finished(open_tier, tmp_path):
@@ -443,7 +509,9 @@ def test_removed_folder_makes_the_tier_quiet(open_tier, tmp_path, is_moved):
         (tmp_path / "tier").rename(tmp_path / "moved")
     else:
         shutil.rmtree(tmp_path / "tier")
-    tier._control.join(20)
+    end = time.monotonic() + 20
+    while not tier.stats().unavailable_reason and time.monotonic() < end:
+        time.sleep(0.001)
     assert tier.stats().unavailable_reason == f"directory {tmp_path / 'tier'} was removed"
     assert os.fstat(tier._store.file.fd).st_size == (16 * BLOCK_BYTES if is_moved else 0)
     assert tier.lookup(keys_of(1)) == 0

@@ -600,7 +600,6 @@ def test_header_of_any_bytes_is_one_kind_of_error(bench, name):
     tier.shutdown()
     (bench.path / "kvcache.json").write_bytes(HEADERS[name])
     uses = [
-        bench.open,
         lambda: bench.open(read_only=True),
         lambda: inspect_tier(bench.path),
         lambda: verify_tier(bench.path),
@@ -610,6 +609,11 @@ def test_header_of_any_bytes_is_one_kind_of_error(bench, name):
     for use in uses:
         with pytest.raises(TierDirectoryError):
             use()
+    if name == "many slots":  # the capacity that is asked for replaces it
+        assert bench.store(bench.open(), bench.keys(1)).done == bench.keys(1)
+        return
+    with pytest.raises(TierDirectoryError):
+        bench.open()
 
 
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
@@ -631,13 +635,16 @@ def test_damaged_file_is_one_kind_of_error_everywhere(bench, monkeypatch, name, 
             return open_file(self, opened, flags)
 
         monkeypatch.setattr(TierDirectory, "open_file", fail)
-    with pytest.raises(TierDirectoryError):
-        bench.open()
     for use in (lambda: bench.open(read_only=True), lambda: inspect_tier(bench.path), lambda: verify_tier(bench.path)):
         try:
             use()
         except TierDirectoryError:
             continue
+    if damage == "unreadable":
+        with pytest.raises(TierDirectoryError):
+            bench.open()
+    else:
+        assert bench.store(bench.open(), bench.keys(1)).done == bench.keys(1)
 
 
 def test_memory_that_cannot_be_had_is_the_directorys_error(bench, monkeypatch):

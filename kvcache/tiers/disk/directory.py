@@ -419,11 +419,9 @@ class TierDirectory:
         wanted = replace(found, resizing=False, num_slots=found.num_slots if header is None else header.num_slots)
         if is_void:
             wanted = wanted.after_reset()
-        if found.resizing or wanted.num_slots != found.num_slots:
-            if not found.resizing:
-                self._check_lengths(found)
+        is_cut = not found.resizing and self._drop_cut_records(found, may_mend=header is not None)
+        if found.resizing or is_cut or wanted.num_slots != found.num_slots:
             return self.resize(wanted)
-        self._check_lengths(found)
         if is_void:
             self.write_header(wanted)
         return wanted
@@ -468,15 +466,40 @@ class TierDirectory:
                     f"choose another directory, or delete this one"
                 )
 
-    def _check_lengths(self, header: Header) -> None:
-        for name, num_bytes in header.file_bytes().items():
-            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-            self._check_regular(name, status)
-            if status.st_size != num_bytes:
+    def _drop_cut_records(self, header: Header, may_mend: bool) -> bool:
+        """Drop the records whose payload was cut off; return whether any file is shorter than it must be."""
+        lengths = header.file_bytes()
+        found = {name: self._length(name) for name in lengths}
+        wrong = {name: num_bytes for name, num_bytes in found.items() if num_bytes != lengths[name]}
+        for name, num_bytes in wrong.items():
+            # Nothing seals the header: the files may be right, and its capacity wrong.
+            if num_bytes > lengths[name] or not may_mend:
+                way_out = "" if num_bytes > lengths[name] else "open the tier to keep what is whole, or "
                 raise TierDirectoryError(
-                    f"file {self.path / name} must have {num_bytes} bytes, it has {status.st_size}; "
-                    f"delete the directory to start afresh"
+                    f"file {self.path / name} must have {lengths[name]} bytes, it has {num_bytes}; "
+                    f"{way_out}delete the directory to start afresh"
                 )
+        if not wrong:
+            return False
+        num_whole = min(found[DATA] // header.slot_bytes, found[RECORDS] // RECORD_BYTES)
+        _LOG.warning(
+            "disk tier directory %s was cut: %s; %d of %d slots are kept",
+            self.path,
+            ", ".join(f"{name} has {num_bytes} of {lengths[name]} bytes" for name, num_bytes in wrong.items()),
+            num_whole,
+            header.num_slots,
+        )
+        if found[RECORDS] > num_whole * RECORD_BYTES:
+            self.truncate(RECORDS, num_whole * RECORD_BYTES)
+        return True
+
+    def _length(self, name: str) -> int:
+        try:
+            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return 0
+        self._check_regular(name, status)
+        return status.st_size
 
     def _read_header(self) -> Header | None:
         try:
@@ -494,7 +517,10 @@ class TierDirectory:
         except TierDirectoryError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError, OverflowError) as error:
-            raise TierDirectoryError(f"file {self.path / _HEADER} is not a disk tier's header: {error}") from error
+            raise TierDirectoryError(
+                f"file {self.path / _HEADER} is not a disk tier's header: {error}; "
+                f"without it no block can be verified: delete the directory to start afresh"
+            ) from error
 
     def _checked_header(self, values: Any) -> Header:
         name, version = values.pop("format"), values.pop("version")

@@ -20,7 +20,6 @@ from kvcache.tiers.disk.directory import (
     RECORDS,
     Generation,
     TierDirectory,
-    TierDirectoryError,
     write_all,
 )
 
@@ -117,8 +116,8 @@ class SlotTable:
 
         Notes
         -----
-        A record that is torn or of another generation counts as none. A key may be named twice, if its older slot was
-        given away but not yet written to; the later record is the right one.
+        A record that is torn, cut off or of another generation counts as none. A key may be named twice, if its older
+        slot was given away but not yet written to; the later record is the right one.
         """
         body = _read(self._recency_fd, self._num_slots * RECENCY_BYTES, 0)
         flat = np.frombuffer(body[: len(body) // RECENCY_BYTES * RECENCY_BYTES], _RECENCY_DTYPE)
@@ -129,12 +128,12 @@ class SlotTable:
         for first in range(0, self._num_slots, _READ_RECORDS):
             count = min(_READ_RECORDS, self._num_slots - first)
             body = _read(self._fd, count * RECORD_BYTES, first * RECORD_BYTES)
-            if len(body) < count * RECORD_BYTES:
-                raise TierDirectoryError(f"file {RECORDS} ends {count * RECORD_BYTES - len(body)} bytes early")
-            rows = np.frombuffer(body, _DTYPE)
+            rows = np.frombuffer(body[: len(body) // RECORD_BYTES * RECORD_BYTES], _DTYPE)
             valid = np.flatnonzero(self._is_valid(rows))
             parts.append(rows if len(valid) == len(rows) else rows[valid])
             places.append(valid + first)
+            if len(rows) < count:
+                break
         rows, slots = np.concatenate(parts), np.concatenate(places)
         self.checksums[slots] = rows["checksum"]
         times = np.maximum(np.minimum(rows["seq"], np.uint64(_MAX_STAMP)), self.recency["stamp"][slots])
