@@ -14,7 +14,7 @@ CALL = 1024
 LONGEST_MS = 2.0
 
 
-def longest_calls_ms(policy: str) -> dict[str, list[float]]:
+def calls_ms(policy: str) -> dict[str, list[float]]:
     """Fill, raise half, let the time of all end, and return the milliseconds of every call from then on."""
     now_s = 0.0
     manager = CPUOffloadingManager(16, NUM_BLOCKS, policy, clock=lambda: now_s)
@@ -57,10 +57,11 @@ def longest_calls_ms(policy: str) -> dict[str, list[float]]:
 @pytest.mark.parametrize("policy", ["lru", "arc", "mq", "amq", "lfuda"])
 def test_no_call_of_1024_keys_takes_2_ms(policy: str) -> None:
     # Identical replays: the least that a call took is what it costs, the rest is the machine's noise.
-    replays = [longest_calls_ms(policy) for _ in range(5)]
-    longest = {
-        name: max(min(times) for times in zip(*(replay[name] for replay in replays), strict=True))
-        for name in replays[0]
-    }
-
-    assert {name: ms for name, ms in longest.items() if ms >= LONGEST_MS} == {}, longest
+    least: dict[str, list[float]] = {}
+    for _ in range(5):
+        for name, times in calls_ms(policy).items():
+            least[name] = [min(pair) for pair in zip(times, least.get(name, times), strict=True)]
+        longest = {name: max(times) for name, times in least.items()}
+        if max(longest.values()) < LONGEST_MS:
+            return
+    pytest.fail(f"calls of 1,024 keys took, in milliseconds: {longest}")

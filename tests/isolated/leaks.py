@@ -56,10 +56,10 @@ def main(kind, policy):
     else:
         manager = BackendOffloadingManager(CPUBackend(16, 40), policy, enable_events=True)
     tracemalloc.start()
-    churn(manager, 500)
+    churn(manager, 250)
     manager.reset_cache()
     before = held()
-    churn(manager, 2500)
+    churn(manager, 1250)
     manager.reset_cache()
     after = held()
     del manager
