@@ -1,18 +1,19 @@
 """CallLog and RecordedCalls: a manager's calls, written as bytes into a bounded buffer while they are made.
 
-Compiled because it runs in the scheduler's thread, around every call, and hashes every key. Nothing here waits, takes
-a lock or touches a file: a thread of the recorder takes full chunks away, and where there is no chunk left, calls are
-counted and not recorded.
+Compiled because it runs in the scheduler's thread, around every call. Nothing here waits, takes a lock or touches a
+file: a thread of the recorder takes full chunks away, and where there is no chunk left, calls are counted and not
+recorded.
 
 A chunk stands for itself: keys that a call before it named are named anew. Inside it, the keys of a call that an
 earlier one named (the very objects, in the same order) are a reference to those, and cost a comparison of pointers.
+Other keys are a pointer each: the recorder's thread puts the hash in its place.
 """
 
 cimport cython
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_DECREF
-from libc.stdint cimport int64_t, uint64_t
-from libc.stdlib cimport free, realloc
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
 
 import json
@@ -25,8 +26,22 @@ from kvcache.specs import BlockIDsLoadStoreSpec, CPULoadStoreSpec
 
 cdef extern from *:
     """
+    #include <structmember.h>
     #include <time.h>
     #include <unistd.h>
+    /* Where a slot lies in the instances of its class: to read it so costs a tenth of an attribute. */
+    static Py_ssize_t kv_slot_offset(PyObject *descriptor)
+    {
+        if (Py_TYPE(descriptor) != &PyMemberDescr_Type) {
+            PyErr_SetString(PyExc_TypeError, "not the descriptor of a slot");
+            return -1;
+        }
+        return ((PyMemberDescrObject *)descriptor)->d_member->offset;
+    }
+    static inline PyObject *kv_slot(PyObject *of, Py_ssize_t offset)
+    {
+        return *(PyObject **)((char *)of + offset);
+    }
     /* Milliseconds are enough for when a request came, and cost a fifth of a clock that is read exactly. */
     static inline int64_t kv_coarse_ns(void)
     {
@@ -48,6 +63,8 @@ cdef extern from *:
         return at;
     }
     """
+    Py_ssize_t kv_slot_offset(object descriptor) except -1
+    PyObject* kv_slot(object of, Py_ssize_t offset) noexcept
     int64_t kv_coarse_ns() noexcept nogil
     char* kv_put_number(char* at, uint64_t number) noexcept nogil
     int usleep(unsigned int microseconds) nogil
@@ -103,16 +120,23 @@ cdef enum:
     NUM_WAITS = 10
     WAIT_US = 20
     MAX_RECORD_BYTES = 1 << 26
+    SPAN_BYTES = 8          # of a Span at a chunk's end
+    KEYS_IN_A_ROW = 4096    # let go of before another thread may have the GIL: some tens of microseconds
 
+# Where a list of keys was written to a chunk.
 cdef struct KeptKeys:
-    PyObject** keys         # strong
-    uint64_t* hashes
+    uint64_t chunk          # its number
+    uint64_t number         # the list's, there
+    Py_ssize_t offset
     Py_ssize_t n
-    Py_ssize_t room
-    uint64_t chunk          # where keys first to first + count - 1 were written as one list, and its number there
-    uint64_t number
-    Py_ssize_t first
-    Py_ssize_t count
+
+# Keys of a chunk that are pointers still (strong; NO_KEY: there was none): from its end down, one after the other.
+cdef struct Span:
+    uint32_t offset
+    uint32_t n
+
+cdef Py_ssize_t positions_offset = kv_slot_offset(ReqContext.positions)
+cdef PyObject* NO_KEY = <PyObject*> <size_t> 1
 
 
 @cython.final
@@ -128,20 +152,6 @@ cdef class RequestLog:
     cdef object positions
     cdef Py_ssize_t num_positions
     cdef Py_ssize_t next_position
-
-    def __dealloc__(self):
-        cdef int i
-        for i in range(NUM_KEPT):
-            drop(&self.kept[i])
-            free(self.kept[i].keys)
-            free(self.kept[i].hashes)
-
-
-cdef void drop(KeptKeys* kept) noexcept:
-    cdef Py_ssize_t i, n = kept.n
-    kept.n = 0
-    for i in range(n):
-        Py_DECREF(<object> kept.keys[i])
 
 
 @cython.final
@@ -177,8 +187,9 @@ cdef class CallLog:
     cdef list full
     cdef object chunk
     cdef list blocks                # of the chunk: the specs whose ids the recorder's thread writes
+    cdef char* base
     cdef char* at
-    cdef char* end
+    cdef char* end                  # where the spans begin
     cdef int64_t last_ns
     cdef uint64_t first_record      # of the chunk
     cdef uint64_t num_unreported    # lost, and not yet mentioned in a chunk
@@ -196,8 +207,9 @@ cdef class CallLog:
             raise ValueError(f"a log needs chunks of at least 1024 bytes, got {max_chunks} of {chunk_bytes}")
         memcpy(self.secret, <const char*> salt, sizeof(self.secret))
         self.chunk_bytes = chunk_bytes
-        self.max_chunks = max_chunks
-        self.idle = []
+        self.num_chunks = self.max_chunks = max_chunks
+        # Written now: a page that is first touched in a scheduler's call would stall it.
+        self.idle = [bytearray(chunk_bytes) for _ in range(max_chunks)]
         self.full = []
         self.blocks = []
         self.clock = clock
@@ -206,9 +218,10 @@ cdef class CallLog:
 
     # ---- the recorder's thread ---------------------------------------------------------------------------------
 
-    @cython.critical_section
     def take(self):
         """Return what was written and not taken yet; a record that is being written is not cut.
+
+        Keys are hashed here, without the GIL.
 
         Returns
         -------
@@ -216,14 +229,54 @@ cdef class CallLog:
             Chunk, bytes used of it, number of its first record, specs whose block ids belong to its records, in order.
             The chunk is the caller's until `give_back`.
         """
-        cdef bint was_collecting = pause_collector()
-        try:
-            self._close_chunk()
-        finally:
-            resume_collector(was_collecting)
-        taken = self.full
-        self.full = []
-        return taken
+        cdef bint was_collecting
+        with cython.critical_section(self):
+            was_collecting = pause_collector()
+            try:
+                self._close_chunk()
+            finally:
+                resume_collector(was_collecting)
+            taken = self.full
+            self.full = []
+        for one in taken:
+            self._hash_keys(one[0], one[4])
+        return [one[:4] for one in taken]
+
+    cdef int _hash_keys(self, bytearray chunk, Py_ssize_t num_spans) except -1:
+        """Put hashes in the place of the pointers in a chunk, and let go of the keys."""
+        cdef char* base = PyByteArray_AS_STRING(chunk)
+        cdef char* end = base + len(chunk)
+        cdef char* at
+        cdef uint64_t* hashes = <uint64_t*> malloc(len(chunk))
+        cdef PyObject* key
+        cdef uint64_t hash
+        cdef Span span
+        cdef Py_ssize_t i, j, num_hashed = 0
+        if hashes != NULL:
+            with nogil:
+                for i in range(num_spans):
+                    memcpy(&span, end - (i + 1) * SPAN_BYTES, SPAN_BYTES)
+                    at = base + span.offset
+                    for j in range(span.n):
+                        memcpy(&key, at + 8 * j, 8)
+                        hashes[num_hashed] = self._hash(key)
+                        num_hashed += 1
+        num_hashed = 0
+        for i in range(num_spans):
+            memcpy(&span, end - (i + 1) * SPAN_BYTES, SPAN_BYTES)
+            at = base + span.offset
+            for j in range(span.n):
+                memcpy(&key, at + 8 * j, 8)
+                hash = hashes[num_hashed] if hashes != NULL else self._hash(key)
+                memcpy(at + 8 * j, &hash, 8)
+                if key != NO_KEY:
+                    Py_DECREF(<object> key)
+                num_hashed += 1
+                if num_hashed % KEYS_IN_A_ROW == 0:
+                    with nogil:
+                        pass
+        free(hashes)
+        return 0
 
     @cython.critical_section
     def give_back(self, bytearray chunk not None):
@@ -245,13 +298,14 @@ cdef class CallLog:
     # ---- room --------------------------------------------------------------------------------------------------
 
     cdef int _close_chunk(self) except -1:
-        cdef Py_ssize_t used
+        cdef Py_ssize_t used, num_spans
         if self.chunk is None:
             return 0
-        used = self.at - PyByteArray_AS_STRING(self.chunk)
-        self.full.append((self.chunk, used, self.first_record, self.blocks))
+        used = self.at - self.base
+        num_spans = (self.base + len(self.chunk) - self.end) // SPAN_BYTES
+        self.full.append((self.chunk, used, self.first_record, self.blocks, num_spans))
         self.chunk = None
-        self.at = self.end = NULL
+        self.base = self.at = self.end = NULL
         self.blocks = []
         return 0
 
@@ -277,15 +331,19 @@ cdef class CallLog:
             elif self.num_chunks < self.max_chunks:
                 self.num_chunks += 1
                 self.chunk = bytearray(self.chunk_bytes)
-        elif self.num_chunks < self.max_chunks and num_bytes <= MAX_RECORD_BYTES:
-            self.num_chunks += 1
+        elif num_bytes <= MAX_RECORD_BYTES and (self.idle or self.num_chunks < self.max_chunks):
+            # In place of one of the usual size.
+            if self.num_chunks == self.max_chunks:
+                self.idle.pop()
+            else:
+                self.num_chunks += 1
             self.chunk = bytearray(num_bytes + 64)
         if self.chunk is None:
             self.num_lost += 1
             self.num_unreported += 1
             return False
-        self.at = PyByteArray_AS_STRING(self.chunk)
-        self.end = self.at + len(self.chunk)
+        self.base = self.at = PyByteArray_AS_STRING(self.chunk)
+        self.end = self.base + len(self.chunk)
         self.first_record = self.num_records
         self.num_lists = 0
         self.last_ns = 0
@@ -304,9 +362,9 @@ cdef class CallLog:
 
     # ---- what records are made of ------------------------------------------------------------------------------
 
-    cdef inline uint64_t _hash(self, PyObject* key) noexcept:
+    cdef inline uint64_t _hash(self, PyObject* key) noexcept nogil:
         cdef uint64_t hash
-        if not PyBytes_CheckExact(key):
+        if key == NO_KEY or not PyBytes_CheckExact(key):
             return 1
         if PyBytes_GET_SIZE(key) == 0:
             return 0
@@ -341,14 +399,17 @@ cdef class CallLog:
         self.last_ns += (now_ns - self.last_ns) >> 10 << 10
 
     cdef inline Py_ssize_t _keys_bytes(self, object keys) noexcept:
-        return 40 + 8 * PySequence_Fast_GET_SIZE(keys)
+        return 40 + SPAN_BYTES + 8 * PySequence_Fast_GET_SIZE(keys)
 
     cdef void _put_keys(self, object keys, RequestLog request) noexcept:
-        """Write a list or tuple of keys: a reference to an earlier list of the chunk, or the hash of each."""
+        """Write a list or tuple of keys: a reference to an earlier list of the chunk, or each of them."""
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(keys), i, start
         cdef PyObject** items = PySequence_Fast_ITEMS(keys)
+        cdef PyObject* key
         cdef KeptKeys* one
+        cdef char* kept
         cdef uint64_t hash
+        cdef Span span
         cdef int k
         if n < LEAST_KEPT:
             self._put_number(<uint64_t> n << 1)
@@ -359,69 +420,41 @@ cdef class CallLog:
             return
         for k in range(NUM_KEPT):
             one = &request.kept[k]
-            if one.n < n:
+            if one.chunk != self.chunk_number or one.n < n:
                 continue
-            if one.keys[0] == items[0]:
+            kept = self.base + one.offset
+            if memcmp(kept, items, sizeof(PyObject*)) == 0:
                 start = 0
-            elif one.keys[one.n - n] == items[0]:
+            elif memcmp(kept + 8 * (one.n - n), items, sizeof(PyObject*)) == 0:
                 start = one.n - n
             else:
                 continue
-            if memcmp(&one.keys[start], items, n * sizeof(PyObject*)) == 0:
-                break
-        else:
-            start = 0
-            one = self._keep(items, n, request)
-        if one != NULL and one.chunk == self.chunk_number and one.first <= start and (
-            start + n <= one.first + one.count
-        ):
-            self._put_number(<uint64_t> n << 1 | 1)
-            self._put_number(self.num_lists - one.number)
-            self._put_number(start - one.first)
-            return
+            if memcmp(kept + 8 * start, items, n * sizeof(PyObject*)) == 0:
+                self._put_number(<uint64_t> n << 1 | 1)
+                self._put_number(self.num_lists - one.number)
+                self._put_number(start)
+                return
         self._put_number(<uint64_t> n << 1)
         self.num_lists += 1
-        if one == NULL:
-            for i in range(n):
-                hash = self._hash(items[i])
-                memcpy(self.at, &hash, 8)
-                self.at += 8
-            return
-        self._put_bytes(<const char*> &one.hashes[start], 8 * n)
+        one = &request.kept[request.oldest]
+        request.oldest = (request.oldest + 1) % NUM_KEPT
         one.chunk = self.chunk_number
         one.number = self.num_lists
-        one.first = start
-        one.count = n
-
-    cdef KeptKeys* _keep(self, PyObject** items, Py_ssize_t n, RequestLog request) noexcept:
-        """Hash keys and remember them, in place of those remembered longest; NULL: not all are bytes, or no memory."""
-        cdef KeptKeys* one = &request.kept[request.oldest]
-        cdef void* grown
-        cdef Py_ssize_t i
-        for i in range(n):
-            # To let go of anything else may run Python within a record.
-            if not PyBytes_CheckExact(items[i]):
-                return NULL
-        request.oldest = (request.oldest + 1) % NUM_KEPT
-        drop(one)
-        one.chunk = 0
-        if one.room < n:
-            grown = realloc(one.keys, n * sizeof(PyObject*))
-            if grown == NULL:
-                return NULL
-            one.keys = <PyObject**> grown
-            grown = realloc(one.hashes, n * sizeof(uint64_t))
-            if grown == NULL:
-                one.room = 0
-                return NULL
-            one.hashes = <uint64_t*> grown
-            one.room = n
-        for i in range(n):
-            Py_INCREF(<object> items[i])
-            one.keys[i] = items[i]
-            one.hashes[i] = self._hash(items[i])
+        one.offset = self.at - self.base
         one.n = n
-        return one
+        for i in range(n):
+            key = items[i]
+            # To let go of anything else may run Python.
+            if PyBytes_CheckExact(key):
+                Py_INCREF(<object> key)
+            else:
+                key = NO_KEY
+            memcpy(self.at + 8 * i, &key, 8)
+        self.at += 8 * n
+        span.offset = <uint32_t> one.offset
+        span.n = <uint32_t> n
+        self.end -= SPAN_BYTES
+        memcpy(self.end, &span, SPAN_BYTES)
 
     # ---- records that are no calls -----------------------------------------------------------------------------
 
@@ -469,7 +502,7 @@ cdef class CallLog:
         for result in results:
             num_bytes += 24
             if result is not None:
-                num_bytes += 3 * 40 + 8 * (len(result[1]) + len(result[2]) + len(result[3])) + len(result[4])
+                num_bytes += 3 * 48 + 8 * (len(result[1]) + len(result[2]) + len(result[3])) + len(result[4])
         if self._has_room(num_bytes):
             self.at[0] = TIER_FINISHED
             self.at += 1
@@ -650,6 +683,7 @@ cdef class RecordedCalls:
 
     cdef RequestLog _request_of(self, context):
         cdef RequestLog request
+        cdef PyObject* positions
         if context is None:
             return self.nobody
         if context is self.last_context:
@@ -663,22 +697,10 @@ cdef class RecordedCalls:
                 request = self._introduce(context)
             self.last_context = context
             self.last_request = request
-        positions = context.positions
-        if positions is not None:
-            self._put_positions(request, positions)
+        positions = kv_slot(context, positions_offset)
+        if positions != NULL and positions != <PyObject*> None:
+            self._put_positions(request, <object> positions)
         return request
-
-    cdef int _end(self, context) except -1:
-        """Let go of a request's keys; its number stays, for hints that come later."""
-        cdef RequestLog request
-        cdef int i
-        if type(context) is ReqContext or isinstance(context, ReqContext):
-            request = context.request_keys.get(self)
-            if request is not None:
-                for i in range(NUM_KEPT):
-                    drop(&request.kept[i])
-        self.last_context = self.last_request = None
-        return 0
 
     cdef int _put_positions(self, RequestLog request, positions) except -1:
         """Record the positions that a request has learned since the last time."""
@@ -1018,7 +1040,7 @@ cdef class RecordedCalls:
             self._record_failure(REQUEST_FINISHED, req_context, None, flag, error)
             raise
         self._record_simple(REQUEST_FINISHED, req_context, flag)
-        self._end(req_context)
+        self.last_context = self.last_request = None
 
     def on_schedule_end(self):
         """See `OffloadingManager.on_schedule_end`."""

@@ -1,7 +1,8 @@
 """Recorder: write every call of a manager, its answer and what it depended on to a file that can be run again.
 
-The scheduler's thread writes to memory (`kvcache.recorder.call_log`) and nothing else; a thread of the recorder packs
-full chunks and writes them, so that a slow disk costs records, which are counted, and never the scheduler's time.
+The scheduler's thread writes to memory (`kvcache.recorder.call_log`) and nothing else; a thread of the recorder hashes
+the keys in full chunks, packs and writes them, so that a slow disk costs records, which are counted, and never the
+scheduler's time.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Recorder:
         What keys are hashed with, so that recordings of several engines name blocks alike; left out: a random one,
         which is kept nowhere. It is never written.
     buffer_bytes : int or str
-        Memory for records that are not written yet.
+        Memory for records that are not written yet; taken at once. The keys that they name live as long.
     clock : callable, optional
         Returns the seconds that calls are dated with; left out: the system's monotonic clock, to some milliseconds.
 

@@ -264,6 +264,61 @@ def test_full_buffer_loses_records_and_counts_them(tmp_path, monkeypatch):
     assert outcome.difference is None
 
 
+def test_recorded_keys_are_let_go_of_once_they_are_hashed(tmp_path):
+    keys = [key(number) for number in range(10_000)]
+    before = [sys.getrefcount(one) for one in keys]
+    manager = CPUOffloadingManager(16, 100)
+    with Recorder(manager, tmp_path / "run.kvlog"):
+        for start in range(0, 10_000, 50):
+            manager.lookup(keys[start : start + 50])
+            manager.lookup(keys[start : start + 2])
+        manager.touch(keys)  # more than a chunk holds
+    assert [sys.getrefcount(one) for one in keys] == before
+    calls = [call for call in Recording(tmp_path / "run.kvlog") if call.keys is not None and call.op is ops.Op.LOOKUP]
+    assert [len(call.keys) for call in calls] == [50, 2] * 200
+    assert len({one for call in calls for one in call.keys}) == 10_000
+
+
+def test_long_lists_with_something_else_among_their_keys_are_recorded(tmp_path):
+    class Odd:
+        """Its last reference goes where the caller drops it, not in the recorder's thread."""
+
+        def __del__(self):
+            ended_in.append(threading.current_thread())
+
+    ended_in = []
+    manager = CPUOffloadingManager(16, 100)
+    with Recorder(manager, tmp_path / "run.kvlog"):
+        for odd in (b"", 1, Odd(), bytearray(b"x")):
+            for _ in range(2):
+                with pytest.raises(ValueError, match="key"):
+                    manager.touch([key(1), odd, key(2), key(3)])
+        del odd
+        gc.collect()
+        time.sleep(0.01)
+        is_ended = bool(ended_in)
+    assert is_ended
+    assert ended_in == [threading.current_thread()]
+    recorded = [call.keys for call in Recording(tmp_path / "run.kvlog") if call.op is ops.Op.TOUCH]
+    assert [keys[1] for keys in recorded] == [b"", b""] + [None] * 6
+    assert {tuple(keys[:1] + keys[2:]) for keys in recorded} == {tuple(recorded[0][:1] + recorded[0][2:])}
+    assert replay_recording(Recording(tmp_path / "run.kvlog")).difference is None
+
+
+def test_lists_longer_than_a_chunk_take_the_place_of_others(tmp_path):
+    manager = CPUOffloadingManager(16, 100)
+    long = [key(number) for number in range(60_000)]
+    with Recorder(manager, tmp_path / "run.kvlog", buffer_bytes="1MiB") as recorder:
+        for _ in range(20):
+            manager.lookup(long)
+            manager.lookup(long[:5])
+            time.sleep(0.02)
+        stats = recorder.stats()
+    assert stats.num_records + stats.num_lost >= 40
+    recorded = [call for call in Recording(tmp_path / "run.kvlog") if call.op is ops.Op.LOOKUP]
+    assert {len(call.keys) for call in recorded} == {60_000, 5}
+
+
 def test_failing_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
     manager = CPUOffloadingManager(16, 100)
     recorder = Recorder(manager, tmp_path / "run.kvlog")
