@@ -13,13 +13,14 @@ from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint8_t, uint32_t
 
 from kvcache.core.batch cimport Batch
 from kvcache.core.event_log cimport EventLog
-from kvcache.core.eviction_queue cimport Row
+from kvcache.core.eviction_queue cimport LISTED, Row, link_before
 from kvcache.core.memory cimport new_list, pause_collector, resume_collector
 from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
 from kvcache.core.priority cimport PriorityClasses
 from kvcache.core.request_keys cimport Named, RequestKeys, number_of
 from kvcache.core.table cimport (
     ONE_SHOT, PINNED, BlockTable, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM, as_list, attach, detach,
+    queue_of,
 )
 
 import numpy as np
@@ -251,18 +252,27 @@ cdef class BlockCache:
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
         cdef list keys = None
+        cdef bint is_in_order = False
         with cython.critical_section(table):
-            if use_positions and positions:
-                keys = _by_position(positions)
             self._begin(request_keys)
-            if keys is not None:
+            # Mostly they are the keys that it used: then they need not be looked up.
+            if use_positions and positions:
+                is_in_order = request_keys.rows_by_position(table, positions, batch)
+                if not is_in_order:
+                    keys = _by_position(positions)
+                    self._begin(request_keys)
+            if is_in_order:
+                request_keys.read_new_positions(table)
+                self.priorities.reserve(request_keys.num_seen)
+                self.policy.reserve_policy(request_keys.num_seen)
+            elif keys is not None:
                 request_keys.resolve(table, keys, batch, True)
                 request_keys.read_positions(table, keys, batch)
                 self.priorities.reserve(len(keys))
                 self.policy.reserve_policy(len(keys))
                 self.policy.count_uses(request_keys, batch, len(keys))
             n = request_keys.num_seen if table.keeps_queues else 0
-            if n != 0 and (keys is None or n != len(keys)):
+            if n != 0 and not is_in_order and (keys is None or n != len(keys)):
                 batch.reserve(n)
                 self.priorities.reserve(n)
                 request_keys.sort_used(table, 0, n, positions, batch)
@@ -701,10 +711,9 @@ cdef class BlockCache:
                     batch.picked_rows[num_ready] = row
                     batch.picked[num_ready] = i
                     num_ready += 1
-            # By ascending stamps each joins the end of its list; of a request that was ordered, the head is there.
+            # A request that was ordered has its head at the most-recent end of the list; else the last key is there.
             if num_ready != 0 and rows[batch.picked_rows[0]].stamp > rows[batch.picked_rows[num_ready - 1]].stamp:
-                for i in range(num_ready - 1, -1, -1):
-                    attach(table, batch.picked_rows[i])
+                _attach_behind(table, batch.picked_rows, num_ready, self._row_before(request_keys, batch.picked[0]))
             else:
                 for i in range(num_ready):
                     attach(table, batch.picked_rows[i])
@@ -722,6 +731,11 @@ cdef class BlockCache:
                 self.events.append(announced, self.medium, False)
             self._end()
             return ready
+
+    cdef int32_t _row_before(self, RequestKeys request_keys, Py_ssize_t i) noexcept nogil:
+        """Return the row of the key that the request named before key `i` of the batch, or 0."""
+        cdef Py_ssize_t place = 0 if request_keys is None else self.batch.places[i]
+        return request_keys.row_now(self.table, place - 1) if place > 0 else 0
 
     def abort(self, list keys not None, RequestKeys request_keys):
         """Drop blocks that were being written, freeing their slots in the order given, and return how many."""
@@ -801,6 +815,29 @@ cdef void copy_keys(list keys, Py_ssize_t n, list to) noexcept:
         key = PyList_GET_ITEM(keys, i)
         Py_INCREF(<object> key)
         PyList_SET_ITEM(to, i, key)
+
+
+cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, int32_t younger) noexcept nogil:
+    """Let rows, the youngest first, back into their queues: each behind the one before it if its stamp belongs there.
+
+    `younger` is the row that the first may stand behind, or 0.
+    """
+    cdef Py_ssize_t i
+    cdef int32_t row
+    cdef int32_t queue
+    cdef Row* row_of = table.rows
+    cdef bint is_linked = table.keeps_queues and table.ranks == NULL
+    for i in range(n):
+        row = rows[i]
+        queue = queue_of(table, row)
+        # A queue's head bears the stamp 0.
+        if (is_linked and younger != 0 and row_of[younger].where == LISTED and queue_of(table, younger) == queue
+                and row_of[row_of[younger].prev].stamp < row_of[row].stamp < row_of[younger].stamp):
+            link_before(row_of, row, younger)
+            table.queues[queue].num_listed += 1
+        else:
+            attach(table, row)
+        younger = row
 
 
 cdef int32_t _next_use_of(next_use) except -1:

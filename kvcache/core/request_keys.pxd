@@ -59,6 +59,7 @@ cdef class RequestKeys:
     cdef Py_ssize_t num_positions   # positions that have been read: those of all keys of the request, used or not
     cdef Py_ssize_t positions_at    # where reading goes on
     cdef int64_t largest_position
+    cdef Py_ssize_t prompt_at       # in `positions`, behind the key that was looked for last
     cdef uint64_t[STATE_SIZE] policy_state
 
     cdef void forget(self) noexcept
@@ -70,11 +71,13 @@ cdef class RequestKeys:
     cdef void meet(
         self, BlockTable table, list keys, Py_ssize_t start, Py_ssize_t stop, Batch batch, bint add) noexcept
     cdef int32_t row_now(self, BlockTable table, Py_ssize_t place) noexcept nogil
+    cdef int read_new_positions(self, BlockTable table) except -1
     cdef int read_positions(self, BlockTable table, list keys, Batch batch) except -1
     cdef Py_ssize_t add_uses(self, Batch batch, Py_ssize_t n) noexcept nogil
     cdef void link_use(self, Py_ssize_t place, int64_t position, bint is_positioned) noexcept nogil
     cdef int sort_used(
         self, BlockTable table, Py_ssize_t start, Py_ssize_t stop, dict positions, Batch batch) except -1
+    cdef bint rows_by_position(self, BlockTable table, dict positions, Batch batch) except -1
     cdef void rows_in_prompt(self, BlockTable table, Py_ssize_t n, Batch batch) noexcept nogil
 
 

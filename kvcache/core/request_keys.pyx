@@ -7,7 +7,7 @@ cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, qsort
 from libc.string cimport memcpy, memset
 
@@ -23,6 +23,7 @@ from kvcache.block import BlockStateError
 cdef extern from "Python.h":
     PyObject* PyDict_GetItemWithError(dict positions, object key) except? NULL
     bint PyDict_Next(object positions, Py_ssize_t* at, PyObject** key, PyObject** value) noexcept
+    bint PyLong_CheckExact(PyObject* value) noexcept
 
 
 cdef enum:
@@ -68,7 +69,7 @@ cdef class RequestKeys:
         self.num_named = 0
         self.num_seen = self.num_ordered = 0
         self.head = self.finger = 0
-        self.num_positions = self.positions_at = 0
+        self.num_positions = self.positions_at = self.prompt_at = 0
         memset(self.policy_state, 0, sizeof(self.policy_state))
         self.version = 0
         if self.buckets != NULL:
@@ -222,12 +223,8 @@ cdef class RequestKeys:
 
     # ---- uses, in the order of the prompt ---------------------------------------------------------------------
 
-    cdef int read_positions(self, BlockTable table, list keys, Batch batch) except -1:
-        """Read where the keys of a call are in the prompt, and the positions added since the last time.
-
-        Changed ones are not seen. For a policy that tracks uses.
-        """
-        cdef Py_ssize_t i
+    cdef int read_new_positions(self, BlockTable table) except -1:
+        """Read the positions added since the last time; changed ones are not seen. For a policy that tracks uses."""
         cdef uint64_t call = table.num_calls
         cdef PyObject* key
         cdef PyObject* value
@@ -240,8 +237,19 @@ cdef class RequestKeys:
             if self.num_positions == 0 or position > self.largest_position:
                 self.largest_position = position
             self.num_positions += 1
+        _refuse_reentry(table, call)
+        return 0
+
+    cdef int read_positions(self, BlockTable table, list keys, Batch batch) except -1:
+        """Read the positions added since the last time, and where the keys of a call are in the prompt."""
+        cdef Py_ssize_t i
+        cdef uint64_t call = table.num_calls
+        cdef PyObject* value
+        if self.uses == NULL or self.positions is None:
+            return 0
+        self.read_new_positions(table)
         for i in range(len(keys)):
-            value = PyDict_GetItemWithError(self.positions, <object> PyList_GET_ITEM(keys, i))
+            value = _position_of(self.positions, PyList_GET_ITEM(keys, i), &self.prompt_at)
             batch.ends[i] = NO_POSITION if value == NULL else number_of(value)
         _refuse_reentry(table, call)
         return 0
@@ -304,9 +312,11 @@ cdef class RequestKeys:
         cdef bint is_sorted = True
         cdef int64_t position = self.newest_position if start != 0 else -1
         cdef PyObject* value
+        if start == 0:
+            self.prompt_at = 0
         for i in range(start, stop):
             if positions is not None:
-                value = PyDict_GetItemWithError(positions, <object> self.named[self.used[i]].key)
+                value = _position_of(positions, self.named[self.used[i]].key, &self.prompt_at)
                 if value != NULL:
                     position = number_of(value)
                 _refuse_reentry(table, call)
@@ -318,11 +328,45 @@ cdef class RequestKeys:
             qsort(batch.in_prompt, stop - start, sizeof(Position), &_compare)
         return 0
 
+    cdef bint rows_by_position(self, BlockTable table, dict positions, Batch batch) except -1:
+        """Write the used keys' rows to the batch if they are the very keys that have positions, in that order.
+
+        Return whether they are. It runs no Python.
+        """
+        cdef Py_ssize_t i = 0, at = 0
+        cdef int64_t position, last = INT64_MIN
+        cdef PyObject* key
+        cdef PyObject* value
+        if self.num_seen != len(positions):
+            return False
+        batch.reserve(self.num_seen)
+        while PyDict_Next(positions, &at, &key, &value):
+            if self.named[self.used[i]].key != key or not PyLong_CheckExact(value):
+                return False
+            position = number_of(value)
+            if position < last:
+                return False
+            last = position
+            batch.rows[i] = self.row_now(table, self.used[i])
+            i += 1
+        return True
+
     cdef void rows_in_prompt(self, BlockTable table, Py_ssize_t n, Batch batch) noexcept nogil:
         """Write the rows of the first `n` sorted keys to the batch."""
         cdef Py_ssize_t i
         for i in range(n):
             batch.rows[i] = self.row_now(table, self.used[batch.in_prompt[i].at])
+
+
+cdef PyObject* _position_of(dict positions, PyObject* key, Py_ssize_t* at) except? NULL:
+    # Mostly the next one behind the key that was looked for before: a look-up by hash would miss the cache. `at` only
+    # goes forward, so that a prompt in another order costs no more than one walk over the positions.
+    cdef PyObject* candidate
+    cdef PyObject* value
+    while PyDict_Next(positions, at, &candidate, &value):
+        if candidate == key:
+            return value
+    return PyDict_GetItemWithError(positions, <object> key)
 
 
 cdef int _refuse_reentry(BlockTable table, uint64_t call) except -1:

@@ -299,7 +299,9 @@ cdef class BlockTable:
         cdef uint32_t num_buckets = self.num_buckets
         for i in range(n):
             if i + AHEAD < n:
-                prefetch(&buckets[home_of(<uint32_t> rows[victims[i + AHEAD]].hash, num_buckets)])
+                row = victims[i + AHEAD]
+                prefetch(&buckets[home_of(<uint32_t> rows[row].hash, num_buckets)])
+                prefetch(rows[row].key)     # which whoever takes it over soon drops
             row = victims[i]
             index_delete(buckets, num_buckets, rows[row].hash, row)
             PyList_SET_ITEM(keys, i, rows[row].key)

@@ -202,6 +202,56 @@ def test_positions_order_a_running_request(make: Any, order: str, size: int) -> 
     assert drain(cache, 30) == keys(*reversed(range(30)))
 
 
+@pytest.mark.parametrize("form", ["the same keys", "equal keys", "another order", "some"])
+@pytest.mark.parametrize("name", ["lru", "lfuda"])
+def test_requests_in_parts_leave_in_the_same_order_compiled_or_not(name: str, form: str) -> None:
+    """Parts of three requests turn about, are made ready out of order, loaded, and ordered by positions at the end."""
+    rng = random.Random(form)
+    policy = POLICIES.resolve(name)
+    caches = [policy(60).native(60), GenericBlockCache(policy(60), CPUBackend(16, 60), 60)]
+    for _ in range(30):
+        requests = []
+        for _ in range(3):
+            start = rng.randrange(100)
+            names = keys(*range(start, start + rng.randrange(1, 24)))
+            known = [bytes(bytearray(name)) for name in names] if form == "equal keys" else list(names)
+            if form == "another order":
+                rng.shuffle(known)
+            elif form == "some":
+                known = [name for name in known if rng.random() < 0.7]
+            positions = {name: 16 * (i + 1) for i, name in enumerate(names)}
+            requests.append((names, {name: positions[name] for name in known}, rng.choice([1, 3, 8])))
+        for cache in caches:
+            outcome: list[Any] = []
+            rng_of_cache = random.Random(len(requests[0][0]))
+            opened = [cache.open_request() for _ in requests]
+            begun: list[Any] = []
+            for at in range(24):
+                for request_keys, (names, positions, size) in zip(opened, requests, strict=True):
+                    part = names[at * size : (at + 1) * size]
+                    output = cache.reserve(part, request_keys, None) if part else None
+                    if output is not None:
+                        outcome.append((output.keys_to_store, output.evicted_keys))
+                        outcome.append(output.store_spec.block_ids.tolist())
+                        begun.append((output.keys_to_store, request_keys))
+                        cache.reorder(request_keys, positions)
+                    if begun and rng_of_cache.random() < 0.5:
+                        cache.commit(*begun.pop(rng_of_cache.randrange(len(begun))))
+            for stored, request_keys in begun:
+                cache.commit(stored, request_keys)
+            for request_keys, (names, positions, _) in zip(opened, requests, strict=True):
+                if rng_of_cache.random() < 0.5:
+                    ready = names[: cache.match_prefix(names, request_keys)]
+                    outcome.append(cache.pin(ready, request_keys).block_ids.tolist())
+                    cache.unpin(ready, request_keys)
+                cache.end_request(request_keys, positions, True)
+            if cache is caches[0]:
+                cache.check()
+                expected = outcome
+        assert outcome == expected
+    assert drain(caches[0], 60) == drain(caches[1], 60)
+
+
 def test_a_key_without_a_position_stays_behind_the_one_it_followed(make: Any) -> None:
     cache = make(6)
     request_keys = cache.open_request()
