@@ -10,6 +10,7 @@ Other keys are a pointer each: the recorder's thread puts the hash in its place.
 """
 
 cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_DECREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -95,6 +96,7 @@ cdef enum:
     SCHEDULE_END = 13
     IS_COMING = 14
     HINT = 15
+    REPORT_PREFILLS = 16
     CONTEXT = 64
     POSITIONS = 65
     CLOCK = 66
@@ -104,6 +106,8 @@ cdef enum:
     TIER_RAISED = 70
     LOST = 71
     STATS = 72
+    TIER_TIMES = 73
+    GROUPS = 74
 
     A_NONE = 0
     A_FALSE = 1
@@ -120,6 +124,7 @@ cdef enum:
     NUM_WAITS = 10
     WAIT_US = 20
     MAX_RECORD_BYTES = 1 << 26
+    GROUP_BYTES = 4         # at a key's end
     SPAN_BYTES = 8          # of a Span at a chunk's end
     KEYS_IN_A_ROW = 4096    # let go of before another thread may have the GIL: some tens of microseconds
 
@@ -174,11 +179,14 @@ cdef class CallLog:
     num_records, num_lost, num_overlapped : int
         Records written so far, records for which there was no room, and calls that were made while another thread was
         inside one, so that their order is not known.
+    has_groups : bool
+        Whether the KV-cache group of keys with a position is recorded: an arbiter decides by it.
     """
 
     cdef readonly uint64_t num_records
     cdef readonly uint64_t num_lost
     cdef public uint64_t num_overlapped
+    cdef public bint has_groups
     cdef uint64_t[4] secret
     cdef Py_ssize_t chunk_bytes
     cdef Py_ssize_t max_chunks
@@ -371,6 +379,17 @@ cdef class CallLog:
         hash = kv_hash(key, self.secret)
         return hash if hash > 1 else hash + 2
 
+    cdef uint64_t _hash_of_group(self, PyObject* key) noexcept:
+        cdef Py_ssize_t n
+        if not PyBytes_CheckExact(key):
+            return 0
+        n = min(PyBytes_GET_SIZE(key), GROUP_BYTES)
+        try:
+            group = PyBytes_FromStringAndSize(PyBytes_AS_STRING(<object> key) + PyBytes_GET_SIZE(key) - n, n)
+        except MemoryError:
+            return 0
+        return kv_hash(<PyObject*> group, self.secret)
+
     cdef inline void _put_number(self, uint64_t number) noexcept:
         self.at = kv_put_number(self.at, number)
 
@@ -520,6 +539,24 @@ cdef class CallLog:
             self.num_records += 1
 
     @cython.critical_section
+    def put_tier_times(self, int tier, list times not None):
+        """Record when jobs that are reported next had begun and ended: (start, end) in seconds of each, or None."""
+        cdef double seconds
+        if self._has_room(32 + 17 * len(times)):
+            self.at[0] = TIER_TIMES
+            self.at += 1
+            self._put_number(tier)
+            self._put_number(len(times))
+            for pair in times:
+                self.at[0] = pair is not None
+                self.at += 1
+                if pair is not None:
+                    for seconds in pair:
+                        memcpy(self.at, &seconds, 8)
+                        self.at += 8
+            self.num_records += 1
+
+    @cython.critical_section
     def put_tier_raised(self, int tier, int call):
         """Record that a method of a tier raised."""
         if self._has_room(24):
@@ -579,7 +616,7 @@ cdef class RecordedCalls:
     cdef readonly tuple names
     cdef object __weakref__
     cdef object _lookup, _status, _touch, _prepare_load, _complete_load, _prepare_store, _complete_store, _reorder
-    cdef object _on_request_finished, _reset_cache, _take_events, _on_schedule_end, _is_coming, _hint
+    cdef object _on_request_finished, _reset_cache, _take_events, _on_schedule_end, _is_coming, _hint, _report_prefills
     cdef object last_context
     cdef RequestLog last_request
     cdef RequestLog nobody
@@ -627,6 +664,8 @@ cdef class RecordedCalls:
             self._on_schedule_end = method
         elif name == "is_coming":
             self._is_coming = method
+        elif name == "report_prefills":
+            self._report_prefills = method
         else:
             self._hint = method
         return getattr(self, name)
@@ -707,6 +746,7 @@ cdef class RecordedCalls:
         cdef Py_ssize_t at = 0, known = 0, n
         cdef PyObject* key
         cdef PyObject* value
+        cdef Py_ssize_t first, start
         cdef CallLog log = self.log
         cdef uint64_t hash
         cdef int64_t end_token
@@ -717,7 +757,8 @@ cdef class RecordedCalls:
             known, at = request.num_positions, request.next_position
         if known == n:
             return 0
-        if log._has_room(48 + 18 * (n - known)):
+        first, start = known, at
+        if log._has_room(64 + 20 * (n - known)):
             log.at[0] = POSITIONS
             log.at += 1
             log._put_number(request.number)
@@ -734,6 +775,17 @@ cdef class RecordedCalls:
                 log._put_number(<uint64_t> (end_token << 1 ^ (end_token >> 63)))
                 known += 1
             log.num_records += 1
+            if log.has_groups:
+                log.at[0] = GROUPS
+                log.at += 1
+                log._put_number(request.number)
+                log._put_number(known - first)
+                while first < known and PyDict_Next(positions, &start, &key, &value):
+                    hash = log._hash_of_group(key)
+                    memcpy(log.at, &hash, 2)
+                    log.at += 2
+                    first += 1
+                log.num_records += 1
         request.positions, request.num_positions, request.next_position = positions, n, at
         return 0
 
@@ -909,6 +961,26 @@ cdef class RecordedCalls:
                     log._put_text(name)
         return 0
 
+    cdef int _record_prefills(self, list numbers, double seconds, error) except -1:
+        cdef CallLog log = self.log
+        cdef bytes name = b"" if error is None else type(error).__name__.encode()[:100]
+        cdef Py_ssize_t i, n = len(numbers)
+        cdef uint64_t number
+        with cython.critical_section(log):
+            self.num_inside -= 1
+            if not log.is_closed and self._begin(REPORT_PREFILLS, None, 160 + 10 * n) is not None:
+                log._put_number(n)
+                for i in range(n):
+                    number = numbers[i]
+                    log._put_number(number)
+                memcpy(log.at, &seconds, 8)
+                log.at += 8
+                log.at[0] = A_NONE if error is None else A_ERROR
+                log.at += 1
+                if error is not None:
+                    log._put_text(name)
+        return 0
+
     # ---- calls -------------------------------------------------------------------------------------------------
 
     def lookup(self, keys=None, req_context=None, *, key=None):
@@ -1065,6 +1137,19 @@ cdef class RecordedCalls:
             self._record_hint(context, keys, text, error)
             raise
         self._record_hint(context, keys, text, None)
+
+    def report_prefills(self, parts, seconds):
+        """See `TieredOffloadingManager.report_prefills`."""
+        parts = list(parts)
+        cdef list numbers = [max(0, min(int(number), 1 << 62)) for part in parts for number in part]
+        cdef double recorded_s = seconds
+        self._enter()
+        try:
+            self._report_prefills(parts, seconds)
+        except BaseException as error:
+            self._record_prefills(numbers, recorded_s, error)
+            raise
+        self._record_prefills(numbers, recorded_s, None)
 
     def reset_cache(self):
         """See `OffloadingManager.reset_cache`."""

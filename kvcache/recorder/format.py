@@ -354,6 +354,10 @@ class _Reader:
             self.lists.append(keys)  # type: ignore[arg-type]
         return keys  # type: ignore[return-value]
 
+    def seconds(self) -> float:
+        seconds: float = struct.unpack("<d", self.take(8))[0]
+        return seconds
+
     def text(self) -> str:
         return self.take(self.number()).decode(errors="replace")
 
@@ -402,6 +406,7 @@ def _block_ids(raw: bytes, start: int) -> Iterator[list[int]]:
 
 
 _ONE_KEY = frozenset({Op.LOOKUP_ONE, Op.STATUS, Op.IS_COMING})
+_GROUP_BYTES = 2
 _LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.COMPLETE_LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE})
 _FLAGGED = frozenset({Op.COMPLETE_STORE, Op.REQUEST_FINISHED, Op.TAKE_EVENTS})
 _CALLS = frozenset(op for op in Op if op < Op.CONTEXT)
@@ -425,6 +430,12 @@ def _decode(raw: bytes, num_bytes: int, first_record: int) -> Iterator[Call | In
                 call.keys = reader.key()
             elif op is Op.HINT:
                 call.keys = (reader.keys(), reader.text())
+            elif op is Op.REPORT_PREFILLS:
+                count = reader.number()
+                if count > reader.end - reader.at or count % 2:
+                    raise _Damage("parts of prompts are cut")
+                numbers = [reader.number() for _ in range(count)]
+                call.keys = list(zip(numbers[::2], numbers[1::2], strict=True)), reader.seconds()
             if op in _FLAGGED:
                 call.flag = reader.number()
             call.answer = reader.answer()
@@ -449,8 +460,12 @@ def _decode_note(reader: _Reader, op: Op, number: int) -> Call | Input:
             key, coded = reader.key(), reader.number()
             pairs.append((key, coded >> 1 if not coded & 1 else -(coded >> 1) - 1))
         return Call(number, op, context=context, keys=pairs, flag=flag)
+    if op is Op.GROUPS:
+        context, count = reader.number(), reader.number()
+        data = reader.take(count * _GROUP_BYTES)
+        return Call(number, op, context=context, keys=[data[i : i + _GROUP_BYTES] for i in range(0, len(data), 2)])
     if op is Op.CLOCK:
-        return Input(op, struct.unpack("<d", reader.take(8))[0])
+        return Input(op, reader.seconds())
     if op is Op.LOST:
         return Call(number, op, flag=reader.number())
     if op is Op.STATS:
@@ -466,6 +481,8 @@ def _decode_note(reader: _Reader, op: Op, number: int) -> Call | Input:
     count = reader.number()
     if count > reader.end - reader.at:
         raise _Damage("results are cut")
+    if op is Op.TIER_TIMES:
+        return Input(op, [(reader.seconds(), reader.seconds()) if reader.byte() else None for _ in range(count)], tier)
     for _ in range(count):
         job_id = reader.number()
         if job_id == 0:

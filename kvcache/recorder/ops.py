@@ -26,6 +26,7 @@ class Op(IntEnum):
     SCHEDULE_END = 13
     IS_COMING = 14
     HINT = 15
+    REPORT_PREFILLS = 16
     # Not calls:
     CONTEXT = 64
     POSITIONS = 65
@@ -36,6 +37,8 @@ class Op(IntEnum):
     TIER_RAISED = 70
     LOST = 71
     STATS = 72
+    TIER_TIMES = 73
+    GROUPS = 74
 
 
 class Answer(IntEnum):

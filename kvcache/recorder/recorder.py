@@ -41,7 +41,7 @@ _METHODS = (
     "lookup", "status", "touch", "prepare_load", "complete_load", "prepare_store", "complete_store", "reorder",
     "on_request_finished", "reset_cache", "take_events", "hint",
 )  # fmt: skip
-_TIERED_METHODS = (*_METHODS, "on_schedule_end", "is_coming")
+_TIERED_METHODS = (*_METHODS, "on_schedule_end", "is_coming", "report_prefills")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,9 @@ def _attach(manager: Any, log: CallLog) -> Callable[[Any], None]:
     WrappedCalls.of(manager).add(calls)
     manager.wrap_clock(lambda clock: RecordedClock(log, clock))
     for number, controller in enumerate(controllers or ()):
-        controller.tier = RecordedTier(log, number, controller.tier)
+        is_timed = controller.link is not None
+        log.has_groups |= is_timed
+        controller.tier = RecordedTier(log, number, controller.tier, is_timed)
     # It holds the manager, which must be free to go while its recorder stays.
     found = weakref.ref(calls)
 

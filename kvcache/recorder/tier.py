@@ -24,10 +24,13 @@ class RecordedTier:
         Which of the manager's tiers this is, from 0 on.
     tier : Tier
         Asked.
+    is_timed : bool
+        Whether the times of its jobs are recorded, too: an arbiter learns from them.
     """
 
-    def __init__(self, log: CallLog, number: int, tier: Any) -> None:
+    def __init__(self, log: CallLog, number: int, tier: Any, is_timed: bool) -> None:
         self.recorded = tier
+        self._is_timed = is_timed
         self._log = log
         self._number = number
 
@@ -76,6 +79,8 @@ class RecordedTier:
         except Exception:
             self._raised(TierCall.GET_FINISHED)
             raise
+        if results and self._is_timed:
+            self._log.put_tier_times(self._number, [_times(result) for result in results])
         if results:
             self._log.put_tier_finished(self._number, [_plain(result) for result in results])
         return results
@@ -115,5 +120,14 @@ def _plain(result: Any) -> tuple[int | None, list[bytes], list[bytes], list[byte
         if any(type(key) is not bytes for keys in lists for key in keys):
             return None
         return job_id, *lists, str(result.error).encode()[:_MAX_ERROR_BYTES]
+    except Exception:
+        return None
+
+
+def _times(result: Any) -> tuple[float, float] | None:
+    """Return when a job began and ended, or None where that is not known or nonsense."""
+    try:
+        start_s, end_s = result.start_s, result.end_s
+        return None if start_s is None or end_s is None else (float(start_s), float(end_s))
     except Exception:
         return None

@@ -9,6 +9,7 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from typing import Any
 
 from kvcache.block import BlockStateError
@@ -22,7 +23,7 @@ from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier, TierResult, TierStats
 
-NOTES = frozenset({Op.CONTEXT, Op.POSITIONS})
+NOTES = frozenset({Op.CONTEXT, Op.POSITIONS, Op.GROUPS})
 """Records that prepare calls to come."""
 _EXPECTED_ERRORS = (ValueError, KeyError, BlockStateError, NotImplementedError)
 _COMPARED_UNITS = frozenset({"blocks", "calls", "requests"})
@@ -106,6 +107,8 @@ class ScriptedTier(Tier):
     reports : deque of list
         What the next calls of `get_finished` return: (recorded job id or None, done, failed, removed, error) of each
         result, None for one that makes no sense.
+    times : deque of list
+        When the jobs that the next reports name had begun and ended: (start, end) of each result, or None.
     raising : deque of TierCall
         What raises next.
     """
@@ -115,19 +118,23 @@ class ScriptedTier(Tier):
         self.lookups: deque[int | None] = deque()
         self.submits: deque[tuple[int, bool]] = deque()
         self.reports: deque[list[Any]] = deque()
+        self.times: deque[list[tuple[float, float] | None]] = deque()
         self.raising: deque[TierCall] = deque()
         self._job_ids: dict[int, int] = {}
 
-    def expect(self, *, lookups: Any = (), submits: Any = (), reports: Any = (), raising: Any = ()) -> None:
+    def expect(
+        self, *, lookups: Any = (), submits: Any = (), reports: Any = (), times: Any = (), raising: Any = ()
+    ) -> None:
         """Add answers for the calls to come."""
         self.lookups.extend(lookups)
         self.submits.extend(submits)
         self.reports.extend(reports)
+        self.times.extend(times)
         self.raising.extend(raising)
 
     def clear(self) -> None:
         """Forget answers that nobody asked for."""
-        for answers in (self.lookups, self.submits, self.reports, self.raising):
+        for answers in (self.lookups, self.submits, self.reports, self.times, self.raising):
             answers.clear()
 
     def _raise(self, call: TierCall) -> None:
@@ -158,13 +165,15 @@ class ScriptedTier(Tier):
     def get_finished(self) -> list[TierResult]:
         self._raise(TierCall.GET_FINISHED)
         results: list[Any] = []
-        for result in self.reports.popleft() if self.reports else ():
+        reported = self.reports.popleft() if self.reports else []
+        times = self.times.popleft() if self.times and reported else []
+        for result, span in zip_longest(reported, times[: len(reported)]):
             if result is None:
                 results.append(None)
                 continue
             recorded_id, done, failed, removed, error = result
             job_id = None if recorded_id is None else self._job_ids.pop(recorded_id, -1)
-            results.append(TierResult(job_id, done, failed, removed, error))
+            results.append(TierResult(job_id, done, failed, removed, error, *(span or ())))
         return results
 
     def cancel(self, job_id: int) -> None:
@@ -262,6 +271,8 @@ class Runner:
     ----------
     manager : CPUOffloadingManager or TieredOffloadingManager
         The manager.
+    groups : dict
+        Key to what stands for its KV-cache group, as far as an arbiter had to know it.
     """
 
     def __init__(self, config: dict[str, Any], policy: str | type | None = None, is_exact: bool = True) -> None:
@@ -274,12 +285,20 @@ class Runner:
         # Hints may name a request that has ended.
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._last_output: Any = None
+        self.groups: dict[bytes, bytes] = {}
+        self._positioned: list[bytes] = []
+        if isinstance(self.manager, TieredOffloadingManager):
+            self.manager.group_of = self.groups.get
 
     def note(self, record: Call) -> None:
         """Take in what is known of a request."""
         if record.op is Op.CONTEXT:
             self._about[record.context] = record.keys if isinstance(record.keys, dict) else {}
             return
+        if record.op is Op.GROUPS:
+            self.groups.update(zip(self._positioned, record.keys, strict=False))
+            return
+        self._positioned = [key for key, _ in record.keys]
         context = self._context(record.context)
         if isinstance(context, ReqContext):
             if context.positions is None or not record.flag:
@@ -322,6 +341,8 @@ class Runner:
                 case Op.HINT:
                     named, next_use = call.keys
                     answer = manager.hint(named if context is None else context, next_use)
+                case Op.REPORT_PREFILLS:
+                    answer = manager.report_prefills(*call.keys)
                 case Op.SCHEDULE_END:
                     answer = manager.on_schedule_end()
                 case Op.RESET:
@@ -366,6 +387,8 @@ class Runner:
                     tier.submits.append((one.value[1], bool(one.value[0] & 1)))
                 case Op.TIER_FINISHED:
                     tier.reports.append(one.value)
+                case Op.TIER_TIMES:
+                    tier.times.append(one.value)
                 case Op.TIER_RAISED:
                     tier.raising.append(one.value)
                 case _:
@@ -456,11 +479,6 @@ def replay_recording(
     """
     config = recording.header["manager"]
     is_tiered = "tiers" in config
-    if is_tiered and any(one.get("arbiter") for one in config["tiers"]):
-        raise RecordingError(
-            f"{recording.path} is a recording of tiers with an arbiter, which decides by how long things took; "
-            "--as-trace reads it as a trace"
-        )
     runner: Runner | None = None
     is_known = recording.is_whole and bool(recording.header.get("is_from_start"))
     is_from_start = is_known

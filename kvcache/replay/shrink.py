@@ -381,6 +381,13 @@ def as_test(shrunk: Shrunk, suspect: str | None, trusted: str | None = None) -> 
                 given.append(f"retention=Retention({hint})")
             lines.append(f"r{record.context} = ReqContext({', '.join(given)})")
             continue
+        if record.op is Op.GROUPS:
+            actual.note(record)
+            if expected is not None:
+                expected.note(record)
+            groups = ", ".join(f"{named(key)}: {group!r}" for key, group in actual.groups.items())
+            lines.append(f"manager.group_of = {{{groups}}}.get")
+            continue
         if record.op is Op.POSITIONS:
             actual.note(record)
             if expected is not None:
@@ -390,8 +397,11 @@ def as_test(shrunk: Shrunk, suspect: str | None, trusted: str | None = None) -> 
             continue
         lines += _inputs_text(record, named)
         request = context(record.context)
-        arguments = [] if record.keys is None or record.op is Op.HINT else [named(record.keys)]
+        is_plain = record.op in (Op.HINT, Op.REPORT_PREFILLS)
+        arguments = [] if record.keys is None or is_plain else [named(record.keys)]
         arguments += [request] if request else []
+        if record.op is Op.REPORT_PREFILLS:
+            arguments = [repr(one) for one in record.keys]
         if record.op is Op.HINT:
             arguments = [request or named(record.keys[0]), repr(record.keys[1])]
         if record.op is Op.COMPLETE_STORE and not record.flag:
@@ -436,6 +446,8 @@ def _inputs_text(record: Call, named: Callable[[Any], str]) -> list[str]:
             script.setdefault("lookups", []).append(repr(lookup_answer(one.value[1])))
         elif one.op is Op.TIER_SUBMIT:
             script.setdefault("submits", []).append(f"({one.value[1]}, {bool(one.value[0] & 1)})")
+        elif one.op is Op.TIER_TIMES:
+            script.setdefault("times", []).append(repr(one.value))
         elif one.op is Op.TIER_RAISED:
             script.setdefault("raising", []).append(f"TierCall.{one.value.name}")
         elif one.op is Op.TIER_FINISHED:

@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from kvcache.control.arbiter import BAND, MAX_PROBE_BLOCKS, LoadArbiter, LoadChoice, LoadChoices, Segment
@@ -152,6 +153,7 @@ class TieredOffloadingManager(OffloadingManager):
         check_seconds("deadline_s", deadline_s)
         self._clock: Callable[[], float] = _SteadyClock(clock)
         self._deadline_s = deadline_s
+        self._prefill_tokens_per_s = prefill_tokens_per_s
         self.pool = BlockPool(
             num_blocks,
             cache_policy,
@@ -164,6 +166,8 @@ class TieredOffloadingManager(OffloadingManager):
         self.block_size = block_size
         self.medium = self.pool.medium
         self.job_log: JobLog | None = None
+        # A replay, whose keys are hashes, knows the groups from its recording.
+        self.group_of: Callable[[bytes], bytes | None] = itemgetter(slice(-_GROUP_BYTES, None))
         pairs = [item if isinstance(item, tuple) else (item, TierConfig()) for item in tiers]
         for pair in pairs:
             if not (len(pair) == 2 and isinstance(pair[0], Tier) and isinstance(pair[1], TierConfig)):
@@ -197,10 +201,15 @@ class TieredOffloadingManager(OffloadingManager):
         Returns
         -------
         dict
-            As of `CPUOffloadingManager.configuration`, ``deadline_s``, and ``tiers``: medium and `TierConfig` of each.
+            As of `CPUOffloadingManager.configuration`, ``deadline_s``, ``tiers``: medium and `TierConfig` of each, and
+            ``prefill_tokens_per_s`` where it is given.
         """
         tiers = [{"medium": one.medium, **asdict(one.config)} for one in self.controllers]
-        return {**self.pool.configuration(), "deadline_s": self._deadline_s, "tiers": tiers}
+        options = {**self.pool.configuration(), "deadline_s": self._deadline_s, "tiers": tiers}
+        if self._prefill_tokens_per_s is not None:
+            given = self._prefill_tokens_per_s
+            options["prefill_tokens_per_s"] = dict(given) if isinstance(given, Mapping) else given
+        return options
 
     def wrap_clock(self, wrap: Callable[[Callable[[], float]], Callable[[], float]]) -> None:
         """Put what `wrap` makes of the clock in its place.
@@ -212,6 +221,7 @@ class TieredOffloadingManager(OffloadingManager):
         """
         self._clock = clock = wrap(self._clock)
         self.pool.wrap_clock(lambda _: clock)
+        self._pending.clock = clock
 
     def lookup(
         self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None
@@ -244,7 +254,8 @@ class TieredOffloadingManager(OffloadingManager):
         answer = self._answer([key], req_context)
         if answer:
             return READY
-        if self.is_coming(key, req_context):
+        # Not through the public method, which a recorder would take for a call of its own.
+        if self._is_coming(key, req_context):
             return PENDING
         return ABSENT if answer == 0 else ASK_AGAIN
 
@@ -263,6 +274,9 @@ class TieredOffloadingManager(OffloadingManager):
         bool
             Whether it is being promoted for this request.
         """
+        return self._is_coming(key, req_context)
+
+    def _is_coming(self, key: bytes, req_context: ReqContext | None) -> bool:
         if self._is_draining:
             return False
         if self.arbiter is not None and req_context is not None and not self._may_wait_for(key, req_context):
@@ -373,8 +387,21 @@ class TieredOffloadingManager(OffloadingManager):
         seconds : float
             What that took.
         """
-        if self.arbiter is not None and first_token >= 0 and num_tokens > 0 and seconds > 0:
-            self.arbiter.prefill.record(first_token, num_tokens, seconds)
+        if first_token >= 0 and num_tokens > 0 and seconds > 0:
+            self.report_prefills([(first_token, num_tokens)], seconds)
+
+    def report_prefills(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Take in how long the engine computed parts of prompts together, for the arbiter.
+
+        Parameters
+        ----------
+        parts : sequence of (int, int)
+            Of each, the position in its prompt of the first token that was computed, and how many were.
+        seconds : float
+            What they took together.
+        """
+        if self.arbiter is not None:
+            self.arbiter.prefill.record_together(parts, seconds)
 
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
         check_next_use(next_use)
@@ -649,10 +676,9 @@ class TieredOffloadingManager(OffloadingManager):
             # An engine that asks key by key is judged by all keys of the prompt that are known.
             run, run_before = keys, num_ready
             if len(keys) == 1 and req_context.positions:
-                group = keys[0][-_GROUP_BYTES:]
-                run = [
-                    key for key, end in req_context.positions.items() if end >= ends[0] and key[-_GROUP_BYTES:] == group
-                ]
+                group_of = self.group_of
+                group = group_of(keys[0])
+                run = [key for key, end in req_context.positions.items() if end >= ends[0] and group_of(key) == group]
                 run_before = 0
                 sources_of_run, is_unknown = self._look_below(run, 0, req_context, now_s)
             else:

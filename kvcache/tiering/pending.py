@@ -64,6 +64,8 @@ class PendingRequests:
 
     Attributes
     ----------
+    clock : callable
+        As given; a recorder puts its own in its place.
     waits : Histogram
         Seconds from a request's first wait to its load, its end or its deadline.
     """
@@ -74,7 +76,7 @@ class PendingRequests:
         self._pool = pool
         self._deadline_s = deadline_s
         self._max_step_blocks = max_step_blocks
-        self._clock = clock
+        self.clock = clock
         self._requests: dict[ReqContext | None, PendingRequest] = {}
         self.waits = Histogram(1e-9, *JOB_EXPONENTS)
 
@@ -140,7 +142,7 @@ class PendingRequests:
         request = self._requests.pop(req_context, None)
         if request is not None:
             if not request.is_over:
-                self.waits.observe(self._clock() - (request.deadline_s - self._deadline_s))
+                self.waits.observe(self.clock() - (request.deadline_s - self._deadline_s))
             self._release(request)
 
     def expire(self, now_s: float) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from kvcache.recorder.recorder import Recorder
 from kvcache.registry import POLICIES
 from kvcache.replay.recorded import replay_recording
 from kvcache.replay.recorded_trace import RecordedTrace
+from kvcache.tiering.tier import TierResult
 
 COMPILED = [name for name in POLICIES.names() if ":" not in name]
 
@@ -145,6 +147,75 @@ def test_tiered_recording_needs_no_tier_to_replay(tmp_path, write_policy):
     outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
     assert (outcome.difference, outcome.end) == (None, "")
     assert promoted > 10
+
+
+@pytest.mark.parametrize("is_key_by_key", [False, True])
+def test_recording_of_an_arbiter_replays_to_the_same_decisions(tmp_path, is_key_by_key):
+    rng = random.Random(9)
+
+    class Slow(MemoryTier):
+        """Its jobs take a while of their own, which it makes up."""
+
+        def get_finished(self):
+            results = []
+            for one in super().get_finished():
+                start_s = one.start_s or 0.0
+                end_s = start_s + rng.random() * rng.choice((1e-3, 5e-2))
+                times = rng.choice(((start_s, end_s), (None, None), (start_s, float("nan"))))
+                results.append(TierResult(one.job_id, one.done, one.failed, one.removed, one.error, *times))
+            return results
+
+    host = np.zeros((60, 64), np.uint8)
+    tiers = [
+        (Slow(64 * 200, host), TierConfig(arbiter=True, deadline_s=5)),
+        (MemoryTier(64 * 600, host), TierConfig(arbiter=True, deadline_s=5)),
+    ]
+    given = {"prefill_tokens_per_s": {0: 2000, 4096: 1000}} if is_key_by_key else {}
+    manager = TieredOffloadingManager(16, 60, tiers, "arc", True, **given)
+    with Recorder(manager, tmp_path / "run.kvlog"):
+        for number in range(400):
+            context = ReqContext(str(number))
+            prompt = rng.randrange(40)
+            # Two groups, whose keys stand between one another.
+            keys = [b"%d %d" % (prompt, i // 2) + bytes([0, 0, 0, i % 2]) for i in range(2 * rng.randrange(1, 14))]
+            if is_key_by_key:
+                context.set_offload_key_positions({key: 16 * (i // 2 + 1) for i, key in enumerate(keys)})
+                hits = 0
+                while hits < len(keys) and manager.status(keys[hits], context) == 2:
+                    hits += 1
+            else:
+                hits = manager.lookup(keys, context) or 0
+            manager.on_schedule_end()
+            if rng.random() < 0.3:
+                manager.settle(10)
+                manager.on_schedule_end()
+                hits = max(hits, manager.lookup(keys[:1], context) or 0)
+            loaded = keys[: min(hits, manager.pool.match_prefix(keys))]
+            manager.prepare_load(loaded, context)
+            manager.complete_load(loaded, context)
+            output = manager.prepare_store(keys, context)
+            if output is not None:
+                manager.complete_store(output.keys_to_store, context)
+            manager.report_prefill(16 * hits, rng.randrange(1, 400), rng.random() * 0.1)
+            manager.on_request_finished(context)
+            if rng.random() < 0.2:
+                list(manager.take_events())
+    stats = manager.stats()
+    manager.shutdown()
+    assert min(stats.arbiter_loads, stats.arbiter_cuts, stats.arbiter_cut_blocks) > 0, stats
+    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
+    assert (outcome.difference, outcome.end) == (None, "")
+    # The times are what it learned from: without them it decides otherwise.
+    if not is_key_by_key:
+        assert replay_recording(Timeless(tmp_path / "run.kvlog")).difference is not None
+
+
+class Timeless(Recording):
+    """A recording without the times of jobs."""
+
+    def __iter__(self):
+        for call in super().__iter__():
+            yield replace(call, inputs=[one for one in call.inputs if one.op is not ops.Op.TIER_TIMES])
 
 
 def test_stopped_manager_calls_its_own_methods_again(tmp_path):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from kvcache import CPUOffloadingManager, ReqContext
+from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.recorder.format import Recording
 from kvcache.recorder.recorder import Recorder
 from kvcache.replay.recorded import replay_recording
@@ -95,6 +96,48 @@ def test_planted_difference_is_found_and_shrunk_to_a_failing_test(tmp_path, faul
     with pytest.raises(AssertionError):
         run_test(namespace_text)
     # The same calls pass under the policy that is right.
+    run_test(text.replace("POLICY", "'lru'"))
+
+
+@pytest.mark.parametrize("has_arbiter", [False, True])
+def test_fault_over_tiers_is_found_and_shrunk_to_a_failing_test(tmp_path, has_arbiter):
+    rng = random.Random(4)
+    host = np.zeros((30, 64), np.uint8)
+    tier = MemoryTier(64 * 80, host)
+    manager = TieredOffloadingManager(16, 30, [(tier, TierConfig(arbiter=has_arbiter))], "lru", True)
+    with Recorder(manager, tmp_path / "run.kvlog"):
+        for _ in range(150):
+            context = ReqContext()
+            prompt = rng.randrange(12)
+            keys = [b"%d %d" % (prompt, i) + bytes(4) for i in range(rng.randrange(1, 9))]
+            if has_arbiter:
+                context.set_offload_key_positions({key: 16 * (i + 1) for i, key in enumerate(keys)})
+            if manager.lookup(keys, context) is None:
+                assert manager.settle(10)
+            num_hits = manager.lookup(keys, context) or 0
+            manager.prepare_load(keys[:num_hits], context)
+            manager.complete_load(keys[:num_hits], context)
+            output = manager.prepare_store(keys, context)
+            if output is not None:
+                manager.complete_store(output.keys_to_store, context)
+            manager.on_request_finished(context)
+            manager.report_prefill(0, 16 * len(keys), 0.01)
+            manager.on_schedule_end()
+    assert manager.tier_stats()[0].promoted_blocks > 0
+    manager.shutdown()
+    recording = Recording(tmp_path / "run.kvlog")
+    kept = []
+    assert replay_recording(recording, "lru", Promises).difference is None
+    outcome = replay_recording(recording, SwapsVictims, Promises, kept)
+    assert outcome.difference is not None
+    shrunk = shrink(kept, recording.header["manager"], differs_from(SwapsVictims, "lru"))
+    assert shrunk is not None
+    assert shrunk.num_calls < 20
+    text = as_test(shrunk, SwapsVictims, "lru").replace(repr(SwapsVictims), "POLICY")
+    assert "TieredOffloadingManager" in text
+    named = f'__import__("sys").modules[{SwapsVictims.__module__!r}].{SwapsVictims.__qualname__}'
+    with pytest.raises(AssertionError):
+        run_test(text.replace("POLICY", named))
     run_test(text.replace("POLICY", "'lru'"))
 
 

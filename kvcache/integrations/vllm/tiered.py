@@ -107,7 +107,10 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         self._clock = clock
         self._watch: PrefillWatch | None = None
         if manager.arbiter is not None:
-            self._watch = PrefillWatch(manager.block_size, manager.arbiter.prefill.record_together)
+            # Not bound now: a recorder may come between later.
+            self._watch = PrefillWatch(
+                manager.block_size, lambda parts, seconds: manager.report_prefills(parts, seconds)
+            )
         self._are_disks = all(stats.tier.medium == "DISK" for stats in manager.tier_stats())
 
     def tier_descriptions(self) -> list[str]:
