@@ -137,9 +137,7 @@ class ReqContext:
     positions : mapping of bytes to int, or None
         Where in the prompt each key's block ends, in tokens, as far as the engine has said.
     request_keys : dict
-        For pools only: which keys this request has named in each of them.
-    ended_keys : dict
-        For pools only: the same, of the request that ended last, so that a hint can come after its end.
+        For pools only: which keys this request has named in each of them, and those of the request that ended last.
     promise : tuple of (str, str, float), or None
         For pools only: the tenant, what it said of the next use, and when the request began, in seconds.
     """
@@ -147,7 +145,6 @@ class ReqContext:
     __slots__ = (
         "__weakref__",
         "_state",
-        "ended_keys",
         "kv_transfer_params",
         "positions",
         "promise",
@@ -170,7 +167,6 @@ class ReqContext:
         self._state: dict[type, Any] | None = None
         self.positions: dict[bytes, int] | None = None
         self.request_keys: dict[Any, Any] = {}
-        self.ended_keys: dict[Any, Any] = {}
         self.promise: tuple[str, str, float] | None = None
 
     def __repr__(self) -> str:
@@ -180,7 +176,6 @@ class ReqContext:
         state: Any = super().__getstate__()
         # A copy, perhaps in another process, is a request that no manager has met.
         state[1]["request_keys"] = {}
-        state[1]["ended_keys"] = {}
         state[1]["promise"] = None
         return state
 

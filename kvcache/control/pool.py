@@ -153,15 +153,17 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if observer is not None and not (isinstance(request_keys, RequestKeys) or hasattr(request_keys, "keys")):
             raise ValueError(f"an observer needs requests that have `keys`, got {type(request_keys).__name__}")
         self.observer = observer
+        self._ended = object()  # what the keys of a request that has ended are kept under, in the request
         self._hints = HintReader()
         self._recent: RecentRequests | None = None
         self._trust = HintTrust()
         self._max_raised = int(retention_share * num_blocks)
         self._clock = clock
         self._start_s = 0.0
-        # None until a request gives a hint or the policy reads the clock: nobody else pays for it.
         self._now_s: float | None = None
         self._reads_clock: bool = getattr(self._cache.current_policy(), "reads_clock", False)
+        # Once a request has given a hint, or where the policy reads the clock: nobody else pays for it.
+        self._keeps_time = self._reads_clock
         self.events: EventLog | None = None
         if enable_events:
             self.events = EventLog(block_size)
@@ -318,6 +320,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if not math.isfinite(now_s):
             raise ValueError(f"the clock must give finite seconds, got {now_s!r}")
         self._start_s = self._now_s = now_s
+        self._keeps_time = True
 
     def _advance(self) -> None:
         if self._now_s is None:
@@ -336,16 +339,15 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         self._cache.advance(int((now_s - self._start_s) * 1e9 + 0.5), self._max_raised)
 
     def _before_use(self, request_keys: Any, req_context: ReqContext | None) -> None:
-        """Bring what a call that counts uses needs up to date: time, and the positions of the request's keys."""
-        if not self._reads_clock:
-            if self._now_s is not None:
-                self._advance()
-            return
-        if req_context is not None:
+        """Bring what a call that counts uses needs up to date: time, and the positions of the request's keys.
+
+        Called only where time is kept, so that the others do not pay for the call.
+        """
+        if self._reads_clock and req_context is not None:
             request_keys.positions = req_context.positions
-        # Once a request, and for each call without one.
-        if req_context is None or not self._cache.has_used(request_keys):
-            self._advance()
+            if self._cache.has_used(request_keys):
+                return  # once a request, and for each call without one
+        self._advance()
 
     def reorder(self, req_context: ReqContext) -> None:
         """Order the keys that a running request used: its head is evicted after its tail. No use is counted.
@@ -365,7 +367,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
             request_keys_by_pool = req_context.request_keys
         except AttributeError:
             raise ValueError(f"req_context must be a ReqContext, got {req_context!r}") from None
-        if self._now_s is not None and not self._reads_clock:
+        if self._keeps_time and not self._reads_clock:
             self._advance()
         request_keys = request_keys_by_pool.pop(self, None)
         if request_keys is None and use_positions and req_context.positions:
@@ -374,7 +376,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if request_keys is not None:
             self._cache.end_request(request_keys, req_context.positions, use_positions)
             if request_keys.num_seen:
-                req_context.ended_keys[self] = request_keys
+                request_keys_by_pool[self._ended] = request_keys
                 if self._recent is not None:
                     self._recent.add(req_context, request_keys.num_seen)
                 if req_context.promise is not None:
@@ -398,7 +400,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         else:
             keys = as_key_list(request_or_keys)
         priority = said.priority_class
-        if self._reads_clock or self._now_s is not None or priority != 0:
+        if self._keeps_time or priority != 0:
             self._advance()
         self._cache.take_hint(keys, kept, positions, next_use, priority, said.ttl_ns)
 
@@ -428,7 +430,7 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
 
     def _keys_last_used(self, req_context: ReqContext) -> Any:
         """Return the keys of a request that runs, or of the same context's that ended last if this one used none."""
-        for kept in (req_context.request_keys.get(self), req_context.ended_keys.get(self)):
+        for kept in map(req_context.request_keys.get, (self, self._ended)):
             if kept is not None and self._cache.has_used(kept):
                 return kept
         return self._request_keys_of(req_context)
@@ -487,7 +489,8 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        self._before_use(request_keys, req_context)
+        if self._keeps_time:
+            self._before_use(request_keys, req_context)
         self._cache.touch(keys, request_keys)
         if request_keys is None and self.observer is not None:
             self.observer.take_keys(keys)
@@ -503,7 +506,8 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        self._before_use(request_keys, req_context)
+        if self._keeps_time:
+            self._before_use(request_keys, req_context)
         spec = self._cache.pin(keys, request_keys)
         if not is_move:
             num_keys = len(keys)
@@ -537,19 +541,18 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        self._before_use(request_keys, req_context)
-        admission = None if is_move else self._admission
-        admitted = None if admission is None else admission.admit(keys)
+        if self._keeps_time:
+            self._before_use(request_keys, req_context)
+        admitted = None if is_move or self._admission is None else self._admission.admit(keys)
         output = self._cache.reserve(keys, request_keys, admitted)
-        if output is not None and output.evicted_keys:
-            num_evicted = len(output.evicted_keys)
-            self.evicted_blocks += num_evicted
+        if output is None:
+            self.rejected_stores += not is_move
+            return None
+        num_evicted = len(output.evicted_keys)
+        self.evicted_blocks += num_evicted
         if not is_move:
-            if output is None:
-                self.rejected_stores += 1
-            else:
-                num_keys = len(keys)
-                self._offered_blocks += num_keys
+            num_keys = len(keys)
+            self._offered_blocks += num_keys
         return output
 
     def reserve_leading(self, keys: list[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:

@@ -14,7 +14,7 @@ from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint8_t, uint32_t
 from kvcache.core.batch cimport Batch
 from kvcache.core.event_log cimport EventLog
 from kvcache.core.eviction_queue cimport LISTED, Row, link_before
-from kvcache.core.memory cimport new_list, pause_collector, resume_collector
+from kvcache.core.memory cimport new_list, new_object, pause_collector, resume_collector
 from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
 from kvcache.core.priority cimport PriorityClasses
 from kvcache.core.request_keys cimport Named, RequestKeys, number_of
@@ -147,7 +147,7 @@ cdef class BlockCache:
 
     def open_request(self, int32_t priority=0, int64_t ttl_ns=0, next_use=None):
         """Return the keys of a new request, with its retention hint."""
-        cdef RequestKeys request_keys = RequestKeys()
+        cdef RequestKeys request_keys = RequestKeys.__new__(RequestKeys)
         request_keys.next_use = _next_use_of(next_use)
         with cython.critical_section(self.table):
             self._begin(request_keys)
@@ -527,7 +527,7 @@ cdef class BlockCache:
         PrepareStoreOutput or None
             None: too few blocks can leave; nothing has changed.
         """
-        cdef RequestKeys names = RequestKeys() if request_keys is None else request_keys
+        cdef RequestKeys names = RequestKeys.__new__(RequestKeys) if request_keys is None else request_keys
         cdef const uint8_t* admitted = NULL
         if admit is not None:
             if type(admit) is not bytearray or len(admit) != len(keys):
@@ -877,7 +877,7 @@ cdef object _new_spec(Py_ssize_t n, int64_t** ids):
         PyObject_GetBuffer(array, &buffer, PyBUF_WRITABLE)
         ids[0] = <int64_t*> buffer.buf
         PyBuffer_Release(&buffer)
-        spec = CPULoadStoreSpec.__new__(CPULoadStoreSpec)
+        spec = new_object(CPULoadStoreSpec)
         spec.block_ids = array
     finally:
         resume_collector(was_on)
@@ -888,7 +888,7 @@ cdef object _new_output(list stored, Py_ssize_t n, list evicted, int64_t** ids):
     spec = _new_spec(n, ids)
     cdef bint was_on = pause_collector()
     try:
-        output = PrepareStoreOutput.__new__(PrepareStoreOutput)
+        output = new_object(PrepareStoreOutput)
         output.keys_to_store = stored
         output.store_spec = spec
         output.evicted_keys = evicted

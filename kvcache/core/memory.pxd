@@ -19,7 +19,16 @@ cdef extern from *:
         kv_resume_collector(was_on);
         return list;
     }
+    static inline PyObject *kv_new_object(PyObject *cls)
+    {
+        int was_on = kv_pause_collector();
+        PyObject *object = ((PyTypeObject *)cls)->tp_alloc((PyTypeObject *)cls, 0);
+        kv_resume_collector(was_on);
+        return object;
+    }
     """
     bint pause_collector "kv_pause_collector"() noexcept
     void resume_collector "kv_resume_collector"(bint was_on) noexcept
     list new_list "kv_new_list"(Py_ssize_t n)
+    # Of a class written in Python: its __new__ would be looked up, and its __init__ run.
+    object new_object "kv_new_object"(object cls)

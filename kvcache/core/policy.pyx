@@ -114,7 +114,7 @@ cdef class ReplacementPolicy:
         cdef RequestKeys request
         if self.tracks_uses:
             # Such a call is a request of its own.
-            request = RequestKeys()
+            request = RequestKeys.__new__(RequestKeys)
             request.track_uses()
             request.resolve(self.table, keys, batch, True)
             self.reserve_policy(n)
