@@ -21,7 +21,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -40,6 +39,8 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SNAPSHOT_KEYS = 4096
 _POLL_MS = 20
 _MAX_BATCH_EVENTS = 64
+_ENOUGH_BATCH_KEYS = 512
+"""A batch that has so many is sent: about a millisecond of work, after which another thread may have the GIL."""
 _GATHER_S = 0.001
 """Rest of the publishing thread after it was woken: what comes meanwhile wakes nobody, and goes out with the rest."""
 
@@ -509,8 +510,7 @@ class KVEventPublisher:
             self._context.destroy(linger=200)
 
     def _send_queued(self) -> None:
-        queued = self._take_queued()
-        while taken := list(islice(queued, _MAX_BATCH_EVENTS)):
+        for taken in self._take_batches():
             self._send([event for item in taken for event in self._wire(item)])
             self._num_sent += len(taken)
         with self._lock:
@@ -531,6 +531,18 @@ class KVEventPublisher:
                     events += self._wire(OffloadingEvent(keys, self._block_size, medium, removed))
             self._send_control(Digest(self._seq, gap=1))
             self._send(events)
+
+    def _take_batches(self) -> Iterator[list[OffloadingEvent | None]]:
+        batch: list[OffloadingEvent | None] = []
+        num_keys = 0
+        for event in self._take_queued():
+            batch.append(event)
+            num_keys += 0 if event is None else len(event.keys)
+            if len(batch) == _MAX_BATCH_EVENTS or num_keys >= _ENOUGH_BATCH_KEYS:
+                yield batch
+                batch, num_keys = [], 0
+        if batch:
+            yield batch
 
     def _take_queued(self) -> Iterator[OffloadingEvent | None]:
         while self._queue:

@@ -13,6 +13,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvcache.integrations.transformers import PrefixCache
 from kvcache.integrations.transformers import cache as cache_module
+from kvcache.recorder.format import Recording
+from kvcache.replay.recorded import replay_recording
+from kvcache.replay.recorded_trace import RecordedTrace
 
 VOCAB = 199
 SIZES = {
@@ -104,6 +107,26 @@ def test_ten_turns_give_the_tokens_of_the_model_alone(kind):
         loaded += (expected.shape[1] - 1) // 16 * 16
         ids = torch.cat([expected, prompt_of(5 + turn, seed=turn)], dim=1)
     assert_idle(cache)
+
+
+def test_recorded_turns_replay_and_become_a_trace(tmp_path):
+    model = model_of()
+    cache = PrefixCache(model, num_blocks=6, record=tmp_path / "run.kvlog")
+    ids = prompt_of(37)
+    for turn in range(6):
+        # The others evict what the conversation has stored.
+        cached(cache, prompt_of(40, seed=100 + turn % 2))
+        ids = torch.cat([cached(cache, ids), prompt_of(3, seed=turn)], dim=1)
+    stats = cache.manager.stats()
+    cache.manager.recorder.stop()
+    assert min(stats.loaded_blocks, stats.evicted_blocks) > 0
+    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
+    assert (outcome.difference, outcome.end, outcome.num_lost) == (None, "", 0)
+    assert outcome.num_calls > 30
+    with RecordedTrace(tmp_path / "run.kvlog") as trace:
+        requests = [request.hash_ids.tolist() for request in trace]
+    assert len(requests) == 12
+    assert requests[0] == requests[4] != requests[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
