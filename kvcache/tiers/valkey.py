@@ -42,6 +42,7 @@ _FORMAT = b"kvcache valkey 1"
 _CHECKSUM = struct.Struct("<Q")
 _EPOCH_INTERVAL_S = 5.0
 # Answers that a server has not sent yet pile up in its memory: twice as many are awaited at most, on each connection.
+# Of blocks to be stored, so many are sent before it is asked again which of the next ones another engine has stored.
 _WINDOW_BYTES = 1 << 20
 _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 _OPTIONS = OptionTable(
@@ -108,7 +109,7 @@ class ValkeyTier(JobTier):
         cluster: bool = False,
         ttl_s: float | None = None,
         timeout_s: float = 5.0,
-        num_threads: int = 4,
+        num_threads: int = 2,
         max_queued_bytes: int = 256 << 20,
         max_batch_blocks: int = 16,
         username: str | None = None,
@@ -196,27 +197,35 @@ class ValkeyTier(JobTier):
             return outcomes
         ttl = b"" if self._ttl_ms is None else b"%d" % self._ttl_ms
 
+        size = max(1, _WINDOW_BYTES // self._block_bytes)
+
+        def ask(positions: Sequence[int]) -> list[bytes]:
+            # A block that is there is as recent now as if it had been stored again.
+            return [pack(b"PEXPIRE", names[i], ttl) if ttl else pack(b"TOUCH", names[i]) for i in positions]
+
         def store(server: Channel, positions: Sequence[int]) -> None:
-            # Another engine may have been first; its block is as recent now as if it had been stored again.
-            server.send([pack(b"PEXPIRE", names[i], ttl) if ttl else pack(b"TOUCH", names[i]) for i in positions])
-            absent = []
-            for i in positions:
-                if server.read_flag():
-                    outcomes[i] = BlockOutcome.HELD
-                else:
-                    absent.append(i)
-            for i in absent:
-                head = _CHECKSUM.pack(checksum(batch.keys[i], buffers[i], self._block_bytes, self._seed))
-                before, after = pack_set(names[i], head, self._block_bytes, self._ttl_ms)
-                server.send([before, buffers[i], after])
-            for i in absent:
-                try:
+            # Another engine may be storing the same: what it has stored by now is asked right before each window.
+            server.send(ask(positions[:size]))
+            for first in range(0, len(positions), size):
+                absent, waiting = [], []
+                for i in positions[first : first + size]:
                     if server.read_flag():
-                        outcomes[i] = BlockOutcome.DONE
-                except ServerError as error:
-                    # A server whose memory is full refuses one block and may take the next.
-                    if not str(error).startswith("OOM "):
-                        raise
+                        outcomes[i] = BlockOutcome.HELD
+                    else:
+                        absent.append(i)
+                for i in absent:
+                    head = _CHECKSUM.pack(checksum(batch.keys[i], buffers[i], self._block_bytes, self._seed))
+                    before, after = pack_set(names[i], head, self._block_bytes, self._ttl_ms)
+                    waiting += [before, buffers[i], after]
+                server.send([*waiting, *ask(positions[first + size : first + 2 * size])])
+                for i in absent:
+                    try:
+                        if server.read_flag():
+                            outcomes[i] = BlockOutcome.DONE
+                    except ServerError as error:
+                        # A server whose memory is full refuses one block and may take the next.
+                        if not str(error).startswith("OOM "):
+                            raise
 
         self._converse(names, store)
         return outcomes
