@@ -9,7 +9,11 @@ epoch and removes what the old one holds; an engine keeps the epoch that it foun
 
 The native client gives up on a master or a node that does not answer after `timeout_s` (a load may wait for both, one
 after the other), and never touches host memory after that. Two of its calls keep the interpreter's lock: connecting
-and closing. So a master is looked for in a process of its own first, unless the engine is only starting.
+and closing. So a master must answer before a client connects, in a process of its own first unless the engine is only
+starting; and a client is never closed, but kept for the next tier of the process that wants the same one.
+
+The client moves the blocks of a batch at the same time. Two batches at the same time take twice the CPU time of one
+after the other, so one thread of a tier loads and one stores, while others compute checksums and ask.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +56,10 @@ _NO_EPOCH = "0"
 _BUFFER_BYTES = 1 << 20
 _MAINTAIN_INTERVAL_S = 2.0
 _MAX_DISCARDS = 4096
+# A transfer may wait for the master, for a node, and for what it retries.
+_CALL_TIMEOUTS = 3
+# No call of the client's: a master hangs up on it at once, one that is stopped does nothing.
+_NONSENSE = bytes(32)
 _NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS = -200, -703, -704, -705
 _ERRORS = {
     -600: "invalid size",
@@ -84,6 +94,10 @@ _TRIAL = (
 )
 
 
+_idle_clients: dict[tuple[Any, ...], list[Any]] = {}
+"""Connected clients of tiers that are closed, by the arguments they were set up with."""
+
+
 class MooncakeTier(JobTier):
     """Keep blocks in a Mooncake Store.
 
@@ -114,12 +128,12 @@ class MooncakeTier(JobTier):
     tenant : str
         Of a master that separates tenants itself.
     lend_bytes : int
-        Memory of this process that is lent to the store, and is gone when it ends.
+        Memory of this process that is lent to the store until the process ends, and is gone then.
     timeout_s : float
         How long the master, and a node, may keep a call waiting. The client takes it from the first tier of a process;
         its own variables ``MC_RPC_TIMEOUT_MS`` and ``MC_TCP_PROGRESS_TIMEOUT_SEC`` go before it.
     num_threads : int
-        Batches in flight.
+        One loads and one stores at a time, while others compute checksums and ask.
     max_queued_bytes : int
         Bytes under way at most; more are refused.
     max_batch_blocks : int
@@ -154,7 +168,7 @@ class MooncakeTier(JobTier):
     ) -> None:
         self._master = _address(master)
         self._block_bytes = checked_host_blocks(host_blocks).shape[1]
-        self._native = _load_client(timeout_s)
+        self._native = load_client(timeout_s)
         self._hostname, self._timeout_s = hostname, timeout_s
         self._setup = (metadata_server, lend_bytes, _BUFFER_BYTES, protocol, device, master)
         self._tenant = tenant
@@ -177,6 +191,9 @@ class MooncakeTier(JobTier):
         self._checksums = np.zeros(len(host_blocks) + 1, np.uint64)
         self._epoch: str | None = None
         self._store: Any = None
+        self._setup_of_store: tuple[Any, ...] = ()
+        # One for each direction: a lock has no order, and loads would keep stores from it for ever.
+        self._storing, self._loading = Lock(), Lock()
         self._is_starting = True
         self._discards: dict[str, None] = {}
         super().__init__(
@@ -245,11 +262,9 @@ class MooncakeTier(JobTier):
             self._checksums[batch.block_ids[i]] = checksum(batch.keys[i], buffers[i], self._block_bytes, self._seed)
         answers: Sequence[int] = ()
         if absent:
-            answers = store.batch_put_from_multi_buffers(
-                [names[i] for i in absent],
-                *self._parts([(addresses[i], batch.block_ids[i]) for i in absent]),
-                self._config,
-            )
+            parts = self._parts([(addresses[i], batch.block_ids[i]) for i in absent])
+            with self._turn(self._storing):
+                answers = store.batch_put_from_multi_buffers([names[i] for i in absent], *parts, self._config)
         if batch.generation != self.generation:
             # The reset's sweep may have come before this.
             store.batch_remove(names, True)
@@ -270,7 +285,8 @@ class MooncakeTier(JobTier):
         store = self._connected()
         names, buffers = [self.name_of(key) for key in batch.keys], batch.buffers
         parts = self._parts(list(zip(batch.addresses, batch.block_ids, strict=True)))
-        answers = store.batch_get_into_multi_buffers(names, *parts)
+        with self._turn(self._loading):
+            answers = store.batch_get_into_multi_buffers(names, *parts)
         outcomes, bad = [], []
         for i, answer in enumerate(answers):
             if answer == self._block_bytes + _CHECKSUM_BYTES:
@@ -309,7 +325,7 @@ class MooncakeTier(JobTier):
 
     def close(self) -> None:
         if self._store is not None:
-            self._store.close()
+            self._keep(self._store, self._setup_of_store)
 
     @property
     def _epoch_name(self) -> str:
@@ -351,46 +367,66 @@ class MooncakeTier(JobTier):
             raise self._error("get", answer)
         return f"{int(self._checksums[-1]):016x}"
 
+    @contextmanager
+    def _turn(self, lock: Lock) -> Iterator[None]:
+        """Wait until no other thread moves blocks this way, but no longer than a call may take."""
+        if not lock.acquire(timeout=_CALL_TIMEOUTS * self._timeout_s):
+            raise OSError(f"{self._setup[-1]} has not answered the transfer before")
+        try:
+            yield
+        finally:
+            lock.release()
+
     def _connected(self) -> Any:
         if self._store is None:
             raise OSError(f"no connection to {self._setup[-1]} yet")
         return self._store
 
     def _connect(self) -> Any:
-        with socket.create_connection(self._master, timeout=self._timeout_s) as probe:
-            here = self._hostname or probe.getsockname()[0]
-        arguments = (here, *self._setup)
-        if not self._is_starting:
-            trial = (here, self._setup[0], 0, *self._setup[2:])
-            done = subprocess.run(
-                [sys.executable, "-c", _TRIAL, json.dumps(trial)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                stdin=subprocess.DEVNULL,
-                timeout=60,
-                check=False,
-            )
-            if done.returncode != 0:
-                raise OSError(f"{self._setup[-1]} is no Mooncake master that answers")
-        store = self._native.MooncakeDistributedStore()
-        if (answer := store.setup(*arguments, tenant_id=self._tenant)) != 0:
-            raise self._error("setup", answer)
+        arguments = (self._checked_host(), *self._setup)
+        if idle := _idle_clients.get((*arguments, self._tenant)):
+            store = idle.pop()
+        else:
+            if not self._is_starting:
+                _try_in_a_process((*arguments[:2], 0, *arguments[3:]))
+            store = self._native.MooncakeDistributedStore()
+            if (answer := store.setup(*arguments, tenant_id=self._tenant)) != 0:
+                raise self._error("setup", answer)
         try:
-            rows = self.host_rows
-            num_bytes = (len(rows) - 1) * rows.strides[0] + self._block_bytes
-            for address, size in (
-                (rows.ctypes.data, num_bytes),
-                (self._checksums.ctypes.data, self._checksums.nbytes),
-            ):
-                if (answer := store.register_buffer(address, size)) != 0:
+            for address, num_bytes in self._regions():
+                if (answer := store.register_buffer(address, num_bytes)) != 0:
                     raise self._error("register_buffer", answer)
             if self._epoch is None:
                 self._epoch = self._read_epoch(store)
         except BaseException:
-            store.close()
+            self._keep(store, (*arguments, self._tenant))
             raise
-        self._store = store
+        self._store, self._setup_of_store = store, (*arguments, self._tenant)
         return store
+
+    def _checked_host(self) -> str:
+        """Return this node's name; OSError if the master does not answer."""
+        with socket.create_connection(self._master, timeout=self._timeout_s) as probe:
+            probe.sendall(_NONSENSE)
+            try:
+                probe.recv(1)
+            except ConnectionResetError:
+                pass
+            except TimeoutError:
+                raise OSError(f"{self._setup[-1]} takes connections, and does not answer") from None
+            return self._hostname or str(probe.getsockname()[0])
+
+    def _regions(self) -> list[tuple[int, int]]:
+        """Return address and size of what the client reads and writes."""
+        rows = self.host_rows
+        num_bytes = (len(rows) - 1) * rows.strides[0] + self._block_bytes
+        return [(rows.ctypes.data, num_bytes), (self._checksums.ctypes.data, self._checksums.nbytes)]
+
+    def _keep(self, store: Any, setup: tuple[Any, ...]) -> None:
+        """Leave a client to the next tier that is set up like this one, without this tier's memory."""
+        for address, _ in self._regions():
+            store.unregister_buffer(address)
+        _idle_clients.setdefault(setup, []).append(store)
 
     def _error(self, call: str, answer: int) -> OSError:
         return OSError(f"{self._setup[-1]}: {call} failed: {_ERRORS.get(answer, 'error')} ({answer})")
@@ -412,8 +448,38 @@ def _address(master: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _load_client(timeout_s: float) -> Any:
-    """Return the module of the native client, with its time limits set where nobody has."""
+def _try_in_a_process(setup: tuple[Any, ...]) -> None:
+    """Raise OSError unless a client can be set up with these arguments."""
+    done = subprocess.run(
+        [sys.executable, "-c", _TRIAL, json.dumps(setup)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise OSError(f"{setup[-1]} is no Mooncake master that answers")
+
+
+def load_client(timeout_s: float) -> Any:
+    """Import the native client, with its time limits set where nobody has; it reads them once in a process.
+
+    Parameters
+    ----------
+    timeout_s : float
+        How long the master, and a node, may keep a call waiting.
+
+    Returns
+    -------
+    module
+        ``mooncake.store``.
+
+    Raises
+    ------
+    ImportError
+        It is not installed.
+    """
     seconds = max(1, math.ceil(timeout_s))
     for name, value in (
         ("MC_RPC_TIMEOUT_MS", int(timeout_s * 1000)),
