@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import count
 from queue import SimpleQueue
 from threading import Thread
 from typing import Generic, Protocol, TypeVar
 
 QUERY, LOAD, STORE = 0, 1, 2
-"""Priorities: of the tasks that have not begun, those of a lower number go first."""
+"""Priorities: of the tasks that have not begun, those of a lower number go first, but for one in `STORE_TURN`."""
+STORE_TURN = 4
+"""One task in so many is a store if one waits: loads without an end would keep stores past their deadlines."""
 
 
 class Task(Protocol):
@@ -47,6 +50,7 @@ class IOThreads(Generic[T]):
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._waiting: tuple[deque[T], ...] = (deque(), deque(), deque())
         self._done: deque[T] = deque()
+        self._turns = count(1)
         self._threads = [Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(num_threads)]
         for thread in self._threads:
             thread.start()
@@ -74,8 +78,10 @@ class IOThreads(Generic[T]):
 
     def _next(self) -> T:
         # There are never more tokens than tasks; but another thread may take the one that was seen here.
+        queries, loads, stores = self._waiting
+        in_turn = (queries, loads, stores) if next(self._turns) % STORE_TURN else (queries, stores, loads)
         while True:
-            for waiting in self._waiting:
+            for waiting in in_turn:
                 try:
                     return waiting.popleft()
                 except IndexError:
