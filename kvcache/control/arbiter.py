@@ -174,9 +174,13 @@ class LinkRate:
         """Take in that nobody waits for a job any more."""
         self.ended(num_blocks, 0, 0.0, 0.0, now_s)
 
+    def is_probe_due(self, now_s: float) -> bool:
+        """Return whether it is time to load something for no other end than to learn."""
+        return not self._num_jobs and now_s >= self.probe_s
+
     def take_probe(self, now_s: float) -> int:
         """Return how many blocks to load now for no other end than to learn; mostly 0."""
-        if self._num_jobs or now_s < self.probe_s:
+        if not self.is_probe_due(now_s):
             return 0
         self.probe_s = now_s + _PROBE_INTERVAL_S
         room_s = _PROBE_S - self.fit.b
@@ -346,6 +350,40 @@ class LoadArbiter:
         decision = Decision(num_blocks, best[2], best[1], load_s, computed_s, best[0], is_blind)
         self.decisions.append(decision)
         return decision
+
+
+    def is_hopeless(
+        self, first_token: int, end_token: int, num_blocks: int, links: Sequence[LinkRate | None], now_s: float
+    ) -> bool:
+        """Return whether a prefix is computed sooner than loaded even if a medium held all of it; then none is asked.
+
+        As long as a link's rate is to be learned anew, it is worth asking.
+
+        Parameters
+        ----------
+        first_token, end_token : int
+            Where in the prompt the prefix begins and ends.
+        num_blocks : int
+            Its blocks.
+        links : sequence of LinkRate or None
+            Of all media that may hold it; None: one whose loading costs nothing that counts.
+        now_s : float
+            The manager's clock.
+
+        Returns
+        -------
+        bool
+            A part of the prefix gains less than all of it, so the answer holds for parts, too.
+        """
+        known = [link for link in links if link is not None and link.is_known and not link.is_probe_due(now_s)]
+        if len(known) < len(links):
+            return False
+        load_s = min(link.load_s(num_blocks, now_s) for link in known)
+        computed_s = self.prefill.compute_s(first_token, end_token)
+        if computed_s >= load_s:
+            return False
+        self.decisions.append(Decision(num_blocks, 0, first_token, load_s, computed_s, computed_s))
+        return True
 
 
 class LoadChoice:

@@ -706,7 +706,13 @@ class TieredOffloadingManager(OffloadingManager):
         if is_unknown:
             if choice.give_up_s == math.inf and known.is_known:
                 ends = self._end_tokens(keys[num_ready:], num_ready, req_context)
-                choice.give_up_s = now_s + known.compute_s(max(ends[0] - self.block_size, 0), ends[-1])
+                first_token = max(ends[0] - self.block_size, 0)
+                links = [controller.link for controller in self.controllers]
+                if arbiter.is_hopeless(first_token, ends[-1], len(ends), links, now_s):
+                    choice.seen_token, choice.limit_token = ends[-1], first_token
+                    self.pool.arbiter_cuts += 1
+                    return True
+                choice.give_up_s = now_s + known.compute_s(first_token, ends[-1])
             return False
         ends = self._end_tokens([key for key, _ in sources], num_ready, req_context)
         # What was decided before is under way, or here.

@@ -216,6 +216,27 @@ def test_answer_is_kept_when_rates_change_within_a_request() -> None:
     assert manager.lookup(keys, ReqContext()) is None
 
 
+def test_prefix_that_is_computed_sooner_than_loaded_is_not_asked_for() -> None:
+    # A block of 16 tokens takes 8 ms to compute and 1 ms to load, behind a latency of 100 ms: 14 of them are even.
+    engine = Engine(0.1, 0.001, flat(2000), given=2000)
+    for length in (20, 200, 20, 200):
+        engine.first_token_s(engine.prompt(length))
+    asked: list[list[bytes]] = []
+    engine.tier.lookup = lambda keys: asked.append(keys)  # type: ignore[method-assign]
+    engine.manager.controllers[0].link.probe_s = math.inf
+    before = engine.manager.stats().arbiter_cuts
+    # It waits for no answer, and its decision is kept when one has come.
+    context, keys = ReqContext(), engine.prompt(10)
+    assert engine.manager.lookup(keys, context) == 0
+    assert str(engine.manager.arbiter.decisions[-1]) == "computes: loading 0.11 s, computing 0.08 s"
+    assert engine.manager.lookup(keys, context) == 0
+    assert engine.manager.stats().arbiter_cuts == before + 1
+    assert engine.manager.lookup(engine.prompt(20), ReqContext()) is None
+    # What a link that nobody uses is like by now has to be learned from somebody.
+    engine.manager.controllers[0].link.probe_s = engine.clock.now_s
+    assert engine.manager.lookup(engine.prompt(10), ReqContext()) is None
+
+
 def test_tier_without_an_arbiter_is_loaded_from_whatever_it_costs() -> None:
     clock = Clock()
     slow = ThrottledTier(100, 0.0, 1.0, clock)
