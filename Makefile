@@ -158,7 +158,7 @@ test-free-threaded:
 
 # The networked tiers against their real servers; a missing client is a failure here.
 test-stores: $(VENV)/extra-test.stamp $(VENV)/extra-mooncake.stamp
-	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_EXPECT_STORES=1 $(PYTEST) tests/tiers/test_mooncake.py tests/tiers/test_valkey.py
+	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_EXPECT_STORES=1 $(PYTEST) tests/tiers/test_mooncake.py tests/tiers/test_valkey.py tests/tiers/test_store_faults.py
 
 test-vllm: $(VENV)/package.stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/vllm/run $(PYTEST_ARGS)

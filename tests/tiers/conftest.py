@@ -1,10 +1,15 @@
 """A disk tier under test with its pool, and what is stored in it."""
 
 import mmap
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+# For `stores`, which more than one module here needs.
+sys.path.insert(0, str(Path(__file__).parent))
 
 BLOCK_BYTES = 4096
 NUM_HOST = 64

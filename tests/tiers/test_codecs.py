@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from stores import load_as_is, store_as_is
 
 from kvcache.registry import CODECS
 from kvcache.spec.assembly import read_tiers
@@ -64,25 +64,14 @@ def open_configured(entry: dict, host: np.ndarray) -> CodecTier:
     return tier
 
 
-def run_job(tier: CodecTier, submit, job_id: int, keys: list[bytes], timeout_s: float = 30.0):
-    assert submit(job_id, keys, list(range(len(keys))))
-    end_s = time.monotonic() + timeout_s
-    while True:
-        for result in tier.get_finished():
-            if result.job_id == job_id:
-                return result
-        assert time.monotonic() < end_s, "the job never ended"
-        time.sleep(0.001)
-
-
 def test_zstd_gives_the_same_bytes_in_fewer():
     host = compressible()
     before = host.copy()
     entry = {"type": "memory", "capacity": "1MiB", "codec": {"type": "zstd", "level": 3, "share": 0.7}}
     tier = open_configured(entry, host)
-    assert sorted(run_job(tier, tier.submit_store, 1, KEYS).done) == KEYS
+    assert sorted(store_as_is(tier, KEYS).done) == KEYS
     host[:] = 0
-    assert sorted(run_job(tier, tier.submit_load, 2, KEYS).done) == KEYS
+    assert sorted(load_as_is(tier, KEYS).done) == KEYS
     assert (host == before).all()
     stats = tier.stats()
     assert (stats.codec, stats.encoded_blocks, stats.decoded_blocks) == ("zstd", 40, 40)
@@ -100,7 +89,7 @@ def test_block_that_does_not_compress_is_refused_and_others_are_stored():
     host = compressible()
     host[3] = np.random.default_rng(2).integers(0, 256, host.shape[1], np.uint8)
     tier = open_configured({"type": "memory", "capacity": "1MiB", "codec": {"type": "zstd"}}, host)
-    result = run_job(tier, tier.submit_store, 1, KEYS[:6])
+    result = store_as_is(tier, KEYS[:6])
     assert (sorted(result.done), result.failed, result.error) == (KEYS[:3] + KEYS[4:6], [KEYS[3]], "")
     assert (tier.stats().unencodable_blocks, tier.stats().refused_blocks) == (1, 1)
     assert tier.lookup(KEYS[:6]) == 3
@@ -145,12 +134,12 @@ def test_fp8_blocks_come_back_alike_every_time():
     before = host.copy()
     entry = {"type": "memory", "capacity": "1MiB", "codec": {"type": "fp8", "dtype": "bfloat16"}}
     tier = open_configured(entry, host)
-    assert run_job(tier, tier.submit_store, 1, KEYS).failed == []
+    assert store_as_is(tier, KEYS).failed == []
     assert (host == before).all()
     loaded = []
     for job_id in (2, 3):
         host[:] = 0
-        assert run_job(tier, tier.submit_load, job_id, KEYS).failed == []
+        assert load_as_is(tier, KEYS, job_id).failed == []
         loaded.append(host.copy())
     assert (loaded[0] == loaded[1]).all()
     assert not (loaded[0] == before).all()
@@ -168,9 +157,9 @@ def test_damage_of_what_is_stored_is_a_counted_miss(at):
             self.host_rows[batch.block_ids[batch.keys.index(KEYS[0])], at] ^= 1
 
     tier = CodecTier(ZstdCodec(host.shape[1]), "zstd", lambda rows, _: DamagingTier(16, rows), host)
-    assert run_job(tier, tier.submit_store, 1, KEYS[:2]).failed == []
+    assert store_as_is(tier, KEYS[:2]).failed == []
     host[:] = 0
-    result = run_job(tier, tier.submit_load, 2, KEYS[:2])
+    result = load_as_is(tier, KEYS[:2])
     assert (result.done, result.failed, result.error) == (KEYS[1:2], KEYS[:1], "")
     assert (host[1] == compressible(4)[1]).all()
     assert (tier.stats().corrupt_blocks, tier.stats().loaded_blocks) == (1, 1)
@@ -178,7 +167,7 @@ def test_damage_of_what_is_stored_is_a_counted_miss(at):
     assert tier.lookup(KEYS[:1]) == 0
     # It is taken again.
     host[:] = compressible(4)
-    assert run_job(tier, tier.submit_store, 3, KEYS[:1]).done == KEYS[:1]
+    assert store_as_is(tier, KEYS[:1], 3).done == KEYS[:1]
     tier.shutdown()
 
 
@@ -188,9 +177,9 @@ def test_staging_area_bounds_what_is_under_way_and_serves_any_job():
     # 16 rows, the least there are, for a job of 40.
     tier = CodecTier(codec, "inverting", lambda rows, _: MemoryTier(64, rows), host, staging_bytes=1)
     before = host.copy()
-    assert sorted(run_job(tier, tier.submit_store, 1, KEYS).done) == KEYS
+    assert sorted(store_as_is(tier, KEYS).done) == KEYS
     host[:] = 0
-    assert sorted(run_job(tier, tier.submit_load, 2, KEYS).done) == KEYS
+    assert sorted(load_as_is(tier, KEYS).done) == KEYS
     assert (host == before).all()
     assert not tier.submit_store(3, KEYS * 200, [0] * 8000)
     tier.shutdown()

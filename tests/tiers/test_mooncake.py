@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import stores
+from stores import KEYS, Impostor, MooncakeStore, found, load, store, store_until_done, wait_for, wait_for_reset
 
-from kvcache import TieredOffloadingManager
 from kvcache.testing.tier_contract import TierContract
-from kvcache.tiering.controller import TierConfig
 from kvcache.tiers.mooncake import MooncakeTier
 
 try:
@@ -36,86 +30,26 @@ except ImportError as error:
 
 TIMEOUT_S = 1.0
 BLOCK_BYTES = 1 << 16
-KEYS = [bytes([number]) * 36 for number in range(1, 65)]
-BINARIES = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Store:
-    """A master, and nodes that lend it memory."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self.master = f"127.0.0.1:{self.port}"
-        self._metrics_port = free_port()
-        self._log = (folder / "store.log").open("ab")
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.start_master()
-
-    def start_master(self) -> None:
-        self.process = self._start(
-            "mooncake_master",
-            f"-rpc_port={self.port}",
-            "-rpc_address=127.0.0.1",
-            f"-metrics_port={self._metrics_port}",
-            "-enable_metric_reporting=false",
-            "-default_kv_lease_ttl=200",
-        )
-        end_s = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                assert time.monotonic() < end_s, "the master did not start"
-                time.sleep(0.02)
-
-    def start_node(self, size: str = "64MB") -> subprocess.Popen[bytes]:
-        return self._start(
-            "mooncake_client",
-            f"-master_server_address={self.master}",
-            "-metadata_server=P2PHANDSHAKE",
-            "-host=127.0.0.1",
-            f"-port={free_port()}",
-            f"-global_segment_size={size}",
-        )
-
-    def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
-        binary = shutil.which(name) or str(BINARIES / name)
-        process = subprocess.Popen([binary, *options], stdout=self._log, stderr=self._log)
-        self._processes.append(process)
-        return process
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        self._log.close()
 
 
 @pytest.fixture
-def make_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
-    stores: list[Store] = []
+def make_store(tmp_path: Path) -> Iterator[Callable[..., MooncakeStore]]:
+    made: list[MooncakeStore] = []
 
-    def make(*nodes: str) -> Store:
-        stores.append(Store(tmp_path))
+    def make(*nodes: str) -> MooncakeStore:
+        made.append(MooncakeStore(tmp_path))
         for size in nodes:
-            stores[-1].start_node(size)
-        return stores[-1]
+            made[-1].start_node(size)
+        return made[-1]
 
     yield make
-    for store in stores:
-        store.close()
+    for one in made:
+        one.close()
 
 
 @pytest.fixture(scope="module")
-def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    store = Store(tmp_path_factory.mktemp("store"))
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeStore]:
+    store = MooncakeStore(tmp_path_factory.mktemp("store"))
     store.start_node()
     host = blocks(1)
     tier = MooncakeTier(store.master, host, salt="until there is memory", timeout_s=TIMEOUT_S)
@@ -140,56 +74,11 @@ def open_tier(opened: list[MooncakeTier], master: str, host: np.ndarray, **optio
 
 
 def blocks(num_blocks: int = 64, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
-    return np.zeros((num_blocks, block_bytes), np.uint8)
-
-
-def wait_for(tier: MooncakeTier, job_id: int, timeout_s: float = 30.0):
-    end_s = time.monotonic() + timeout_s
-    while True:
-        for result in tier.get_finished():
-            if result.job_id == job_id:
-                return result
-        assert time.monotonic() < end_s, "the job never ended"
-        time.sleep(0.002)
-
-
-def found(tier: MooncakeTier, keys: list[bytes], timeout_s: float = 30.0) -> int:
-    end_s = time.monotonic() + timeout_s
-    while (answer := tier.lookup(keys)) is None:
-        assert time.monotonic() < end_s, "no answer to a look-up"
-        tier.get_finished()
-        time.sleep(0.002)
-    return answer
-
-
-def store(tier: MooncakeTier, host: np.ndarray, keys: list[bytes], job_id: int = 1):
-    for i, key in enumerate(keys):
-        host[i] = key[0]
-    assert tier.submit_store(job_id, keys, list(range(len(keys))))
-    return wait_for(tier, job_id)
-
-
-def store_until_done(tier: MooncakeTier, host: np.ndarray, keys: list[bytes], timeout_s: float = 60.0) -> None:
-    """Store keys once the store has memory and answers."""
-    end_s, job_id = time.monotonic() + timeout_s, 1 << 20
-    while (result := store(tier, host, keys, job_id)).failed or result.error:
-        assert time.monotonic() < end_s, (result, tier.stats())
-        job_id += 1
-        time.sleep(0.05)
-
-
-def load(tier: MooncakeTier, host: np.ndarray, keys: list[bytes], job_id: int = 2):
-    host[:] = 0
-    assert tier.submit_load(job_id, keys, list(range(len(keys))))
-    result = wait_for(tier, job_id)
-    for i, key in enumerate(keys):
-        assert key not in result.done or (host[i] == key[0]).all(), "wrong bytes"
-    assert not host[len(keys) :].any(), "a block of no job was touched"
-    return result
+    return stores.blocks(num_blocks, block_bytes)
 
 
 @pytest.fixture
-def client(shared_store: Store) -> Iterator[SimpleNamespace]:
+def client(shared_store: MooncakeStore) -> Iterator[SimpleNamespace]:
     """A client of the store that is none of ours, with a registered buffer."""
     native = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     assert native.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", shared_store.master) == 0
@@ -270,10 +159,7 @@ def test_reset_is_not_undone_by_a_restart(shared_store, opened, tmp_path):
     tier = open_tier(opened, shared_store.master, host, salt=str(tmp_path))
     store_until_done(tier, host, KEYS[:4])
     tier.reset()
-    end_s = time.monotonic() + 30
-    while tier.stats().unavailable_reason:
-        assert time.monotonic() < end_s
-        tier.get_finished()
+    wait_for_reset(tier)
     assert found(tier, KEYS[:4]) == 0
     store_until_done(tier, host, KEYS[4:6])
     again = open_tier(opened, shared_store.master, blocks(), salt=str(tmp_path))
@@ -325,8 +211,7 @@ def test_soft_pins_and_replicas_are_asked_for(make_store, opened):
 
 def test_master_that_is_down_at_the_start_is_used_once_it_runs(make_store, opened):
     late = make_store()
-    late.process.kill()
-    late.process.wait()
+    late.kill_master()
     host = blocks()
     tier = open_tier(opened, late.master, host)
     assert "no connection" in store(tier, host, KEYS[:2]).error
@@ -342,8 +227,7 @@ def test_restarted_master_is_used_again(make_store, opened):
     host = blocks()
     tier = open_tier(opened, fresh.master, host)
     store_until_done(tier, host, KEYS[:8])
-    fresh.process.kill()
-    fresh.process.wait()
+    fresh.kill_master()
     for job_id in range(2, 4):
         assert load(tier, host, KEYS[:8], job_id).done == []
     fresh.start_master()
@@ -359,7 +243,7 @@ def test_stopped_master_and_node_fail_jobs_in_time(make_store, opened):
     for pid, keys in ((fresh.process.pid, KEYS[:8]), (node.pid, KEYS[8:16])):
         # The master may have given up a node that could not report to it.
         store_until_done(tier, host, keys, timeout_s=60)
-        os.kill(pid, signal.SIGSTOP)
+        stores.pause(pid)
         try:
             result = load(tier, host, keys)
             assert result.done == []
@@ -367,35 +251,11 @@ def test_stopped_master_and_node_fail_jobs_in_time(make_store, opened):
             # Nothing may be written to host blocks of a job that was reported.
             host[:] = 0
         finally:
-            os.kill(pid, signal.SIGCONT)
+            stores.resume(pid)
         time.sleep(0.5)
         assert not host.any()
     store_until_done(tier, host, KEYS[16:24], timeout_s=60)
     assert sorted(load(tier, host, KEYS[16:24], job_id=9).done) == KEYS[16:24]
-
-
-def test_scheduler_never_waits_for_a_stopped_master(make_store, opened):
-    fresh = make_store("64MB")
-    host = blocks()
-    tier = open_tier(opened, fresh.master, host)
-    store_until_done(tier, host, KEYS[:4])
-    manager = TieredOffloadingManager(16, 64, [(tier, TierConfig(deadline_s=0.5))], deadline_s=0.5)
-    os.kill(fresh.process.pid, signal.SIGSTOP)
-    longest_s = 0.0
-    try:
-        for i in range(40):
-            for call in (
-                lambda i=i: manager.lookup([KEYS[i]]),
-                lambda i=i: manager.prepare_store([KEYS[i]]),
-                lambda i=i: manager.complete_store([KEYS[i]]),
-                manager.on_schedule_end,
-            ):
-                start_s = time.thread_time()
-                call()
-                longest_s = max(longest_s, time.thread_time() - start_s)
-    finally:
-        os.kill(fresh.process.pid, signal.SIGCONT)
-    assert longest_s < 0.05
 
 
 def test_calls_of_the_client_leave_the_interpreter_to_others(make_store, opened):
@@ -404,11 +264,9 @@ def test_calls_of_the_client_leave_the_interpreter_to_others(make_store, opened)
     tier = open_tier(opened, fresh.master, host)
     store_until_done(tier, host, KEYS[:4])
     turns = []
-    os.kill(fresh.process.pid, signal.SIGSTOP)
+    # What is loaded before it stands still does not fail.
+    stores.pause(fresh.process.pid)
     try:
-        # A signal takes a moment: what is loaded meanwhile does not fail.
-        while Path(f"/proc/{fresh.process.pid}/stat").read_text().rpartition(") ")[2][0] != "T":
-            time.sleep(0.001)
         assert tier.submit_load(5, KEYS[:4], list(range(4)))
         end_s = time.monotonic() + 30
         while not (done := tier.get_finished()):
@@ -422,29 +280,55 @@ def test_calls_of_the_client_leave_the_interpreter_to_others(make_store, opened)
     assert len(turns) > 10
 
 
+def test_client_is_kept_for_the_next_tier_and_never_closed(make_store, opened, monkeypatch):
+    native = importlib.import_module("mooncake.store").MooncakeDistributedStore
+    calls = []
+    for name in ("setup", "close"):
+        method = getattr(native, name)
+        monkeypatch.setattr(native, name, lambda *args, n=name, m=method, **kw: (calls.append(n), m(*args, **kw))[1])
+    fresh = make_store("64MB")
+    first = blocks()
+    tier = open_tier(opened, fresh.master, first)
+    store_until_done(tier, first, KEYS[:4])
+    tier.shutdown()
+    second = blocks()
+    again = open_tier(opened, fresh.master, second)
+    assert sorted(load(again, second, KEYS[:4]).done) == KEYS[:4]
+    # Memory of a tier that is closed is nobody's: what was loaded came into the second one's.
+    assert calls == ["setup"]
+    # Both at once do not share one.
+    third = open_tier(opened, fresh.master, blocks())
+    assert found(third, KEYS[:4]) == 4
+    assert calls == ["setup", "setup"]
+
+
+def test_client_never_connects_to_a_master_that_does_not_answer(make_store, opened, monkeypatch):
+    native = importlib.import_module("mooncake.store").MooncakeDistributedStore
+    calls = []
+    setup = native.setup
+    monkeypatch.setattr(native, "setup", lambda *args, **kw: (calls.append(args), setup(*args, **kw))[1])
+    fresh = make_store("64MB")
+    stores.pause(fresh.process.pid)
+    try:
+        host = blocks()
+        tier = open_tier(opened, fresh.master, host)
+        assert store(tier, host, KEYS[:2]).error
+        assert calls == []
+    finally:
+        stores.resume(fresh.process.pid)
+    store_until_done(tier, host, KEYS[:2])
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
 def test_another_protocol_on_the_port_is_no_hang(opened, greeting):
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def answer() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-                with client:
-                    client.sendall(greeting)
-                    client.recv(1 << 16)
-            except OSError:
-                return
-
-    threading.Thread(target=answer, daemon=True).start()
+    impostor = Impostor(greeting)
     host = blocks()
-    tier = open_tier(opened, f"127.0.0.1:{listener.getsockname()[1]}", host)
+    tier = open_tier(opened, f"127.0.0.1:{impostor.port}", host)
     # Refused as long as the tier is being opened.
     assert not tier.submit_store(1, KEYS[:2], [0, 1]) or wait_for(tier, 1).done == []
     assert found(tier, KEYS[:2]) == 0
-    with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+    impostor.close()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,450 @@
+"""A scheduler's loop with many jobs in flight over a store, what can happen to the store, and what must never follow.
+
+The loop asks for prompts whose blocks are mostly in the store, loads what it is promised, compares every byte, computes
+and stores the rest. What a call of it costs is CPU time of its thread, and what it waits for shows as voluntary
+switches of the thread, which are counted and not timed: a busy machine changes neither.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from stores import Impostor, MooncakeStore, Proxy, ProxyProcess, ValkeyServer, blocks, pause, resume, store_as_is
+
+from kvcache import ReqContext, TierConfig, TieredOffloadingManager
+from kvcache.tiering.tier import Tier
+
+BLOCK_BYTES = 1 << 16
+NUM_HOST = 96
+DEADLINE_S = 0.5
+PAUSE_S = 0.5
+_NUM_REQUESTS = 8
+_CHAIN_BLOCKS = 12
+_NUM_CHAINS = 24
+_STEP_S = 0.001
+_NUM_PARTS = 3
+_FRESH_CHAIN = 1 / 16
+_WARM_BLOCKS = 50
+_SLACK_STEPS = 100
+_LIMIT_S = 60.0
+_WORKING_PUTS = 32
+End = Callable[[], None]
+"""Ends a fault."""
+
+
+def key_of(chain: int, i: int) -> bytes:
+    return b"%06d-%06d" % (chain, i) + bytes(20)
+
+
+def fill(block: np.ndarray, key: bytes) -> None:
+    """Write the bytes that a key stands for: every 8 of them are different."""
+    number = int(key[:6]) * 4099 + int(key[7:13])
+    block.view(np.uint64)[:] = np.arange(BLOCK_BYTES // 8, dtype=np.uint64) * 2654435761 + number
+
+
+class Traffic:
+    """A scheduler over one tier.
+
+    Attributes
+    ----------
+    num_wrong, num_late : int
+        Loaded blocks with bytes of another key; requests that were told to wait after their deadline.
+    num_steps, num_answers : int
+        Steps, and requests that were answered.
+    """
+
+    def __init__(self, tier: Tier, host: np.ndarray, seed: int = 0) -> None:
+        self.host = host
+        rule = TierConfig(deadline_s=DEADLINE_S, pause_s=PAUSE_S, max_store_blocks=24)
+        self.manager = TieredOffloadingManager(16, len(host), [(tier, rule)], deadline_s=DEADLINE_S)
+        self.num_wrong = self.num_late = self.num_answers = self.num_steps = 0
+        self._num_chains = _NUM_CHAINS
+        self._dice = random.Random(seed)
+        self._asking: list[tuple[ReqContext, list[bytes], float]] = []
+        self._expected = np.zeros(BLOCK_BYTES, np.uint8)
+        self._calls: list[tuple[float, int]] = []
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return blocks that were loaded and stored, and what went wrong with others."""
+        (stats,) = self.manager.tier_stats()
+        tier = stats.tier
+        num_bad = stats.failed_jobs + stats.overdue_jobs + tier.corrupt_blocks + tier.missed_blocks
+        return stats.promoted_blocks, stats.written_blocks, num_bad + tier.refused_blocks + tier.io_errors
+
+    def is_moving(self, since: tuple[int, int, int]) -> bool:
+        """Return whether blocks were both loaded and stored since."""
+        num_loaded, num_stored, _ = self.counts()
+        return num_loaded > since[0] and num_stored > since[1]
+
+    def run_through(self, fault: Callable[[], End], fault_s: float, longest_job_s: float) -> None:
+        """Break something, mend it, and see that traffic comes back within one pause of the breaker.
+
+        A job that tries the tier as the fault ends may fail as late as `longest_job_s` after it.
+        """
+        before = self.counts()
+        end = fault()
+        self.run_for(fault_s)
+        assert self.counts()[2] > before[2], "nothing broke"
+        end()
+        since, due_s, num_late_steps = self.counts(), time.monotonic() + PAUSE_S + longest_job_s, 0
+        limit_s = time.monotonic() + _LIMIT_S
+        while not self.is_moving(since):
+            self.step()
+            num_late_steps += time.monotonic() > due_s
+            # Steps, as a busy machine has fewer of them in the same time.
+            assert num_late_steps < _SLACK_STEPS, self.manager.tier_stats()
+            assert time.monotonic() < limit_s, self.manager.tier_stats()
+
+    def warm_up(self) -> None:
+        """Run until what is asked for has been stored, has left host memory and was loaded."""
+        self.run_until(lambda: self.counts()[0] > _WARM_BLOCKS, _LIMIT_S)
+        self._calls.clear()
+
+    def run_until(self, is_over: Callable[[], bool], limit_s: float) -> None:
+        end_s = time.monotonic() + limit_s
+        while not is_over():
+            assert time.monotonic() < end_s, (self.manager.tier_stats(), self.manager.stats())
+            self.step()
+
+    def run_for(self, seconds: float) -> None:
+        end_s = time.monotonic() + seconds
+        self.run_until(lambda: time.monotonic() >= end_s, seconds + _LIMIT_S)
+
+    def step(self) -> None:
+        """Do what a scheduler does in a step, and sleep as long as a forward pass would take at least."""
+        while len(self._asking) < _NUM_REQUESTS:
+            if self._dice.random() < _FRESH_CHAIN:
+                # Something is always left to be stored.
+                self._num_chains += 1
+                chain = self._num_chains
+            else:
+                chain = self._dice.randrange(_NUM_CHAINS)
+            self._asking.append((ReqContext(), [key_of(chain, i) for i in range(_CHAIN_BLOCKS)], 0.0))
+        for request in list(self._asking):
+            self._serve(request)
+        self._call(self.manager.on_schedule_end)
+        self.num_steps += 1
+        time.sleep(_STEP_S)
+
+    def _serve(self, request: tuple[ReqContext, list[bytes], float]) -> None:
+        context, keys, late_s = request
+        asked_s = time.monotonic()
+        num_found = self._call(self.manager.lookup, keys, context)
+        if num_found is None:
+            # What began to wait before `late_s` less the deadline must have its answer by now.
+            self.num_late += late_s > 0 and asked_s >= late_s
+            if not late_s:
+                self._asking[self._asking.index(request)] = (context, keys, time.monotonic() + DEADLINE_S)
+            return
+        self._asking.remove(request)
+        self.num_answers += 1
+        if num_found:
+            ids = self._call(self.manager.prepare_load, keys[:num_found], context).block_ids
+            for key, block_id in zip(keys, ids, strict=False):
+                fill(self._expected, key)
+                self.num_wrong += not np.array_equal(self._expected, self.host[block_id])
+            self._call(self.manager.complete_load, keys[:num_found], context)
+        output = self._call(self.manager.prepare_store, keys[num_found:], context)
+        if output is not None:
+            for key, block_id in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
+                fill(self.host[block_id], key)
+            self._call(self.manager.complete_store, output.keys_to_store, context)
+        self._call(self.manager.on_request_finished, context)
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        start_s = time.thread_time()
+        answer = method(*arguments)
+        seconds = time.thread_time() - start_s
+        self._calls.append((seconds, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before))
+        return answer
+
+    def check(self, max_s: float = 0.002) -> None:
+        """Fail if a byte was wrong, a request late, a call dear, or if calls wait for anything."""
+        assert self.num_wrong == 0
+        assert self.num_late == 0
+        assert self.num_answers > 0
+        size = -(-len(self._calls) // _NUM_PARTS)
+        parts = [self._calls[first : first + size] for first in range(0, len(self._calls), size)]
+        # What else a machine does makes a single call dear; a tier that is waited for makes it so all the time.
+        assert min(max(seconds for seconds, _ in part) for part in parts) < max_s
+        num_waits = sum(waits > 0 for _, waits in self._calls)
+        assert num_waits <= len(self._calls) // 100, f"{num_waits} of {len(self._calls)} calls waited"
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep the garbage collector, and threads that want the interpreter, from interrupting a call."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.2)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        sys.setswitchinterval(interval_s)
+
+
+class ValkeyFaults:
+    """A server behind a proxy, and what can happen to both; each fault returns what ends it."""
+
+    LONGEST_JOB_S = 0.4
+    NAMES = (
+        "killed",
+        "stopped",
+        "cut",
+        "garbage",
+        "swallowed",
+        "half_open",
+        "a_byte_a_second",
+        "full",
+        "evicting",
+        "wrong_credentials",
+        "another_protocol",
+        "another_tenants_values",
+    )
+    SLOW_NAMES = ()
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.server = ValkeyServer(folder)
+        self.server.start()
+        self.proxy = Proxy(self.server.port)
+        self.proxy.drip_s = 1.0
+        self._stack = stack
+        stack.callback(self.server.kill)
+        stack.callback(self.proxy.close)
+
+    def open_tier(self, host: np.ndarray, salt: str = "") -> Tier:
+        valkey = importlib.import_module("kvcache.tiers.valkey")
+        url = f"valkey://127.0.0.1:{self.proxy.port}"
+        tier: Tier = valkey.ValkeyTier(url, host, salt=salt, timeout_s=self.LONGEST_JOB_S)
+        return tier
+
+    def killed(self) -> End:
+        self.server.kill()
+        return self.server.start
+
+    def stopped(self) -> End:
+        pid = self.server.pid
+        self._stack.callback(resume, pid)
+        pause(pid)
+        return lambda: resume(pid)
+
+    def cut(self) -> End:
+        self.proxy.cut()
+        return self._spoil("cut")
+
+    def garbage(self) -> End:
+        return self._spoil("garbage")
+
+    def swallowed(self) -> End:
+        return self._spoil("swallow")
+
+    def half_open(self) -> End:
+        return self._spoil("half-open")
+
+    def a_byte_a_second(self) -> End:
+        return self._spoil("drip")
+
+    def full(self) -> End:
+        return self._limit_memory("noeviction", 1.0)
+
+    def evicting(self) -> End:
+        return self._limit_memory("allkeys-random", 0.7)
+
+    def wrong_credentials(self) -> End:
+        client = self._client()
+        client.config_set("requirepass", "sesame")
+        # Who is connected would stay so.
+        client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        return lambda: client.config_set("requirepass", "")
+
+    def another_protocol(self) -> End:
+        self.server.kill()
+        impostor = Impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n", self.server.port)
+
+        def end() -> None:
+            impostor.close()
+            self.server.start()
+
+        return end
+
+    def another_tenants_values(self) -> End:
+        """Put a value that another tenant stored in the place of each of this one's."""
+        client, host = self._client(), blocks(1, BLOCK_BYTES)
+        own = set(client.scan_iter(match="kvcache:*"))
+        other = self.open_tier(host, salt="another tenant")
+        self._stack.callback(other.shutdown)
+        assert store_as_is(other, [b"%033d" % len(own)]).done
+        (theirs,) = (name for name in client.scan_iter(match="kvcache:*") if name not in own)
+        value = client.get(theirs)
+        for name in own:
+            if not name.endswith(b":epoch"):
+                client.set(name, value)
+        return lambda: None
+
+    def _client(self) -> Any:
+        return self._stack.enter_context(importlib.import_module("valkey").Valkey(port=self.server.port))
+
+    def _spoil(self, mode: str) -> End:
+        self.proxy.mode = mode
+
+        def end() -> None:
+            self.proxy.mode = "pass"
+
+        return end
+
+    def _limit_memory(self, policy: str, share: float) -> End:
+        client = self._client()
+        client.config_set("maxmemory-policy", policy)
+        client.config_set("maxmemory", int(share * client.info("memory")["used_memory"]))
+        return lambda: client.config_set("maxmemory", 0)
+
+
+class MooncakeFaults:
+    """A master behind a proxy and a node, and what can happen to them; each fault returns what ends it."""
+
+    # What a client of one process waits for is set once, by its first tier.
+    TIMEOUT_S = 1.0
+    # For the master and then for the node.
+    LONGEST_JOB_S = 3.0
+    NAMES = (
+        "master_killed",
+        "master_stopped",
+        "node_stopped",
+        "cut",
+        "garbage",
+        "half_open",
+        "a_byte_a_second",
+        "full",
+        "another_tenants_values",
+    )
+    # It takes a master ten seconds to give up a node, and until then nobody can use the store.
+    SLOW_NAMES = ("node_killed",)
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.store = MooncakeStore(folder)
+        stack.callback(self.store.close)
+        self.node = self.store.start_node("256MB")
+        self.proxy = ProxyProcess(self.store.port, drip_s=1.0)
+        stack.callback(self.proxy.close)
+        self._stack = stack
+        self._client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        tier_module = importlib.import_module("kvcache.tiers.mooncake")
+        self._tier_class = tier_module.MooncakeTier
+        # Sets the client's time limits.
+        tier_module.load_client(self.TIMEOUT_S)
+        assert self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", self.store.master) == 0
+        self._wait_until_it_works()
+
+    def open_tier(self, host: np.ndarray, salt: str = "") -> Tier:
+        master = f"127.0.0.1:{self.proxy.port}"
+        tier: Tier = self._tier_class(master, host, salt=salt, timeout_s=self.TIMEOUT_S)
+        return tier
+
+    def master_killed(self) -> End:
+        self.store.kill_master()
+
+        def end() -> None:
+            self.store.start_master()
+            self._wait_until_it_works()
+
+        return end
+
+    def master_stopped(self) -> End:
+        return self._stop(self.store.process.pid)
+
+    def node_stopped(self) -> End:
+        return self._stop(self.node.pid)
+
+    def node_killed(self) -> End:
+        self.node.kill()
+
+        def end() -> None:
+            self.node = self.store.start_node("256MB")
+            self._wait_until_it_works()
+
+        return end
+
+    def cut(self) -> End:
+        return self._spoil("cut")
+
+    def garbage(self) -> End:
+        return self._spoil("garbage")
+
+    def half_open(self) -> End:
+        return self._spoil("half-open")
+
+    def a_byte_a_second(self) -> End:
+        return self._spoil("drip")
+
+    def full(self) -> End:
+        """Fill the store with what is pinned."""
+        config = importlib.import_module("mooncake.store").ReplicateConfig()
+        config.with_hard_pin = True
+        value, names = bytes(4 << 20), [f"other {i}" for i in range(100)]
+        taken = [name for name in names if self._client.put(name, value, config) == 0]
+        assert len(taken) < len(names)
+
+        def end() -> None:
+            for name in taken:
+                assert self._client.remove(name, True) == 0
+
+        return end
+
+    def another_tenants_values(self) -> End:
+        """Put other bytes of the same length in the place of each value."""
+        value = bytes(BLOCK_BYTES + 8)
+        for chain in range(_NUM_CHAINS):
+            for i in range(_CHAIN_BLOCKS):
+                name = self._name_of(key_of(chain, i))
+                if self._client.remove(name, True) == 0:
+                    assert self._client.put(name, value) == 0
+        return lambda: None
+
+    def _name_of(self, key: bytes) -> str:
+        tier = self.open_tier(blocks(1, BLOCK_BYTES))
+        self._stack.callback(tier.shutdown)
+        self._name_of = tier.name_of
+        name: str = tier.name_of(key)
+        return name
+
+    def _stop(self, pid: int) -> End:
+        self._stack.callback(resume, pid)
+        pause(pid)
+
+        def end() -> None:
+            resume(pid)
+            self._wait_until_it_works()
+
+        return end
+
+    def _spoil(self, mode: str) -> End:
+        self.proxy.set_mode(mode)
+        return lambda: self.proxy.set_mode("pass")
+
+    def _wait_until_it_works(self) -> None:
+        """Return when a client of its own can store on any node.
+
+        A node takes seconds to report to a master again, and so does a master to give up a node.
+        """
+        limit_s, numbers, num_in_a_row = time.monotonic() + _LIMIT_S, count(), 0
+        while num_in_a_row < _WORKING_PUTS:
+            assert time.monotonic() < limit_s
+            name = f"works {next(numbers)}"
+            num_in_a_row = num_in_a_row + 1 if self._client.put(name, b"1") == 0 else 0
+            self._client.remove(name, True)

@@ -1,0 +1,328 @@
+"""Real stores on loopback, a proxy that spoils what passes through it, and jobs that are run to their end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from kvcache.tiering.tier import Tier, TierResult
+
+VALKEY_BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
+KEYS = [bytes([number]) * 36 for number in range(1, 65)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for_port(port: int) -> None:
+    end_s = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert time.monotonic() < end_s, "the server did not start"
+            time.sleep(0.02)
+
+
+class ValkeyServer:
+    """A Valkey or Redis server that is started, stopped and started again on one port."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.port = free_port()
+        self.url = f"valkey://127.0.0.1:{self.port}"
+        self._command = [str(VALKEY_BINARY), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        self._command += ["--save", "", "--appendonly", "no", *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for_port(self.port)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class MooncakeStore:
+    """A master, and nodes that lend it memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.master = f"127.0.0.1:{self.port}"
+        self._metrics_port = free_port()
+        self._log = (folder / "store.log").open("ab")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.start_master()
+
+    def start_master(self) -> None:
+        self.process = self._start(
+            "mooncake_master",
+            f"-rpc_port={self.port}",
+            "-rpc_address=127.0.0.1",
+            f"-metrics_port={self._metrics_port}",
+            "-enable_metric_reporting=false",
+            "-default_kv_lease_ttl=200",
+        )
+        wait_for_port(self.port)
+
+    def start_node(self, size: str = "64MB") -> subprocess.Popen[bytes]:
+        return self._start(
+            "mooncake_client",
+            f"-master_server_address={self.master}",
+            "-metadata_server=P2PHANDSHAKE",
+            "-host=127.0.0.1",
+            f"-port={free_port()}",
+            f"-global_segment_size={size}",
+        )
+
+    def kill_master(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+        binary = shutil.which(name) or str(Path(sys.executable).parent / name)
+        process = subprocess.Popen([binary, *options], stdout=self._log, stderr=self._log)
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._log.close()
+
+
+def pause(pid: int) -> None:
+    """Stop a process, and return when it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.001)
+
+
+def resume(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+class Proxy:
+    """A TCP proxy that spoils what the server answers, as `mode` says.
+
+    ``"pass"``; ``"garbage"``; ``"cut"``: half an answer, then the end; ``"swallow"``: no answer; ``"half-open"``:
+    nothing goes either way, and no connection ends; ``"drip"``: a byte every `drip_s`.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.mode = "pass"
+        self.drip_s = 0.2
+        self._ends: set[socket.socket] = set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """End all connections."""
+        for end in list(self._ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        # Wakes the thread in accept, which closing alone does not.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.mode = "pass"
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                client.close()
+                continue
+            # Each direction has ends of its own, and closes them.
+            for source, target, is_answer in ((client, server, False), (server, client, True)):
+                ends = (source.dup(), target.dup(), is_answer)
+                threading.Thread(target=self._pump, args=ends, daemon=True).start()
+            client.close()
+            server.close()
+
+    def _pump(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        with source, target:
+            self._ends |= {source, target}
+            self._copy(source, target, is_answer)
+            self._ends -= {source, target}
+
+    def _copy(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                mode = self.mode
+                if mode == "half-open" or (is_answer and mode == "swallow"):
+                    continue
+                if is_answer and mode == "garbage":
+                    data = os.urandom(len(data))
+                elif is_answer and mode == "cut":
+                    target.sendall(data[: len(data) // 2])
+                    break
+                elif is_answer and mode == "drip":
+                    while data and self.mode == "drip":
+                        target.sendall(data[:1])
+                        data = data[1:]
+                        time.sleep(self.drip_s)
+                target.sendall(data)
+        except OSError:
+            pass
+        finally:
+            for end in (source, target):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+class ProxyProcess:
+    """A `Proxy` in a process of its own, for a client that keeps the interpreter's lock while it connects."""
+
+    def __init__(self, port: int, drip_s: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run_proxy, args=(port, drip_s, theirs), daemon=True)
+        self._process.start()
+        self.port: int = self._pipe.recv()
+
+    def set_mode(self, mode: str) -> None:
+        self._pipe.send(mode)
+        self._pipe.recv()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _run_proxy(port: int, drip_s: float, pipe: Connection) -> None:
+    proxy = Proxy(port)
+    proxy.drip_s = drip_s
+    pipe.send(proxy.port)
+    while True:
+        proxy.mode = pipe.recv()
+        if proxy.mode == "cut":
+            proxy.cut()
+        pipe.send(True)
+
+
+class Impostor:
+    """A server of another protocol: it greets whoever connects, and hangs up."""
+
+    def __init__(self, greeting: bytes, port: int = 0) -> None:
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.port = self._listener.getsockname()[1]
+        self._greeting = greeting
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+                with client:
+                    client.sendall(self._greeting)
+                    client.recv(1 << 16)
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def blocks(num_blocks: int = 64, block_bytes: int = 4096) -> np.ndarray:
+    return np.zeros((num_blocks, block_bytes), np.uint8)
+
+
+def wait_for(tier: Tier, job_id: int, timeout_s: float = 30.0) -> TierResult:
+    end_s = time.monotonic() + timeout_s
+    while True:
+        for result in tier.get_finished():
+            if result.job_id == job_id:
+                return result
+        assert time.monotonic() < end_s, "the job never ended"
+        time.sleep(0.002)
+
+
+def wait_for_reset(tier: Tier) -> None:
+    end_s = time.monotonic() + 30
+    while tier.stats().unavailable_reason:
+        assert time.monotonic() < end_s
+        tier.get_finished()
+
+
+def found(tier: Tier, keys: list[bytes], timeout_s: float = 30.0) -> int:
+    end_s = time.monotonic() + timeout_s
+    while (answer := tier.lookup(keys)) is None:
+        assert time.monotonic() < end_s, "no answer to a look-up"
+        tier.get_finished()
+        time.sleep(0.002)
+    return answer
+
+
+def store_as_is(tier: Tier, keys: list[bytes], job_id: int = 1) -> TierResult:
+    assert tier.submit_store(job_id, keys, list(range(len(keys))))
+    return wait_for(tier, job_id)
+
+
+def load_as_is(tier: Tier, keys: list[bytes], job_id: int = 2) -> TierResult:
+    assert tier.submit_load(job_id, keys, list(range(len(keys))))
+    return wait_for(tier, job_id)
+
+
+def store(tier: Tier, host: np.ndarray, keys: list[bytes], job_id: int = 1) -> TierResult:
+    """Store blocks that are filled with the first byte of their key."""
+    for i, key in enumerate(keys):
+        host[i] = key[0]
+    return store_as_is(tier, keys, job_id)
+
+
+def store_until_done(tier: Tier, host: np.ndarray, keys: list[bytes], timeout_s: float = 60.0) -> None:
+    """Store keys once the store has memory and answers."""
+    end_s, job_id = time.monotonic() + timeout_s, 1 << 20
+    while (result := store(tier, host, keys, job_id)).failed or result.error:
+        assert time.monotonic() < end_s, (result, tier.stats())
+        job_id += 1
+        time.sleep(0.05)
+
+
+def load(tier: Tier, host: np.ndarray, keys: list[bytes], job_id: int = 2) -> TierResult:
+    """Load blocks; every one that is said to be right is compared."""
+    host[:] = 0
+    result = load_as_is(tier, keys, job_id)
+    for i, key in enumerate(keys):
+        assert key not in result.done or (host[i] == key[0]).all(), "wrong bytes"
+    assert not host[len(keys) :].any(), "a block of no job was touched"
+    return result

@@ -1,0 +1,51 @@
+"""Every fault of a store, under load: no wrong byte, no late answer, no call that waits, and traffic that comes back.
+
+One fault after the other on one store, for as long as you like: ``tests/stress/test_store_faults.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from store_faults import BLOCK_BYTES, NUM_HOST, MooncakeFaults, Traffic, ValkeyFaults, undisturbed
+from stores import VALKEY_BINARY, blocks
+
+FAULT_S = 0.9
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def check_fault(kind: type[ValkeyFaults | MooncakeFaults], name: str, folder: Path, stack: ExitStack) -> None:
+    faults = kind(folder, stack)
+    host = blocks(NUM_HOST, BLOCK_BYTES)
+    traffic = Traffic(faults.open_tier(host), host)
+    stack.callback(traffic.manager.shutdown)
+    with undisturbed():
+        traffic.warm_up()
+        traffic.run_through(getattr(faults, name), FAULT_S, faults.LONGEST_JOB_S)
+    traffic.check()
+
+
+@pytest.mark.parametrize("name", ValkeyFaults.NAMES)
+def test_fault_of_valkey_under_load(tmp_path, stack, name):
+    if VALKEY_BINARY is None:
+        pytest.skip("needs valkey-server or redis-server")
+    check_fault(ValkeyFaults, name, tmp_path, stack)
+
+
+@pytest.mark.parametrize("name", MooncakeFaults.NAMES)
+def test_fault_of_mooncake_under_load(tmp_path, stack, name):
+    if os.environ.get("KVCACHE_EXPECT_STORES") != "1":
+        pytest.importorskip("mooncake.store", exc_type=ImportError)
+    importlib.import_module("mooncake.store")
+    check_fault(MooncakeFaults, name, tmp_path, stack)
