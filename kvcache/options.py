@@ -215,7 +215,7 @@ class OptionTable:
             if given.get(name) is not None
         }
 
-    def read_all(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read_all(self, where: str, given: Mapping[str, Any], required: Collection[str] = ()) -> dict[str, Any]:
         """Return the options of `given`, parsed, where all of them are in this table; None counts as left out.
 
         Parameters
@@ -224,6 +224,8 @@ class OptionTable:
             What `given` is, for errors: ``"a valkey tier"``.
         given : mapping
             As the user wrote it.
+        required : collection of str
+            Options that may not be left out.
 
         Returns
         -------
@@ -233,10 +235,13 @@ class OptionTable:
         Raises
         ------
         ValueError
-            A key is unknown or a value bad; the message names the key and `where`.
+            A key is unknown or missing, or a value bad; the message names the key and `where`.
         """
         if unknown := name_unknown(given, self.parsers):
             raise ValueError(f"unknown options of {where}: {unknown}; known ones: {', '.join(self.parsers)}")
+        for name in required:
+            if given.get(name) is None:
+                raise ValueError(f"{where} needs {name!r}, got {dict(given)!r}")
         return self.read(where, given)
 
 

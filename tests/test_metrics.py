@@ -38,4 +38,5 @@ def test_needed_blocks_leaves_refused_stores_out() -> None:
 
 
 def test_the_docs_show_the_table() -> None:
-    assert as_markdown(MANAGER_METRICS) in DOCS.read_text(encoding="utf-8")
+    table = as_markdown(MANAGER_METRICS)
+    assert table in DOCS.read_text(encoding="utf-8"), f"{DOCS} must hold\n{table}"

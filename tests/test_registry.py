@@ -11,10 +11,10 @@ import pytest
 
 import kvcache.policies
 from kvcache import ARCCachePolicy, CachePolicy, CPUOffloadingManager, LRUCachePolicy
-from kvcache.registry import POLICIES, Registry
+from kvcache.registry import POLICIES, TIERS, Registry
 from kvcache.testing.reference import ReferenceLRU
 
-BUILT_IN = ["lru", "arc", "mq", "amq", "lfuda"]
+BUILT_IN = ["lru", "arc", "mq", "amq", "lfuda", "gittins"]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -28,7 +28,18 @@ def test_built_in_names_resolve_to_policies(name: str) -> None:
 
 
 def test_names_are_listed_built_in_ones_first() -> None:
-    assert POLICIES.names()[:5] == BUILT_IN
+    assert POLICIES.names()[: len(BUILT_IN)] == BUILT_IN
+
+
+def test_built_in_ones_are_exported_and_documented() -> None:
+    pages = Path(__file__).resolve().parents[1] / "docs" / "api"
+    for registry, page in ((POLICIES, "policies.md"), (TIERS, "tiers.md")):
+        # Not imported: a tier may need a package that is not here.
+        names = {path.partition(":")[2] for path in registry._paths.values() if path.startswith("kvcache.")}
+        text = (pages / page).read_text(encoding="utf-8")
+        assert sorted(name for name in names if f"{name}\n" not in text) == []
+        if registry is POLICIES:
+            assert names <= set(kvcache.__all__) & set(kvcache.policies.__all__)
 
 
 def test_a_policy_may_be_picked_by_class_and_by_path() -> None:
@@ -47,7 +58,7 @@ def test_built_in_classes_have_both_addresses() -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("lrru", r"unknown policy 'lrru', known ones: lru, arc, mq, amq, lfuda.*did you mean 'lru'"),
+        ("lrru", r"unknown policy 'lrru', known ones: lru, arc, mq, amq, lfuda, gittins.*did you mean 'lru'"),
         ("", "unknown policy ''"),
         ("no_such_package.module:Policy", "cannot be imported"),
         ("kvcache.policies.lru:NoSuchPolicy", "cannot be imported"),

@@ -16,6 +16,7 @@ _HOME_OF = {
     "ReferenceGate": "kvcache.testing.reference",
     "ReferenceManager": "kvcache.testing.reference_manager",
     "RetainingReferenceManager": "kvcache.testing.reference_retention",
+    "TierContract": "kvcache.testing.tier_contract",
     "cache_machine": "kvcache.testing.machine",
 }
 
@@ -26,6 +27,7 @@ __all__ = [
     "ReferenceGate",
     "ReferenceManager",
     "RetainingReferenceManager",
+    "TierContract",
     "cache_machine",
 ]
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
     from kvcache.testing.reference_manager import ReferenceManager
     from kvcache.testing.reference_retention import RetainingReferenceManager
+    from kvcache.testing.tier_contract import TierContract
 
 
 def __getattr__(name: str) -> Any:

@@ -50,7 +50,22 @@ class TierContract(ABC):
 
     @abstractmethod
     def open_tier(self, path: Path, host_blocks: HostBlocks, num_blocks: int) -> Tier:
-        """Open a tier of `num_blocks` blocks; the same path is the same place."""
+        """Open the tier under test; the same path is the same place.
+
+        Parameters
+        ----------
+        path : Path
+            A folder of the test's own, for what the tier keeps, or to derive a name from.
+        host_blocks : numpy.ndarray
+            The pool, uint8, shape (num_blocks, block_bytes).
+        num_blocks : int
+            Blocks that the tier must hold.
+
+        Returns
+        -------
+        Tier
+            Shut down by the contract.
+        """
 
     def test_stored_blocks_are_found_and_come_back_as_they_were(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:

@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.options import check_int, parse_size
+from kvcache.options import OptionTable, check_int, parse_count, parse_policy, parse_size
 from kvcache.tiering.job_tier import JobTier, TierBatch
 from kvcache.tiering.tier import checked_host_blocks
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
+
+_OPTIONS = OptionTable({"capacity": parse_size, "cache_policy": parse_policy, "num_threads": parse_count})
+
+
+def _read(options: Mapping[str, Any]) -> dict[str, Any]:
+    return _OPTIONS.read_all("a memory tier", options, required=["capacity"])
 
 
 class MemoryTier(JobTier):
@@ -43,18 +49,16 @@ class MemoryTier(JobTier):
         )
 
     @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        _read(options)
+
+    @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> MemoryTier:
-        values = dict(options)
-        known = {"capacity", "cache_policy", "num_threads"}
-        if unknown := sorted(values.keys() - known):
-            raise ValueError(f"unknown options of a memory tier: {', '.join(unknown)}; known: {', '.join(known)}")
-        if "capacity" not in values:
-            raise ValueError(f"a memory tier needs 'capacity', got {dict(options)!r}")
+        values = _read(options)
         block_bytes = checked_host_blocks(host_blocks).shape[1]
-        num_blocks = parse_size("capacity", values.pop("capacity")) // block_bytes
-        return cls(num_blocks, host_blocks, **values)
+        return cls(values.pop("capacity") // block_bytes, host_blocks, **values)
 
     def put(self, batch: TierBatch) -> None:
         for slot, buffer in zip(batch.slots or (), batch.buffers, strict=True):

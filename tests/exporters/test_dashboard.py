@@ -74,7 +74,8 @@ def test_committed_files_are_what_the_commands_print(run: object) -> None:
     assert (MONITORING / "kvcache-rules.yml").read_text(encoding="utf-8") == out
     code, out, _ = run("metrics", "table")
     assert (code, out) == (0, as_markdown_table())
-    assert out in (ROOT / "docs" / "howto" / "operate.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "howto" / "operate.md").read_text(encoding="utf-8")
+    assert out in page, "docs/howto/operate.md must hold what `kvcache metrics table` prints"
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

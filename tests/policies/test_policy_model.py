@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from kvcache import CPUOffloadingManager, ReqContext
+from kvcache.registry import POLICIES
 from kvcache.testing import REFERENCE_POLICIES, PolicyContract, ReferenceManager, cache_machine
 from kvcache.testing.reference import ReferenceAMQ
 
-BUILT_IN = ["lru", "arc", "mq", "amq", "lfuda", "gittins"]
+BUILT_IN = [name for name in POLICIES.names() if POLICIES.resolve(name).__module__.startswith("kvcache.policies.")]
 
 
 class TestLRU(PolicyContract):
