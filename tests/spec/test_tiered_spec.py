@@ -1,5 +1,6 @@
 """One configuration with tiers: a scheduler's half and workers' halves that share memory and nothing else."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def config_of(tmp_path, rank=0, world_size=1, model_name="m", **extra):
         "num_cpu_blocks": 4,
         "tiers": tiers,
         "lookup_deadline_s": 20.0,
-        "pool_path": f"/dev/shm/kvcache-test-{tmp_path.name}",
+        "pool_path": f"/dev/shm/kvcache-test-{os.getpid()}-{tmp_path.name}",
     } | extra
     refs = (CanonicalKVCacheRef(0, PAGE_BYTES), CanonicalKVCacheRef(1, PAGE_BYTES))
     groups = (OffloadingGroup(16, ("a", "b"), refs),)
@@ -123,7 +124,7 @@ def test_second_engine_on_the_same_pool_is_refused(tmp_path):
 
 def test_memory_of_killed_processes_is_given_back_by_the_next(tmp_path):
     config = config_of(tmp_path)
-    other = Path(f"/dev/shm/kvcache-pool-test-{tmp_path.name}")
+    other = Path(f"/dev/shm/kvcache-pool-test-{os.getpid()}-{tmp_path.name}")
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"

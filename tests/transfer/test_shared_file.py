@@ -246,7 +246,7 @@ def test_missing_folder_is_named(tmp_path):
 
 
 def test_file_that_cannot_be_as_large_is_not_left_behind(tmp_path):
-    path = Path(f"/dev/shm/kvcache-test-{tmp_path.name}")
+    path = Path(f"/dev/shm/kvcache-test-{os.getpid()}-{tmp_path.name}")
     with pytest.raises(ValueError, match=r"No space left on device|File too large|Cannot allocate memory"):
         SharedBlocks(path, 1 << 30, 4096, True)
     assert not path.exists()
