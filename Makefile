@@ -38,21 +38,30 @@ help:
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
-# torch first and alone: the package's own open-ended requirement would take the newest, several GB of it.
-$(VENV)/torch.stamp: constraints.txt .ci/find-python
-	@echo "installing torch and building the package (1-2 minutes) ..."
+# No bytecode ahead of time: most of it would never be imported.
+PIP_INSTALL := $(BIN)/pip install --quiet --no-compile
+
+$(VENV)/venv.stamp: .ci/find-python
 	$$(.ci/find-python) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$$(grep ^torch== constraints.txt)"
 	@touch $@
 
-$(VENV)/package.stamp: $(SOURCES) $(VENV)/torch.stamp
-	@rm -rf build/wheel build/lib.* *.egg-info
+# torch first and alone: the package's own open-ended requirement would take the newest, several GB of it.
+$(VENV)/torch.stamp: constraints.txt $(VENV)/venv.stamp
+	@echo "installing torch and building the package (1-2 minutes) ..."
+	$(PIP_INSTALL) "$$(grep ^torch== constraints.txt)"
+	@touch $@
+
+build/wheel/stamp: $(SOURCES) constraints.txt | $(VENV)/venv.stamp
+	@rm -rf build/wheel build/lib.* build/*.egg-info
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	$(BIN)/pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
+	@touch $@
+
+$(VENV)/package.stamp: build/wheel/stamp $(VENV)/torch.stamp
+	$(PIP_INSTALL) --no-deps --force-reinstall build/wheel/*.whl
 	@touch $@
 
 $(VENV)/extra-%.stamp: pyproject.toml $(VENV)/package.stamp
-	$(BIN)/pip install --quiet "$$(echo build/wheel/*.whl)[$*]"
+	$(PIP_INSTALL) "$$(echo build/wheel/*.whl)[$*]"
 	@touch $@
 
 # --- the two commands of the README ----------------------------------------------------------------------------------
@@ -73,7 +82,7 @@ test: $(VENV)/extra-test.stamp
 
 # In place and incremental: then `PYTHONPATH=$$PWD .venv/bin/pytest tests/...` tests what stands in the checkout.
 $(VENV)/build.stamp: constraints.txt $(VENV)/torch.stamp
-	$(BIN)/pip install --quiet $$(sed -n 's/^\(cython\|setuptools\)==/&/Ip' constraints.txt)
+	$(PIP_INSTALL) $$(sed -n 's/^\(cython\|setuptools\)==/&/Ip' constraints.txt)
 	@touch $@
 
 build: $(VENV)/build.stamp
@@ -93,7 +102,7 @@ typecheck: $(VENV)/extra-lint.stamp $(VENV)/extra-test.stamp
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest $$(find kvcache -name '*.pyi' | sed 's/[.]pyi$$//; s#/#.#g' | sort) --mypy-config-file pyproject.toml
 
-docs-alone:
+docs-alone: build/wheel/stamp
 	.ci/docs-alone
 
 docs: $(VENV)/extra-docs.stamp
@@ -122,7 +131,7 @@ NOT_DEBUG := tiering/test_latency.py project/test_import.py::test_import_takes_u
 test-debug: $(SOURCES) $(VENV)/extra-test.stamp
 	@rm -rf build/debug
 	KVCACHE_DEBUG=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/debug/wheel .
-	$(BIN)/pip install --quiet --no-deps --target build/debug/site build/debug/wheel/*.whl
+	$(PIP_INSTALL) --no-deps --target build/debug/site build/debug/wheel/*.whl
 	PYTHONPATH=$(CURDIR)/build/debug/site KVCACHE_EXPECT_IN=build/debug/site KVCACHE_EXPECT_DEBUG=1 \
 		$(PYTEST) $(ONCE) tests/core tests/policies tests/control $(NOT_DEBUG:%=--deselect=tests/%)
 
@@ -132,7 +141,7 @@ SANITIZED = KVCACHE_EXPECT_IN=build/$(1)/site PYTHONPATH=$(CURDIR)/build/$(1)/si
 build/%/sanitized.stamp: $(SOURCES) $(VENV)/extra-test.stamp
 	@rm -rf build/$*/wheel build/$*/site build/$*/lib.*
 	KVCACHE_SANITIZE=$(subst -,$(comma),$*) $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/$*/wheel .
-	$(BIN)/pip install --quiet --no-deps --target build/$*/site build/$*/wheel/*.whl
+	$(PIP_INSTALL) --no-deps --target build/$*/site build/$*/wheel/*.whl
 	@touch $@
 
 # Not here: what limits the address space, of which the sanitizer takes terabytes, or preloads a library of its own.
@@ -147,7 +156,7 @@ tsan: build/thread/sanitized.stamp
 	$(call SANITIZED,thread) KVCACHE_STRESS=$${KVCACHE_STRESS:-5} LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
 		TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 $(BIN)/pytest tests/stress/test_copy_threads.py -k copies
 
-sdist-test:
+sdist-test: build/wheel/stamp
 	.ci/sdist-test
 
 test-other-pythons:
@@ -160,7 +169,7 @@ test-free-threaded:
 test-stores: $(VENV)/extra-test.stamp $(VENV)/extra-mooncake.stamp
 	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_EXPECT_STORES=1 $(PYTEST) tests/tiers/test_mooncake.py tests/tiers/test_valkey.py tests/tiers/test_store_faults.py
 
-test-vllm: $(VENV)/package.stamp
+test-vllm: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/vllm/run $(PYTEST_ARGS)
 
 clean:

@@ -21,7 +21,7 @@ DIRECTIVES = {
     "freethreading_compatible": True,
 }
 
-# Each kind of build keeps its objects apart: none may be taken for another's up-to-date output.
+# Each kind of build keeps its objects apart: none may be taken for another's up-to-date output. Sanitizers share the C.
 KIND = "-".join(["debug"] * DEBUG + SANITIZERS.split(",")).strip("-")
 BUILD = Path("build", KIND)
 JOBS = int(os.environ.get("KVCACHE_BUILD_JOBS", "0"))
@@ -46,12 +46,17 @@ def extension(source: str) -> Extension:
     )
 
 
+BUILD.mkdir(parents=True, exist_ok=True)
 setup(
     ext_modules=cythonize(
         [extension(source) for source in SOURCES],
         compiler_directives=DIRECTIVES,
-        build_dir=str(BUILD / "cython"),
+        build_dir=str(Path("build", "debug" * DEBUG, "cython")),
         nthreads=JOBS,
     ),
-    options={"build": {"build_base": str(BUILD)}, "build_ext": {"parallel": JOBS or None}},
+    options={
+        "build": {"build_base": str(BUILD)},
+        "build_ext": {"parallel": JOBS or None},
+        "egg_info": {"egg_base": str(BUILD)},
+    },
 )
