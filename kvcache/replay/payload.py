@@ -6,12 +6,11 @@ The "device" is memory beside the pool, far smaller than the working set, so eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.replay.requests import DataMismatchError, TransferFailedError
+from kvcache.replay.requests import Closable, DataMismatchError, TransferFailedError
 from kvcache.specs import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
@@ -34,7 +33,7 @@ _PATTERN_SEED = 20
 _JOB_BYTES = 2 << 20
 
 
-class VerifiedPayload:
+class VerifiedPayload(Closable):
     """Store blocks whose bytes follow from their keys, and compare every byte of every block that is loaded.
 
     Parameters
@@ -83,14 +82,6 @@ class VerifiedPayload:
         self._num_jobs = 0
         self._ended: dict[int, TransferResult] = {}
         self._moved = {"store": (0, 0.0), "load": (0, 0.0)}
-
-    def __enter__(self) -> VerifiedPayload:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the copies and let the memory go."""

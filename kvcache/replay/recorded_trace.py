@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from types import TracebackType
 
 import numpy as np
 
 from kvcache.recorder.format import Call, Recording, RecordingError
 from kvcache.recorder.ops import FIRST_CONTEXT, Op
-from kvcache.replay.requests import Request
+from kvcache.replay.requests import Closable, Request
 
 _LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.PREPARE_STORE})
 _ID_MASK = (1 << 63) - 1
 
 
-class RecordedTrace:
+class RecordedTrace(Closable):
     """The requests of a recording, in the order in which they came.
 
     A request is what was called with one `ReqContext`: its keys by position where the engine gave positions, and
@@ -63,14 +62,6 @@ class RecordedTrace:
             raise RecordingError(f"{path} holds no request" + (f": {recording.end}" if recording.end else ""))
         self.size_bytes = len(self._requests)
         self.position_bytes = 0
-
-    def __enter__(self) -> RecordedTrace:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Forget the requests."""

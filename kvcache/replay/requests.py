@@ -5,9 +5,10 @@ Readers, the workload generator and the simulation meet in these words.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,6 +53,20 @@ class Request:
     input_length: int
     output_length: int
     arrival_s: float
+
+
+class Closable(ABC):
+    """What a `with` statement closes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class RequestSource(Protocol):

@@ -16,12 +16,11 @@ import random
 import zlib
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvcache.replay.requests import Request, TraceError
+from kvcache.replay.requests import Closable, Request, TraceError
 
 if TYPE_CHECKING:
     from kvcache.replay.requests import Int64Array
@@ -48,7 +47,7 @@ class _BadSession(ValueError):
     """A session is not of the expected form."""
 
 
-class SessionTrace:
+class SessionTrace(Closable):
     """The requests of recorded sessions, as of so many users who each begin the next one when theirs ends.
 
     Parameters
@@ -110,14 +109,6 @@ class SessionTrace:
         if self._first is None:
             skipped = f" ({self.num_skipped} bad ones)" if self.num_skipped else ""
             raise TraceError(f"{self.path} holds no session{skipped}")
-
-    def __enter__(self) -> SessionTrace:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close what is open."""

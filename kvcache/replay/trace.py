@@ -13,12 +13,11 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
-from kvcache.replay.requests import Request
+from kvcache.replay.requests import Closable, Request
 from kvcache.replay.requests import TraceError as TraceError
 from kvcache.replay.sessions import SessionTrace, holds_sessions
 
@@ -107,7 +106,7 @@ def open_trace(
     return SessionTrace(path, users, seed, skip_bad) if is_sessions else Trace(path, trace_format, skip_bad)
 
 
-class Trace:
+class Trace(Closable):
     """The requests of a trace file, in file order.
 
     Parameters
@@ -171,14 +170,6 @@ class Trace:
             self._raw.close()
             raise
         self.block_size = _FORMATS[self.format][0]
-
-    def __enter__(self) -> Trace:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file."""

@@ -10,6 +10,7 @@ import pytest
 from kvcache import CPUOffloadingManager, LRUCachePolicy, OffloadingManager, ReqContext, Retention
 from kvcache.control.backend import CPUBackend
 from kvcache.control.cpu import BackendOffloadingManager
+from kvcache.replay.run import ReplayClock
 from kvcache.request import NEXT_USES
 from kvcache.specs import CPULoadStoreSpec
 from kvcache.testing.reference import ReferenceLRU
@@ -21,20 +22,8 @@ QUEUE_POLICIES = ["lru", "arc", "mq", "amq", "lfuda"]
 A, B, C, D = b"A", b"B", b"C", b"D"
 
 
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture(params=QUEUE_POLICIES)
-def manager(request: pytest.FixtureRequest, clock: Clock) -> CPUOffloadingManager:
+def manager(request: pytest.FixtureRequest, clock: ReplayClock) -> CPUOffloadingManager:
     return CPUOffloadingManager(16, 4, request.param, clock=clock)
 
 
@@ -58,7 +47,7 @@ def test_an_end_leaves_first_and_what_comes_soon_last(manager: CPUOffloadingMana
     assert drained(manager) == [D, B, C, A]
 
 
-def test_soon_holds_for_a_minute(manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_soon_holds_for_a_minute(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     serve(manager, [A], "soon")
     clock.now_s += 59.9
     serve(manager, [B])
@@ -155,14 +144,14 @@ def test_unknown_keys_and_a_reset_request_are_no_fault(manager: CPUOffloadingMan
     assert manager.stats().retained_blocks == 0
 
 
-def test_one_request_holds_no_more_than_the_share(clock: Clock) -> None:
+def test_one_request_holds_no_more_than_the_share(clock: ReplayClock) -> None:
     manager = CPUOffloadingManager(16, 8, clock=clock, retention_share=0.25)
     context = serve(manager, [b"%d" % i for i in range(6)])
     manager.hint(context, "soon")
     assert manager.stats().retained_blocks == 2
 
 
-def test_a_hint_counts_no_use(clock: Clock) -> None:
+def test_a_hint_counts_no_use(clock: ReplayClock) -> None:
     for name in QUEUE_POLICIES:
         manager = CPUOffloadingManager(16, 4, name, clock=clock)
         contexts = [serve(manager, [key]) for key in (A, B, C, D)]
@@ -219,7 +208,7 @@ def test_the_prompts_order_is_that_of_the_positions() -> None:
     assert heard == [[A, B, C]]
 
 
-def test_the_host_pool_over_tiers_takes_hints(clock: Clock) -> None:
+def test_the_host_pool_over_tiers_takes_hints(clock: ReplayClock) -> None:
     manager = TieredOffloadingManager(16, 4, [], clock=clock)
     context = serve(manager, [A], "soon")
     assert manager.stats().retained_blocks == 1

@@ -8,26 +8,15 @@ from typing import Any
 import pytest
 
 from kvcache import CachePolicy, CPUOffloadingManager, ReqContext, Retention
+from kvcache.replay.run import ReplayClock
 from kvcache.testing import REFERENCE_POLICIES
 
 POLICIES = ["lru", "arc", "mq", "amq", "lfuda"]
 A, B, C, D, E, F, G, H = (bytes([letter]) for letter in b"ABCDEFGH")
 
 
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture(params=POLICIES)
-def manager(request: pytest.FixtureRequest, clock: Clock) -> CPUOffloadingManager:
+def manager(request: pytest.FixtureRequest, clock: ReplayClock) -> CPUOffloadingManager:
     return CPUOffloadingManager(16, 8, request.param, clock=clock)
 
 
@@ -67,7 +56,7 @@ def raised(manager: CPUOffloadingManager) -> int:
     return manager.stats().retained_blocks
 
 
-def test_priorities_leave_from_the_lowest_to_the_highest(clock: Clock) -> None:
+def test_priorities_leave_from_the_lowest_to_the_highest(clock: ReplayClock) -> None:
     for policy in POLICIES:
         manager = CPUOffloadingManager(16, 8, policy, clock=clock, retention_share=1)
         for key, priority in ((A, 3), (B, 2), (C, 1), (D, 0), (E, -1), (F, 0), (G, -1), (H, 1)):
@@ -138,7 +127,7 @@ def test_a_hint_never_lowers_what_another_asked_for(use: Any, priority: int, man
     assert drained(manager) == [B, A]
 
 
-def test_of_two_ends_the_later_holds(manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_of_two_ends_the_later_holds(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     store(manager, [A], 1, 30)
     touch(manager, [A], 1, 10)
     clock.now_s += 29
@@ -154,7 +143,7 @@ def test_of_two_ends_the_later_holds(manager: CPUOffloadingManager, clock: Clock
     assert raised(manager) == 0
 
 
-def test_a_higher_priority_brings_its_own_end(manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_a_higher_priority_brings_its_own_end(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     store(manager, [A], 1)
     touch(manager, [A], 2, 10)
     clock.now_s += 10
@@ -164,7 +153,7 @@ def test_a_higher_priority_brings_its_own_end(manager: CPUOffloadingManager, clo
 
 
 @pytest.mark.parametrize("operation", ["touch", "prepare_load", "prepare_store"])
-def test_time_passes_at_each_call(operation: str, manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_time_passes_at_each_call(operation: str, manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     store(manager, [A], 1, 10)
     clock.now_s += 9.999
     getattr(manager, operation)([])
@@ -175,7 +164,7 @@ def test_time_passes_at_each_call(operation: str, manager: CPUOffloadingManager,
     assert raised(manager) == 0
 
 
-def test_the_time_counts_from_the_end_of_the_request(manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_the_time_counts_from_the_end_of_the_request(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     context = ReqContext(retention=Retention(1, 10))
     manager.complete_store(manager.prepare_store([A], context).keys_to_store, context)
     clock.now_s += 8
@@ -190,7 +179,7 @@ def test_the_time_counts_from_the_end_of_the_request(manager: CPUOffloadingManag
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "lfuda"])
-def test_when_its_time_is_over_a_block_falls_to_where_it_stands(policy: str, clock: Clock) -> None:
+def test_when_its_time_is_over_a_block_falls_to_where_it_stands(policy: str, clock: ReplayClock) -> None:
     manager = CPUOffloadingManager(16, 8, policy, clock=clock)
     store(manager, [A])
     store(manager, [B], 1, 10)
@@ -226,7 +215,7 @@ def test_of_equal_ends_those_set_first_fall_first_and_of_one_request_the_tail(ma
     assert order[4:] == [A, F, E, D]
 
 
-def test_blocks_stored_one_by_one_fall_from_the_tail(clock: Clock) -> None:
+def test_blocks_stored_one_by_one_fall_from_the_tail(clock: ReplayClock) -> None:
     manager = CPUOffloadingManager(16, 8, "lru", clock=clock)
     context = ReqContext(retention=Retention(1, 10))
     for key in (A, B, C, D, E):
@@ -239,7 +228,7 @@ def test_blocks_stored_one_by_one_fall_from_the_tail(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0, 0), (0.3, 2), (0.5, 4), (1, 8)])
-def test_at_most_the_share_is_raised(share: float, expected: int, clock: Clock) -> None:
+def test_at_most_the_share_is_raised(share: float, expected: int, clock: ReplayClock) -> None:
     for policy in POLICIES:
         manager = CPUOffloadingManager(16, 8, policy, clock=clock, retention_share=share)
         store(manager, [A, B, C, D, E, F, G, H], 3)
@@ -283,7 +272,7 @@ def test_reset_forgets_who_was_raised(manager: CPUOffloadingManager) -> None:
     assert drained(manager) == [B, A]
 
 
-def test_at_most_256_fall_in_one_call(clock: Clock) -> None:
+def test_at_most_256_fall_in_one_call(clock: ReplayClock) -> None:
     manager = CPUOffloadingManager(16, 10_000, "lru", clock=clock)
     store(manager, [b"%d" % i for i in range(650)], 1, 10)
     clock.now_s += 10
@@ -305,7 +294,7 @@ def test_a_clock_that_gives_no_number_is_refused_at_the_first_hint() -> None:
     assert manager.lookup([A, C]) == 2
 
 
-def test_plain_python_policies_ignore_hints(clock: Clock) -> None:
+def test_plain_python_policies_ignore_hints(clock: ReplayClock) -> None:
     policy: type[CachePolicy] = REFERENCE_POLICIES["lru"]
     manager = CPUOffloadingManager(16, 8, policy, clock=clock)
     store(manager, [A], 3)
@@ -330,7 +319,7 @@ def test_the_clock_is_not_asked_before_the_first_hint() -> None:
 
 
 @pytest.mark.parametrize("start_s", [-50.0, 0.0, 1e9])
-def test_any_clock_that_goes_forward_will_do(start_s: float, clock: Clock) -> None:
+def test_any_clock_that_goes_forward_will_do(start_s: float, clock: ReplayClock) -> None:
     clock.now_s = start_s
     manager = CPUOffloadingManager(16, 8, clock=clock)
     store(manager, [A], 1, 10)
@@ -345,7 +334,7 @@ def test_any_clock_that_goes_forward_will_do(start_s: float, clock: Clock) -> No
 
 @pytest.mark.parametrize("operation", ["touch", "prepare_load", "prepare_store"])
 def test_a_clock_that_goes_back_is_an_error_that_names_both_times(
-    operation: str, manager: CPUOffloadingManager, clock: Clock
+    operation: str, manager: CPUOffloadingManager, clock: ReplayClock
 ) -> None:
     store(manager, [A], 1, 10)
     before = manager.stats()
@@ -371,7 +360,7 @@ def test_a_time_that_is_none_is_an_error(ttl_s: Any) -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [1e-12, 5e-324, 1e-9])
-def test_the_shortest_time_ends(ttl_s: float, manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_the_shortest_time_ends(ttl_s: float, manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     store(manager, [A], 1, ttl_s)
     clock.now_s += 1e-3
     manager.touch([])
@@ -380,7 +369,7 @@ def test_the_shortest_time_ends(ttl_s: float, manager: CPUOffloadingManager, clo
 
 
 @pytest.mark.parametrize("ttl_s", [1e12, 1.7e308, 10**400])
-def test_the_longest_time_holds(ttl_s: float, manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_the_longest_time_holds(ttl_s: float, manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     store(manager, [A], 1, ttl_s)
     clock.now_s += 1e9
     manager.touch([])

@@ -9,23 +9,12 @@ import pytest
 from kvcache import CPUOffloadingManager, ReqContext, Retention
 from kvcache.control import trust as trust_module
 from kvcache.control.trust import MAX_WATCHED, HintTrust
+from kvcache.replay.run import ReplayClock
 from kvcache.testing.reference import ReferenceLRU
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture(params=["lru", "gittins", ReferenceLRU])
-def manager(request: pytest.FixtureRequest, clock: Clock) -> CPUOffloadingManager:
+def manager(request: pytest.FixtureRequest, clock: ReplayClock) -> CPUOffloadingManager:
     return CPUOffloadingManager(16, 64, request.param, clock=clock)
 
 
@@ -43,13 +32,13 @@ def believed(manager: Any, tenant: str, next_use: str = "soon") -> bool:
     return found
 
 
-def break_promises(manager: Any, clock: Clock, tenant: str, next_use: str, count: int) -> None:
+def break_promises(manager: Any, clock: ReplayClock, tenant: str, next_use: str, count: int) -> None:
     for number in range(count):
         serve(manager, [b"%s %d" % (tenant.encode(), number), b"tail"], next_use, tenant)
         clock.now_s += 4000
 
 
-def test_a_tenant_who_breaks_its_word_is_not_believed(manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_a_tenant_who_breaks_its_word_is_not_believed(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     break_promises(manager, clock, "liar", "soon", 4)
     assert believed(manager, "liar")
     break_promises(manager, clock, "liar", "soon", 1)
@@ -58,7 +47,7 @@ def test_a_tenant_who_breaks_its_word_is_not_believed(manager: CPUOffloadingMana
     assert believed(manager, "other")
 
 
-def test_one_who_keeps_it_is_however_often_it_says_so(manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_one_who_keeps_it_is_however_often_it_says_so(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     prompt = [b"0", b"1"]
     for turn in range(2, 40):
         serve(manager, prompt, "soon", "honest")
@@ -67,7 +56,7 @@ def test_one_who_keeps_it_is_however_often_it_says_so(manager: CPUOffloadingMana
     assert believed(manager, "honest")
 
 
-def test_what_is_not_believed_raises_nothing(clock: Clock) -> None:
+def test_what_is_not_believed_raises_nothing(clock: ReplayClock) -> None:
     manager = CPUOffloadingManager(16, 64, "lru", clock=clock)
     break_promises(manager, clock, "liar", "soon", 6)
     context = serve(manager, [b"a"], "soon", "liar")
@@ -86,7 +75,7 @@ def test_what_is_not_believed_raises_nothing(clock: Clock) -> None:
     assert believed(manager, "x", "end")
 
 
-def test_trust_is_won_back(manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_trust_is_won_back(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     break_promises(manager, clock, "t", "soon", 7)
     assert not believed(manager, "t")
     prompt = [b"0", b"1"]
@@ -97,7 +86,7 @@ def test_trust_is_won_back(manager: CPUOffloadingManager, clock: Clock) -> None:
     assert believed(manager, "t")
 
 
-def test_what_is_said_after_the_end_is_a_promise_too(manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_what_is_said_after_the_end_is_a_promise_too(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     for number in range(6):
         context = serve(manager, [b"%d" % number, b"tail"], "end", "t")
         manager.hint(context, "soon")
@@ -105,13 +94,15 @@ def test_what_is_said_after_the_end_is_a_promise_too(manager: CPUOffloadingManag
     assert not believed(manager, "t")
 
 
-def test_hints_without_a_tenant_are_always_taken(manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_hints_without_a_tenant_are_always_taken(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     break_promises(manager, clock, "", "soon", 20)
     assert believed(manager, "")
     assert not manager._trust._tenants
 
 
-def test_a_reset_forgets_what_was_watched_not_what_was_broken(manager: CPUOffloadingManager, clock: Clock) -> None:
+def test_a_reset_forgets_what_was_watched_and_keeps_what_was_broken(
+    manager: CPUOffloadingManager, clock: ReplayClock
+) -> None:
     break_promises(manager, clock, "t", "soon", 6)
     serve(manager, [b"x", b"y"], "soon", "t")
     manager.reset_cache()
