@@ -120,20 +120,19 @@ bench-smoke: $(VENV)/extra-bench.stamp
 	$(BIN)/asv machine --yes >/dev/null
 	$(BIN)/asv run --python=same --quick --show-stderr --bench "^(?!calls[.](WorstCall|Memory)|copies[.]Copy[.])(?!.*(00000|30000|'(arc|mq|lfuda)'))"
 
-# Calls walk their tables in this build. So nothing that measures time is run on it, nor the one test that replays
-# thousands of requests in a hundred caches, to compare curves: minutes of it here.
-NOT_DEBUG := tiering/test_latency.py project/test_import.py::test_import_takes_under_100_ms_beyond_numpy \
-	test_keys.py::test_keys_a_million_tokens_in_under_100_ms \
+# Calls walk their tables in this build. So nothing that measures or bounds cost is run on it, nor what replays traces.
+NOT_DEBUG := tiering/test_latency.py tiering/test_trace.py \
+	core/test_batch_operations.py::test_reorder_is_linear_however_many_calls_a_request_takes \
+	policies/test_gittins.py::test_a_store_passes_over_2048_blocked_groups_at_most \
 	control/test_what_if.py::test_filter_costs_at_most_a_twentieth_of_bookkeeping \
 	policies/test_gittins.py::test_reproduces_its_table policies/test_gittins.py::test_storing_only_what_missed_reproduces_the_table \
-	policies/test_gittins.py::test_interleaved_parts_without_a_touch_lose_little \
-	replay/test_replay.py::test_policy_reproduces_its_prefix_hits replay/test_tiers.py
+	policies/test_gittins.py::test_interleaved_parts_without_a_touch_lose_little
 test-debug: $(SOURCES) $(VENV)/extra-test.stamp
 	@rm -rf build/debug
 	KVCACHE_DEBUG=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/debug/wheel .
 	$(PIP_INSTALL) --no-deps --target build/debug/site build/debug/wheel/*.whl
 	PYTHONPATH=$(CURDIR)/build/debug/site KVCACHE_EXPECT_IN=build/debug/site KVCACHE_EXPECT_DEBUG=1 \
-		$(PYTEST) $(ONCE) tests/core tests/policies tests/control $(NOT_DEBUG:%=--deselect=tests/%)
+		$(PYTEST) $(ONCE) tests/core tests/policies tests/control tests/tiering tests/transfer $(NOT_DEBUG:%=--deselect=tests/%)
 
 # The C parts under the compiler's sanitizers: memory errors and undefined behaviour in CI, data races by hand. Objects are kept
 # between runs.
