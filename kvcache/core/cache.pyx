@@ -14,6 +14,7 @@ from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint8_t, uint32_t
 from kvcache.core.batch cimport Batch
 from kvcache.core.event_log cimport EventLog
 from kvcache.core.eviction_queue cimport LISTED, Row, link_before
+from kvcache.core.index cimport home_of, prefetch
 from kvcache.core.memory cimport new_list, new_object, pause_collector, resume_collector
 from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
 from kvcache.core.priority cimport PriorityClasses
@@ -367,9 +368,17 @@ cdef class BlockCache:
 
     def status_of(self, key):
         """Return the state of one key: 0 absent, 1 being written, 2 ready."""
-        with cython.critical_section(self.table):
+        cdef BlockTable table = self.table
+        cdef int32_t row
+        with cython.critical_section(table):
             self._begin(None)
-            return self._state_of(self.table.row_of(key))
+            row = table.row_of(key)
+            if row != 0 and row + 1 < table.num_rows:
+                # Keys of a prompt were mostly stored together, in rows that follow one another: fetch the next one.
+                prefetch(&table.buckets[home_of(<uint32_t> table.rows[row + 1].hash, table.num_buckets)])
+                prefetch(table.rows[row + 1].key)
+                prefetch(&table.rows[row + 2])
+            return self._state_of(row)
 
     def status(self, list keys not None):
         """Return the state of each key as one byte: 0 absent, 1 being written, 2 ready."""

@@ -136,7 +136,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._manager.complete_load(ours.end_transfer(keys, self._num_resets), None if ours.has_ended else ours)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        ours, keys = req_context.get_state(EngineRequest), list(keys)
+        ours = req_context.get_state(EngineRequest)
         output = self._manager.prepare_store(keys, ours)
         if output is not None:
             ours.begin_transfer(output.keys_to_store, self._num_resets)
