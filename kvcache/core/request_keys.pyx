@@ -16,7 +16,7 @@ from kvcache.core.index cimport (
     Bucket, Probe, buckets_for, index_first, index_insert, index_next, same_bytes, zeroed,
 )
 from kvcache.core.key_hash cimport hash_of
-from kvcache.core.table cimport BlockTable, PyList_GET_ITEM
+from kvcache.core.table cimport BlockTable, PyBytes_CheckExact, PyList_GET_ITEM
 
 from kvcache.block import BlockStateError
 
@@ -141,6 +141,13 @@ cdef class RequestKeys:
         cdef bint in_step = self.version == table.version
         cdef PyObject* key
         cdef Named* named
+        if n != 0:
+            key = PyList_GET_ITEM(keys, 0)
+            if self.named[0].key != key and PyBytes_CheckExact(key):
+                # A call about a part of the request, or about keys that it has not named.
+                at = self.locate(key, hash_of(key))
+                if at < 0:
+                    return 0
         while i < n:
             key = PyList_GET_ITEM(keys, i)
             j = at

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,11 @@ from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+from kvcache.recorder.format import Recording
+from kvcache.recorder.ops import Op
+from kvcache.recorder.recorder import Recorder
 from kvcache.registry import POLICIES
+from kvcache.replay.recorded import replay_recording
 
 
 def manager(num_blocks: int = 8, **options: Any) -> KVCacheOffloadingManager:
@@ -365,3 +370,16 @@ def test_refused_copy_raises_nothing_in_the_engines_thread() -> None:
         worker = worker_with(refusal)
         assert worker.submit_load(1, CPULoadStoreSpec([9]), device) is False
         assert worker.submit_store(2, device, CPULoadStoreSpec([9])) is False
+
+
+def test_a_recorder_that_begins_after_the_adapter_sees_its_look_ups(tmp_path: Path) -> None:
+    ours = CPUOffloadingManager(16, 8)
+    adapter = KVCacheOffloadingManager(ours, installed_release())
+    with Recorder(ours, tmp_path / "run.kvlog"):
+        for name in "abc":
+            serve(adapter, name, keys_of(name, 4))
+            assert adapter.lookup(f"{name}3".encode(), EngineContext(req_id="asks")) is LookupResult.HIT
+    assert adapter.lookup(b"a0", EngineContext(req_id="asks later")) is LookupResult.MISS
+    recording = Recording(tmp_path / "run.kvlog")
+    assert [record.op for record in recording].count(Op.STATUS) == 3
+    assert replay_recording(recording).difference is None
