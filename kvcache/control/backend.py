@@ -106,13 +106,6 @@ class CPUBackend(Backend):
         self._freed: list[int] = []
 
     def get_num_free_blocks(self) -> int:
-        """Return how many slots hold no block.
-
-        Returns
-        -------
-        int
-            Blocks that `allocate_blocks` can still hand out.
-        """
         return self.num_blocks - self._num_fresh_used + len(self._freed)
 
     def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
@@ -143,30 +136,9 @@ class CPUBackend(Backend):
         return blocks
 
     def free(self, block: BlockStatus) -> None:
-        """Take a slot back.
-
-        Parameters
-        ----------
-        block : BlockStatus
-            An object that `allocate_blocks` returned; freed once.
-        """
         self._freed.append(block.block_id)
 
     def get_load_store_spec(self, block_hashes: Sequence[bytes], blocks: Sequence[BlockStatus]) -> CPULoadStoreSpec:
-        """Return the blocks' ids, in order.
-
-        Parameters
-        ----------
-        block_hashes : list of bytes
-            Keys of the blocks.
-        blocks : list of BlockStatus
-            The blocks, in the same order.
-
-        Returns
-        -------
-        LoadStoreSpec
-            Where the blocks are, for the worker.
-        """
         return CPULoadStoreSpec([block.block_id for block in blocks])
 
     def reset(self) -> None:

@@ -225,18 +225,6 @@ class DiskTier(JobTier):
             raise
 
     def get(self, batch: TierBatch) -> list[BlockOutcome] | None:
-        """Read and verify a run of slots.
-
-        Parameters
-        ----------
-        batch : TierBatch
-            Blocks to read into its buffers.
-
-        Returns
-        -------
-        sequence of BlockOutcome, or None
-            One for each key; None: all done.
-        """
         store, (_, generation) = self._opened(), self._current
         first_slot = _first_slot(batch)
         try:
@@ -250,18 +238,6 @@ class DiskTier(JobTier):
         return [BlockOutcome.DONE if one else BlockOutcome.CORRUPT for one in read.is_good]
 
     def put(self, batch: TierBatch) -> list[BlockOutcome] | None:
-        """Write a run of slots.
-
-        Parameters
-        ----------
-        batch : TierBatch
-            Blocks to write from its buffers.
-
-        Returns
-        -------
-        sequence of BlockOutcome, or None
-            One for each key; None: all done.
-        """
         store, (number, generation) = self._opened(), self._current
         if batch.generation != number:
             # A reset has come in between.
@@ -324,20 +300,6 @@ class DiskTier(JobTier):
             self._store.close()
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
-        """Return positions in runs of consecutive slots.
-
-        Parameters
-        ----------
-        slots : list of int or None
-            Where the blocks lie, in a tier that owns its space.
-        num_blocks : int
-            Blocks of the job.
-
-        Returns
-        -------
-        list of list of int
-            Positions, one list for each batch.
-        """
         if not slots:
             return []
         if slots == list(range(slots[0], slots[0] + num_blocks)):
