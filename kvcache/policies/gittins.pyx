@@ -23,16 +23,27 @@ cdef enum:
     NUM_BINS = 54
     CLASSES_PER_HINT = 8
     NUM_HINTS = 4               # none, end, soon, later
-    NUM_CLASSES = CLASSES_PER_HINT * NUM_HINTS
+    FIRST_SHARED = CLASSES_PER_HINT * NUM_HINTS     # classes of shared blocks, while they are told apart
+    NUM_SHARED = 4
+    NUM_CLASSES = FIRST_SHARED + NUM_SHARED
     NUM_CELLS = NUM_CLASSES * NUM_BINS
     NUM_WORDS = (NUM_CELLS + 63) // 64
     MEMORY_FACTOR = 4           # remembered keys, in capacities
+    MOST_SHARING = 15
+    WIDELY_SHARED = 2           # from this sharing on
+    FEWEST_AGAIN = 4096         # uses of known keys, to judge how many are of widely shared ones
+    MOST_AGAIN = 65536
     TOUCHES_PER_TABLE = 64
     AGEING_STEPS = 256          # groups that one use moves to their next bin; more wait for the next
     MOST_PASSED = 2048          # groups that one store passes over because their tail must stay
     MOST_NEIGHBOURS = 512       # groups looked at, each way, for a group's place among those with resident members
     HALVING_TOTAL = 1 << 21
     MOST_CHANCE = 64512
+    PRIOR = 4096                # weight of what all classes show against a class's own counts
+    PRIOR_SHARED = 512
+    MOST_GROUPS = 1 << 27
+    SHARING_SHIFT = 27          # of a label
+    BLOCKS_PER_BUCKET = 4       # of lost parents
     SPARE_KEYS = 4096           # remembered keys that one call may add before memory has to grow
     GROUPS_PER_CALL = 16        # most groups that one call makes
     CONTINUES = 1               # of a request: it goes on where an older one ended
@@ -69,10 +80,14 @@ cdef struct Queue:
     int32_t first
     int32_t last
 
+# What is kept of a known key: its group, and in the upper four bits its sharing, the rounded logarithm of how many
+# requests have used it that continued no older one. Zero in an array of labels: none.
+ctypedef int32_t Label
+
 # A key that belongs at the youngest end of the memory. Most keys that are new are stored at once, and never enter it.
 cdef struct NewKey:
     uint64_t hash
-    int32_t group           # 0: it has been stored
+    Label label             # 0: it has been stored
 
 # A resident key, by its row. The table keeps no queues for this policy: `prev` and `next` of a row link the resident
 # members of a group, in path order, and its stamp holds a Place.
@@ -81,7 +96,7 @@ cdef struct Member:
     uint32_t parent_generation
 
 cdef struct Place:
-    int32_t group
+    Label label
     int32_t parent          # row, 0: none
 
 # A parent that left by a failed store while children of others hung on it: they know it by the row it had.
@@ -89,7 +104,8 @@ cdef struct LostParent:
     uint64_t hash
     int32_t row
     uint32_t generation
-    uint32_t num_children
+    uint32_t num_children   # 0: free
+    int32_t next            # in its bucket, 0: none; free: the next free one
 
 cdef extern from *:
     """
@@ -116,6 +132,14 @@ cdef int _make_edges() except -1:
 _make_edges()
 
 
+cdef inline int32_t group_in(Label label) noexcept nogil:
+    return label & (MOST_GROUPS - 1)
+
+
+cdef inline int sharing_in(Label label) noexcept nogil:
+    return label >> SHARING_SHIFT
+
+
 @cython.final
 cdef class GittinsCachePolicy(PolicyAdapter):
     """GittinsCachePolicy(cache_capacity)
@@ -126,9 +150,11 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     -----
     Learns, per class of blocks and age, how often blocks of that age are used again: continues an older request or not,
     last block of its request or not, used before or not, and the request's hint of its next use. Ages are wall-clock
-    time in 54 bins; the table is rebuilt every 64 requests. A group of blocks leaves from its tail, and no block while
-    a resident block continues it. The classes and ages of the last ``4 * cache_capacity`` keys that left, or were not
-    stored, are remembered. Under a backend of your own, where callers bring the blocks, it declines nothing.
+    time in 54 bins; the table is rebuilt every 64 requests. While most of what is used again is shared by many sessions
+    (as system prompts are), such blocks form classes by how many sessions have used them, whatever continued what; the
+    number is counted as its rounded logarithm (Morris, CACM 1978). A group of blocks leaves from its tail, and no block
+    while a resident block continues it. The classes and ages of the last ``4 * cache_capacity`` keys that left, or were
+    not stored, are remembered. Under a backend of your own, where callers bring the blocks, it declines nothing.
     """
 
     cdef Member* members                # [num_rows]
@@ -150,8 +176,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef int64_t[NUM_CELLS] value
     cdef int32_t[NUM_CELLS] ranked      # cells in the order of the table
     cdef int32_t[NUM_CELLS] rank_of
-    cdef int num_ranked                 # cells of the hints in use
+    cdef int num_ranked                 # cells of the classes in use
     cdef int num_hints                  # 1 + the highest hint in use
+    cdef bint knows_shared              # the classes of shared blocks are in use
+    cdef int64_t num_again              # uses of known keys, halved at 65,536
+    cdef int64_t num_shared             # of these, of widely shared ones
+    cdef readonly bint splits_shared    # they are told apart now
     cdef int32_t* found                 # [call_size]: remembered keys of one call
     cdef NewKey* new_keys               # [call_size]: of the last use that there was, not in the memory yet
     cdef Py_ssize_t num_new
@@ -159,9 +189,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef Py_ssize_t num_leaving
     cdef Py_ssize_t call_size
     cdef uint64_t num_uses              # calls of on_request_use
-    cdef LostParent* lost               # [lost_size]
+    cdef LostParent* lost               # [lost_size]; 0: none
+    cdef int32_t lost_size
+    cdef int32_t lost_fresh
+    cdef int32_t lost_free
     cdef Py_ssize_t num_lost
-    cdef Py_ssize_t lost_size
+    cdef int32_t* buckets               # [num_buckets]: lost parents by row and generation
+    cdef uint32_t num_buckets
     cdef int64_t start_ms
     cdef int32_t now
     cdef int32_t due                    # no group leaves its bin before
@@ -169,12 +203,15 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef readonly uint64_t touches
     cdef readonly uint64_t num_aged             # groups moved to their next bin, since the start
     cdef readonly uint64_t num_passed           # groups passed over because their tail had to stay, since the start
+    cdef readonly uint64_t num_searched         # lost parents looked at, since the start
 
     def __cinit__(self, cache_capacity):
         self.table = BlockTable(cache_capacity, keeps_queues=False)
         self.tracks_uses = True
         self.members = <Member*> zeroed(self.table.num_rows * sizeof(Member))
-        if self.members == NULL:
+        self.num_buckets = cache_capacity // BLOCKS_PER_BUCKET + 16
+        self.buckets = <int32_t*> zeroed(self.num_buckets * sizeof(int32_t))
+        if self.members == NULL or self.buckets == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
         self.memory = RememberedKeys(MEMORY_FACTOR * cache_capacity + cache_capacity // 16 + SPARE_KEYS)
         # Untouched until used: to grow is to copy megabytes.
@@ -188,6 +225,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         free(self.new_keys)
         free(self.leaving)
         free(self.lost)
+        free(self.buckets)
 
     @property
     def reads_clock(self):
@@ -221,7 +259,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef int _grow_groups(self, int64_t size) except -1:
         cdef void* groups
-        if size > (1 << 31) - 1:
+        if size > MOST_GROUPS:
             raise MemoryError(f"no memory for {size} groups")
         groups = realloc(self.groups, size * sizeof(Group))
         if groups == NULL:
@@ -248,12 +286,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 raise MemoryError(f"no memory for a call of {n} keys")
             self.leaving = <NewKey*> block
             self.call_size = 2 * n
-        if self.num_lost + n > self.lost_size:
-            block = realloc(self.lost, 2 * (self.num_lost + n) * sizeof(LostParent))
+        if self.num_lost + n >= self.lost_size:
+            if 2 * (self.num_lost + n) + 16 > (1 << 31) - 1:
+                raise MemoryError(f"no memory for {self.num_lost + n} lost parents")
+            block = realloc(self.lost, (2 * (self.num_lost + n) + 16) * sizeof(LostParent))
             if block == NULL:
                 raise MemoryError(f"no memory for a call of {n} keys")
             self.lost = <LostParent*> block
-            self.lost_size = 2 * (self.num_lost + n)
+            self.lost_size = <int32_t> (2 * (self.num_lost + n) + 16)
         return 0
 
     cdef int on_grow(self, int32_t num_rows_before) except -1:
@@ -276,14 +316,21 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         memset(self.hit, 0, sizeof(self.hit))
         memset(self.sur, 0, sizeof(self.sur))
         self.total = 0
+        if self.num_lost > 0:
+            memset(self.buckets, 0, self.num_buckets * sizeof(int32_t))
         self.num_lost = 0
+        self.lost_fresh = 1
+        self.lost_free = 0
         self.start_ms = -1
         self.now = 0
         self.due = 0
         self.era += 1
         self.touches = 0
+        self.num_again = self.num_shared = 0
+        self.splits_shared = self.knows_shared = False
         self.num_hints = 1
         self.num_ranked = 0
+        self._take_up_classes(0, CLASSES_PER_HINT)
         self._build_table()
 
     cdef void _trim(self) noexcept nogil:
@@ -294,19 +341,19 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         for i in range(num_over):
             if i % SEGMENT_KEYS == 0:
                 self.memory.fetch_oldest()
-            self._leave_group(self.memory.pop_oldest())
+            self._leave_group(group_in(self.memory.pop_oldest()))
 
     cdef void _enter_memory(self) noexcept nogil:
         """Let new keys that were not stored, then the call's victims, enter the memory."""
         cdef Py_ssize_t i
         for i in range(self.num_new):
-            if self.new_keys[i].group != 0:
-                self.memory.append(self.new_keys[i].hash, self.new_keys[i].group)
+            if self.new_keys[i].label != 0:
+                self.memory.append(self.new_keys[i].hash, self.new_keys[i].label)
         self.num_new = 0
         for i in range(self.num_leaving):
             self.memory.fetch(self.leaving[i].hash)
         for i in range(self.num_leaving):
-            self.memory.append(self.leaving[i].hash, self.leaving[i].group)
+            self.memory.append(self.leaving[i].hash, self.leaving[i].label)
         self.num_leaving = 0
 
     # ---- groups -----------------------------------------------------------------------------------------------
@@ -467,13 +514,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef inline Place* _place_of(self, int32_t row) noexcept nogil:
         return <Place*> &self.table.rows[row].stamp
 
-    cdef inline void _append_member(self, int32_t group, int32_t row) noexcept nogil:
+    cdef inline void _append_member(self, Label label, int32_t row) noexcept nogil:
+        cdef int32_t group = group_in(label)
         cdef int32_t tail = self.groups[group].tail
         if tail == 0:
             self._link_holder(group, self._holder_before(group))
         else:
             self.table.rows[tail].next = row
-        self._place_of(row).group = group
+        self._place_of(row).label = label
         self.table.rows[row].prev = tail
         self.table.rows[row].next = 0
         self.groups[group].tail = row
@@ -481,7 +529,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef inline void _remove_member(self, int32_t row) noexcept nogil:
         cdef int32_t prev = self.table.rows[row].prev
         cdef int32_t next = self.table.rows[row].next
-        cdef int32_t group = self._place_of(row).group
+        cdef int32_t group = group_in(self._place_of(row).label)
         if prev != 0:
             self.table.rows[prev].next = next
         if next != 0:
@@ -511,8 +559,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef uint64_t* state = request.policy_state
         cdef int32_t* found = self.found
         cdef int64_t num_leading
+        cdef int sharing
         cdef bint is_last, is_known
         cdef bint waits = True
+        cdef bint splits
+        cdef uint32_t widened
+        cdef Label label
+        cdef uint64_t[NUM_SHARED] shared
         self._trim()
         self.num_uses += 1
         self._read_time()
@@ -522,6 +575,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             state[PROGRESS] = ALL_KNOWN
             self.touches += 1
             if self.touches % TOUCHES_PER_TABLE == 0:
+                self._judge_sharing()
                 self._build_table()
         self._age()
         hint = request.next_use
@@ -543,23 +597,25 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             state[PROGRESS] += <uint64_t> i << LEADING_SHIFT
             if i > 0 and not state[PROGRESS] & CONTINUES:
                 num_leading = <int64_t> (state[PROGRESS] >> LEADING_SHIFT)
-                group = self._place_of(rows[i - 1]).group if rows[i - 1] != 0 else self.memory.group_of(found[i - 1])
+                group = group_in(
+                    self._place_of(rows[i - 1]).label if rows[i - 1] != 0 else self.memory.group_of(found[i - 1]))
                 if num_leading + 1 >= self.groups[group].length:
                     state[PROGRESS] |= CONTINUES
         length = num_positions if num_positions else <int32_t> n
+        splits = self.splits_shared and hint == 0
+        widened = 0 if state[PROGRESS] & CONTINUES else self._widened()
+        memset(shared, 0, sizeof(shared))
         for i in range(n):
             row = rows[i]
             key = found[i]
             is_known = row != 0 or key != 0
             is_last = self._is_last(request, request.used[first + i], i == n - 1)
             cls = 4 * (state[PROGRESS] & CONTINUES) + 2 * (not is_last) + is_known
+            sharing = 0
             if row != 0:
-                group = self._place_of(row).group
-                self._count_hit(group)
+                label = self._place_of(row).label
+                self._count_hit(group_in(label))
                 self._remove_member(row)
-                self._leave_group(group)
-                group = self._join_group(&state[GROUPS + cls], hint * CLASSES_PER_HINT + cls, length)
-                self._append_member(group, row)
             elif key != 0:
                 if self.num_new != 0:
                     # Those before it are older.
@@ -568,20 +624,30 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 if not self.memory.holds(key, hashes[i]):
                     # Its segment has been merged with another meanwhile.
                     key = self.memory.find(hashes[i])
-                group = self.memory.group_of(key)
-                self._count_hit(group)
-                self._leave_group(group)
-                group = self._join_group(&state[GROUPS + cls], hint * CLASSES_PER_HINT + cls, length)
-                key = self.memory.renew(key, group)
+                label = self.memory.group_of(key)
+                self._count_hit(group_in(label))
+            if is_known:
+                self._leave_group(group_in(label))
+                sharing = sharing_in(label)
+                self.num_again += 1
+                self.num_shared += sharing >= WIDELY_SHARED
+                sharing += widened >> sharing & 1
+            if splits and sharing > 0:
+                group = self._join_group(&shared[(sharing - 1) >> 2], FIRST_SHARED + ((sharing - 1) >> 2), length)
             else:
                 group = self._join_group(&state[GROUPS + cls], hint * CLASSES_PER_HINT + cls, length)
-                if waits:
-                    self.new_keys[self.num_new].hash = hashes[i]
-                    self.new_keys[self.num_new].group = group
-                    self.num_new += 1
-                    key = -<int32_t> self.num_new
-                else:
-                    key = self.memory.append(hashes[i], group)
+            label = group | sharing << SHARING_SHIFT
+            if row != 0:
+                self._append_member(label, row)
+            elif key != 0:
+                key = self.memory.renew(key, label)
+            elif waits:
+                self.new_keys[self.num_new].hash = hashes[i]
+                self.new_keys[self.num_new].label = label
+                self.num_new += 1
+                key = -<int32_t> self.num_new
+            else:
+                key = self.memory.append(hashes[i], label)
             request.uses[request.used[first + i]].note = key
         state[CALL] = self.num_uses if waits else 0
 
@@ -597,6 +663,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         """Move known keys to the classes of another hint; their age counts from now, as after a use."""
         cdef Py_ssize_t i
         cdef int32_t row, key, group, cls, length
+        cdef Label label
         cdef uint64_t[CLASSES_PER_HINT] made
         memset(made, 0, sizeof(made))
         self._enter_memory()
@@ -608,8 +675,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             key = self.memory.find(hashes[i]) if row == 0 else 0
             if row == 0 and key == 0:
                 continue
-            group = self._place_of(row).group if row != 0 else self.memory.group_of(key)
-            cls = self.groups[group].cls % CLASSES_PER_HINT
+            label = self._place_of(row).label if row != 0 else self.memory.group_of(key)
+            group = group_in(label)
+            cls = self.groups[group].cls
+            cls = cls % CLASSES_PER_HINT if cls < FIRST_SHARED else 3
             if group == <int32_t> <uint32_t> made[cls]:
                 continue  # named twice
             length = self.groups[group].length
@@ -617,15 +686,37 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 self._remove_member(row)
             self._leave_group(group)
             group = self._join_group(&made[cls], next_use * CLASSES_PER_HINT + cls, length)
+            label = group | sharing_in(label) << SHARING_SHIFT
             if row != 0:
-                self._append_member(group, row)
+                self._append_member(label, row)
             else:
-                self.memory.renew(key, group)
+                self.memory.renew(key, label)
 
     cdef inline bint _is_last(self, RequestKeys request, int32_t place, bint is_last_of_call) noexcept nogil:
         if not request.num_positions:
             return is_last_of_call
         return request.uses[place].is_positioned and request.uses[place].position == request.largest_position
+
+    cdef uint32_t _widened(self) noexcept nogil:
+        """Return a bit for each sharing that a use by a new session raises: that of 2**n in one of about 2**n."""
+        cdef uint32_t draw = <uint32_t> (self.touches * <uint64_t> 2654435761)
+        cdef uint32_t bits = 0
+        cdef int sharing
+        for sharing in range(MOST_SHARING):
+            if <uint64_t> draw >> (32 - (sharing + 1) // 2) == 0:
+                bits |= <uint32_t> 1 << sharing
+        return bits
+
+    cdef void _judge_sharing(self) noexcept nogil:
+        """Tell shared blocks apart while more than half of what is used again is widely shared, down to 3/8."""
+        if self.num_again >= FEWEST_AGAIN:
+            self.splits_shared = 16 * self.num_shared > (6 if self.splits_shared else 9) * self.num_again
+            if self.splits_shared and not self.knows_shared:
+                self.knows_shared = True
+                self._take_up_classes(FIRST_SHARED, NUM_CLASSES)
+        if self.num_again >= MOST_AGAIN:
+            self.num_again >>= 1
+            self.num_shared >>= 1
 
     cdef inline void _count_hit(self, int32_t group) noexcept nogil:
         self.hit[self._cell_of(&self.groups[group])] += 1
@@ -775,7 +866,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                             prefetch(&self.members[self.table.rows[tail].prev])
                             self._detach_row(tail)
                             self.leaving[got].hash = self.table.rows[tail].hash
-                            self.leaving[got].group = self._place_of(tail).group
+                            self.leaving[got].label = self._place_of(tail).label
                             self.num_leaving += 1
                             victims[got] = tail
                             got += 1
@@ -793,9 +884,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef inline int64_t _worth_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
         cdef int32_t group
         if self._is_new(names, place):
-            group = self.new_keys[-names.uses[place].note - 1].group
+            group = group_in(self.new_keys[-names.uses[place].note - 1].label)
         else:
-            group = self.memory.group_of(self._remembered(names, place))
+            group = group_in(self.memory.group_of(self._remembered(names, place)))
         return self.value[self.groups[group].cls * NUM_BINS]
 
     cdef inline bint _may_leave(self, RequestKeys names, int32_t row, bint is_whole) noexcept nogil:
@@ -824,44 +915,74 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         if parent != 0 and self.members[parent].kids > 0:
             self.members[parent].kids -= 1
 
+    cdef inline int32_t* _bucket_of(self, int32_t row, uint32_t generation) noexcept nogil:
+        cdef uint32_t mixed = <uint32_t> row * <uint32_t> 2654435761 ^ generation * <uint32_t> 2246822519
+        return &self.buckets[(<uint64_t> (mixed * <uint32_t> 3266489917) * self.num_buckets) >> 32]
+
+    cdef void _add_lost(self, int32_t row) noexcept nogil:
+        """Note that a row with children leaves by a failed store; `reserve_policy` has made room."""
+        cdef int32_t* bucket = self._bucket_of(row, self.table.rows[row].generation)
+        cdef int32_t at = self.lost_free
+        if at != 0:
+            self.lost_free = self.lost[at].next
+        else:
+            at = self.lost_fresh
+            self.lost_fresh += 1
+        self.lost[at].hash = self.table.rows[row].hash
+        self.lost[at].row = row
+        self.lost[at].generation = self.table.rows[row].generation
+        self.lost[at].num_children = self.members[row].kids
+        self.lost[at].next = bucket[0]
+        bucket[0] = at
+        self.num_lost += 1
+
     cdef int32_t _find_lost(self, int32_t row, uint32_t generation) noexcept nogil:
         """Return the row that a parent which once failed has now, or 0; one of its children leaves it."""
-        cdef Py_ssize_t i
+        cdef int32_t* link = self._bucket_of(row, generation)
+        cdef LostParent* lost
         cdef Probe probe
         cdef uint64_t hash
-        for i in range(self.num_lost - 1, -1, -1):
-            if self.lost[i].row == row and self.lost[i].generation == generation:
-                hash = self.lost[i].hash
-                self.lost[i].num_children -= 1
-                if self.lost[i].num_children == 0:
+        cdef int32_t at
+        while link[0] != 0:
+            at = link[0]
+            lost = &self.lost[at]
+            self.num_searched += 1
+            if lost.row == row and lost.generation == generation:
+                hash = lost.hash
+                lost.num_children -= 1
+                if lost.num_children == 0:
+                    link[0] = lost.next
+                    lost.next = self.lost_free
+                    self.lost_free = at
                     self.num_lost -= 1
-                    self.lost[i] = self.lost[self.num_lost]
                 row = index_first(self.table.buckets, self.table.num_buckets, hash, &probe)
                 while row != 0 and self.table.rows[row].hash != hash:
                     row = index_next(self.table.buckets, self.table.num_buckets, hash, &probe)
                 return row
+            link = &lost.next
         return 0
 
     cdef void on_admit(
         self, RequestKeys names, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n
     ) noexcept nogil:
         cdef Py_ssize_t i
-        cdef int32_t row, key, group, before, parent
+        cdef int32_t row, key, before, parent
+        cdef Label label
         for i in range(n):
             row = rows[i]
             if self._is_new(names, places[i]):
                 key = -names.uses[places[i]].note - 1
-                group = self.new_keys[key].group
-                self.new_keys[key].group = 0
+                label = self.new_keys[key].label
+                self.new_keys[key].label = 0
             else:
                 key = self._remembered(names, places[i])
-                group = self.memory.group_of(key)
+                label = self.memory.group_of(key)
                 self.memory.remove(key)
             self.members[row].kids = 0
             before = names.uses[places[i]].before - 1
             parent = names.row_now(self.table, before) if before >= 0 else 0
             self._set_parent(row, parent)
-            self._append_member(group, row)
+            self._append_member(label, row)
         count_rows(self.table, 0, n)
         self._trim()
 
@@ -874,20 +995,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef void on_remove(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t row
-        cdef LostParent* lost
         self._enter_memory()
         for i in range(n):
             row = rows[i]
             self._remove_member(row)
             self._leave_parent(row)
-            self.memory.append(self.table.rows[row].hash, self._place_of(row).group)
+            self.memory.append(self.table.rows[row].hash, self._place_of(row).label)
             if self.members[row].kids > 0:
-                lost = &self.lost[self.num_lost]
-                self.num_lost += 1
-                lost.hash = self.table.rows[row].hash
-                lost.row = row
-                lost.generation = self.table.rows[row].generation
-                lost.num_children = self.members[row].kids
+                self._add_lost(row)
         if n:
             self._trim()
 
@@ -896,20 +1011,21 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         """Take in blocks of no request."""
         cdef Py_ssize_t i
-        cdef int32_t key, group
+        cdef int32_t key
+        cdef Label label
         cdef uint64_t made
         self._enter_memory()
         for i in range(n):
             key = self.memory.find(self.table.rows[rows[i]].hash)
             if key != 0:
-                group = self.memory.group_of(key)
+                label = self.memory.group_of(key)
                 self.memory.remove(key)
             else:
                 made = 0
-                group = self._join_group(&made, 0, 1)
+                label = self._join_group(&made, 0, 1)
             self.members[rows[i]].kids = 0
             self._set_parent(rows[i], 0)
-            self._append_member(group, rows[i])
+            self._append_member(label, rows[i])
         count_rows(self.table, 0, n)
 
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
@@ -931,7 +1047,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                     prev = self.table.rows[row].prev
                     if may_leave(self.table, row):
                         self._detach_row(row)
-                        self.memory.append(self.table.rows[row].hash, self._place_of(row).group)
+                        self.memory.append(self.table.rows[row].hash, self._place_of(row).label)
                         out[got] = row
                         got += 1
                     row = prev
@@ -940,25 +1056,29 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     # ---- the table --------------------------------------------------------------------------------------------
 
+    cdef inline bint _in_use(self, int cls) noexcept nogil:
+        return self.knows_shared if cls >= FIRST_SHARED else cls < self.num_hints * CLASSES_PER_HINT
+
     cdef void _build_table(self) noexcept nogil:
         """Work out the value of each cell, and the order of the cells, from what has been counted."""
-        cdef int cls, b, cell, num_cells = self.num_hints * CLASSES_PER_HINT * NUM_BINS
+        cdef int cls, b, cell
         cdef int64_t num_hit, num_sur, chance = 4096
         if self.total >= HALVING_TOTAL:
             self.total = 0
-            for cell in range(num_cells):
+            for cell in range(NUM_CELLS):
                 self.hit[cell] >>= 1
                 self.sur[cell] >>= 1
                 self.total += self.hit[cell] + self.sur[cell]
         for b in range(NUM_BINS):
             num_hit = num_sur = 0
-            for cls in range(self.num_hints * CLASSES_PER_HINT):
+            for cls in range(NUM_CLASSES):
                 num_hit += self.hit[cls * NUM_BINS + b]
                 num_sur += self.sur[cls * NUM_BINS + b]
             chance = ((num_hit << 16) + 2048 * chance) // (num_hit + num_sur + 2048)
             self.chances[b] = chance
-        for cls in range(self.num_hints * CLASSES_PER_HINT):
-            self._value_class(cls)
+        for cls in range(NUM_CLASSES):
+            if self._in_use(cls):
+                self._value_class(cls)
         self._rank_cells()
 
     cdef void _value_class(self, int cls) noexcept nogil:
@@ -968,15 +1088,17 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int64_t[NUM_BINS] time
         cdef int64_t[NUM_BINS] stays
         cdef int64_t expected = 0, num_hit = 0, factor, guess, h, nu, de, s
+        cdef int64_t weight = PRIOR_SHARED if cls >= FIRST_SHARED else PRIOR
+        cdef bint is_again = cls & 1 or cls >= FIRST_SHARED
         cdef int b, top = 0
         for b in range(NUM_BINS):
             expected += (hit[b] + sur[b]) * self.chances[b]
             num_hit += hit[b]
         expected >>= 16
-        factor = ((num_hit << 16) + 1024 * <int64_t> (65536 if cls & 1 else 32768)) // (expected + 1024)
+        factor = ((num_hit << 16) + 1024 * <int64_t> (65536 if is_again else 32768)) // (expected + 1024)
         for b in range(NUM_BINS - 1, -1, -1):
             guess = min(MOST_CHANCE, (factor * self.chances[b]) >> 16)
-            h = min(MOST_CHANCE, ((hit[b] << 16) + 4096 * guess) // (hit[b] + sur[b] + 4096))
+            h = min(MOST_CHANCE, ((hit[b] << 16) + weight * guess) // (hit[b] + sur[b] + weight))
             nu = h
             de = (EDGES[b + 1] - EDGES[b]) * (65536 - h // 2)
             s = 65536 - h
@@ -1000,41 +1122,45 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void _rank_cells(self) noexcept nogil:
         """Order the cells by value, then by bin, falling, then by class."""
-        cdef int num_cells = self.num_hints * CLASSES_PER_HINT * NUM_BINS
         cdef int32_t cell
         cdef int i, j
-        for i in range(self.num_ranked, num_cells):
-            self.ranked[i] = i
         # By insertion: from one table to the next, few cells change places.
-        for i in range(1, num_cells):
+        for i in range(1, self.num_ranked):
             cell = self.ranked[i]
             j = i
             while j > 0 and self._ranks_before(cell, self.ranked[j - 1]):
                 self.ranked[j] = self.ranked[j - 1]
                 j -= 1
             self.ranked[j] = cell
-        self.num_ranked = num_cells
         memset(self.holders, 0, sizeof(self.holders))
-        for i in range(num_cells):
+        for i in range(self.num_ranked):
             cell = self.ranked[i]
             self.rank_of[cell] = i
             if self.queues[HOLDERS][cell].first != 0:
                 self.holders[i >> 6] |= <uint64_t> 1 << (i & 63)
 
-    cdef void _take_up_hint(self, int32_t hint) noexcept nogil:
-        """Value the classes of a hint that nobody has given before, by the table as it is."""
-        cdef int cls
-        for cls in range(self.num_hints * CLASSES_PER_HINT, (hint + 1) * CLASSES_PER_HINT):
+    cdef void _take_up_classes(self, int first, int end) noexcept nogil:
+        """Value classes that have not been in use before, by the table as it is."""
+        cdef int cls, b
+        for cls in range(first, end):
             self._value_class(cls)
-        self.num_hints = hint + 1
+            for b in range(NUM_BINS):
+                self.ranked[self.num_ranked] = cls * NUM_BINS + b
+                self.num_ranked += 1
         self._rank_cells()
+
+    cdef void _take_up_hint(self, int32_t hint) noexcept nogil:
+        """Value the classes of a hint that nobody has given before."""
+        self._take_up_classes(self.num_hints * CLASSES_PER_HINT, (hint + 1) * CLASSES_PER_HINT)
+        self.num_hints = hint + 1
 
     # ---- inspection -------------------------------------------------------------------------------------------
 
     cdef int check_policy(self) except -1:
         cdef const Row* rows = self.table.rows
         cdef int32_t cell, group, next, row
-        cdef Py_ssize_t i, num_groups = 0, num_resident = 0
+        cdef Label label
+        cdef Py_ssize_t i, num_groups = 0, num_resident = 0, num_lost = 0
         cdef int64_t total = 0
         known = {}
         kids = {}
@@ -1068,7 +1194,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                  == self.groups[self.queues[ALL][cell].first].t0 + EDGES[cell % NUM_BINS + 1],
                  f"cell {cell} ages too late")
             hold(sorted(listed) == sorted(holders), f"cell {cell} lists {listed}, {holders} have resident members")
-            if cell < self.num_ranked:
+            if self._in_use(cell // NUM_BINS):
                 row = self.rank_of[cell]
                 hold(self.ranked[row] == cell, f"cell {cell} has another rank")
                 hold((self.holders[row >> 6] >> (row & 63) & 1) == (listed != []), f"cell {cell} is marked wrongly")
@@ -1078,7 +1204,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 while row != 0:
                     num_resident += 1
                     known[group] -= 1
-                    hold(rows[row].key != NULL and self._place_of(row).group == group, f"row {row} is in no group")
+                    hold(rows[row].key != NULL and group_in(self._place_of(row).label) == group,
+                         f"row {row} is in no group")
                     if rows[row].prev != 0:
                         hold(rows[rows[row].prev].next == row, f"row {row} is not its neighbour's")
                     parent = self._place_of(row).parent
@@ -1096,13 +1223,24 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             hold(self.memory.find(rows[row].hash) == 0, f"row {row} is resident and remembered")
             # A child left behind by a failed store may have counted itself out of another's.
             hold(self.num_lost > 0 or self.members[row].kids <= kids.get(row, 0), f"row {row} counts too many children")
-        for group in self.memory.groups():
+        for label in self.memory.groups():
+            group = group_in(label)
             hold(group in known, f"a remembered key is in group {group}, which is not there")
             known[group] -= 1
         for i in range(self.num_new):
-            hold(self.new_keys[i].group in known, f"a new key is in group {self.new_keys[i].group}, which is not there")
-            known[self.new_keys[i].group] -= 1
+            group = group_in(self.new_keys[i].label)
+            hold(group in known, f"a new key is in group {group}, which is not there")
+            known[group] -= 1
         hold(self.num_leaving == 0, f"{self.num_leaving} victims are not remembered yet")
+        for i in range(self.num_buckets):
+            next = self.buckets[i]
+            while next != 0:
+                num_lost += 1
+                hold(self.lost[next].num_children > 0
+                     and self._bucket_of(self.lost[next].row, self.lost[next].generation) == &self.buckets[i],
+                     f"lost parent {next} is in a wrong bucket")
+                next = self.lost[next].next
+        hold(num_lost == self.num_lost, f"{num_lost} lost parents are linked, {self.num_lost} counted")
         self.memory.check()
         for group in known:
             hold(known[group] == 0, f"group {group} counts {known[group]} members too many")

@@ -16,6 +16,9 @@ EDGES = [0, *sorted({(m << b) >> 2 for b in range(1, 15) for m in range(4, 8)} -
 NUM_BINS = len(EDGES) - 1
 CLASSES_PER_HINT = 8
 NEXT_USES = (None, "end", "soon", "later")
+# Classes of shared blocks, while they are told apart.
+FIRST_SHARED = CLASSES_PER_HINT * len(NEXT_USES)
+NUM_SHARED = 4
 
 Cell = tuple[int, int]
 Victims = list[tuple[bytes, BlockStatus]]
@@ -67,6 +70,12 @@ class ReferenceGittins(CachePolicy):
     ageing_steps = 256
     halving_total = 1 << 21
     most_passed = 2048
+    prior = 4096
+    prior_shared = 512
+    most_sharing = 15
+    widely_shared = 2
+    fewest_again = 4096
+    most_again = 65536
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -82,9 +91,14 @@ class ReferenceGittins(CachePolicy):
         self.memory: OrderedDict[bytes, None] = OrderedDict()
         self.cells: dict[Cell, OrderedDict[Group, None]] = {}
         self.num_groups: Counter[int] = Counter()  # by class, where there are any
-        self.hit: list[list[int]] = []
-        self.sur: list[list[int]] = []
-        self.value: list[list[int]] = []
+        # Of a known key: about the logarithm of how many requests have used it that continued no older one.
+        self.sharing: dict[bytes, int] = {}
+        self.num_again = 0  # uses of known keys, halved at times
+        self.num_shared = 0  # of these, of widely shared ones
+        self.splits_shared = False
+        self.hit: dict[int, list[int]] = {}  # by class, like the next two
+        self.sur: dict[int, list[int]] = {}
+        self.value: dict[int, list[int]] = {}
         self.chances: list[int] = []
         self.total = 0
         # Bumped by `clear`, so that what open requests remember of older groups is void.
@@ -99,7 +113,7 @@ class ReferenceGittins(CachePolicy):
     @property
     def worths(self) -> list[int]:
         """The value of a block of each class that has just been used, for requests without a hint."""
-        return [values[0] for values in self.value[:CLASSES_PER_HINT]]
+        return [self.value[cls][0] for cls in range(CLASSES_PER_HINT)]
 
     # ---- the five primitives
 
@@ -158,6 +172,7 @@ class ReferenceGittins(CachePolicy):
         if is_first:
             self.touches += 1
             if self.touches % self.touches_per_table == 0:
+                self._judge_sharing()
                 self._rebuild()
         self._age()
         self._take_up(request.next_use)
@@ -171,9 +186,16 @@ class ReferenceGittins(CachePolicy):
                 group.resident.pop(key, None)
                 self.memory.pop(key, None)
                 self._leave(key)
+        length = _length(keys, request)
+        shared: dict[int, Group] = {}
         for key in keys:
-            cls = 4 * progress.continues + 2 * (not _is_last(key, keys, request)) + (key in known)
-            self._join(key, _hinted(cls, request), progress.groups, _length(keys, request))
+            sharing = self._share(key, not progress.continues) if key in known else 0
+            self.sharing[key] = sharing
+            if sharing and self.splits_shared and request.next_use is None:
+                self._join(key, FIRST_SHARED + (sharing - 1) // 4, shared, length)
+            else:
+                cls = 4 * progress.continues + 2 * (not _is_last(key, keys, request)) + (key in known)
+                self._join(key, _hinted(cls, request), progress.groups, length)
 
     def hint(self, keys: list[bytes], next_use: str | None) -> None:
         """Move known keys to the classes of another hint; their age counts from now."""
@@ -188,12 +210,33 @@ class ReferenceGittins(CachePolicy):
                 continue
             self._leave(key)
             group.resident.pop(key, None)
-            cls = CLASSES_PER_HINT * NEXT_USES.index(next_use) + group.cls % CLASSES_PER_HINT
+            was = group.cls % CLASSES_PER_HINT if group.cls < FIRST_SHARED else 3
+            cls = CLASSES_PER_HINT * NEXT_USES.index(next_use) + was
             joined = self._join_group(key, cls, groups, group.length)
             if key in self.blocks:
                 joined.resident[key] = None
             else:
                 self.memory.move_to_end(key)
+
+    def _share(self, key: bytes, by_new_session: bool) -> int:
+        """Count a use of a known key, and return its sharing: 2**n users raise it in one of about 2**n cases."""
+        sharing = self.sharing[key]
+        self.num_again += 1
+        self.num_shared += sharing >= self.widely_shared
+        draw = self.touches * 2654435761 % (1 << 32)
+        if by_new_session and sharing < self.most_sharing and draw >> (32 - (sharing + 1) // 2) == 0:
+            sharing += 1
+        return sharing
+
+    def _judge_sharing(self) -> None:
+        """Tell shared blocks apart while most of what is used again is widely shared: from 9/16 on, down to 3/8."""
+        if self.num_again >= self.fewest_again:
+            self.splits_shared = 16 * self.num_shared > (6 if self.splits_shared else 9) * self.num_again
+            if self.splits_shared:
+                self._take_up_classes(range(FIRST_SHARED, FIRST_SHARED + NUM_SHARED))
+        if self.num_again >= self.most_again:
+            self.num_again >>= 1
+            self.num_shared >>= 1
 
     def _progress(self, request: RequestUses) -> tuple[_Progress, bool]:
         kept = request.policy_state
@@ -254,6 +297,7 @@ class ReferenceGittins(CachePolicy):
         groups: dict[int, Group] = {}
         for key in keys:
             if key not in self.group_of:
+                self.sharing[key] = 0
                 cls = 0 if _is_last(key, offered, request) else 2
                 self._join(key, _hinted(cls, request), groups, _length(offered, request))
 
@@ -359,23 +403,24 @@ class ReferenceGittins(CachePolicy):
         while len(self.memory) > self.memory_factor * self.cache_capacity:
             oldest, _ = self.memory.popitem(last=False)
             self._leave(oldest)
+            del self.sharing[oldest]
 
     # ---- the table
 
     def _rebuild(self) -> None:
         if self.total >= self.halving_total:
-            self.hit = [[count >> 1 for count in counts] for counts in self.hit]
-            self.sur = [[count >> 1 for count in counts] for counts in self.sur]
-            self.total = sum(map(sum, self.hit)) + sum(map(sum, self.sur))
+            self.hit = {cls: [count >> 1 for count in counts] for cls, counts in self.hit.items()}
+            self.sur = {cls: [count >> 1 for count in counts] for cls, counts in self.sur.items()}
+            self.total = sum(map(sum, self.hit.values())) + sum(map(sum, self.sur.values()))
         chance = 4096
         chances = []
         for b in range(NUM_BINS):
-            num_hit = sum(counts[b] for counts in self.hit)
-            num_sur = sum(counts[b] for counts in self.sur)
+            num_hit = sum(counts[b] for counts in self.hit.values())
+            num_sur = sum(counts[b] for counts in self.sur.values())
             chance = ((num_hit << 16) + 2048 * chance) // (num_hit + num_sur + 2048)
             chances.append(chance)
         self.chances = chances
-        self.value = [self._values(self.hit[cls], self.sur[cls], cls) for cls in range(len(self.hit))]
+        self.value = {cls: self._values(self.hit[cls], self.sur[cls], cls) for cls in self.hit}
         self._sort()
 
     def _sort(self) -> None:
@@ -383,24 +428,29 @@ class ReferenceGittins(CachePolicy):
 
     def _take_up(self, next_use: str | None) -> None:
         """Add the classes of a hint when it is first given; until then they hold nothing."""
-        for cls in range(len(self.value), CLASSES_PER_HINT * (1 + NEXT_USES.index(next_use))):
-            self.hit.append([0] * NUM_BINS)
-            self.sur.append([0] * NUM_BINS)
-            self.value.append(self._values(self.hit[cls], self.sur[cls], cls))
+        self._take_up_classes(range(CLASSES_PER_HINT * (1 + NEXT_USES.index(next_use))))
+
+    def _take_up_classes(self, classes: range) -> None:
+        added = [cls for cls in classes if cls not in self.value]
+        for cls in added:
+            self.hit[cls] = [0] * NUM_BINS
+            self.sur[cls] = [0] * NUM_BINS
+            self.value[cls] = self._values(self.hit[cls], self.sur[cls], cls)
             self.cells.update({(cls, b): OrderedDict() for b in range(NUM_BINS)})
-            if cls % CLASSES_PER_HINT == CLASSES_PER_HINT - 1:
-                self._sort()
+        if added:
+            self._sort()
 
     def _values(self, hit: list[int], sur: list[int], cls: int) -> list[int]:
         chances = self.chances
         expected = sum((hit[b] + sur[b]) * chances[b] for b in range(NUM_BINS)) >> 16
-        prior = 65536 if cls % 2 else 32768
-        factor = ((sum(hit) << 16) + 1024 * prior) // (expected + 1024)
+        is_again = cls % 2 or cls >= FIRST_SHARED
+        weight = self.prior_shared if cls >= FIRST_SHARED else self.prior
+        factor = ((sum(hit) << 16) + 1024 * (65536 if is_again else 32768)) // (expected + 1024)
         values = [0] * NUM_BINS
         stack: list[tuple[int, int, int]] = []
         for b in range(NUM_BINS - 1, -1, -1):
             guess = min(64512, (factor * chances[b]) >> 16)
-            h = min(64512, ((hit[b] << 16) + 4096 * guess) // (hit[b] + sur[b] + 4096))
+            h = min(64512, ((hit[b] << 16) + weight * guess) // (hit[b] + sur[b] + weight))
             uses, time, stays = h, (EDGES[b + 1] - EDGES[b]) * (65536 - h // 2), 65536 - h
             while stack and stack[-1][0] * time > uses * stack[-1][1]:
                 more_uses, more_time, still_stays = stack.pop()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -175,7 +176,7 @@ class Both:
             CPUOffloadingManager(16, num_blocks, "gittins", clock=lambda: self.now_s),
         ]
 
-    def request(self, keys: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    def request(self, keys: list[bytes], is_checked: bool = True) -> tuple[list[bytes], list[bytes]]:
         answers = []
         for manager in self.managers:
             context = ReqContext()
@@ -183,7 +184,8 @@ class Both:
             answers.append(stored(manager, keys, context))
             manager.on_request_finished(context)
         assert answers[1] == answers[0]
-        self.managers[1].policy.check()  # type: ignore[attr-defined]
+        if is_checked:
+            self.managers[1].policy.check()  # type: ignore[attr-defined]
         return answers[1]
 
 
@@ -245,6 +247,71 @@ def test_counters_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled.policy.worths == references[0] != references[1]
 
 
+def chats(count: int, seed: int) -> Iterator[tuple[float, list[bytes]]]:
+    """Return sessions of one or two requests behind one of ten prompts, the n-th of which has a share of 1/n."""
+    draw = random.Random(seed)
+    prompts = [keys_of(f"prompt {i}", draw.randrange(10, 30)) for i in range(10)]
+    open_session: list[bytes] = []
+    for i in range(count):
+        own = keys_of(f"session {seed} {i}", draw.randrange(1, 4))
+        if not open_session or draw.random() < 0.6:
+            open_session = draw.choices(prompts, [1 / rank for rank in range(1, 11)])[0]
+        open_session = [*open_session, *own]
+        yield draw.expovariate(0.5), open_session
+
+
+def one_session(count: int) -> Iterator[tuple[float, list[bytes]]]:
+    """Return requests of an agent, who begins anew when the prompt is long."""
+    for i in range(count):
+        yield 1.0, keys_of(f"agent {i // 40}", 2 * (i % 40) + 2)
+
+
+def test_shared_blocks_are_told_apart_while_most_that_is_used_again_is_widely_shared() -> None:
+    both = Both(90)
+    draw = random.Random(1)
+    splits = []
+
+    def serve_all(requests: Iterable[tuple[float, list[bytes]]]) -> None:
+        for after_s, keys in requests:
+            both.now_s += after_s
+            both.request(keys, is_checked=draw.random() < 0.02)
+            if draw.random() < 0.05:
+                for manager in both.managers:
+                    manager.hint(keys[: len(keys) // 2], "later")
+        splits.append([manager.policy.splits_shared for manager in both.managers])  # type: ignore[attr-defined]
+
+    serve_all(one_session(20))
+    serve_all(chats(400, 1))
+    serve_all(one_session(320))
+    for manager in both.managers:
+        manager.reset_cache()
+    serve_all(chats(50, 3))
+
+    assert splits == [[False] * 2, [True] * 2, [False] * 2, [False] * 2]
+
+
+def test_sharing_keeps_the_prompts_of_many_sessions() -> None:
+    # Twenty prompts of 50 blocks, half as much room; what is asked of them is never asked again.
+    draw = random.Random(3)
+    names = [f"prompt {i}" for i in range(20)]
+    num_hits: dict[str, int] = {}
+    for policy in ("amq", "gittins"):
+        draw.seed(3)
+        now_s = 0.0
+        manager = CPUOffloadingManager(16, 500, policy, clock=lambda: now_s)  # noqa: B023
+        num_hits[policy] = 0
+        for i in range(3000):
+            now_s += draw.expovariate(1.0)
+            name = draw.choices(names, [1 / rank for rank in range(1, 21)])[0]
+            keys, context = [*keys_of(name, 50), *keys_of(f"question {i}", 20)], ReqContext()
+            num_hits[policy] += manager.lookup(keys, context)
+            manager.touch(keys, context)
+            stored(manager, keys, context)
+            manager.on_request_finished(context)
+
+    assert num_hits["gittins"] > num_hits["amq"]
+
+
 def aged_manager(num_requests: int, length: int) -> CPUOffloadingManager:
     """Return a full cache of short requests, whose clock goes on an hour later."""
     now_s = [0.0]
@@ -283,6 +350,28 @@ def test_a_store_passes_over_2048_blocked_groups_at_most() -> None:
     assert stored(manager, keys_of("new", 10), ReqContext()) == ([], [])
     assert manager.policy.num_passed - before == 2048
     manager.policy.check()
+
+
+def test_children_whose_parents_failed_leave_without_a_search_among_all_of_these() -> None:
+    both = Both(2002)
+    paths = [keys_of(f"path {i}", 3) for i in range(1000)]
+    for path in paths:
+        for manager in both.managers:
+            context = ReqContext()
+            assert manager.prepare_store(path, context).keys_to_store == path  # type: ignore[union-attr]
+            manager.complete_store(path[1:], context)
+            manager.complete_store(path[:1], context, False)
+    policy = both.managers[1].policy  # type: ignore[attr-defined]
+    policy.check()
+    both.now_s = 3600.0
+    for manager in both.managers:
+        for i in range(400):
+            manager.touch([b"other %d" % i])
+    before = policy.num_searched
+    _, victims = both.request(keys_of("new", 1800))
+
+    assert len(victims) == 1798
+    assert 0 < policy.num_searched - before < 4 * len(victims)
 
 
 def test_no_stored_block_has_an_absent_predecessor(shared: Path) -> None:
