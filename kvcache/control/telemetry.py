@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.control.call_times import CallTimes
 from kvcache.control.pool import BlockPool
+from kvcache.events import JobLog
 from kvcache.metrics import Labels, Part, Sample, samples_of
 from kvcache.options import OptionTable, check_int
 from kvcache.registry import POLICIES
@@ -244,6 +245,18 @@ class Exporter(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop; waits for its threads, not for ever. A second call does nothing."""
+
+
+class JobTracer(Exporter):
+    """An exporter that follows single jobs: where one is configured, it is opened over each worker's copies, too.
+
+    Attributes
+    ----------
+    job_log : JobLog
+        Where jobs are taken from.
+    """
+
+    job_log: JobLog
 
 
 class Command(ABC):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import trace
 from opentelemetry.trace import Status, StatusCode
 
-from kvcache.control.telemetry import Exporter
+from kvcache.control.telemetry import JobTracer
 from kvcache.events import FinishedJob, JobLog
 from kvcache.metrics import Part, counter
 from kvcache.options import name_unknown
@@ -40,7 +40,7 @@ class SpanStats:
     dropped_spans: int = counter("jobs", "Jobs that no span was made of, because too many ended at a time.")
 
 
-class SpanExporter(Exporter):
+class SpanExporter(JobTracer):
     """Make spans of the jobs of an engine's tiers, or of a worker's copies.
 
     Parameters
@@ -53,7 +53,7 @@ class SpanExporter(Exporter):
     Attributes
     ----------
     job_log : JobLog
-        Where jobs are taken from; set ``worker.job_log`` to it for a worker's copies.
+        Where jobs are taken from; a configured spec sets a worker's to it (`OffloadingSpec.trace_worker`).
 
     Notes
     -----

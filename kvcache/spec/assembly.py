@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcache.control.arbiter import check_prefill_rate
 from kvcache.control.cpu import CPUOffloadingManager
-from kvcache.control.telemetry import Exporter, Telemetry
+from kvcache.control.telemetry import Exporter, JobTracer, Telemetry
 from kvcache.options import (
     OptionTable,
     Parser,
@@ -43,6 +43,7 @@ from kvcache.transfer.shared_file import private_folder
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
     from kvcache.transfer.shared_file import SharedBlocks
+    from kvcache.transfer.worker import OffloadingWorker
 
 _LOG = logging.getLogger(__name__)
 MANAGER_OPTIONS = OptionTable(
@@ -337,6 +338,28 @@ def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
             continue
         telemetry.exporters.append(exporter)
         _LOG.info("%s answers at %s", one.exporter.__name__, exporter.address)
+
+
+def trace_worker(settings: OffloadSettings, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
+    """Open those exporters over a worker's copies that follow single jobs; `shutdown` of the worker closes them.
+
+    Parameters
+    ----------
+    settings : OffloadSettings
+        What the user wrote.
+    worker : OffloadingWorker
+        The worker.
+    labels : mapping of str to str, optional
+        As for `Telemetry`.
+    """
+    tracers = tuple(one for one in settings.exporters if issubclass(one.exporter, JobTracer))
+    if not tracers:
+        return
+    telemetry = Telemetry(None, labels=labels)
+    open_exporters(replace(settings, exporters=tracers), telemetry)
+    for exporter in telemetry.exporters:
+        worker.job_log = cast("JobTracer", exporter).job_log
+    worker.closers.append(telemetry.close)
 
 
 def open_tiers(

@@ -18,6 +18,7 @@ from kvcache.specs import CanonicalKVCaches, LoadStoreSpec
 
 if TYPE_CHECKING:
     from kvcache.transfer.base import OffloadingHandler
+    from kvcache.transfer.worker import OffloadingWorker
 
 _LOG = logging.getLogger(__name__)
 
@@ -121,6 +122,18 @@ class OffloadingSpec(ABC):
         ValueError
             The KV cache does not fit the configuration.
         """
+
+    def trace_worker(self, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
+        """Follow a worker's copies where `exporters` say so (``"otel"``), until it is shut down; by default, nothing.
+
+        Parameters
+        ----------
+        worker : OffloadingWorker
+            In its own process.
+        labels : mapping of str to str, optional
+            What tells it from others, such as ``engine`` and ``rank``.
+        """
+        return
 
     def _factor(self, size: int | None) -> int:
         if size is None:

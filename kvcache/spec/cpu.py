@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from kvcache.control.manager import OffloadingManager
-from kvcache.spec.assembly import POOL_OPTIONS, OffloadSettings, open_manager
+from kvcache.spec.assembly import POOL_OPTIONS, OffloadSettings, open_manager, trace_worker
 from kvcache.spec.base import HandlerOf, OffloadingSpec
 from kvcache.spec.config import OffloadingConfig
 from kvcache.specs import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec
 
 if TYPE_CHECKING:
     from kvcache.transfer.host_pool import HostPool
+    from kvcache.transfer.worker import OffloadingWorker
 
 
 class CPUOffloadingSpec(OffloadingSpec):
@@ -66,6 +67,9 @@ class CPUOffloadingSpec(OffloadingSpec):
         elif kv_caches is not self._kv_caches:
             raise ValueError("this spec's handlers belong to another KV cache: make a spec for each worker")
         return iter(self._handlers)
+
+    def trace_worker(self, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
+        trace_worker(self.settings, worker, labels)
 
     def _read_settings(self) -> OffloadSettings:
         # Tiers are another spec's.

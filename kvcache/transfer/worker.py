@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvcache.core.histogram import Histogram
@@ -42,6 +42,13 @@ class _Tally:
 class OffloadingWorker:
     """Route jobs to handlers by source and destination medium.
 
+    Attributes
+    ----------
+    job_log : JobLog or None
+        Where copies that have ended are noted.
+    closers : list of callable
+        Called by `shutdown` when all else is done, and then forgotten; append to it.
+
     Notes
     -----
     A handler that raises is logged, and costs neither the engine's thread nor another handler's job anything. Its own
@@ -52,6 +59,7 @@ class OffloadingWorker:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         self._finished: list[TransferResult] = []
         self.job_log: JobLog | None = None
+        self.closers: list[Callable[[], None]] = []
         self._tallies: dict[tuple[str, str], _Tally] = {}
         self._failing: set[int] = set()
 
@@ -165,6 +173,12 @@ class OffloadingWorker:
                 handler.shutdown(wait)
             except Exception:
                 _log.exception("%s did not shut down", type(handler).__name__)
+        while self.closers:
+            close = self.closers.pop()
+            try:
+                close()
+            except Exception:
+                _log.exception("%r failed", close)
 
     def parts(self) -> list[Part]:
         """Return what was copied, by direction; callable in any thread, and a source of `Telemetry`.

@@ -8,12 +8,25 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export import SpanExporter as Sender
 from opentelemetry.trace import StatusCode
 
-from kvcache import CPUOffloadingManager, TieredOffloadingManager
+from kvcache import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    CPUOffloadingManager,
+    CPUOffloadingSpec,
+    GPULoadStoreSpec,
+    OffloadingConfig,
+    OffloadingGroup,
+    OffloadingWorker,
+    TieredOffloadingManager,
+)
 from kvcache.control.telemetry import Telemetry
 from kvcache.events import FinishedJob, JobLog
 from kvcache.exporters.otel import SpanExporter
@@ -105,3 +118,33 @@ def test_it_is_registered_by_name() -> None:
     assert EXPORTERS.resolve("otel") is SpanExporter
     with pytest.raises(ValueError, match="unknown options of exporter 'otel': url"):
         SpanExporter.check_options({"url": "x"})
+
+
+def test_a_configured_worker_traces_its_copies_until_it_is_shut_down(
+    provider: TracerProvider, collected: Collected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache.exporters.otel.trace.get_tracer", lambda name, **_: provider.get_tracer(name))
+    kv_caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(torch.zeros((4, 64), dtype=torch.int8), 64)], [[CanonicalKVCacheRef(0, 64)]]
+    )
+    for exporters, num_spans in (([], 0), (["otel"], 2)):
+        options = {"num_cpu_blocks": 4, "exporters": exporters}
+        spec = CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options))
+        worker = OffloadingWorker()
+        for source, destination, handler in spec.get_handlers(kv_caches):
+            worker.register_handler(source, destination, handler)
+        spec.trace_worker(worker, {"engine": "e"})
+        on_device, on_host = GPULoadStoreSpec([1, 2], [2], [0]), CPULoadStoreSpec([0, 1])
+        worker.transfer_async(1, (on_device, on_host))
+        worker.wait([1])
+        worker.transfer_async(2, (on_host, on_device))
+        worker.wait([2])
+        assert len(list(worker.get_finished())) == 2
+        worker.shutdown()
+        assert [span.name for span in collected.spans] == ["kvcache.transfer"] * num_spans
+    found = [dict(span.attributes or {}) for span in collected.spans]
+    assert [(one["kvcache.medium"], one["kvcache.bytes"], one["kvcache.engine"]) for one in found] == [
+        ("GPU -> CPU", 128, "e"),
+        ("CPU -> GPU", 128, "e"),
+    ]
+    assert worker.closers == []

@@ -116,8 +116,20 @@ class KVCacheOffloadingSpec(OffloadingSpec):
 
     def _make_worker(self, kv_caches: Any) -> KVCacheOffloadingWorker:
         settings, factor = self.settings, self.blocks_per_chunk
+        parallel = self._config.parallel
         if not settings.tiers:
-            return KVCacheOffloadingWorker(kv_caches, self.num_blocks, factor, settings.num_copy_threads)
-        rank, rank_bytes = self._config.parallel.rank, self.bytes_per_block
-        shared = self._shared_pool(is_owner=False)
-        return TieredKVCacheOffloadingWorker(kv_caches, shared, rank, rank_bytes, factor, settings.num_copy_threads)
+            worker = KVCacheOffloadingWorker(kv_caches, self.num_blocks, factor, settings.num_copy_threads)
+        else:
+            shared = self._shared_pool(is_owner=False)
+            worker = TieredKVCacheOffloadingWorker(
+                kv_caches, shared, parallel.rank, self.bytes_per_block, factor, settings.num_copy_threads
+            )
+        worker.trace(
+            settings,
+            {
+                "engine": str(self._config.engine_id),
+                "rank": str(parallel.data_parallel_index),
+                "worker": str(parallel.rank),
+            },
+        )
+        return worker

@@ -6,12 +6,13 @@ told as it is, after a line that says why, and the engine ends: better than byte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingWorker
 
+from kvcache.spec.assembly import OffloadSettings, trace_worker
 from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -73,6 +74,18 @@ class KVCacheOffloadingWorker(OffloadingWorker):
 
     def submit_load(self, job_id: int, src_spec: CPULoadStoreSpec, dst_spec: Any, expedited: bool = False) -> bool:
         return self._submit(job_id, src_spec, device_spec(dst_spec))
+
+    def trace(self, settings: OffloadSettings, labels: Mapping[str, str]) -> None:
+        """Follow copies where `exporters` say so, until `shutdown`.
+
+        Parameters
+        ----------
+        settings : OffloadSettings
+            What the user wrote.
+        labels : mapping of str to str
+            What tells this worker from others.
+        """
+        trace_worker(settings, self._transfers, labels)
 
     def refusal(self) -> str:
         """Return why no job can be taken; empty if it can."""
