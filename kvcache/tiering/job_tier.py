@@ -691,7 +691,7 @@ class JobTier(Tier):
 
     def _end_store(self, batch: TierBatch, job: _Job) -> None:
         done, held = _keys_with(batch, BlockOutcome.DONE), _keys_with(batch, BlockOutcome.HELD)
-        there = done + held
+        there = done + held if held else done
         if self._index is not None:
             self._index.end_store(batch.keys, there)
         elif batch.generation == self.generation:
@@ -756,11 +756,9 @@ class JobTier(Tier):
 
     def _take_removals(self) -> None:
         num_blocks = 0
-        while num_blocks < MAX_STEP_BLOCKS:
-            try:
-                keys = self._removals.get_nowait()
-            except Empty:
-                return
+        # Nobody else takes any out: what is seen here is there.
+        while num_blocks < MAX_STEP_BLOCKS and not self._removals.empty():
+            keys = self._removals.get()
             num_blocks += len(keys)
             if removed := self._forget(keys, []):
                 self._results.append(TierResult(None, [], removed=removed))
