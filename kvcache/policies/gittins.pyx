@@ -805,9 +805,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return num_taken
 
     cdef inline bint _is_new(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
-        """Return whether a key stands among the new ones: those of the last use that there was."""
-        return (names.uses[place].note < 0 and -names.uses[place].note <= self.num_new
-                and names.policy_state[CALL] == self.num_uses)
+        """Return whether a key stands among the new ones; the note may be of an earlier use, which had others."""
+        cdef int32_t key = -names.uses[place].note - 1
+        return (0 <= key < self.num_new and self.new_keys[key].label != 0
+                and self.new_keys[key].hash == names.named[place].hash)
 
     cdef inline int32_t _remembered(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
         """Return where a key that a request named is remembered, or 0."""

@@ -409,6 +409,19 @@ def test_keys_stored_in_another_order_than_the_prompts_know_their_predecessors()
     manager.policy.check()
 
 
+def test_a_store_of_what_an_earlier_use_named_takes_these_very_keys() -> None:
+    manager = CPUOffloadingManager(16, 8, "gittins", clock=lambda: 0.0)
+    keys = keys_of("key", 4)
+    context = ReqContext()
+    # All are new; what the first use noted of its keys does not hold for those of the second.
+    manager.touch(keys[:3], context)
+    manager.touch(keys[3:], context)
+    assert stored(manager, keys, context) == (keys, [])
+    manager.policy.check()
+
+    assert manager.policy.num_remembered == 0
+
+
 def test_a_failed_store_stays_known() -> None:
     both = Both(4)
     keys = keys_of("key", 3)
