@@ -37,7 +37,8 @@ class WrappedCalls:
 
     Notes
     -----
-    Callable in any thread. A call that is under way ends as it began.
+    Callable in any thread. A call that is under way ends as it began. The free-threaded build of CPython 3.13 keeps
+    every class once a second thread has run, and with it a target that ever had wrappers.
     """
 
     def __init__(self, target: Any) -> None:
