@@ -8,6 +8,7 @@ at once, and what the manager keeps of blocks and references is counted when all
 import gc
 import random
 import threading
+from collections import OrderedDict
 
 import pytest
 
@@ -25,7 +26,7 @@ class PluginPolicy(CachePolicy):
 
     def __init__(self, cache_capacity):
         super().__init__(cache_capacity)
-        self.blocks = {}
+        self.blocks = OrderedDict()
 
     def get(self, key):
         return self.blocks.get(key)
@@ -39,7 +40,7 @@ class PluginPolicy(CachePolicy):
     def touch(self, keys):
         for key in reversed(list(keys)):
             if key in self.blocks:
-                self.blocks[key] = self.blocks.pop(key)
+                self.blocks.move_to_end(key)  # a test that reads the policy itself always finds it
 
     def evict(self, n, protected):
         victims = [(k, block) for k, block in self.blocks.items() if block.ref_cnt == 0 and k not in protected][:n]

@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 import numpy as np
 import pytest
 
+from kvcache.control.pool import BlockPool
 from kvcache.policies.base import CachePolicy
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
@@ -179,7 +180,7 @@ class World:
                 tuple(request_keys.keys)
                 for r in self.requests
                 for owner, request_keys in (r.context.request_keys or {}).items()
-                if hasattr(request_keys, "keys") and owner is not None
+                if hasattr(request_keys, "keys") and isinstance(owner, BlockPool)
             ),
             tuple((key, block.ref_cnt) for key, block in manager.policy.blocks.items()),
             tuple((key, block.ref_cnt) for key, block in self.tier._index.policy.blocks.items()),
