@@ -289,8 +289,9 @@ class ValkeyFaults:
         own = set(client.scan_iter(match="kvcache:*"))
         other = self.open_tier(host, salt="another tenant")
         self._stack.callback(other.shutdown)
-        assert store_as_is(other, [b"%033d" % len(own)]).done
-        (theirs,) = (name for name in client.scan_iter(match="kvcache:*") if name not in own)
+        key = b"of another tenant"
+        assert store_as_is(other, [key]).done
+        (theirs,) = client.scan_iter(match=b"kvcache:*:" + key)
         value = client.get(theirs)
         for name in own:
             if not name.endswith(b":epoch"):
