@@ -835,10 +835,12 @@ cdef class RecordedCalls:
     cdef int _record_one(self, int op, context, key, answer) except -1:
         cdef CallLog log = self.log
         with cython.critical_section(log):
-            self.num_inside -= 1
-            if not log.is_closed and self._begin(op, context, 16) is not None:
-                self._put_one(key)
-                self._put_answer(answer, False)
+            try:
+                if not log.is_closed and self._begin(op, context, 16) is not None:
+                    self._put_one(key)
+                    self._put_answer(answer, False)
+            finally:
+                self.num_inside -= 1
         return 0
 
     cdef int _record_batch(self, int op, context, keys, int flag, answer) except -1:
@@ -846,18 +848,20 @@ cdef class RecordedCalls:
         cdef bint is_spec
         cdef RequestLog request
         with cython.critical_section(log):
-            self.num_inside -= 1
-            if log.is_closed:
-                return 0
-            is_spec = type(answer) is CPULoadStoreSpec or (
-                op == PREPARE_LOAD and isinstance(answer, BlockIDsLoadStoreSpec)
-            )
-            request = self._begin(op, context, log._keys_bytes(keys))
-            if request is not None:
-                log._put_keys(keys, request)
-                if flag >= 0:
-                    log._put_number(flag)
-                self._put_answer(answer, is_spec)
+            try:
+                if log.is_closed:
+                    return 0
+                is_spec = type(answer) is CPULoadStoreSpec or (
+                    op == PREPARE_LOAD and isinstance(answer, BlockIDsLoadStoreSpec)
+                )
+                request = self._begin(op, context, log._keys_bytes(keys))
+                if request is not None:
+                    log._put_keys(keys, request)
+                    if flag >= 0:
+                        log._put_number(flag)
+                    self._put_answer(answer, is_spec)
+            finally:
+                self.num_inside -= 1
         return 0
 
     cdef int _record_store(self, context, keys, output) except -1:
@@ -865,36 +869,40 @@ cdef class RecordedCalls:
         cdef RequestLog request
         cdef Py_ssize_t num_bytes = log._keys_bytes(keys), num_evicted = 0
         with cython.critical_section(log):
-            self.num_inside -= 1
-            if log.is_closed:
-                return 0
-            stored = spec = None
-            if output is not None:
-                stored, spec, num_evicted = output.keys_to_store, output.store_spec, len(output.evicted_keys)
-                num_bytes += log._keys_bytes(stored)
-            request = self._begin(PREPARE_STORE, context, num_bytes)
-            if request is not None:
-                log._put_keys(keys, request)
-                if stored is None:
-                    log.at[0] = A_NONE
-                    log.at += 1
-                else:
-                    log.at[0] = A_OUTPUT
-                    log.at += 1
-                    log._put_keys(stored, request)
-                    log._put_number(num_evicted)
-                    log.blocks.append(spec)
+            try:
+                if log.is_closed:
+                    return 0
+                stored = spec = None
+                if output is not None:
+                    stored, spec, num_evicted = output.keys_to_store, output.store_spec, len(output.evicted_keys)
+                    num_bytes += log._keys_bytes(stored)
+                request = self._begin(PREPARE_STORE, context, num_bytes)
+                if request is not None:
+                    log._put_keys(keys, request)
+                    if stored is None:
+                        log.at[0] = A_NONE
+                        log.at += 1
+                    else:
+                        log.at[0] = A_OUTPUT
+                        log.at += 1
+                        log._put_keys(stored, request)
+                        log._put_number(num_evicted)
+                        log.blocks.append(spec)
+            finally:
+                self.num_inside -= 1
         return 0
 
     cdef int _record_simple(self, int op, context, int flag) except -1:
         cdef CallLog log = self.log
         with cython.critical_section(log):
-            self.num_inside -= 1
-            if not log.is_closed and self._begin(op, context, 16) is not None:
-                if flag >= 0:
-                    log._put_number(flag)
-                log.at[0] = A_NONE
-                log.at += 1
+            try:
+                if not log.is_closed and self._begin(op, context, 16) is not None:
+                    if flag >= 0:
+                        log._put_number(flag)
+                    log.at[0] = A_NONE
+                    log.at += 1
+            finally:
+                self.num_inside -= 1
         return 0
 
     cdef int _record_failure(self, int op, context, keys, int flag, error) except -1:
@@ -904,20 +912,22 @@ cdef class RecordedCalls:
         cdef bytes name = type(error).__name__.encode()[:100]
         cdef bint is_one = op == LOOKUP_ONE or op == STATUS or op == IS_COMING
         with cython.critical_section(log):
-            self.num_inside -= 1
-            if log.is_closed:
-                return 0
-            request = self._begin(op, context, 128 if is_one or keys is None else 128 + log._keys_bytes(keys))
-            if request is not None:
-                if is_one:
-                    self._put_one(keys)
-                elif keys is not None:
-                    log._put_keys(keys, request)
-                if flag >= 0:
-                    log._put_number(flag)
-                log.at[0] = A_ERROR
-                log.at += 1
-                log._put_text(name)
+            try:
+                if log.is_closed:
+                    return 0
+                request = self._begin(op, context, 128 if is_one or keys is None else 128 + log._keys_bytes(keys))
+                if request is not None:
+                    if is_one:
+                        self._put_one(keys)
+                    elif keys is not None:
+                        log._put_keys(keys, request)
+                    if flag >= 0:
+                        log._put_number(flag)
+                    log.at[0] = A_ERROR
+                    log.at += 1
+                    log._put_text(name)
+            finally:
+                self.num_inside -= 1
         return 0
 
     cdef int _record_events(self, list events, max_events) except -1:
@@ -925,22 +935,24 @@ cdef class RecordedCalls:
         cdef uint64_t digest = 0
         cdef Py_ssize_t num_keys = 0
         with cython.critical_section(log):
-            self.num_inside -= 1
-            if not events or log.is_closed:
-                return 0
-            for event in events:
-                num_keys += len(event.keys)
-                digest = digest * 31 + (1 if event.removed else 0) + 2 * <uint64_t> len(event.keys)
-                for key in event.keys:
-                    digest = digest * <uint64_t> 1099511628211 ^ log._hash(<PyObject*> key)
-            if self._begin(TAKE_EVENTS, None, 48) is not None:
-                log._put_number(0 if max_events is None else <uint64_t> max_events + 1)
-                log.at[0] = A_EVENTS
-                log.at += 1
-                log._put_number(len(events))
-                log._put_number(num_keys)
-                memcpy(log.at, &digest, 8)
-                log.at += 8
+            try:
+                if not events or log.is_closed:
+                    return 0
+                for event in events:
+                    num_keys += len(event.keys)
+                    digest = digest * 31 + (1 if event.removed else 0) + 2 * <uint64_t> len(event.keys)
+                    for key in event.keys:
+                        digest = digest * <uint64_t> 1099511628211 ^ log._hash(<PyObject*> key)
+                if self._begin(TAKE_EVENTS, None, 48) is not None:
+                    log._put_number(0 if max_events is None else <uint64_t> max_events + 1)
+                    log.at[0] = A_EVENTS
+                    log.at += 1
+                    log._put_number(len(events))
+                    log._put_number(num_keys)
+                    memcpy(log.at, &digest, 8)
+                    log.at += 8
+            finally:
+                self.num_inside -= 1
         return 0
 
     cdef int _record_hint(self, context, list keys, bytes text, error) except -1:
@@ -948,17 +960,19 @@ cdef class RecordedCalls:
         cdef RequestLog request
         cdef bytes name = b"" if error is None else type(error).__name__.encode()[:100]
         with cython.critical_section(log):
-            self.num_inside -= 1
-            if log.is_closed:
-                return 0
-            request = self._begin(HINT, context, 160 + len(text) + log._keys_bytes(keys))
-            if request is not None:
-                log._put_keys(keys, request)
-                log._put_text(text)
-                log.at[0] = A_NONE if error is None else A_ERROR
-                log.at += 1
-                if error is not None:
-                    log._put_text(name)
+            try:
+                if log.is_closed:
+                    return 0
+                request = self._begin(HINT, context, 160 + len(text) + log._keys_bytes(keys))
+                if request is not None:
+                    log._put_keys(keys, request)
+                    log._put_text(text)
+                    log.at[0] = A_NONE if error is None else A_ERROR
+                    log.at += 1
+                    if error is not None:
+                        log._put_text(name)
+            finally:
+                self.num_inside -= 1
         return 0
 
     cdef int _record_prefills(self, list numbers, double seconds, error) except -1:
@@ -967,18 +981,20 @@ cdef class RecordedCalls:
         cdef Py_ssize_t i, n = len(numbers)
         cdef uint64_t number
         with cython.critical_section(log):
-            self.num_inside -= 1
-            if not log.is_closed and self._begin(REPORT_PREFILLS, None, 160 + 10 * n) is not None:
-                log._put_number(n)
-                for i in range(n):
-                    number = numbers[i]
-                    log._put_number(number)
-                memcpy(log.at, &seconds, 8)
-                log.at += 8
-                log.at[0] = A_NONE if error is None else A_ERROR
-                log.at += 1
-                if error is not None:
-                    log._put_text(name)
+            try:
+                if not log.is_closed and self._begin(REPORT_PREFILLS, None, 160 + 10 * n) is not None:
+                    log._put_number(n)
+                    for i in range(n):
+                        number = numbers[i]
+                        log._put_number(number)
+                    memcpy(log.at, &seconds, 8)
+                    log.at += 8
+                    log.at[0] = A_NONE if error is None else A_ERROR
+                    log.at += 1
+                    if error is not None:
+                        log._put_text(name)
+            finally:
+                self.num_inside -= 1
         return 0
 
     # ---- calls -------------------------------------------------------------------------------------------------
