@@ -302,7 +302,11 @@ def test_job_tier_over_a_wild_medium_gives_no_wrong_byte(monkeypatch):
                 time.sleep(0.0002)
         tier.rate = 0.0
         engine.reset()
-        assert manager.settle(10)
+        # Slots of jobs that are overdue come back when these end, which nothing but the tier can say.
+        end_s = time.monotonic() + 30
+        while manager.stats().num_free < NUM_HOST and time.monotonic() < end_s:
+            assert manager.settle(10)
+            time.sleep(0.001)
         stats, (tier_stats,) = manager.stats(), manager.tier_stats()
         assert (stats.num_pending, stats.num_referenced, stats.num_free) == (0, 0, NUM_HOST)
         assert tier_stats.promoted_blocks > 50
