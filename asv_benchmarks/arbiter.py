@@ -11,21 +11,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import mmap
-import shutil
 import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 from valkey import Valkey
 
+from kvcache.bench.servers import find_valkey, running_valkey
 from kvcache.request import ReqContext
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
@@ -96,40 +94,6 @@ class ThrottledLink:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-@contextmanager
-def running_server() -> Iterator[int]:
-    """Run a Valkey or Redis server and yield its port.
-
-    Yields
-    ------
-    int
-        On loopback.
-    """
-    binary = shutil.which("valkey-server") or shutil.which("redis-server")
-    if binary is None:
-        raise NotImplementedError("needs valkey-server or redis-server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            end_s = time.monotonic() + 30
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                    break
-                except OSError:
-                    if time.monotonic() > end_s:
-                        raise
-                    time.sleep(0.02)
-            yield port
-        finally:
-            process.terminate()
-            process.wait()
-
-
 def compute_s(first: int, last: int) -> float:
     """Return how long blocks `first` to `last` of a prompt take to compute."""
     return sum(FIRST_S * (1 + i / DOUBLES_AT_BLOCKS) for i in range(first, last))
@@ -192,9 +156,11 @@ def measure(num_rounds: int, progress: Callable[[str], None] = lambda _: None) -
     dict
         ``"arbiter"``, ``"always"``, ``"never"``.
     """
+    if find_valkey() is None:
+        raise NotImplementedError("needs valkey-server or redis-server")
     seconds: Seconds = {way: {length: [] for length in LENGTHS} for way in ("arbiter", "always", "never")}
     with ExitStack() as stack:
-        port = stack.enter_context(running_server())
+        port = stack.enter_context(running_valkey())
         link = ThrottledLink(port, LINK_BYTES_PER_S)
         stack.callback(link.close)
         url = f"valkey://127.0.0.1:{link.port}"

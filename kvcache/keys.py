@@ -67,34 +67,12 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
 
 
 def get_offload_block_hash(key: bytes) -> bytes:
-    """Return the block hash of a key made by `make_offload_key`.
-
-    Parameters
-    ----------
-    key : bytes
-        Made by `make_offload_key`.
-
-    Returns
-    -------
-    bytes
-        The block hash.
-    """
+    """Return the block hash of a key made by `make_offload_key`."""
     return _checked_key(key)[:-_GROUP_BYTES]
 
 
 def get_offload_group_idx(key: bytes) -> int:
-    """Return the KV-cache group index of a key made by `make_offload_key`.
-
-    Parameters
-    ----------
-    key : bytes
-        Made by `make_offload_key`.
-
-    Returns
-    -------
-    int
-        The KV-cache group.
-    """
+    """Return the KV-cache group index of a key made by `make_offload_key`."""
     return int.from_bytes(_checked_key(key)[-_GROUP_BYTES:], "big")
 
 

@@ -130,24 +130,24 @@ def counter(unit: str, text: str, reading: str = "", *, exported: str = "", is_s
     return _field(0, Metric("", "counter", unit, text, reading, exported, is_sized))
 
 
-def gauge(unit: str, text: str, reading: str = "", *, exported: str = "", is_sized: bool = False) -> Any:
+def gauge(unit: str, text: str, *, exported: str = "", is_sized: bool = False) -> Any:
     """Return a dataclass field, 0 by default, that is a gauge of now."""
-    return _field(0, Metric("", "gauge", unit, text, reading, exported, is_sized))
+    return _field(0, Metric("", "gauge", unit, text, exported=exported, is_sized=is_sized))
 
 
-def histogram(unit: str, text: str, reading: str = "", *, exported: str = "") -> Any:
+def histogram(unit: str, text: str, reading: str = "") -> Any:
     """Return a dataclass field, None by default, that holds a `HistogramData`."""
-    return _field(None, Metric("", "histogram", unit, text, reading, exported))
+    return _field(None, Metric("", "histogram", unit, text, reading))
 
 
-def state(text: str, states: tuple[str, ...], reading: str = "", *, exported: str = "") -> Any:
+def state(text: str, states: tuple[str, ...], *, exported: str) -> Any:
     """Return a dataclass field, the first state by default, that is one of `states`."""
-    return _field(states[0], Metric("", "state", "state", text, reading, exported, states=states))
+    return _field(states[0], Metric("", "state", "state", text, exported=exported, states=states))
 
 
-def flag(text: str, reading: str = "", *, exported: str = "") -> Any:
+def flag(text: str, *, exported: str) -> Any:
     """Return a dataclass field, empty by default, that says in words what is wrong."""
-    return _field("", Metric("", "flag", "0 or 1", text, reading, exported))
+    return _field("", Metric("", "flag", "0 or 1", text, exported=exported))
 
 
 def _field(default: Any, metric: Metric) -> Any:
@@ -155,18 +155,14 @@ def _field(default: Any, metric: Metric) -> Any:
 
 
 @cache
-def _read_metrics(stats: type) -> tuple[Metric, ...]:
+def metrics_of(stats: type) -> tuple[Metric, ...]:
+    """Return the table's lines of a statistics class, in the order of its fields."""
     found = []
     for one in fields(stats):
         metric = one.metadata.get("metric")
         if metric is not None:
             found.append(replace(metric, name=one.name, exported=metric.exported or one.name))
     return tuple(found)
-
-
-def metrics_of(stats: type) -> tuple[Metric, ...]:
-    """Return the table's lines of a statistics class, in the order of its fields."""
-    return _read_metrics(stats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +193,10 @@ def samples_of(part: Part, block_size: int = 0, block_bytes: int = 0) -> Iterato
         The component.
     block_size, block_bytes : int
         Tokens and bytes of one block; 0: not known, then nothing is given in them.
-
-    Yields
-    ------
-    Sample
-        In the order of the table.
     """
     start = f"{part.name}_" if part.name else ""
-    for metric in metrics_of(type(part.stats)):
+    stats: type = type(part.stats)
+    for metric in metrics_of(stats):
         value = getattr(part.stats, metric.name)
         if value is None:
             continue
@@ -230,33 +222,11 @@ def samples_of(part: Part, block_size: int = 0, block_bytes: int = 0) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
-    """Counters since start and gauges now of one pool; `kvcache.metrics.MANAGER_METRICS` describes each.
-
-    Parameters
-    ----------
-    num_blocks, num_free, num_referenced, num_pending : int
-        Gauges: slots of the pool, free ones, blocks being read, blocks being written.
-    lookups, looked_up_blocks, hit_blocks : int
-        Calls of `lookup`, the keys they named, and those that were ready.
-    loaded_blocks, stored_blocks, evicted_blocks : int
-        Blocks that `prepare_load` referenced, that `complete_store` made ready, that were evicted.
-    rejected_stores, failed_blocks, gated_blocks : int
-        Calls of `prepare_store` without room, blocks whose store failed, blocks that were not admitted.
-    declined_blocks : int
-        Of the blocks that were not admitted, those that the policy did not take.
-    retained_blocks, ignored_hints : int
-        Blocks at a raised priority now; hints that were malformed.
-    arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
-        Requests whose blocks below host memory were all loaded, were not, or were waited for in vain.
-    promoted_loads, needed_blocks : int
-        Of the loaded blocks those that came from a tier; blocks that the device did not hold.
-    """
+    """Counters since start and gauges now of one pool; `kvcache.metrics.MANAGER_METRICS` describes each."""
 
     num_blocks: int = gauge("blocks", "Blocks that the pool holds.", exported="capacity_blocks", is_sized=True)
     num_free: int = gauge("blocks", "Slots that hold no block.", exported="free_blocks")
-    num_referenced: int = gauge(
-        "blocks", "Blocks that are being loaded, or held for it.", exported="referenced_blocks"
-    )
+    num_referenced: int = gauge("blocks", "Blocks that are being loaded, or held for it.", exported="referenced_blocks")
     num_pending: int = gauge("blocks", "Blocks that are being written.", exported="pending_blocks")
     lookups: int = counter("calls", "Calls of lookup.")
     looked_up_blocks: int = counter(
@@ -299,13 +269,7 @@ class ManagerStats:
 
 @dataclass(frozen=True, slots=True)
 class EvictionStats:
-    """How old blocks of host memory were when they were evicted.
-
-    Parameters
-    ----------
-    age_seconds : HistogramData
-        From the moment that a block's slot was handed out.
-    """
+    """How old blocks of host memory were when they were evicted."""
 
     age_seconds: HistogramData | None = histogram(
         "seconds",
@@ -316,28 +280,14 @@ class EvictionStats:
 
 @dataclass(frozen=True, slots=True)
 class PolicyStats:
-    """One quantity that a policy shows of itself.
-
-    Parameters
-    ----------
-    quantity : float
-        Gauge.
-    """
+    """One quantity that a policy shows of itself."""
 
     quantity: float = gauge("", "What a policy shows of itself, such as the length of a list, by its name.")
 
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """How long one kind of call of a manager takes in the scheduler's thread.
-
-    Parameters
-    ----------
-    duration_seconds : HistogramData
-        Of all calls.
-    worst_seconds : float
-        Of the worst call so far.
-    """
+    """How long one kind of call of a manager takes in the scheduler's thread."""
 
     duration_seconds: HistogramData | None = histogram(
         "seconds", "Time that calls of the manager took in the scheduler's thread."
@@ -347,13 +297,7 @@ class CallStats:
 
 @dataclass(frozen=True, slots=True)
 class EventStats:
-    """The events that wait for `take_events`.
-
-    Parameters
-    ----------
-    waiting_events, dropped_events : int
-        Gauge and counter.
-    """
+    """The events that wait for `take_events`."""
 
     waiting_events: int = gauge("events", "Events that nobody has taken yet.", exported="waiting")
     dropped_events: int = counter("events", "Events dropped because nobody took them.", exported="dropped")
@@ -361,15 +305,7 @@ class EventStats:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What a worker has copied in one direction.
-
-    Parameters
-    ----------
-    jobs, failed_jobs, moved_bytes : int
-        Counters.
-    duration_seconds, size_bytes : HistogramData
-        Of jobs that succeeded.
-    """
+    """What a worker has copied in one direction."""
 
     jobs: int = counter("jobs", "Jobs of copies that have ended.")
     failed_jobs: int = counter("jobs", "Jobs of copies that failed.")

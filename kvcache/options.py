@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, TypeGuard
 
-from kvcache.registry import POLICIES
+from kvcache.registry import POLICIES, did_you_mean
 
 Parser = Callable[[str, Any], Any]
 """Takes an option's name and value, and returns the value that is meant; ValueError naming both where there is none."""
@@ -160,8 +160,7 @@ def choice_of(*choices: str) -> Parser:
 
     def parse_choice(name: str, value: object) -> Any:
         if value not in choices:
-            close = difflib.get_close_matches(str(value), choices, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(str(value), choices)
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
         return value
 
@@ -174,13 +173,7 @@ def count_from(least: int) -> Parser:
 
 
 class OptionTable:
-    """The options that one component reads, and how each is parsed.
-
-    Parameters
-    ----------
-    parsers : mapping of str to callable
-        Name of the option to its parser.
-    """
+    """The options that one component reads, and how each is parsed."""
 
     def __init__(self, parsers: Mapping[str, Parser]) -> None:
         self.parsers = dict(parsers)
@@ -218,20 +211,6 @@ class OptionTable:
     def read_all(self, where: str, given: Mapping[str, Any], required: Collection[str] = ()) -> dict[str, Any]:
         """Return the options of `given`, parsed, where all of them are in this table; None counts as left out.
 
-        Parameters
-        ----------
-        where : str
-            What `given` is, for errors: ``"a valkey tier"``.
-        given : mapping
-            As the user wrote it.
-        required : collection of str
-            Options that may not be left out.
-
-        Returns
-        -------
-        dict
-            Name of the option to its value.
-
         Raises
         ------
         ValueError
@@ -241,7 +220,7 @@ class OptionTable:
             raise ValueError(f"unknown options of {where}: {unknown}; known ones: {', '.join(self.parsers)}")
         for name in required:
             if given.get(name) is None:
-                raise ValueError(f"{where} needs {name!r}, got {dict(given)!r}")
+                raise ValueError(f"{where} needs {name!r}, got {without_secrets(given)!r}")
         return self.read(where, given)
 
 

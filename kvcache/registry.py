@@ -5,7 +5,9 @@ One mechanism serves policies, tiers and specs, so that adding one is a file and
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -99,10 +101,7 @@ class Registry:
                 path = choice
         if ":" not in path:
             known = self.names()
-            import difflib
-
-            close = difflib.get_close_matches(choice, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(choice, known)
             raise ValueError(f"unknown {self.kind} {choice!r}, known ones: {', '.join(known)}{hint}")
         module_name, _, attribute = path.partition(":")
         if not all(part.isidentifier() for name in (module_name, attribute) for part in name.split(".")):
@@ -116,6 +115,12 @@ class Registry:
         if not isinstance(found, type):
             raise ValueError(f"{self.kind} {choice!r} must name a class, got {found!r}")
         return found
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """Return what an error about an unknown word ends with: the known one that it resembles, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 POLICIES = Registry(

@@ -29,23 +29,7 @@ _PRIORITY_OF = {"end": -1, "soon": 1, "later": 0}
 
 
 def check_next_use(next_use: object) -> str:
-    """Return `next_use` if it is one of `NEXT_USES`.
-
-    Parameters
-    ----------
-    next_use : str
-        What a caller has given.
-
-    Returns
-    -------
-    str
-        The same.
-
-    Raises
-    ------
-    ValueError
-        It is none of them.
-    """
+    """Return `next_use` if it is one of `NEXT_USES`; ValueError otherwise."""
     if type(next_use) is not str or next_use not in NEXT_USES:
         raise ValueError(f"next_use must be one of {', '.join(map(repr, NEXT_USES))}, got {next_use!r}")
     return next_use
@@ -64,7 +48,6 @@ class Retention:
     next_use : str, optional
         When the request's blocks will be used next: ``"end"`` (never: the session is over), ``"soon"`` (within a
         minute: a tool is at work) or ``"later"`` (a person answers).
-
     tenant : str
         Whose hint it is, at most 256 characters; set it in the gateway, not in the client. The next use that a named
         tenant says is passed over while it mostly turns out false; without a name it is always taken.
@@ -180,34 +163,17 @@ class ReqContext:
         return state
 
     def set_state(self, value: object) -> None:
-        """Keep `value` for this request, under its type; a later value of the same type replaces it.
-
-        Parameters
-        ----------
-        value : object
-            Kept under its type.
-        """
+        """Keep `value` for this request, under its type; a later value of the same type replaces it."""
         if self._state is None:
             self._state = {}
         self._state[type(value)] = value
 
     def get_state(self, cls: type[T]) -> T | None:
-        """Return what `set_state` kept under `cls`, or None.
-
-        Parameters
-        ----------
-        cls : type
-            The type of the value.
-
-        Returns
-        -------
-        object or None
-            What `set_state` kept.
-        """
+        """Return what `set_state` kept under `cls`, or None."""
         return None if self._state is None else self._state.get(cls)
 
     def set_offload_key_position(self, key: bytes, end_token: int) -> None:
-        """Say where in the prompt a key's block ends, in tokens; ValueError where that is no int.
+        """Set where in the prompt a key's block ends, in tokens; ValueError where that is no int.
 
         Parameters
         ----------
@@ -226,7 +192,7 @@ class ReqContext:
         self.positions[key] = end_token
 
     def set_offload_key_positions(self, positions: dict[bytes, int]) -> None:
-        """Say where in the prompt the blocks of keys end, in tokens, in place of what was said before.
+        """Set where in the prompt the blocks of keys end, in tokens, in place of what was set before.
 
         Parameters
         ----------
@@ -238,18 +204,7 @@ class ReqContext:
         self.positions = positions
 
     def get_offload_key_position(self, key: bytes) -> int | None:
-        """Return where in the prompt a key's block ends, in tokens, or None if unknown.
-
-        Parameters
-        ----------
-        key : bytes
-            A block's key.
-
-        Returns
-        -------
-        int or None
-            Tokens of the prompt up to the block's end.
-        """
+        """Return where in the prompt a key's block ends, in tokens, or None if unknown."""
         return None if self.positions is None else self.positions.get(key)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     Int64Array = npt.NDArray[np.int64]
 
+
 def _id_array(name: str, values: Any) -> Int64Array:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -31,13 +32,7 @@ class LoadStoreSpec(ABC):
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """Return the name of the medium that the blocks lie on.
-
-        Returns
-        -------
-        str
-            The medium's name.
-        """
+        """Return the name of the medium that the blocks lie on."""
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
@@ -86,13 +81,7 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
     @staticmethod
     def medium() -> str:
-        """Return ``"CPU"``.
-
-        Returns
-        -------
-        str
-            ``"CPU"``.
-        """
+        """Return ``"CPU"``."""
         return "CPU"
 
 
@@ -140,13 +129,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
     @staticmethod
     def medium() -> str:
-        """Return ``"GPU"``.
-
-        Returns
-        -------
-        str
-            ``"GPU"``.
-        """
+        """Return ``"GPU"``."""
         return "GPU"
 
 

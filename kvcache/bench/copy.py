@@ -78,11 +78,6 @@ class CopyBench:
         Where the engine's tensors lie.
     seed : int
         Which blocks are chosen.
-
-    Raises
-    ------
-    ValueError
-        The blocks do not fit into memory.
     """
 
     def __init__(

@@ -6,15 +6,18 @@ import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from kvcache.bench.tier import move
 from kvcache.tiers.disk.directory import shared_names
 from kvcache.tiers.disk.tier import DiskTier
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the blocks done and the blocks in all."""
+_PAUSE_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,7 @@ def measure_disk(
     in_flight : int
         Blocks under way at most; so many host blocks are used.
     progress : callable, optional
-        Hears how far it is.
-
-    Raises
-    ------
-    ValueError
-        The folder exists, or a size is out of range.
-    OSError
-        An operation failed, or a block did not verify.
+        Called with what is being done, the blocks done and the blocks in all.
     """
     if path.exists():
         raise ValueError(f"the folder to measure in must not exist, got {path}")
@@ -83,7 +79,8 @@ def measure_disk(
         rates = []
         for name, submit in (("store", tier.submit_store), ("load", tier.submit_load)):
             start = time.perf_counter()
-            _move(name, submit, tier, keys, job_blocks, in_flight, calls, progress)
+            moved = partial(progress, name) if progress else None
+            move(tier, submit, keys, job_blocks, in_flight, calls, moved, pause_s=_PAUSE_S)
             if name == "store":
                 tier.flush()
             rates.append(num_blocks * block_bytes / (time.perf_counter() - start))
@@ -107,44 +104,3 @@ def measure_disk(
         calls[-1],
         shared,
     )
-
-
-def _move(
-    name: str,
-    submit: Callable[[int, list[bytes], list[int]], bool],
-    tier: DiskTier,
-    keys: list[bytes],
-    job_blocks: int,
-    in_flight: int,
-    calls: list[float],
-    progress: Progress | None,
-) -> None:
-    clock = time.perf_counter
-    free = [list(range(first, min(first + job_blocks, in_flight))) for first in range(0, in_flight, job_blocks)]
-    busy: dict[int, list[int]] = {}
-    position = num_done = 0
-    while num_done < len(keys):
-        while free and position < len(keys):
-            ids = free.pop()
-            batch = keys[position : position + len(ids)]
-            start = clock()
-            is_taken = submit(position, batch, ids[: len(batch)])
-            calls.append(clock() - start)
-            if not is_taken:
-                raise OSError(f"the tier refused to {name}: {tier.stats()}")
-            busy[position] = ids
-            position += len(batch)
-        start = clock()
-        results = tier.get_finished()
-        calls.append(clock() - start)
-        for result in results:
-            if result.job_id is None:
-                continue
-            if result.error or result.failed:
-                raise OSError(f"a {name} of {len(result.failed)} blocks failed: {result.error or 'did not verify'}")
-            free.append(busy.pop(result.job_id))
-            num_done += len(result.done)
-        if progress is not None and results:
-            progress(name, num_done, len(keys))
-        if not results:
-            time.sleep(0.0001)

@@ -66,18 +66,7 @@ class Workload:
     seed: int = 0
 
     def requests(self, engine: int) -> list[list[bytes]]:
-        """Return the keys of an engine's requests, each in prefix order.
-
-        Parameters
-        ----------
-        engine : int
-            Its number; what requests share does not depend on it.
-
-        Returns
-        -------
-        list of list of bytes
-            One list for each request.
-        """
+        """Return the keys of an engine's requests, each in prefix order."""
         dice = random.Random(self.seed * 1000 + engine)
         requests = []
         for number in range(self.num_requests):
@@ -150,13 +139,7 @@ class FleetReport:
         return sum(times) / len(times)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON.
-
-        Returns
-        -------
-        dict
-            Plain types.
-        """
+        """Return it for JSON."""
         return {
             **asdict(self),
             "hit_rate": self.hit_rate,
@@ -167,20 +150,7 @@ class FleetReport:
 
 
 def payload(key: bytes, block_bytes: int) -> HostBlocks:
-    """Return the bytes that a block's key stands for.
-
-    Parameters
-    ----------
-    key : bytes
-        The block's key.
-    block_bytes : int
-        Bytes of a block.
-
-    Returns
-    -------
-    numpy.ndarray
-        uint8.
-    """
+    """Return the bytes that a block's key stands for."""
     blocks: HostBlocks = np.resize(np.random.default_rng(list(key)).integers(0, 256, 4096, np.uint8), block_bytes)
     return blocks
 
@@ -206,16 +176,6 @@ def run_fleet(
         Whether an engine begins when the one before has ended; else all at once.
     progress : callable, optional
         Called when an engine has ended.
-
-    Returns
-    -------
-    FleetReport
-        What they did.
-
-    Raises
-    ------
-    OSError
-        An engine failed or did not end.
     """
     read_tiers([entry], "a tier")
     context = multiprocessing.get_context("spawn")

@@ -12,15 +12,7 @@ if TYPE_CHECKING:
 
 
 class PlainClient(ABC):
-    """Blocks put and fetched one after the other, without checksums.
-
-    Parameters
-    ----------
-    options : mapping
-        Of the tier, as configured.
-    host_blocks : numpy.ndarray
-        What is put, and where it is fetched to.
-    """
+    """Blocks put and fetched one after the other, without checksums."""
 
     def __init__(self, options: Mapping[str, Any], host_blocks: HostBlocks) -> None:
         self.options = options
@@ -109,19 +101,6 @@ PLAIN_CLIENTS: dict[str, type[PlainClient]] = {"mooncake": PlainMooncake, "valke
 
 
 def plain_client(options: Mapping[str, Any], host_blocks: HostBlocks) -> PlainClient | None:
-    """Return the plain client of the medium that a tier's entry names, or None.
-
-    Parameters
-    ----------
-    options : mapping
-        The entry, with its ``type``.
-    host_blocks : numpy.ndarray
-        What is put, and where it is fetched to.
-
-    Returns
-    -------
-    PlainClient or None
-        None: there is no medium to hold against.
-    """
+    """Return the plain client of the medium that a tier's entry names, or None."""
     kind = PLAIN_CLIENTS.get(str(options.get("type")))
     return None if kind is None else kind(options, host_blocks)

@@ -72,18 +72,6 @@ def measure_tier(
         Blocks of one job.
     progress : callable, optional
         Called before each part of a round.
-
-    Returns
-    -------
-    TierRates
-        The rates.
-
-    Raises
-    ------
-    ValueError
-        The entry is no tier's.
-    OSError
-        An operation failed, or a block did not verify.
     """
     (settings,) = read_tiers([entry], "a tier")
     flat = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
@@ -92,9 +80,7 @@ def measure_tier(
     # A namespace of this run's own: nothing that engines have stored is found, or removed.
     tier = settings.tier.from_config(settings.options, host_blocks, {"bench": secrets.token_hex(8)})
     plain = plain_client(entry, host_blocks)
-    times: dict[str, list[float]] = {
-        name: [] for name in ("store", "load", "plain store", "plain load", "exists")
-    }
+    times: dict[str, list[float]] = {name: [] for name in ("store", "load", "plain store", "plain load", "exists")}
     calls: list[float] = []
 
     def timed(name: str, number: int, action: Callable[..., None], *arguments: Any) -> None:
@@ -107,9 +93,9 @@ def measure_tier(
 
     def run_tier(number: int) -> None:
         keys = [b"%08d-%08d" % (number + 1, i) for i in range(num_blocks)]
-        timed("store", number, _move, tier, tier.submit_store, keys, job_blocks, calls)
+        timed("store", number, move, tier, tier.submit_store, keys, job_blocks, num_blocks, calls)
         timed("exists", number, _ask, tier, [b"?" + key for key in keys])
-        timed("load", number, _move, tier, tier.submit_load, keys, job_blocks, calls)
+        timed("load", number, move, tier, tier.submit_load, keys, job_blocks, num_blocks, calls)
         _clear(tier)
 
     def run_plain(number: int) -> None:
@@ -153,27 +139,52 @@ def measure_tier(
     )
 
 
-def _move(
+def move(
     tier: Tier,
     submit: Callable[[int, list[bytes], list[int]], bool],
     keys: list[bytes],
     job_blocks: int,
+    host_blocks: int,
     calls: list[float],
+    moved: Callable[[int, int], None] | None = None,
+    pause_s: float = 0.0005,
 ) -> None:
-    waiting = [range(first, min(first + job_blocks, len(keys))) for first in range(0, len(keys), job_blocks)]
-    num_done, under_way = 0, 0
+    """Store or load blocks in jobs, as many at a time as the tier takes and the host pool has room for.
+
+    Parameters
+    ----------
+    tier : Tier
+        The tier.
+    submit : callable
+        Its `submit_store` or `submit_load`.
+    keys : list of bytes
+        The blocks.
+    job_blocks, host_blocks : int
+        Blocks of one job, and of the host pool.
+    calls : list of float
+        Receives how long each call of the tier took.
+    moved : callable, optional
+        Called with the blocks done and the blocks in all.
+    pause_s : float
+        How long to wait after looking in vain: half a step of a fast engine. Looking more often takes the time of the
+        threads that move blocks.
+    """
+    free = [range(first, min(first + job_blocks, host_blocks)) for first in range(0, host_blocks, job_blocks)]
+    busy: dict[int, range] = {}
+    position = num_done = 0
     end_s = time.monotonic() + _PATIENCE_S
     while num_done < len(keys):
-        while waiting:
-            ids = list(waiting[0])
+        while free and position < len(keys):
+            ids = free[-1]
+            batch = keys[position : position + len(ids)]
             start = time.perf_counter()
-            is_taken = submit(ids[0], [keys[i] for i in ids], ids)
+            is_taken = submit(position, batch, list(ids[: len(batch)]))
             calls.append(time.perf_counter() - start)
             if not is_taken:
                 # Its bytes under way are bounded.
                 break
-            under_way += 1
-            waiting.pop(0)
+            busy[position] = free.pop()
+            position += len(batch)
         start = time.perf_counter()
         results = tier.get_finished()
         calls.append(time.perf_counter() - start)
@@ -182,13 +193,16 @@ def _move(
                 continue
             if result.error or result.failed:
                 raise OSError(f"{len(result.failed)} blocks failed: {result.error or 'full, evicted or bad'}")
-            under_way -= 1
+            free.append(busy.pop(result.job_id))
             num_done += len(result.done)
-        if not results:
-            if time.monotonic() > end_s or (waiting and not under_way):
+        if results:
+            end_s = time.monotonic() + _PATIENCE_S
+            if moved is not None:
+                moved(num_done, len(keys))
+        else:
+            if not busy or time.monotonic() > end_s:
                 raise OSError(f"the tier takes nothing: {tier.stats()}")
-            # Half a step of a fast engine; looking more often takes the time of the threads that move blocks.
-            time.sleep(0.0005)
+            time.sleep(pause_s)
 
 
 def _ask(tier: Tier, keys: list[bytes]) -> None:

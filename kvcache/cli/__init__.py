@@ -64,11 +64,6 @@ def build_app() -> typer.Typer:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line; every expected error ends as one line and an exit status.
 
-    Parameters
-    ----------
-    argv : list of str, optional
-        The arguments; `sys.argv` without them.
-
     Raises
     ------
     SystemExit

@@ -61,13 +61,7 @@ def parse_rate(option: str, text: str) -> float:
 
 
 def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
-    """Return the tiers that the options name, the first to be asked first.
-
-    Raises
-    ------
-    ValueError
-        One is not of the form, or two have one name.
-    """
+    """Return the tiers that the options name, the first to be asked first."""
     tiers: list[TierChoice] = []
     for number, text in enumerate(texts or (), 1):
         match = _TIER.fullmatch(text.strip())
@@ -82,13 +76,7 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
 
 
 def parse_prices(text: str | None, num_media: int) -> list[float | None]:
-    """Return the prices of host memory and the tiers, None where none are given.
-
-    Raises
-    ------
-    ValueError
-        There are more or fewer than media, or one is no number >= 0.
-    """
+    """Return the prices of host memory and the tiers, None where none are given."""
     if text is None:
         return [None] * num_media
     prices: list[float | None] = []
@@ -106,13 +94,7 @@ def parse_prices(text: str | None, num_media: int) -> list[float | None]:
 
 
 def stacks_of(tiers: list[TierChoice], block_bytes: int) -> list[tuple[int, ...]]:
-    """Return the stacks to compare, in blocks: host memory alone, then one tier more each time, in all capacities.
-
-    Raises
-    ------
-    ValueError
-        A tier holds no block.
-    """
+    """Return the stacks to compare, in blocks: host memory alone, then one tier more each time, in all capacities."""
     stacks: list[tuple[int, ...]] = []
     for depth in range(len(tiers) + 1):
         for sizes in product(*(tier.capacities_bytes for tier in tiers[:depth])):

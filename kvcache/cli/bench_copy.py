@@ -86,12 +86,18 @@ def _measure(
 
 
 def _draw(rates: list[CopyRate], target: str, title: str) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise ValueError("--plot needs matplotlib: install kvcache's extra 'plot'") from None
-    from kvcache.replay.style import COLOURS, INK, MARKERS, caption, machine, new_figure, plain_axes
+    from kvcache.replay.style import (
+        COLOURS,
+        INK,
+        MARKERS,
+        caption,
+        check_matplotlib,
+        machine,
+        new_figure,
+        plain_axes,
+    )
 
+    check_matplotlib()
     figure = new_figure(10, 7)
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     sizes = sorted({rate.block_bytes for rate in rates})

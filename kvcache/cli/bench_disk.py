@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from shutil import disk_usage
-from time import monotonic
 from typing import Annotated
 
 import typer
 
 from kvcache.cli import common
 from kvcache.options import parse_size
-
-_REFRESH_S = 0.25
 
 
 def disk(
@@ -41,17 +38,12 @@ def disk(
         raise ValueError(f"--size must fit into the {common.human_bytes(free_bytes)} free in {folder}, got {size!r}")
     common.check_writable("--json", json)
     console = common.console(json)
-    bar = common.progress("blocks", quiet)
-    with bar:
-        task = bar.add_task("disk", total=2 * num_blocks, done=0, status="")
-        due = monotonic()
+    with common.Bar("disk", "blocks", quiet, total=2 * num_blocks) as bar:
 
         def progressed(name: str, num_done: int, num_all: int) -> None:
-            nonlocal due
             done = num_done + (num_all if name == "load" else 0)
-            if monotonic() >= due or done == 2 * num_all:
-                bar.update(task, completed=done, done=done, status=name)
-                due = monotonic() + _REFRESH_S
+            if bar.is_due() or done == 2 * num_all:
+                bar.show(done, done, name)
 
         rates = measure_disk(
             folder / ".kvcache-bench",

@@ -13,25 +13,7 @@ from kvcache.options import parse_size
 
 
 def read_entry(text: str, option: str) -> dict[str, Any]:
-    """Return the tier's entry that a user wrote as JSON.
-
-    Parameters
-    ----------
-    text : str
-        An object with ``type``.
-    option : str
-        What it was given as, for the error.
-
-    Returns
-    -------
-    dict
-        The entry.
-
-    Raises
-    ------
-    ValueError
-        It is no JSON object.
-    """
+    """Return the tier's entry that a user wrote as JSON."""
     try:
         entry = json_format.loads(text)
     except json_format.JSONDecodeError as error:
@@ -64,18 +46,16 @@ def tier(
     common.at_least("--rounds", rounds, 1)
     common.check_writable("--json", json)
     console = common.console(json)
-    bar = common.progress("rounds", quiet)
-    with bar:
-        task = bar.add_task("tier", total=rounds, done=0, status="")
+    with common.Bar("tier", "rounds", quiet, total=rounds) as bar:
         rates = measure_tier(
             given,
             num_bytes,
             num_blocks,
             rounds,
             job_blocks=16,
-            progress=lambda name, done, _: bar.update(task, completed=done, done=done, status=name),
+            progress=lambda name, done, _: bar.show(done, done, name),
         )
-        bar.update(task, completed=rounds, done=rounds, status="")
+        bar.show(rounds, rounds)
     if json != "-":
         table = Table(box=None)
         for title in ("", "tier, verified", "plain client loop", "ratio"):

@@ -57,21 +57,21 @@ def chat_demo(
             raise
         raise common.CommandError("the chat demo needs transformers: install kvcache's extra 'transformers'") from error
     if plot is not None:
-        _matplotlib()
+        from kvcache.replay.style import check_matplotlib
+
+        check_matplotlib()
 
     started = monotonic()
     console = common.console(json)
     said = chats.Chats(users, turns, system_tokens, message_tokens, answer_tokens, common.at_least("--seed", seed, 0))
     cache = PrefixCache(chats.build_model(seed, threads), memory=parse_size("--memory", memory), policy=policy)
     done: list[Turn] = []
-    bar = common.progress("turns", quiet)
-    with bar:
-        task = bar.add_task("chat", total=users * turns, done=0, status="")
+    with common.Bar("chat", "turns", quiet, total=users * turns) as bar:
         for turn in chats.run(said, cache):
             if not turn.equal:
                 raise common.CommandError(f"user {turn.user} got other tokens with the cache in turn {turn.turn}")
             done.append(turn)
-            bar.update(task, completed=len(done), done=len(done), status="tokens equal", refresh=True)
+            bar.show(len(done), len(done), "tokens equal")
     document = _document(done, cache, policy, monotonic() - started)
     if plot is not None:
         _save_plot(plot, done, document)
@@ -151,16 +151,7 @@ def _table(document: dict[str, Any], title: str) -> Any:
     return table
 
 
-def _matplotlib() -> Any:
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise common.CommandError("the plot needs matplotlib: install kvcache's extra 'plot'") from error
-    return matplotlib
-
-
 def _save_plot(path: Path, done: list[Turn], document: dict[str, Any]) -> None:
-    _matplotlib()
     from matplotlib.ticker import MaxNLocator
 
     from kvcache.replay.style import COLOURS, INK, caption, machine, new_figure, plain_axes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -17,14 +18,20 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", int, float)
 
+HOW_TO_SIZE = (
+    "name a model (--model llama-3.1-8b, or its config.json), give its shape (--layers, --heads, --head-size), or say "
+    "--block-bytes"
+)
+"""How a block's size is given, for errors."""
 TEST_BLOCK_BYTES = "64KiB"  # of a block whose real size nobody has said
 _MOST_BLOCKS = 1 << 30  # what a table's rows can number
 # Where nobody bounds it, a simulation takes so much of the memory that is free.
 _MEMORY_SHARE = 0.8
+_REFRESH_S = 0.25
 
 
 class CommandError(Exception):
-    """A command has failed for a reason that its user must hear."""
+    """A command has failed; its message is for the user."""
 
 
 def complete_policies(incomplete: str) -> list[str]:
@@ -106,13 +113,7 @@ def parse_capacity(blocks: str | None, memory: str | None, block_bytes: int, def
 
 
 def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, default: str) -> list[int]:
-    """Return the capacities in blocks that `--blocks` or `--memory` list, ascending and each once.
-
-    Raises
-    ------
-    ValueError
-        Both are given, or one holds no number, less than a block or too many.
-    """
+    """Return the capacities in blocks that `--blocks` or `--memory` list, ascending and each once."""
     if blocks is not None and memory is not None:
         raise ValueError(f"--blocks and --memory exclude each other, got {blocks!r} and {memory!r}")
     if memory is None:
@@ -134,6 +135,31 @@ def console(json_target: str | None) -> Console:
     from rich.console import Console
 
     return Console(stderr=json_target == "-", highlight=False)
+
+
+class Bar:
+    """One task on a progress bar, drawn four times a second at most, and only between two pieces of the work."""
+
+    def __init__(self, name: str, unit: str, is_quiet: bool, total: float | None = 1.0) -> None:
+        self._progress = progress(unit, is_quiet)
+        self._task = self._progress.add_task(name, total=total, done=0, status="")
+        self._due_s = 0.0
+
+    def __enter__(self) -> Bar:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def is_due(self) -> bool:
+        """Return whether it is time to show something new."""
+        return monotonic() >= self._due_s
+
+    def show(self, completed: float, done: int, status: str = "", total: float | None = None) -> None:
+        """Show how much of `total` is completed, and how many units are done, whether it is due or not."""
+        self._progress.update(self._task, completed=completed, total=total, done=done, status=status, refresh=True)
+        self._due_s = monotonic() + _REFRESH_S
 
 
 def progress(unit: str, is_quiet: bool = False) -> Progress:
@@ -159,13 +185,7 @@ def progress(unit: str, is_quiet: bool = False) -> Progress:
 
 
 def check_writable(option: str, target: str | None) -> None:
-    """Find out before the work is done whether its result can be written.
-
-    Raises
-    ------
-    ValueError
-        The folder is not there, or the file cannot be opened for writing.
-    """
+    """Find out before the work is done whether its result can be written."""
     if target is None or target == "-":
         return
     path = Path(target)
@@ -199,16 +219,14 @@ def plain_table(heads: tuple[str, ...], lines: list[tuple[str, ...]], last: tupl
 
 def usable_bytes() -> int | None:
     """Return most of the memory that is free, or None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    free = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if free is None else int(int(free) * 1024 * _MEMORY_SHARE)
+    from kvcache.transfer.free_memory import memory_left
+
+    left = memory_left()
+    return None if left is None else int(left[0] * _MEMORY_SHARE)
 
 
 def say_next(json_target: str | None) -> None:
-    """Tell whoever has tried a demo how to go on."""
+    """Print how to go on after a demo."""
     if json_target != "-":
         console(json_target).print("Next: kvcache replay --help, docs/quickstart.md")
 

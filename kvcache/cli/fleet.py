@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,12 +59,11 @@ _TOKENS_PER_S = 10_000
 # Of one engine's pool and of the store's, as measured with 1,000 pools of 3,000 blocks (docs/scale.md).
 _ROW_BYTES = 160
 _REQUEST_BYTES = 96
-_REFRESH_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a fleet's simulation is told; sizes in blocks, `block_bytes` None where nobody has said it."""
+    """The options of a fleet's simulation; sizes in blocks, `block_bytes` None where it was not given."""
 
     engines: list[int]
     routers: list[str]
@@ -97,13 +96,7 @@ def read_options(
     block_bytes: int | None,
     **rest: Any,
 ) -> Options:
-    """Check and parse what the command line says.
-
-    Raises
-    ------
-    ValueError
-        An option is bad; the message names it.
-    """
+    """Check and parse what the command line says."""
     from kvcache.replay.fleet import ROUTERS
     from kvcache.replay.run import check_policy
 
@@ -117,10 +110,7 @@ def read_options(
     store_blocks = 0
     if store is not None and store.strip() != "0":
         if block_bytes is None:
-            raise ValueError(
-                f"--store needs the size of a block, got {store!r} alone: name a model (--model llama-3.1-8b, or its "
-                "config.json), give its shape (--layers, --heads, --head-size), or say --block-bytes"
-            )
+            raise ValueError(f"--store needs the size of a block, got {store!r} alone: {common.HOW_TO_SIZE}")
         store_blocks = parse_size("--store", store) // block_bytes
         if not store_blocks:
             raise ValueError(f"--store must hold at least one block of {block_bytes} bytes, got {store!r}")
@@ -150,13 +140,7 @@ def read_options(
 
 
 def run(trace: Trace | SessionTrace | RecordedTrace, options: Options, weights: Weights | None) -> None:
-    """Simulate each number of engines behind each router, and report.
-
-    Raises
-    ------
-    ValueError
-        The fleet does not fit into this machine's memory.
-    """
+    """Simulate each number of engines behind each router, and report."""
     from kvcache.replay.compact import CompactTrace
     from kvcache.replay.fleet import FleetPlan, ScaledTrace, run_fleet
     from kvcache.replay.serving import engines_for
@@ -182,9 +166,7 @@ def run(trace: Trace | SessionTrace | RecordedTrace, options: Options, weights: 
         for router in options.routers
     ]
     results: list[tuple[int, FleetResult]] = []
-    bar = common.progress("requests", options.is_quiet)
-    with bar:
-        task = bar.add_task("fleet", total=1.0, done=0, status="")
+    with common.Bar("fleet", "requests", options.is_quiet) as bar:
         scaled: dict[int, ScaledTrace] = {}
         for number, plan in enumerate(plans):
             copies = options.copies or max(1, round(plan.num_engines / busy))
@@ -192,24 +174,16 @@ def run(trace: Trace | SessionTrace | RecordedTrace, options: Options, weights: 
                 _check_memory(plan, compact, copies)
                 scaled = {copies: ScaledTrace(compact, copies, options.seed)}
             traffic = scaled[copies]
-            began, due = monotonic(), 0.0
+            began = monotonic()
 
             def progressed(done: int, number: int = number, plan: FleetPlan = plan, total: int = len(traffic)) -> None:
-                nonlocal due
-                if monotonic() >= due:
+                if bar.is_due():
                     share = (number + done / max(1, total)) / len(plans)
-                    bar.update(
-                        task,
-                        completed=share,
-                        done=done,
-                        status=f"{plan.num_engines:,} engines, {plan.router}",
-                        refresh=True,
-                    )
-                    due = monotonic() + _REFRESH_S
+                    bar.show(share, done, f"{plan.num_engines:,} engines, {plan.router}")
 
             found = run_fleet(traffic, plan, progressed)
-            results.append((copies, _timed(found, monotonic() - began)))
-        bar.update(task, completed=1.0, refresh=True)
+            results.append((copies, replace(found, elapsed_s=monotonic() - began)))
+        bar.show(1.0, len(traffic))
     cells = [_facts(copies, result, options) for copies, result in results]
     document = {
         "source": {"kind": "trace", "file": str(trace.path), "format": trace.format},
@@ -233,12 +207,6 @@ def run(trace: Trace | SessionTrace | RecordedTrace, options: Options, weights: 
         footnote = f"{options.num_blocks:,} blocks an engine, {store}, {1 / token_s:,.0f} tokens/s, seed {options.seed}"
         draw_fleet(f"{trace.name}: fleets", cells, footnote, options.plot)
     common.write_json(options.json, document)
-
-
-def _timed(result: FleetResult, elapsed_s: float) -> FleetResult:
-    from dataclasses import replace
-
-    return replace(result, elapsed_s=elapsed_s)
 
 
 def _check_memory(plan: FleetPlan, compact: CompactTrace, copies: int) -> None:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import secrets
-import shutil
-import socket
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcache.bench.servers import find_valkey, running_valkey
 from kvcache.cli import common
 from kvcache.cli.bench_tier import read_entry
 
 if TYPE_CHECKING:
     from kvcache.bench.fleet import FleetReport
-
-_START_S = 30.0
 
 
 def fleet_demo(
@@ -111,30 +104,14 @@ def _store(entry: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     if entry is not None:
         yield entry
         return
-    binary = shutil.which("valkey-server") or shutil.which("redis-server")
-    if binary is None:
+    if find_valkey() is None:
         raise common.CommandError("no valkey-server or redis-server is installed; name a tier on a store that runs")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
-        limits = ["--maxmemory", "4gb", "--maxmemory-policy", "allkeys-lru"]
-        process = subprocess.Popen([*command, *limits], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with ExitStack() as stack:
         try:
-            end_s = time.monotonic() + _START_S
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                    break
-                except OSError:
-                    if process.poll() is not None or time.monotonic() > end_s:
-                        raise common.CommandError(f"{Path(binary).name} did not start") from None
-                    time.sleep(0.02)
-            yield {"type": "valkey", "url": f"valkey://127.0.0.1:{port}"}
-        finally:
-            process.terminate()
-            process.wait()
+            port = stack.enter_context(running_valkey("--maxmemory", "4gb", "--maxmemory-policy", "allkeys-lru"))
+        except OSError as error:
+            raise common.CommandError(str(error)) from None
+        yield {"type": "valkey", "url": f"valkey://127.0.0.1:{port}"}
 
 
 def _draw(path: str, reports: list[FleetReport]) -> None:

@@ -127,15 +127,7 @@ def run(
     weights: Weights | None,
     targets: Targets,
 ) -> None:
-    """Simulate the grid and report; Ctrl-C ends it with what has finished so far.
-
-    Raises
-    ------
-    ValueError
-        A policy, a capacity, a target or the checkpoint is bad.
-    CommandError
-        A process of the grid died.
-    """
+    """Simulate the grid and report; Ctrl-C ends it with what has finished so far."""
     from kvcache.cli.below import stacks_of
     from kvcache.replay.cells import OPTIMUM, Job, Plan
     from kvcache.replay.checkpoint import Checkpoint
@@ -381,20 +373,7 @@ def _print(console: Any, result: Result, unbounded: Cell, block_size: int) -> No
 
 
 def best_policies(cells: list[Cell], stack_name: Callable[[Cell], str] | None) -> Iterator[str]:
-    """Yield a line for each run of capacities at which one policy hits most, with its margin to the next.
-
-    Parameters
-    ----------
-    cells : list of Cell
-        Of several policies; the optimum is left out.
-    stack_name : callable, optional
-        What lies below host memory in a cell, where that is to be told.
-
-    Yields
-    ------
-    str
-        A sentence.
-    """
+    """Yield a line for each run of capacities at which one policy hits most, with its margin to the next."""
     from kvcache.replay.cells import OPTIMUM
 
     places: dict[tuple[tuple[int, ...], int], list[Cell]] = {}

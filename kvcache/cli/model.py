@@ -79,13 +79,7 @@ def weights_of(
     params: float | None,
     flops: float,
 ) -> Weights | None:
-    """Return what the options say, or None where they say nothing.
-
-    Raises
-    ------
-    ValueError
-        The model is not known, half a shape or two models are given, or a number is not positive.
-    """
+    """Return the model and its rate of prefill, or None where no option names one."""
     from kvcache.cli.common import at_least
     from kvcache.replay.models import Model, model_of
 

@@ -15,15 +15,7 @@ from kvcache.recorder.ops import Answer, Op
 def run(
     path: Path, policy: str | None, json_target: str | None, wants_shrunk: bool, shrink_s: float, is_quiet: bool
 ) -> None:
-    """Replay one recording and report; a difference is a failure.
-
-    Raises
-    ------
-    RecordingError
-        It cannot be replayed.
-    CommandError
-        An answer differs.
-    """
+    """Replay one recording and report; a difference is a failure."""
     from kvcache.replay.recorded import replay_recording
     from kvcache.replay.shrink import Promises
 

@@ -161,10 +161,7 @@ def replay(
     if weights is not None and block_bytes is not None:
         raise ValueError(f"--block-bytes and a model exclude each other, got {block_bytes!r} and {weights.model.name}")
     if memory is not None and blocks is None and weights is None and block_bytes is None:
-        raise ValueError(
-            f"--memory needs the size of a block, got {memory!r} alone: name a model (--model llama-3.1-8b, or its "
-            "config.json), give its shape (--layers, --heads, --head-size), or say --block-bytes"
-        )
+        raise ValueError(f"--memory needs the size of a block, got {memory!r} alone: {common.HOW_TO_SIZE}")
     bytes_per_block = parse_size("--block-bytes", block_bytes or common.TEST_BLOCK_BYTES)
     sized = weights is not None or block_bytes is not None
     if limit is not None:
@@ -189,8 +186,7 @@ def replay(
     tiers = [] if entry is not None else below.parse_tiers(tier)
     if tiers and not sized:
         raise ValueError(
-            f"--tier needs the size of a block, got {tier[0] if tier else ''!r} alone: name a model (--model "
-            "llama-3.1-8b, or its config.json), give its shape (--layers, --heads, --head-size), or say --block-bytes"
+            f"--tier needs the size of a block, got {tier[0] if tier else ''!r} alone: {common.HOW_TO_SIZE}"
         )
     if tiers and policies == ["min"]:
         raise ValueError(

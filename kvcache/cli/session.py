@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from kvcache.replay.run import Replay
     from kvcache.replay.tiered import DiskChoice, TierEntry
 
-_REFRESH_S = 0.25
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a single replay is told on the command line, checked.
+    """The options of a single replay, checked.
 
     Where the user has not said how large a block is (`sized`), `block_bytes` is the size of the test data alone.
     """
@@ -54,27 +52,10 @@ def run(
     progressed: Callable[[int], float],
     facts: Callable[[], dict[str, Any]],
 ) -> None:
-    """Replay `source` and report.
+    """Replay `source` and report under `title`.
 
-    Parameters
-    ----------
-    source : RequestSource
-        Where the requests come from.
-    title : str
-        What the table is headed with.
-    settings : Settings
-        Capacity, policy and the rest.
-    progressed : callable
-        The share of the work that is done after so many requests, 0 to 1.
-    facts : callable
-        What the JSON says of the source; asked at the end.
-
-    Raises
-    ------
-    ValueError, MemoryError
-        A setting is bad, or the pool does not fit.
-    CommandError
-        A loaded block is not what was stored, or could not be moved.
+    `progressed` returns the share of the work, 0 to 1, that is done after so many requests; `facts`, called at the
+    end, what the JSON says of the source.
     """
     from kvcache.control.cpu import CPUOffloadingManager
     from kvcache.replay.keys import KeyMaker, split_block_size
@@ -182,7 +163,7 @@ def _beside(counted: dict[str, Any], what_if: WhatIf, settings: Settings) -> str
 
 
 def _check_memory(settings: Settings) -> None:
-    from kvcache.transfer.host_pool import check_memory
+    from kvcache.transfer.free_memory import check_memory
 
     try:
         check_memory(settings.num_blocks * settings.block_bytes)
@@ -201,24 +182,12 @@ def _drive(
 ) -> None:
     tally = replay.tally
     # Refreshed between requests only: a thread of the bar's own would be timed with the manager's calls.
-    bar = common.progress("requests", is_quiet)
-    with bar:
-        task = bar.add_task("replay", total=1.0, done=0, status="")
-        due = monotonic() + _REFRESH_S
+    with common.Bar("replay", "requests", is_quiet) as bar:
         for request in requests:
             replay.step(request, make_keys(request.hash_ids))
-            if monotonic() >= due:
-                bar.update(
-                    task,
-                    completed=progressed(tally.requests),
-                    done=tally.requests,
-                    status=f"{tally.token_hit_rate:.1%} of tokens hit",
-                    refresh=True,
-                )
-                due = monotonic() + _REFRESH_S
-        bar.update(
-            task, completed=1.0, done=tally.requests, status=f"{tally.token_hit_rate:.1%} of tokens hit", refresh=True
-        )
+            if bar.is_due():
+                bar.show(progressed(tally.requests), tally.requests, f"{tally.token_hit_rate:.1%} of tokens hit")
+        bar.show(1.0, tally.requests, f"{tally.token_hit_rate:.1%} of tokens hit")
 
 
 def _table(document: dict[str, Any], settings: Settings) -> Any:

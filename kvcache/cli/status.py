@@ -30,13 +30,7 @@ def status(
 
 
 def find_socket(path: Path | None) -> Path:
-    """Return the path given, or that of the only engine which answers.
-
-    Raises
-    ------
-    ValueError
-        None is given, and there is none, or more than one.
-    """
+    """Return the path given, or that of the only engine which answers."""
     if path is not None:
         return path
     from kvcache.exporters.status import default_folder, live_sockets

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from kvcache.tiers.disk.maintenance import Progress, TierFacts
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of the tier.", show_default=False)]
-_REFRESH_S = 0.25
 
 
 def build_app() -> typer.Typer:
@@ -31,7 +29,7 @@ def build_app() -> typer.Typer:
 
 
 def inspect(path: PathArgument, json: common.JsonOption = None) -> None:
-    """Say what a tier holds: its size, its blocks, how often they were used, whose they are."""
+    """Show what a tier holds: its size, its blocks, how often they were used, whose they are."""
     from kvcache.tiers.disk.maintenance import inspect_tier
 
     common.check_writable("--json", json)
@@ -75,16 +73,11 @@ def compact(
 
 
 def _with_progress(name: str, is_quiet: bool, work: Callable[[Progress], Any]) -> Any:
-    bar = common.progress("blocks", is_quiet)
-    with bar:
-        task = bar.add_task(name, total=None, done=0, status="")
-        due = 0.0
+    with common.Bar(name, "blocks", is_quiet, total=None) as bar:
 
         def progressed(num_done: int, num_blocks: int) -> None:
-            nonlocal due
-            if monotonic() >= due or num_done == num_blocks:
-                bar.update(task, completed=num_done, total=num_blocks, done=num_done)
-                due = monotonic() + _REFRESH_S
+            if bar.is_due() or num_done == num_blocks:
+                bar.show(num_done, num_done, total=num_blocks)
 
         return work(progressed)
 

@@ -186,27 +186,7 @@ def _url_reader(url: str) -> Callable[[], Frame]:
 
 
 def parse_metrics(text: str, time_s: float, where: str) -> Frame:
-    """Return the frame that a `/metrics` page shows.
-
-    Parameters
-    ----------
-    text : str
-        The page, in Prometheus' text format.
-    time_s : float
-        When it was read.
-    where : str
-        Its address, for errors.
-
-    Returns
-    -------
-    Frame
-        Of all engines on the page together.
-
-    Raises
-    ------
-    ValueError
-        It is no such page, or shows nothing of kvcache.
-    """
+    """Return the frame that a `/metrics` page shows."""
     from prometheus_client.parser import text_string_to_metric_families
 
     values: dict[Key, float] = {}
@@ -232,24 +212,7 @@ def parse_metrics(text: str, time_s: float, where: str) -> Frame:
 
 
 def view(address: str, history: History, what_if: dict[str, Any] | None, fault: str = "") -> RenderableType:
-    """Return what is shown.
-
-    Parameters
-    ----------
-    address : str
-        Of the engine.
-    history : History
-        With at least one frame.
-    what_if : dict, optional
-        As `WhatIf.as_dict` returns it.
-    fault : str
-        Why the last look failed.
-
-    Returns
-    -------
-    rich.console.RenderableType
-        For a console.
-    """
+    """Return what is shown."""
     from rich.console import Group
     from rich.text import Text
 

@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 BAND = 0.04
 """Rates in use are replaced once what was learned leaves this band around them: decisions do not flutter with noise."""
@@ -351,7 +351,6 @@ class LoadArbiter:
         self.decisions.append(decision)
         return decision
 
-
     def is_hopeless(
         self, first_token: int, end_token: int, num_blocks: int, links: Sequence[LinkRate | None], now_s: float
     ) -> bool:
@@ -386,42 +385,6 @@ class LoadArbiter:
         return True
 
 
-class LoadChoice:
-    """What was decided for one request so far; it never takes back a cut.
-
-    Attributes
-    ----------
-    seen_token : int
-        Up to where in the prompt it was decided.
-    limit_token : int
-        Up to where blocks are loaded; less than `seen_token`: the prefix is cut.
-    give_up_s : float
-        When computing would have been done in the time spent waiting.
-    """
-
-    __slots__ = ("give_up_s", "limit_token", "seen_token")
-
-    def __init__(self) -> None:
-        self.seen_token = self.limit_token = -1
-        self.give_up_s = math.inf
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether anything is left to be computed."""
-        return self.limit_token < self.seen_token
-
-    def allows(self, end_token: int) -> bool:
-        """Return whether a block that ends there may be waited for."""
-        return not self.is_cut or end_token <= self.limit_token
-
-
-class LoadChoices:
-    """The choices of one request, one for each manager that it meets."""
-
-    def __init__(self) -> None:
-        self.by_manager: dict[Any, LoadChoice] = {}
-
-
 def check_prefill_rate(name: str, value: object) -> dict[int, float]:
     """Return tokens a second by position.
 
@@ -431,11 +394,6 @@ def check_prefill_rate(name: str, value: object) -> dict[int, float]:
         The option's name, for the error.
     value : float, or mapping of int or str to float
         One rate for all positions, or the rate at each of some positions; JSON's keys are text.
-
-    Returns
-    -------
-    dict of int to float
-        Ascending.
 
     Raises
     ------

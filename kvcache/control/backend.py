@@ -30,17 +30,11 @@ class Backend(ABC):
 
     @abstractmethod
     def get_num_free_blocks(self) -> int:
-        """Return how many blocks can be allocated now.
-
-        Returns
-        -------
-        int
-            Blocks that `allocate_blocks` can still hand out.
-        """
+        """Return how many blocks can be allocated now."""
 
     @abstractmethod
     def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
-        """Return one new block per hash, `ref_cnt` -1; the caller has made sure that there is room.
+        """Return a new block, `ref_cnt` -1, for each hash, in this order; the caller has made sure that there is room.
 
         Parameters
         ----------
@@ -64,7 +58,7 @@ class Backend(ABC):
         """
 
     def get_load_store_spec(self, block_hashes: Sequence[bytes], blocks: Sequence[BlockStatus]) -> LoadStoreSpec:
-        """Say where `blocks` lie, for the worker.
+        """Return where `blocks` lie, for the worker.
 
         Parameters
         ----------
@@ -72,11 +66,6 @@ class Backend(ABC):
             Keys of the blocks.
         blocks : list of BlockStatus
             The blocks, in the same order.
-
-        Returns
-        -------
-        LoadStoreSpec
-            Where the blocks are, for the worker.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say where its blocks lie")
 
@@ -109,23 +98,7 @@ class CPUBackend(Backend):
         return self.num_blocks - self._num_fresh_used + len(self._freed)
 
     def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
-        """Return one new block per hash, `ref_cnt` -1.
-
-        Parameters
-        ----------
-        block_hashes : list of bytes
-            Keys of the new blocks; there is room for all of them.
-
-        Returns
-        -------
-        list of BlockStatus
-            New blocks with `ref_cnt` -1, in the same order.
-
-        Raises
-        ------
-        ValueError
-            There are fewer free slots than hashes.
-        """
+        """Return a new block for each of `block_hashes`; ValueError where there are fewer free slots."""
         count = len(block_hashes)
         if count > self.get_num_free_blocks():
             raise ValueError(f"{count} blocks were asked for, {self.get_num_free_blocks()} are free")

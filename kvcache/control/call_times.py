@@ -42,13 +42,6 @@ _CLOSE_S = 2.0
 class CallTimes:
     """Time the calls of a manager, and measure ages of its blocks, from now on until `close`.
 
-    Parameters
-    ----------
-    manager : OffloadingManager
-        Whose calls are timed (`kvcache.control.wrapped_calls`).
-    pool : BlockPool
-        Its blocks of host memory.
-
     Notes
     -----
     After 100 timed calls within a tenth of a second, the rest of that tenth is left out.
@@ -74,20 +67,7 @@ class CallTimes:
             calls.add(wrapper)
 
     def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call that counts how long `method` took, whether it raised or not.
-
-        Parameters
-        ----------
-        name : str
-            One of `TIMED_CALLS`.
-        method : callable
-            The manager's, bound.
-
-        Returns
-        -------
-        callable
-            Answers as `method` does.
-        """
+        """Return a call that counts how long `method` took, whether it raised or not."""
         observe = self._histograms[name].observe_ticks
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -103,13 +83,7 @@ class CallTimes:
         return timed
 
     def parts(self) -> list[Part]:
-        """Return the statistics of each kind of call, and the ages; callable in any thread.
-
-        Returns
-        -------
-        list of kvcache.metrics.Part
-            In the order of `TIMED_CALLS`.
-        """
+        """Return the statistics of each kind of call, and the ages; callable in any thread."""
         calls = [
             Part("call", CallStats(HistogramData(*one.data()), one.max), (("call", name),))
             for name, one in self._histograms.items()

@@ -29,9 +29,7 @@ class PoolManager(BlockPool, OffloadingManager):
         """The manager itself."""
         return self
 
-    def what_if(
-        self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None
-    ) -> WhatIf:
+    def what_if(self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None) -> WhatIf:
         """Estimate what other policies and capacities would have hit on the requests that have finished.
 
         Parameters
@@ -64,7 +62,7 @@ class BackendOffloadingManager(PoolManager):
     cache_policy : str or type
         A policy's name, class or ``"package.module:Class"``.
     enable_events : bool
-        Whether `take_events` has anything to tell.
+        Whether events are recorded for `take_events`.
     store_threshold, max_tracker_size, what_if
         As in `CPUOffloadingManager`.
 
@@ -111,7 +109,7 @@ class CPUOffloadingManager(PoolManager):
     cache_policy : str or type
         A policy's name, class or ``"package.module:Class"``.
     enable_events : bool
-        Whether `take_events` has anything to tell.
+        Whether events are recorded for `take_events`.
     store_threshold : int
         A key is stored only once it has been offered so often; 0 and 1: at once.
     max_tracker_size : int

@@ -93,6 +93,9 @@ class GenericBlockCache:
         self._num_evictable = 0
         self.num_referenced = 0
         self.num_pending = 0
+        self.lookups = 0
+        self.looked_up_blocks = 0
+        self.hit_blocks = 0
         self.gated_blocks = 0
         self.declined_blocks = 0
         self.num_raised = 0
@@ -128,13 +131,28 @@ class GenericBlockCache:
             request_keys.epoch = self._epoch
         return request_keys.keys
 
-    def advance(self, now_ns: int, max_raised: int) -> None:
+    def advance(self, elapsed_s: float, max_raised: int) -> None:
         if self._reads_clock:
-            self._policy.now_ms = now_ns // 1_000_000  # type: ignore[attr-defined]
+            # Rounded as the compiled cache does.
+            self._policy.now_ms = int(elapsed_s * 1e9 + 0.5) // 1_000_000  # type: ignore[attr-defined]
+
+    @_atomic
+    def needs_time(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> bool:
+        if not self._reads_clock:
+            return True
+        request_keys.positions = positions
+        return not self._keys_of(request_keys)
 
     @_atomic
     def has_used(self, request_keys: RequestUses) -> bool:
         return bool(self._keys_of(request_keys))
+
+    def lookup(self, keys: list[bytes], request_keys: RequestUses | None) -> int:
+        num_ready: int = self.match_prefix(keys, request_keys)
+        self.lookups += 1
+        self.looked_up_blocks += len(keys)
+        self.hit_blocks += num_ready
+        return num_ready
 
     @_atomic
     def match_prefix(self, keys: list[bytes], request_keys: RequestUses | None, start: int = 0) -> int:
@@ -147,7 +165,11 @@ class GenericBlockCache:
 
     @_atomic
     def status_of(self, key: bytes) -> int:
-        return self._state_of(key)
+        state = self._state_of(key)
+        self.lookups += 1
+        self.looked_up_blocks += 1
+        self.hit_blocks += state == READY
+        return state
 
     @_atomic
     def status(self, keys: list[bytes]) -> bytes:

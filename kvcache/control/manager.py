@@ -30,10 +30,10 @@ class OffloadingManager(ABC):
 
     Notes
     -----
-    Wherever `keys` are asked for, any iterable of keys will do (it is consumed once); a list is the fast path.
-    Errors, all checked before anything changes: ValueError for a bad argument, KeyError for an unknown key,
-    BlockStateError for a wrong reference count or state. A subclass must write `lookup`, `prepare_load` and
-    `prepare_store`; the rest has defaults.
+    Wherever `keys` are asked for, any iterable of keys in prefix order will do (it is consumed once); a list is the
+    fast path. `req_context` is the request that a call is for, where it is for one. Errors, all checked before anything
+    changes: ValueError for a bad argument, KeyError for an unknown key, BlockStateError for a wrong reference count or
+    state. A subclass must write `lookup`, `prepare_load` and `prepare_store`; the rest has defaults.
     """
 
     block_size: int
@@ -63,19 +63,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
-        """Take a reference on each block, so that it stays until `complete_load`, and say where the blocks lie.
-
-        Parameters
-        ----------
-        keys : iterable of bytes
-            In prefix order.
-        req_context : ReqContext, optional
-            The request.
-
-        Returns
-        -------
-        LoadStoreSpec
-            Where the blocks are, in key order.
+        """Take a reference on each block, which stays until `complete_load`, and return where they lie, in key order.
 
         Raises
         ------
@@ -84,25 +72,10 @@ class OffloadingManager(ABC):
         """
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
-        """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent.
-
-        Parameters
-        ----------
-        keys : iterable of bytes
-            In prefix order; unknown ones are ignored.
-        req_context : ReqContext, optional
-            The request.
-        """
+        """Mark blocks as recently used, the first of `keys` as the most recent; unknown ones are ignored."""
 
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
         """Give back the references that `prepare_load` took.
-
-        Parameters
-        ----------
-        keys : iterable of bytes
-            As they were given to `prepare_load`.
-        req_context : ReqContext, optional
-            The request.
 
         Raises
         ------
@@ -112,14 +85,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        """Make room for the keys that are not there yet and say where to write them.
-
-        Parameters
-        ----------
-        keys : iterable of bytes
-            In prefix order; those that are present are left out.
-        req_context : ReqContext, optional
-            The request.
+        """Make room for the keys that are not there yet, and return where to write them.
 
         Returns
         -------
@@ -130,71 +96,26 @@ class OffloadingManager(ABC):
     def complete_store(  # noqa: B027
         self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True
     ) -> None:
-        """Make written blocks ready, or drop them if `success` is False; unknown keys are ignored.
-
-        Parameters
-        ----------
-        keys : iterable of bytes
-            Blocks whose copy has ended; unknown ones are ignored.
-        req_context : ReqContext, optional
-            The request.
-        success : bool
-            Whether the bytes arrived.
-        """
+        """Make written blocks ready, or drop them if `success` is False; unknown keys are ignored."""
 
     def stats(self) -> ManagerStats:
-        """Return counters since start and gauges now; all 0 where a manager counts nothing.
-
-        Returns
-        -------
-        ManagerStats
-            Counters since start, and gauges now.
-        """
+        """Return counters since start and gauges now; all 0 where a manager counts nothing."""
         return ManagerStats()
 
     def parts(self) -> list[Part]:
-        """Return everything that is counted, by component; callable in any thread.
-
-        Returns
-        -------
-        list of kvcache.metrics.Part
-            The manager's own statistics first.
-        """
+        """Return everything that is counted, by component, the manager's own first; callable in any thread."""
         return [Part("", self.stats())]
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Yield the events since the last call, each once.
-
-        Returns
-        -------
-        iterator of OffloadingEvent
-            The events since the last call.
-        """
+        """Yield the events since the last call, each once."""
         return iter(())
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Called when a request begins; return how its blocks are offloaded.
-
-        Parameters
-        ----------
-        req_context : ReqContext
-            The request.
-
-        Returns
-        -------
-        RequestOffloadingContext
-            Which of its blocks are offloaded.
-        """
+        """Called when a request begins; return how its blocks are offloaded."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """Called when a request has ended.
-
-        Parameters
-        ----------
-        req_context : ReqContext
-            The request.
-        """
+        """Called when a request has ended."""
 
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:  # noqa: B027
         """Say when blocks will be used next, once that is known; a request's blocks also after it has ended.

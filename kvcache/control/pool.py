@@ -91,9 +91,9 @@ class BlockPool:
     ----------
     events : EventLog or None
         Also for a caller that has events of its own to add.
-    lookups, looked_up_blocks, hit_blocks, loaded_blocks, promoted_loads, stored_blocks, evicted_blocks, \
-rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
-        Counters, see `kvcache.metrics.MANAGER_METRICS`; a caller that answers look-ups itself adds to them.
+    loaded_blocks, promoted_loads, stored_blocks, evicted_blocks, rejected_stores, failed_blocks, arbiter_loads, \
+arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
+        Counters, see `kvcache.metrics.MANAGER_METRICS`; a caller that answers loads itself adds to them.
 
     Raises
     ------
@@ -168,9 +168,6 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if enable_events:
             self.events = EventLog(block_size)
             self._cache.keep_events(self.events, medium)
-        self.lookups = 0
-        self.looked_up_blocks = 0
-        self.hit_blocks = 0
         self.loaded_blocks = 0
         self.stored_blocks = 0
         self.evicted_blocks = 0
@@ -213,6 +210,21 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
     def num_pending(self) -> int:
         """Blocks being written."""
         return self._cache.num_pending
+
+    @property
+    def lookups(self) -> int:
+        """Look-ups that were counted."""
+        return self._cache.lookups
+
+    @property
+    def looked_up_blocks(self) -> int:
+        """Keys of these."""
+        return self._cache.looked_up_blocks
+
+    @property
+    def hit_blocks(self) -> int:
+        """Of these, those that were found ready."""
+        return self._cache.hit_blocks
 
     @property
     def gated_blocks(self) -> int:
@@ -333,21 +345,11 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
                 if self._reads_clock:
                     return  # to such a policy, time stands still meanwhile
                 raise ValueError(f"the clock went back from {before_s} to {now_s} s")
-            # Another thread may have read it later, and got here first.
-            self._now_s = now_s = max(now_s, self._now_s)
-        # Rounded, so that times that were whole milliseconds are again.
-        self._cache.advance(int((now_s - self._start_s) * 1e9 + 0.5), self._max_raised)
-
-    def _before_use(self, request_keys: Any, req_context: ReqContext | None) -> None:
-        """Bring what a call that counts uses needs up to date: time, and the positions of the request's keys.
-
-        Called only where time is kept, so that the others do not pay for the call.
-        """
-        if self._reads_clock and req_context is not None:
-            request_keys.positions = req_context.positions
-            if self._cache.has_used(request_keys):
-                return  # once a request, and for each call without one
-        self._advance()
+            if now_s > self._now_s:
+                self._now_s = now_s
+            else:
+                now_s = self._now_s  # another thread may have read it later, and got here first
+        self._cache.advance(now_s - self._start_s, self._max_raised)
 
     def reorder(self, req_context: ReqContext) -> None:
         """Order the keys that a running request used: its head is evicted after its tail. No use is counted.
@@ -449,26 +451,23 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
                 if req_context is not None and not isinstance(req_context, ReqContext):
                     raise _bad_context(req_context)
                 # Engines that ask key by key ask often: one key is no reason to open the request.
-                is_hit = self._cache.status_of(keys) == 2
-                self.lookups += 1
-                self.looked_up_blocks += 1
-                self.hit_blocks += is_hit
-                return is_hit
+                return self._cache.status_of(keys) == 2
             keys = as_key_list(keys)
-        hits = self._cache.match_prefix(keys, None if req_context is None else self._request_keys_of(req_context))
-        num_keys = len(keys)
-        self.lookups += 1
-        self.looked_up_blocks += num_keys
-        self.hit_blocks += hits
-        return hits
+        return self._cache.lookup(keys, None if req_context is None else self._request_keys_of(req_context))
 
     def status(self, key: bytes) -> int:
         """Return the state of one key (0 absent, 1 being written, 2 ready), and count a look-up."""
-        state = self._cache.status_of(key)
-        self.lookups += 1
-        self.looked_up_blocks += 1
-        self.hit_blocks += state == 2
-        return state
+        return self._cache.status_of(key)
+
+    def count_lookup(self, num_keys: int) -> None:
+        """Count a look-up that the caller answers itself, out of `match_prefix`; its hits once they are known."""
+        cache = self._cache
+        cache.lookups += 1
+        cache.looked_up_blocks += num_keys
+
+    def count_hits(self, num_hits: int) -> None:
+        """Count the hits of such a look-up."""
+        self._cache.hit_blocks += num_hits
 
     def states(self, keys: list[bytes]) -> bytes:
         """Return the state of each key as one byte (0 absent, 1 being written, 2 ready); this is not counted."""
@@ -489,8 +488,10 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time:
-            self._before_use(request_keys, req_context)
+        if self._keeps_time and (
+            req_context is None or self._cache.needs_time(request_keys, req_context.positions)
+        ):
+            self._advance()
         self._cache.touch(keys, request_keys)
         if request_keys is None and self.observer is not None:
             self.observer.take_keys(keys)
@@ -506,8 +507,10 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time:
-            self._before_use(request_keys, req_context)
+        if self._keeps_time and (
+            req_context is None or self._cache.needs_time(request_keys, req_context.positions)
+        ):
+            self._advance()
         spec = self._cache.pin(keys, request_keys)
         if not is_move:
             num_keys = len(keys)
@@ -541,8 +544,10 @@ rejected_stores, failed_blocks, arbiter_loads, arbiter_cuts, arbiter_cut_blocks,
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time:
-            self._before_use(request_keys, req_context)
+        if self._keeps_time and (
+            req_context is None or self._cache.needs_time(request_keys, req_context.positions)
+        ):
+            self._advance()
         admitted = None if is_move or self._admission is None else self._admission.admit(keys)
         output = self._cache.reserve(keys, request_keys, admitted)
         if output is None:

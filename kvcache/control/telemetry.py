@@ -54,13 +54,7 @@ class Snapshot:
     parts: tuple[Part, ...]
 
     def samples(self) -> Iterator[Sample]:
-        """Yield every value under its exported name, in the order of the parts.
-
-        Yields
-        ------
-        Sample
-            Without the snapshot's own labels.
-        """
+        """Yield every value under its exported name, without the snapshot's own labels."""
         for part in self.parts:
             yield from samples_of(part, self.block_size, self.block_bytes)
 
@@ -136,26 +130,14 @@ class Telemetry:
             self.sources.append(self._call_times.parts)
 
     def parts(self) -> list[Part]:
-        """Return the statistics of each component; callable in any thread.
-
-        Returns
-        -------
-        list of kvcache.metrics.Part
-            The manager's own first.
-        """
+        """Return the statistics of each component, the manager's own first; callable in any thread."""
         parts = [] if self.manager is None else self.manager.parts()
         for source in list(self.sources):
             parts += source()
         return parts
 
     def snapshot(self) -> Snapshot:
-        """Return what has been counted; callable in any thread.
-
-        Returns
-        -------
-        Snapshot
-            Of now.
-        """
+        """Return what has been counted; callable in any thread."""
         return Snapshot(
             time_s=time.time(),
             uptime_s=time.monotonic() - self._start_s,
@@ -183,12 +165,7 @@ class Exporter(ABC):
     @classmethod
     @abstractmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check what a user configured, without opening anything.
-
-        Parameters
-        ----------
-        options : mapping
-            As for `from_config`.
+        """Check `options` as `from_config` does, without opening anything.
 
         Raises
         ------
@@ -198,18 +175,7 @@ class Exporter(ABC):
 
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        """Return why an exporter with these options could not be opened now; empty if it could, as far as is known.
-
-        Parameters
-        ----------
-        options : mapping
-            Checked.
-
-        Returns
-        -------
-        str
-            The reason; empty by default.
-        """
+        """Return why an exporter with these `options`, checked, could not be opened now; empty if it could."""
         return ""
 
     @classmethod
@@ -248,13 +214,7 @@ class Exporter(ABC):
 
 
 class JobTracer(Exporter):
-    """An exporter that follows single jobs: where one is configured, it is opened over each worker's copies, too.
-
-    Attributes
-    ----------
-    job_log : JobLog
-        Where jobs are taken from.
-    """
+    """An exporter that follows single jobs: where one is configured, it is opened over each worker's copies, too."""
 
     job_log: JobLog
 

@@ -30,11 +30,6 @@ class CallWrapper(Protocol):
 class WrappedCalls:
     """The wrappers of one object; get it by `WrappedCalls.of`.
 
-    Parameters
-    ----------
-    target : object
-        Of a class written in Python.
-
     Notes
     -----
     Callable in any thread. A call that is under way ends as it began. The free-threaded build of CPython 3.13 keeps

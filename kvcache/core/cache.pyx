@@ -18,7 +18,7 @@ from kvcache.core.index cimport home_of, prefetch
 from kvcache.core.memory cimport new_list, new_object, pause_collector, resume_collector
 from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
 from kvcache.core.priority cimport PriorityClasses
-from kvcache.core.request_keys cimport Named, RequestKeys, number_of
+from kvcache.core.request_keys cimport Named, RequestKeys, Span, number_of
 from kvcache.core.table cimport (
     ONE_SHOT, PINNED, BlockTable, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM, as_list, attach, detach,
     queue_of,
@@ -63,8 +63,10 @@ cdef class BlockCache:
     cdef BlockTable table
     cdef PriorityClasses priorities
     cdef Batch batch
+    cdef bint reads_clock                       # the policy does
     cdef EventLog events                        # or None
     cdef str medium
+    cdef public Py_ssize_t lookups, looked_up_blocks, hit_blocks
     cdef public Py_ssize_t gated_blocks
     cdef readonly Py_ssize_t declined_blocks    # of the gated ones, those that the policy did not take
 
@@ -77,6 +79,7 @@ cdef class BlockCache:
         self.priorities = PriorityClasses(table)
         self.batch = Batch()
         self.batch.reserve(1)
+        self.reads_clock = getattr(policy, "reads_clock", False)
         PyMem_Free(table.caller_blocks)
         table.caller_blocks = NULL
 
@@ -161,21 +164,38 @@ cdef class BlockCache:
                     self.priorities.start()
         return request_keys
 
-    def advance(self, int64_t now_ns, Py_ssize_t max_raised):
+    def advance(self, double elapsed_s, Py_ssize_t max_raised):
         """Let time pass: blocks whose time at a raised priority is over fall back, at most 256 of them a call.
 
         Parameters
         ----------
-        now_ns : int
-            Nanoseconds on a clock that never goes back.
+        elapsed_s : float
+            Seconds since the start, < 4e9, on a clock that never goes back.
         max_raised : int
             Blocks that may be held at a raised priority.
         """
+        cdef int64_t now_ns
+        if not 0 <= elapsed_s < 4e9:
+            raise ValueError(f"the clock must give finite seconds, {elapsed_s!r} have passed")
+        # Rounded, so that times that were whole milliseconds are again.
+        now_ns = <int64_t> (elapsed_s * 1e9 + 0.5)
         with cython.critical_section(self.table):
             self.policy.now_ns = now_ns
             self.priorities.max_raised = max_raised
             self.priorities.advance(now_ns)
             self._end()
+
+    def needs_time(self, RequestKeys request_keys not None, dict positions):
+        """Return whether `advance` is due before a use by a request, and take its positions.
+
+        A policy that reads the clock does so once a request.
+        """
+        if not self.reads_clock:
+            return True
+        with cython.critical_section(self.table):
+            self._begin(request_keys)
+            request_keys.positions = positions
+            return request_keys.num_seen == 0
 
     def has_used(self, RequestKeys request_keys not None):
         """Return whether a request has used a key since the last reset."""
@@ -208,38 +228,32 @@ cdef class BlockCache:
     cdef int _reorder(self, RequestKeys request_keys, dict positions) except -1:
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
-        cdef Py_ssize_t n = request_keys.num_seen, num_old = request_keys.num_ordered, num_new = n - num_old
-        cdef int64_t first, last
-        batch.reserve(n)
-        table.reserve_heaps(num_new)
+        cdef Py_ssize_t n = request_keys.num_seen, num_old = request_keys.num_ordered
+        cdef Span span
+        table.reserve_heaps(n - num_old)
         if num_old != 0 and n <= 2 * <Py_ssize_t> request_keys.num_in_full:
-            request_keys.sort_used(table, num_old, n, positions, batch)
-            first = batch.in_prompt[0].position
-            last = batch.in_prompt[num_new - 1].position
-            if first >= request_keys.last_position:
-                request_keys.rows_in_prompt(table, num_new, batch)
-                self.policy.on_append(batch.rows, num_new, request_keys.next_stamp,
+            request_keys.rows_in_prompt(table, num_old, positions, batch, &span)
+            if span.first >= request_keys.last_position:
+                self.policy.on_append(batch.rows, n - num_old, request_keys.next_stamp,
                                       request_keys.row_now(table, request_keys.tail))
-                request_keys.next_stamp -= num_new
-                request_keys.last_position = last
-                request_keys.tail = request_keys.used[batch.in_prompt[num_new - 1].at]
+                request_keys.next_stamp -= n - num_old
+                request_keys.last_position = span.last
+                request_keys.tail = span.tail
                 request_keys.num_ordered = <uint32_t> n
                 return 0
-            if last < request_keys.first_position:
-                request_keys.rows_in_prompt(table, num_new, batch)
-                self.policy.on_reorder(batch.rows, num_new)
-                request_keys.first_position = first
+            if span.last < request_keys.first_position:
+                self.policy.on_reorder(batch.rows, n - num_old)
+                request_keys.first_position = span.first
                 request_keys.num_ordered = <uint32_t> n
                 return 0
-        request_keys.sort_used(table, 0, n, positions, batch)
-        request_keys.first_position = batch.in_prompt[0].position
-        request_keys.last_position = batch.in_prompt[n - 1].position
-        request_keys.tail = request_keys.used[batch.in_prompt[n - 1].at]
+        request_keys.rows_in_prompt(table, 0, positions, batch, &span)
+        request_keys.first_position = span.first
+        request_keys.last_position = span.last
+        request_keys.tail = span.tail
         request_keys.num_ordered = request_keys.num_in_full = <uint32_t> n
         # Room for the keys that will follow the tail before the request has doubled.
         table.stamp += n
         request_keys.next_stamp = table.stamp
-        request_keys.rows_in_prompt(table, n, batch)
         self.policy.on_reorder(batch.rows, n)
         return 0
 
@@ -253,31 +267,28 @@ cdef class BlockCache:
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
         cdef list keys = None
-        cdef bint is_in_order = False
+        cdef Span span
         with cython.critical_section(table):
             self._begin(request_keys)
-            # Mostly they are the keys that it used: then they need not be looked up.
             if use_positions and positions:
-                is_in_order = request_keys.rows_by_position(table, positions, batch)
-                if not is_in_order:
+                # Mostly they are the keys that it used: then they need not be looked up.
+                if request_keys.is_whole_prompt(positions):
+                    request_keys.read_new_positions(table)
+                    n = request_keys.num_seen
+                else:
                     keys = _by_position(positions)
                     self._begin(request_keys)
-            if is_in_order:
-                request_keys.read_new_positions(table)
-                self.priorities.reserve(request_keys.num_seen)
-                self.policy.reserve_policy(request_keys.num_seen)
-            elif keys is not None:
-                request_keys.resolve(table, keys, batch, True)
-                request_keys.read_positions(table, keys, batch)
-                self.priorities.reserve(len(keys))
-                self.policy.reserve_policy(len(keys))
-                self.policy.count_uses(request_keys, batch, len(keys))
-            n = request_keys.num_seen if table.keeps_queues else 0
-            if n != 0 and not is_in_order and (keys is None or n != len(keys)):
-                batch.reserve(n)
+                    request_keys.resolve(table, keys, batch, True)
+                    request_keys.read_positions(table, keys, batch)
+                    n = len(keys)
                 self.priorities.reserve(n)
-                request_keys.sort_used(table, 0, n, positions, batch)
-                request_keys.rows_in_prompt(table, n, batch)
+                self.policy.reserve_policy(n)
+                if keys is not None:
+                    self.policy.count_uses(request_keys, batch, n)
+            n = request_keys.num_seen if table.keeps_queues else 0
+            if n != 0 and (keys is None or n != len(keys)):
+                self.priorities.reserve(n)
+                request_keys.rows_in_prompt(table, 0, positions, batch, &span)
             self.policy.on_reorder(batch.rows, n)
             if request_keys.priority > 0:
                 # Blocks that came one by one now have one end, at which the tail falls back before the head.
@@ -302,11 +313,12 @@ cdef class BlockCache:
         priority, ttl_ns : int
             What that stands for.
         """
-        cdef Py_ssize_t i, n
+        cdef Py_ssize_t n
         cdef int32_t code = _next_use_of(next_use)
         cdef int64_t newest_position
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
+        cdef Span span
         with cython.critical_section(table):
             self._begin(request_keys)
             if keys is not None:
@@ -315,12 +327,8 @@ cdef class BlockCache:
             else:
                 n = request_keys.num_seen
                 newest_position = request_keys.newest_position
-                batch.reserve(n)
-                request_keys.sort_used(table, 0, n, positions, batch)
+                request_keys.rows_in_prompt(table, 0, positions, batch, &span)
                 request_keys.newest_position = newest_position
-                request_keys.rows_in_prompt(table, n, batch)
-                for i in range(n):
-                    batch.hashes[i] = request_keys.named[request_keys.used[batch.in_prompt[i].at]].hash
             if priority != 0 and table.keeps_queues:
                 self.priorities.start()
             self.priorities.reserve(n)
@@ -339,8 +347,19 @@ cdef class BlockCache:
     cdef int32_t _state_of(self, int32_t row) noexcept nogil:
         return ABSENT if row == 0 else READY if self.table.rows[row].ref_cnt >= 0 else PENDING
 
+    def lookup(self, list keys not None, RequestKeys request_keys):
+        """Return how many of the first keys are ready, and count the look-up."""
+        cdef Py_ssize_t num_ready = self._match_prefix(keys, request_keys, 0)
+        self.lookups += 1
+        self.looked_up_blocks += len(keys)
+        self.hit_blocks += num_ready
+        return num_ready
+
     def match_prefix(self, list keys not None, RequestKeys request_keys, Py_ssize_t start=0):
         """Return where the run of ready keys that begins at `start` ends: `start` itself if that key is not ready."""
+        return self._match_prefix(keys, request_keys, start)
+
+    cdef Py_ssize_t _match_prefix(self, list keys, RequestKeys request_keys, Py_ssize_t start) except -1:
         cdef Py_ssize_t n = len(keys)
         cdef Py_ssize_t i = start, stop = start
         cdef BlockTable table = self.table
@@ -367,9 +386,9 @@ cdef class BlockCache:
             return i
 
     def status_of(self, key):
-        """Return the state of one key: 0 absent, 1 being written, 2 ready."""
+        """Return the state of one key, 0 absent, 1 being written, 2 ready, and count the look-up."""
         cdef BlockTable table = self.table
-        cdef int32_t row
+        cdef int32_t row, state
         with cython.critical_section(table):
             self._begin(None)
             row = table.row_of(key)
@@ -378,7 +397,11 @@ cdef class BlockCache:
                 prefetch(&table.buckets[home_of(<uint32_t> table.rows[row + 1].hash, table.num_buckets)])
                 prefetch(table.rows[row + 1].key)
                 prefetch(&table.rows[row + 2])
-            return self._state_of(row)
+            state = self._state_of(row)
+            self.lookups += 1
+            self.looked_up_blocks += 1
+            self.hit_blocks += state == READY
+            return state
 
     def status(self, list keys not None):
         """Return the state of each key as one byte: 0 absent, 1 being written, 2 ready."""

@@ -26,3 +26,15 @@ cdef class EventLog:
     cdef int reserve(self) except -1
     cdef void append(self, list keys, medium, bint removed) noexcept
     cdef void drop(self, Py_ssize_t num_events) noexcept
+
+
+# Events that were taken out of a log.
+@cython.final
+cdef class TakenEvents:
+    cdef Event* events              # [num_events]
+    cdef Py_ssize_t num_events
+    cdef Py_ssize_t num_read
+    cdef uint64_t first_number
+    cdef object block_size
+
+    cdef void drop_unread(self) noexcept

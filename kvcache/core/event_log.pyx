@@ -168,16 +168,8 @@ cdef class TakenEvents:
     Events that were taken out of a log: an iterator that makes each when it is read.
     """
 
-    cdef Event* events              # [num_events]
-    cdef Py_ssize_t num_events
-    cdef Py_ssize_t num_read
-    cdef uint64_t first_number
-    cdef object block_size
-
     def __dealloc__(self):
-        cdef Py_ssize_t i
-        for i in range(self.num_read, self.num_events):
-            release(&self.events[i])
+        self.drop_unread()
         PyMem_Free(self.events)
 
     def __reduce__(self):
@@ -208,18 +200,10 @@ cdef class TakenEvents:
         release(&event)
         return OffloadingEvent(keys, self.block_size, medium, event.removed, number)
 
-    def move(self):
-        """Return the events that have not been read in an iterator of their own; this one is at its end then. O(1).
-
-        Returns
-        -------
-        TakenEvents
-            The same events.
-        """
-        cdef TakenEvents moved = TakenEvents.__new__(TakenEvents)
-        with cython.critical_section(self):
-            moved.events, moved.num_events, moved.num_read = self.events, self.num_events, self.num_read
-            moved.first_number, moved.block_size = self.first_number, self.block_size
-            self.events = NULL
-            self.num_events = self.num_read = 0
-        return moved
+    cdef void drop_unread(self) noexcept:
+        """Drop the events that have not been read."""
+        cdef Event event
+        while self.num_read < self.num_events:
+            event = self.events[self.num_read]
+            self.num_read += 1
+            release(&event)

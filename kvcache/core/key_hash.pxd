@@ -24,10 +24,9 @@ cdef extern from *:
         memcpy(&word, at, 4);
         return word;
     }
-    static inline uint64_t kv_hash(PyObject *key, const uint64_t *secret)
+    static inline uint64_t kv_hash_bytes(const char *at, uint64_t size, const uint64_t *secret)
     {
-        const char *at = PyBytes_AS_STRING(key);
-        uint64_t size = (uint64_t)PyBytes_GET_SIZE(key), left = size, hash = secret[0] ^ size, low, high = 0;
+        uint64_t left = size, hash = secret[0] ^ size, low, high = 0;
         for (; left > 16; at += 16, left -= 16)
             hash = kv_fold(kv_word(at) ^ secret[1], kv_word(at + 8) ^ hash);
         if (left >= 8) {
@@ -42,7 +41,12 @@ cdef extern from *:
         }
         return kv_fold(kv_fold(low ^ secret[2], high ^ hash) ^ secret[3], size ^ secret[1]);
     }
+    static inline uint64_t kv_hash(PyObject *key, const uint64_t *secret)
+    {
+        return kv_hash_bytes(PyBytes_AS_STRING(key), (uint64_t)PyBytes_GET_SIZE(key), secret);
+    }
     """
+    uint64_t kv_hash_bytes(const char* at, uint64_t size, const uint64_t* secret) noexcept nogil
     uint64_t kv_hash(PyObject* key, const uint64_t* secret) noexcept nogil
 
 cdef uint64_t[4] secret
@@ -50,3 +54,7 @@ cdef uint64_t[4] secret
 
 cdef inline uint64_t hash_of(PyObject* key) noexcept nogil:
     return kv_hash(key, secret)
+
+
+cdef inline uint64_t hash_of_bytes(const void* at, uint64_t size) noexcept nogil:
+    return kv_hash_bytes(<const char*> at, size, secret)

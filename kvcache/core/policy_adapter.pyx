@@ -103,13 +103,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
     # ---- the five primitives, over blocks that the caller brings ----------------------------------------------
 
     def get(self, key):
-        """Return the block of `key`, or None.
-
-        Returns
-        -------
-        BlockStatus or None
-            The object that was inserted; in a manager's pool a read-only live view.
-        """
+        """Return the block of `key`, or None; in a manager's pool it is a read-only live view."""
         cdef BlockTable table = self.table
         cdef int32_t row
         with cython.critical_section(table):
@@ -121,15 +115,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
             return BlockStatusView(self, row, table.rows[row].generation, table.epoch)
 
     def insert(self, key, block):
-        """Take a block in at the most-recent end.
-
-        Parameters
-        ----------
-        key : bytes
-            Not there yet.
-        block : BlockStatus
-            Kept; its `ref_cnt` is read in place from now on.
-        """
+        """Take a block in at the most-recent end; its `ref_cnt` is read in place from now on."""
         cdef BlockTable table = self.table
         cdef list keys = [key]
         cdef Py_ssize_t at = 0
@@ -202,20 +188,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
             self._end()
 
     def evict(self, n, protected):
-        """Evict exactly `n` blocks, or none.
-
-        Parameters
-        ----------
-        n : int
-            Blocks to evict, 0 <= n.
-        protected : iterable of bytes
-            Keys that must stay.
-
-        Returns
-        -------
-        list of (bytes, BlockStatus), or None
-            Victims, in eviction order. None if fewer than `n` blocks may leave; nothing has changed then.
-        """
+        """Evict exactly `n` blocks, or none; see `CachePolicy.evict`."""
         cdef BlockTable table = self.table
         cdef list names = as_list(protected)
         cdef list keys, blocks

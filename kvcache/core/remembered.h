@@ -2,8 +2,8 @@
  *
  * Made for memory: ten places a bucket, nine tenths full. A bucket keeps 16 bits of each hash, the place the other 32, which
  * also name the key's home. A key whose home is full lies in the next bucket that is not, and each bucket that it passed
- * counts it: a search ends at the first bucket that nobody passed, and a key never moves, so that no deletion has to
- * look at others.
+ * counts it, by three bits of the hash: a search ends at the first bucket that no key like it has passed. A key never
+ * moves, so that no deletion has to look at others.
  */
 #ifndef KVCACHE_REMEMBERED_H
 #define KVCACHE_REMEMBERED_H
@@ -16,10 +16,11 @@
 
 #define KV_PLACES 10
 #define KV_ALL_PLACES 0x3ffu
+#define KV_MOST_PASSED 15u      /* a count that has come so far stays there */
 
 typedef struct {
     uint16_t tag[KV_PLACES];    /* 0: empty */
-    uint32_t num_passed;        /* keys that lie further on because this bucket was full */
+    uint32_t num_passed;        /* keys that lie further on because this bucket was full: eight counts of four bits */
     int32_t place[KV_PLACES];
 } kv_places;
 
@@ -42,6 +43,17 @@ static inline uint32_t kv_next_bucket(uint32_t at, uint32_t num_buckets)
 static inline uint32_t kv_place_home(uint32_t low, uint32_t num_buckets)
 {
     return (uint32_t)((uint64_t)low * num_buckets >> 32);
+}
+
+/* Where a bucket counts the keys like this one that passed it. Not by the bits that say most about the home. */
+static inline int kv_passed_shift(uint32_t low)
+{
+    return (int)(low & 7) * 4;
+}
+
+static inline uint32_t kv_num_passed(const kv_places *bucket, uint32_t low)
+{
+    return bucket->num_passed >> kv_passed_shift(low) & KV_MOST_PASSED;
 }
 
 /* Which of a bucket's tags equal one: a bit each. */
@@ -82,10 +94,11 @@ static inline int kv_slot_of_place(const kv_places *bucket, int32_t place)
 
 static inline void kv_places_insert(kv_places *buckets, uint32_t num_buckets, uint64_t hash, int32_t place)
 {
-    uint32_t at = kv_place_home(kv_low_half(hash), num_buckets);
+    uint32_t low = kv_low_half(hash);
+    uint32_t at = kv_place_home(low, num_buckets);
     uint32_t empty;
     while ((empty = kv_same_tags(&buckets[at], 0)) == 0) {
-        buckets[at].num_passed++;
+        buckets[at].num_passed += (uint32_t)(kv_num_passed(&buckets[at], low) != KV_MOST_PASSED) << kv_passed_shift(low);
         at = kv_next_bucket(at, num_buckets);
     }
     int slot = __builtin_ctz(empty);
@@ -108,7 +121,7 @@ static inline void kv_places_delete(kv_places *buckets, uint32_t num_buckets, ui
     uint32_t at = kv_place_home(low, num_buckets);
     int slot;
     while ((slot = kv_slot_of_place(&buckets[at], place)) < 0) {
-        buckets[at].num_passed--;
+        buckets[at].num_passed -= (uint32_t)(kv_num_passed(&buckets[at], low) != KV_MOST_PASSED) << kv_passed_shift(low);
         at = kv_next_bucket(at, num_buckets);
     }
     buckets[at].tag[slot] = 0;

@@ -11,6 +11,10 @@ cdef enum:
     SEGMENT_KEYS = 16
     SEGMENT_GROUPS = 4
 
+cdef struct HashInGroup:
+    uint64_t hash
+    int32_t group
+
 # Remembered keys that follow each other, oldest first. A key's place is 16 times its segment, plus where it is there.
 cdef struct Segment:
     uint32_t[SEGMENT_KEYS] low          # half of the hash
@@ -40,12 +44,15 @@ cdef class RememberedKeys:
     cdef int _grow_segments(self, Py_ssize_t num_segments) except -1
     cdef void clear(self) noexcept nogil
     cdef int32_t find(self, uint64_t hash) noexcept nogil
+    cdef void find_absent(
+        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t* places) noexcept nogil
     cdef bint holds(self, int32_t place, uint64_t hash) noexcept nogil
     cdef int32_t group_of(self, int32_t place) noexcept nogil
     cdef int32_t append(self, uint64_t hash, int32_t group) noexcept nogil
+    cdef void append_all(self, const HashInGroup* keys, Py_ssize_t n) noexcept nogil
     cdef int32_t renew(self, int32_t place, int32_t group) noexcept nogil
     cdef void remove(self, int32_t place) noexcept nogil
-    cdef int32_t pop_oldest(self) noexcept nogil
+    cdef int32_t pop_oldest(self, Py_ssize_t most, Py_ssize_t* num_popped) noexcept nogil
     cdef void fetch(self, uint64_t hash) noexcept nogil
     cdef void fetch_oldest(self) noexcept nogil
     cdef int32_t _put_youngest(self, uint32_t low, int32_t group) noexcept nogil

@@ -21,6 +21,7 @@ cdef extern from "remembered.h" nogil:
     uint32_t home_of "kv_place_home"(uint32_t low, uint32_t num_buckets) noexcept
     uint32_t bucket_after "kv_next_bucket"(uint32_t at, uint32_t num_buckets) noexcept
     uint32_t same_tags "kv_same_tags"(const Places* bucket, uint16_t tag) noexcept
+    uint32_t num_passed_of "kv_num_passed"(const Places* bucket, uint32_t low) noexcept
     void places_insert "kv_places_insert"(Places* buckets, uint32_t num_buckets, uint64_t hash, int32_t place) noexcept
     void places_move "kv_places_move"(
         Places* buckets, uint32_t num_buckets, uint32_t low, int32_t before, int32_t now) noexcept
@@ -152,7 +153,8 @@ cdef class RememberedKeys:
         """Return the place of a hash, or 0."""
         cdef uint32_t low = low_half(hash)
         cdef uint16_t tag = tag_of(hash)
-        cdef uint32_t at = home_of(low, self.num_buckets)
+        cdef uint32_t home = home_of(low, self.num_buckets)
+        cdef uint32_t at = home
         cdef uint32_t same
         cdef int32_t place
         while True:
@@ -162,9 +164,22 @@ cdef class RememberedKeys:
                 if self._low_at(place) == low:
                     return place
                 same &= same - 1
-            if self.buckets[at].num_passed == 0:
+            if num_passed_of(&self.buckets[at], low) == 0:
                 return 0
             at = bucket_after(at, self.num_buckets)
+            if at == home:
+                return 0
+
+    cdef void find_absent(
+        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t* places
+    ) noexcept nogil:
+        """Write the place of each hash whose row is 0; 0 for the others, and where there is none."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            if rows[i] == 0:
+                prefetch(&self.buckets[home_of(low_half(hashes[i]), self.num_buckets)])
+        for i in range(n):
+            places[i] = self.find(hashes[i]) if rows[i] == 0 else 0
 
     cdef bint holds(self, int32_t place, uint64_t hash) noexcept nogil:
         """Return whether a place that a key once had is still that key's."""
@@ -185,6 +200,13 @@ cdef class RememberedKeys:
         self.num_keys += 1
         return place
 
+    cdef void append_all(self, const HashInGroup* keys, Py_ssize_t n) noexcept nogil:
+        """Append those of `n` keys that have a group, as `append` does."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            if keys[i].group != 0:
+                self.append(keys[i].hash, keys[i].group)
+
     cdef int32_t renew(self, int32_t place, int32_t group) noexcept nogil:
         """Move a key to the youngest end and into a group, and return its place; `reserve` has made room."""
         cdef uint32_t low = self._low_at(place)
@@ -202,19 +224,32 @@ cdef class RememberedKeys:
         self.num_keys -= 1
         self._vacate(place)
 
-    cdef int32_t pop_oldest(self) noexcept nogil:
-        """Forget the oldest key, and return its group."""
-        cdef int32_t segment = self.segments[0].next
-        cdef uint32_t held = self.segments[segment].held
-        cdef int at = lowest_bit(held)
-        cdef int32_t place = segment << PLACE_SHIFT | at
-        cdef int32_t group = self.group_of(place)
-        places_delete(self.buckets, self.num_buckets, self.segments[segment].low[at], place)
-        self.num_keys -= 1
-        self.segments[segment].held = <uint16_t> (held & (held - 1))
-        self.segments[segment].num_held -= 1
-        if self.segments[segment].held == 0:
-            self._drop_segment(segment)
+    cdef int32_t pop_oldest(self, Py_ssize_t most, Py_ssize_t* num_popped) noexcept nogil:
+        """Forget the oldest key and those of its group that follow it, up to `most` or the segment's end.
+
+        Return the group, and write how many they were.
+        """
+        cdef int32_t at = self.segments[0].next
+        cdef Segment* segment = &self.segments[at]
+        cdef uint32_t held = segment.held
+        cdef int i = lowest_bit(held)
+        cdef int32_t group = segment.groups[segment.which >> 2 * i & 3]
+        cdef Py_ssize_t count = 0
+        while True:
+            places_delete(self.buckets, self.num_buckets, segment.low[i], at << PLACE_SHIFT | i)
+            count += 1
+            held &= held - 1
+            if held == 0:
+                break
+            i = lowest_bit(held)
+            if count == most or segment.groups[segment.which >> 2 * i & 3] != group:
+                break
+        self.num_keys -= count
+        segment.held = <uint16_t> held
+        segment.num_held -= <uint8_t> count
+        if held == 0:
+            self._drop_segment(at)
+        num_popped[0] = count
         return group
 
     # ---- segments ---------------------------------------------------------------------------------------------
@@ -380,10 +415,23 @@ cdef class RememberedKeys:
 
     def forget_oldest(self):
         """Remove the oldest key, and return its group: for tests; IndexError if there is none."""
+        cdef Py_ssize_t num_popped
         if self.num_keys == 0:
             raise IndexError("no key is remembered")
         self.fetch_oldest()
-        return self.pop_oldest()
+        return self.pop_oldest(1, &num_popped)
+
+    def forget_oldest_of_a_group(self, Py_ssize_t most):
+        """Remove the oldest key and those of its group behind it, as `pop_oldest` does: for tests.
+
+        Return the group, and how many they were; IndexError if there is none.
+        """
+        cdef Py_ssize_t num_popped
+        cdef int32_t group
+        if self.num_keys == 0 or most < 1:
+            raise IndexError(f"no key is remembered, or none wanted: {most}")
+        group = self.pop_oldest(most, &num_popped)
+        return group, num_popped
 
     def groups(self):
         """Return the group of each key, oldest first."""
@@ -402,8 +450,8 @@ cdef class RememberedKeys:
         cdef int32_t at = self.segments[0].next, place
         cdef int i, slot
         cdef Py_ssize_t num_keys = 0, num_in_use = 0, num_indexed = 0, b
-        cdef int64_t num_passed = 0, num_strayed = 0
-        cdef uint32_t home, way
+        cdef uint32_t home, way, low
+        passed = {}
         while at != 0:
             num_in_use += 1
             hold(self.segments[at].held != 0, f"segment {at} holds no key")
@@ -418,7 +466,6 @@ cdef class RememberedKeys:
                          f"key {i} of segment {at} is in no group")
             at = self.segments[at].next
         for b in range(self.num_buckets):
-            num_passed += self.buckets[b].num_passed
             for slot in range(10):
                 place = self.buckets[b].place[slot]
                 hold((place == 0) == (self.buckets[b].tag[slot] == 0), f"slot {slot} of bucket {b} is half empty")
@@ -426,12 +473,18 @@ cdef class RememberedKeys:
                     num_indexed += 1
                     hold(self.segments[place >> PLACE_SHIFT].held >> (place & PLACE_MASK) & 1,
                          f"the index names place {place}, which holds no key")
-                    home = home_of(self._low_at(place), self.num_buckets)
-                    way = <uint32_t> b - home if b >= home else <uint32_t> b + self.num_buckets - home
-                    num_strayed += way
+                    low = self._low_at(place)
+                    home = home_of(low, self.num_buckets)
+                    while home != b:
+                        passed[home, low & 7] = passed.get((home, low & 7), 0) + 1
+                        home = bucket_after(home, self.num_buckets)
                     hold(self.find(<uint64_t> self.buckets[b].tag[slot] << 48 | self._low_at(place)) != 0,
                          f"the key at place {place} is not found")
-        hold(num_passed == num_strayed, f"buckets count {num_passed} keys passed, {num_strayed} are")
+        for b in range(self.num_buckets):
+            for low in range(8):
+                way = num_passed_of(&self.buckets[b], low)
+                num_passed = passed.get((b, low), 0)
+                hold(way == num_passed or way == 15, f"bucket {b} counts {way} keys passed of {num_passed}")
         hold(num_keys == self.num_keys == num_indexed,
              f"{num_keys} keys are held, {num_indexed} indexed, {self.num_keys} counted")
         hold(num_in_use == self.num_in_use, f"{num_in_use} segments are linked, {self.num_in_use} counted")

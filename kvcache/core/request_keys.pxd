@@ -27,6 +27,12 @@ cdef struct KeyUse:
     bint is_positioned
     bint is_taken           # scratch of a policy
 
+# Used keys in the order of the prompt: the positions of the first and the last, and where the last is in named.
+cdef struct Span:
+    int64_t first
+    int64_t last
+    int32_t tail
+
 cdef enum:
     STATE_SIZE = 11         # numbers that a policy keeps for a request
 
@@ -60,6 +66,12 @@ cdef class RequestKeys:
     cdef Py_ssize_t positions_at    # where reading goes on
     cdef int64_t largest_position
     cdef Py_ssize_t prompt_at       # in `positions`, behind the key that was looked for last
+    cdef uint32_t num_in_order      # used keys, from the first on, whose positions were read and do not descend
+    cdef bint is_out_of_order       # whether the used key behind these breaks the order
+    cdef Py_ssize_t order_at        # in `positions`, behind the last of these
+    cdef Py_ssize_t num_passed      # positions up to there
+    cdef int64_t first_in_order     # positions of the first and the last of these
+    cdef int64_t last_in_order
     cdef uint64_t[STATE_SIZE] policy_state
 
     cdef void forget(self) noexcept
@@ -75,10 +87,11 @@ cdef class RequestKeys:
     cdef int read_positions(self, BlockTable table, list keys, Batch batch) except -1
     cdef Py_ssize_t add_uses(self, Batch batch, Py_ssize_t n) noexcept nogil
     cdef void link_use(self, Py_ssize_t place, int64_t position, bint is_positioned) noexcept nogil
-    cdef int sort_used(
-        self, BlockTable table, Py_ssize_t start, Py_ssize_t stop, dict positions, Batch batch) except -1
-    cdef bint rows_by_position(self, BlockTable table, dict positions, Batch batch) except -1
-    cdef void rows_in_prompt(self, BlockTable table, Py_ssize_t n, Batch batch) noexcept nogil
+    cdef bint is_in_order(self, dict positions) except -1
+    cdef bint is_whole_prompt(self, dict positions) except -1
+    cdef int rows_in_prompt(
+        self, BlockTable table, Py_ssize_t start, dict positions, Batch batch, Span* span) except -1
+    cdef int sort_used(self, BlockTable table, Py_ssize_t start, dict positions, Batch batch) except -1
 
 
 cdef inline int64_t number_of(PyObject* value) except? -1:

@@ -7,7 +7,7 @@ cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
-from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, qsort
 from libc.string cimport memcpy, memset
 
@@ -70,6 +70,9 @@ cdef class RequestKeys:
         self.num_seen = self.num_ordered = 0
         self.head = self.finger = 0
         self.num_positions = self.positions_at = self.prompt_at = 0
+        self.num_in_order = 0
+        self.is_out_of_order = False
+        self.order_at = self.num_passed = 0
         memset(self.policy_state, 0, sizeof(self.policy_state))
         self.version = 0
         if self.buckets != NULL:
@@ -307,13 +310,72 @@ cdef class RequestKeys:
             uses[after - 1].before = <int32_t> place + 1
         self.finger = <int32_t> place + 1
 
-    cdef int sort_used(
-        self, BlockTable table, Py_ssize_t start, Py_ssize_t stop, dict positions, Batch batch
-    ) except -1:
-        """Write the used keys from `start` to `stop` to the batch, in the order of the prompt.
+    cdef bint is_in_order(self, dict positions) except -1:
+        """Return whether the keys were first used in the order of the prompt, as one walk over `positions` shows.
 
-        One without a position stays behind the key that it was used after.
+        Each position is read once: a later call goes on where the last one stopped. It runs no Python.
         """
+        cdef int64_t position
+        cdef PyObject* key
+        cdef PyObject* candidate
+        cdef PyObject* value
+        if positions is None:
+            return not self.is_out_of_order
+        while self.num_in_order < self.num_seen and not self.is_out_of_order:
+            self.is_out_of_order = True
+            key = self.named[self.used[self.num_in_order]].key
+            candidate = NULL
+            while candidate != key and PyDict_Next(positions, &self.order_at, &candidate, &value):
+                self.num_passed += 1
+            if candidate != key or not PyLong_CheckExact(value):
+                break
+            position = number_of(value)
+            if self.num_in_order == 0:
+                self.first_in_order = position
+            elif position < self.last_in_order:
+                break
+            self.last_in_order = position
+            self.num_in_order += 1
+            self.is_out_of_order = False
+        return not self.is_out_of_order
+
+    cdef bint is_whole_prompt(self, dict positions) except -1:
+        """Return whether the used keys are the very keys that have positions, first used in the prompt's order."""
+        return self.num_seen == len(positions) and self.is_in_order(positions) and self.num_passed == self.num_seen
+
+    cdef int rows_in_prompt(
+        self, BlockTable table, Py_ssize_t start, dict positions, Batch batch, Span* span
+    ) except -1:
+        """Write rows and hashes of the used keys from `start` on to the batch, in the order of the prompt.
+
+        One without a position stays behind the key that it was used after. `span` is not written if there is none.
+        """
+        cdef Py_ssize_t i, n = self.num_seen - start
+        cdef int32_t place
+        cdef bint is_sorted
+        if n <= 0:
+            return 0
+        batch.reserve(n)
+        is_sorted = self.is_in_order(positions)
+        if is_sorted:
+            # What is used later follows what was ordered before.
+            span.first = self.first_in_order if start == 0 else self.last_position
+            span.last = self.last_in_order
+            span.tail = self.used[start + n - 1]
+            self.newest_position = span.last
+        else:
+            self.sort_used(table, start, positions, batch)
+            span.first = batch.in_prompt[0].position
+            span.last = batch.in_prompt[n - 1].position
+            span.tail = self.used[batch.in_prompt[n - 1].at]
+        for i in range(n):
+            place = self.used[start + i if is_sorted else batch.in_prompt[i].at]
+            batch.rows[i] = self.row_now(table, place)
+            batch.hashes[i] = self.named[place].hash
+        return 0
+
+    cdef int sort_used(self, BlockTable table, Py_ssize_t start, dict positions, Batch batch) except -1:
+        """Write the used keys from `start` on to `batch.in_prompt`, in the order of the prompt."""
         cdef Py_ssize_t i
         cdef uint64_t call = table.num_calls
         cdef bint is_sorted = True
@@ -321,7 +383,7 @@ cdef class RequestKeys:
         cdef PyObject* value
         if start == 0:
             self.prompt_at = 0
-        for i in range(start, stop):
+        for i in range(start, self.num_seen):
             if positions is not None:
                 value = _position_of(positions, self.named[self.used[i]].key, &self.prompt_at)
                 if value != NULL:
@@ -332,37 +394,8 @@ cdef class RequestKeys:
             batch.in_prompt[i - start].at = i
         self.newest_position = position
         if not is_sorted:
-            qsort(batch.in_prompt, stop - start, sizeof(Position), &_compare)
+            qsort(batch.in_prompt, self.num_seen - start, sizeof(Position), &_compare)
         return 0
-
-    cdef bint rows_by_position(self, BlockTable table, dict positions, Batch batch) except -1:
-        """Write the used keys' rows to the batch if they are the very keys that have positions, in that order.
-
-        Return whether they are. It runs no Python.
-        """
-        cdef Py_ssize_t i = 0, at = 0
-        cdef int64_t position, last = INT64_MIN
-        cdef PyObject* key
-        cdef PyObject* value
-        if self.num_seen != len(positions):
-            return False
-        batch.reserve(self.num_seen)
-        while PyDict_Next(positions, &at, &key, &value):
-            if self.named[self.used[i]].key != key or not PyLong_CheckExact(value):
-                return False
-            position = number_of(value)
-            if position < last:
-                return False
-            last = position
-            batch.rows[i] = self.row_now(table, self.used[i])
-            i += 1
-        return True
-
-    cdef void rows_in_prompt(self, BlockTable table, Py_ssize_t n, Batch batch) noexcept nogil:
-        """Write the rows of the first `n` sorted keys to the batch."""
-        cdef Py_ssize_t i
-        for i in range(n):
-            batch.rows[i] = self.row_now(table, self.used[batch.in_prompt[i].at])
 
 
 cdef PyObject* _position_of(dict positions, PyObject* key, Py_ssize_t* at) except? NULL:

@@ -15,6 +15,7 @@ from kvcache.spec.reported import every_sample
 
 _NAME = re.compile(r"\bK_(\w+)")
 _BY = "engine, rank"
+_BY_TIER = f"medium, {_BY}"
 
 
 def series_names(prefix: str = "kvcache_") -> set[str]:
@@ -35,19 +36,7 @@ def series_names(prefix: str = "kvcache_") -> set[str]:
 
 
 def query(expression: str, prefix: str = "kvcache_") -> str:
-    """Return an expression in which ``K_name`` stands for a series, with the prefix in its place.
-
-    Parameters
-    ----------
-    expression : str
-        PromQL.
-    prefix : str
-        Of the series.
-
-    Returns
-    -------
-    str
-        PromQL that names series which exist.
+    """Return a PromQL expression in which ``K_name`` stands for a series, with the prefix in its place.
 
     Raises
     ------
@@ -68,13 +57,17 @@ def query(expression: str, prefix: str = "kvcache_") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel: its title, unit, what it means, and its queries with their legends."""
+    """One panel: its title, unit, what it means, and its queries by their legends."""
 
     title: str
     unit: str
     text: str
-    queries: tuple[tuple[str, str], ...]
+    queries: dict[str, str]
     kind: str = "timeseries"
+
+
+def _now(name: str, by: str = _BY, how: str = "sum") -> str:
+    return f"{how} by ({by}) (K_{name})"
 
 
 def _rate(name: str, by: str = _BY) -> str:
@@ -85,203 +78,170 @@ def _quantile(share: float, name: str, by: str) -> str:
     return f"histogram_quantile({share}, sum by (le, {by}) (rate(K_{name}_bucket[$__rate_interval])))"
 
 
-ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
-    (
-        "Hits",
-        (
-            Panel(
-                "Hit rate",
-                "percentunit",
-                "Share of the blocks a request's device lacked that was loaded and not computed.",
-                ((f"{_rate('loaded_blocks_total')} / {_rate('needed_blocks_total')}", "{{engine}}/{{rank}}"),),
-            ),
-            Panel(
-                "Hit rate by medium",
-                "percentunit",
-                "What host memory hit by itself, and what tiers brought back.",
-                (
-                    (
-                        f"({_rate('loaded_blocks_total')} - {_rate('promoted_loaded_blocks_total')})"
-                        f" / {_rate('needed_blocks_total')}",
-                        "host memory {{engine}}/{{rank}}",
-                    ),
-                    (
-                        f"sum by (medium, {_BY}) (rate(K_tier_promoted_blocks_total[$__rate_interval]))"
-                        f" / on ({_BY}) group_left {_rate('needed_blocks_total')}",
-                        "{{medium}} {{engine}}/{{rank}}",
-                    ),
-                ),
-            ),
-            Panel(
-                "Tokens spared",
-                "short",
-                "Tokens a second that were loaded and not computed.",
-                ((_rate("loaded_tokens_total"), "{{engine}}/{{rank}}"),),
-            ),
+ROWS: dict[str, list[Panel]] = {
+    "Hits": [
+        Panel(
+            "Hit rate",
+            "percentunit",
+            "Share of the blocks a request's device lacked that was loaded and not computed.",
+            {"{{engine}}/{{rank}}": f"{_rate('loaded_blocks_total')} / {_rate('needed_blocks_total')}"},
         ),
-    ),
-    (
-        "Memory",
-        (
-            Panel(
-                "Host blocks",
-                "short",
-                "Blocks of host memory by what they do.",
-                (
-                    (f"sum by ({_BY}) (K_capacity_blocks)", "capacity {{engine}}/{{rank}}"),
-                    (f"sum by ({_BY}) (K_free_blocks)", "free {{engine}}/{{rank}}"),
-                    (f"sum by ({_BY}) (K_referenced_blocks)", "being loaded {{engine}}/{{rank}}"),
-                    (f"sum by ({_BY}) (K_pending_blocks)", "being written {{engine}}/{{rank}}"),
-                    (f"sum by ({_BY}) (K_retained_blocks)", "retained {{engine}}/{{rank}}"),
-                ),
-            ),
-            Panel(
-                "Age at eviction",
-                "s",
-                "Time from a block's store to its eviction. Shorter than users' pauses: more memory would hit more.",
-                (
-                    (_quantile(0.5, "eviction_age_seconds", _BY), "half {{engine}}/{{rank}}"),
-                    (_quantile(0.1, "eviction_age_seconds", _BY), "a tenth {{engine}}/{{rank}}"),
-                ),
-            ),
-            Panel(
-                "Stored and evicted",
-                "Bps",
-                "Bytes a second that came to host memory and left it.",
-                (
-                    (_rate("stored_bytes_total"), "stored {{engine}}/{{rank}}"),
-                    (_rate("loaded_bytes_total"), "loaded {{engine}}/{{rank}}"),
-                    (_rate("evicted_bytes_total"), "evicted {{engine}}/{{rank}}"),
-                ),
-            ),
+        Panel(
+            "Hit rate by medium",
+            "percentunit",
+            "What host memory hit by itself, and what tiers brought back.",
+            {
+                "host memory {{engine}}/{{rank}}": f"({_rate('loaded_blocks_total')} - "
+                f"{_rate('promoted_loaded_blocks_total')}) / {_rate('needed_blocks_total')}",
+                "{{medium}} {{engine}}/{{rank}}": f"{_rate('tier_promoted_blocks_total', _BY_TIER)}"
+                f" / on ({_BY}) group_left {_rate('needed_blocks_total')}",
+            },
         ),
-    ),
-    (
-        "Scheduler's thread",
-        (
-            Panel(
-                "Call, 99 %",
-                "s",
-                "What 99 of 100 calls stay below, by kind.",
-                ((_quantile(0.99, "call_duration_seconds", "call"), "{{call}}"),),
-            ),
-            Panel(
-                "Worst call so far",
-                "s",
-                "The scheduler waited so long, once.",
-                (("max by (call) (K_call_worst_seconds)", "{{call}}"),),
-            ),
-            Panel(
-                "Refused and dropped",
-                "short",
-                "Stores without room, blocks not admitted, events nobody took, a second.",
-                (
-                    (_rate("rejected_stores_total"), "rejected stores {{engine}}/{{rank}}"),
-                    (_rate("failed_blocks_total"), "failed blocks {{engine}}/{{rank}}"),
-                    (_rate("gated_blocks_total"), "gated blocks {{engine}}/{{rank}}"),
-                    (_rate("event_dropped_total"), "dropped events {{engine}}/{{rank}}"),
-                ),
-            ),
+        Panel(
+            "Tokens spared",
+            "short",
+            "Tokens a second that were loaded and not computed.",
+            {"{{engine}}/{{rank}}": _rate("loaded_tokens_total")},
         ),
-    ),
-    (
-        "Tiers",
-        (
-            Panel(
-                "Tier state",
-                "short",
-                "1: the tier does not work, or a breaker keeps jobs from it.",
-                (
-                    (f"max by (medium, {_BY}) (K_tier_unavailable)", "{{medium}} {{engine}}/{{rank}}"),
-                    (
-                        f'max by (medium, {_BY}) (K_tier_reads_breaker{{state="open"}})',
-                        "{{medium}} reads paused {{engine}}/{{rank}}",
-                    ),
-                    (
-                        f'max by (medium, {_BY}) (K_tier_writes_breaker{{state="open"}})',
-                        "{{medium}} writes paused {{engine}}/{{rank}}",
-                    ),
-                ),
-                "state-timeline",
-            ),
-            Panel(
-                "Tier bytes",
-                "bytes",
-                "Bytes that tiers hold.",
-                ((f"sum by (medium, {_BY}) (K_tier_held_bytes)", "{{medium}} {{engine}}/{{rank}}"),),
-            ),
-            Panel(
-                "Tier bandwidth",
-                "Bps",
-                "Bytes a second read and written.",
-                (
-                    (_rate("tier_promoted_bytes_total", f"medium, {_BY}"), "read {{medium}} {{engine}}/{{rank}}"),
-                    (_rate("tier_written_bytes_total", f"medium, {_BY}"), "written {{medium}} {{engine}}/{{rank}}"),
-                ),
-            ),
-            Panel(
-                "Promotion and write, 99 %",
-                "s",
-                "How long jobs of a tier take.",
-                (
-                    (_quantile(0.99, "tier_promotion_seconds", "medium"), "promotion {{medium}}"),
-                    (_quantile(0.99, "tier_write_seconds", "medium"), "write {{medium}}"),
-                    (_quantile(0.99, "promotion_wait_seconds", _BY), "a request's wait {{engine}}/{{rank}}"),
-                ),
-            ),
-            Panel(
-                "Tier queues",
-                "short",
-                "Blocks that wait to be written or are under way.",
-                (
-                    (f"sum by (medium, {_BY}) (K_tier_backlog_blocks)", "backlog {{medium}} {{engine}}/{{rank}}"),
-                    (f"sum by (medium, {_BY}) (K_tier_loading_blocks)", "loading {{medium}} {{engine}}/{{rank}}"),
-                    (f"sum by (medium, {_BY}) (K_tier_storing_blocks)", "storing {{medium}} {{engine}}/{{rank}}"),
-                    (f"sum by ({_BY}) (K_promotion_waiting_requests)", "waiting requests {{engine}}/{{rank}}"),
-                ),
-            ),
-            Panel(
-                "Tier faults",
-                "short",
-                "A second.",
-                (
-                    (_rate("tier_corrupt_blocks_total", f"medium, {_BY}"), "corrupt blocks {{medium}}"),
-                    (_rate("tier_io_errors_total", f"medium, {_BY}"), "I/O errors {{medium}}"),
-                    (_rate("tier_failed_jobs_total", f"medium, {_BY}"), "failed jobs {{medium}}"),
-                    (_rate("tier_overdue_jobs_total", f"medium, {_BY}"), "overdue jobs {{medium}}"),
-                    (_rate("tier_dropped_blocks_total", f"medium, {_BY}"), "dropped blocks {{medium}}"),
-                ),
-            ),
+    ],
+    "Memory": [
+        Panel(
+            "Host blocks",
+            "short",
+            "Blocks of host memory by what they do.",
+            {
+                "capacity {{engine}}/{{rank}}": _now("capacity_blocks"),
+                "free {{engine}}/{{rank}}": _now("free_blocks"),
+                "being loaded {{engine}}/{{rank}}": _now("referenced_blocks"),
+                "being written {{engine}}/{{rank}}": _now("pending_blocks"),
+                "retained {{engine}}/{{rank}}": _now("retained_blocks"),
+            },
         ),
-    ),
-    (
-        "Transfers",
-        (
-            Panel(
-                "Device copies",
-                "Bps",
-                "Bytes a second between device and host, where workers report.",
-                (
-                    (
-                        _rate("transfer_moved_bytes_total", f"source, destination, {_BY}"),
-                        "{{source}} to {{destination}}",
-                    ),
-                ),
-            ),
-            Panel(
-                "Copy, 99 %",
-                "s",
-                "How long a job of copies takes.",
-                (
-                    (
-                        _quantile(0.99, "transfer_duration_seconds", "source, destination"),
-                        "{{source}} to {{destination}}",
-                    ),
-                ),
-            ),
+        Panel(
+            "Age at eviction",
+            "s",
+            "Time from a block's store to its eviction. Shorter than users' pauses: more memory would hit more.",
+            {
+                "half {{engine}}/{{rank}}": _quantile(0.5, "eviction_age_seconds", _BY),
+                "a tenth {{engine}}/{{rank}}": _quantile(0.1, "eviction_age_seconds", _BY),
+            },
         ),
-    ),
-)
+        Panel(
+            "Stored and evicted",
+            "Bps",
+            "Bytes a second that came to host memory and left it.",
+            {
+                "stored {{engine}}/{{rank}}": _rate("stored_bytes_total"),
+                "loaded {{engine}}/{{rank}}": _rate("loaded_bytes_total"),
+                "evicted {{engine}}/{{rank}}": _rate("evicted_bytes_total"),
+            },
+        ),
+    ],
+    "Scheduler's thread": [
+        Panel(
+            "Call, 99 %",
+            "s",
+            "What 99 of 100 calls stay below, by kind.",
+            {"{{call}}": _quantile(0.99, "call_duration_seconds", "call")},
+        ),
+        Panel(
+            "Worst call so far",
+            "s",
+            "The scheduler waited so long, once.",
+            {"{{call}}": _now("call_worst_seconds", "call", "max")},
+        ),
+        Panel(
+            "Refused and dropped",
+            "short",
+            "Stores without room, blocks not admitted, events nobody took, a second.",
+            {
+                "rejected stores {{engine}}/{{rank}}": _rate("rejected_stores_total"),
+                "failed blocks {{engine}}/{{rank}}": _rate("failed_blocks_total"),
+                "gated blocks {{engine}}/{{rank}}": _rate("gated_blocks_total"),
+                "dropped events {{engine}}/{{rank}}": _rate("event_dropped_total"),
+            },
+        ),
+    ],
+    "Tiers": [
+        Panel(
+            "Tier state",
+            "short",
+            "1: the tier does not work, or a breaker keeps jobs from it.",
+            {
+                "{{medium}} {{engine}}/{{rank}}": _now("tier_unavailable", _BY_TIER, "max"),
+                "{{medium}} reads paused {{engine}}/{{rank}}": _now(
+                    'tier_reads_breaker{state="open"}', _BY_TIER, "max"
+                ),
+                "{{medium}} writes paused {{engine}}/{{rank}}": _now(
+                    'tier_writes_breaker{state="open"}', _BY_TIER, "max"
+                ),
+            },
+            "state-timeline",
+        ),
+        Panel(
+            "Tier bytes",
+            "bytes",
+            "Bytes that tiers hold.",
+            {"{{medium}} {{engine}}/{{rank}}": _now("tier_held_bytes", _BY_TIER)},
+        ),
+        Panel(
+            "Tier bandwidth",
+            "Bps",
+            "Bytes a second read and written.",
+            {
+                "read {{medium}} {{engine}}/{{rank}}": _rate("tier_promoted_bytes_total", _BY_TIER),
+                "written {{medium}} {{engine}}/{{rank}}": _rate("tier_written_bytes_total", _BY_TIER),
+            },
+        ),
+        Panel(
+            "Promotion and write, 99 %",
+            "s",
+            "How long jobs of a tier take.",
+            {
+                "promotion {{medium}}": _quantile(0.99, "tier_promotion_seconds", "medium"),
+                "write {{medium}}": _quantile(0.99, "tier_write_seconds", "medium"),
+                "a request's wait {{engine}}/{{rank}}": _quantile(0.99, "promotion_wait_seconds", _BY),
+            },
+        ),
+        Panel(
+            "Tier queues",
+            "short",
+            "Blocks that wait to be written or are under way.",
+            {
+                "backlog {{medium}} {{engine}}/{{rank}}": _now("tier_backlog_blocks", _BY_TIER),
+                "loading {{medium}} {{engine}}/{{rank}}": _now("tier_loading_blocks", _BY_TIER),
+                "storing {{medium}} {{engine}}/{{rank}}": _now("tier_storing_blocks", _BY_TIER),
+                "waiting requests {{engine}}/{{rank}}": _now("promotion_waiting_requests"),
+            },
+        ),
+        Panel(
+            "Tier faults",
+            "short",
+            "A second.",
+            {
+                "corrupt blocks {{medium}}": _rate("tier_corrupt_blocks_total", _BY_TIER),
+                "I/O errors {{medium}}": _rate("tier_io_errors_total", _BY_TIER),
+                "failed jobs {{medium}}": _rate("tier_failed_jobs_total", _BY_TIER),
+                "overdue jobs {{medium}}": _rate("tier_overdue_jobs_total", _BY_TIER),
+                "dropped blocks {{medium}}": _rate("tier_dropped_blocks_total", _BY_TIER),
+            },
+        ),
+    ],
+    "Transfers": [
+        Panel(
+            "Device copies",
+            "Bps",
+            "Bytes a second between device and host, where workers report.",
+            {"{{source}} to {{destination}}": _rate("transfer_moved_bytes_total", f"source, destination, {_BY}")},
+        ),
+        Panel(
+            "Copy, 99 %",
+            "s",
+            "How long a job of copies takes.",
+            {"{{source}} to {{destination}}": _quantile(0.99, "transfer_duration_seconds", "source, destination")},
+        ),
+    ],
+}
 """What the dashboard shows."""
 
 
@@ -360,7 +320,7 @@ def dashboard(prefix: str = "kvcache_") -> dict[str, Any]:
     """
     panels: list[dict[str, Any]] = []
     y = 0
-    for row, members in ROWS:
+    for row, members in ROWS.items():
         panels.append({"type": "row", "title": row, "id": len(panels) + 1, "gridPos": _at(0, y, 24, 1), "panels": []})
         y += 1
         for number, panel in enumerate(members):
@@ -375,7 +335,7 @@ def dashboard(prefix: str = "kvcache_") -> dict[str, Any]:
                     "gridPos": _at(8 * (number % 3), y + 8 * (number // 3), 8, 8),
                     "targets": [
                         {"refId": chr(65 + i), "expr": query(expression, prefix), "legendFormat": legend}
-                        for i, (expression, legend) in enumerate(panel.queries)
+                        for i, (legend, expression) in enumerate(panel.queries.items())
                     ],
                 }
             )
@@ -405,11 +365,6 @@ def rules(prefix: str = "kvcache_") -> str:
     ----------
     prefix : str
         As for `dashboard`.
-
-    Returns
-    -------
-    str
-        A rules file of Prometheus.
     """
     lines = ["groups:", "  - name: kvcache", "    rules:"]
     for alert in ALERTS:
@@ -431,13 +386,7 @@ def _quoted(text: str) -> str:
 
 
 def as_markdown_table() -> str:
-    """Return every exported metric as the docs show it.
-
-    Returns
-    -------
-    str
-        A table in Markdown.
-    """
+    """Return every exported metric as the docs show it."""
     lines = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
     seen: set[str] = set()
     for one in every_sample():

@@ -29,13 +29,7 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SpanStats:
-    """What became of spans.
-
-    Parameters
-    ----------
-    dropped_spans : int
-        Counter.
-    """
+    """What became of spans."""
 
     dropped_spans: int = counter("jobs", "Jobs that no span was made of, because too many ended at a time.")
 

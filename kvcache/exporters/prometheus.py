@@ -46,23 +46,11 @@ class TelemetryCollector(Collector):
         self.telemetry = telemetry
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: what there is depends on the engine, and is found by `collect`.
-
-        Returns
-        -------
-        iterable of prometheus_client.Metric
-            Empty.
-        """
+        """Return nothing: what there is depends on the engine, and is found by `collect`."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each metric, with a sample for each component.
-
-        Yields
-        ------
-        prometheus_client.Metric
-            In the order of the table.
-        """
+        """Yield a family for each metric, with a sample for each component."""
         snapshot = self.telemetry.snapshot()
         families: dict[str, list[Sample]] = {}
         for sample in snapshot.samples():

@@ -92,11 +92,6 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
     **options
         Of the command.
 
-    Returns
-    -------
-    object
-        The result, as JSON has it.
-
     Raises
     ------
     OSError
@@ -196,13 +191,7 @@ class StatusServer(Exporter):
         return str(self.path)
 
     def stats(self) -> StatusStats:
-        """Return counters since start.
-
-        Returns
-        -------
-        StatusStats
-            Of this server.
-        """
+        """Return counters since start."""
         return self._stats
 
     def close(self) -> None:

@@ -73,18 +73,7 @@ class RequestUses:
         return key in self.keys
 
     def used_key(self, i: int) -> bytes:
-        """Return the key that the request used as number `i`.
-
-        Parameters
-        ----------
-        i : int
-            0 <= i < `num_seen`.
-
-        Returns
-        -------
-        bytes
-            The key.
-        """
+        """Return the key that the request used as number `i`, 0 <= `i` < `num_seen`."""
         return next(islice(self.keys, i, None))
 
     def read_positions(self) -> None:
@@ -95,13 +84,7 @@ class RequestUses:
                 self._num_read += 1
 
     def add(self, keys: list[bytes]) -> None:
-        """Append keys that the request uses for the first time.
-
-        Parameters
-        ----------
-        keys : list of bytes
-            Keys that the request uses.
-        """
+        """Append keys that the request uses for the first time."""
         positions = self.positions if self._num_read and self.positions is not None else {}
         last = next(reversed(self.keys.values())) if self.keys else -1
         for key in keys:
@@ -110,45 +93,17 @@ class RequestUses:
             last = self.keys[key] = positions.get(key, last)
 
     def take_back(self, keys: list[bytes]) -> None:
-        """Remove the keys added last, where counting their use failed.
-
-        Parameters
-        ----------
-        keys : list of bytes
-            Keys that were added last.
-        """
+        """Remove the keys added last, where counting their use failed."""
         for key in keys:
             del self.keys[key]
             self._positioned.discard(key)
 
     def is_last(self, key: bytes) -> bool:
-        """Say whether no key of the request stands behind `key`, where positions are known.
-
-        Parameters
-        ----------
-        key : bytes
-            A key of the request.
-
-        Returns
-        -------
-        bool
-            Whether no key of the request comes after it.
-        """
+        """Return whether no key of the request stands behind `key`, where positions are known."""
         return key in self._positioned and self.keys[key] == self.last_position
 
     def predecessor(self, key: bytes) -> bytes | None:
-        """Return the used key before `key` in the prompt, or None at the head.
-
-        Parameters
-        ----------
-        key : bytes
-            A key of the request.
-
-        Returns
-        -------
-        bytes or None
-            The key before it in the prompt.
-        """
+        """Return the used key before `key` in the prompt, or None at the head."""
         if len(self._predecessors) != len(self.keys):
             ordered = sorted(self.keys, key=self.keys.__getitem__)
             self._predecessors = dict(zip(ordered, [None, *ordered], strict=False))
@@ -186,18 +141,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def get(self, key: bytes) -> BlockStatus | None:
-        """Return the block of `key`, or None; this is no use of it.
-
-        Parameters
-        ----------
-        key : bytes
-            A block's key.
-
-        Returns
-        -------
-        BlockStatus or None
-            The object that was inserted; None if the key is not in the cache.
-        """
+        """Return the block of `key`, the object that was inserted, or None; this is no use of it."""
 
     @abstractmethod
     def insert(self, key: bytes, block: BlockStatus) -> None:
@@ -213,23 +157,11 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def remove(self, key: bytes) -> None:
-        """Let a block go without remembering it; KeyError if it is not there.
-
-        Parameters
-        ----------
-        key : bytes
-            In the cache.
-        """
+        """Remove a block without remembering it; KeyError if it is not there."""
 
     @abstractmethod
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Count one use of each key, from last to first; keys that are not there are ignored.
-
-        Parameters
-        ----------
-        keys : iterable of bytes
-            In prefix order; the last is used first. Unknown ones are ignored.
-        """
+        """Count one use of each key, from last to first; keys that are not there are ignored."""
 
     @abstractmethod
     def evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
@@ -251,12 +183,7 @@ class CachePolicy(ABC):
     def gauges(self) -> dict[str, float]:
         """Return what the policy would show of itself now, by name; called in any thread, cheap, and changes nothing.
 
-        Exporters give each as ``kvcache_policy_quantity`` with its name as a label.
-
-        Returns
-        -------
-        dict of str to float
-            Such as the length of each list; empty by default.
+        Exporters give each as ``kvcache_policy_quantity`` with its name as a label. Empty by default.
         """
         return {}
 
@@ -264,24 +191,12 @@ class CachePolicy(ABC):
         """Move each key, from last to first, to the most-recent end where it stands; no use is counted.
 
         The default does nothing.
-
-        Parameters
-        ----------
-        keys : iterable of bytes
-            In prefix order; the first becomes the most recent.
         """
 
     def use(self, keys: list[bytes], first: bool) -> None:
         """Count one use of each key for one request; `first` on the first call for that request.
 
         A policy whose clock counts requests advances it only if `first`. The default is `touch`.
-
-        Parameters
-        ----------
-        keys : list of bytes
-            In prefix order.
-        first : bool
-            Whether this is the request's first use.
         """
         self.touch(keys)
 
@@ -289,13 +204,6 @@ class CachePolicy(ABC):
         """Count one use of each key, all different, that `request` has just used for the first time.
 
         The default is `use`.
-
-        Parameters
-        ----------
-        keys : list of bytes
-            In prefix order.
-        request : RequestUses
-            The request.
         """
         self.use(keys, first=len(request.keys) == len(keys))
 
@@ -351,16 +259,6 @@ class CachePolicy(ABC):
         """Return the policy's own batch operations over a pool of `num_blocks` slots, or None for the default ones.
 
         Compiled policies own their pool and answer with themselves.
-
-        Parameters
-        ----------
-        num_blocks : int
-            Slots of the pool.
-
-        Returns
-        -------
-        BlockCacheOps or None
-            The policy's own operations; None for the default ones.
         """
         return None
 
@@ -379,6 +277,9 @@ class BlockCacheOps(Protocol):
     checks all its keys before it changes anything.
     """
 
+    lookups: int
+    looked_up_blocks: int
+    hit_blocks: int
     gated_blocks: int
 
     @property
@@ -410,20 +311,29 @@ class BlockCacheOps(Protocol):
     def open_request(self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None) -> Any:
         """Return the (empty) keys of a new request, with its retention hint (`ttl_ns` 0: no end)."""
 
-    def advance(self, now_ns: int, max_raised: int) -> None:
+    def advance(self, elapsed_s: float, max_raised: int) -> None:
         """Let raised blocks whose time is over fall back; at most `max_raised` may be held from now on."""
+
+    def needs_time(self, request_keys: Any, positions: dict[bytes, int] | None) -> bool:
+        """Return whether `advance` is due before a request's use of keys, and take the request's positions.
+
+        Due it is at every use; to a policy that reads the clock, at the first of a request.
+        """
 
     def has_used(self, request_keys: Any) -> bool:
         """Return whether a request has used a key since the last reset."""
 
+    def lookup(self, keys: list[bytes], request_keys: Any) -> int:
+        """Return how many of the first keys are ready, and count the look-up."""
+
     def match_prefix(self, keys: list[bytes], request_keys: Any, start: int = 0) -> int:
         """Return where the run of ready keys that begins at `start` ends (`start` itself: it is not ready).
 
-        With `start` 0 that is how many of the first keys are ready. This is no use.
+        This is neither counted nor a use.
         """
 
     def status_of(self, key: bytes) -> int:
-        """Return the state of one key: 0 absent, 1 being written, 2 ready."""
+        """Return the state of one key, 0 absent, 1 being written, 2 ready, and count the look-up."""
 
     def status(self, keys: list[bytes]) -> bytes:
         """Return the state of each key as one byte: 0 absent, 1 being written, 2 ready."""
@@ -435,7 +345,7 @@ class BlockCacheOps(Protocol):
         """Count a use of each key (once per request), then order those that were counted before."""
 
     def pin(self, keys: list[bytes], request_keys: Any) -> LoadStoreSpec:
-        """Take a reference on each key's block and say where the blocks lie."""
+        """Take a reference on each key's block and return where the blocks lie."""
 
     def unpin(self, keys: list[bytes], request_keys: Any) -> None:
         """Give the references back."""
@@ -452,9 +362,7 @@ class BlockCacheOps(Protocol):
     def reorder(self, request_keys: Any, positions: dict[bytes, int] | None) -> None:
         """Order the keys that a running request used, so that its head is evicted after its tail."""
 
-    def end_request(
-        self, request_keys: Any, positions: dict[bytes, int] | None, use_positions: bool = False
-    ) -> None:
+    def end_request(self, request_keys: Any, positions: dict[bytes, int] | None, use_positions: bool = False) -> None:
         """Order all keys that the request used, by their positions in the prompt or as first used.
 
         With `use_positions` every key of `positions` is used, if it was not before.

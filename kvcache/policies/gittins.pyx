@@ -11,7 +11,7 @@ from libc.string cimport memset
 from kvcache.core.eviction_queue cimport Row
 from kvcache.core.index cimport Probe, index_first, index_next, prefetch, zeroed
 from kvcache.core.policy_adapter cimport PolicyAdapter
-from kvcache.core.remembered cimport SEGMENT_KEYS, RememberedKeys
+from kvcache.core.remembered cimport SEGMENT_KEYS, HashInGroup, RememberedKeys
 from kvcache.core.request_keys cimport Named, RequestKeys
 from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave
 
@@ -31,7 +31,9 @@ cdef enum:
     MEMORY_FACTOR = 4           # remembered keys, in capacities
     MOST_SHARING = 15
     WIDELY_SHARED = 2           # from this sharing on
-    FEWEST_AGAIN = 4096         # uses of known keys, to judge how many are of widely shared ones
+    FIRST_JUDGED = 1            # bins in which a use tells whose blocks come back within seconds: from 4 s on
+    END_JUDGED = 7              # and before 16 s
+    FEWEST_AGAIN = 1024         # uses of such ages, to judge how many are of widely shared keys
     MOST_AGAIN = 65536
     TOUCHES_PER_TABLE = 64
     AGEING_STEPS = 256          # groups that one use moves to their next bin; more wait for the next
@@ -52,8 +54,8 @@ cdef enum:
     NEVER = 0x7fffffff
 
 cdef enum:
-    ALL = 0                     # one a class: groups age in the order they were made, so that a cell is a part of it
-    HOLDERS = 1                 # of a cell: groups with resident members
+    ALL = 0
+    HOLDERS = 1                 # those with resident members
     NUM_QUEUES = 2
 
 cdef enum:
@@ -63,31 +65,35 @@ cdef enum:
     CALL = 2                    # of its last use
     GROUPS = 3                  # by class without the hint: group and its serial number
 
-# Known keys whose last use was the same request and that share a class. Groups of a class are made, age and are linked
-# in one order, so that both queues of a cell are ordered by age.
-cdef struct Group:
-    int32_t t0
-    int32_t length          # keys of the request
-    int32_t num_known       # 0: free
-    int32_t[NUM_QUEUES] prev    # in the class's queue, and in the cell's of HOLDERS; free: the next free one
-    int32_t[NUM_QUEUES] next
-    int32_t tail            # last resident member in path order, 0: none
-    uint32_t serial         # raised when the group vanishes
-    uint8_t cls
-    uint8_t bin
-
 cdef struct Queue:
     int32_t first
     int32_t last
 
+# Known keys whose last use was the same request and that share a class.
+cdef struct Group:
+    int32_t length          # keys of the request
+    int32_t num_known       # 0: free
+    int32_t cohort
+    int32_t[NUM_QUEUES] prev    # in the cohort's queues; free: the next free one
+    int32_t[NUM_QUEUES] next
+    int32_t tail            # last resident member in path order, 0: none
+    uint32_t serial         # raised when the group vanishes
+
+# Groups of a class that were made in one tick, in the order they were made: they age as one. The cohorts of a class are
+# made, age and are linked in one order, so that a cell is a part of its class, and both its queues are ordered by age.
+cdef struct Cohort:
+    int32_t t0
+    int32_t num_groups      # 0: free
+    int32_t num_known       # by all its groups
+    Queue[NUM_QUEUES] groups
+    int32_t[NUM_QUEUES] prev    # in the class's queue, and in the cell's of HOLDERS; free: the next free one
+    int32_t[NUM_QUEUES] next
+    uint8_t cls
+    uint8_t bin
+
 # What is kept of a known key: its group, and in the upper four bits its sharing, the rounded logarithm of how many
 # requests have used it that continued no older one. Zero in an array of labels: none.
 ctypedef int32_t Label
-
-# A key that belongs at the youngest end of the memory. Most keys that are new are stored at once, and never enter it.
-cdef struct NewKey:
-    uint64_t hash
-    Label label             # 0: it has been stored
 
 # A resident key, by its row. The table keeps no queues for this policy: `prev` and `next` of a row link the resident
 # members of a group, in path order, and its stamp holds a Place.
@@ -148,13 +154,15 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     Notes
     -----
-    Learns, per class of blocks and age, how often blocks of that age are used again: continues an older request or not,
-    last block of its request or not, used before or not, and the request's hint of its next use. Ages are wall-clock
-    time in 54 bins; the table is rebuilt every 64 requests. While most of what is used again is shared by many sessions
-    (as system prompts are), such blocks form classes by how many sessions have used them, whatever continued what; the
-    number is counted as its rounded logarithm (Morris, CACM 1978). A group of blocks leaves from its tail, and no block
-    while a resident block continues it. The classes and ages of the last ``4 * cache_capacity`` keys that left, or were
-    not stored, are remembered. Under a backend of your own, where callers bring the blocks, it declines nothing.
+    Learns, per class of blocks and age, how often blocks of that age are used again: continues an older request or
+    not, last block of its request or not, used before or not, and the request's hint of its next use. Ages are
+    wall-clock time in 54 bins; the table is rebuilt every 64 requests. While most of what is used again after 4 to 16
+    seconds is shared by many sessions (as system prompts are), such blocks form classes by how many sessions have used
+    them, whatever continued what: sessions then take longer to come back, and beside the prompts' quick uses their new
+    blocks would look as if they came back at once. The number is counted as its rounded logarithm (Morris, CACM 1978),
+    and when the classes part, counting begins anew. A group of blocks leaves from its tail, and no block while a
+    resident block continues it. The classes and ages of the last ``4 * cache_capacity`` keys that left, or were not
+    stored, are remembered. Under a backend of your own, where callers bring the blocks, it declines nothing.
     """
 
     cdef Member* members                # [num_rows]
@@ -164,9 +172,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef int32_t groups_fresh
     cdef int32_t groups_free
     cdef Py_ssize_t num_groups
-    cdef Queue[NUM_QUEUES][NUM_CELLS] queues    # of ALL, the part that is in the cell
-    cdef int32_t[NUM_CLASSES] youngest          # group of each class
-    cdef int32_t[NUM_CELLS] ends                # when the oldest group of an occupied cell leaves it
+    cdef Cohort* cohorts                # [groups_size]; 0: none
+    cdef int32_t cohorts_fresh
+    cdef int32_t cohorts_free
+    cdef Queue[NUM_QUEUES][NUM_CELLS] queues    # of cohorts; of ALL, the part that is in the cell
+    cdef int32_t[NUM_CLASSES] youngest          # cohort of each class
+    cdef int32_t[NUM_CELLS] ends                # when the oldest cohort of an occupied cell leaves it
     cdef uint64_t[NUM_WORDS] occupied   # a bit for each cell that has groups
     cdef uint64_t[NUM_WORDS] holders    # a bit for each cell that holds resident blocks, by its rank
     cdef int64_t[NUM_CELLS] hit
@@ -179,13 +190,15 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef int num_ranked                 # cells of the classes in use
     cdef int num_hints                  # 1 + the highest hint in use
     cdef bint knows_shared              # the classes of shared blocks are in use
-    cdef int64_t num_again              # uses of known keys, halved at 65,536
-    cdef int64_t num_shared             # of these, of widely shared ones
+    cdef int64_t num_again              # uses of keys 4 to 16 s after their last one, halved at 65,536
+    cdef int64_t num_shared             # of these, of widely shared keys
     cdef readonly bint splits_shared    # they are told apart now
     cdef int32_t* found                 # [call_size]: remembered keys of one call
-    cdef NewKey* new_keys               # [call_size]: of the last use that there was, not in the memory yet
+    # [call_size]: keys of the last use that do not stand in the memory yet. Most are stored at once and never enter it:
+    # their group is 0 then.
+    cdef HashInGroup* new_keys
     cdef Py_ssize_t num_new
-    cdef NewKey* leaving                # [call_size]: victims of one call
+    cdef HashInGroup* leaving           # [call_size]: victims of one call
     cdef Py_ssize_t num_leaving
     cdef Py_ssize_t call_size
     cdef uint64_t num_uses              # calls of on_request_use
@@ -198,7 +211,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef uint32_t num_buckets
     cdef int64_t start_ms
     cdef int32_t now
-    cdef int32_t due                    # no group leaves its bin before
+    cdef int32_t due                    # no cohort leaves its bin before
     cdef uint64_t era
     cdef readonly uint64_t touches
     cdef readonly uint64_t num_aged             # groups moved to their next bin, since the start
@@ -221,6 +234,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     def __dealloc__(self):
         free(self.members)
         free(self.groups)
+        free(self.cohorts)
         free(self.found)
         free(self.new_keys)
         free(self.leaving)
@@ -258,13 +272,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     # ---- memory -----------------------------------------------------------------------------------------------
 
     cdef int _grow_groups(self, int64_t size) except -1:
-        cdef void* groups
-        if size > MOST_GROUPS:
+        """Make room for so many groups, and for a cohort of each."""
+        cdef void* block = NULL
+        if size <= MOST_GROUPS:
+            block = realloc(self.groups, size * sizeof(Group))
+        if block != NULL:
+            self.groups = <Group*> block
+            block = realloc(self.cohorts, size * sizeof(Cohort))
+        if block == NULL:
             raise MemoryError(f"no memory for {size} groups")
-        groups = realloc(self.groups, size * sizeof(Group))
-        if groups == NULL:
-            raise MemoryError(f"no memory for {size} groups")
-        self.groups = <Group*> groups
+        self.cohorts = <Cohort*> block
         self.groups_size = <int32_t> size
         return 0
 
@@ -278,13 +295,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             block = realloc(self.found, 2 * n * sizeof(int32_t))
             if block != NULL:
                 self.found = <int32_t*> block
-                block = realloc(self.new_keys, 2 * n * sizeof(NewKey))
+                block = realloc(self.new_keys, 2 * n * sizeof(HashInGroup))
             if block != NULL:
-                self.new_keys = <NewKey*> block
-                block = realloc(self.leaving, 2 * n * sizeof(NewKey))
+                self.new_keys = <HashInGroup*> block
+                block = realloc(self.leaving, 2 * n * sizeof(HashInGroup))
             if block == NULL:
                 raise MemoryError(f"no memory for a call of {n} keys")
-            self.leaving = <NewKey*> block
+            self.leaving = <HashInGroup*> block
             self.call_size = 2 * n
         if self.num_lost + n >= self.lost_size:
             if 2 * (self.num_lost + n) + 16 > (1 << 31) - 1:
@@ -309,6 +326,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.groups_fresh = 1
         self.groups_free = 0
         self.num_groups = 0
+        self.cohorts_fresh = 1
+        self.cohorts_free = 0
         memset(self.queues, 0, sizeof(self.queues))
         memset(self.youngest, 0, sizeof(self.youngest))
         memset(self.occupied, 0, sizeof(self.occupied))
@@ -335,120 +354,263 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void _trim(self) noexcept nogil:
         """Forget the oldest remembered keys beyond the memory's size."""
-        cdef Py_ssize_t i, num_over
+        cdef Py_ssize_t num_over, num_popped, num_until_fetch = 0
+        cdef Label label
         self._enter_memory()
         num_over = self.memory.num_keys - MEMORY_FACTOR * self.table.cache_capacity
-        for i in range(num_over):
-            if i % SEGMENT_KEYS == 0:
+        while num_over > 0:
+            if num_until_fetch <= 0:
                 self.memory.fetch_oldest()
-            self._leave_group(group_in(self.memory.pop_oldest()))
+                num_until_fetch = SEGMENT_KEYS
+            label = self.memory.pop_oldest(num_over, &num_popped)
+            self._leave_group(group_in(label), <int32_t> num_popped)
+            num_over -= num_popped
+            num_until_fetch -= num_popped
 
     cdef void _enter_memory(self) noexcept nogil:
-        """Let new keys that were not stored, then the call's victims, enter the memory."""
-        cdef Py_ssize_t i
-        for i in range(self.num_new):
-            if self.new_keys[i].label != 0:
-                self.memory.append(self.new_keys[i].hash, self.new_keys[i].label)
-        self.num_new = 0
-        for i in range(self.num_leaving):
-            self.memory.fetch(self.leaving[i].hash)
-        for i in range(self.num_leaving):
-            self.memory.append(self.leaving[i].hash, self.leaving[i].label)
-        self.num_leaving = 0
+        """Let used keys that were not stored, then the call's victims, enter the memory."""
+        self.memory.append_all(self.new_keys, self.num_new)
+        self.memory.append_all(self.leaving, self.num_leaving)
+        self.num_new = self.num_leaving = 0
 
-    # ---- groups -----------------------------------------------------------------------------------------------
+    # ---- groups, cohorts and cells ----------------------------------------------------------------------------
 
-    cdef inline int32_t _cell_of(self, const Group* group) noexcept nogil:
-        return group.cls * NUM_BINS + group.bin
+    cdef inline int32_t _cell_of(self, const Cohort* cohort) noexcept nogil:
+        return cohort.cls * NUM_BINS + cohort.bin
+
+    cdef inline int _class_of(self, int32_t group) noexcept nogil:
+        return self.cohorts[self.groups[group].cohort].cls
 
     cdef int32_t _make_group(self, int32_t cls, int32_t length) noexcept nogil:
+        """Make a group, without members, the youngest of its class."""
         cdef int32_t group = self.groups_free
+        cdef int32_t cohort = self.youngest[cls]
         cdef Group* made
+        cdef Queue* queue
         if group != 0:
             self.groups_free = self.groups[group].prev[ALL]
         else:
             group = self.groups_fresh
             self.groups_fresh += 1
             self.groups[group].serial = 0
+        if cohort == 0 or self.cohorts[cohort].t0 != self.now:
+            cohort = self._make_cohort(cls)
         made = &self.groups[group]
-        made.t0 = self.now
-        self.due = min(self.due, self.now + EDGES[1])
         made.length = length
         made.num_known = 0
         made.tail = 0
-        made.cls = <uint8_t> cls
-        made.bin = 0
-        self._link_group(group)
+        made.cohort = cohort
+        queue = &self.cohorts[cohort].groups[ALL]
+        made.prev[ALL] = queue.last
+        made.next[ALL] = 0
+        if queue.last != 0:
+            self.groups[queue.last].next[ALL] = group
+        else:
+            queue.first = group
+        queue.last = group
+        self.cohorts[cohort].num_groups += 1
         self.num_groups += 1
         return group
 
-    cdef void _link_group(self, int32_t group) noexcept nogil:
-        """Append a new group, without members, to its class."""
-        cdef Group* groups = self.groups
-        cdef int32_t cell = self._cell_of(&groups[group])
-        cdef int32_t prev = self.youngest[groups[group].cls]
-        groups[group].prev[ALL] = prev
-        groups[group].next[ALL] = 0
-        if prev != 0:
-            groups[prev].next[ALL] = group
-        self.youngest[groups[group].cls] = group
-        self._enter_cell(cell, group)
+    cdef int32_t _take_cohort(self) noexcept nogil:
+        # There are no more of them than groups.
+        cdef int32_t cohort = self.cohorts_free
+        if cohort != 0:
+            self.cohorts_free = self.cohorts[cohort].prev[ALL]
+        else:
+            cohort = self.cohorts_fresh
+            self.cohorts_fresh += 1
+        memset(&self.cohorts[cohort], 0, sizeof(Cohort))
+        return cohort
 
-    cdef inline void _enter_cell(self, int32_t cell, int32_t group) noexcept nogil:
-        """Count a group, the youngest of its cell, as part of it."""
+    cdef int32_t _make_cohort(self, int32_t cls) noexcept nogil:
+        """Append a cohort of this tick, without groups, to a class."""
+        cdef int32_t cohort = self._take_cohort()
+        cdef int32_t prev = self.youngest[cls]
+        cdef Cohort* made = &self.cohorts[cohort]
+        made.t0 = self.now
+        self.due = min(self.due, self.now + EDGES[1])
+        made.cls = <uint8_t> cls
+        made.prev[ALL] = prev
+        if prev != 0:
+            self.cohorts[prev].next[ALL] = cohort
+        self.youngest[cls] = cohort
+        self._enter_cell(self._cell_of(made), cohort)
+        return cohort
+
+    cdef inline void _enter_cell(self, int32_t cell, int32_t cohort) noexcept nogil:
+        """Count a cohort, the youngest of its cell, as part of it."""
         cdef Queue* queue = &self.queues[ALL][cell]
         if queue.first == 0:
-            self._set_oldest(cell, group)
+            self._set_oldest(cell, cohort)
             self.occupied[cell >> 6] |= <uint64_t> 1 << (cell & 63)
-        queue.last = group
+        queue.last = cohort
 
-    cdef inline void _set_oldest(self, int32_t cell, int32_t group) noexcept nogil:
-        self.queues[ALL][cell].first = group
+    cdef inline void _set_oldest(self, int32_t cell, int32_t cohort) noexcept nogil:
+        self.queues[ALL][cell].first = cohort
         self.ends[cell] = NEVER
         if cell % NUM_BINS < NUM_BINS - 1:
-            self.ends[cell] = self.groups[group].t0 + EDGES[cell % NUM_BINS + 1]
+            self.ends[cell] = self.cohorts[cohort].t0 + EDGES[cell % NUM_BINS + 1]
 
-    cdef inline void _leave_cell(self, int32_t cell, int32_t group) noexcept nogil:
+    cdef inline void _leave_cell(self, int32_t cell, int32_t cohort) noexcept nogil:
         cdef Queue* queue = &self.queues[ALL][cell]
         if queue.first == queue.last:
             queue.first = queue.last = 0
             self.occupied[cell >> 6] &= ~(<uint64_t> 1 << (cell & 63))
-        elif queue.first == group:
-            self._set_oldest(cell, self.groups[group].next[ALL])
-        elif queue.last == group:
-            queue.last = self.groups[group].prev[ALL]
+        elif queue.first == cohort:
+            self._set_oldest(cell, self.cohorts[cohort].next[ALL])
+        elif queue.last == cohort:
+            queue.last = self.cohorts[cohort].prev[ALL]
 
-    cdef void _unlink_group(self, int32_t group) noexcept nogil:
+    cdef void _free_cohort(self, int32_t cohort) noexcept nogil:
+        """Take out a cohort without groups."""
+        cdef Cohort* cohorts = self.cohorts
+        cdef int32_t prev = cohorts[cohort].prev[ALL]
+        cdef int32_t next = cohorts[cohort].next[ALL]
+        self._leave_cell(self._cell_of(&cohorts[cohort]), cohort)
+        if prev != 0:
+            cohorts[prev].next[ALL] = next
+        if next != 0:
+            cohorts[next].prev[ALL] = prev
+        else:
+            self.youngest[cohorts[cohort].cls] = prev
+        cohorts[cohort].prev[ALL] = self.cohorts_free
+        self.cohorts_free = cohort
+
+    cdef void _free_group(self, int32_t group) noexcept nogil:
         """Take out a group without members."""
         cdef Group* groups = self.groups
+        cdef Cohort* cohort = &self.cohorts[groups[group].cohort]
         cdef int32_t prev = groups[group].prev[ALL]
         cdef int32_t next = groups[group].next[ALL]
-        self._leave_cell(self._cell_of(&groups[group]), group)
         if prev != 0:
             groups[prev].next[ALL] = next
+        else:
+            cohort.groups[ALL].first = next
         if next != 0:
             groups[next].prev[ALL] = prev
         else:
-            self.youngest[groups[group].cls] = prev
+            cohort.groups[ALL].last = prev
+        cohort.num_groups -= 1
+        if cohort.num_groups == 0:
+            self._free_cohort(groups[group].cohort)
+        groups[group].serial += 1
+        groups[group].prev[ALL] = self.groups_free
+        self.groups_free = group
+        self.num_groups -= 1
 
-    cdef inline void _move_to_next_bin(self, int32_t cell, int32_t group) noexcept nogil:
-        """Move the oldest group of a cell: it follows the youngest of the next bin already."""
-        cdef bint is_holder = self.groups[group].tail != 0
-        self._leave_cell(cell, group)
+    cdef int32_t _split_cohort(self, int32_t cohort, int32_t n) noexcept nogil:
+        """Move the first `n` groups, but not all, of its cell's oldest cohort to a cohort of their own before it."""
+        cdef int32_t older = self._take_cohort()
+        cdef Cohort* source = &self.cohorts[cohort]
+        cdef Cohort* made = &self.cohorts[older]
+        cdef int32_t group = source.groups[ALL].first
+        cdef int32_t last = 0, _i
+        made.t0 = source.t0
+        made.cls = source.cls
+        made.bin = source.bin
+        made.prev[ALL] = source.prev[ALL]
+        made.next[ALL] = cohort
+        if source.prev[ALL] != 0:
+            self.cohorts[source.prev[ALL]].next[ALL] = older
+        source.prev[ALL] = older
+        self.queues[ALL][self._cell_of(source)].first = older
+        made.groups[ALL].first = group
+        for _i in range(n):
+            if self.groups[group].tail != 0:
+                self._unlink_holder(group)
+            self.groups[group].cohort = older
+            made.num_known += self.groups[group].num_known
+            if self.groups[group].tail != 0:
+                self._link_holder(group, made.groups[HOLDERS].last)
+            last = group
+            group = self.groups[group].next[ALL]
+        made.groups[ALL].last = last
+        source.groups[ALL].first = group
+        self.groups[last].next[ALL] = 0
+        self.groups[group].prev[ALL] = 0
+        made.num_groups = n
+        source.num_groups -= n
+        source.num_known -= made.num_known
+        return older
+
+    cdef inline void _move_to_next_bin(self, int32_t cell, int32_t cohort) noexcept nogil:
+        """Move the oldest cohort of a cell: it follows the youngest of the next bin already."""
+        cdef bint is_holder = self.cohorts[cohort].groups[HOLDERS].first != 0
+        self._leave_cell(cell, cohort)
         if is_holder:
-            self._unlink_holder(group)
-        self.groups[group].bin += 1
-        self._enter_cell(cell + 1, group)
+            self._unlink_cohort(cohort)
+        self.cohorts[cohort].bin += 1
+        self._enter_cell(cell + 1, cohort)
         if is_holder:
-            self._link_holder(group, self.queues[HOLDERS][cell + 1].last)
+            self._link_cohort(cohort, self.queues[HOLDERS][cell + 1].last)
+
+    cdef void _link_cohort(self, int32_t cohort, int32_t prev) noexcept nogil:
+        """Put a cohort behind `prev` (0: first) among its cell's with resident members."""
+        cdef Cohort* cohorts = self.cohorts
+        cdef int32_t cell = self._cell_of(&cohorts[cohort])
+        cdef Queue* queue = &self.queues[HOLDERS][cell]
+        cdef int32_t next = cohorts[prev].next[HOLDERS] if prev != 0 else queue.first
+        cdef int32_t rank = self.rank_of[cell]
+        cohorts[cohort].prev[HOLDERS] = prev
+        cohorts[cohort].next[HOLDERS] = next
+        if prev != 0:
+            cohorts[prev].next[HOLDERS] = cohort
+        else:
+            queue.first = cohort
+        if next != 0:
+            cohorts[next].prev[HOLDERS] = cohort
+        else:
+            queue.last = cohort
+        self.holders[rank >> 6] |= <uint64_t> 1 << (rank & 63)
+
+    cdef void _unlink_cohort(self, int32_t cohort) noexcept nogil:
+        cdef Cohort* cohorts = self.cohorts
+        cdef int32_t cell = self._cell_of(&cohorts[cohort])
+        cdef Queue* queue = &self.queues[HOLDERS][cell]
+        cdef int32_t prev = cohorts[cohort].prev[HOLDERS]
+        cdef int32_t next = cohorts[cohort].next[HOLDERS]
+        cdef int32_t rank = self.rank_of[cell]
+        if prev != 0:
+            cohorts[prev].next[HOLDERS] = next
+        else:
+            queue.first = next
+        if next != 0:
+            cohorts[next].prev[HOLDERS] = prev
+        else:
+            queue.last = prev
+        if queue.first == 0:
+            self.holders[rank >> 6] &= ~(<uint64_t> 1 << (rank & 63))
+
+    cdef int32_t _cohort_before(self, int32_t cohort) noexcept nogil:
+        """Return the youngest older cohort of the cell with resident members, or 0."""
+        cdef Cohort* cohorts = self.cohorts
+        cdef int32_t older = cohorts[cohort].prev[ALL]
+        cdef int32_t younger = cohorts[cohort].next[ALL]
+        cdef int bin = cohorts[cohort].bin
+        cdef Queue* queue = &self.queues[HOLDERS][self._cell_of(&cohorts[cohort])]
+        cdef int _step
+        for _step in range(MOST_NEIGHBOURS):
+            if younger == 0 or cohorts[younger].bin != bin:
+                return queue.last
+            if cohorts[younger].groups[HOLDERS].first != 0:
+                return cohorts[younger].prev[HOLDERS]
+            if older == 0 or cohorts[older].bin != bin:
+                return 0
+            if cohorts[older].groups[HOLDERS].first != 0:
+                return older
+            older = cohorts[older].prev[ALL]
+            younger = cohorts[younger].next[ALL]
+        # Far from all others; the youngest end is close enough.
+        return queue.last
 
     cdef void _link_holder(self, int32_t group, int32_t prev) noexcept nogil:
-        """Put a group behind `prev` (0: first) among its cell's groups with resident members."""
+        """Put a group behind `prev` (0: first) among its cohort's with resident members."""
         cdef Group* groups = self.groups
-        cdef int32_t cell = self._cell_of(&groups[group])
-        cdef Queue* queue = &self.queues[HOLDERS][cell]
+        cdef Queue* queue = &self.cohorts[groups[group].cohort].groups[HOLDERS]
         cdef int32_t next = groups[prev].next[HOLDERS] if prev != 0 else queue.first
-        cdef int32_t rank = self.rank_of[cell]
+        if queue.first == 0:
+            self._link_cohort(groups[group].cohort, self._cohort_before(groups[group].cohort))
         groups[group].prev[HOLDERS] = prev
         groups[group].next[HOLDERS] = next
         if prev != 0:
@@ -459,15 +621,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             groups[next].prev[HOLDERS] = group
         else:
             queue.last = group
-        self.holders[rank >> 6] |= <uint64_t> 1 << (rank & 63)
 
     cdef void _unlink_holder(self, int32_t group) noexcept nogil:
         cdef Group* groups = self.groups
-        cdef int32_t cell = self._cell_of(&groups[group])
-        cdef Queue* queue = &self.queues[HOLDERS][cell]
+        cdef Queue* queue = &self.cohorts[groups[group].cohort].groups[HOLDERS]
         cdef int32_t prev = groups[group].prev[HOLDERS]
         cdef int32_t next = groups[group].next[HOLDERS]
-        cdef int32_t rank = self.rank_of[cell]
         if prev != 0:
             groups[prev].next[HOLDERS] = next
         else:
@@ -477,22 +636,21 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         else:
             queue.last = prev
         if queue.first == 0:
-            self.holders[rank >> 6] &= ~(<uint64_t> 1 << (rank & 63))
+            self._unlink_cohort(groups[group].cohort)
 
     cdef int32_t _holder_before(self, int32_t group) noexcept nogil:
-        """Return the youngest older group of the cell with resident members, or 0."""
+        """Return the youngest older group of the cohort with resident members, or 0."""
         cdef Group* groups = self.groups
         cdef int32_t older = groups[group].prev[ALL]
         cdef int32_t younger = groups[group].next[ALL]
-        cdef int bin = groups[group].bin
-        cdef Queue* queue = &self.queues[HOLDERS][self._cell_of(&groups[group])]
+        cdef Queue* queue = &self.cohorts[groups[group].cohort].groups[HOLDERS]
         cdef int _step
         for _step in range(MOST_NEIGHBOURS):
-            if younger == 0 or groups[younger].bin != bin:
+            if younger == 0:
                 return queue.last
             if groups[younger].tail != 0:
                 return groups[younger].prev[HOLDERS]
-            if older == 0 or groups[older].bin != bin:
+            if older == 0:
                 return 0
             if groups[older].tail != 0:
                 return older
@@ -501,15 +659,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         # Far from all others; the youngest end is close enough.
         return queue.last
 
-    cdef inline void _leave_group(self, int32_t group) noexcept nogil:
-        """Count a key that its group no longer knows; without any, the group vanishes."""
-        self.groups[group].num_known -= 1
+    cdef inline void _add_known(self, int32_t group, int32_t n) noexcept nogil:
+        if n != 0:
+            self.groups[group].num_known += n
+            self.cohorts[self.groups[group].cohort].num_known += n
+
+    cdef inline void _leave_group(self, int32_t group, int32_t n) noexcept nogil:
+        """Count `n` keys that their group no longer knows; without any, the group vanishes."""
+        self._add_known(group, -n)
         if self.groups[group].num_known == 0:
-            self._unlink_group(group)
-            self.groups[group].serial += 1
-            self.groups[group].prev[ALL] = self.groups_free
-            self.groups_free = group
-            self.num_groups -= 1
+            self._free_group(group)
 
     cdef inline Place* _place_of(self, int32_t row) noexcept nogil:
         return <Place*> &self.table.rows[row].stamp
@@ -539,14 +698,19 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 self._unlink_holder(group)
             self.groups[group].tail = prev
 
-    cdef int32_t _join_group(self, uint64_t* kept, int32_t cls, int32_t length) noexcept nogil:
-        """Return the group of a class that a request may join, and count one more key in it."""
+    cdef int32_t _group_to_join(self, uint64_t* kept, int32_t cls, int32_t length) noexcept nogil:
+        """Return the group of a class that a request may join."""
         cdef int32_t group = <int32_t> <uint32_t> kept[0]
         if (group == 0 or self.groups[group].serial != <uint32_t> (kept[0] >> 32) or self.groups[group].num_known == 0
-                or self.groups[group].bin != 0 or self.groups[group].cls != cls):
+                or self.cohorts[self.groups[group].cohort].bin != 0 or self._class_of(group) != cls):
             group = self._make_group(cls, length)
             kept[0] = <uint32_t> group | <uint64_t> self.groups[group].serial << 32
-        self.groups[group].num_known += 1
+        return group
+
+    cdef int32_t _join_group(self, uint64_t* kept, int32_t cls, int32_t length) noexcept nogil:
+        """Return the group of a class that a request may join, and count one more key in it."""
+        cdef int32_t group = self._group_to_join(kept, cls, length)
+        self._add_known(group, 1)
         return group
 
     # ---- uses -------------------------------------------------------------------------------------------------
@@ -556,12 +720,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     ) noexcept nogil:
         cdef Py_ssize_t i, first = request.num_seen - n
         cdef int32_t row, key, group, cls, length, hint, num_positions = <int32_t> request.num_positions
+        # Neighbours mostly leave one group, and join one: such a run is counted at its end.
+        cdef int32_t left = 0, num_left = 0, num_shared = 0, joined = 0, num_joined = 0, joined_cls = -1
         cdef uint64_t* state = request.policy_state
+        cdef uint64_t* kept
         cdef int32_t* found = self.found
         cdef int64_t num_leading
         cdef int sharing
         cdef bint is_last, is_known
-        cdef bint waits = True
         cdef bint splits
         cdef uint32_t widened
         cdef Label label
@@ -581,13 +747,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         hint = request.next_use
         if hint >= self.num_hints:
             self._take_up_hint(hint)
-        for i in range(n):
-            if rows[i] == 0:
-                self.memory.fetch(hashes[i])
-        for i in range(n):
-            found[i] = 0
-            if rows[i] == 0:
-                found[i] = self.memory.find(hashes[i])
+        self.memory.find_absent(rows, hashes, n, found)
         if state[PROGRESS] & ALL_KNOWN:
             i = 0
             while i < n and (rows[i] != 0 or found[i] != 0):
@@ -614,42 +774,44 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             sharing = 0
             if row != 0:
                 label = self._place_of(row).label
-                self._count_hit(group_in(label))
                 self._remove_member(row)
             elif key != 0:
-                if self.num_new != 0:
-                    # Those before it are older.
-                    self._enter_memory()
-                    waits = False
                 if not self.memory.holds(key, hashes[i]):
                     # Its segment has been merged with another meanwhile.
                     key = self.memory.find(hashes[i])
                 label = self.memory.group_of(key)
-                self._count_hit(group_in(label))
+                self.memory.remove(key)
             if is_known:
-                self._leave_group(group_in(label))
+                if group_in(label) != left:
+                    self._count_hits(left, num_left, num_shared)
+                    left = group_in(label)
+                    num_left = num_shared = 0
+                num_left += 1
                 sharing = sharing_in(label)
-                self.num_again += 1
-                self.num_shared += sharing >= WIDELY_SHARED
+                num_shared += sharing >= WIDELY_SHARED
                 sharing += widened >> sharing & 1
+            kept = &state[GROUPS + cls]
+            cls += hint * CLASSES_PER_HINT
             if splits and sharing > 0:
-                group = self._join_group(&shared[(sharing - 1) >> 2], FIRST_SHARED + ((sharing - 1) >> 2), length)
-            else:
-                group = self._join_group(&state[GROUPS + cls], hint * CLASSES_PER_HINT + cls, length)
-            label = group | sharing << SHARING_SHIFT
+                kept = &shared[(sharing - 1) >> 2]
+                cls = FIRST_SHARED + ((sharing - 1) >> 2)
+            if cls != joined_cls:
+                self._add_known(joined, num_joined)
+                joined = self._group_to_join(kept, cls, length)
+                joined_cls = cls
+                num_joined = 0
+            num_joined += 1
+            label = joined | sharing << SHARING_SHIFT
             if row != 0:
                 self._append_member(label, row)
-            elif key != 0:
-                key = self.memory.renew(key, label)
-            elif waits:
-                self.new_keys[self.num_new].hash = hashes[i]
-                self.new_keys[self.num_new].label = label
-                self.num_new += 1
-                key = -<int32_t> self.num_new
-            else:
-                key = self.memory.append(hashes[i], label)
-            request.uses[request.used[first + i]].note = key
-        state[CALL] = self.num_uses if waits else 0
+                continue
+            self.new_keys[self.num_new].hash = hashes[i]
+            self.new_keys[self.num_new].group = label
+            self.num_new += 1
+            request.uses[request.used[first + i]].note = -<int32_t> self.num_new
+        self._add_known(joined, num_joined)
+        self._count_hits(left, num_left, num_shared)
+        state[CALL] = self.num_uses
 
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         """Keep uses out that come without a request: `BlockCache` makes one for each call."""
@@ -677,14 +839,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 continue
             label = self._place_of(row).label if row != 0 else self.memory.group_of(key)
             group = group_in(label)
-            cls = self.groups[group].cls
+            cls = self._class_of(group)
             cls = cls % CLASSES_PER_HINT if cls < FIRST_SHARED else 3
             if group == <int32_t> <uint32_t> made[cls]:
                 continue  # named twice
             length = self.groups[group].length
             if row != 0:
                 self._remove_member(row)
-            self._leave_group(group)
+            self._leave_group(group, 1)
             group = self._join_group(&made[cls], next_use * CLASSES_PER_HINT + cls, length)
             label = group | sharing_in(label) << SHARING_SHIFT
             if row != 0:
@@ -708,19 +870,34 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return bits
 
     cdef void _judge_sharing(self) noexcept nogil:
-        """Tell shared blocks apart while more than half of what is used again is widely shared, down to 3/8."""
+        """Tell shared blocks apart while over 9/16 of what is used again in seconds is widely shared, down to 3/8."""
+        cdef bint splits
         if self.num_again >= FEWEST_AGAIN:
-            self.splits_shared = 16 * self.num_shared > (6 if self.splits_shared else 9) * self.num_again
-            if self.splits_shared and not self.knows_shared:
-                self.knows_shared = True
-                self._take_up_classes(FIRST_SHARED, NUM_CLASSES)
+            splits = 16 * self.num_shared > (6 if self.splits_shared else 9) * self.num_again
+            if splits and not self.splits_shared:
+                # What was counted is of classes that held the shared blocks too.
+                memset(self.hit, 0, sizeof(self.hit))
+                memset(self.sur, 0, sizeof(self.sur))
+                self.total = 0
+                if not self.knows_shared:
+                    self.knows_shared = True
+                    self._take_up_classes(FIRST_SHARED, NUM_CLASSES)
+            self.splits_shared = splits
         if self.num_again >= MOST_AGAIN:
             self.num_again >>= 1
             self.num_shared >>= 1
 
-    cdef inline void _count_hit(self, int32_t group) noexcept nogil:
-        self.hit[self._cell_of(&self.groups[group])] += 1
-        self.total += 1
+    cdef inline void _count_hits(self, int32_t group, int32_t n, int32_t num_shared) noexcept nogil:
+        """Count uses of `n` keys, `num_shared` of them widely shared, which leave their group."""
+        cdef const Cohort* cohort
+        if n != 0:
+            cohort = &self.cohorts[self.groups[group].cohort]
+            self.hit[self._cell_of(cohort)] += n
+            self.total += n
+            if FIRST_JUDGED <= cohort.bin < END_JUDGED:
+                self.num_again += n
+                self.num_shared += num_shared
+            self._leave_group(group, n)
 
     cdef void _read_time(self) noexcept nogil:
         cdef int64_t now_ms = self.now_ns // 1_000_000
@@ -732,37 +909,32 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self.now = <int32_t> now
 
     cdef void _age(self) noexcept nogil:
-        """Move groups whose age has left their bin to the next, at most 256 of them."""
-        cdef int32_t cell, group
+        """Move cohorts whose age has left their bin to the next, at most 256 groups in all."""
+        cdef int32_t cell, cohort
         cdef int word, num_left = AGEING_STEPS
         cdef uint64_t bits
         if self.now < self.due:
             return
-        for word in range(NUM_WORDS):
-            bits = self.occupied[word]
-            while bits != 0:
-                cell = word << 6 | lowest_bit(bits)
-                bits &= bits - 1
-                if self.ends[cell] <= self.now:
-                    prefetch(&self.groups[self.queues[ALL][cell].first])
         self.due = NEVER
         for word in range(NUM_WORDS):
             bits = self.occupied[word]
             while bits != 0:
                 cell = word << 6 | lowest_bit(bits)
                 while self.ends[cell] <= self.now and self.queues[ALL][cell].first != 0:
-                    if num_left == 0:
-                        self.due = 0  # more are late
-                        return
-                    num_left -= 1
-                    self.num_aged += 1
-                    group = self.queues[ALL][cell].first
-                    self.sur[cell] += self.groups[group].num_known
-                    self.total += self.groups[group].num_known
-                    self._move_to_next_bin(cell, group)
+                    cohort = self.queues[ALL][cell].first
+                    if self.cohorts[cohort].num_groups > num_left:
+                        if num_left == 0:
+                            self.due = 0  # more are late
+                            return
+                        cohort = self._split_cohort(cohort, num_left)
+                    num_left -= self.cohorts[cohort].num_groups
+                    self.num_aged += self.cohorts[cohort].num_groups
+                    self.sur[cell] += self.cohorts[cohort].num_known
+                    self.total += self.cohorts[cohort].num_known
+                    self._move_to_next_bin(cell, cohort)
                 if self.queues[ALL][cell].first != 0:
                     self.due = min(self.due, self.ends[cell])
-                # The next bin may have got its first groups just now.
+                # The next bin may have got its first cohorts just now.
                 bits = self.occupied[word] & (<uint64_t> -2 << (cell & 63))
 
     # ---- stores -----------------------------------------------------------------------------------------------
@@ -807,7 +979,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef inline bint _is_new(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
         """Return whether a key stands among the new ones; the note may be of an earlier use, which had others."""
         cdef int32_t key = -names.uses[place].note - 1
-        return (0 <= key < self.num_new and self.new_keys[key].label != 0
+        return (0 <= key < self.num_new and self.new_keys[key].group != 0
                 and self.new_keys[key].hash == names.named[place].hash)
 
     cdef inline int32_t _remembered(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
@@ -843,7 +1015,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef Py_ssize_t got = 0, got_before = -1
         cdef int word, num_left = MOST_PASSED
         cdef uint64_t bits
-        cdef int32_t cell, group, next, tail
+        cdef int32_t cell, cohort, group, next_cohort, next, tail
         cdef int64_t worth = self._worth_of(names, waiting[0])
         cdef int64_t value
         while got > got_before:
@@ -856,39 +1028,51 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                     value = self.value[cell]
                     if worth <= value:
                         return got
-                    next = self.queues[HOLDERS][cell].first
-                    while next != 0:
-                        group = next
-                        next = self.groups[group].next[HOLDERS]
-                        tail = self.groups[group].tail
-                        while tail != 0 and self._may_leave(names, tail, is_whole):
-                            if worth <= value:
-                                return got
-                            prefetch(&self.members[self.table.rows[tail].prev])
-                            self._detach_row(tail)
-                            self.leaving[got].hash = self.table.rows[tail].hash
-                            self.leaving[got].label = self._place_of(tail).label
-                            self.num_leaving += 1
-                            victims[got] = tail
-                            got += 1
-                            if got == n:
-                                return got
-                            worth = self._worth_of(names, waiting[got])
+                    next_cohort = self.queues[HOLDERS][cell].first
+                    while next_cohort != 0:
+                        cohort = next_cohort
+                        next_cohort = self.cohorts[cohort].next[HOLDERS]
+                        next = self.cohorts[cohort].groups[HOLDERS].first
+                        while next != 0:
+                            group = next
+                            next = self.groups[group].next[HOLDERS]
                             tail = self.groups[group].tail
-                        if tail != 0:
-                            num_left -= 1
-                            self.num_passed += 1
-                            if num_left == 0:
-                                return got
+                            while tail != 0 and self._may_leave(names, tail, is_whole):
+                                if worth <= value:
+                                    return got
+                                self._evict_tail(tail, got)
+                                victims[got] = tail
+                                got += 1
+                                if got == n:
+                                    return got
+                                worth = self._worth_of(names, waiting[got])
+                                tail = self.groups[group].tail
+                            if tail != 0:
+                                num_left -= 1
+                                self.num_passed += 1
+                                if num_left == 0:
+                                    return got
         return got
 
     cdef inline int64_t _worth_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
         cdef int32_t group
         if self._is_new(names, place):
-            group = group_in(self.new_keys[-names.uses[place].note - 1].label)
+            group = group_in(self.new_keys[-names.uses[place].note - 1].group)
         else:
             group = group_in(self.memory.group_of(self._remembered(names, place)))
-        return self.value[self.groups[group].cls * NUM_BINS]
+        return self.value[self._class_of(group) * NUM_BINS]
+
+    cdef inline void _evict_tail(self, int32_t tail, Py_ssize_t got) noexcept nogil:
+        """Take victim number `got` out, and fetch ahead what the next one and the memory will need."""
+        prefetch(&self.members[self.table.rows[tail].prev])
+        # Keys of a prompt mostly lie in rows that follow one another.
+        prefetch(&self.table.rows[max(tail - 5, 0)])
+        prefetch(&self.members[max(tail - 8, 0)])
+        self.leaving[got].hash = self.table.rows[tail].hash
+        self.leaving[got].group = self._place_of(tail).label
+        self.num_leaving += 1
+        self.memory.fetch(self.table.rows[tail].hash)
+        self._detach_row(tail)
 
     cdef inline bint _may_leave(self, RequestKeys names, int32_t row, bint is_whole) noexcept nogil:
         cdef Py_ssize_t place
@@ -973,8 +1157,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             row = rows[i]
             if self._is_new(names, places[i]):
                 key = -names.uses[places[i]].note - 1
-                label = self.new_keys[key].label
-                self.new_keys[key].label = 0
+                label = self.new_keys[key].group
+                self.new_keys[key].group = 0
             else:
                 key = self._remembered(names, places[i])
                 label = self.memory.group_of(key)
@@ -1033,25 +1217,29 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         """Take `n` victims in the order of the table, and decline nothing."""
         cdef Py_ssize_t got = 0
         cdef int rank
-        cdef int32_t cell, group, next, row, prev
+        cdef int32_t cell, cohort, next_cohort, group, next, row, prev
         if priority != NORMAL:
             return 0
         self._enter_memory()
         for rank in range(self.num_ranked):
             cell = self.ranked[rank]
-            next = self.queues[HOLDERS][cell].first
-            while next != 0:
-                group = next
-                next = self.groups[group].next[HOLDERS]
-                row = self.groups[group].tail
-                while row != 0 and got < n:
-                    prev = self.table.rows[row].prev
-                    if may_leave(self.table, row):
-                        self._detach_row(row)
-                        self.memory.append(self.table.rows[row].hash, self._place_of(row).label)
-                        out[got] = row
-                        got += 1
-                    row = prev
+            next_cohort = self.queues[HOLDERS][cell].first
+            while next_cohort != 0:
+                cohort = next_cohort
+                next_cohort = self.cohorts[cohort].next[HOLDERS]
+                next = self.cohorts[cohort].groups[HOLDERS].first
+                while next != 0:
+                    group = next
+                    next = self.groups[group].next[HOLDERS]
+                    row = self.groups[group].tail
+                    while row != 0 and got < n:
+                        prev = self.table.rows[row].prev
+                        if may_leave(self.table, row):
+                            self._detach_row(row)
+                            self.memory.append(self.table.rows[row].hash, self._place_of(row).label)
+                            out[got] = row
+                            got += 1
+                        row = prev
         self._trim()
         return got
 
@@ -1063,19 +1251,24 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef void _build_table(self) noexcept nogil:
         """Work out the value of each cell, and the order of the cells, from what has been counted."""
         cdef int cls, b, cell
-        cdef int64_t num_hit, num_sur, chance = 4096
+        cdef int64_t chance = 4096
+        cdef int64_t[NUM_BINS] num_hit
+        cdef int64_t[NUM_BINS] num_sur
+        memset(num_hit, 0, sizeof(num_hit))
+        memset(num_sur, 0, sizeof(num_sur))
         if self.total >= HALVING_TOTAL:
             self.total = 0
             for cell in range(NUM_CELLS):
                 self.hit[cell] >>= 1
                 self.sur[cell] >>= 1
                 self.total += self.hit[cell] + self.sur[cell]
+        for cls in range(NUM_CLASSES):
+            if self._in_use(cls):
+                for b in range(NUM_BINS):
+                    num_hit[b] += self.hit[cls * NUM_BINS + b]
+                    num_sur[b] += self.sur[cls * NUM_BINS + b]
         for b in range(NUM_BINS):
-            num_hit = num_sur = 0
-            for cls in range(NUM_CLASSES):
-                num_hit += self.hit[cls * NUM_BINS + b]
-                num_sur += self.sur[cls * NUM_BINS + b]
-            chance = ((num_hit << 16) + 2048 * chance) // (num_hit + num_sur + 2048)
+            chance = ((num_hit[b] << 16) + 2048 * chance) // (num_hit[b] + num_sur[b] + 2048)
             self.chances[b] = chance
         for cls in range(NUM_CLASSES):
             if self._in_use(cls):
@@ -1114,24 +1307,22 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             top += 1
             self.value[cls * NUM_BINS + b] = (nu << 32) // de
 
-    cdef inline bint _ranks_before(self, int32_t a, int32_t b) noexcept nogil:
-        if self.value[a] != self.value[b]:
-            return self.value[a] < self.value[b]
-        if a % NUM_BINS != b % NUM_BINS:
-            return a % NUM_BINS > b % NUM_BINS
-        return a < b
-
     cdef void _rank_cells(self) noexcept nogil:
         """Order the cells by value, then by bin, falling, then by class."""
         cdef int32_t cell
         cdef int i, j
+        cdef uint64_t[NUM_CELLS] ranks      # all three in one number; a value has 34 bits at the most
+        cdef uint64_t rank
         # By insertion: from one table to the next, few cells change places.
-        for i in range(1, self.num_ranked):
+        for i in range(self.num_ranked):
             cell = self.ranked[i]
+            rank = <uint64_t> self.value[cell] << 16 | (NUM_BINS - cell % NUM_BINS) << 8 | cell // NUM_BINS
             j = i
-            while j > 0 and self._ranks_before(cell, self.ranked[j - 1]):
+            while j > 0 and rank < ranks[j - 1]:
+                ranks[j] = ranks[j - 1]
                 self.ranked[j] = self.ranked[j - 1]
                 j -= 1
+            ranks[j] = rank
             self.ranked[j] = cell
         memset(self.holders, 0, sizeof(self.holders))
         for i in range(self.num_ranked):
@@ -1159,7 +1350,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef int check_policy(self) except -1:
         cdef const Row* rows = self.table.rows
-        cdef int32_t cell, group, next, row
+        cdef int32_t cell, cohort, group, next, row
         cdef Label label
         cdef Py_ssize_t i, num_groups = 0, num_resident = 0, num_lost = 0
         cdef int64_t total = 0
@@ -1169,51 +1360,50 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             total += self.hit[cell] + self.sur[cell]
             holders = []
             youngest = None
-            group = self.queues[ALL][cell].first
-            while group != 0:
-                num_groups += 1
-                hold(self.groups[group].num_known > 0 and self._cell_of(&self.groups[group]) == cell,
-                     f"group {group} is astray in cell {cell}")
-                hold(youngest is None or self.groups[group].t0 >= youngest, f"group {group} is out of order")
-                youngest = self.groups[group].t0
-                next = self.groups[group].next[ALL]
-                hold(self.groups[next].prev[ALL] == group if next != 0 else self.youngest[cell // NUM_BINS] == group,
-                     f"group {group} is not its neighbour's neighbour")
-                known[group] = self.groups[group].num_known
-                if self.groups[group].tail != 0:
-                    holders.append(group)
-                group = 0 if group == self.queues[ALL][cell].last else next
+            cohort = self.queues[ALL][cell].first
+            while cohort != 0:
+                hold(self.cohorts[cohort].num_groups > 0 and self._cell_of(&self.cohorts[cohort]) == cell,
+                     f"cohort {cohort} is astray in cell {cell}")
+                hold(youngest is None or self.cohorts[cohort].t0 >= youngest, f"cohort {cohort} is out of order")
+                youngest = self.cohorts[cohort].t0
+                next = self.cohorts[cohort].next[ALL]
+                hold(self.cohorts[next].prev[ALL] == cohort if next != 0 else self.youngest[cell // NUM_BINS] == cohort,
+                     f"cohort {cohort} is not its neighbour's neighbour")
+                num_groups += self.check_cohort(cohort, known)
+                if self.cohorts[cohort].groups[HOLDERS].first != 0:
+                    holders.append(cohort)
+                cohort = 0 if cohort == self.queues[ALL][cell].last else next
             listed = []
-            group = self.queues[HOLDERS][cell].first
-            while group != 0:
-                listed.append(group)
-                group = self.groups[group].next[HOLDERS]
+            cohort = self.queues[HOLDERS][cell].first
+            while cohort != 0:
+                listed.append(cohort)
+                cohort = self.cohorts[cohort].next[HOLDERS]
             hold((self.occupied[cell >> 6] >> (cell & 63) & 1) == (self.queues[ALL][cell].first != 0),
                  f"cell {cell} is marked wrongly")
             hold(cell % NUM_BINS == NUM_BINS - 1 or self.queues[ALL][cell].first == 0
                  or self.due <= self.ends[cell]
-                 == self.groups[self.queues[ALL][cell].first].t0 + EDGES[cell % NUM_BINS + 1],
+                 == self.cohorts[self.queues[ALL][cell].first].t0 + EDGES[cell % NUM_BINS + 1],
                  f"cell {cell} ages too late")
             hold(sorted(listed) == sorted(holders), f"cell {cell} lists {listed}, {holders} have resident members")
             if self._in_use(cell // NUM_BINS):
                 row = self.rank_of[cell]
                 hold(self.ranked[row] == cell, f"cell {cell} has another rank")
                 hold((self.holders[row >> 6] >> (row & 63) & 1) == (listed != []), f"cell {cell} is marked wrongly")
-            for group in listed:
-                row = self.groups[group].tail
-                hold(rows[row].next == 0, f"group {group} goes on behind its tail")
-                while row != 0:
-                    num_resident += 1
-                    known[group] -= 1
-                    hold(rows[row].key != NULL and group_in(self._place_of(row).label) == group,
-                         f"row {row} is in no group")
-                    if rows[row].prev != 0:
-                        hold(rows[rows[row].prev].next == row, f"row {row} is not its neighbour's")
-                    parent = self._place_of(row).parent
-                    if parent != 0 and rows[parent].generation == self.members[row].parent_generation:
-                        hold(rows[parent].key != NULL, f"row {row} has an absent predecessor")
-                        kids[parent] = kids.get(parent, 0) + 1
-                    row = rows[row].prev
+        for group in list(known):
+            row = self.groups[group].tail
+            hold(row == 0 or rows[row].next == 0, f"group {group} goes on behind its tail")
+            while row != 0:
+                num_resident += 1
+                known[group] -= 1
+                hold(rows[row].key != NULL and group_in(self._place_of(row).label) == group,
+                     f"row {row} is in no group")
+                if rows[row].prev != 0:
+                    hold(rows[rows[row].prev].next == row, f"row {row} is not its neighbour's")
+                parent = self._place_of(row).parent
+                if parent != 0 and rows[parent].generation == self.members[row].parent_generation:
+                    hold(rows[parent].key != NULL, f"row {row} has an absent predecessor")
+                    kids[parent] = kids.get(parent, 0) + 1
+                row = rows[row].prev
         hold(total == self.total, f"{total} are counted, the total is {self.total}")
         hold(num_groups == self.num_groups, f"{num_groups} groups are linked, {self.num_groups} counted")
         hold(num_resident == self.table.num_resident,
@@ -1229,7 +1419,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             hold(group in known, f"a remembered key is in group {group}, which is not there")
             known[group] -= 1
         for i in range(self.num_new):
-            group = group_in(self.new_keys[i].label)
+            group = group_in(self.new_keys[i].group)
             hold(group in known, f"a new key is in group {group}, which is not there")
             known[group] -= 1
         hold(self.num_leaving == 0, f"{self.num_leaving} victims are not remembered yet")
@@ -1246,6 +1436,34 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         for group in known:
             hold(known[group] == 0, f"group {group} counts {known[group]} members too many")
         return 0
+
+    cdef Py_ssize_t check_cohort(self, int32_t cohort, dict known) except -1:
+        """Enter what each group of a cohort knows in `known`, and return how many groups there are."""
+        cdef int32_t group = self.cohorts[cohort].groups[ALL].first, last = 0
+        cdef Py_ssize_t num_known = 0
+        groups = []
+        holders = []
+        while group != 0:
+            hold(self.groups[group].num_known > 0 and self.groups[group].cohort == cohort,
+                 f"group {group} is astray in cohort {cohort}")
+            hold(self.groups[group].prev[ALL] == last, f"group {group} is not its neighbour's neighbour")
+            groups.append(group)
+            known[group] = self.groups[group].num_known
+            num_known += self.groups[group].num_known
+            if self.groups[group].tail != 0:
+                holders.append(group)
+            last = group
+            group = self.groups[group].next[ALL]
+        hold(last == self.cohorts[cohort].groups[ALL].last, f"cohort {cohort} ends with another group than {last}")
+        hold(num_known == self.cohorts[cohort].num_known, f"cohort {cohort} counts other keys than {num_known}")
+        hold(len(groups) == self.cohorts[cohort].num_groups, f"cohort {cohort} counts other groups than {groups}")
+        listed = []
+        group = self.cohorts[cohort].groups[HOLDERS].first
+        while group != 0:
+            listed.append(group)
+            group = self.groups[group].next[HOLDERS]
+        hold(sorted(listed) == sorted(holders), f"cohort {cohort} lists {listed}, {holders} have resident members")
+        return len(groups)
 
 
 cdef int hold(bint condition, str fault) except -1:

@@ -463,7 +463,8 @@ def _decode_note(reader: _Reader, op: Op, number: int) -> Call | Input:
     if op is Op.GROUPS:
         context, count = reader.number(), reader.number()
         data = reader.take(count * _GROUP_BYTES)
-        return Call(number, op, context=context, keys=[data[i : i + _GROUP_BYTES] for i in range(0, len(data), 2)])
+        groups = [data[i : i + _GROUP_BYTES] for i in range(0, len(data), _GROUP_BYTES)]
+        return Call(number, op, context=context, keys=groups)
     if op is Op.CLOCK:
         return Input(op, reader.seconds())
     if op is Op.LOST:

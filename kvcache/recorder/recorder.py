@@ -26,8 +26,9 @@ from typing import Any
 
 from kvcache.control.wrapped_calls import WrappedCalls
 from kvcache.options import parse_size
-from kvcache.recorder.call_log import CallLog, RecordedCalls, RecordedClock
+from kvcache.recorder.call_log import CallLog, RecordedClock
 from kvcache.recorder.format import MAGIC, frame_bytes, header_bytes, older_files
+from kvcache.recorder.recorded_calls import RecordedCalls
 from kvcache.recorder.tier import RecordedTier
 
 _LOG = logging.getLogger(__name__)
@@ -233,14 +234,14 @@ def _write(log: CallLog, wakes: queue.SimpleQueue[bool], file: _RotatingFile) ->
     while not is_last:
         with contextlib.suppress(queue.Empty):
             is_last = wakes.get(timeout=_FLUSH_S)
-        for chunk, num_bytes, first_record, specs in log.take():
+        for chunk, num_bytes, first_record, num_records, specs in log.take():
             try:
                 with memoryview(chunk)[:num_bytes] as records:
                     frame = frame_bytes(first_record, specs, records)
             except Exception as error:
-                file.fail(error)
+                file.fail(error, num_records)
             else:
-                file.write(frame)
+                file.write(frame, num_records)
             log.give_back(chunk)
     file.close()
 
@@ -294,13 +295,16 @@ class _RotatingFile:
         self.num_bytes += len(head)
         return fd
 
-    def write(self, frame: bytes) -> None:
-        """Append a frame, to a new file where this one is full; after a failure nothing is written any more."""
+    def write(self, frame: bytes, num_records: int) -> None:
+        """Append a frame, to a new file where this one is full or gone; after a failure nothing is written any more."""
         if self.error:
-            self.num_lost += 1
+            self.num_lost += num_records
             return
         try:
-            if self._size + len(frame) > self._file_bytes:
+            is_gone = self._is_gone()
+            if is_gone:
+                _LOG.warning("%s was moved or removed: recording goes on in a new file", self.path)
+            if is_gone or self._size + len(frame) > self._file_bytes:
                 os.close(self._fd)
                 self._fd = -1
                 self._shift()
@@ -310,11 +314,19 @@ class _RotatingFile:
             self._size += len(frame)
             self.num_bytes += len(frame)
         except (OSError, ValueError) as error:
-            self.fail(error)
+            self.fail(error, num_records)
 
-    def fail(self, error: Exception) -> None:
+    def _is_gone(self) -> bool:
+        try:
+            there = self.path.lstat()
+        except FileNotFoundError:
+            return True
+        ours = os.fstat(self._fd)
+        return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
+
+    def fail(self, error: Exception, num_records: int) -> None:
         """Give up, once and for all."""
-        self.num_lost += 1
+        self.num_lost += num_records
         self.error = f"{type(error).__name__}: {error}"
         _LOG.warning("kvcache records no more calls to %s: %s", self.path, self.error)
 

@@ -58,11 +58,6 @@ class AgentWorkload:
     max_context_tokens : int
         A session ends when its prompt would be longer.
 
-    Raises
-    ------
-    ValueError
-        A number is out of range.
-
     Notes
     -----
     The defaults are chosen for a demonstration, not fitted to any trace.

@@ -134,19 +134,6 @@ def run_job(
 ) -> Cell:
     """Replay a trace in this process.
 
-    Parameters
-    ----------
-    trace : CompactTrace
-        The requests.
-    job : Job
-        Policy and capacity.
-    plan : Plan
-        The rest.
-    progressed : callable, optional
-        Called now and then with the ids that are done.
-    nexts : numpy.ndarray, optional
-        The trace's `next_uses`, where they are known.
-
     Returns
     -------
     Cell
@@ -329,10 +316,3 @@ def _estimated(cell: Cell, trace: CompactTrace, split: int) -> Cell:
         stored_blocks=grown(cell.stored_blocks),
         evicted_blocks=grown(cell.evicted_blocks),
     )
-
-
-def optimum_cell(
-    trace: CompactTrace, num_blocks: int | None, split: int = 1, progressed: Callable[[int], None] | None = None
-) -> Cell:
-    """Return what the offline optimum hits; with `num_blocks` None, what an unbounded cache hits."""
-    return run_job(trace, Job(OPTIMUM, num_blocks), Plan(split), progressed)

@@ -17,6 +17,9 @@ import numpy as np
 
 from kvcache.replay.requests import Request
 
+_SPREAD = 0.6
+"""Of lengths and pauses, which are drawn log-normally."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChatWorkload:
@@ -42,11 +45,6 @@ class ChatWorkload:
         Mean seconds between an answer and the next question; log-normal.
     max_context_tokens : int
         A chat ends when its prompt would be longer.
-
-    Raises
-    ------
-    ValueError
-        A number is out of range.
 
     Notes
     -----
@@ -114,11 +112,6 @@ def check_workload(workload: Any, ranges: Mapping[str, tuple[float, float]]) -> 
         Its ints are >= 1 but for `seed`, its floats > 0.
     ranges : mapping of str to (float, float)
         The least and the largest value of fields with narrower ones.
-
-    Raises
-    ------
-    ValueError
-        With the field that is wrong.
     """
     for spec in fields(workload):
         value = getattr(workload, spec.name)
@@ -134,6 +127,6 @@ def check_workload(workload: Any, ranges: Mapping[str, tuple[float, float]]) -> 
             raise ValueError(f"{spec.name} must be <= {most:g}, got {value!r}")
 
 
-def log_normal(draw: random.Random, mean: float, spread: float = 0.6) -> int:
+def log_normal(draw: random.Random, mean: float) -> int:
     """Draw a whole number >= 1 whose mean is about `mean`."""
-    return max(1, round(draw.lognormvariate(math.log(mean) - spread * spread / 2, spread)))
+    return max(1, round(draw.lognormvariate(math.log(mean) - _SPREAD * _SPREAD / 2, _SPREAD)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,20 +76,7 @@ class CompactTrace:
 
     @classmethod
     def of(cls, requests: Iterable[Request], block_size: int) -> CompactTrace:
-        """Gather requests in memory.
-
-        Parameters
-        ----------
-        requests : iterable of Request
-            In order of arrival.
-        block_size : int
-            Tokens of one id.
-
-        Returns
-        -------
-        CompactTrace
-            All of them.
-        """
+        """Gather requests in memory."""
         parts, lengths, arrivals = [], [], []
         for request in requests:
             parts.append(request.hash_ids)
@@ -103,25 +90,9 @@ class CompactTrace:
     def spool(
         cls, requests: Iterable[Request], block_size: int, folder: Path, rate: float = 1.0, seed: int = 0
     ) -> CompactTrace:
-        """Write requests to files as they come, and map them.
+        """Write requests to files in `folder` as they come, and map them.
 
-        Parameters
-        ----------
-        requests : iterable of Request
-            In order of arrival.
-        block_size : int
-            Tokens of one id.
-        folder : pathlib.Path
-            Where the files go.
-        rate : float
-            Share of the ids to keep, 0 < rate <= 1; the same ids in every request.
-        seed : int
-            Which ids those are.
-
-        Returns
-        -------
-        CompactTrace
-            What `load` returns of the folder.
+        Of the ids, a share `rate` is kept, 0 < `rate` <= 1: the same ones in every request, which `seed` chooses.
         """
         digest = hashlib.blake2b(f"{block_size} {rate} {seed if rate < 1 else 0}".encode(), digest_size=16)
         num_ids = all_blocks = all_tokens = 0
@@ -254,12 +225,7 @@ class CompactTrace:
         )
 
 
-def next_uses(
-    trace: CompactTrace,
-    folder: Path | None = None,
-    max_bytes: int | None = None,
-    progressed: Callable[[int], None] | None = None,
-) -> tuple[Int64Array, int]:
+def next_uses(trace: CompactTrace, folder: Path | None = None, max_bytes: int | None = None) -> tuple[Int64Array, int]:
     """Return, for every place of a trace, the place of the next request's first mention of its id.
 
     Parameters
@@ -271,8 +237,6 @@ def next_uses(
     max_bytes : int, optional
         Memory for a table of ids, at least 16 MiB: the trace is passed through once for each part of the ids that fits.
         None: all at once.
-    progressed : callable, optional
-        Called now and then with the places that are done.
 
     Returns
     -------
@@ -298,8 +262,6 @@ def next_uses(
             uses.link(np.ascontiguousarray(trace.ids[begin:end]), bounds, nexts[begin:end])
             give_back(trace.ids)
             give_back(nexts)
-            if progressed is not None:
-                progressed((num_places * part + num_places - begin) // num_parts)
         distinct += uses.num_ids
     return nexts, distinct
 
@@ -315,7 +277,7 @@ def _about_distinct(trace: CompactTrace) -> int:
 
 
 def give_back(array: Any) -> None:
-    """Let go of the pages of a mapped file that have been read; they are read anew when they are needed."""
+    """Release the pages of a mapped file that have been read; they are read anew when they are needed."""
     base = getattr(array, "base", None)
     if isinstance(base, mmap.mmap):
         base.madvise(mmap.MADV_DONTNEED)

@@ -41,16 +41,8 @@ class ScaledTrace:
     """Copies of a trace at once, whose users share only what all of the trace's users share.
 
     A block is shared if prompts go at least eight different ways right behind it, or behind a block that it leads to:
-    system prompts, descriptions of tools. All others are the copy's own. Copies begin within ten minutes, one at once.
-
-    Parameters
-    ----------
-    trace : CompactTrace
-        The traffic of one copy.
-    copies : int
-        How many, >= 1.
-    seed : int
-        When each copy begins.
+    system prompts, descriptions of tools. All others are the copy's own. Copies begin within ten minutes, which `seed`
+    draws, one at once.
 
     Attributes
     ----------
@@ -151,11 +143,6 @@ class FleetPlan:
         Seconds of prefill a token.
     block_load_s : float
         Seconds that an engine takes to load a block from the store.
-
-    Raises
-    ------
-    ValueError
-        A number is out of range, or the router is not known.
     """
 
     num_engines: int
@@ -324,7 +311,7 @@ class EventsRouter(PrefixRouter):
         self._others: dict[int, list[int]] = {}
 
     def on_placed(self, engine: int, ids: Int64Array) -> None:
-        """Events tell."""
+        """Nothing is remembered: events say who holds what."""
 
     def on_events(self, engine: int, stored: Int64Array, evicted: Int64Array) -> None:
         """Follow what engines hold."""
@@ -352,20 +339,7 @@ class EventsRouter(PrefixRouter):
 
 
 def make_router(plan: FleetPlan, num_ids: int, block_size: int) -> Router:
-    """Return the router of a fleet.
-
-    Parameters
-    ----------
-    plan : FleetPlan
-        The fleet.
-    num_ids, block_size : int
-        Of the trace.
-
-    Returns
-    -------
-    Router
-        Empty.
-    """
+    """Return the router of a fleet."""
     if plan.router == "round_robin":
         return RoundRobin(plan.num_engines)
     return (PrefixRouter if plan.router == "prefix" else EventsRouter)(num_ids, plan.token_s * block_size)
@@ -374,24 +348,7 @@ def make_router(plan: FleetPlan, num_ids: int, block_size: int) -> Router:
 def run_fleet(
     trace: ScaledTrace, plan: FleetPlan, progressed: Callable[[int], None] | None = None, limit: int | None = None
 ) -> FleetResult:
-    """Send a trace's requests through a fleet.
-
-    Parameters
-    ----------
-    trace : ScaledTrace
-        The requests.
-    plan : FleetPlan
-        The fleet.
-    progressed : callable, optional
-        Called now and then with the number of requests that are done.
-    limit : int, optional
-        Requests at most.
-
-    Returns
-    -------
-    FleetResult
-        What was counted.
-    """
+    """Send a trace's requests through a fleet."""
     most = max(1, trace.num_ids)
     engines = [
         CPUOffloadingManager(trace.block_size, min(plan.num_blocks, most), plan.cache_policy)

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from kvcache.replay.style import COLOURS, MARKERS, caption, new_figure, plain_axes
+from kvcache.replay.style import COLOURS, MARKERS, caption, new_figure, plain_axes, save
 
 _NAMES = {"round_robin": "round robin", "prefix": "prefix-affine", "events": "by events"}
 
 
 def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, target: str) -> None:
-    """Draw the share of blocks hit, and keys asked and blocks moved a second.
-
-    Parameters
-    ----------
-    title, footnote : str
-        Above and below.
-    cells : sequence of dict
-        As the command's JSON has them.
-    target : str
-        A file ending in ``.png`` or ``.svg``.
-    """
+    """Draw the share of blocks hit, and keys asked and blocks moved a second."""
     from matplotlib.ticker import PercentFormatter
 
     figure = new_figure(11.0, 5.2)
@@ -54,6 +43,4 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
     )
     figure.legend(loc="outside right upper", frameon=False)
     caption(figure, title, footnote)
-    suffix = Path(target).suffix.lower()[1:]
-    # Without a date the same figures give the same file.
-    figure.savefig(target, format=suffix, dpi=160, metadata={"Date": None} if suffix == "svg" else None)
+    save(figure, target)

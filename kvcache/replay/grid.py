@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvcache.replay.cells import OPTIMUM, Cell, Job, Plan, joined, optimum_cell, run_job
+from kvcache.replay.cells import OPTIMUM, Cell, Job, Plan, joined, run_job
 from kvcache.replay.compact import CompactTrace, next_uses
 from kvcache.replay.keys import split_block_size
 from kvcache.replay.requests import ReplayError
@@ -29,7 +29,7 @@ from kvcache.replay.run import check_policy
 if TYPE_CHECKING:
     from kvcache.replay.requests import Int64Array, RequestSource
 
-__all__ = ["OPTIMUM", "Cell", "CompactTrace", "Grid", "check_grid", "optimum_cell", "simulate"]
+__all__ = ["OPTIMUM", "Cell", "CompactTrace", "Grid", "check_grid", "simulate"]
 
 _POLL_S = 0.2
 _MANY_IDS = 10_000_000
@@ -86,20 +86,7 @@ class Runner(Protocol):
 
 
 def check_grid(policies: Sequence[str], capacities: Sequence[int]) -> None:
-    """Raise if a policy is not known or named twice, or the capacities are not positive and ascending.
-
-    Parameters
-    ----------
-    policies : sequence of str
-        Names, ``"package.module:Class"``, or ``"min"``.
-    capacities : sequence of int
-        Blocks.
-
-    Raises
-    ------
-    ValueError
-        With the value that is wrong.
-    """
+    """Raise if a policy is not known or named twice, or the capacities are not positive and ascending."""
     for i, policy in enumerate(policies):
         if policy in policies[:i]:
             raise ValueError(f"policy {policy!r} is named twice")
@@ -144,13 +131,6 @@ def simulate(
     -------
     list of Cell
         Policy by policy, in the order given.
-
-    Raises
-    ------
-    ValueError
-        See `check_grid`, or `split` does not divide the tokens of a block.
-    ReplayError
-        A process died.
 
     Notes
     -----
@@ -197,11 +177,6 @@ def run_grid(
         Called a few times a second with the share of the work that is done.
     runner : Runner, optional
         Where to run; None: processes of this machine.
-
-    Yields
-    ------
-    Cell
-        As they finish.
 
     Raises
     ------

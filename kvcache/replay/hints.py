@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from kvcache.replay.compact import CompactTrace
     from kvcache.replay.requests import Int64Array
 
-def derive_hints(
-    trace: CompactTrace, nexts: Int64Array, error: float = 0.0, seed: int = 0, soon_s: float = SOON_S
-) -> npt.NDArray[np.int8]:
+
+def derive_hints(trace: CompactTrace, nexts: Int64Array, error: float = 0.0, seed: int = 0) -> npt.NDArray[np.int8]:
     """Return what each request of a trace would have said of its next use.
 
     Parameters
@@ -33,18 +32,11 @@ def derive_hints(
         Share of the requests whose hint is one of the two wrong ones, 0 <= error <= 1.
     seed : int
         Which those are.
-    soon_s : float
-        What comes back within so many seconds comes soon.
 
     Returns
     -------
     numpy.ndarray
         A place in `NEXT_USES` for each request, int8, shape (requests,).
-
-    Raises
-    ------
-    ValueError
-        `error` is out of range.
 
     Notes
     -----
@@ -77,7 +69,7 @@ def derive_hints(
         comes_back = after < never
         number = np.searchsorted(trace.bounds, np.where(comes_back, after, 0), side="right") - 1
         gaps = trace.arrivals_s[number] - trace.arrivals_s[first + filled]
-        hints[first + filled] = np.where(comes_back, np.where(gaps <= soon_s, 1, 2), 0)
+        hints[first + filled] = np.where(comes_back, np.where(gaps <= SOON_S, 1, 2), 0)
     if error > 0:
         draw = np.random.default_rng(seed)
         is_wrong = draw.random(len(hints)) < error

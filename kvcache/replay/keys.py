@@ -43,11 +43,6 @@ class KeyMaker:
         Keys that one listed id becomes, >= 1.
     group_idx : int
         KV-cache group, 0 <= group_idx < 2**32.
-
-    Raises
-    ------
-    ValueError
-        A number is out of range.
     """
 
     def __init__(self, split: int = 1, group_idx: int = 0) -> None:

@@ -38,16 +38,6 @@ CASES: dict[str, tuple[str | None, str | None]] = {
 def sessions_of(trace: CompactTrace) -> Int64Array:
     """Return for each request the first request of its session.
 
-    Parameters
-    ----------
-    trace : CompactTrace
-        The requests.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64, shape (requests,).
-
     Notes
     -----
     A trace names no sessions. A request goes on with that of an older one if it names all of its blocks but the last;
@@ -66,27 +56,7 @@ def sessions_of(trace: CompactTrace) -> Int64Array:
 
 
 def tenants_of(trace: CompactTrace, share: float, seed: int = 0) -> npt.NDArray[np.bool_]:
-    """Return for each request whether it is of tenant B, who owns about so many of the sessions.
-
-    Parameters
-    ----------
-    trace : CompactTrace
-        The requests.
-    share : float
-        Of the sessions, 0 <= share <= 1.
-    seed : int
-        Which those are.
-
-    Returns
-    -------
-    numpy.ndarray
-        bool, shape (requests,).
-
-    Raises
-    ------
-    ValueError
-        The share is out of range.
-    """
+    """Return for each request whether it is of tenant B, who owns about so many of the sessions."""
     if not 0 <= share <= 1:
         raise ValueError(f"share must be in 0..1, got {share!r}")
     _, session = np.unique(sessions_of(trace), return_inverse=True)
@@ -97,26 +67,7 @@ def tenants_of(trace: CompactTrace, share: float, seed: int = 0) -> npt.NDArray[
 def tenants_hits(
     trace: CompactTrace, policy: str, num_blocks: int, is_second: Sequence[bool], hints: Sequence[Retention | None]
 ) -> tuple[int, int]:
-    """Return the prefix hits of the first and of the second tenant.
-
-    Parameters
-    ----------
-    trace : CompactTrace
-        The requests.
-    policy : str
-        A policy's name.
-    num_blocks : int
-        Capacity.
-    is_second : sequence of bool
-        Whose each request is.
-    hints : sequence of Retention or None
-        What each request says.
-
-    Returns
-    -------
-    tuple of (int, int)
-        Blocks hit.
-    """
+    """Return the prefix hits of the first and of the second tenant."""
     clock, make_keys = ReplayClock(), KeyMaker()
     replay = Replay(CPUOffloadingManager(trace.block_size, num_blocks, policy, clock=clock), arrivals=clock)
     hits = [0, 0]
@@ -128,24 +79,7 @@ def tenants_hits(
 def said_by(
     trace: CompactTrace, is_second: Sequence[bool], first: str | None, second: str | None, are_named: bool = False
 ) -> list[Retention | None]:
-    """Return each request's hint, where both tenants say the truth (``"honest"``), nothing, or always the same.
-
-    Parameters
-    ----------
-    trace : CompactTrace
-        The requests.
-    is_second : sequence of bool
-        Whose each request is.
-    first, second : str or None
-        ``"honest"``, one of `NEXT_USES`, or None.
-    are_named : bool
-        Whether each hint names its tenant.
-
-    Returns
-    -------
-    list of Retention or None
-        One for each request.
-    """
+    """Return each request's hint, where both tenants say the truth (``"honest"``), nothing, or always the same."""
     honest = [NEXT_USES[hint] for hint in derive_hints(trace, next_uses(trace)[0])]
     hints: dict[tuple[str, str], Retention] = {}
     said: list[Retention | None] = []

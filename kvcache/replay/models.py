@@ -7,13 +7,14 @@ with the length of the prompt, is left out, so the time saved is a lower bound.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvcache.registry import did_you_mean
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 
@@ -34,11 +35,6 @@ class Model:
         Parameters that a token passes through (the active ones of a mixture of experts); None: not known.
     dtype : str
         Of the KV cache: bf16, fp16, fp32, fp8 or int8.
-
-    Raises
-    ------
-    ValueError
-        A number is not positive, or the dtype is not known.
     """
 
     name: str
@@ -123,11 +119,6 @@ def model_of(name: str, dtype: str = "bf16") -> Model:
     dtype : str
         Of the KV cache.
 
-    Returns
-    -------
-    Model
-        The shape of its KV cache.
-
     Raises
     ------
     ValueError
@@ -138,10 +129,9 @@ def model_of(name: str, dtype: str = "bf16") -> Model:
         return _model_of_file(path if path.suffix == ".json" else path / "config.json", dtype)
     known = _plain(name)
     if known not in _MODELS:
-        close = difflib.get_close_matches(known, _MODELS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(
-            f"unknown model {name!r}, known ones: {', '.join(_MODELS)}; or the path of its config.json{hint}"
+            f"unknown model {name!r}, known ones: {', '.join(_MODELS)}; or the path of its config.json"
+            f"{did_you_mean(known, _MODELS)}"
         )
     return Model(known, *_MODELS[known], dtype=dtype)
 

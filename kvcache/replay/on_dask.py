@@ -29,11 +29,6 @@ class DaskRunner:
     address : str
         Of the scheduler, as in ``tcp://10.0.0.1:8786``. Its workers need the same kvcache, and the module of a policy
         that is named by its path.
-
-    Raises
-    ------
-    ValueError
-        Dask is not installed.
     """
 
     def __init__(self, address: str) -> None:
@@ -45,20 +40,6 @@ class DaskRunner:
 
     def run(self, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:
         """Yield each job with its cell, as they finish.
-
-        Parameters
-        ----------
-        trace : CompactTrace
-            The requests.
-        jobs : sequence of Job
-            What to replay.
-        plan : Plan
-            How.
-
-        Yields
-        ------
-        tuple of Job and Cell
-            In any order.
 
         Raises
         ------

@@ -26,25 +26,11 @@ def optimal_hits(
     split: int = 1,
     nexts: Int64Array | None = None,
 ) -> Int64Array:
-    """Return the prefix hits of every request under the optimum.
+    """Return the prefix hits of every request under the optimum: blocks, int64.
 
-    Parameters
-    ----------
-    trace : CompactTrace
-        The requests.
-    num_blocks : int or None
-        Capacity; None: no limit, which gives the hits of an unbounded cache.
-    progressed : callable, optional
-        Called now and then with the places that are done.
-    split : int
-        Blocks that each id stands for.
-    nexts : numpy.ndarray, optional
-        What `next_uses` returns of the trace; None: it is worked out, in memory.
-
-    Returns
-    -------
-    numpy.ndarray
-        Blocks, int64, shape (requests,).
+    Without `num_blocks` there is no limit, which gives the hits of an unbounded cache. `progressed` is called now and
+    then with the places that are done. Each id stands for `split` blocks. `nexts` is what `next_uses` returns of the
+    trace; without it, it is worked out, in memory.
 
     Notes
     -----

@@ -84,18 +84,12 @@ class VerifiedPayload(Closable):
         self._moved = {"store": (0, 0.0), "load": (0, 0.0)}
 
     def close(self) -> None:
-        """End the copies and let the memory go."""
+        """End the copies and release the memory."""
         self._worker.shutdown()
         self.pool.close()
 
     def store(self, keys: Sequence[bytes], spec: BlockIDsLoadStoreSpec) -> None:
-        """Make the blocks of `keys` on the device and store them where `spec` says.
-
-        Raises
-        ------
-        TransferFailedError
-            A job failed.
-        """
+        """Make the blocks of `keys` on the device and store them where `spec` says."""
         seeds = _seeds(keys)
         jobs: list[int] = []
         for n, first in enumerate(range(0, len(keys), self._job_blocks)):

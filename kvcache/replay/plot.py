@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache.options import format_size
 from kvcache.replay.cells import OPTIMUM
-from kvcache.replay.style import COLOURS, INK, MARKERS, caption, new_figure, plain_axes
+from kvcache.replay.style import COLOURS, INK, MARKERS, caption, check_matplotlib, new_figure, plain_axes, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,23 +52,7 @@ th, td {{ padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #dd
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What a drawing shows.
-
-    Parameters
-    ----------
-    title : str
-        Its heading.
-    cells : sequence of Cell
-        Policies at capacities.
-    unbounded : Cell
-        The cache without limit.
-    block_bytes : int or None
-        Bytes of one block, for the second axis; None: not known, and no such axis.
-    footnote : str
-        How the figures came about.
-    media : tuple of str
-        What the tiers below host memory are called, where there are any.
-    """
+    """What a drawing shows."""
 
     title: str
     cells: Sequence[Cell]
@@ -79,26 +64,17 @@ class Chart:
     def label(self, cell: Cell) -> str:
         """Return what a line, or a column, is called."""
         below = [
-            f"{name} {_short_bytes(blocks * (self.block_bytes or 1))}"
+            f"{name} {format_size(blocks * (self.block_bytes or 1))}"
             for name, blocks in zip(self.media, cell.tiers, strict=False)
         ]
         return " + ".join([cell.policy, *below])
 
 
 def check_plot_target(target: str) -> None:
-    """Raise if nothing can be drawn into a file of this name.
-
-    Raises
-    ------
-    ValueError
-        The suffix is not one of `PLOT_SUFFIXES`, or matplotlib is not installed.
-    """
+    """Raise if nothing can be drawn into a file of this name."""
     if Path(target).suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"--plot must end in {', '.join(PLOT_SUFFIXES)}, got {target!r}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: install kvcache's extra 'plot'") from None
+    check_matplotlib()
 
 
 def draw(chart: Chart, target: str) -> None:
@@ -111,8 +87,7 @@ def draw(chart: Chart, target: str) -> None:
         figure.savefig(svg, format="svg", metadata={"Date": None})
         Path(target).write_text(_page(chart, svg.getvalue()), encoding="utf-8")
     else:
-        # Without a date the same figures give the same file.
-        figure.savefig(target, format=suffix[1:], dpi=160, metadata={"Date": None} if suffix == ".svg" else None)
+        save(figure, target)
 
 
 def _lines(chart: Chart) -> dict[str, list[Cell]]:
@@ -169,9 +144,9 @@ def _draw_lines(figure: Figure, chart: Chart) -> None:
     axes.set_ylabel("blocks hit, as a leading run")
     if chart.block_bytes is not None:
         bytes_axis = axes.secondary_xaxis("top")
-        bytes_axis.set_xticks(ticks, [_short_bytes(blocks * chart.block_bytes) for blocks in ticks])
+        bytes_axis.set_xticks(ticks, [format_size(blocks * chart.block_bytes) for blocks in ticks])
         bytes_axis.xaxis.set_minor_locator(NullLocator())
-        bytes_axis.set_xlabel(f"memory at {_short_bytes(chart.block_bytes)} a block", fontsize=9)
+        bytes_axis.set_xlabel(f"memory at {format_size(chart.block_bytes)} a block", fontsize=9)
         bytes_axis.tick_params(labelsize=9)
     # Beside the lines: over them it would hide some.
     figure.legend(loc="outside right upper", frameon=False)
@@ -210,7 +185,7 @@ def _draw_bars(figure: Figure, chart: Chart) -> None:
     axes.set_ylim(0, max(rim * 1.12, 0.01))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if rim > 0.05 else 1))
     blocks = _capacities(chart)[0]
-    memory = "" if chart.block_bytes is None else f" ({_short_bytes(blocks * chart.block_bytes)})"
+    memory = "" if chart.block_bytes is None else f" ({format_size(blocks * chart.block_bytes)})"
     axes.set_xlabel(f"{blocks:,} blocks{memory} of host memory")
     axes.set_ylabel("blocks hit, as a leading run")
     if chart.media:
@@ -244,13 +219,6 @@ def _thinned(capacities: Sequence[int]) -> list[int]:
     return ticks
 
 
-def _short_bytes(count: float) -> str:
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
 def _page(chart: Chart, svg: str) -> str:
     lines = _lines(chart)
     memory_head = () if chart.block_bytes is None else ("memory",)
@@ -259,7 +227,7 @@ def _page(chart: Chart, svg: str) -> str:
     for blocks in _capacities(chart):
         found = (cell_at.get((name, blocks)) for name in lines)
         rates = "".join("<td></td>" if cell is None else f"<td>{cell.block_hit_rate:.2%}</td>" for cell in found)
-        memory = "" if chart.block_bytes is None else f"<td>{_short_bytes(blocks * chart.block_bytes)}</td>"
+        memory = "" if chart.block_bytes is None else f"<td>{format_size(blocks * chart.block_bytes)}</td>"
         rows.append(f"<tr><td>{blocks:,}</td>{memory}{rates}</tr>")
     return _PAGE.format(
         title=html.escape(chart.title),

@@ -5,7 +5,6 @@ Keys in a recording are hashes; a policy takes one key for another nowhere, so t
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +21,7 @@ from kvcache.specs import PrepareStoreOutput
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier, TierResult, TierStats
+from kvcache.transfer.free_memory import memory_left
 
 NOTES = frozenset({Op.CONTEXT, Op.POSITIONS, Op.GROUPS})
 """Records that prepare calls to come."""
@@ -91,12 +91,7 @@ class RecordedTime:
 
 
 class ScriptedTier(Tier):
-    """A tier that answers what it is told to.
-
-    Parameters
-    ----------
-    medium : str
-        Its medium.
+    """A tier whose answers are given beforehand.
 
     Attributes
     ----------
@@ -225,7 +220,8 @@ def make_manager(
         raise RecordingError(f"the recording's policy is {given!r}, which is not registered: name it with --policy")
     try:
         num_blocks, block_size = options.pop("num_blocks"), options.pop("block_size")
-        if type(num_blocks) is int and num_blocks * _BLOCK_BYTES > _free_bytes():
+        left = memory_left()
+        if left is not None and type(num_blocks) is int and num_blocks * _BLOCK_BYTES > left[0]:
             raise RecordingError(f"a manager of {num_blocks} blocks does not fit this machine's memory")
         described = options.pop("tiers", None)
         deadline_s = options.pop("deadline_s", 5.0)
@@ -245,13 +241,6 @@ def make_manager(
         raise
     except (TypeError, ValueError, KeyError) as error:
         raise RecordingError(f"the recording's configuration makes no sense: {error}") from error
-
-
-def _free_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (ValueError, OSError):
-        return 1 << 40
 
 
 class Runner:
@@ -287,8 +276,8 @@ class Runner:
         self._last_output: Any = None
         self.groups: dict[bytes, bytes] = {}
         self._positioned: list[bytes] = []
-        if isinstance(self.manager, TieredOffloadingManager):
-            self.manager.group_of = self.groups.get
+        if isinstance(self.manager, TieredOffloadingManager) and self.manager.arbitration is not None:
+            self.manager.arbitration.group_of = self.groups.get
 
     def note(self, record: Call) -> None:
         """Take in what is known of a request."""
@@ -466,11 +455,6 @@ def replay_recording(
         answer, and returns what is wrong, or "".
     keep : list, optional
         Filled with the records that were replayed since the last reset, for `kvcache.replay.shrink`.
-
-    Returns
-    -------
-    ReplayOutcome
-        What was found.
 
     Raises
     ------

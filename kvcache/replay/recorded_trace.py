@@ -21,11 +21,6 @@ class RecordedTrace(Closable):
     A request is what was called with one `ReqContext`: its keys by position where the engine gave positions, and
     otherwise in the order in which they were first named. Of calls without one, a look-up of a list begins a request.
 
-    Parameters
-    ----------
-    path : path-like
-        The recording's newest file.
-
     Attributes
     ----------
     block_size : int
@@ -38,11 +33,6 @@ class RecordedTrace(Closable):
         0.
     size_bytes, position_bytes : int
         Requests in all and so far, for the progress.
-
-    Raises
-    ------
-    RecordingError
-        It is no recording, or holds no request.
     """
 
     format = "recording"

@@ -1,4 +1,4 @@
-"""What replay knows of one request, and what every source of requests tells of itself.
+"""One request of a replay, and what every source of requests offers.
 
 Readers, the workload generator and the simulation meet in these words.
 """
@@ -60,7 +60,7 @@ class Closable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close what is open."""
 
     def __enter__(self) -> Self:
         return self

@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_policy(policy: str) -> None:
-    """Raise if a name or path leads to no policy.
-
-    Raises
-    ------
-    ValueError
-        It is not known, cannot be imported, or is no `CachePolicy`.
-    """
+    """Raise if a name or path leads to no policy."""
     found = POLICIES.resolve(policy)
     if not issubclass(found, CachePolicy):
         raise ValueError(f"policy {policy!r} must be a CachePolicy, got {found!r}")
@@ -114,11 +108,6 @@ class Replay:
         What bookkeeping is timed with, in nanoseconds; that of a manager which waits stands still meanwhile.
     arrivals : ReplayClock, optional
         The manager's clock, which is set to each request's arrival.
-
-    Attributes
-    ----------
-    tally : Tally
-        What has been counted.
     """
 
     def __init__(
@@ -135,22 +124,7 @@ class Replay:
         self._payload = payload
 
     def step(self, request: Request, keys: list[bytes], retention: Retention | None = None) -> int:
-        """Run one request.
-
-        Parameters
-        ----------
-        request : Request
-            The request.
-        keys : list of bytes
-            Of its blocks.
-        retention : Retention, optional
-            The hint that it carries.
-
-        Returns
-        -------
-        int
-            The length of its leading run of hits.
-        """
+        """Run one request, and return the length of its leading run of hits."""
         self._arrivals.now_s = max(self._arrivals.now_s, request.arrival_s)
         manager, payload, tally, clock = self._manager, self._payload, self.tally, self._clock
         context = ReqContext(retention=retention)

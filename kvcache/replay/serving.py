@@ -95,15 +95,6 @@ def engines_for(arrivals_s: Float64Array, num_tokens: int, token_prefill_s: floa
 def weigh(arrivals_s: Float64Array, input_lengths: Int64Array, flow: Flow, serving: Serving) -> dict[str, Any]:
     """Return what hits brought and what they took.
 
-    Parameters
-    ----------
-    arrivals_s, input_lengths : numpy.ndarray
-        Of each request.
-    flow : Flow
-        What its replay moved.
-    serving : Serving
-        Rates and prices.
-
     Returns
     -------
     dict

@@ -25,13 +25,7 @@ _STATES = ("absent", "being written", "ready")
 
 
 class Promises:
-    """What every manager of one medium promises, whatever its policy; told by its answers alone.
-
-    Parameters
-    ----------
-    runner : Runner
-        The manager, before its first call.
-    """
+    """What every manager of one medium promises, whatever its policy; checked by its answers alone."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -203,17 +197,7 @@ def minimize(items: Sequence[T], shows: Callable[[list[T]], bool]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """Few calls that show a fault.
-
-    Parameters
-    ----------
-    records : list of Call
-        The calls, and what they need to know of requests.
-    config : dict
-        What the manager is made with.
-    num_runs : int
-        How often calls were tried.
-    """
+    """Few calls that show a fault, the configuration of their manager, and how often calls were tried."""
 
     records: list[Call]
     config: dict[str, Any]
@@ -228,16 +212,8 @@ class Shrunk:
 def shrink(records: Sequence[Call], config: dict[str, Any], oracle: Oracle, max_s: float = 60.0) -> Shrunk | None:
     """Return few records that show the fault of an oracle, or None where all of them do not.
 
-    Parameters
-    ----------
-    records : sequence of Call
-        From a manager's first call on.
-    config : dict
-        What it is made with.
-    oracle : Oracle
-        What is a fault.
-    max_s : float
-        When to be content with what was found; looked at between two tries.
+    `records` begin with the first call of a manager made with `config`; after `max_s`, looked at between two tries,
+    what was found is enough.
     """
     end_s = time.monotonic() + max_s
     num_runs = 0
@@ -386,7 +362,7 @@ def as_test(shrunk: Shrunk, suspect: str | None, trusted: str | None = None) -> 
             if expected is not None:
                 expected.note(record)
             groups = ", ".join(f"{named(key)}: {group!r}" for key, group in actual.groups.items())
-            lines.append(f"manager.group_of = {{{groups}}}.get")
+            lines.append(f"manager.arbitration.group_of = {{{groups}}}.get")
             continue
         if record.op is Op.POSITIONS:
             actual.note(record)

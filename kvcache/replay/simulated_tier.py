@@ -52,7 +52,7 @@ class SimulatedTier(Tier):
 
     @property
     def policy(self) -> CachePolicy:
-        """What says which block leaves."""
+        """The policy of its index."""
         return self._index.policy
 
     def lookup(self, keys: list[bytes]) -> int:

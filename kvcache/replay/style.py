@@ -17,6 +17,20 @@ INK = "#333333"
 PALE = "#DDDDDD"
 
 
+def check_matplotlib() -> None:
+    """Raise ValueError if nothing can be drawn here."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: install kvcache's extra 'plot'") from None
+
+
+def save(figure: Figure, target: str) -> None:
+    """Write a figure to a file whose suffix is its format; without a date the same figures give the same file."""
+    suffix = Path(target).suffix.lower()[1:]
+    figure.savefig(target, format=suffix, dpi=160, metadata={"Date": None} if suffix == "svg" else None)
+
+
 def new_figure(width: float = 8.4, height: float = 5.2) -> Figure:
     """Return an empty figure with room at its edges."""
     from matplotlib.figure import Figure

@@ -77,29 +77,7 @@ def trace_formats() -> list[str]:
 def open_trace(
     path: str | os.PathLike[str], trace_format: str = "auto", skip_bad: bool = False, users: int = 40, seed: int = 0
 ) -> Trace | SessionTrace:
-    """Open a trace of requests, or recorded sessions.
-
-    Parameters
-    ----------
-    path : path-like
-        The file, or a folder of session files; ``-`` is standard input.
-    trace_format : str
-        ``"auto"``, or one of `trace_formats`.
-    skip_bad : bool
-        Count what cannot be read and go on.
-    users, seed : int
-        How sessions are merged.
-
-    Returns
-    -------
-    Trace or SessionTrace
-        A context manager and an iterator over requests.
-
-    Raises
-    ------
-    TraceError
-        It cannot be opened, or holds no request.
-    """
+    """Open a trace of requests, or recorded sessions: a context manager and an iterator over requests."""
     if trace_format not in ("auto", *trace_formats()):
         raise TraceError(f"unknown trace format {trace_format!r}, known ones: auto, {', '.join(trace_formats())}")
     is_sessions = trace_format == SessionTrace.format or (trace_format == "auto" and holds_sessions(Path(path)))

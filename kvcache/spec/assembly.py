@@ -194,13 +194,7 @@ class OffloadSettings:
         return cls(**found, **of_tiers, manager_options=options, tiers=tiers, exporters=exporters)
 
     def describe(self) -> dict[str, Any]:
-        """Return what is in effect, for people to read; secrets are left out.
-
-        Returns
-        -------
-        dict
-            JSON types, but for policies and tiers that were given as classes.
-        """
+        """Return what is in effect, for people to read; secrets are left out."""
         return {
             "cache_policy": self.cache_policy if isinstance(self.cache_policy, str) else self.cache_policy.__name__,
             "enable_events": self.enable_events,
@@ -261,11 +255,6 @@ def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, .
         tier's own, which are checked when it is opened.
     where : str
         Where the list stands, for errors.
-
-    Raises
-    ------
-    ValueError
-        It is no such list, a type is not known, or an option of `TierConfig` is bad.
     """
     if not isinstance(given, list | tuple) or not given or not all(isinstance(entry, Mapping) for entry in given):
         raise ValueError(f"tiers in {where} must be a list of dicts, at least one, got {given!r}")
@@ -294,11 +283,6 @@ def read_exporters(given: Any, where: str = "extra_config") -> tuple[ExporterSet
         Per exporter its name, or its ``type`` (a name, a class or ``"package.module:Class"``) and its options.
     where : str
         Where the list stands, for errors.
-
-    Raises
-    ------
-    ValueError
-        It is no such list, a type is not known, or an option is bad.
     """
     if not isinstance(given, list | tuple):
         raise ValueError(f"exporters in {where} must be a list of names or dicts, got {given!r}")
@@ -316,20 +300,7 @@ def read_exporters(given: Any, where: str = "extra_config") -> tuple[ExporterSet
 
 
 def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
-    """Open the exporters that settings name; one that cannot be opened is logged, and the engine does without.
-
-    Parameters
-    ----------
-    settings : OffloadSettings
-        What the user wrote.
-    telemetry : Telemetry
-        What they report, and what closes them.
-
-    Raises
-    ------
-    ValueError
-        An option is bad.
-    """
+    """Open the exporters that settings name; one that cannot be opened is logged, and the engine does without."""
     for one in settings.exporters:
         try:
             exporter = one.exporter.from_config(one.options, telemetry)
@@ -341,17 +312,7 @@ def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
 
 
 def trace_worker(settings: OffloadSettings, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
-    """Open those exporters over a worker's copies that follow single jobs; `shutdown` of the worker closes them.
-
-    Parameters
-    ----------
-    settings : OffloadSettings
-        What the user wrote.
-    worker : OffloadingWorker
-        The worker.
-    labels : mapping of str to str, optional
-        As for `Telemetry`.
-    """
+    """Open those exporters over a worker's copies that follow single jobs; `shutdown` of the worker closes them."""
     tracers = tuple(one for one in settings.exporters if issubclass(one.exporter, JobTracer))
     if not tracers:
         return
@@ -367,19 +328,7 @@ def open_tiers(
 ) -> list[tuple[Tier, TierConfig]]:
     """Open tiers over a pool; where one cannot be opened, those before it are shut down.
 
-    Parameters
-    ----------
-    tiers : tuple of TierSettings
-        As `read_tiers` returns them.
-    host_blocks : numpy.ndarray
-        The pool, uint8 or int8, shape (num_blocks, block_bytes).
-    fingerprint : mapping
-        What makes blocks of one model and geometry different from another's.
-
-    Raises
-    ------
-    ValueError
-        An option of a tier is missing, unknown or bad.
+    `fingerprint` is what makes blocks of one model and geometry different from another's.
     """
     with ExitStack() as undo:
         opened = []

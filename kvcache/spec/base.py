@@ -95,13 +95,7 @@ class OffloadingSpec(ABC):
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler's manager, the same one at every call.
-
-        Returns
-        -------
-        OffloadingManager
-            The same one at every call.
-        """
+        """Return the scheduler's manager, the same one at every call."""
 
     @abstractmethod
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerOf]:
@@ -146,17 +140,12 @@ class OffloadingSpec(ABC):
 
 
 def make_spec(config: OffloadingConfig) -> OffloadingSpec:
-    """Make the spec that ``spec_name`` in the configuration's `extra_config` names.
+    """Return the spec that ``spec_name`` in the configuration's `extra_config` names.
 
     Parameters
     ----------
     config : OffloadingConfig
         Its ``spec_name`` (default ``"cpu"``) is a known name, a class or ``"package.module:Class"``.
-
-    Returns
-    -------
-    OffloadingSpec
-        The spec.
 
     Raises
     ------

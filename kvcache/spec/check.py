@@ -1,6 +1,6 @@
 """Check a configuration against this machine before an engine is started.
 
-It says what the configuration would use, and what stands in the way.
+It lists what the configuration would use, and what stands in the way.
 An engine finds out after it has loaded its weights, a minute or more into its start.
 """
 
@@ -16,11 +16,9 @@ from typing import Any
 
 from kvcache.options import format_size, name_unknown, parse_size
 from kvcache.spec.assembly import OPTION_NAMES, ExporterSettings, OffloadSettings, TierSettings
+from kvcache.spec.base import OffloadingSpec
 
 LEVELS = ("ok", "warning", "error")
-
-SPEC_KEYS = frozenset({"spec_name", "block_size", "offload_prompt_only"})
-"""Keys of `extra_config` that every spec reads beside those of the pool and the tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ def check_config(
     known_keys: Collection[str] = (),
     where: str = "extra_config",
 ) -> list[Finding]:
-    """Say what a configuration would use on this machine.
+    """Return what a configuration would use on this machine.
 
     Parameters
     ----------
@@ -61,7 +59,7 @@ def check_config(
         Errors do not raise; nothing is opened or created.
     """
     findings = []
-    if unknown := name_unknown(given, {*OPTION_NAMES, *SPEC_KEYS, *known_keys}):
+    if unknown := name_unknown(given, {*OPTION_NAMES, *OffloadingSpec.option_names, *known_keys}):
         findings.append(Finding("warning", "options", f"nobody reads these keys of {where}: {unknown}"))
     try:
         settings = OffloadSettings.read(given, where)
@@ -92,7 +90,7 @@ def check_config(
 
 
 def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Finding]:
-    from kvcache.transfer.host_pool import check_memory
+    from kvcache.transfer.free_memory import check_memory
 
     try:
         check_memory(pool_bytes)
@@ -153,7 +151,7 @@ def _check_exporter(one: ExporterSettings) -> Finding:
 
 
 def _room(subject: str, path: Path, num_bytes: int) -> Finding:
-    """Say whether a file system has room for so many bytes; `path` itself need not exist."""
+    """Check whether a file system has room for so many bytes; `path` itself need not exist."""
     at = path
     while not at.exists() and at != at.parent:
         at = at.parent

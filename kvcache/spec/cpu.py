@@ -76,13 +76,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return OffloadSettings.read({name: self.extra_config.get(name) for name in (*POOL_OPTIONS, "exporters")})
 
     def rank_bytes(self) -> int:
-        """Return the bytes of an offloaded block on one worker, or 0 where the config has no refs to tell.
-
-        Returns
-        -------
-        int
-            Bytes; 0: not known.
-        """
+        """Return the bytes of an offloaded block on one worker, or 0 where the config has no refs to tell."""
         sizes = [sum(ref.page_size_bytes for ref in group.refs) for group in self.config.groups]
         return max(sizes) * self.block_size_factor if all(sizes) else 0
 

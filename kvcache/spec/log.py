@@ -1,4 +1,4 @@
-"""KVCACHE_LOG: how much the library logs, for who has configured no logging of his own."""
+"""KVCACHE_LOG: how much the library logs, where no logging is configured."""
 
 from __future__ import annotations
 

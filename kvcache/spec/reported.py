@@ -1,4 +1,4 @@
-"""What is reported of an engine, whatever it is made of: one sample of every metric, for whoever must know them before.
+"""What is reported of an engine, whatever it is made of: one sample of every metric, before there is any.
 
 vLLM wants metrics declared before there is a manager, and a dashboard is made without any.
 """
@@ -28,19 +28,9 @@ from kvcache.tiering.tier import TierStats
 def every_sample(with_transfers: bool = True) -> list[Sample]:
     """Return a sample of every metric that a manager, and a worker, can report, with the labels that it has.
 
-    Parameters
-    ----------
-    with_transfers : bool
-        Whether a worker's copies are among them.
-
-    Returns
-    -------
-    list of Sample
-        Values are zero; histograms have the bounds that they will have.
+    Values are zero; histograms have the bounds that they will have.
     """
-    calls, jobs = (
-        HistogramData(*Histogram(1e-9, *exponents).data()) for exponents in (CALL_EXPONENTS, JOB_EXPONENTS)
-    )
+    calls, jobs = (HistogramData(*Histogram(1e-9, *exponents).data()) for exponents in (CALL_EXPONENTS, JOB_EXPONENTS))
     ages = HistogramData(*Histogram(1e-2, 0, 26).data())
     sizes = HistogramData(*Histogram(1.0, *JOB_EXPONENTS).data())
     tier = TierControllerStats(TierStats("DISK", 0, 0), promotion_seconds=jobs, write_seconds=jobs)

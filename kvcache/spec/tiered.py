@@ -47,11 +47,6 @@ def worker_pool(
         Bytes from one rank's part of a block to the next.
     rank, world_size : int
         Which part this is, of how many.
-
-    Raises
-    ------
-    ValueError
-        The file has another size.
     """
     from kvcache.transfer.shared_pool import SharedHostPool
 

@@ -52,36 +52,12 @@ class PolicyContract:
     stores_all: ClassVar[bool] = True
 
     def make(self, capacity: int = 8) -> CachePolicy:
-        """Return a new policy.
-
-        Parameters
-        ----------
-        capacity : int
-            Blocks.
-
-        Returns
-        -------
-        CachePolicy
-            A new policy.
-        """
+        """Return a new policy of `capacity` blocks."""
         made: CachePolicy = POLICIES.resolve(self.policy)(capacity)
         return made
 
     def filled(self, num_blocks: int, capacity: int = 8) -> tuple[CachePolicy, list[BlockStatus]]:
-        """Return a policy that holds `num_blocks` ready blocks, key 0 inserted first, and the blocks.
-
-        Parameters
-        ----------
-        num_blocks : int
-            Blocks to insert.
-        capacity : int
-            Of the policy.
-
-        Returns
-        -------
-        tuple of (CachePolicy, list of BlockStatus)
-            The policy, and its blocks.
-        """
+        """Return a policy of `capacity` that holds `num_blocks` ready blocks, key 0 inserted first, and the blocks."""
         policy = self.make(capacity)
         blocks = [BlockStatus(block_id) for block_id in range(num_blocks)]
         for key, block in zip(_KEYS, blocks, strict=False):

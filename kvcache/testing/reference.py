@@ -369,18 +369,7 @@ class ReferenceGate:
         self.offers: OrderedDict[bytes, int] = OrderedDict()
 
     def admitted(self, keys: Collection[bytes]) -> set[bytes]:
-        """Count one offer of each key of a call, and return those that may be stored.
-
-        Parameters
-        ----------
-        keys : list of bytes
-            As offered.
-
-        Returns
-        -------
-        set of bytes
-            Keys that may be stored.
-        """
+        """Count one offer of each key of a call, and return those that may be stored."""
         offered = dict.fromkeys(keys)
         for key in offered:
             self.offers[key] = self.offers.pop(key, 0) + 1

@@ -74,7 +74,8 @@ class ReferenceGittins(CachePolicy):
     prior_shared = 512
     most_sharing = 15
     widely_shared = 2
-    fewest_again = 4096
+    judged_bins = range(1, 7)  # ages of 4 to 16 s
+    fewest_again = 1024
     most_again = 65536
 
     def __init__(self, cache_capacity: int) -> None:
@@ -93,8 +94,8 @@ class ReferenceGittins(CachePolicy):
         self.num_groups: Counter[int] = Counter()  # by class, where there are any
         # Of a known key: about the logarithm of how many requests have used it that continued no older one.
         self.sharing: dict[bytes, int] = {}
-        self.num_again = 0  # uses of known keys, halved at times
-        self.num_shared = 0  # of these, of widely shared ones
+        self.num_again = 0  # uses of keys 4 to 16 s after their last one, halved at times
+        self.num_shared = 0  # of these, of widely shared keys
         self.splits_shared = False
         self.hit: dict[int, list[int]] = {}  # by class, like the next two
         self.sur: dict[int, list[int]] = {}
@@ -181,6 +182,9 @@ class ReferenceGittins(CachePolicy):
         for key in keys:
             if key in known:
                 group = self.group_of[key]
+                if group.bin in self.judged_bins:
+                    self.num_again += 1
+                    self.num_shared += self.sharing[key] >= self.widely_shared
                 self.hit[group.cls][group.bin] += 1
                 self.total += 1
                 group.resident.pop(key, None)
@@ -221,22 +225,28 @@ class ReferenceGittins(CachePolicy):
     def _share(self, key: bytes, by_new_session: bool) -> int:
         """Count a use of a known key, and return its sharing: 2**n users raise it in one of about 2**n cases."""
         sharing = self.sharing[key]
-        self.num_again += 1
-        self.num_shared += sharing >= self.widely_shared
         draw = self.touches * 2654435761 % (1 << 32)
         if by_new_session and sharing < self.most_sharing and draw >> (32 - (sharing + 1) // 2) == 0:
             sharing += 1
         return sharing
 
     def _judge_sharing(self) -> None:
-        """Tell shared blocks apart while most of what is used again is widely shared: from 9/16 on, down to 3/8."""
+        """Tell shared blocks apart while over 9/16 of what is used again in seconds is widely shared, down to 3/8."""
         if self.num_again >= self.fewest_again:
-            self.splits_shared = 16 * self.num_shared > (6 if self.splits_shared else 9) * self.num_again
-            if self.splits_shared:
+            splits = 16 * self.num_shared > (6 if self.splits_shared else 9) * self.num_again
+            if splits and not self.splits_shared:
+                # What was counted is of classes that held the shared blocks too.
+                self._forget_counts()
                 self._take_up_classes(range(FIRST_SHARED, FIRST_SHARED + NUM_SHARED))
+            self.splits_shared = splits
         if self.num_again >= self.most_again:
             self.num_again >>= 1
             self.num_shared >>= 1
+
+    def _forget_counts(self) -> None:
+        self.hit = {cls: [0] * NUM_BINS for cls in self.hit}
+        self.sur = {cls: [0] * NUM_BINS for cls in self.sur}
+        self.total = 0
 
     def _progress(self, request: RequestUses) -> tuple[_Progress, bool]:
         kept = request.policy_state

@@ -295,11 +295,6 @@ class ReferenceManager(OffloadingManager):
             The request.
         named_by : mapping, optional
             Where to look; left out: among the requests that run.
-
-        Returns
-        -------
-        list of bytes
-            Its keys.
         """
         request = (self.named if named_by is None else named_by).get(req_context)
         named = [] if request is None else list(request.keys)

@@ -202,13 +202,7 @@ class ThrottledTier(ManualTier):
         return super().submit_load(job_id, keys, block_ids)
 
     def next_end_s(self) -> float | None:
-        """Return when the next load ends; None: there is none.
-
-        Returns
-        -------
-        float or None
-            Seconds of the clock.
-        """
+        """Return when the next load ends, in seconds of the clock; None: there is none."""
         return min((end_s for _, end_s in self._times.values()), default=None)
 
     def get_finished(self) -> list[TierResult]:

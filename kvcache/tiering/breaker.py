@@ -7,14 +7,7 @@ BREAKER_STATES = ("closed", "open", "half_open")
 
 
 class Breaker:
-    """Count failures in a row, and say whether a job may be sent.
-
-    Parameters
-    ----------
-    max_failures : int
-        Failures in a row that open it.
-    pause_s : float
-        How long it stays open.
+    """Count failures in a row: `max_failures` open it, for `pause_s`, and it decides whether a job may be sent.
 
     Notes
     -----

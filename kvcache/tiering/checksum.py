@@ -1,9 +1,12 @@
-"""The checksum of a block that lies outside of host memory, one for all tiers: of its key, its length and its bytes."""
+"""Digests that all tiers share: the checksum of a block outside of host memory, and the namespace of a shared store."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 try:
     import xxhash
@@ -29,12 +32,16 @@ def checksum(key: bytes, payload: Buffer, num_bytes: int, seed: int) -> int:
         Bytes of a whole block.
     seed : int
         What makes a block of one store differ from the same block of another: a generation, a namespace.
-
-    Returns
-    -------
-    int
-        Below 2**64.
     """
     digest = xxhash.xxh3_64(_PREFIX.pack(len(key), num_bytes) + key, seed)
     digest.update(payload)
     return digest.intdigest()
+
+
+def namespace_of(store_format: bytes, fingerprint: Mapping[str, Any], block_bytes: int, salt: str) -> tuple[str, int]:
+    """Return what a shared store's names begin with, and the seed of its checksums: a digest of all of these."""
+    digest = hashlib.blake2b(digest_size=16)
+    described = json.dumps(dict(fingerprint), sort_keys=True, default=str).encode()
+    for part in (store_format, described, str(block_bytes).encode(), salt.encode()):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return f"kvcache:{digest.hexdigest()}", int.from_bytes(digest.digest()[:8], "big")

@@ -12,7 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.control.arbiter import LinkRate
@@ -81,35 +81,11 @@ class TierConfig:
         parse_flag("arbiter", self.arbiter)
 
 
-RULE_OPTIONS = tuple(option.name for option in fields(TierConfig))
-
-
 @dataclass(frozen=True, slots=True)
 class TierControllerStats:
     """Of one tier under a manager: the tier's own statistics, and what the manager saw of it.
 
-    `dropped_blocks` were to be written and were not; `overdue_jobs` missed their deadline, `stuck_blocks` of host
-    memory still belong to such jobs; `reads` and `writes` are the breakers': ``"closed"``, ``"open"`` or
-    ``"half_open"``.
-
-    Parameters
-    ----------
-    tier : TierStats
-        The tier's own statistics.
-    promoted_blocks, written_blocks, dropped_blocks : int
-        Blocks that came back, were written, were to be written and were not.
-    failed_jobs, overdue_jobs : int
-        Jobs.
-    stuck_blocks : int
-        Host blocks that belong to overdue jobs.
-    reads, writes : str
-        State of the breaker: ``"closed"``, ``"open"`` or ``"half_open"``.
-    num_jobs, num_loading, num_storing, num_backlog : int
-        Gauges: jobs under way, their blocks, and blocks that wait.
-    promotion_seconds, write_seconds : HistogramData
-        How long jobs took.
-    load_latency_s, load_blocks_per_s : float
-        What loads take, as the arbiter has learned it; 0: nothing learned, or no arbiter.
+    `tier` is the tier's own; `kvcache.metrics.metrics_of` describes the others.
     """
 
     tier: TierStats
@@ -236,9 +212,7 @@ class TierController:
 
     def may_load(self, now_s: float) -> bool:
         """Return whether it is worth asking the tier for blocks."""
-        return (
-            self._reset_again_s is None and self._reads.allows(now_s) and self._stuck_blocks < self._max_load_blocks
-        )
+        return self._reset_again_s is None and self._reads.allows(now_s) and self._stuck_blocks < self._max_load_blocks
 
     def may_store(self, now_s: float) -> bool:
         """Return whether it is worth offering blocks to the tier."""
@@ -304,7 +278,7 @@ class TierController:
         return found
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
-        """Note a use, for the tier to be told before the next job is sent to it."""
+        """Note a use, to be passed to the tier before the next job."""
         if self.dirty is not None:
             self.dirty.touch(keys)
         # The last keys first: the first ones must be the most recent in the end.
@@ -312,7 +286,7 @@ class TierController:
             self._uses.append((keys[max(0, last - MAX_STEP_BLOCKS) : last], req_context))
 
     def end_request(self, req_context: ReqContext) -> None:
-        """Note a request's end, for the tier to be told after what it used."""
+        """Note a request's end, to be passed to the tier after what it used."""
         self._uses.append((None, req_context))
 
     def pass_on_uses(self) -> None:

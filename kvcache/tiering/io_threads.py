@@ -33,13 +33,6 @@ T = TypeVar("T", bound=Task)
 class IOThreads(Generic[T]):
     """Run tasks in threads and hand them back when they are done.
 
-    Parameters
-    ----------
-    num_threads : int
-        Tasks in flight at most, >= 1.
-    name : str
-        Of the threads, for debuggers.
-
     Notes
     -----
     Neither `submit` nor `get_finished` ever waits: the queues are C code that holds its locks for a few instructions.

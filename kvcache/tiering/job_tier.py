@@ -141,13 +141,7 @@ class TierBatch:
         return [start + block_id * stride for block_id in self.block_ids]
 
     def claim(self) -> bool:
-        """Return True to one caller: the thread that moves the batch, or whoever cancels it before.
-
-        Returns
-        -------
-        bool
-            True once.
-        """
+        """Return True to one caller: the thread that moves the batch, or whoever cancels it before."""
         try:
             return self._unclaimed.pop()
         except IndexError:
@@ -278,7 +272,7 @@ class JobTier(Tier):
         self._jobs: dict[int, _Job] = {}
         self._results: list[TierResult] = []
         self._num_queued = 0
-        self._counts = dict.fromkeys(("stored", "loaded", "missed", "corrupt", "refused", "io_errors"), 0)
+        self._counts = dict.fromkeys(("stored", "loaded", "evicted", "missed", "corrupt", "refused", "io_errors"), 0)
         self._last_error = ""
         self._store_error = ""
         self._reason = ""
@@ -306,69 +300,25 @@ class JobTier(Tier):
 
     @abstractmethod
     def get(self, batch: TierBatch) -> Sequence[int] | None:
-        """Fill the batch's buffers; return a `BlockOutcome` (DONE, ABSENT, CORRUPT) per key, None for all done.
-
-        Parameters
-        ----------
-        batch : TierBatch
-            Blocks to read into its buffers.
-
-        Returns
-        -------
-        sequence of BlockOutcome, or None
-            One for each key; None: all done.
-        """
+        """Fill the buffers of `batch`; return a `BlockOutcome` (DONE, ABSENT, CORRUPT) per key, None for all done."""
 
     @abstractmethod
     def put(self, batch: TierBatch) -> Sequence[int] | None:
-        """Store the batch's buffers; return a `BlockOutcome` (DONE, HELD, REFUSED) per key, None for all done.
-
-        Parameters
-        ----------
-        batch : TierBatch
-            Blocks to write from its buffers.
-
-        Returns
-        -------
-        sequence of BlockOutcome, or None
-            One for each key; None: all done.
-        """
+        """Store the buffers of `batch`; return a `BlockOutcome` (DONE, HELD, REFUSED) per key, None for all done."""
 
     def exists(self, keys: list[bytes]) -> Sequence[bool]:
-        """Return per key whether the medium holds it; only asked where the tier has no index of its own.
-
-        Parameters
-        ----------
-        keys : list of bytes
-            Blocks to ask for.
-
-        Returns
-        -------
-        sequence of bool
-            One for each key.
-        """
+        """Return per key whether the medium holds it; only asked where the tier has no index of its own."""
         raise NotImplementedError(f"{type(self).__name__} neither opens with contents nor answers exists")
 
     def open(self) -> TierContents | None:
         """Connect, and return what a tier that owns its space found; None: the medium keeps its own index.
 
         What it has opened when it raises is its own to close.
-
-        Returns
-        -------
-        TierContents or None
-            What was found; None: the medium keeps its own index.
         """
         return TierContents(self.num_blocks) if self.num_blocks else None
 
     def clear(self, generation: int) -> None:
-        """Forget every block for good, before `generation` begins; what is raised is tried again until it is not.
-
-        Parameters
-        ----------
-        generation : int
-            Resets so far.
-        """
+        """Forget every block for good, before `generation` begins; what is raised is tried again until it is not."""
 
     def maintain(self) -> None:
         """Do what is due now and then, and once at the end."""
@@ -385,11 +335,6 @@ class JobTier(Tier):
             Where the blocks lie, in a tier that owns its space.
         num_blocks : int
             Blocks of the job.
-
-        Returns
-        -------
-        list of list of int
-            Positions, one list for each batch.
         """
         positions, size = list(range(num_blocks)), self.max_batch_blocks
         return [positions[first : first + size] for first in range(0, num_blocks, size)]
@@ -398,54 +343,22 @@ class JobTier(Tier):
         """Do the little of a reset that must be done before `reset` returns; the tier serves nothing by then."""
 
     def on_stored(self, batch: TierBatch) -> None:
-        """Called when a batch was written without an error.
-
-        Parameters
-        ----------
-        batch : TierBatch
-            The batch, with its outcomes.
-        """
+        """Called when `batch` was written without an error."""
 
     def on_loaded(self, batch: TierBatch) -> None:
-        """Called when a batch was read without an error.
-
-        Parameters
-        ----------
-        batch : TierBatch
-            The batch, with its outcomes.
-        """
+        """Called when `batch` was read without an error."""
 
     def on_used(self, slots: list[int], last_seq: int) -> None:
-        """Called when the blocks in `slots` were used; the first one is the most recent, as of number `last_seq`.
-
-        Parameters
-        ----------
-        slots : list of int
-            Where the blocks lie, most recent first.
-        last_seq : int
-            Number of the first one's use.
-        """
+        """Called when the blocks in `slots` were used; the first one is the most recent, as of number `last_seq`."""
 
     # What a subclass calls, from any thread.
 
     def report_removed(self, keys: list[bytes]) -> None:
-        """Answer keys as absent, since they left the medium without a job.
-
-        Parameters
-        ----------
-        keys : list of bytes
-            Blocks that are gone.
-        """
+        """Answer keys as absent, since they left the medium without a job."""
         self._removals.put(list(keys))
 
     def set_unavailable(self, reason: str) -> None:
-        """Answer and take nothing, for this reason; empty: work again.
-
-        Parameters
-        ----------
-        reason : str
-            For `unavailable_reason`; empty: work again.
-        """
+        """Answer and take nothing, for this `reason`; empty: work again."""
         self._reason = reason
 
     # What a manager calls.
@@ -581,7 +494,7 @@ class JobTier(Tier):
                 num_held=self._existence.num_held if index is None else index.num_held,
                 stored_blocks=counts["stored"],
                 loaded_blocks=counts["loaded"],
-                evicted_blocks=0 if index is None else index.num_evicted,
+                evicted_blocks=counts["evicted"] + (0 if index is None else index.num_evicted),
                 missed_blocks=counts["missed"],
                 corrupt_blocks=counts["corrupt"],
                 refused_blocks=counts["refused"],
@@ -787,6 +700,9 @@ class JobTier(Tier):
             if error:
                 self._note_error(f"reset: {error}")
                 continue
+            if self._index is not None:
+                # The fresh one counts from 0, and counters never go back.
+                self._counts["evicted"] += self._index.num_evicted
             self._index = index
             self._bad.clear()
             self._state = "open"

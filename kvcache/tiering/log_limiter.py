@@ -11,15 +11,6 @@ from threading import Lock
 class LogLimiter:
     """Log the first warning of a cause, and then at most one per interval that counts those left out.
 
-    Parameters
-    ----------
-    logger : logging.Logger
-        Where the warnings go.
-    interval_s : float
-        Between two warnings of one cause.
-    clock : callable
-        Seconds that only grow.
-
     Notes
     -----
     Thread-safe. Causes are few and fixed: each is remembered.

@@ -27,11 +27,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count, groupby
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from itertools import count
+from typing import TYPE_CHECKING, Any, cast
 
-from kvcache.control.arbiter import BAND, MAX_PROBE_BLOCKS, LoadArbiter, LoadChoice, LoadChoices, Segment
+from kvcache.control.arbiter import LoadArbiter
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.observers.what_if import estimate, sampler_for
 from kvcache.control.pool import BlockPool
@@ -42,6 +41,7 @@ from kvcache.metrics import HistogramData, ManagerStats, Part, gauge, histogram
 from kvcache.options import check_seconds
 from kvcache.request import ReqContext, RequestOffloadingContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
+from kvcache.tiering.arbitration import Arbitration, Source, Sources
 from kvcache.tiering.controller import (
     MAX_STEP_BLOCKS,
     HostBudget,
@@ -64,22 +64,11 @@ ABSENT, PENDING, READY, ASK_AGAIN = range(4)
 """What `status` returns."""
 _MAX_JOB_BLOCKS = 512
 _MAX_TIER_LOOKUPS = 64
-_GROUP_BYTES = 4
-Source: TypeAlias = "TierController | TierJob | None"
-"""Where a block is to come from: a tier, a job that is bringing it already, or None: it is in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromotionStats:
-    """The requests that wait for blocks from tiers.
-
-    Parameters
-    ----------
-    waiting_requests : int
-        Gauge.
-    wait_seconds : HistogramData
-        How long requests waited.
-    """
+    """The requests that wait for blocks from tiers."""
 
     waiting_requests: int = gauge("requests", "Requests that wait for blocks from tiers, or have lately.")
     wait_seconds: HistogramData | None = histogram(
@@ -108,9 +97,9 @@ class TieredOffloadingManager(OffloadingManager):
     cache_policy : str or type
         Of the host pool: a policy's name, class or ``"package.module:Class"``.
     enable_events : bool
-        Whether `take_events` has anything to tell; a tier's events carry its medium.
+        Whether events are recorded for `take_events`; a tier's events carry its medium.
     deadline_s : float
-        How long a request is told to wait at most, from its first None on.
+        How long a request waits at most, from its first None on.
     clock : callable
         Seconds that only grow.
     prefill_tokens_per_s : float or mapping of int to float, optional
@@ -127,8 +116,8 @@ class TieredOffloadingManager(OffloadingManager):
         Of the tiers, in order.
     job_log : JobLog or None
         Is given every job that ends while it is set.
-    arbiter : LoadArbiter or None
-        What decides between loading and computing, where a tier has one.
+    arbitration : Arbitration or None
+        What decides between loading and computing, where a tier has an arbiter.
 
     Raises
     ------
@@ -166,8 +155,6 @@ class TieredOffloadingManager(OffloadingManager):
         self.block_size = block_size
         self.medium = self.pool.medium
         self.job_log: JobLog | None = None
-        # A replay, whose keys are hashes, knows the groups from its recording.
-        self.group_of: Callable[[bytes], bytes | None] = itemgetter(slice(-_GROUP_BYTES, None))
         pairs = [item if isinstance(item, tuple) else (item, TierConfig()) for item in tiers]
         for pair in pairs:
             if not (len(pair) == 2 and isinstance(pair[0], Tier) and isinstance(pair[1], TierConfig)):
@@ -178,10 +165,11 @@ class TieredOffloadingManager(OffloadingManager):
             TierController(tier, config, num_blocks, len(pairs), self._budget) for tier, config in pairs
         ]
         self._selective = [one for one in self.controllers if one.config.write_policy == "write_through_selective"]
-        arbiter = LoadArbiter(prefill_tokens_per_s)
-        self.arbiter = arbiter if any(one.link is not None for one in self.controllers) else None
-        self._probes: dict[TierController, list[bytes]] = {}
         self._pending = PendingRequests(self.pool, deadline_s, MAX_STEP_BLOCKS, self._clock)
+        arbiter = LoadArbiter(prefill_tokens_per_s)
+        self.arbitration: Arbitration | None = None
+        if any(one.link is not None for one in self.controllers):
+            self.arbitration = Arbitration(arbiter, self.pool, self._pending, self.controllers, block_size)
         self._job_ids = count(1)
         self._promoting: dict[bytes, TierJob] = {}
         # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
@@ -194,6 +182,11 @@ class TieredOffloadingManager(OffloadingManager):
         return self.pool.policy
 
     _policy = policy
+
+    @property
+    def arbiter(self) -> LoadArbiter | None:
+        """What weighs loading against computing, where a tier has one."""
+        return None if self.arbitration is None else self.arbitration.arbiter
 
     def configuration(self) -> dict[str, Any]:
         """Return what a manager that answers alike, over tiers that do, is made with, in types of JSON.
@@ -212,20 +205,12 @@ class TieredOffloadingManager(OffloadingManager):
         return options
 
     def wrap_clock(self, wrap: Callable[[Callable[[], float]], Callable[[], float]]) -> None:
-        """Put what `wrap` makes of the clock in its place.
-
-        Parameters
-        ----------
-        wrap : callable
-            Called with the clock; returns one.
-        """
+        """Put what `wrap` makes of the clock in its place."""
         self._clock = clock = wrap(self._clock)
         self.pool.wrap_clock(lambda _: clock)
         self._pending.clock = clock
 
-    def lookup(
-        self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None
-    ) -> bool | int | None:
+    def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int | None:
         if keys is None:
             keys = key
         if isinstance(keys, bytes):
@@ -238,18 +223,6 @@ class TieredOffloadingManager(OffloadingManager):
 
         PENDING: it is known to be held, and being written or promoted for this request. ASK_AGAIN: a tier does not
         know yet.
-
-        Parameters
-        ----------
-        key : bytes
-            A block's key.
-        req_context : ReqContext, optional
-            The request.
-
-        Returns
-        -------
-        int
-            0 absent, 1 pending, 2 ready, 3 ask again.
         """
         answer = self._answer([key], req_context)
         if answer:
@@ -260,26 +233,14 @@ class TieredOffloadingManager(OffloadingManager):
         return ABSENT if answer == 0 else ASK_AGAIN
 
     def is_coming(self, key: bytes, req_context: ReqContext | None = None) -> bool:
-        """Return whether a block that is not ready is known to be held, and on its way to this request.
-
-        Parameters
-        ----------
-        key : bytes
-            A block's key.
-        req_context : ReqContext, optional
-            The request.
-
-        Returns
-        -------
-        bool
-            Whether it is being promoted for this request.
-        """
+        """Return whether a block that is not ready is known to be held, and on its way to this request."""
         return self._is_coming(key, req_context)
 
     def _is_coming(self, key: bytes, req_context: ReqContext | None) -> bool:
         if self._is_draining:
             return False
-        if self.arbiter is not None and req_context is not None and not self._may_wait_for(key, req_context):
+        arbitration = self.arbitration
+        if arbitration is not None and req_context is not None and not arbitration.may_wait_for(key, req_context):
             return False
         job = self._promoting.get(key)
         if job is not None:
@@ -300,13 +261,7 @@ class TieredOffloadingManager(OffloadingManager):
         return spec
 
     def reorder(self, req_context: ReqContext) -> None:
-        """Order the keys that a running request used; see `CPUOffloadingManager.reorder`.
-
-        Parameters
-        ----------
-        req_context : ReqContext
-            The request.
-        """
+        """Order the keys that a running request used; see `CPUOffloadingManager.reorder`."""
         if not self._is_draining:
             self.pool.reorder(req_context)
 
@@ -346,18 +301,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._write_down(self._clock())
 
     def take_events(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:
-        """Yield the events since the last call, or the first `max_events` of them, each once.
-
-        Parameters
-        ----------
-        max_events : int, optional
-            At most so many.
-
-        Returns
-        -------
-        iterator of OffloadingEvent
-            Oldest first.
-        """
+        """Yield the events since the last call, or the first `max_events` of them, each once."""
         return self.pool.take_events(max_events)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -369,9 +313,8 @@ class TieredOffloadingManager(OffloadingManager):
         used = req_context.get_state(_UsedKeys)
         if used is not None:
             used.by_manager.pop(self, None)
-        choices = req_context.get_state(LoadChoices)
-        if choices is not None:
-            choices.by_manager.pop(self, None)
+        if self.arbitration is not None:
+            self.arbitration.forget(req_context)
         for controller in self.controllers:
             controller.end_request(req_context)
 
@@ -413,18 +356,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.pool.keep_ended_requests()
 
     def ended_request(self, req_id: str) -> ReqContext | None:
-        """Return a request that ended not long ago; see `BlockPool.ended_request`.
-
-        Parameters
-        ----------
-        req_id : str
-            Its id, or the part before a dash.
-
-        Returns
-        -------
-        ReqContext or None
-            None: it is not known, or no longer.
-        """
+        """Return a request that ended not long ago, by its `req_id`; see `BlockPool.ended_request`."""
         return self.pool.ended_request(req_id)
 
     def on_schedule_end(self) -> None:
@@ -436,8 +368,8 @@ class TieredOffloadingManager(OffloadingManager):
             controller.pass_on_uses()
         if not self._is_draining:
             self._promote(now_s)
-            if self._probes:
-                self._probe(now_s)
+            if self.arbitration is not None:
+                self._probe(self.arbitration.take_probes(), now_s)
             self._write_down(now_s)
 
     def reset_cache(self) -> None:
@@ -451,7 +383,8 @@ class TieredOffloadingManager(OffloadingManager):
         if self.pool.events is not None:
             self.pool.events.clear()
         self._pending.forget()
-        self._probes.clear()
+        if self.arbitration is not None:
+            self.arbitration.take_probes()
         self._uses = OrderedDict()
         for controller in self.controllers:
             controller.reset(now_s)
@@ -464,13 +397,7 @@ class TieredOffloadingManager(OffloadingManager):
             controller.shutdown()
 
     def has_pending_work(self) -> bool:
-        """Return whether another `on_schedule_end` would move something on.
-
-        Returns
-        -------
-        bool
-            Whether a tier has jobs under way, or a request waits for one.
-        """
+        """Return whether another `on_schedule_end` would move something on."""
         return (
             self._is_draining
             or bool(self._pending.wanting())
@@ -481,18 +408,7 @@ class TieredOffloadingManager(OffloadingManager):
         )
 
     def settle(self, timeout_s: float = 30.0) -> bool:
-        """Wait until nothing is under way, as a scheduler must never do; return whether that came in time.
-
-        Parameters
-        ----------
-        timeout_s : float
-            How long to wait.
-
-        Returns
-        -------
-        bool
-            Whether everything ended in time.
-        """
+        """Wait until nothing is under way, as no scheduler may; return whether that took at most `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while True:
             self.on_schedule_end()
@@ -511,13 +427,7 @@ class TieredOffloadingManager(OffloadingManager):
         return [*self.pool.parts(), promotions, *self.tier_parts()]
 
     def tier_parts(self) -> list[Part]:
-        """Return the statistics of each tier with its labels; callable in any thread.
-
-        Returns
-        -------
-        list of kvcache.metrics.Part
-            One for each tier, in order.
-        """
+        """Return the statistics of each tier with its labels; callable in any thread."""
         return [
             Part("tier", stats, (("tier", str(number)), ("medium", stats.tier.medium)))
             for number, stats in enumerate(self.tier_stats())
@@ -529,34 +439,11 @@ class TieredOffloadingManager(OffloadingManager):
         return self.pool.num_blocks
 
     def tier_stats(self) -> list[TierControllerStats]:
-        """Return the statistics of each tier, in order.
-
-        Returns
-        -------
-        list of TierControllerStats
-            One for each tier, in order.
-        """
+        """Return the statistics of each tier, in order."""
         return [controller.stats() for controller in self.controllers]
 
-    def what_if(
-        self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None
-    ) -> WhatIf:
-        """Estimate for the host pool what other policies and capacities would have hit.
-
-        See `CPUOffloadingManager.what_if`.
-
-        Parameters
-        ----------
-        policies : str or iterable of str, optional
-            Names of policies.
-        capacities : iterable of int, optional
-            Blocks, ascending.
-
-        Returns
-        -------
-        WhatIf
-            The estimate for the host pool.
-        """
+    def what_if(self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None) -> WhatIf:
+        """Estimate what other policies and capacities would have hit; see `CPUOffloadingManager.what_if`."""
         sampler = self.pool.observer if isinstance(self.pool.observer, Sampler) else None
         return estimate(sampler, self.num_blocks, type(self.policy), policies, capacities)
 
@@ -564,18 +451,23 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _answer(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:
         num_ready = self.pool.match_prefix(keys, req_context)
-        self.pool.lookups += 1
-        self.pool.looked_up_blocks += len(keys)
+        self.pool.count_lookup(len(keys))
         if self._is_draining:
             return 0
         if num_ready < len(keys) and self.controllers:
             now_s = self._clock()
             if self._pending.may_wait(req_context, now_s):
-                sources, is_moving = self._look_below(keys, num_ready, req_context, now_s)
-                if self.arbiter is not None and req_context is not None and (sources or is_moving):
-                    sources, is_moving = self._arbitrate(
-                        self.arbiter, sources, is_moving, keys, num_ready, req_context, now_s
+                found = self._look_below(keys, num_ready, req_context, now_s)
+                if self.arbitration is not None and req_context is not None and any(found):
+                    found = self.arbitration.judge(
+                        found,
+                        keys,
+                        num_ready,
+                        req_context,
+                        now_s,
+                        lambda run: self._look_below(run, 0, req_context, now_s),
                     )
+                sources, is_moving = found
                 wanted = {key: source for key, source in sources if isinstance(source, TierController)}
                 jobs = dict.fromkeys(source for _, source in sources if isinstance(source, TierJob))
                 for job in jobs:
@@ -585,12 +477,10 @@ class TieredOffloadingManager(OffloadingManager):
                     return None
         if req_context is None:
             self._pending.close(None)
-        self.pool.hit_blocks += num_ready
+        self.pool.count_hits(num_ready)
         return num_ready
 
-    def _look_below(
-        self, keys: list[bytes], num_ready: int, req_context: ReqContext | None, now_s: float
-    ) -> tuple[list[tuple[bytes, Source]], bool]:
+    def _look_below(self, keys: list[bytes], num_ready: int, req_context: ReqContext | None, now_s: float) -> Sources:
         """Follow keys through all tiers from `num_ready` on, a step's worth: where each comes from, as far as all do.
 
         The second is whether a tier will know more at the next step. Each key is looked at once and each tier asked
@@ -633,127 +523,9 @@ class TieredOffloadingManager(OffloadingManager):
             del sources[places[position] :]
         return list(zip(window, sources, strict=False)), is_unknown
 
-    # ---- load or compute -------------------------------------------------------------------------------------
-
-    def _choice_of(self, req_context: ReqContext) -> LoadChoice:
-        choices = req_context.get_state(LoadChoices)
-        if choices is None:
-            choices = LoadChoices()
-            req_context.set_state(choices)
-        choice: LoadChoice | None = choices.by_manager.get(self)
-        if choice is None:
-            choice = choices.by_manager[self] = LoadChoice()
-        return choice
-
-    def _may_wait_for(self, key: bytes, req_context: ReqContext) -> bool:
-        choice, end_token = self._choice_of(req_context), req_context.get_offload_key_position(key)
-        return not choice.is_cut if end_token is None else choice.allows(end_token)
-
-    def _end_tokens(self, keys: list[bytes], num_before: int, req_context: ReqContext) -> list[int]:
-        """Return where in the prompt blocks end; without positions, keys are those of a prompt from its beginning."""
-        positions, size = req_context.positions or {}, self.block_size
-        return [positions.get(key, (num_before + i) * size) for i, key in enumerate(keys, 1)]
-
-    def _arbitrate(
-        self,
-        arbiter: LoadArbiter,
-        sources: list[tuple[bytes, Source]],
-        is_unknown: bool,
-        keys: list[bytes],
-        num_ready: int,
-        req_context: ReqContext,
-        now_s: float,
-    ) -> tuple[list[tuple[bytes, Source]], bool]:
-        """Return those of a prefix's blocks that are worth waiting for, and whether a tier's answer is."""
-        choice = self._choice_of(req_context)
-        ends = self._end_tokens(keys[num_ready : num_ready + max(1, len(sources))], num_ready, req_context)
-        is_waiting = ends[0] <= choice.seen_token if sources else is_unknown
-        if is_waiting and now_s >= choice.give_up_s and not choice.is_cut:
-            choice.seen_token, choice.limit_token = max(choice.seen_token, 0), -1
-            self._pending.stop_wanting(req_context)
-            self.pool.arbiter_give_ups += 1
-        if not choice.is_cut and (is_unknown or ends[len(sources) - 1] > choice.seen_token):
-            # An engine that asks key by key is judged by all keys of the prompt that are known.
-            run, run_before = keys, num_ready
-            if len(keys) == 1 and req_context.positions:
-                group_of = self.group_of
-                group = group_of(keys[0])
-                run = [key for key, end in req_context.positions.items() if end >= ends[0] and group_of(key) == group]
-                run_before = 0
-                sources_of_run, is_unknown = self._look_below(run, 0, req_context, now_s)
-            else:
-                sources_of_run = sources
-            if not self._decide(arbiter, choice, sources_of_run, is_unknown, run, run_before, req_context, now_s):
-                return [], True
-        if not choice.is_cut:
-            return sources, is_unknown
-        num_kept = sum(end <= choice.limit_token for end in ends[: len(sources)])
-        return sources[:num_kept], False
-
-    def _decide(
-        self,
-        arbiter: LoadArbiter,
-        choice: LoadChoice,
-        sources: list[tuple[bytes, Source]],
-        is_unknown: bool,
-        keys: list[bytes],
-        num_ready: int,
-        req_context: ReqContext,
-        now_s: float,
-    ) -> bool:
-        """Decide up to where blocks are loaded; False: a tier's answer is awaited first."""
-        known = arbiter.prefill
-        if is_unknown:
-            if choice.give_up_s == math.inf and known.is_known:
-                ends = self._end_tokens(keys[num_ready:], num_ready, req_context)
-                first_token = max(ends[0] - self.block_size, 0)
-                links = [controller.link for controller in self.controllers]
-                if arbiter.is_hopeless(first_token, ends[-1], len(ends), links, now_s):
-                    choice.seen_token, choice.limit_token = ends[-1], first_token
-                    self.pool.arbiter_cuts += 1
-                    return True
-                choice.give_up_s = now_s + known.compute_s(first_token, ends[-1])
-            return False
-        ends = self._end_tokens([key for key, _ in sources], num_ready, req_context)
-        # What was decided before is under way, or here.
-        fresh = [
-            (end, key, source) for end, (key, source) in zip(ends, sources, strict=True) if end > choice.seen_token
-        ]
-        if not fresh:
-            return True
-        segments = []
-        for source, group in groupby(fresh, key=lambda item: item[2]):
-            items = list(group)
-            controller = source.controller if isinstance(source, TierJob) else source
-            link = None if controller is None else controller.link
-            segments.append(Segment(link, len(items), items[-1][0], isinstance(source, TierJob)))
-        choice.seen_token = fresh[-1][0]
-        if all(segment.link is None for segment in segments):
-            choice.limit_token = choice.seen_token
-            return True
-        first_token = max(fresh[0][0] - self.block_size, 0)
-        decision = arbiter.decide(first_token, segments, now_s)
-        choice.limit_token = decision.end_token if decision.kept_blocks else first_token
-        if known.is_known and decision.kept_blocks:
-            # By then computing would be done, too.
-            patience_s = max(known.compute_s(first_token, decision.end_token), decision.load_s)
-            choice.give_up_s = now_s + (1 + BAND) * patience_s
-        if not choice.is_cut:
-            self.pool.arbiter_loads += 1
-            return True
-        self.pool.arbiter_cuts += 1
-        cut = [(key, source) for end, key, source in fresh if end > choice.limit_token]
-        self.pool.arbiter_cut_blocks += sum(source is not None for _, source in cut)
-        for key, source in cut:
-            if isinstance(source, TierController) and source.link is not None:
-                probe = self._probes.setdefault(source, [])
-                if len(probe) < MAX_PROBE_BLOCKS:
-                    probe.append(key)
-        return True
-
-    def _probe(self, now_s: float) -> None:
+    def _probe(self, cut: dict[TierController, list[bytes]], now_s: float) -> None:
         """Load a few blocks that were cut now and then, with nobody waiting: so a link that got faster is noticed."""
-        for controller, keys in self._probes.items():
+        for controller, keys in cut.items():
             link = controller.link
             if link is None or not controller.may_load(now_s) or self._pending.wanting():
                 continue
@@ -764,7 +536,6 @@ class TieredOffloadingManager(OffloadingManager):
             if output is not None:
                 self._note_evicted(output.evicted_keys)
                 self._load(controller, output.keys_to_store, _block_ids(output.store_spec), (), now_s)
-        self._probes.clear()
 
     # ---- blocks that move up ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Requests that were told to wait: the blocks to promote for them, and the references that keep those until used."""
+"""Requests that wait: the blocks to promote for them, and the references that keep those until used."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ class PendingRequests:
         Seconds from a request's first wait to its load, its end or its deadline.
     """
 
-    def __init__(
-        self, pool: BlockPool, deadline_s: float, max_step_blocks: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, pool: BlockPool, deadline_s: float, max_step_blocks: int, clock: Callable[[], float]) -> None:
         self._pool = pool
         self._deadline_s = deadline_s
         self._max_step_blocks = max_step_blocks
@@ -84,7 +82,7 @@ class PendingRequests:
         return len(self._requests)
 
     def may_wait(self, req_context: ReqContext | None, now_s: float) -> bool:
-        """Return whether a request may be told to wait."""
+        """Return whether a request may wait."""
         request = self._requests.get(req_context)
         return request is None or (not request.is_over and now_s < request.deadline_s)
 
@@ -106,7 +104,7 @@ class PendingRequests:
         wanted: dict[bytes, TierController],
         now_s: float,
     ) -> None:
-        """Note that a request was told to wait, and hold the leading keys that are ready for it."""
+        """Note that a request waits, and hold the leading keys that are ready for it."""
         request = self._requests.get(req_context)
         if request is None:
             request = self._requests[req_context] = PendingRequest(req_context, now_s + self._deadline_s)

@@ -74,24 +74,9 @@ class TierResult:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Gauges now and counters since start of one tier; all count blocks, but `io_errors` (failed operations).
+    """Gauges now and counters since start of one tier, by its `medium`; `kvcache.metrics.metrics_of` describes each.
 
-    `missed_blocks` were to be loaded and were gone, `corrupt_blocks` did not verify, `refused_blocks` were turned
-    away by a full queue or an unavailable tier. `num_blocks` is 0 where the medium decides how much it holds.
-    `unavailable_reason` is empty while the tier works.
-
-    Parameters
-    ----------
-    medium : str
-        The medium's name.
-    num_blocks, num_held : int
-        Blocks that fit, and are held.
-    stored_blocks, loaded_blocks, evicted_blocks, missed_blocks, corrupt_blocks, refused_blocks : int
-        Counters of blocks.
-    io_errors : int
-        Operations that failed.
-    last_error, unavailable_reason : str
-        Empty: none.
+    All count blocks, but `io_errors`. `unavailable_reason` is empty while the tier works, `last_error` before a fault.
     """
 
     medium: str
@@ -135,12 +120,7 @@ class Tier(ABC):
 
     @classmethod  # noqa: B027
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check what a user configured, as `from_config` does, without opening anything.
-
-        Parameters
-        ----------
-        options : mapping
-            As for `from_config`.
+        """Check `options` as `from_config` does, without opening anything.
 
         Raises
         ------
@@ -150,7 +130,7 @@ class Tier(ABC):
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Tier:
-        """Make a tier from what a user configured.
+        """Return the tier that a user configured, opened.
 
         Parameters
         ----------
@@ -161,11 +141,6 @@ class Tier(ABC):
         fingerprint : mapping
             What makes blocks of one model and geometry different from another's.
 
-        Returns
-        -------
-        Tier
-            The tier, opened.
-
         Raises
         ------
         ValueError
@@ -175,22 +150,11 @@ class Tier(ABC):
 
     @abstractmethod
     def lookup(self, keys: list[bytes]) -> int | None:
-        """Return how many of the first keys are held and can be loaded; None: ask again, the answer is on its way.
-
-        Parameters
-        ----------
-        keys : list of bytes
-            In prefix order.
-
-        Returns
-        -------
-        int or None
-            Length of the leading run that is held; None: ask again later.
-        """
+        """Return how many of the first keys are held and can be loaded; None: ask again, the answer is on its way."""
 
     @abstractmethod
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        """Start to write host blocks; False: the tier is busy or unavailable, and took nothing.
+        """Start to write host blocks; return False if the tier is busy or unavailable, and took nothing.
 
         Parameters
         ----------
@@ -200,16 +164,11 @@ class Tier(ABC):
             Blocks to store.
         block_ids : list of int
             Where they are in host memory.
-
-        Returns
-        -------
-        bool
-            Whether the job was taken.
         """
 
     @abstractmethod
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        """Start to read blocks into host blocks; False: the tier is busy or unavailable, and took nothing.
+        """Start to read blocks into host blocks; return False if the tier is busy or unavailable, and took nothing.
 
         Parameters
         ----------
@@ -219,31 +178,14 @@ class Tier(ABC):
             Blocks to load.
         block_ids : list of int
             Where to put them in host memory.
-
-        Returns
-        -------
-        bool
-            Whether the job was taken.
         """
 
     @abstractmethod
     def get_finished(self) -> list[TierResult]:
-        """Return the jobs that ended since the last call, each once, and what happened without a job.
-
-        Returns
-        -------
-        list of TierResult
-            Each job that has ended since the last call, once.
-        """
+        """Return the jobs that ended since the last call, each once, and what happened without a job."""
 
     def cancel(self, job_id: int) -> None:  # noqa: B027
-        """Called when nobody waits for a job any more: what has not begun may fail now. The default does nothing.
-
-        Parameters
-        ----------
-        job_id : int
-            A job whose result nobody waits for.
-        """
+        """Called when nobody waits for `job_id` any more: what has not begun may fail now. The default does nothing."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -255,47 +197,21 @@ class Tier(ABC):
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """Return counters since start and gauges now.
-
-        Returns
-        -------
-        TierStats
-            Counters since start, and gauges now.
-        """
+        """Return counters since start and gauges now."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the threads and release resources; the only method that may wait, and never for ever."""
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:  # noqa: B027
-        """Called when a request uses `keys`, in prefix order; unknown ones are ignored. The default does nothing.
-
-        Parameters
-        ----------
-        keys : list of bytes
-            In prefix order.
-        req_context : ReqContext, optional
-            The request.
-        """
+        """Called when a request uses `keys`, in prefix order; unknown ones are ignored. The default does nothing."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """Called at a request's end. The default does nothing.
-
-        Parameters
-        ----------
-        req_context : ReqContext
-            The request.
-        """
+        """Called at a request's end. The default does nothing."""
 
 
 def checked_host_blocks(host_blocks: object) -> HostBlocks:
-    """Return `host_blocks` if it is a writable array of bytes with one contiguous row per block.
-
-    Raises
-    ------
-    ValueError
-        It is something else.
-    """
+    """Return `host_blocks` if it is a writable array of bytes, a contiguous row per block; ValueError otherwise."""
     if (
         not isinstance(host_blocks, np.ndarray)
         or host_blocks.ndim != 2

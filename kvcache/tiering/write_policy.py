@@ -15,13 +15,7 @@ _FIRST_SHARE = 4
 
 
 class DirtyBlocks:
-    """The blocks of host memory that one tier has not been given.
-
-    Parameters
-    ----------
-    num_blocks : int
-        Slots of the host pool.
-    """
+    """The blocks of host memory that one tier has not been given."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks

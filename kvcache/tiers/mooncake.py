@@ -18,7 +18,6 @@ after the other, so one thread of a tier loads and one stores, while others comp
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -42,7 +41,7 @@ from kvcache.options import (
     parse_size,
     parse_text,
 )
-from kvcache.tiering.checksum import checksum
+from kvcache.tiering.checksum import checksum, namespace_of
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiering.tier import checked_host_blocks
 
@@ -172,12 +171,7 @@ class MooncakeTier(JobTier):
         self._hostname, self._timeout_s = hostname, timeout_s
         self._setup = (metadata_server, lend_bytes, _BUFFER_BYTES, protocol, device, master)
         self._tenant = tenant
-        described = json.dumps(dict(fingerprint or {}), sort_keys=True, default=str).encode()
-        digest = hashlib.blake2b(digest_size=16)
-        for part in (_FORMAT, described, str(self._block_bytes).encode(), salt.encode()):
-            digest.update(len(part).to_bytes(8, "big") + part)
-        self._namespace = f"kvcache:{digest.hexdigest()}"
-        self._seed = int.from_bytes(digest.digest()[:8], "big")
+        self._namespace, self._seed = namespace_of(_FORMAT, fingerprint or {}, self._block_bytes, salt)
         self._config = self._native.ReplicateConfig()
         self._config.replica_num = num_replicas
         self._config.data_type = self._native.ObjectDataType.KVCACHE
@@ -231,18 +225,7 @@ class MooncakeTier(JobTier):
             self._is_starting = False
 
     def name_of(self, key: bytes) -> str:
-        """Return the name that a block has in the store.
-
-        Parameters
-        ----------
-        key : bytes
-            The block's key.
-
-        Returns
-        -------
-        str
-            As other clients of the store see it.
-        """
+        """Return the name that a block has in the store."""
         return f"{self._namespace}:{self._epoch}:{key.hex()}"
 
     def exists(self, keys: list[bytes]) -> Sequence[bool]:
@@ -433,10 +416,7 @@ class MooncakeTier(JobTier):
 
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tier's options, parsed; ValueError if one is bad, unknown or missing."""
-    values = _OPTIONS.read_all("a mooncake tier", options)
-    if "master" not in values:
-        raise ValueError("a mooncake tier needs 'master', such as '127.0.0.1:50051'")
+    values = _OPTIONS.read_all("a mooncake tier", options, required=["master"])
     _address(values["master"])
     return values
 
@@ -463,23 +443,7 @@ def _try_in_a_process(setup: tuple[Any, ...]) -> None:
 
 
 def load_client(timeout_s: float) -> Any:
-    """Import the native client, with its time limits set where nobody has; it reads them once in a process.
-
-    Parameters
-    ----------
-    timeout_s : float
-        How long the master, and a node, may keep a call waiting.
-
-    Returns
-    -------
-    module
-        ``mooncake.store``.
-
-    Raises
-    ------
-    ImportError
-        It is not installed.
-    """
+    """Import the native client, with its time limits set where nobody has; it reads them once in a process."""
     seconds = max(1, math.ceil(timeout_s))
     for name, value in (
         ("MC_RPC_TIMEOUT_MS", int(timeout_s * 1000)),

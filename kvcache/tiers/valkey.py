@@ -14,8 +14,6 @@ server holds already is not sent again. Memory limits, eviction and persistence 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +27,7 @@ from valkey.exceptions import AuthenticationError, AuthorizationError, ValkeyErr
 from valkey.retry import Retry
 
 from kvcache.options import OptionTable, parse_count, parse_duration, parse_flag, parse_size, parse_text
-from kvcache.tiering.checksum import checksum
+from kvcache.tiering.checksum import checksum, namespace_of
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiering.tier import checked_host_blocks
 from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
@@ -133,12 +131,8 @@ class ValkeyTier(JobTier):
         self._address = f"{parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._block_bytes = checked_host_blocks(host_blocks).shape[1]
-        described = json.dumps(dict(fingerprint or {}), sort_keys=True, default=str).encode()
-        digest = hashlib.blake2b(digest_size=16)
-        for part in (_FORMAT, described, str(self._block_bytes).encode(), salt.encode()):
-            digest.update(len(part).to_bytes(8, "big") + part)
-        self._namespace = b"kvcache:" + digest.hexdigest().encode()
-        self._seed = int.from_bytes(digest.digest()[:8], "big")
+        namespace, self._seed = namespace_of(_FORMAT, fingerprint or {}, self._block_bytes, salt)
+        self._namespace = namespace.encode()
         self._epoch = 0
         self._has_epoch = False
         self._client: Any = None
@@ -276,8 +270,8 @@ class ValkeyTier(JobTier):
     def _epoch_name(self) -> bytes:
         return self._namespace + b":epoch"
 
-    def _name(self, key: bytes, epoch: int | None = None) -> bytes:
-        return b"%b:%d:%b" % (self._namespace, self._epoch if epoch is None else epoch, key)
+    def _name(self, key: bytes) -> bytes:
+        return b"%b:%d:%b" % (self._namespace, self._epoch, key)
 
     def _delete(self, server: Any, names: list[bytes]) -> None:
         with server.pipeline(transaction=False) as pipeline:
@@ -348,11 +342,7 @@ class ValkeyTier(JobTier):
 
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tier's options, parsed; ValueError if one is bad, unknown or missing."""
-    values = _OPTIONS.read_all("a valkey tier", options)
-    if "url" not in values:
-        raise ValueError("a valkey tier needs 'url', such as 'valkey://127.0.0.1:6379'")
-    return values
+    return _OPTIONS.read_all("a valkey tier", options, required=["url"])
 
 
 def _shown(error: Exception) -> str:

@@ -33,40 +33,12 @@ class ServerError(Exception):
 
 
 def pack(*parts: bytes) -> bytes:
-    """Return a command whose arguments are all small.
-
-    Parameters
-    ----------
-    *parts : bytes
-        The command and its arguments.
-
-    Returns
-    -------
-    bytes
-        What goes over the connection.
-    """
+    """Return a command whose arguments are all small."""
     return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
 
 
 def pack_set(name: bytes, head: bytes, num_bytes: int, ttl_ms: int | None) -> tuple[bytes, bytes]:
-    """Return what goes before and after the bytes of a value that is set.
-
-    Parameters
-    ----------
-    name : bytes
-        The key on the server.
-    head : bytes
-        The first bytes of the value.
-    num_bytes : int
-        The bytes of the value after `head`.
-    ttl_ms : int or None
-        When the server forgets it.
-
-    Returns
-    -------
-    tuple of bytes
-        Before and after.
-    """
+    """Return what goes before and after the bytes of a value that is set."""
     start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b"
     before = start % (3 if ttl_ms is None else 5, len(name), name, len(head) + num_bytes, head)
     if ttl_ms is None:
@@ -77,20 +49,7 @@ def pack_set(name: bytes, head: bytes, num_bytes: int, ttl_ms: int | None) -> tu
 
 @contextmanager
 def channel(client: Any, timeout_s: float) -> Iterator[Channel]:
-    """Take a connection of a client of the library, and give it back, or close it if anything was raised.
-
-    Parameters
-    ----------
-    client : valkey.Valkey
-        Of one server.
-    timeout_s : float
-        For each answer.
-
-    Yields
-    ------
-    Channel
-        The connection.
-    """
+    """Take a connection of a client of the library, and give it back, or close it if anything was raised."""
     pool = client.connection_pool
     connection = pool.get_connection("GET")
     try:
@@ -124,13 +83,7 @@ class Channel:
         self._end_s = 0.0
 
     def send(self, buffers: Iterable[Any]) -> None:
-        """Send buffers, one after the other.
-
-        Parameters
-        ----------
-        buffers : iterable of buffer
-            What is small and what is large, in order.
-        """
+        """Send buffers, one after the other."""
         self._end_s = time.monotonic() + self._timeout_s
         try:
             waiting = [memoryview(buffer) for buffer in buffers]
@@ -152,18 +105,7 @@ class Channel:
             raise WireError(f"the server took nothing for {self._timeout_s} s") from None
 
     def read_flag(self) -> bool:
-        """Read the answer of a command that counts or confirms.
-
-        Returns
-        -------
-        bool
-            Whether it is ``OK`` or a number above 0.
-
-        Raises
-        ------
-        ServerError
-            It is an error.
-        """
+        """Read the answer of a command that counts or confirms."""
         kind, rest = self._line()
         if kind == b"+":
             return rest == b"OK"
@@ -174,20 +116,10 @@ class Channel:
     def read_value(self, targets: Sequence[memoryview]) -> int:
         """Read a value into buffers, one after the other, if it is exactly as long as they are.
 
-        Parameters
-        ----------
-        targets : sequence of memoryview
-            Writable bytes.
-
         Returns
         -------
         int
             Bytes of the value, and `MISSING` if there is none. The targets hold it only if they are as long.
-
-        Raises
-        ------
-        ServerError
-            The answer is an error.
         """
         kind, rest = self._line()
         if (kind, rest) in ((b"$", b"-1"), (b"_", b"")):

@@ -47,24 +47,13 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, in the order of their submission; each one once.
-
-        Returns
-        -------
-        list of TransferResult
-            Each job that has ended since the last call, once.
-        """
+        """Return the jobs that ended since the last call, in the order of their submission; each one once."""
 
     @abstractmethod
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Return once these jobs have ended; unknown ids and ended jobs are passed over.
+        """Return once the jobs `job_ids` have ended; unknown ids and ended jobs are passed over.
 
         `get_finished` still returns them.
-
-        Parameters
-        ----------
-        job_ids : iterable of int
-            Jobs to wait for; unknown and ended ones are ignored.
         """
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: B027

@@ -17,22 +17,10 @@ from kvcache.transfer.host_pool import HostPool
 def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -> int:
     """Return the bytes that one offloaded block needs in the host pool.
 
-    Parameters
-    ----------
-    kv_caches : CanonicalKVCaches
-        The engine's KV cache.
-    block_size_factor : int
-        Device blocks in one offloaded block.
-
     Returns
     -------
     int
         Those of the largest KV-cache group: the unpadded bytes of its layers, times the factor.
-
-    Raises
-    ------
-    ValueError
-        The factor is no int >= 1.
     """
     _check_factor(block_size_factor)
     sizes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
@@ -41,20 +29,6 @@ def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -
 
 class KVGeometry:
     """Where a block's bytes lie: in the engine's tensors, and in the pool.
-
-    Parameters
-    ----------
-    kv_caches : CanonicalKVCaches
-        The engine's KV cache.
-    pool : HostPool
-        The host blocks.
-    block_size_factor : int
-        Device blocks in one offloaded block.
-
-    Raises
-    ------
-    ValueError
-        See `cpu_gpu_handlers`.
 
     Notes
     -----

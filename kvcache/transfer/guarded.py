@@ -16,17 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class GuardedHandler(OffloadingHandler):
-    """Another handler, behind a condition that is asked until it has held once.
-
-    Parameters
-    ----------
-    handler : OffloadingHandler
-        Does the jobs.
-    may_start : callable
-        The condition.
-    complaint : str
-        What is logged where it does not hold.
-    """
+    """Another handler, behind a condition that is asked until it has held once."""
 
     def __init__(self, handler: OffloadingHandler, may_start: Callable[[], bool], complaint: str) -> None:
         self._handler = handler

@@ -12,12 +12,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvcache.transfer._native.pages import touch_pages
+from kvcache.transfer.free_memory import check_memory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,7 +48,7 @@ class HostPool:
     num_threads : int, optional
         Threads that touch the pages; None: one per CPU this process may use, at most 16.
     progress : callable, optional
-        Hears how far touching and pinning are, about once a GiB.
+        Called while pages are touched and pinned, about once a GiB.
 
     Attributes
     ----------
@@ -126,51 +126,17 @@ class HostPool:
         return view
 
     def block(self, block_id: int) -> torch.Tensor:
-        """Return one block as an int8 tensor, shape (block_bytes,); no copy.
-
-        Parameters
-        ----------
-        block_id : int
-            Slot of the pool.
-
-        Returns
-        -------
-        torch.Tensor
-            int8, shape (block_bytes,); shares the pool's memory.
-        """
+        """Return the block in slot `block_id` as an int8 tensor, shape (block_bytes,); no copy."""
         return self.tensor[self._checked(block_id)]
 
     def buffer(self, block_id: int) -> memoryview:
-        """Return one block as a writable buffer of unsigned bytes; no copy.
-
-        Parameters
-        ----------
-        block_id : int
-            Slot of the pool.
-
-        Returns
-        -------
-        memoryview
-            Writable; shares the pool's memory.
-        """
+        """Return the block in slot `block_id` as a writable buffer of unsigned bytes; no copy."""
         return memoryview(self.array[self._checked(block_id)]).cast("B")
 
     def pieces(self, first: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield a stretch of the pool's bytes as flat tensors, each of which CUDA can copy at once.
+        """Yield `num_bytes` of the pool from byte `first` on as flat tensors, each of which CUDA can copy at once.
 
         CUDA refuses a copy that reaches from one locked chunk into the next.
-
-        Parameters
-        ----------
-        first : int
-            First byte.
-        num_bytes : int
-            Bytes from there on.
-
-        Returns
-        -------
-        iterator of (int, int)
-            Start and length of each piece.
         """
         for start, length in _stretches(first, num_bytes, _PIN_BYTES):
             yield self.flat[start : start + length]
@@ -268,71 +234,3 @@ def _register(address: int, num_bytes: int) -> str:
 
 def _unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-
-
-def check_memory(num_bytes: int) -> None:
-    """Raise if the machine, or the cgroup this process is in, has not so much memory left.
-
-    Raises
-    ------
-    ValueError
-        With the bytes asked for, the bytes left, and where the limit comes from.
-    """
-    limits = [limit for limit in (_machine_memory(), _cgroup_memory(Path("/"))) if limit is not None]
-    if limits:
-        left, source = min(limits)
-        if num_bytes > left:
-            raise ValueError(
-                f"a pool of {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) does not fit into host memory: "
-                f"{left} bytes ({left / 2**30:.1f} GiB) are left by {source}"
-            )
-
-
-def _machine_memory(path: Path = Path("/proc/meminfo")) -> tuple[int, str] | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024, "the machine (MemAvailable)"
-    return None
-
-
-def _cgroup_memory(root: Path) -> tuple[int, str] | None:
-    """Return the memory left in the tightest cgroup this process is in, of version 1 or 2; None without a limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    found = []
-    mount = root / "sys/fs/cgroup"
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            names = ("memory.max", "memory.current", "inactive_file", "active_file")
-            found += _limits(mount, group, *names)
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
-            found += _limits(mount / "memory", group, *names)
-    return min(found, default=None)
-
-
-def _limits(mount: Path, group: str, limit_name: str, usage_name: str, *reclaimable: str) -> list[tuple[int, str]]:
-    # A container may see its own group at the mount's root, so every level that is visible counts.
-    path = Path(group.lstrip("/"))
-    found = []
-    for level in (path, *path.parents):
-        directory = mount / level
-        try:
-            limit = (directory / limit_name).read_text().strip()
-            usage = int((directory / usage_name).read_text())
-            stat = (directory / "memory.stat").read_text().split()
-        except OSError:
-            continue
-        if limit != "max":
-            # The page cache gives way before the limit is reached.
-            counters = dict(zip(stat[::2], stat[1::2], strict=True))
-            usage -= sum(int(counters.get(name, 0)) for name in reclaimable)
-            found.append((int(limit) - usage, f"{directory / limit_name} = {limit}"))
-    return found

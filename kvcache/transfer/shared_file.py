@@ -32,16 +32,6 @@ _OWNER_TIMEOUT_S = 0.5
 def private_folder(parent: Path = Path("/dev/shm")) -> Path:
     """Return this user's own folder for pool files, made if it is missing.
 
-    Parameters
-    ----------
-    parent : Path
-        A folder in shared memory, which all users may share.
-
-    Returns
-    -------
-    Path
-        ``kvcache-<user id>`` in it.
-
     Raises
     ------
     ValueError

@@ -24,11 +24,6 @@ class SharedHostPool(HostPool):
         From one block to the next.
     pin : bool, optional
         As for `HostPool`.
-
-    Raises
-    ------
-    ValueError
-        The blocks reach beyond the mapping.
     """
 
     def __init__(

@@ -70,13 +70,7 @@ class CudaStreamEvent(StreamEvent):
 
 
 class CudaStream(DeviceStream):
-    """A stream of a CUDA device beside the engine's own.
-
-    Parameters
-    ----------
-    device : torch.device
-        A CUDA device.
-    """
+    """A stream of a CUDA device beside the engine's own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -88,18 +88,6 @@ class OffloadingWorker:
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a job on the handler of its media; see `OffloadingHandler.transfer_async`.
 
-        Parameters
-        ----------
-        job_id : int
-            Not in flight.
-        spec : tuple of LoadStoreSpec
-            Source and destination.
-
-        Returns
-        -------
-        bool
-            Whether the job was taken.
-
         Raises
         ------
         ValueError
@@ -124,13 +112,7 @@ class OffloadingWorker:
             return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, those of one direction in the order of submission.
-
-        Returns
-        -------
-        list of TransferResult
-            Each job that has ended since the last call, once.
-        """
+        """Return the jobs that ended since the last call, those of one direction in the order of submission."""
         for handler in self._unique():
             try:
                 for result in handler.get_finished():
@@ -146,13 +128,7 @@ class OffloadingWorker:
         return finished
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Return once these jobs have ended, as far as their handlers can wait; unknown ids are passed over.
-
-        Parameters
-        ----------
-        job_ids : iterable of int
-            Jobs to wait for; unknown and ended ones are ignored.
-        """
+        """Return once the jobs `job_ids` have ended, as far as their handlers can wait; unknown ids are passed over."""
         job_ids = list(job_ids)
         for handler in self._unique():
             try:
@@ -161,13 +137,7 @@ class OffloadingWorker:
                 _log.exception("%s did not wait: its jobs may still be in flight", type(handler).__name__)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Shut every handler down; see `OffloadingHandler.shutdown`.
-
-        Parameters
-        ----------
-        wait : bool
-            Whether to wait for the jobs in flight.
-        """
+        """Shut every handler down; see `OffloadingHandler.shutdown`."""
         for handler in self._unique():
             try:
                 handler.shutdown(wait)
@@ -181,13 +151,7 @@ class OffloadingWorker:
                 _log.exception("%r failed", close)
 
     def parts(self) -> list[Part]:
-        """Return what was copied, by direction; callable in any thread, and a source of `Telemetry`.
-
-        Returns
-        -------
-        list of kvcache.metrics.Part
-            One for each direction in which a job has ended.
-        """
+        """Return what was copied, by direction; callable in any thread, and a source of `Telemetry`."""
         return [
             Part("transfer", tally.stats(), (("source", source), ("destination", destination)))
             for (source, destination), tally in list(self._tallies.items())

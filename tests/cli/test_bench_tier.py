@@ -1,12 +1,10 @@
 """`kvcache bench tier` measures a tier in turns with its medium's client, and refuses what is no tier."""
 
 import json
-import shutil
-import socket
-import subprocess
-import time
 
 import pytest
+
+from kvcache.bench.servers import find_valkey, running_valkey
 
 pytest.importorskip("typer")
 
@@ -24,24 +22,10 @@ def test_tier_without_a_client_of_its_own_is_measured_alone(run, tmp_path):
     assert (rates["plain_store_bytes_per_s"], rates["plain_load_bytes_per_s"]) == (0, 0)
 
 
-def test_valkey_is_measured_in_turns_with_its_client_and_left_as_it_was(run, tmp_path):
-    binary = shutil.which("valkey-server") or shutil.which("redis-server")
-    if binary is None:
+def test_valkey_is_measured_in_turns_with_its_client_and_left_as_it_was(run):
+    if find_valkey() is None:
         pytest.skip("needs valkey-server or redis-server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        end_s = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert time.monotonic() < end_s
-                time.sleep(0.02)
+    with running_valkey() as port:
         entry = json.dumps({"type": "valkey", "url": f"valkey://127.0.0.1:{port}"})
         status, out, _ = run("bench", "tier", entry, "--block-bytes", "64KiB", "--size", "1MiB", "--rounds", "2")
         assert status == 0
@@ -50,9 +34,6 @@ def test_valkey_is_measured_in_turns_with_its_client_and_left_as_it_was(run, tmp
 
         with Valkey(port=port) as client:
             assert [name for name in client.scan_iter() if not name.endswith(b":epoch")] == []
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.mark.parametrize(

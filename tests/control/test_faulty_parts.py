@@ -298,4 +298,3 @@ def test_a_seed_style_manager_needs_three_methods() -> None:
     with pytest.raises(NotImplementedError, match="Small cannot be reset"):
         manager.reset_cache()
     manager.shutdown()
-

@@ -53,6 +53,18 @@ def test_status_tells_absent_pending_and_ready_apart(make: Any) -> None:
     assert cache.status([]) == b""
 
 
+def test_look_ups_are_counted_and_matches_are_not(make: Any) -> None:
+    cache = make(8)
+    store(cache, keys(0, 1))
+    assert cache.lookup(keys(0, 1, 5), cache.open_request()) == 2
+    assert (cache.lookups, cache.looked_up_blocks, cache.hit_blocks) == (1, 3, 2)
+    assert [cache.status_of(key(i)) for i in (1, 5)] == [READY, ABSENT]
+    assert (cache.lookups, cache.looked_up_blocks, cache.hit_blocks) == (3, 5, 3)
+    assert cache.match_prefix(keys(0, 5), None) == 1
+    assert cache.status(keys(0)) == bytes([READY])
+    assert (cache.lookups, cache.looked_up_blocks, cache.hit_blocks) == (3, 5, 3)
+
+
 def test_status_refuses_what_is_no_key(make: Any) -> None:
     cache = make(8)
     for bad in (b"", "text", bytearray(b"x"), None):
@@ -182,7 +194,7 @@ def test_a_running_request_leaves_tail_first(make: Any, commits: str) -> None:
     assert drain(cache, 40) == keys(*reversed(range(40)))
 
 
-@pytest.mark.parametrize("order", ["ascending", "descending", "shuffled", "groups", "backfill"])
+@pytest.mark.parametrize("order", ["ascending", "descending", "shuffled", "shuffled later", "groups", "backfill"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_positions_order_a_running_request(make: Any, order: str, size: int) -> None:
     cache = make(30)
@@ -192,6 +204,10 @@ def test_positions_order_a_running_request(make: Any, order: str, size: int) -> 
         numbers.reverse()
     elif order == "shuffled":
         random.Random(1).shuffle(numbers)
+    elif order == "shuffled later":
+        rest = numbers[14:]
+        random.Random(2).shuffle(rest)
+        numbers[14:] = rest
     elif order == "backfill":
         numbers = [*range(10, 30), *range(10)]
     request_keys = cache.open_request()
@@ -250,6 +266,35 @@ def test_requests_in_parts_leave_in_the_same_order_compiled_or_not(name: str, fo
                 expected = outcome
         assert outcome == expected
     assert drain(caches[0], 60) == drain(caches[1], 60)
+
+
+def test_positions_that_begin_amid_the_prompt_or_come_later_order_it_too(make: Any) -> None:
+    cache = make(4)
+    request_keys = cache.open_request()
+    positions = {key(i): 16 * (i + 1) for i in range(2, 5)}
+    for i in (3, 4):
+        store(cache, keys(i), request_keys)
+        cache.reorder(request_keys, positions)
+    for i in (5, 2):
+        positions[key(i)] = 16 * (i + 1)
+        store(cache, keys(i), request_keys)
+        cache.reorder(request_keys, positions)
+    cache.end_request(request_keys, positions, True)
+    assert drain(cache, 4) == keys(5, 4, 3, 2)
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2), (1, 2), (0, 2), (0, 2, 1)], ids=str)
+def test_end_request_uses_the_whole_prompt_whatever_was_used_before(make: Any, used: tuple[int, ...]) -> None:
+    cache = make(4)
+    store(cache, keys(0, 1, 2))
+    request_keys = cache.open_request()
+    positions = {key(i): 16 * (i + 1) for i in range(3)}
+    for i in used:
+        cache.touch(keys(i), request_keys)
+        cache.reorder(request_keys, positions)
+    store(cache, keys(9))
+    cache.end_request(request_keys, positions, True)
+    assert drain(cache, 4) == keys(9, 2, 1, 0)
 
 
 def test_a_key_without_a_position_stays_behind_the_one_it_followed(make: Any) -> None:

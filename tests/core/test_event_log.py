@@ -80,18 +80,6 @@ def test_events_that_were_taken_and_not_read_let_their_keys_go() -> None:
     assert sys.getrefcount(key) == before
 
 
-def test_events_move_out_of_what_was_taken() -> None:
-    log = EventLog(16)
-    for key in (b"a", b"b", b"c"):
-        log.add([key], "CPU", False)
-    taken = log.take()
-    next(taken)
-    assert (len(taken), taken.next_number) == (2, 2)
-    moved = taken.move()
-    assert (len(taken), list(taken), len(moved), moved.next_number) == (0, [], 2, 2)
-    assert [(event.number, event.keys) for event in moved] == [(2, [b"b"]), (3, [b"c"])]
-
-
 def test_numbers_and_order_survive_a_ring_that_grows_while_it_is_turned() -> None:
     log = EventLog(16)
     draw = random.Random(3)

@@ -32,8 +32,13 @@ def test_keeps_order_and_groups_as_an_ordered_dict_does(num_keys: int, num_group
         elif kind < 0.85:
             if key in model:
                 assert remembered.forget(key) == model.pop(key)
-        elif model:
+        elif model and kind < 0.95:
             assert remembered.forget_oldest() == model.popitem(last=False)[1]
+        elif model:
+            most = chance.randint(1, 40)
+            group, num_forgotten = remembered.forget_oldest_of_a_group(most)
+            assert 1 <= num_forgotten <= most
+            assert [model.popitem(last=False)[1] for _ in range(num_forgotten)] == [group] * num_forgotten
         if step % 101 == 0:
             remembered.check()
             assert remembered.groups() == list(model.values())
@@ -77,8 +82,26 @@ def test_a_fifth_group_opens_a_segment_unless_another_has_left() -> None:
     remembered.check()
 
 
+def test_neighbours_of_a_group_are_forgotten_at_once_up_to_their_segment_s_end() -> None:
+    remembered = RememberedKeys(100)
+    for i, key in enumerate(keys_of(40)):
+        remembered.remember(key, 1 + (i >= 35))
+
+    assert [remembered.forget_oldest_of_a_group(most) for most in (10, 99, 99, 99, 2)] == [
+        (1, 10),
+        (1, 6),
+        (1, 16),
+        (1, 3),
+        (2, 2),
+    ]
+    assert remembered.groups() == [2] * 3
+    remembered.check()
+
+
 def test_what_is_not_there_is_refused() -> None:
     remembered = RememberedKeys(1)
+    with pytest.raises(IndexError, match="no key is remembered"):
+        remembered.forget_oldest_of_a_group(1)
     with pytest.raises(KeyError, match="not remembered"):
         remembered.forget(b"key")
     with pytest.raises(IndexError, match="no key is remembered"):

@@ -263,7 +263,7 @@ def chats(count: int, seed: int) -> Iterator[tuple[float, list[bytes]]]:
 def one_session(count: int) -> Iterator[tuple[float, list[bytes]]]:
     """Return requests of an agent, who begins anew when the prompt is long."""
     for i in range(count):
-        yield 1.0, keys_of(f"agent {i // 40}", 2 * (i % 40) + 2)
+        yield 5.0, keys_of(f"agent {i // 40}", 2 * (i % 40) + 2)
 
 
 def test_shared_blocks_are_told_apart_while_most_that_is_used_again_is_widely_shared() -> None:
@@ -279,6 +279,8 @@ def test_shared_blocks_are_told_apart_while_most_that_is_used_again_is_widely_sh
                 for manager in both.managers:
                     manager.hint(keys[: len(keys) // 2], "later")
         splits.append([manager.policy.splits_shared for manager in both.managers])  # type: ignore[attr-defined]
+        worths = [manager.policy.worths for manager in both.managers]  # type: ignore[attr-defined]
+        assert worths[1] == worths[0]
 
     serve_all(one_session(20))
     serve_all(chats(400, 1))
@@ -288,6 +290,18 @@ def test_shared_blocks_are_told_apart_while_most_that_is_used_again_is_widely_sh
     serve_all(chats(50, 3))
 
     assert splits == [[False] * 2, [True] * 2, [False] * 2, [False] * 2]
+
+
+@pytest.mark.parametrize(("after_s", "is_told_apart"), [(1.0, False), (5.0, True), (15.0, True), (17.0, False)])
+def test_only_uses_after_4_to_16_seconds_judge_whether_shared_blocks_are_told_apart(
+    after_s: float, is_told_apart: bool
+) -> None:
+    both = Both(40)
+    for i in range(128):
+        both.now_s += after_s
+        both.request([*keys_of("prompt", 30), *keys_of(f"question {i}", 2)], is_checked=False)
+
+    assert [manager.policy.splits_shared for manager in both.managers] == [is_told_apart] * 2  # type: ignore[attr-defined]
 
 
 def test_sharing_keeps_the_prompts_of_many_sessions() -> None:
@@ -337,6 +351,24 @@ def test_a_use_after_an_hour_of_silence_ages_256_groups_at_most() -> None:
     assert num_aged[:200] == [256] * 200
     assert num_aged[-1] == 0
     assert sum(num_aged) == 2 * 700 * num_bins
+
+
+def test_groups_of_one_tick_of_which_a_use_ages_some_do_as_the_specification_says() -> None:
+    both = Both(120)
+    draw = random.Random(5)
+    num_checked = 0
+    for silence_s in (8.0, 60.0, 3.0, 600.0, 0.0):
+        for i in range(160):
+            chain, count = draw.randrange(300), draw.randrange(1, 4)
+            before = both.managers[1].policy.num_aged  # type: ignore[attr-defined]
+            both.request([b"%d %d" % (chain, j) for j in range(count)], is_checked=i % 20 == 0)
+            if both.managers[1].policy.num_aged - before == 256:  # type: ignore[attr-defined]
+                both.managers[1].policy.check()  # type: ignore[attr-defined]
+                num_checked += 1
+        both.now_s += silence_s
+        assert both.managers[1].policy.worths == both.managers[0].policy.worths  # type: ignore[attr-defined]
+
+    assert num_checked > 20
 
 
 def test_a_store_passes_over_2048_blocked_groups_at_most() -> None:
@@ -467,3 +499,13 @@ def test_a_clock_that_goes_back_stands_still() -> None:
 
     assert now_s == []
     assert manager.policy.now_ms == 1000
+
+
+def test_a_clock_without_end_is_refused_before_anything_changes() -> None:
+    now_s = 0.0
+    manager = CPUOffloadingManager(1, 2, "gittins", clock=lambda: now_s)
+    manager.touch([b"a"])
+    now_s = float("inf")
+    with pytest.raises(ValueError, match="the clock must give finite seconds, inf have passed"):
+        manager.touch([b"a"])
+    assert manager.policy.touches == 1

@@ -161,7 +161,7 @@ def test_demotions_of_one_request_are_bounded(name: str) -> None:
 
     assert outputs[1] == outputs[0]
     # The last to be touched is the first key, so the oldest 3,072 are the tail; then come the oldest of those above.
-    assert outputs[1].evicted_keys[:3072] == keys[: -3073 : -1]
+    assert outputs[1].evicted_keys[:3072] == keys[:-3073:-1]
     managers[1].policy.check()
 
 

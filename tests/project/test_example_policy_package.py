@@ -42,17 +42,14 @@ def test_its_own_tests_pass(installed: dict[str, str]) -> None:
         "settings.register_profile('few', max_examples=20, deadline=None)\n"
         "settings.load_profile('few')\n"
     )
-    done = subprocess.run(
-        [*command, str(tests)], env=installed, cwd=tests, capture_output=True, text=True, timeout=200
-    )
+    done = subprocess.run([*command, str(tests)], env=installed, cwd=tests, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
 
 
 def test_the_registry_lists_and_resolves_it(installed: dict[str, str]) -> None:
     code = (
-        "from kvcache.registry import POLICIES;"
-        "print(POLICIES.names()[-1], POLICIES.resolve('second-chance').__name__)"
+        "from kvcache.registry import POLICIES;print(POLICIES.names()[-1], POLICIES.resolve('second-chance').__name__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=installed, check=True, capture_output=True, text=True, timeout=60

@@ -401,10 +401,42 @@ def test_failing_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("kvcache.recorder.recorder._write_all", full)
-    assert manager.lookup([key(1)]) == 0
+    for number in range(5):
+        assert manager.lookup([key(number)]) == 0
     recorder.stop()
-    assert "No space left" in recorder.stats().error
+    stats = recorder.stats()
+    assert "No space left" in stats.error
+    # The calls, and the statistics at the end.
+    assert (stats.num_records, stats.num_lost) == (6, 6)
     assert manager.prepare_store([key(1)]).store_spec.block_ids.tolist() == [0]
+
+
+def test_file_that_is_moved_away_is_followed_by_a_new_one(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("kvcache.recorder.recorder._FLUSH_S", 0.01)
+    file, moved = tmp_path / "run.kvlog", tmp_path / "moved.kvlog"
+    manager = CPUOffloadingManager(16, 100)
+
+    def record_until(condition):
+        end = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < end
+            serve(manager, random.Random(5), 3)
+            time.sleep(0.01)
+
+    with Recorder(manager, file) as recorder:
+        record_until(lambda: file.stat().st_size > 2000)
+        file.rename(moved)
+        record_until(file.exists)
+        manager.reset_cache()
+        serve(manager, random.Random(6), 20)
+    assert (recorder.stats().num_lost, recorder.stats().error) == (0, "")
+    assert "was moved or removed" in caplog.text
+    assert Recording(moved).is_whole
+    assert replay_recording(Recording(moved)).difference is None
+    assert not Recording(file).is_whole
+    outcome = replay_recording(Recording(file))
+    assert outcome.difference is None
+    assert outcome.num_calls > 100
 
 
 def test_wrong_paths_and_options_are_refused(tmp_path):
@@ -527,15 +559,15 @@ def test_recording_is_a_trace(tmp_path):
 
 
 def test_numbers_of_the_format_are_those_of_the_compiled_log():
-    source = Path(ops.__file__).with_name("call_log.pyx")
-    if not source.is_file():
+    source = Path(ops.__file__).with_name("call_log.pxd")
+    if not source.with_suffix(".pyx").is_file():
         pytest.skip("the sources are not installed")
     text = source.read_text()
     for op in ops.Op:
         assert f"    {op.name} = {op.value}\n" in text
     for answer in ops.Answer:
         assert f"    A_{answer.name} = {answer.value}\n" in text
-    assert "LEAST_KEPT = 3 " in text
+    assert "LEAST_KEPT = 3 " in source.with_suffix(".pyx").read_text()
 
 
 def test_log_refuses_bad_sizes():

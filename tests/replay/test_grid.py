@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache.replay.cells import OPTIMUM, Job, Plan, run_job
 from kvcache.replay.chats import ChatWorkload
-from kvcache.replay.grid import Cell, CompactTrace, check_grid, optimum_cell, simulate
+from kvcache.replay.grid import Cell, CompactTrace, check_grid, simulate
 from kvcache.replay.models import Model, model_names, model_of
 from kvcache.replay.optimum import optimal_hits
 from kvcache.replay.requests import Request
@@ -41,11 +42,11 @@ def conversation(shared: Path) -> CompactTrace:
 
 @pytest.mark.parametrize("num_blocks", MIN_HITS)
 def test_optimum_reproduces_its_prefix_hits(conversation: CompactTrace, num_blocks: int) -> None:
-    assert optimum_cell(conversation, num_blocks, 1).hit_blocks == MIN_HITS[num_blocks]
+    assert run_job(conversation, Job(OPTIMUM, num_blocks), Plan(1)).hit_blocks == MIN_HITS[num_blocks]
 
 
 def test_unbounded_cache_reproduces_its_prefix_hits(conversation: CompactTrace) -> None:
-    cell = optimum_cell(conversation, None, 1)
+    cell = run_job(conversation, Job(OPTIMUM, None), Plan(1))
     assert (cell.requests, cell.blocks, cell.hit_blocks) == (12031, 288500, 105710)
 
 
@@ -88,8 +89,8 @@ def test_unbounded_hits_are_leading_runs_of_known_ids(requests: list[list[int]])
 
 def test_split_optimum_keeps_parts_of_a_block() -> None:
     trace = compact([[1, 2], [3], [1, 2]])
-    assert optimum_cell(trace, 1, 1).hit_blocks == 1
-    split = optimum_cell(trace, 3, 2)
+    assert run_job(trace, Job(OPTIMUM, 1), Plan(1)).hit_blocks == 1
+    split = run_job(trace, Job(OPTIMUM, 3), Plan(2))
     assert (split.blocks, split.hit_blocks, split.hit_tokens) == (10, 3, 24)
 
 
@@ -268,7 +269,7 @@ def test_plots_are_drawn(tmp_path: Path, suffix: str) -> None:
         assert page.count("<svg") == page.count("</svg>") == 1
         assert "<h1>chats &amp; more</h1>" in page
         assert "<th>a&lt;b&gt;:C</th>" in page
-        assert "<td>5,000</td><td>312 MiB</td><td>30.00%</td><td>29.00%</td><td>55.00%</td>" in page
+        assert "<td>5,000</td><td>312.5 MiB</td><td>30.00%</td><td>29.00%</td><td>55.00%</td>" in page
         assert 'src="' not in page
     else:
         assert ET.fromstring(content).tag.endswith("svg")

@@ -59,10 +59,6 @@ def test_an_error_rate_makes_as_many_hints_wrong() -> None:
         derive_hints(trace, nexts, error=1.5)
 
 
-
-
-
-
 def hits(hint_error: float | None, num_processes: int = 1) -> int:
     workload = ChatWorkload(num_requests=800)
     trace = CompactTrace.of(workload, workload.block_size)

@@ -49,7 +49,7 @@ def test_unknown_keys_are_named_with_what_may_be_meant():
         ({"cpu_bytes_to_use": HUGE}, "does not fit into host memory"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": HUGE}]}, "are needed below x"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "1KiB"}]}, "less than one block"),
-        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "big"}]}, "capacity must be bytes"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "big"}]}, "disk tier must be bytes"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x"}]}, "a disk tier needs 'capacity'"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "valkey"}]}, "a valkey tier needs 'url'"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "memory", "capacity": 0}]}, "tiers need spec_name 'tiering'"),

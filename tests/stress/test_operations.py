@@ -189,9 +189,7 @@ def check_whole(manager: CPUOffloadingManager) -> None:
 
 @pytest.mark.usefixtures("eager_collector")
 @pytest.mark.parametrize("policy", ["lru", "arc", "mq", "amq", "lfuda", "gittins", FailingPolicy])
-def test_finalizers_and_failures_give_no_key_anothers_slot(
-    policy: str | type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finalizers_and_failures_give_no_key_anothers_slot(policy: str | type, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CPUOffloadingManager(16, NUM_BLOCKS, policy, enable_events=True)
     memory = [b""] * NUM_BLOCKS
     monkeypatch.setattr(FailingPolicy, "is_failing", True)

@@ -8,47 +8,17 @@ at once, and what the manager keeps of blocks and references is counted when all
 import gc
 import random
 import threading
-from collections import OrderedDict
 
 import pytest
 
-from kvcache import BlockStateError, CachePolicy, CPUOffloadingManager, ReqContext, Retention
+from kvcache import BlockStateError, CPUOffloadingManager, ReqContext, Retention
 from kvcache.core.reuse_filter import ReuseFilter
 from kvcache.registry import POLICIES
+from kvcache.testing.reference import ReferenceLRU
 
 NUM_THREADS = 4
 NUM_BLOCKS = 48
 KEYS = [b"%028d\0\0\0\0" % i for i in range(160)]
-
-
-class PluginPolicy(CachePolicy):
-    """A third party's policy in plain Python: oldest out first."""
-
-    def __init__(self, cache_capacity):
-        super().__init__(cache_capacity)
-        self.blocks = OrderedDict()
-
-    def get(self, key):
-        return self.blocks.get(key)
-
-    def insert(self, key, block):
-        self.blocks[key] = block
-
-    def remove(self, key):
-        del self.blocks[key]
-
-    def touch(self, keys):
-        for key in reversed(list(keys)):
-            if key in self.blocks:
-                self.blocks.move_to_end(key)  # a test that reads the policy itself always finds it
-
-    def evict(self, n, protected):
-        victims = [(k, block) for k, block in self.blocks.items() if block.ref_cnt == 0 and k not in protected][:n]
-        if len(victims) < n:
-            return None
-        for key, _ in victims:
-            del self.blocks[key]
-        return victims
 
 
 class Slots:
@@ -185,14 +155,14 @@ class Requests:
         assert manager.stats().num_free == NUM_BLOCKS
 
 
-@pytest.mark.parametrize("policy", [*POLICIES.names(), PluginPolicy])
+@pytest.mark.parametrize("policy", [*POLICIES.names(), ReferenceLRU])
 def test_no_slot_serves_two_keys(policy, run_threads, budget):
     requests = Requests(policy, store_threshold=0, what_if=True)
     run_threads([requests] * NUM_THREADS, 4 * budget)
     requests.check()
 
 
-@pytest.mark.parametrize("policy", [*POLICIES.names(), PluginPolicy])
+@pytest.mark.parametrize("policy", [*POLICIES.names(), ReferenceLRU])
 def test_no_slot_serves_two_keys_whatever_finalizers_do(policy, run_threads, budget):
     requests = Requests(policy)
     busy = threading.local()

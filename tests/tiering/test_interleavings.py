@@ -6,14 +6,14 @@ where every job completes, and one where none ever does. In both, both requests 
 """
 
 import os
-from collections import OrderedDict, deque
+from collections import deque
 
 import numpy as np
 import pytest
 
 from kvcache.control.pool import BlockPool
-from kvcache.policies.base import CachePolicy
 from kvcache.request import ReqContext
+from kvcache.testing.reference import ReferenceLRU
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
@@ -22,41 +22,6 @@ KEYS = [b"a", b"b", b"c", b"d", b"e"]
 DEADLINE_S = 5.0
 MAX_ROUNDS = 16
 MANY = 10**9
-
-
-class PlainLRU(CachePolicy):
-    """Least recently used, in a dict whose order can be seen."""
-
-    def __init__(self, cache_capacity):
-        super().__init__(cache_capacity)
-        self.blocks = OrderedDict()
-
-    def get(self, key):
-        return self.blocks.get(key)
-
-    def insert(self, key, block):
-        self.blocks[key] = block
-
-    def remove(self, key):
-        del self.blocks[key]
-
-    def touch(self, keys):
-        for key in reversed(list(keys)):
-            if key in self.blocks:
-                self.blocks.move_to_end(key)
-
-    order = touch
-
-    def evict(self, n, protected):
-        victims = [(key, block) for key, block in self.blocks.items() if block.ref_cnt == 0 and key not in protected]
-        if len(victims) < n:
-            return None
-        for key, _ in victims[:n]:
-            del self.blocks[key]
-        return victims[:n]
-
-    def clear(self):
-        self.blocks.clear()
 
 
 class Request:
@@ -104,12 +69,12 @@ class World:
         self.now_s = 0.0
         self.num_ticks = 0
         self.host = np.zeros((3, 4), np.uint8)
-        self.tier = ManualTier(4, self.host, PlainLRU)
+        self.tier = ManualTier(4, self.host, ReferenceLRU)
         rule = TierConfig(
             deadline_s=DEADLINE_S, pause_s=DEADLINE_S, max_failures=2, max_store_blocks=2, **scenario["rule"]
         )
         self.manager = TieredOffloadingManager(
-            16, 3, [(self.tier, rule)], PlainLRU, deadline_s=DEADLINE_S, clock=lambda: self.now_s
+            16, 3, [(self.tier, rule)], ReferenceLRU, deadline_s=DEADLINE_S, clock=lambda: self.now_s
         )
         for key in scenario["on_tier"]:
             self.host[0] = np.frombuffer(key * 4, np.uint8)

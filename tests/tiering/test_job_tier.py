@@ -340,6 +340,22 @@ def test_store_before_a_reset_does_not_count_after_it(make, host, store):
     assert tier.stats().num_held == 0
 
 
+def test_counters_do_not_go_back_at_a_reset(make, host, store):
+    tier = make(slots=2)
+    put(tier, host, "ab", 1)
+    put(tier, host, "cd", 2)
+    before = tier.stats()
+    assert before.evicted_blocks == 2
+    for _ in range(2):
+        tier.reset()
+        until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+        after = tier.stats()
+        assert (after.num_held, after.evicted_blocks, after.stored_blocks) == (0, 2, 4)
+    put(tier, host, "ab", 3)
+    put(tier, host, "c", 4)
+    assert tier.stats().evicted_blocks == 3
+
+
 def test_slow_open_leaves_the_tier_unavailable_until_it_ends(make, host, store):
     store.gate.clear()
     tier = make(slots=8, found=keys_of("ab"), open_timeout_s=0.01)

@@ -199,7 +199,29 @@ def undisturbed() -> Iterator[None]:
         sys.setswitchinterval(interval_s)
 
 
-class ValkeyFaults:
+class ProxyFaults:
+    """What a proxy before a store can do to it; each fault returns what ends it."""
+
+    proxy: Proxy | ProxyProcess
+
+    def cut(self) -> End:
+        return self._spoil("cut")
+
+    def garbage(self) -> End:
+        return self._spoil("garbage")
+
+    def half_open(self) -> End:
+        return self._spoil("half-open")
+
+    def a_byte_a_second(self) -> End:
+        return self._spoil("drip")
+
+    def _spoil(self, mode: str) -> End:
+        self.proxy.set_mode(mode)
+        return lambda: self.proxy.set_mode("pass")
+
+
+class ValkeyFaults(ProxyFaults):
     """A server behind a proxy, and what can happen to both; each fault returns what ends it."""
 
     LONGEST_JOB_S = 0.4
@@ -246,19 +268,10 @@ class ValkeyFaults:
 
     def cut(self) -> End:
         self.proxy.cut()
-        return self._spoil("cut")
-
-    def garbage(self) -> End:
-        return self._spoil("garbage")
+        return super().cut()
 
     def swallowed(self) -> End:
         return self._spoil("swallow")
-
-    def half_open(self) -> End:
-        return self._spoil("half-open")
-
-    def a_byte_a_second(self) -> End:
-        return self._spoil("drip")
 
     def full(self) -> End:
         return self._limit_memory("noeviction", 1.0)
@@ -301,14 +314,6 @@ class ValkeyFaults:
     def _client(self) -> Any:
         return self._stack.enter_context(importlib.import_module("valkey").Valkey(port=self.server.port))
 
-    def _spoil(self, mode: str) -> End:
-        self.proxy.mode = mode
-
-        def end() -> None:
-            self.proxy.mode = "pass"
-
-        return end
-
     def _limit_memory(self, policy: str, share: float) -> End:
         client = self._client()
         client.config_set("maxmemory-policy", policy)
@@ -316,7 +321,7 @@ class ValkeyFaults:
         return lambda: client.config_set("maxmemory", 0)
 
 
-class MooncakeFaults:
+class MooncakeFaults(ProxyFaults):
     """A master behind a proxy and a node, and what can happen to them; each fault returns what ends it."""
 
     # What a client of one process waits for is set once, by its first tier.
@@ -381,18 +386,6 @@ class MooncakeFaults:
 
         return end
 
-    def cut(self) -> End:
-        return self._spoil("cut")
-
-    def garbage(self) -> End:
-        return self._spoil("garbage")
-
-    def half_open(self) -> End:
-        return self._spoil("half-open")
-
-    def a_byte_a_second(self) -> End:
-        return self._spoil("drip")
-
     def full(self) -> End:
         """Fill the store with what is pinned."""
         config = importlib.import_module("mooncake.store").ReplicateConfig()
@@ -433,10 +426,6 @@ class MooncakeFaults:
             self._wait_until_it_works()
 
         return end
-
-    def _spoil(self, mode: str) -> End:
-        self.proxy.set_mode(mode)
-        return lambda: self.proxy.set_mode("pass")
 
     def _wait_until_it_works(self) -> None:
         """Return when a client of its own can store on any node.

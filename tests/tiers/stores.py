@@ -17,27 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcache.bench.servers import find_valkey, free_port, wait_for_port
 from kvcache.tiering.tier import Tier, TierResult
 
-VALKEY_BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
+VALKEY_BINARY = find_valkey()
 KEYS = [bytes([number]) * 36 for number in range(1, 65)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_for_port(port: int) -> None:
-    end_s = time.monotonic() + 30
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            assert time.monotonic() < end_s, "the server did not start"
-            time.sleep(0.02)
 
 
 class ValkeyServer:
@@ -142,6 +126,10 @@ class Proxy:
         self.drip_s = 0.2
         self._ends: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def set_mode(self, mode: str) -> None:
+        """Say how what passes is spoilt; ``"pass"``: not at all."""
+        self.mode = mode
 
     def cut(self) -> None:
         """End all connections."""

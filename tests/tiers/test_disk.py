@@ -539,9 +539,7 @@ def test_config_is_checked(tmp_path):
     tier = DiskTier.from_config(options, host_blocks(), {"model": "m"})
     assert tier.capacity_bytes == 1 << 20
     tier.shutdown()
-    with pytest.raises(
-        ValueError, match=r"unknown options of a disk tier: size; known ones: .*path.*: write_policy,.* arbiter$"
-    ):
+    with pytest.raises(ValueError, match=r"unknown options of a disk tier: size; known ones: path, capacity, "):
         DiskTier.from_config({**options, "size": 1}, host_blocks(), {})
     with pytest.raises(ValueError, match="a disk tier needs 'capacity'"):
         DiskTier.from_config({"path": "x"}, host_blocks(), {})

@@ -58,18 +58,9 @@ class Engine:
                     **extra_config,
                 },
             }
-        # Float32: in bfloat16 the engine's own tokens depend on how requests are batched.
-        settings = {
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "block_size": 32,
-            "num_gpu_blocks_override": 128,
-            "dtype": "float32",
-            "max_model_len": 2048,
-            "disable_log_stats": False,
-            "seed": 0,
-        }
-        self.llm = LLM(str(model), **{**settings, **options})
+        from engine_options import OPTIONS
+
+        self.llm = LLM(str(model), **{**OPTIONS, **options})
 
     def generate(
         self, prompts: list[list[int]], params: dict[str, Any] | None = None, max_tokens: int = 8

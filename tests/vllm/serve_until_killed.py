@@ -1,12 +1,41 @@
 """Serve random batches of prompts until somebody kills this process; print what each prompt gave.
 
-Called by test_kills.py: ``python serve_until_killed.py SETTINGS``, a JSON object with the model, the prompts, a seed,
-the engine's options and the extra config.
+Tests call `serve`, which runs ``python serve_until_killed.py SETTINGS``: a JSON object with the model, the prompts, a
+seed, the engine's options and the extra config.
 """
+
+from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
+import threading
+from typing import Any
+
+
+def serve(settings: dict[str, Any], num_answers: int, wait_s: float) -> list[dict[str, Any]]:
+    """Run an engine until it has given so many answers and a moment longer; kill it, and return all its answers."""
+    answers: list[dict[str, Any]] = []
+    with subprocess.Popen(
+        [sys.executable, __file__, json.dumps(settings)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as engine:
+        assert engine.stdout is not None
+        assert engine.stderr is not None
+        said: list[str] = []
+        listener = threading.Thread(target=lambda: said.extend(engine.stderr or ()), daemon=True)
+        listener.start()
+        killer = threading.Timer(wait_s, engine.kill)
+        try:
+            for line in engine.stdout:
+                if line.startswith("ANSWER"):
+                    answers.append(json.loads(line.removeprefix("ANSWER")))
+                    if len(answers) == num_answers:
+                        killer.start()
+        finally:
+            engine.kill()
+    assert len(answers) >= num_answers, "".join(said)[-4000:]
+    return answers
 
 
 def main() -> None:

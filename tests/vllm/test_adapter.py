@@ -21,9 +21,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.base import ReqContext as EngineContext
 
 from kvcache import CPULoadStoreSpec, CPUOffloadingManager, TransferResult
+from kvcache.control.telemetry import Telemetry
+from kvcache.exporters.status import StatusServer
 from kvcache.integrations.vllm import KVCacheOffloadingSpec
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
-from kvcache.integrations.vllm.metrics import metric_definitions
+from kvcache.integrations.vllm.metrics import MetricsSource, metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.recorder.format import Recording
@@ -319,6 +321,20 @@ def test_every_metric_sent_is_declared_and_tells_only_changes() -> None:
         "vllm:kvcache_referenced_blocks": 1,
     }
     assert found.keys() <= metric_definitions().keys()
+
+
+def test_what_an_exporter_counts_of_itself_is_not_sent(tmp_path: Path) -> None:
+    ours = CPUOffloadingManager(16, 8)
+    ours.telemetry = Telemetry(ours)
+    server = StatusServer(ours.telemetry, path=str(tmp_path / "status"))
+    try:
+        assert any(part.name == "status" for part in ours.telemetry.parts())
+        sent = MetricsSource(ours).changes()
+    finally:
+        server.close()
+    assert sent is not None
+    assert "vllm:kvcache_stored_blocks" in sent.reduce()
+    assert sent.reduce().keys() <= metric_definitions().keys()
 
 
 def test_questions_asked_again_are_not_counted_again() -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_options import BLOCK_BYTES
 
 from kvcache.registry import POLICIES
-
-# Bytes of one 32-token block of the small model: keys and values of 4 layers, 4 heads of 32 floats.
-BLOCK_BYTES = 2 * 4 * 4 * 32 * 4 * 32
 
 
 @pytest.fixture(scope="class")

@@ -5,54 +5,17 @@ Two kills by default, at random moments of the traffic; `KVCACHE_STRESS` multipl
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_options import BLOCK_BYTES, OPTIONS
+from serve_until_killed import serve
 
 NUM_KILLS = max(2, round(2 * float(os.environ.get("KVCACHE_STRESS", "1"))))
-BLOCK_BYTES = 2 * 4 * 4 * 32 * 4 * 32
-OPTIONS = {
-    "skip_tokenizer_init": True,
-    "enforce_eager": True,
-    "block_size": 32,
-    "num_gpu_blocks_override": 128,
-    "dtype": "float32",
-    "max_model_len": 2048,
-    "seed": 0,
-}
-
-
-def serve(settings: dict[str, Any], num_answers: int, wait_s: float) -> list[dict[str, Any]]:
-    """Run an engine until it has given so many answers and a moment longer; kill it, and return all its answers."""
-    script = Path(__file__).with_name("serve_until_killed.py")
-    answers: list[dict[str, Any]] = []
-    with subprocess.Popen(
-        [sys.executable, str(script), json.dumps(settings)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as engine:
-        assert engine.stdout is not None
-        assert engine.stderr is not None
-        said: list[str] = []
-        listener = threading.Thread(target=lambda: said.extend(engine.stderr or ()), daemon=True)
-        listener.start()
-        killer = threading.Timer(wait_s, engine.kill)
-        try:
-            for line in engine.stdout:
-                if line.startswith("ANSWER"):
-                    answers.append(json.loads(line.removeprefix("ANSWER")))
-                    if len(answers) == num_answers:
-                        killer.start()
-        finally:
-            engine.kill()
-    assert len(answers) >= num_answers, "".join(said)[-4000:]
-    return answers
 
 
 @pytest.mark.timeout(600 * NUM_KILLS)

@@ -9,16 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BLOCK_BYTES = 2 * 4 * 4 * 32 * 4 * 32
-OPTIONS = {
-    "skip_tokenizer_init": True,
-    "enforce_eager": True,
-    "block_size": 32,
-    "num_gpu_blocks_override": 128,
-    "dtype": "float32",
-    "max_model_len": 2048,
-    "disable_log_stats": False,
-}
+from engine_options import BLOCK_BYTES, OPTIONS
 
 
 def two_rounds(model: Path, batches: list[list[list[int]]], extra_config: dict[str, Any], ranks: int) -> Any:

@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-import shutil
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_options import BLOCK_BYTES
 
-BLOCK_BYTES = 2 * 4 * 4 * 32 * 4 * 32
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from kvcache.bench.servers import find_valkey, free_port, running_valkey, wait_for_port
 
 
-def wait_for_port(port: int) -> None:
-    end_s = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            assert time.monotonic() < end_s, "the server did not start"
-            time.sleep(0.05)
-
-
-def start_valkey(run: Callable[..., None], folder: Path) -> dict[str, Any]:
+def start_valkey(undo: ExitStack) -> dict[str, Any]:
     pytest.importorskip("valkey")
-    binary = shutil.which("valkey-server") or shutil.which("redis-server")
-    if binary is None:
+    if find_valkey() is None:
         pytest.skip("needs valkey-server or redis-server")
-    port = free_port()
-    run(binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder))
-    wait_for_port(port)
-    return {"type": "valkey", "url": f"valkey://127.0.0.1:{port}"}
+    return {"type": "valkey", "url": f"valkey://127.0.0.1:{undo.enter_context(running_valkey())}"}
 
 
-def start_mooncake(run: Callable[..., None], folder: Path) -> dict[str, Any]:
+def start_mooncake(undo: ExitStack) -> dict[str, Any]:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
+
+    def run(*command: Any) -> None:
+        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        undo.callback(process.wait)
+        undo.callback(process.kill)
+
     binaries, port = Path(sys.executable).parent, free_port()
     run(binaries / "mooncake_master", f"-rpc_port={port}", "-rpc_address=127.0.0.1", f"-metrics_port={free_port()}")
     wait_for_port(port)
@@ -58,15 +42,9 @@ def start_mooncake(run: Callable[..., None], folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(params=[start_valkey, start_mooncake], ids=["valkey", "mooncake"])
-def entry(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+def entry(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     with ExitStack() as undo:
-
-        def run(*command: Any) -> None:
-            process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            undo.callback(process.wait)
-            undo.callback(process.kill)
-
-        yield request.param(run, tmp_path)
+        yield request.param(undo)
 
 
 def ask_each(engine: Any, prompts: Any) -> tuple[list[list[int]], list[int]]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-BLOCK_BYTES = 2 * 4 * 4 * 32 * 4 * 32
+from engine_options import BLOCK_BYTES
 
 
 def extra_config(folder: Path, capacity: Any = "64MiB") -> dict[str, Any]:

@@ -46,11 +46,6 @@ def sampler_for(what_if: bool | int, num_blocks: int) -> Sampler | None:
         False: none; True: a log of 131,072 uses; or the length of the log, at least 1,024.
     num_blocks : int
         The manager's capacity.
-
-    Raises
-    ------
-    ValueError
-        `what_if` is neither, or the capacity is no int >= 1.
     """
     if what_if is False:
         return None
@@ -109,11 +104,6 @@ class WhatIf:
         policy : str
             One of `hit_ratios`, or lru.
 
-        Returns
-        -------
-        int
-            Estimated hits.
-
         Raises
         ------
         ValueError
@@ -141,11 +131,6 @@ class WhatIf:
             Blocks, as in `hits_at`.
         policy : str, optional
             The manager's own where it is left out; lru if that has not been estimated.
-
-        Returns
-        -------
-        float
-            Ratio of hits to today's.
         """
         own = self._own
         now = self.hits_at(self.num_blocks, own)
@@ -159,13 +144,7 @@ class WhatIf:
         return self.policy if self.policy is not None and self.policy in self.hit_ratios else "lru"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON knows it.
-
-        Returns
-        -------
-        dict
-            JSON types only.
-        """
+        """Return everything as JSON knows it."""
         return {
             "num_blocks": self.num_blocks,
             "policy": self.policy,
@@ -294,26 +273,7 @@ def estimate(
     policies: Iterable[str] | None = None,
     capacities: Iterable[int] | None = None,
 ) -> WhatIf:
-    """Work out what policies would have hit at several capacities.
-
-    Parameters
-    ----------
-    sampler : Sampler or None
-        What the manager has logged; None: it was made without.
-    num_blocks : int
-        The manager's capacity.
-    policy : type
-        The manager's policy.
-    policies : str or iterable of str, optional
-        Names of policies; left out: all registered ones that are compiled and read no clock.
-    capacities : iterable of int, optional
-        Blocks, ascending; left out: 1/4, 1/2, 1, 2, 4 and 8 times `num_blocks`.
-
-    Raises
-    ------
-    ValueError
-        There is no sampler, a policy is not known or reads the clock, or the capacities do not ascend from 1 at least.
-    """
+    """Work out what policies would have hit at several capacities; see `CPUOffloadingManager.what_if`."""
     if sampler is None:
         raise ValueError("the manager samples nothing: make it with what_if=True")
     at = _checked_capacities(num_blocks, capacities)

@@ -136,13 +136,7 @@ class PrefixCache:
         return self._layout.block_bytes
 
     def new_past(self) -> DynamicCache:
-        """Return an empty cache for the model, one that `store` can read whatever the length of the prompt.
-
-        Returns
-        -------
-        DynamicCache
-            An empty cache for the model.
-        """
+        """Return an empty cache for the model, one that `store` can read whatever the length of the prompt."""
         return new_past(self.model.config)
 
     def load(
@@ -317,13 +311,7 @@ class PrefixCache:
         self.manager.reset_cache()
 
     def stats(self) -> PrefixCacheStats:
-        """Return counters since the start.
-
-        Returns
-        -------
-        PrefixCacheStats
-            Counters since start, and gauges now.
-        """
+        """Return counters since the start."""
         return PrefixCacheStats(self._prompt_tokens, self._loaded_tokens, self.manager.stats())
 
     def _load(self, rows: list[Row], requests: _Requests) -> tuple[DynamicCache, int]:

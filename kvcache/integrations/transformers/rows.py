@@ -76,13 +76,7 @@ def read_rows(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[Row]
 
 
 def checked_generation(model: Any, input_ids: Any, attention_mask: Any, kwargs: dict[str, Any]) -> GenerationConfig:
-    """Return the generation config in force, if the call generates one sequence a prompt from token ids alone.
-
-    Raises
-    ------
-    ValueError
-        It does something else; the message names it.
-    """
+    """Return the generation config in force, if the call generates one sequence a prompt from token ids alone."""
     for name, value in kwargs.items():
         if value is not None and name not in _GENERATE_ARGUMENTS:
             raise ValueError(f"generate({name}=...) is not supported: the keys of a prefix know token ids only")

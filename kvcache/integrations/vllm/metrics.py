@@ -51,7 +51,8 @@ class MetricsSource:
     """Turns a manager's counters since start into what changed since the last time.
 
     The first report names every counter, with 0 where nothing has happened, so that a rate has a beginning. The
-    manager's and the tiers' own are looked at in every step, the rest once a second.
+    manager's and the tiers' own are looked at in every step, the rest once a second. What exporters count of themselves
+    is left out: `kvcache status` has it.
 
     Parameters
     ----------
@@ -69,6 +70,8 @@ class MetricsSource:
         self._manager = manager
         self._clock = clock
         self._next_full_s = clock()
+        # An exporter counts something of its own, and an engine ends at a name that was not declared.
+        self._declared = frozenset(name.removeprefix(_PREFIX) for name in metric_definitions())
         self._stats: dict[tuple[str, Labels], Any] = {}
         self._values: dict[tuple[str, Labels], float | HistogramData] = {}
 
@@ -83,7 +86,7 @@ class MetricsSource:
                 continue
             self._stats[place] = part.stats
             for sample in samples_of(part, self._manager.block_size, block_bytes):
-                if sample.name not in _LEFT_OUT:
+                if sample.name in self._declared:
                     self._add(sent, sample)
         return None if sent.is_empty() else sent
 

@@ -24,7 +24,7 @@ from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import ASK_AGAIN, PENDING, TieredOffloadingManager
-from kvcache.transfer.host_pool import check_memory
+from kvcache.transfer.free_memory import check_memory
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
 from kvcache.transfer.shared_pool import SharedHostPool
 

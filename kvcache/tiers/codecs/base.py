@@ -34,11 +34,6 @@ class Codec(ABC):
         block_bytes : int
             Bytes of a block; 0: not known yet, only the options are checked.
 
-        Returns
-        -------
-        Codec
-            The codec.
-
         Raises
         ------
         ValueError
@@ -57,7 +52,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, block: memoryview, target: memoryview) -> int:
-        """Write a block's code to the start of `target`.
+        """Write a block's code to the start of `target`, and return its length.
 
         Parameters
         ----------
@@ -65,11 +60,6 @@ class Codec(ABC):
             A whole block; not changed.
         target : memoryview
             `max_bytes` writable bytes.
-
-        Returns
-        -------
-        int
-            Bytes written.
 
         Raises
         ------

@@ -264,20 +264,7 @@ class CodecTier(Tier):
     # What threads call.
 
     def encode_row(self, key: bytes, block_id: int, row: int) -> int:
-        """Encode a host block into a row of the staging area, in a thread.
-
-        Parameters
-        ----------
-        key : bytes
-            The block's key.
-        block_id, row : int
-            From where and where to.
-
-        Returns
-        -------
-        int
-            Bytes of its code; 0: it cannot be encoded.
-        """
+        """Encode a host block into a row of the staging area; return its bytes, 0 if it cannot be encoded."""
         block, target = self._host_rows[block_id].data, self._staging[row].data
         code_start = _HEADER.size
         try:
@@ -296,20 +283,7 @@ class CodecTier(Tier):
         return num_bytes
 
     def decode_row(self, key: bytes, block_id: int, row: int) -> int:
-        """Decode a row of the staging area into a host block, in a thread.
-
-        Parameters
-        ----------
-        key : bytes
-            The block's key.
-        block_id, row : int
-            Where to and from where.
-
-        Returns
-        -------
-        int
-            Bytes of its code; 0: it is not what was stored.
-        """
+        """Decode a row of the staging area into a host block; return its bytes, 0 if it is not what was stored."""
         source, block = self._staging[row].data, self._host_rows[block_id].data
         magic, num_bytes, code_sum, block_sum = _HEADER.unpack_from(source)
         if magic != _MAGIC or not 0 < num_bytes <= self._codec.max_bytes:

@@ -20,15 +20,6 @@ _MOST_TRIES = 100
 class DataFile:
     """The slots of an open directory, read and written past the page cache where the file system allows it.
 
-    Parameters
-    ----------
-    directory : TierDirectory
-        Open.
-    host_blocks : numpy.ndarray
-        The pool that blocks come from and go to: its alignment decides whether the page cache can be passed by.
-    read_only : bool
-        Whether nothing will be written.
-
     Attributes
     ----------
     is_direct : bool

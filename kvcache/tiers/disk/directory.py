@@ -126,13 +126,7 @@ class Header:
 
 
 def num_slots_within(capacity_bytes: int, block_bytes: int) -> int:
-    """Return how many blocks a directory of at most `capacity_bytes` holds, metadata included.
-
-    Raises
-    ------
-    ValueError
-        Not even one.
-    """
+    """Return how many blocks a directory of at most `capacity_bytes` holds, metadata included."""
     check_int("capacity_bytes", capacity_bytes)
     check_int("block_bytes", block_bytes)
     num_slots = (capacity_bytes - _FIXED_BYTES) // _bytes_per_slot(block_bytes)

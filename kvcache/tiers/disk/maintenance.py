@@ -54,13 +54,7 @@ class TierFacts:
 
 
 def inspect_tier(path: Path) -> TierFacts:
-    """Read a directory's header and index; another process may be writing to it.
-
-    Raises
-    ------
-    TierDirectoryError
-        The directory is no disk tier.
-    """
+    """Read a directory's header and index; another process may be writing to it."""
     with _opened(path, read_only=True) as (store, _):
         found = store.table.load()
         uses = store.table.recency["uses"][found.slots]
@@ -91,7 +85,7 @@ def verify_tier(path: Path, wipe: bool = False, progress: Progress | None = None
     wipe : bool
         Whether to drop bad blocks; needs the directory's lock.
     progress : callable, optional
-        Hears how far it is.
+        Called with the blocks done and the blocks in all.
 
     Raises
     ------
@@ -123,7 +117,7 @@ def verify_tier(path: Path, wipe: bool = False, progress: Progress | None = None
 
 
 def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progress | None = None) -> TierFacts:
-    """Pack the most recent blocks into the first slots, give the rest of the disk space back, and say what is left.
+    """Pack the most recent blocks into the first slots, give the rest of the disk space back, and return what is left.
 
     Parameters
     ----------
@@ -132,7 +126,7 @@ def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progre
     capacity_bytes : int, optional
         Its new capacity; None: as it is.
     progress : callable, optional
-        Hears how far it is.
+        Called with the blocks done and the blocks in all.
 
     Raises
     ------

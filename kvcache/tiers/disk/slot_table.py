@@ -78,13 +78,6 @@ class Found(NamedTuple):
 class SlotTable:
     """The records and the recency of an open directory.
 
-    Parameters
-    ----------
-    directory : TierDirectory
-        Open.
-    read_only : bool
-        Whether nothing will be written.
-
     Attributes
     ----------
     generation : Generation

@@ -20,8 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.options import check_int, check_seconds, parse_policy, parse_size
-from kvcache.tiering.controller import RULE_OPTIONS
+from kvcache.options import (
+    OptionTable,
+    check_int,
+    check_seconds,
+    parse_count,
+    parse_duration,
+    parse_flag,
+    parse_policy,
+    parse_size,
+    parse_text,
+)
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.tier import checked_host_blocks
@@ -38,6 +47,20 @@ _LOG = logging.getLogger(__name__)
 _MARK_S = 0.02
 """How long `reset` waits for its mark: it is there within a fraction of that, unless the disk hangs."""
 _CLOSE_S = 5.0
+_OPTIONS = OptionTable(
+    {
+        "path": parse_text,
+        "capacity": parse_size,
+        "cache_policy": parse_policy,
+        "num_threads": parse_count,
+        "flush_interval_s": parse_duration,
+        "max_queued_blocks": parse_count,
+        "max_io_bytes": parse_size,
+        "preallocate": parse_flag,
+        "read_only": parse_flag,
+        "open_timeout_s": parse_duration,
+    }
+)
 
 
 class DiskTier(JobTier):
@@ -147,57 +170,18 @@ class DiskTier(JobTier):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        known = {
-            "path",
-            "capacity",
-            "cache_policy",
-            "num_threads",
-            "flush_interval_s",
-            "max_queued_blocks",
-            "max_io_bytes",
-            "preallocate",
-            "read_only",
-            "open_timeout_s",
-        }
-        if unknown := sorted(options.keys() - known):
-            raise ValueError(
-                f"unknown options of a disk tier: {', '.join(unknown)}; known ones: {', '.join(sorted(known))}; "
-                f"of the rule by which any tier is used: {', '.join(RULE_OPTIONS)}"
-            )
-        for name in ("path", "capacity"):
-            if name not in options:
-                raise ValueError(f"a disk tier needs {name!r}, got {dict(options)!r}")
-        parse_size("capacity", options["capacity"])
-        parse_policy("cache_policy", options.get("cache_policy", "lru"))
-        for name in ("num_threads", "max_queued_blocks", "max_io_bytes"):
-            if name in options:
-                check_int(name, options[name])
+        _read(options)
 
     @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> DiskTier:
-        cls.check_options(options)
-        values = dict(options)
-        path, capacity_bytes = values.pop("path"), parse_size("capacity", values.pop("capacity"))
-        return cls(path, capacity_bytes, host_blocks, fingerprint=fingerprint, **values)
+        values = _read(options)
+        return cls(values.pop("path"), values.pop("capacity"), host_blocks, fingerprint=fingerprint, **values)
 
     @staticmethod
     def capacity_for(num_blocks: int, block_bytes: int) -> int:
-        """Return the smallest `capacity_bytes` that holds `num_blocks` blocks.
-
-        Parameters
-        ----------
-        num_blocks : int
-            Blocks to hold.
-        block_bytes : int
-            Bytes of a block.
-
-        Returns
-        -------
-        int
-            Bytes.
-        """
+        """Return the smallest `capacity_bytes` that holds `num_blocks` blocks of `block_bytes`."""
         return capacity_for(num_blocks, block_bytes)
 
     @property
@@ -210,13 +194,7 @@ class DiskTier(JobTier):
         self._opened().flush()
 
     def open(self) -> TierContents:
-        """Open the directory, and return what it holds, least recent first.
-
-        Returns
-        -------
-        TierContents or None
-            What was found; None: the medium keeps its own index.
-        """
+        """Open the directory, and return what it holds, least recent first."""
         try:
             return self._open()
         except Exception as error:
@@ -250,13 +228,7 @@ class DiskTier(JobTier):
         return None
 
     def clear(self, generation: int) -> None:
-        """Begin another generation, durably; the blocks of a directory that is only read are looked away from.
-
-        Parameters
-        ----------
-        generation : int
-            Resets so far.
-        """
+        """Begin another generation, durably; the blocks of a directory that is only read are looked away from."""
         store = self._opened()
         header = store.directory.header
         if not self._is_read_only:
@@ -400,6 +372,10 @@ class DiskTier(JobTier):
                 num_bad - num_short,
                 first_slot,
             )
+
+
+def _read(options: Mapping[str, Any]) -> dict[str, Any]:
+    return _OPTIONS.read_all("a disk tier", options, required=["path", "capacity"])
 
 
 def _first_slot(batch: TierBatch) -> int:

@@ -1,0 +1,187 @@
+"""PublishingThread: the sockets of a publisher, the thread that uses them, and events that were too many to queue.
+
+The thread runs compiled code without the GIL; it comes back to Python for merged events and for requests of routers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.backend.cython import _zmq as zmq_library
+
+from kvcache.events import OffloadingEvent
+from kvcache.exporters.kv_events.batches import BatchLog
+from kvcache.exporters.kv_events.queue import EventQueue
+from kvcache.exporters.kv_events.sender import BatchSender
+from kvcache.exporters.kv_events.wire import DIGEST_PREFIX, SNAPSHOT_REQUEST, Digest
+
+_LOG = logging.getLogger(__name__)
+
+
+class MergedEvents:
+    """What came while the queue was full: of each key of a medium, whether it was removed last."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, bytes], bool] = {}
+        self.num_events = 0
+        """Events that were ever merged."""
+
+    def add(self, event: OffloadingEvent) -> None:
+        """Merge an event, or raise ValueError where a key is no bytes."""
+        if wrong := [key for key in event.keys if not isinstance(key, bytes)]:
+            raise ValueError(f"a key must be bytes, got {wrong[0]!r:.80}")
+        self.num_events += 1
+        for key in event.keys:
+            self._last[event.medium, key] = event.removed
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._last = {}
+
+    def put_into(self, queue: EventQueue) -> None:
+        """Put all into a queue, what was removed first."""
+        for removed in (True, False):
+            by_medium: dict[str, list[bytes]] = {}
+            for (medium, key), is_removed in self._last.items():
+                if is_removed is removed:
+                    by_medium.setdefault(medium, []).append(key)
+            for medium, keys in by_medium.items():
+                queue.put(keys, medium, removed)
+
+
+class PublishingThread(threading.Thread):
+    """Sends what is queued, and answers requests; parameters and errors as of `KVEventPublisher`.
+
+    Attributes
+    ----------
+    endpoint, replay_endpoint : str
+        As bound.
+    queue : EventQueue
+        What the scheduler puts its events in.
+    merged : MergedEvents
+        Events that found the queue full.
+    log : BatchLog
+        What was sent.
+    num_rejected : int
+        Requests that were none.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        topic: str,
+        block_size: int,
+        queue_events: int,
+        buffer_batches: int,
+        digest_every: int,
+        data_parallel_rank: int,
+    ) -> None:
+        super().__init__(name="kvcache-kv-events", daemon=True)
+        self.queue = EventQueue(block_size, queue_events)
+        self.merged = MergedEvents()
+        self.log = BatchLog(self.queue, buffer_batches, data_parallel_rank)
+        self.num_rejected = 0
+        # Of what is merged and of who puts events in: the scheduler, or this thread where it puts in what was merged.
+        self._lock = threading.Lock()
+        self._digest_topic = DIGEST_PREFIX + topic.encode()
+        self._context = zmq.Context()
+        try:
+            self._pub = self._context.socket(zmq.PUB)
+            self.endpoint = _bind(self._pub, endpoint)
+            self._router = None if replay_endpoint is None else self._context.socket(zmq.ROUTER)
+            self.replay_endpoint = None if self._router is None else _bind(self._router, replay_endpoint or "")
+            if self._router is not None:
+                # A client that does not read its replies must not hold memory, nor the thread.
+                self._router.setsockopt(zmq.SNDHWM, 100_000)
+                self._router.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
+                self._router.setsockopt(zmq.SNDTIMEO, 0)
+            self._sender = BatchSender(
+                self.log,
+                self.queue,
+                ctypes.CDLL(zmq_library.__file__),
+                self._pub.underlying,
+                0 if self._router is None else self._router.underlying,
+                topic.encode(),
+                self._digest_topic,
+                digest_every,
+                block_size,
+            )
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def merge(self, event: OffloadingEvent) -> None:
+        """Merge an event that finds the queue full; for the scheduler's thread."""
+        with self._lock:
+            self.merged.add(event)
+            self.queue.is_merging = True
+
+    def clear(self) -> None:
+        """Queue that everything was cleared; what was merged counts no more."""
+        with self._lock:
+            self.merged.clear()
+            self.queue.is_merging = False
+            self.queue.put_cleared()
+
+    def stop(self) -> None:
+        """Let the thread send what is queued, and end."""
+        self._sender.stop()
+
+    def run(self) -> None:
+        """Send and answer until the publisher is closed, or nothing more can be sent."""
+        try:
+            while True:
+                is_last = self._sender.is_stopped
+                has_requests = self._sender.run()
+                if self.queue.is_merging:
+                    self._take_merged()
+                if has_requests and self._router is not None:
+                    self._answer_requests(self._router)
+                if is_last:
+                    break
+        except Exception:
+            _LOG.exception("kvcache publishes no more KV events")
+        finally:
+            self._context.destroy(linger=200)
+
+    def _take_merged(self) -> None:
+        with self._lock:
+            # Only when all that came before has been sent; the scheduler may queue again from then on.
+            if len(self.queue) or not self.queue.is_merging:
+                return
+            gap = msgspec.msgpack.encode(Digest(self.log.num_batches, gap=1))
+            self._pub.send_multipart((self._digest_topic, self.log.num_batches.to_bytes(8, "big"), gap))
+            self.merged.put_into(self.queue)
+            self.merged.clear()
+            self.queue.is_merging = False
+
+    def _answer_requests(self, router: Any) -> None:
+        while router.poll(0):
+            frames = router.recv_multipart()
+            # REQ sockets put an empty frame before the request, DEALER sockets need not.
+            client, request = frames[0], frames[-1]
+            is_known = len(frames) in (2, 3) and (len(request) == 8)
+            try:
+                if is_known and request == SNAPSHOT_REQUEST:
+                    self._sender.reply_snapshot(client)
+                elif is_known:
+                    self._sender.reply_replay(client, int.from_bytes(request, "big"))
+                else:
+                    self.num_rejected += 1
+            except OSError:
+                # Its buffer is full, or it has gone: it may ask again.
+                self.num_rejected += 1
+
+
+def _bind(socket: Any, endpoint: str) -> str:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ValueError(f"cannot bind {endpoint!r}: {error}") from None
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))

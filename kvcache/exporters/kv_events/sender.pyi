@@ -1,0 +1,27 @@
+import ctypes
+from typing import NoReturn, Self, final
+
+from kvcache.exporters.kv_events.batches import BatchLog
+from kvcache.exporters.kv_events.queue import EventQueue
+
+@final
+class BatchSender:
+    @property
+    def is_stopped(self) -> bool: ...
+    def __new__(
+        cls,
+        log: BatchLog,
+        queue: EventQueue,
+        library: ctypes.CDLL,
+        pub: int,
+        router: int,
+        topic: bytes,
+        digest_topic: bytes,
+        digest_every: int,
+        block_size: int,
+    ) -> Self: ...
+    def __reduce__(self) -> NoReturn: ...
+    def stop(self) -> None: ...
+    def run(self) -> bool: ...
+    def reply_replay(self, client: bytes, start_seq: int) -> None: ...
+    def reply_snapshot(self, client: bytes) -> None: ...

@@ -1,0 +1,134 @@
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+cdef extern from *:
+    """
+    static inline char *kv_put_number(char *at, uint64_t number)
+    {
+        while (number >= 128) {
+            *at++ = (char)(number | 128);
+            number >>= 7;
+        }
+        *at++ = (char)number;
+        return at;
+    }
+    """
+    char* kv_put_number(char* at, uint64_t number) noexcept nogil
+
+cdef extern from "Python.h":
+    Py_ssize_t PySequence_Fast_GET_SIZE(object keys) noexcept
+
+cdef enum:
+    # As in kvcache.recorder.ops, which tests compare.
+    LOOKUP_ONE = 1
+    LOOKUP = 2
+    STATUS = 3
+    TOUCH = 4
+    PREPARE_LOAD = 5
+    COMPLETE_LOAD = 6
+    PREPARE_STORE = 7
+    COMPLETE_STORE = 8
+    REORDER = 9
+    REQUEST_FINISHED = 10
+    RESET = 11
+    TAKE_EVENTS = 12
+    SCHEDULE_END = 13
+    IS_COMING = 14
+    HINT = 15
+    REPORT_PREFILLS = 16
+    CONTEXT = 64
+    POSITIONS = 65
+    CLOCK = 66
+    TIER_LOOKUP = 67
+    TIER_SUBMIT = 68
+    TIER_FINISHED = 69
+    TIER_RAISED = 70
+    LOST = 71
+    STATS = 72
+    TIER_TIMES = 73
+    GROUPS = 74
+
+    A_NONE = 0
+    A_FALSE = 1
+    A_TRUE = 2
+    A_INT = 3
+    A_BLOCKS = 4
+    A_OUTPUT = 5
+    A_ERROR = 6
+    A_EVENTS = 7
+    A_OTHER = 8
+
+    NUM_KEPT = 2            # lists of keys of a request that later ones are compared with
+    SPAN_BYTES = 8          # of a Span at a chunk's end
+
+# Where a list of keys was written to a chunk.
+cdef struct KeptKeys:
+    uint64_t chunk          # its number
+    uint64_t number         # the list's, there
+    Py_ssize_t offset
+    Py_ssize_t n
+
+
+cdef class RequestLog:
+    cdef uint64_t number
+    cdef KeptKeys[NUM_KEPT] kept
+    cdef int oldest
+    cdef object positions
+    cdef Py_ssize_t num_positions
+    cdef Py_ssize_t next_position
+
+
+cdef class CallLog:
+    cdef readonly uint64_t num_records
+    cdef readonly uint64_t num_lost
+    cdef public uint64_t num_overlapped
+    cdef public bint has_groups
+    cdef uint64_t[4] secret
+    cdef Py_ssize_t chunk_bytes
+    cdef Py_ssize_t max_chunks
+    cdef Py_ssize_t num_chunks      # that exist
+    cdef list idle
+    cdef list full
+    cdef object chunk
+    cdef list blocks                # of the chunk: the specs whose ids the recorder's thread writes
+    cdef char* base
+    cdef char* at
+    cdef char* end                  # where the spans begin
+    cdef int64_t last_ns
+    cdef uint64_t first_record      # of the chunk
+    cdef uint64_t num_unreported    # lost, and not yet mentioned in a chunk
+    cdef uint64_t num_lists         # of the chunk
+    cdef uint64_t chunk_number
+    cdef RequestLog nobody          # of calls without a request
+    cdef bint is_closed
+    cdef object clock
+    cdef object wake
+
+    cdef int _hash_keys(self, bytearray chunk, Py_ssize_t num_spans) except -1
+    cdef int _close_chunk(self) except -1
+    cdef bint _open_chunk(self, Py_ssize_t num_bytes) except -1
+    cdef bint _change_chunk(self, Py_ssize_t num_bytes) except -1
+    cdef uint64_t hash_key(self, PyObject* key) noexcept nogil
+    cdef uint64_t hash_group(self, PyObject* key) noexcept
+    cdef void _put_bytes(self, const char* data, Py_ssize_t n) noexcept
+    cdef void put_text(self, bytes text) noexcept
+    cdef int64_t now_ns(self) noexcept
+    cdef void put_keys(self, object keys, RequestLog request) noexcept
+
+    cdef inline bint has_room(self, Py_ssize_t num_bytes) except -1:
+        if self.end - self.at >= num_bytes:
+            return True
+        return not self.is_closed and self._open_chunk(num_bytes)
+
+    cdef inline void put_number(self, uint64_t number) noexcept:
+        self.at = kv_put_number(self.at, number)
+
+    cdef inline void put_time(self, int64_t now_ns) noexcept:
+        if now_ns < self.last_ns:
+            now_ns = self.last_ns
+        self.put_number((now_ns - self.last_ns) >> 10)
+        # In whole units, so that what is cut off is not lost for good.
+        self.last_ns += (now_ns - self.last_ns) >> 10 << 10
+
+    cdef inline Py_ssize_t keys_bytes(self, object keys) noexcept:
+        return 40 + SPAN_BYTES + 8 * PySequence_Fast_GET_SIZE(keys)

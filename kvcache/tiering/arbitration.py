@@ -1,0 +1,221 @@
+"""Arbitration: which blocks of each request are loaded from tiers, and which are left to be computed.
+
+`kvcache.control.arbiter` weighs one prefix; here stands what was decided for each request so far, and which blocks to
+load now and then so that a link that got faster is noticed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvcache.control.arbiter import BAND, MAX_PROBE_BLOCKS, LoadArbiter, Segment
+from kvcache.tiering.controller import TierController, TierJob
+
+if TYPE_CHECKING:
+    from kvcache.control.pool import BlockPool
+    from kvcache.request import ReqContext
+    from kvcache.tiering.pending import PendingRequests
+
+_GROUP_BYTES = 4
+Source: TypeAlias = TierController | TierJob | None
+"""Where a block is to come from: a tier, a job that is bringing it already, or None: it is in host memory."""
+Sources: TypeAlias = tuple[list[tuple[bytes, Source]], bool]
+"""Keys with their sources, in prefix order, and whether a tier will know more at the next step."""
+
+
+class LoadChoice:
+    """What was decided for one request so far; it never takes back a cut.
+
+    Attributes
+    ----------
+    seen_token : int
+        Up to where in the prompt it was decided.
+    limit_token : int
+        Up to where blocks are loaded; less than `seen_token`: the prefix is cut.
+    give_up_s : float
+        When computing would have been done in the time spent waiting.
+    """
+
+    __slots__ = ("give_up_s", "limit_token", "seen_token")
+
+    def __init__(self) -> None:
+        self.seen_token = self.limit_token = -1
+        self.give_up_s = math.inf
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether anything is left to be computed."""
+        return self.limit_token < self.seen_token
+
+    def allows(self, end_token: int) -> bool:
+        """Return whether a block that ends there may be waited for."""
+        return not self.is_cut or end_token <= self.limit_token
+
+
+class _Choices:
+    """The choices of one request, one for each manager that it meets."""
+
+    def __init__(self) -> None:
+        self.by_manager: dict[Any, LoadChoice] = {}
+
+
+class Arbitration:
+    """What a manager with an arbiter decides for its requests; the pool counts what was decided.
+
+    Attributes
+    ----------
+    group_of : callable
+        Returns what stands for a key's KV-cache group; a replay, whose keys are hashes, knows the groups from its
+        recording.
+    """
+
+    def __init__(
+        self,
+        arbiter: LoadArbiter,
+        pool: BlockPool,
+        pending: PendingRequests,
+        controllers: list[TierController],
+        block_size: int,
+    ) -> None:
+        self.arbiter = arbiter
+        self.group_of: Callable[[bytes], bytes | None] = itemgetter(slice(-_GROUP_BYTES, None))
+        self._pool = pool
+        self._pending = pending
+        self._controllers = controllers
+        self._block_size = block_size
+        self._probes: dict[TierController, list[bytes]] = {}
+
+    def may_wait_for(self, key: bytes, req_context: ReqContext) -> bool:
+        """Return whether nothing was decided against waiting for a block."""
+        choice, end_token = self._choice_of(req_context), req_context.get_offload_key_position(key)
+        return not choice.is_cut if end_token is None else choice.allows(end_token)
+
+    def forget(self, req_context: ReqContext) -> None:
+        """Forget what was decided for a request that has ended."""
+        choices = req_context.get_state(_Choices)
+        if choices is not None:
+            choices.by_manager.pop(self, None)
+
+    def take_probes(self) -> dict[TierController, list[bytes]]:
+        """Return blocks that were cut since the last call, by tier: some may be loaded to learn a link's rate."""
+        probes, self._probes = self._probes, {}
+        return probes
+
+    def judge(
+        self,
+        found: Sources,
+        keys: list[bytes],
+        num_ready: int,
+        req_context: ReqContext,
+        now_s: float,
+        look_below: Callable[[list[bytes]], Sources],
+    ) -> Sources:
+        """Return those of a prefix's blocks that are worth waiting for, and whether a tier's answer is.
+
+        `found` says where the blocks of `keys` from `num_ready` on come from, those before them are in host memory;
+        `look_below` returns the sources of other keys.
+        """
+        sources, is_unknown = found
+        choice = self._choice_of(req_context)
+        ends = self._end_tokens(keys[num_ready : num_ready + max(1, len(sources))], num_ready, req_context)
+        is_waiting = ends[0] <= choice.seen_token if sources else is_unknown
+        if is_waiting and now_s >= choice.give_up_s and not choice.is_cut:
+            choice.seen_token, choice.limit_token = max(choice.seen_token, 0), -1
+            self._pending.stop_wanting(req_context)
+            self._pool.arbiter_give_ups += 1
+        if not choice.is_cut and (is_unknown or ends[len(sources) - 1] > choice.seen_token):
+            # An engine that asks key by key is judged by all keys of the prompt that are known.
+            run, run_before = keys, num_ready
+            if len(keys) == 1 and req_context.positions:
+                group_of = self.group_of
+                group = group_of(keys[0])
+                run = [key for key, end in req_context.positions.items() if end >= ends[0] and group_of(key) == group]
+                run_before = 0
+                sources_of_run, is_unknown = look_below(run)
+            else:
+                sources_of_run = sources
+            if not self._decide(choice, sources_of_run, is_unknown, run, run_before, req_context, now_s):
+                return [], True
+        if not choice.is_cut:
+            return sources, is_unknown
+        num_kept = sum(end <= choice.limit_token for end in ends[: len(sources)])
+        return sources[:num_kept], False
+
+    def _choice_of(self, req_context: ReqContext) -> LoadChoice:
+        choices = req_context.get_state(_Choices)
+        if choices is None:
+            choices = _Choices()
+            req_context.set_state(choices)
+        choice: LoadChoice | None = choices.by_manager.get(self)
+        if choice is None:
+            choice = choices.by_manager[self] = LoadChoice()
+        return choice
+
+    def _end_tokens(self, keys: list[bytes], num_before: int, req_context: ReqContext) -> list[int]:
+        """Return where in the prompt blocks end; without positions, keys are those of a prompt from its beginning."""
+        positions, size = req_context.positions or {}, self._block_size
+        return [positions.get(key, (num_before + i) * size) for i, key in enumerate(keys, 1)]
+
+    def _decide(
+        self,
+        choice: LoadChoice,
+        sources: list[tuple[bytes, Source]],
+        is_unknown: bool,
+        keys: list[bytes],
+        num_ready: int,
+        req_context: ReqContext,
+        now_s: float,
+    ) -> bool:
+        """Decide up to where blocks are loaded; False: a tier's answer is awaited first."""
+        arbiter, known = self.arbiter, self.arbiter.prefill
+        if is_unknown:
+            if choice.give_up_s == math.inf and known.is_known:
+                ends = self._end_tokens(keys[num_ready:], num_ready, req_context)
+                first_token = max(ends[0] - self._block_size, 0)
+                links = [controller.link for controller in self._controllers]
+                if arbiter.is_hopeless(first_token, ends[-1], len(ends), links, now_s):
+                    choice.seen_token, choice.limit_token = ends[-1], first_token
+                    self._pool.arbiter_cuts += 1
+                    return True
+                choice.give_up_s = now_s + known.compute_s(first_token, ends[-1])
+            return False
+        ends = self._end_tokens([key for key, _ in sources], num_ready, req_context)
+        # What was decided before is under way, or here.
+        fresh = [
+            (end, key, source) for end, (key, source) in zip(ends, sources, strict=True) if end > choice.seen_token
+        ]
+        if not fresh:
+            return True
+        segments = []
+        for source, group in groupby(fresh, key=lambda item: item[2]):
+            items = list(group)
+            controller = source.controller if isinstance(source, TierJob) else source
+            link = None if controller is None else controller.link
+            segments.append(Segment(link, len(items), items[-1][0], isinstance(source, TierJob)))
+        choice.seen_token = fresh[-1][0]
+        if all(segment.link is None for segment in segments):
+            choice.limit_token = choice.seen_token
+            return True
+        first_token = max(fresh[0][0] - self._block_size, 0)
+        decision = arbiter.decide(first_token, segments, now_s)
+        choice.limit_token = decision.end_token if decision.kept_blocks else first_token
+        if known.is_known and decision.kept_blocks:
+            # By then computing would be done, too.
+            patience_s = max(known.compute_s(first_token, decision.end_token), decision.load_s)
+            choice.give_up_s = now_s + (1 + BAND) * patience_s
+        if not choice.is_cut:
+            self._pool.arbiter_loads += 1
+            return True
+        self._pool.arbiter_cuts += 1
+        cut = [(key, source) for end, key, source in fresh if end > choice.limit_token]
+        self._pool.arbiter_cut_blocks += sum(source is not None for _, source in cut)
+        for key, source in cut:
+            if isinstance(source, TierController) and source.link is not None:
+                probe = self._probes.setdefault(source, [])
+                if len(probe) < MAX_PROBE_BLOCKS:
+                    probe.append(key)
+        return True

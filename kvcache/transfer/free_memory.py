@@ -1,0 +1,75 @@
+"""How much host memory is left: of the machine, and of the cgroups that this process is in.
+
+A pool that does not fit is an error that can be read, not a process that is killed an hour later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def memory_left() -> tuple[int, str] | None:
+    """Return the bytes that this process may still take, and what limits them; None where the system does not say."""
+    limits = [limit for limit in (_machine_memory(), _cgroup_memory(Path("/"))) if limit is not None]
+    return min(limits, default=None)
+
+
+def check_memory(num_bytes: int) -> None:
+    """Raise ValueError if so much memory is not left; it names what is, and where the limit comes from."""
+    found = memory_left()
+    if found is not None and num_bytes > found[0]:
+        left, source = found
+        raise ValueError(
+            f"a pool of {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) does not fit into host memory: "
+            f"{left} bytes ({left / 2**30:.1f} GiB) are left by {source}"
+        )
+
+
+def _machine_memory() -> tuple[int, str] | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024, "the machine (MemAvailable)"
+    return None
+
+
+def _cgroup_memory(root: Path) -> tuple[int, str] | None:
+    """Return the memory left in the tightest cgroup this process is in, of version 1 or 2; None without a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found = []
+    mount = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            names = ("memory.max", "memory.current", "inactive_file", "active_file")
+            found += _limits(mount, group, *names)
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+            found += _limits(mount / "memory", group, *names)
+    return min(found, default=None)
+
+
+def _limits(mount: Path, group: str, limit_name: str, usage_name: str, *reclaimable: str) -> list[tuple[int, str]]:
+    # A container may see its own group at the mount's root, so every level that is visible counts.
+    path = Path(group.lstrip("/"))
+    found = []
+    for level in (path, *path.parents):
+        directory = mount / level
+        try:
+            limit = (directory / limit_name).read_text().strip()
+            usage = int((directory / usage_name).read_text())
+            stat = (directory / "memory.stat").read_text().split()
+        except OSError:
+            continue
+        if limit != "max":
+            # The page cache gives way before the limit is reached.
+            counters = dict(zip(stat[::2], stat[1::2], strict=True))
+            usage -= sum(int(counters.get(name, 0)) for name in reclaimable)
+            found.append((int(limit) - usage, f"{directory / limit_name} = {limit}"))
+    return found

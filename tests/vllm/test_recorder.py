@@ -1,0 +1,110 @@
+"""Recordings of a real engine: they replay to the same answers, also one that began later, and one that was killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_options import BLOCK_BYTES, OPTIONS
+from serve_until_killed import serve
+
+from kvcache.cli import main
+from kvcache.exporters.status import ask
+from kvcache.recorder.format import Recording
+from kvcache.recorder.ops import Op
+from kvcache.replay.recorded import replay_recording
+
+
+@pytest.fixture
+def replay(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that runs `kvcache replay` and returns what it prints."""
+
+    def run(*arguments: str) -> str:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(["replay", *arguments])
+        output = capfd.readouterr()
+        assert end.value.code == 0, output
+        return output.out
+
+    return run
+
+
+@pytest.mark.parametrize("tiers", [[], [{"type": "memory", "capacity": 60 * BLOCK_BYTES}]], ids=["host", "tiered"])
+def test_engine_is_recorded_by_configuration_and_on_request(
+    boot: Any, models: Any, prompts: Any, crowd: Any, expected: Any, replay: Any, tmp_path: Path, tiers: list[Any]
+) -> None:
+    socket = str(tmp_path / "status")
+    first, second = str(tmp_path / "first.kvlog"), str(tmp_path / "second.kvlog")
+    extra_config = {
+        "cpu_bytes_to_use": 50 * BLOCK_BYTES,
+        "cache_policy": "arc",
+        "record": first,
+        "exporters": [{"type": "status", "path": socket}],
+        **({"tiers": tiers} if tiers else {}),
+    }
+    asked = [*prompts, *crowd]
+    with boot(models["llama"], extra_config) as engine:
+        for _ in range(2):
+            assert engine.answers(asked) == expected(asked)
+            engine.drop_device_cache()
+        with pytest.raises(ValueError, match="recorded already"):
+            ask(socket, "record", action="start", file=second)
+        assert ask(socket, "record", action="stop")["num_lost"] == 0
+        assert ask(socket, "record") == {"file": None}
+        engine.generate(prompts[:1])
+
+        assert ask(socket, "record", action="start", file=second)["file"] == second
+        engine.generate(crowd)
+        # What the manager holds is known from here on.
+        engine.drop_device_cache(host_too=True)
+        assert engine.answers(asked) == expected(asked)
+        assert ask(socket, "record")["num_lost"] == 0
+        loaded = engine.stats.loaded_blocks
+    assert loaded > 0
+
+    # The engine has stopped, and ended the second recording.
+    assert "every answer is the same" in replay(first)
+    ops = [record.op for record in Recording(first)]
+    # The last ones end with the engine's next step.
+    assert len(asked) <= ops.count(Op.REQUEST_FINISHED) <= 2 * len(asked)
+    assert ops[-1] is Op.STATS
+    assert [record.op for record in Recording(second)][-1] is Op.STATS
+    if not tiers:
+        assert "every answer is the same" in replay(second)
+        assert replay_recording(Recording(first), "lru").difference is not None
+    replay(second, "--as-trace", "--policy", "lru,arc,min", "--blocks", "20,50", "--quiet")
+
+
+def test_recording_of_a_killed_engine_replays_to_its_last_whole_frame(
+    models: Any, crowd: Any, prompts: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.kvlog"
+    settings = {
+        "model": str(models["llama"]),
+        "prompts": [*crowd, *prompts],
+        "seed": 5,
+        "options": OPTIONS,
+        "extra_config": {
+            "spec_name": "KVCacheOffloadingSpec",
+            "spec_module_path": "kvcache.integrations.vllm",
+            "cpu_bytes_to_use": 40 * BLOCK_BYTES,
+            "cache_policy": "arc",
+            "record": str(file),
+        },
+    }
+    # A second after they were made, calls are in the file.
+    num_answers = len(serve(settings, 12, 3.0))
+    outcome = replay_recording(Recording(file))
+    assert outcome.difference is None
+    finished = [record for record in Recording(file) if record.op is Op.REQUEST_FINISHED]
+    assert 12 <= len(finished) <= num_answers + 3
+    # As a kill within a write leaves it.
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-7])
+    cut = replay_recording(Recording(file))
+    assert cut.difference is None
+    assert "is cut at byte" in cut.end
+    assert cut.num_calls < outcome.num_calls
