@@ -5,13 +5,14 @@ Messages get lost on the way; whoever acts on a view has to know whether it is r
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import msgspec
 import zmq
 
 from kvcache.exporters.kv_events.view import BlockView
-from kvcache.exporters.kv_events.wire import DIGEST_PREFIX, END_OF_REPLAY, SNAPSHOT_REQUEST, Digest, EventBatch
+from kvcache.exporters.kv_events.wire import DIGEST_PREFIX, END_OF_REPLAY, MAX_SEQ, SNAPSHOT_REQUEST, Digest, EventBatch
 
 
 class KVEventSubscriber:
@@ -26,7 +27,7 @@ class KVEventSubscriber:
     topic : str
         The publisher's.
     timeout_s : float
-        How long a replay or a snapshot may take.
+        How long to wait for the next message of a replay or a snapshot.
 
     Attributes
     ----------
@@ -49,6 +50,8 @@ class KVEventSubscriber:
         self._timeout_ms = int(timeout_s * 1000)
         self._next: int | None = None
         self._last_ts = 0.0
+        # Number and time of the latest batch on the SUB socket, which keeps a publisher's order.
+        self._live = (-1, 0.0)
         self._decoder = msgspec.msgpack.Decoder(EventBatch)
         self._digest_decoder = msgspec.msgpack.Decoder(Digest)
         self._topic = topic.encode()
@@ -93,6 +96,9 @@ class KVEventSubscriber:
             return
         topic, seq_bytes, payload = frames
         seq = int.from_bytes(seq_bytes, "big")
+        if seq > MAX_SEQ:
+            self.rejected_messages += 1
+            return
         try:
             if topic == DIGEST_PREFIX + self._topic:
                 self._check(self._digest_decoder.decode(payload))
@@ -105,17 +111,20 @@ class KVEventSubscriber:
         """Replace the view by a snapshot of the publisher's; TimeoutError where none arrives whole."""
         self.num_snapshots += 1
         view = BlockView()
-        for frames in self._ask(SNAPSHOT_REQUEST):
-            if frames[-2] == END_OF_REPLAY:
-                end = self._digest_decoder.decode(frames[-1])
-                self.is_verified = view.digests() == (end.digests or {})
-                if self.is_verified:
-                    self.view, self._next = view, end.seq
-                    return
-                break
-            batch = self._decoder.decode(frames[-1])
-            self._last_ts = max(self._last_ts, batch.ts)
-            view.apply(batch)
+        try:
+            for frames in self._ask(SNAPSHOT_REQUEST):
+                if frames[-2] == END_OF_REPLAY:
+                    end = self._digest_decoder.decode(frames[-1])
+                    self.is_verified = view.digests() == (end.digests or {})
+                    if self.is_verified:
+                        self.view, self._next = view, end.seq
+                        return
+                    break
+                batch = self._decoder.decode(frames[-1])
+                self._last_ts = max(self._last_ts, batch.ts)
+                view.apply(batch)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise TimeoutError(f"no whole snapshot from {self._replay_endpoint}: {error}") from error
         raise TimeoutError(f"no whole snapshot from {self._replay_endpoint}")
 
     def close(self) -> None:
@@ -129,16 +138,21 @@ class KVEventSubscriber:
         self.close()
 
     def _apply(self, seq: int, batch: EventBatch) -> None:
-        if self._next is None or (seq < self._next and batch.ts > self._last_ts):
+        live_seq, live_ts = self._live
+        # A new publisher's clock may be behind the old one's: the order of messages shows it, too.
+        is_restart = seq < live_seq or (seq == live_seq and batch.ts != live_ts)
+        self._live = seq, batch.ts
+        if self._next is None or is_restart or (seq < self._next and batch.ts > self._last_ts):
             # The first message ever, or the first of a publisher that has started again.
             self.is_verified = False
+            self._last_ts = batch.ts
             if seq == 0:
                 self.view.clear()
                 self._next = 0
             else:
                 self.resync()
         if self._next is not None and seq > self._next:
-            self._replay(self._next)
+            self._replay(self._next, seq)
         if self._next is None or seq < self._next:
             return  # the replay or the snapshot had it already
         self._take(seq, batch)
@@ -147,25 +161,30 @@ class KVEventSubscriber:
         self.view.apply(batch)
         self._next, self._last_ts = seq + 1, batch.ts
 
-    def _replay(self, start_seq: int) -> None:
+    def _replay(self, start_seq: int, end_seq: int) -> None:
         self.num_replays += 1
-        for frames in self._ask(start_seq.to_bytes(8, "big")):
-            if frames[-2] == END_OF_REPLAY:
-                return
-            seq = int.from_bytes(frames[-2], "big")
-            if self._next is None or seq > self._next:
-                break  # the buffer no longer has it
-            if seq == self._next:
-                self._take(seq, self._decoder.decode(frames[-1]))
+        with contextlib.suppress(msgspec.DecodeError, ValueError):
+            for frames in self._ask(start_seq.to_bytes(8, "big")):
+                if frames[-2] == END_OF_REPLAY:
+                    if self._next is not None and self._next >= end_seq:
+                        return
+                    break
+                seq = int.from_bytes(frames[-2], "big")
+                if self._next is None or seq > self._next:
+                    break  # the buffer no longer has it
+                if seq == self._next:
+                    self._take(seq, self._decoder.decode(frames[-1]))
         self.resync()
 
     def _check(self, message: Digest) -> None:
         if message.digests is None:
             return
-        if self._next is None:
+        if self._next is None or message.seq < self._live[0]:
+            self.is_verified = False
+            self._live = message.seq, 0.0
             self.resync()
         elif message.seq >= self._next:
-            self._replay(self._next)
+            self._replay(self._next, message.seq + 1)
         if self._next == message.seq + 1:
             self.is_verified = self.view.digests() == message.digests
             if not self.is_verified:
@@ -180,6 +199,8 @@ class KVEventSubscriber:
             socket.send_multipart((b"", request))
             while socket.poll(self._timeout_ms):
                 frames = socket.recv_multipart()
+                if len(frames) < 2:
+                    raise ValueError(f"{self._replay_endpoint} sent a reply of {len(frames)} frames")
                 yield frames
                 if frames[-2] == END_OF_REPLAY:
                     return

@@ -5,13 +5,15 @@ The fields are vLLM's, so that its own decoders read them; what a cache does not
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 DIGEST_PREFIX = b"digest."
 SNAPSHOT_REQUEST = b"snapshot"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+MAX_SEQ = (1 << 63) - 2
+"""Batches have no greater numbers."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
@@ -110,6 +112,6 @@ class Digest(msgspec.Struct, omit_defaults=True):
         1: the next batch sums up events that were too many.
     """
 
-    seq: int
+    seq: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQ)]
     digests: dict[str, tuple[int, int]] | None = None
     gap: int | None = None
