@@ -2,6 +2,7 @@
 
 ``python -m asv_benchmarks.events`` prints, per case, nanoseconds a key for the whole cycle of a request and the 50th
 and 99th percentile of a cycle, in microseconds: CPU time of the scheduler's thread, turn about, best of five rounds.
+Metrics are on from "published" on. A subscriber is a process of its own, as a router is; what scrapes is a thread here.
 Needs the extra ``events``.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
 import sys
 import threading
 from itertools import islice
 from pathlib import Path
-from time import monotonic, thread_time, thread_time_ns
+from time import thread_time, thread_time_ns
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from kvcache.replay.trace import Trace
 
 CASES = ("off", "kept", "read", "published", "subscriber and scrapes", "subscriber stands still")
 NUM_ROUNDS = 5
+NUM_REQUESTS = 12_000
 _POLICY, _SPLIT, _NUM_BLOCKS = "arc", 8, 20_000
 
 
@@ -61,38 +64,63 @@ def _publisher(case: str, manager: CPUOffloadingManager, stack: contextlib.ExitS
     from kvcache.exporters.kv_events import KVEventPublisher
 
     publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=512 // _SPLIT)
-    if case != "published":
-        import zmq
-
-        context = zmq.Context()
-        stack.callback(context.destroy, linger=0)
-        socket = context.socket(zmq.SUB)
-        socket.subscribe(b"")
-        if case == "subscriber stands still":
-            # It reads nothing: what it is sent piles up to the high-water mark, and is then dropped for it.
-            socket.setsockopt(zmq.RCVHWM, 1)
-            socket.connect(publisher.endpoint)
-        else:
-            socket.connect(publisher.endpoint)
-            stop = threading.Event()
-            telemetry = Telemetry(manager, time_calls=True)
-            stack.callback(telemetry.close)
-            reader = threading.Thread(target=_read_and_scrape, args=(socket, telemetry, stop))
-            reader.start()
-            stack.callback(reader.join)
-            stack.callback(stop.set)
     stack.callback(publisher.close)
+    telemetry = Telemetry(manager, time_calls=True)
+    stack.callback(telemetry.close)
+    if case == "published":
+        return publisher
+    subscriber = subprocess.Popen(
+        [sys.executable, "-c", _SUBSCRIBER, publisher.endpoint, str(int(case == "subscriber stands still"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    stack.enter_context(subscriber)
+    assert subscriber.stdin is not None
+    assert subscriber.stdout is not None
+    stack.callback(subscriber.stdin.close)
+    joined = threading.Thread(target=subscriber.stdout.readline)
+    joined.start()
+    while joined.is_alive():
+        publisher.publish_cleared()
+        joined.join(0.02)
+    if case == "subscriber and scrapes":
+        stop = threading.Event()
+        scraper = threading.Thread(target=_scrape, args=(telemetry, stop))
+        scraper.start()
+        stack.callback(scraper.join)
+        stack.callback(stop.set)
     return publisher
 
 
-def _read_and_scrape(socket: Any, telemetry: Telemetry, stop: threading.Event) -> None:
-    """Read every message, and take a snapshot of all that is counted every tenth of a second: a round is as short."""
-    while not stop.is_set():
+# It prints a line when its first message has come. One that stands still reads nothing more: what it is sent piles up
+# to the high-water mark, and is then dropped for it. Both end with the benchmark.
+_SUBSCRIBER = """
+import sys, threading, zmq
+socket = zmq.Context().socket(zmq.SUB)
+socket.subscribe(b"")
+stands_still = sys.argv[2] == "1"
+if stands_still:
+    socket.setsockopt(zmq.RCVHWM, 1)
+socket.connect(sys.argv[1])
+socket.recv_multipart()
+print("joined", flush=True)
+ended = threading.Thread(target=sys.stdin.read)
+ended.start()
+while ended.is_alive():
+    if stands_still:
+        ended.join()
+    elif socket.poll(100):
+        socket.recv_multipart()
+socket.context.destroy(linger=0)
+"""
+
+
+def _scrape(telemetry: Telemetry, stop: threading.Event) -> None:
+    """Take a snapshot of all that is counted once a second; the first one at once, as a round may be shorter."""
+    while True:
         telemetry.snapshot().as_dict()
-        end_s = monotonic() + 0.1
-        while monotonic() < end_s and not stop.is_set():
-            if socket.poll(10):
-                socket.recv_multipart()
+        if stop.wait(1.0):
+            return
 
 
 def main() -> int:
@@ -102,7 +130,7 @@ def main() -> int:
         print("events: name the conversation trace, or its folder in KVCACHE_SHARED", file=sys.stderr)
         return 2
     with Trace(path) as trace:
-        requests = list(islice(trace, 3000))
+        requests = list(islice(trace, NUM_REQUESTS))
     rounds = [[one_round(case, requests) for case in CASES] for _ in range(NUM_ROUNDS)]
     best = np.array(rounds).min(axis=0)
     print("case                       ns a key       p50 us       p99 us   ratio of all three")

@@ -626,7 +626,7 @@ cdef class BlockCache:
             self.priorities.apply(batch.rows, n, names.priority, names.ttl_ns)
         if announced is not None:
             copy_keys(evicted, needed, announced)
-            self.events.append(announced, self.medium, True)
+            self.events.append(announced, self.medium, True, True)
         self._end()
         return output
 
@@ -685,7 +685,7 @@ cdef class BlockCache:
         if num_victims and announced is not None:
             copy_keys(evicted, num_victims, announced)
             Py_SET_SIZE(announced, num_victims)
-            self.events.append(announced, self.medium, True)
+            self.events.append(announced, self.medium, True, True)
         self._end()
         if num_taken < num_new:
             output.store_spec.block_ids = output.store_spec.block_ids[:num_taken]
@@ -760,7 +760,7 @@ cdef class BlockCache:
             if num_ready and announced is not None:
                 copy_keys(ready, num_ready, announced)
                 Py_SET_SIZE(announced, num_ready)
-                self.events.append(announced, self.medium, False)
+                self.events.append(announced, self.medium, False, True)
             self._end()
             return ready
 

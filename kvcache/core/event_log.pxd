@@ -8,6 +8,7 @@ cdef struct Event:
     PyObject* medium        # strong
     Py_ssize_t num_keys
     bint removed
+    bint are_exact          # the keys are bytes and of no subclass, as a compiled cache's are
 
 
 @cython.final
@@ -24,7 +25,7 @@ cdef class EventLog:
     cdef object lock                # its critical section guards the log: the table of the cache that has it
 
     cdef int reserve(self) except -1
-    cdef void append(self, list keys, medium, bint removed) noexcept
+    cdef void append(self, list keys, medium, bint removed, bint are_exact) noexcept
     cdef void drop(self, Py_ssize_t num_events) noexcept
 
 

@@ -70,7 +70,7 @@ cdef class EventLog:
             resume_collector(was_on)
         with cython.critical_section(self.lock):
             self.reserve()
-            self.append(copy, medium, removed)
+            self.append(copy, medium, removed, False)
 
     def take(self, max_events=None):
         """Take out the events, or the first `max_events` of them, oldest first.
@@ -124,7 +124,7 @@ cdef class EventLog:
         self.size = size
         return 0
 
-    cdef void append(self, list keys, medium, bint removed) noexcept:
+    cdef void append(self, list keys, medium, bint removed, bint are_exact) noexcept:
         """Append an event of `keys`, which are not empty and now the log's own; `reserve` has been called.
 
         Between the two nothing may run Python, which could use the room up. What has to go may run it, where a tier's
@@ -137,6 +137,7 @@ cdef class EventLog:
         event.medium = <PyObject*> medium
         event.num_keys = len(keys)
         event.removed = removed
+        event.are_exact = are_exact
         self.last_number += 1
         self.num_events += 1
         self.num_keys += event.num_keys

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -118,6 +121,49 @@ def test_view_of_a_subscriber_follows_a_manager_through_evictions(publisher):
         (number.to_bytes(8, "big"), 0) for number in range(1, 201) if manager.lookup(key(number))
     }
     subscriber.close()
+
+
+def test_keys_of_any_length_arrive_whole_and_are_not_kept(publisher):
+    manager = CPUOffloadingManager(16, 300, enable_events=True)
+    rng = random.Random(2)
+    sizes = [1, 4, 5, 12, 36, 40, 44, 45, 70, 300, 70_000]
+    keys = [bytes([size % 251]) * size for size in sizes] + [rng.randbytes(rng.choice(sizes)) for _ in range(250)]
+    rng.shuffle(keys)
+    counts = [sys.getrefcount(one) for one in keys]
+    for start in range(0, len(keys), 90):
+        manager.prepare_store(keys[start : start + 90])
+        manager.complete_store(keys[start : start + 90])
+    publisher.publish(manager.take_events())
+    assert publisher.flush()
+    # A bare hash of up to 4 bytes has group 0.
+    padded = [one + bytes(4) if len(one) <= 4 else one for one in keys]
+    assert publisher.snapshot()[1] == {"CPU": {(one[:-4], int.from_bytes(one[-4:], "big")) for one in padded}}
+    del padded
+    manager.reset_cache()
+    for number in range(300):
+        manager.prepare_store([b"other %d" % number])
+    assert [sys.getrefcount(one) for one in keys] == counts
+
+
+def test_a_key_that_is_no_bytes_leaves_all_that_was_taken(publisher):
+    manager = CPUOffloadingManager(16, 4, enable_events=True)
+    manager.prepare_store([key(1), key(2)])
+    manager.complete_store([key(1), key(2)])
+    manager.events.add([key(3), "no key"], "STORAGE", False)
+    events = manager.take_events()
+    with pytest.raises(ValueError, match="no key"):
+        publisher.publish(events)
+    assert publisher.stats()["queued_events"] == 0
+    assert [event.keys for event in events] == [[key(1), key(2)], [key(3), "no key"]]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+def test_the_publishing_thread_takes_no_running_threads_processor(publisher):
+    thread = next(one for one in threading.enumerate() if one.name == "kvcache-kv-events")
+    end_s = time.monotonic() + 30
+    while os.sched_getscheduler(thread.native_id) != os.SCHED_BATCH:
+        assert time.monotonic() < end_s
+    assert os.sched_getscheduler(threading.get_native_id()) != os.SCHED_BATCH
 
 
 def test_lost_messages_are_replayed(publisher):

@@ -5,8 +5,10 @@ The thread runs compiled code without the GIL; it comes back to Python for merge
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+import os
 import threading
 from typing import Any
 
@@ -135,6 +137,7 @@ class PublishingThread(threading.Thread):
 
     def run(self) -> None:
         """Send and answer until the publisher is closed, or nothing more can be sent."""
+        _stand_back()
         try:
             while True:
                 is_last = self._sender.is_stopped
@@ -177,6 +180,13 @@ class PublishingThread(threading.Thread):
             except OSError:
                 # Its buffer is full, or it has gone: it may ask again.
                 self.num_rejected += 1
+
+
+def _stand_back() -> None:
+    """Let this thread wake up without taking the processor of one that runs, such as the scheduler's; Linux only."""
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _bind(socket: Any, endpoint: str) -> str:

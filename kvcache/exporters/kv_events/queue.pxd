@@ -1,7 +1,8 @@
 cimport cython
+from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
-from kvcache.core.event_log cimport TakenEvents
+from kvcache.core.event_log cimport Event, TakenEvents
 from kvcache.exporters.kv_events.block_set cimport Key
 
 cdef enum EventKind:
@@ -55,6 +56,10 @@ cdef class EventQueue:
 
     cdef int _put_cleared(self) except -1
     cdef int _put(self, list keys, medium, bint removed, uint64_t block_size) except -1
+    cdef int _move(self, Event* event, uint64_t block_size) except -1
+    cdef uint8_t* _put_header(self, Py_ssize_t num_keys, medium, bint removed, uint64_t block_size) noexcept
+    cdef size_t _num_bytes(self, list keys) except 0
+    cdef int _check_key(self, PyObject* key) except -1
     cdef int _make_room(self, size_t size) except -1
     cdef void _commit(self, int64_t num_events) noexcept
     cdef void _roll_back(self) noexcept

@@ -7,11 +7,13 @@ that a thread without a processor could hold: one thread writes, one reads, and 
 
 cimport cython
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF
 from libc.stdint cimport UINT32_MAX, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from kvcache.core.event_log cimport TakenEvents
+from kvcache.core.event_log cimport Event, TakenEvents
+from kvcache.core.index cimport prefetch
 from kvcache.exporters.kv_events.atomic cimport add_int, load_int, load_size, store_int, store_size
 from kvcache.exporters.kv_events.block_set cimport GROUP_BYTES, Key
 
@@ -20,6 +22,7 @@ cdef extern from "Python.h":
     bint PyBytes_Check(PyObject* key) noexcept
     Py_ssize_t PyBytes_GET_SIZE(PyObject* key) noexcept
     PyObject* PyList_GET_ITEM(object keys, Py_ssize_t i) noexcept
+    void Py_SET_SIZE(object keys, Py_ssize_t n) noexcept
 
 cdef extern from *:
     """
@@ -36,11 +39,13 @@ cdef extern from *:
             memcpy(to + size - 32, from + size - 32, 32);
         }
     }
+    #define kv_prefetch_write(at) __builtin_prefetch(at, 1)
     #define kv_take_all(at) __atomic_exchange_n(at, NULL, __ATOMIC_ACQUIRE)
     #define kv_swap_in(at, old, new) \\
         __atomic_compare_exchange_n(at, old, new, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED)
     """
     void copy_key "kv_copy_key"(uint8_t* to, const char* start, uint32_t size) noexcept nogil
+    void prefetch_write "kv_prefetch_write"(const void* at) noexcept nogil
     Chunk* load_chunk "kv_load"(Chunk** at) noexcept nogil
     void store_chunk "kv_store"(Chunk** at, Chunk* chunk) noexcept nogil
     Chunk* take_chunks "kv_take_all"(Chunk** at) noexcept nogil
@@ -48,6 +53,8 @@ cdef extern from *:
 
 cdef enum:
     CHUNK_BYTES = 1 << 16
+    AHEAD = 12              # keys fetched ahead of their copying
+    LINE_BYTES = 64
     MAX_SPARE = 64          # chunks that are kept for later: 4 MiB; written memory needs no page faults
 
 
@@ -113,17 +120,30 @@ cdef class EventQueue:
         cdef int64_t num_events = events.num_events - events.num_read, num_cleared = 0
         cdef uint64_t number = events.first_number + events.num_read, num_tokens
         cdef Py_ssize_t i
+        cdef Event* event
         if num_events == 0:
             return True
         if load_int(&self.merging) or self.num_queued - load_int(&self.num_sent) + num_events > self.max_events:
             return False
         num_tokens = checked_size(events.block_size)
-        if self.last_number and number != self.last_number + 1:
-            self._put_cleared()
-            num_cleared = 1
         for i in range(events.num_read, events.num_events):
-            self._put(<list> events.events[i].keys, <object> events.events[i].medium, events.events[i].removed,
-                      num_tokens)
+            if not events.events[i].are_exact:
+                self._num_bytes(<list> events.events[i].keys)
+        try:
+            if self.last_number and number != self.last_number + 1:
+                self._put_cleared()
+                num_cleared = 1
+            for i in range(events.num_read, events.num_events):
+                event = &events.events[i]
+                if event.are_exact:
+                    self._move(event, num_tokens)
+                else:
+                    self._put(<list> event.keys, <object> event.medium, event.removed, num_tokens)
+        except BaseException:
+            # There is no memory, and some keys have been dropped: the next events find a gap.
+            self._roll_back()
+            events.drop_unread()
+            raise
         self._commit(num_cleared + num_events)
         self.last_number = number + num_events - 1
         events.drop_unread()
@@ -151,38 +171,79 @@ cdef class EventQueue:
     cdef int _put(self, list keys, medium, bint removed, uint64_t block_size) except -1:
         """Write an event that nobody sees before `_commit`; an error takes all back that has not been committed."""
         cdef Py_ssize_t n = len(keys), i
-        cdef size_t num_bytes = sizeof(EventHeader)
-        cdef EventHeader event
-        cdef PyObject* key
-        cdef uint32_t size
         cdef uint8_t* at
+        self._make_room(self._num_bytes(keys))
+        at = self._put_header(n, medium, removed, block_size)
+        for i in range(n):
+            at = put_key(at, PyList_GET_ITEM(keys, i))
+        self.tail.num_written = at - self.tail.data
+        return 0
+
+    cdef int _move(self, Event* event, uint64_t block_size) except -1:
+        """Write an event as `_put` does, and drop its keys on the way: a key is fetched once, and then gone."""
+        cdef list keys = <list> event.keys
+        cdef Py_ssize_t n = len(keys), i = 0
+        cdef size_t size, room
+        cdef PyObject* key
+        cdef uint8_t* at
+        # Most keys are as long as the first.
+        room = n * key_room(PyList_GET_ITEM(keys, 0))
+        self._make_room(sizeof(EventHeader) + room)
+        at = self._put_header(n, <object> event.medium, event.removed, block_size)
+        Py_SET_SIZE(keys, 0)    # the collector finds none meanwhile
+        while i < n:
+            if i + AHEAD < n:
+                key = PyList_GET_ITEM(keys, i + AHEAD)
+                prefetch(key)
+                prefetch(<char*> key + LINE_BYTES)
+            key = PyList_GET_ITEM(keys, i)
+            size = key_room(key)
+            if size > room:
+                self.tail.num_written = at - self.tail.data
+                room = (n - i) * size
+                try:
+                    self._check_key(key)
+                    self._make_room(room)
+                except BaseException:
+                    while i < n:
+                        Py_DECREF(<object> PyList_GET_ITEM(keys, i))
+                        i += 1
+                    raise
+                at = self.tail.data + self.tail.num_written
+            room -= size
+            prefetch_write(at + 640)
+            at = put_key(at, key)
+            Py_DECREF(<object> key)
+            i += 1
+        self.tail.num_written = at - self.tail.data
+        return 0
+
+    cdef uint8_t* _put_header(self, Py_ssize_t num_keys, medium, bint removed, uint64_t block_size) noexcept:
+        """Write the header of an event there is room for; return where its keys begin."""
+        cdef EventHeader event = EventHeader(
+            block_size or self.default_block_size, <uint32_t> num_keys, REMOVED if removed else STORED,
+            CPU if medium == "CPU" else STORAGE)
+        cdef uint8_t* at = self.tail.data + self.tail.num_written
+        memcpy(at, &event, sizeof(event))
+        return at + sizeof(event)
+
+    cdef size_t _num_bytes(self, list keys) except 0:
+        """Return what an event of these keys takes, or raise ValueError where one is no bytes."""
+        cdef size_t num_bytes = sizeof(EventHeader)
+        cdef Py_ssize_t n = len(keys), i
         if n > UINT32_MAX:
             self._roll_back()
             raise ValueError(f"an event may have 2**32-1 keys, got {n}")
         for i in range(n):
-            key = PyList_GET_ITEM(keys, i)
-            if not PyBytes_Check(key) or PyBytes_GET_SIZE(key) >= UINT32_MAX - GROUP_BYTES:
-                # First, because what prints the key may come back here.
-                self._roll_back()
-                raise ValueError(f"a key must be bytes, fewer than 2**32 of them, got {<object> key!r:.80}")
-            num_bytes += sizeof(uint32_t) + PyBytes_GET_SIZE(key) + GROUP_BYTES
-        self._make_room(num_bytes)
-        event = EventHeader(block_size or self.default_block_size, <uint32_t> n, REMOVED if removed else STORED,
-                            CPU if medium == "CPU" else STORAGE)
-        at = self.tail.data + self.tail.num_written
-        memcpy(at, &event, sizeof(event))
-        at += sizeof(event)
-        for i in range(n):
-            key = PyList_GET_ITEM(keys, i)
-            size = <uint32_t> PyBytes_GET_SIZE(key)
-            copy_key(at + sizeof(uint32_t), PyBytes_AS_STRING(key), size)
-            if size <= GROUP_BYTES:
-                # A bare block hash is a key, too.
-                memset(at + sizeof(uint32_t) + size, 0, GROUP_BYTES)
-                size += GROUP_BYTES
-            memcpy(at, &size, sizeof(size))
-            at += sizeof(uint32_t) + size
-        self.tail.num_written = at - self.tail.data
+            self._check_key(PyList_GET_ITEM(keys, i))
+            num_bytes += key_room(PyList_GET_ITEM(keys, i))
+        return num_bytes
+
+    cdef int _check_key(self, PyObject* key) except -1:
+        if not PyBytes_Check(key) or PyBytes_GET_SIZE(key) >= UINT32_MAX - GROUP_BYTES:
+            # First, because what prints the key may come back here.
+            self._roll_back()
+            raise ValueError(f"a key must be bytes, fewer than 2**32 of them, got {<object> key!r:.80}")
         return 0
 
     cdef int _make_room(self, size_t size) except -1:
@@ -269,6 +330,21 @@ cdef class EventQueue:
         chunk.next = top
         while not swap_chunk(&self.returned, &top, chunk):
             chunk.next = top
+
+
+cdef inline size_t key_room(PyObject* key) noexcept:
+    # A bare block hash is a key, too, and gets a group.
+    return sizeof(uint32_t) + <size_t> PyBytes_GET_SIZE(key) + GROUP_BYTES
+
+
+cdef inline uint8_t* put_key(uint8_t* at, PyObject* key) noexcept:
+    cdef uint32_t size = <uint32_t> PyBytes_GET_SIZE(key)
+    copy_key(at + sizeof(uint32_t), PyBytes_AS_STRING(key), size)
+    if size <= GROUP_BYTES:
+        memset(at + sizeof(uint32_t) + size, 0, GROUP_BYTES)
+        size += GROUP_BYTES
+    memcpy(at, &size, sizeof(size))
+    return at + sizeof(uint32_t) + size
 
 
 cdef uint64_t checked_size(block_size) except? 0:

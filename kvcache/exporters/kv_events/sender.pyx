@@ -31,6 +31,7 @@ cdef enum:
     POLL_IN = 1
     SEND_MORE = 2
     SEQ_BYTES = 8
+    LEAST_WAIT_MS = 4       # each wake-up may take the scheduler's processor, and always takes some of its caches
     MAX_WAIT_MS = 16        # when there is nothing to send; what is queued waits as long at most
     SNAPSHOT_KEYS = 4096    # in a message
     OUT_OF_MEMORY = -2
@@ -128,7 +129,7 @@ cdef class BatchSender:
         OSError
             libzmq's; nothing more can be sent then.
         """
-        cdef int outcome, wait_ms = 1
+        cdef int outcome, wait_ms = LEAST_WAIT_MS
         cdef bint has_requests = False, is_last
         with nogil:
             while True:
@@ -140,7 +141,7 @@ cdef class BatchSender:
                 outcome = self._send_batches()
                 if outcome < 0 or has_requests or is_last or load_int(&self.queue.merging):
                     break
-                wait_ms = 1 if outcome > 0 else min(2 * wait_ms, <int> MAX_WAIT_MS)
+                wait_ms = <int> LEAST_WAIT_MS if outcome > 0 else min(2 * wait_ms, <int> MAX_WAIT_MS)
         if outcome == OUT_OF_MEMORY:
             raise MemoryError("no memory for a batch of events")
         if outcome < 0:
