@@ -38,6 +38,8 @@ NUM_FILES = 4
 """Files of one recording at most; the oldest goes first."""
 _CHUNK_BYTES = 1 << 18
 _FLUSH_S = 1.0
+# Recorders are put on a manager and taken off by one thread at a time.
+_ATTACHING = threading.RLock()
 _METHODS = (
     "lookup", "status", "touch", "prepare_load", "complete_load", "prepare_store", "complete_store", "reorder",
     "on_request_finished", "reset_cache", "take_events", "hint",
@@ -116,14 +118,23 @@ class Recorder:
         buffer = parse_size("buffer_bytes", buffer_bytes)
         if not hasattr(manager, "configuration"):
             raise ValueError(f"cannot record a {type(manager).__name__}: it does not know its own configuration")
-        if getattr(manager, "recorder", None) is not None:
-            raise ValueError(f"the manager is being recorded already, to {manager.recorder.path}")
         self.path = Path(os.fspath(path).replace("{pid}", str(os.getpid())))
+        with _ATTACHING:
+            if getattr(manager, "recorder", None) is not None:
+                raise ValueError(f"the manager is being recorded already, to {manager.recorder.path}")
+            self._begin(manager, salt, buffer, clock)
+
+    def _begin(self, manager: Any, salt: str | bytes | None, buffer: int, clock: Callable[[], float] | None) -> None:
         chunk_bytes = min(_CHUNK_BYTES, max(4096, self.max_bytes // 64))
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         wakes = self._wakes
         self._log = CallLog(
-            _salt_bytes(salt), chunk_bytes, max(2, buffer // chunk_bytes), clock, lambda: wakes.put(False)
+            _salt_bytes(salt),
+            chunk_bytes,
+            max(2, buffer // chunk_bytes),
+            clock,
+            # Lost records would pile up here while the file is slow.
+            lambda: wakes.put(False) if wakes.empty() else None,
         )
         self._header = {
             "id": uuid.uuid4().hex,
@@ -151,10 +162,11 @@ class Recorder:
     def stop(self) -> None:
         """Stop recording, write what is left, and close the file; waits for it, 10 s at most. May be called twice."""
         manager = self._manager()
-        if manager is not None and self._end.alive:
-            self._undo(manager)
-            self._log.put_stats(_stats_text(manager))
-            manager.recorder = None
+        with _ATTACHING:
+            if manager is not None and manager.recorder is self:
+                self._undo(manager)
+                self._log.put_stats(_stats_text(manager))
+                manager.recorder = None
         self._end()
 
     def stats(self) -> RecorderStats:
@@ -266,6 +278,11 @@ class _RotatingFile:
 
     def _shift(self) -> None:
         """Number the files that are there one higher; the last goes."""
+        older = list(older_files(self.path))
+        for one in older:
+            with one.open("rb") as file:
+                if file.read(len(MAGIC)) not in (MAGIC, b""):
+                    raise ValueError(f"{one} is no recording, and will not be written over")
         if not self.path.exists() and not self.path.is_symlink():
             return
         if not stat.S_ISREG(self.path.lstat().st_mode):
@@ -278,7 +295,6 @@ class _RotatingFile:
                 raise ValueError(f"{self.path} is being recorded to by another manager or process") from None
         if begin and begin != MAGIC:
             raise ValueError(f"{self.path} is no recording, and will not be written over")
-        older = list(older_files(self.path))
         for gone in older[NUM_FILES - 2 :]:
             gone.unlink()
         for number in range(min(len(older), NUM_FILES - 2), 0, -1):
@@ -305,8 +321,7 @@ class _RotatingFile:
             if is_gone:
                 _LOG.warning("%s was moved or removed: recording goes on in a new file", self.path)
             if is_gone or self._size + len(frame) > self._file_bytes:
-                os.close(self._fd)
-                self._fd = -1
+                self.close()
                 self._shift()
                 self._header = {**self._header, "segment": self._header["segment"] + 1}
                 self._fd = self._open()
@@ -333,6 +348,8 @@ class _RotatingFile:
     def close(self) -> None:
         """Close the file and leave the path to others."""
         if self._fd >= 0:
+            # A child that was forked holds the file, and would hold its lock.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1
 
