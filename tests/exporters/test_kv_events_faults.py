@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -135,3 +138,154 @@ def test_number_that_no_batch_has_is_rejected():
         subscriber.receive(message(2**64 - 1, batch(1.0, 1)))
         assert subscriber.rejected_messages == 1
         assert not subscriber.num_snapshots
+
+
+def replay(publisher: KVEventPublisher, start_seq: int) -> list[int]:
+    """Return the numbers of all messages that a reader of a replay gets."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(publisher.replay_endpoint)
+        socket.send_multipart((b"", start_seq.to_bytes(8, "big")))
+        numbers: list[int] = []
+        while not numbers or numbers[-1] != -1:
+            assert socket.poll(30_000)
+            numbers.append(int.from_bytes(socket.recv_multipart()[-2], "big", signed=True))
+        return numbers
+
+
+def publish_batches(publisher: KVEventPublisher, num_batches: int) -> None:
+    """Publish so many batches, each as full as they get."""
+    for number in range(num_batches):
+        publisher.publish([stored(*range(1024 * (number % 2), 1024 * (number % 2) + 1024))])
+    assert publisher.flush(60)
+    assert publisher.stats()["sent_batches"] == num_batches
+
+
+def test_replay_of_more_batches_than_a_socket_queues_is_whole(publisher):
+    publish_batches(publisher, 3000)
+    assert replay(publisher, 0) == [*range(3000), -1]
+    assert publisher.stats()["rejected_requests"] == 0
+
+
+def test_clients_that_never_read_hold_neither_memory_nor_others(publisher):
+    publish_batches(publisher, 3000)
+    before = resident_bytes()
+    with zmq.Context() as context:
+        idle = [context.socket(zmq.DEALER) for _ in range(4)]
+        for socket in idle:
+            socket.setsockopt(zmq.RCVHWM, 1)
+            socket.setsockopt(zmq.RCVBUF, 4096)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(publisher.replay_endpoint)
+            for _ in range(5):
+                socket.send_multipart((b"", bytes(8)))
+        end_s = time.monotonic() + 30
+        # One reply a client at a time.
+        while publisher.stats()["rejected_requests"] < 16:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        publisher.publish([stored(1)])
+        assert publisher.flush(30)
+        assert replay(publisher, 2999) == [2999, 3000, -1]
+        # Four replies are 400 MB, of which each client's connection holds 64 messages of 35 KB.
+        assert resident_bytes() - before < 64 << 20
+        for socket in idle:
+            socket.close()
+
+
+def resident_bytes() -> int:
+    with Path("/proc/self/statm").open() as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_request_that_is_too_long_is_not_taken_in(publisher):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(publisher.replay_endpoint)
+        socket.send_multipart((b"", bytes((1 << 16) + 1)))
+        assert monitor.poll(30_000)
+        socket.disable_monitor()
+        monitor.close(0)
+    assert publisher.stats()["rejected_requests"] == 0
+
+
+def test_replay_buffer_is_bounded_in_bytes():
+    with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=0) as publisher:
+        for number in range(90):
+            publisher.publish([OffloadingEvent([bytes([number]) * (1 << 22)], 16, "CPU", False)])
+            publisher.publish([OffloadingEvent([bytes([number]) * (1 << 22)], 16, "CPU", True)])
+            assert publisher.flush(30)
+        num_batches = publisher.stats()["sent_batches"]
+        numbers = replay(publisher, 0)
+    assert numbers == [*range(num_batches - 63, num_batches), -1]
+
+
+def test_events_published_after_close_are_dropped(publisher):
+    publisher.publish([stored(1)])
+    publisher.close()
+    for number in range(1000):
+        publisher.publish([stored(number)])
+    publisher.publish_cleared()
+    assert publisher.stats()["queued_events"] == 0
+    assert publisher.stats()["merged_events"] == 0
+    assert publisher.snapshot()[1] == {"CPU": {((1).to_bytes(8, "big"), 0)}}
+    assert not publisher.flush(0)
+
+
+def test_events_that_were_merged_are_sent_at_close():
+    publisher = KVEventPublisher(ANY_PORT, queue_events=1)
+    for number in range(2000):
+        publisher.publish([stored(number)])
+    publisher.close(30)
+    assert publisher.stats()["merged_events"] > 0
+    assert len(publisher.snapshot()[1]["CPU"]) == 2000
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_child_neither_hangs_nor_keeps_events():
+    ends = threading.Event()
+    with KVEventPublisher(ANY_PORT, digest_every=0) as publisher:
+        publisher.publish([stored(*range(100_000))])
+
+        def ask() -> None:
+            # The lock is held most of the time.
+            while not ends.is_set():
+                publisher.snapshot()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            for _ in range(5):
+                child = os.fork()
+                if child == 0:
+                    status = 1
+                    signal.alarm(30)
+                    try:
+                        publisher.snapshot()
+                    except RuntimeError:
+                        publisher.publish([stored(1)])
+                        publisher.publish_cleared()
+                        publisher.close()
+                        status = publisher.stats()["merged_events"]
+                    os._exit(status)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        finally:
+            ends.set()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"buffer_batches": 10**30}, r"buffer_batches must be < 2\*\*62"),
+        ({"digest_every": 10**30}, r"digest_every must be < 2\*\*62"),
+        ({"endpoint": 5557}, "endpoint must be a str, got 5557"),
+        ({"replay_endpoint": b"tcp"}, "replay_endpoint must be a str, got b'tcp'"),
+        ({"topic": None}, "topic must be a str, got None"),
+    ],
+)
+def test_options_of_another_type_or_beyond_64_bits_name_the_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        KVEventPublisher(**{"endpoint": ANY_PORT, **options})

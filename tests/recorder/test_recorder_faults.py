@@ -55,6 +55,7 @@ def test_foreign_file_that_comes_later_ends_the_recording_at_a_rotation(tmp_path
     assert (tmp_path / "run.1").read_text() == "not a recording"
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_path_is_free_after_stop_though_a_forked_child_lives(tmp_path):
     manager = CPUOffloadingManager(16, 100)
     recorder = Recorder(manager, tmp_path / "run")
@@ -103,6 +104,7 @@ def test_one_of_two_recorders_that_begin_at_once_is_refused(tmp_path):
         assert (outcome.num_calls, outcome.difference) == (12, None)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_lost_records_cost_no_memory(tmp_path):
     manager = CPUOffloadingManager(16, 100)
     recorder = Recorder(manager, tmp_path / "run", buffer_bytes="64KiB")

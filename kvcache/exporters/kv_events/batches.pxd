@@ -27,6 +27,8 @@ cdef class BatchLog:
     cdef PyThread_type_lock lock    # of the sets and of num_made, for who reads them in another thread
     cdef Payload* kept              # [max_kept]: a ring of the latest
     cdef Py_ssize_t max_kept
+    cdef size_t num_kept_bytes
+    cdef int64_t first_kept         # batches before it were dropped
     cdef int64_t num_made           # batches: the number of the next one
     cdef uint64_t rank
     cdef double last_ts
@@ -41,4 +43,5 @@ cdef class BatchLog:
     cdef int copy_held(self, HeldKeys* held) noexcept nogil
     cdef int encode_part(self, int medium, uint64_t block_size, const Key* keys, Py_ssize_t n) noexcept nogil
     cdef int _fill(self) noexcept nogil
+    cdef void _drop(self, Payload* payload) noexcept nogil
     cdef int _finish(self, Buffer* batch, Py_ssize_t num_events) noexcept nogil

@@ -23,6 +23,7 @@ cdef enum:
     MAX_BATCH_EVENTS = 64
     MAX_BATCH_KEYS = 1024           # 40 KB of usual keys; an event that has more goes on in the next batch
     MAX_BATCH_BYTES = 1 << 22
+    MAX_KEPT_BYTES = 1 << 28
     KEYS_AT_ONCE = 4096             # made into Python objects between two chances for other threads to run
 
 
@@ -37,7 +38,7 @@ cdef class BatchLog:
     queue : EventQueue
         Where the events come from.
     max_kept : int
-        Batches that are kept for replay.
+        Batches that are kept for replay, of 256 MiB at most.
     rank : int
         Data-parallel rank of the engine, in every batch.
 
@@ -113,7 +114,7 @@ cdef class BatchLog:
 
     cdef uint64_t oldest_kept(self) noexcept nogil:
         """Return the number of the oldest batch that is kept."""
-        return self.num_made - min(self.num_made, <int64_t> self.max_kept)
+        return self.first_kept
 
     cdef const Payload* payload_of(self, uint64_t seq) noexcept nogil:
         """Return a batch that is kept; for the thread that makes them."""
@@ -184,11 +185,21 @@ cdef class BatchLog:
         if data == NULL:
             return -1
         payload = &self.kept[self.num_made % self.max_kept]
-        free(payload.data)
+        self._drop(payload)
         payload.data, payload.size = data, events.size - events.start
+        self.num_kept_bytes += payload.size
+        self.first_kept = max(self.first_kept, self.num_made + 1 - <int64_t> self.max_kept)
+        while self.num_kept_bytes > MAX_KEPT_BYTES and self.first_kept < self.num_made:
+            self._drop(&self.kept[self.first_kept % self.max_kept])
+            self.first_kept += 1
         memcpy(data, events.data + events.start, payload.size)
         store_int(&self.num_made, self.num_made + 1)
         return 1
+
+    cdef void _drop(self, Payload* payload) noexcept nogil:
+        self.num_kept_bytes -= payload.size
+        free(payload.data)
+        payload.data, payload.size = NULL, 0
 
     cdef int _finish(self, Buffer* batch, Py_ssize_t num_events) noexcept nogil:
         cdef timespec now

@@ -28,7 +28,7 @@ class KVEventPublisher:
     block_size : int
         Tokens of a block, for events that do not say.
     buffer_batches : int
-        Batches that are kept for replay.
+        Batches that are kept for replay, of 256 MiB at most.
     queue_events : int
         Events that may wait for the publishing thread. Beyond it they are merged by key, so that memory
         stays bounded by the number of blocks, and a gap is announced.
@@ -64,6 +64,9 @@ class KVEventPublisher:
         digest_every: int = 64,
         data_parallel_rank: int = 0,
     ) -> None:
+        for name, text in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint), ("topic", topic)):
+            if not isinstance(text, str) and (text is not None or name != "replay_endpoint"):
+                raise ValueError(f"{name} must be a str, got {text!r}")
         for name, value, least in (
             ("buffer_batches", buffer_batches, 1),
             ("queue_events", queue_events, 1),
@@ -73,6 +76,8 @@ class KVEventPublisher:
         ):
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
+            if value >= 1 << 62:
+                raise ValueError(f"{name} must be < 2**62, got {value!r}")
         self._queue_events = queue_events
         self._thread = PublishingThread(
             endpoint, replay_endpoint, topic, block_size, queue_events, buffer_batches, digest_every, data_parallel_rank
@@ -128,8 +133,13 @@ class KVEventPublisher:
         -------
         tuple of (int, dict)
             Number of the next batch, and the blocks of each medium.
+
+        Raises
+        ------
+        RuntimeError
+            This process was forked from the publisher's.
         """
-        return self._thread.log.snapshot()
+        return self._thread.snapshot()
 
     def stats(self) -> dict[str, int]:
         """Return counters since start: batches sent, events merged because the queue was full, bad requests refused.
@@ -161,7 +171,9 @@ class KVEventPublisher:
         """
         end_s = time.monotonic() + timeout_s
         while len(self._queue) or self._queue.is_merging:
-            if time.monotonic() >= end_s or not self._thread.is_alive():
+            if not self._thread.is_alive():
+                return len(self._queue) == 0 and not self._thread.num_dropped
+            if time.monotonic() >= end_s:
                 return False
             time.sleep(0.001)
         return True

@@ -10,6 +10,8 @@ import ctypes
 import logging
 import os
 import threading
+import time
+import weakref
 from typing import Any
 
 import msgspec
@@ -19,10 +21,14 @@ from zmq.backend.cython import _zmq as zmq_library
 from kvcache.events import OffloadingEvent
 from kvcache.exporters.kv_events.batches import BatchLog
 from kvcache.exporters.kv_events.queue import EventQueue
-from kvcache.exporters.kv_events.sender import BatchSender
+from kvcache.exporters.kv_events.sender import BatchSender, Reply
 from kvcache.exporters.kv_events.wire import DIGEST_PREFIX, SNAPSHOT_REQUEST, Digest
 
 _LOG = logging.getLogger(__name__)
+_MAX_OWED = 64  # replies under way
+_MAX_REQUESTS = 256  # looked at before batches are sent again
+_MAX_QUEUED_REPLIES = 64  # messages in the memory of each client's connection
+_STANDSTILL_S = 10.0
 
 
 class MergedEvents:
@@ -70,7 +76,9 @@ class PublishingThread(threading.Thread):
     log : BatchLog
         What was sent.
     num_rejected : int
-        Requests that were none.
+        Requests that were none, came while another of the same client was being answered, or whose client took no more.
+    num_dropped : int
+        Events that came after the end.
     """
 
     def __init__(
@@ -88,21 +96,27 @@ class PublishingThread(threading.Thread):
         self.queue = EventQueue(block_size, queue_events)
         self.merged = MergedEvents()
         self.log = BatchLog(self.queue, buffer_batches, data_parallel_rank)
-        self.num_rejected = 0
+        self.num_rejected = self.num_dropped = 0
         # Of what is merged and of who puts events in: the scheduler, or this thread where it puts in what was merged.
         self._lock = threading.Lock()
+        # By client: what it is owed, and when it last took some of it.
+        self._owed: dict[bytes, tuple[Reply, float]] = {}
+        self._has_ended = self._is_inherited = False
         self._digest_topic = DIGEST_PREFIX + topic.encode()
         self._context = zmq.Context()
         try:
             self._pub = self._context.socket(zmq.PUB)
             self.endpoint = _bind(self._pub, endpoint)
             self._router = None if replay_endpoint is None else self._context.socket(zmq.ROUTER)
-            self.replay_endpoint = None if self._router is None else _bind(self._router, replay_endpoint or "")
             if self._router is not None:
-                # A client that does not read its replies must not hold memory, nor the thread.
-                self._router.setsockopt(zmq.SNDHWM, 100_000)
+                # A client that does not read its replies must not hold memory, nor the thread. Set before the socket is
+                # bound: later, it would count for nobody who connects.
+                self._router.setsockopt(zmq.SNDHWM, _MAX_QUEUED_REPLIES)
+                self._router.setsockopt(zmq.RCVHWM, 16)
                 self._router.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
                 self._router.setsockopt(zmq.SNDTIMEO, 0)
+                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.replay_endpoint = None if self._router is None else _bind(self._router, replay_endpoint or "")
             self._sender = BatchSender(
                 self.log,
                 self.queue,
@@ -117,19 +131,31 @@ class PublishingThread(threading.Thread):
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        _THREADS.add(self)
 
     def merge(self, event: OffloadingEvent) -> None:
         """Merge an event that finds the queue full; for the scheduler's thread."""
         with self._lock:
+            if self._has_ended:
+                self.num_dropped += 1
+                return
             self.merged.add(event)
             self.queue.is_merging = True
 
     def clear(self) -> None:
         """Queue that everything was cleared; what was merged counts no more."""
         with self._lock:
-            self.merged.clear()
-            self.queue.is_merging = False
-            self.queue.put_cleared()
+            if not self._has_ended:
+                self.merged.clear()
+                self.queue.is_merging = False
+                self.queue.put_cleared()
+
+    def snapshot(self) -> tuple[int, dict[str, frozenset[tuple[bytes, int]]]]:
+        """Return what is held, see `KVEventPublisher.snapshot`."""
+        if self._is_inherited:
+            # Perhaps the thread was just changing it.
+            raise RuntimeError("the publisher belongs to the process that this one was forked from")
+        return self.log.snapshot()
 
     def stop(self) -> None:
         """Let the thread send what is queued, and end."""
@@ -141,17 +167,34 @@ class PublishingThread(threading.Thread):
         try:
             while True:
                 is_last = self._sender.is_stopped
-                has_requests = self._sender.run()
+                has_requests = self._sender.run(bool(self._owed))
                 if self.queue.is_merging:
                     self._take_merged()
                 if has_requests and self._router is not None:
-                    self._answer_requests(self._router)
+                    self._take_requests(self._router)
+                if self._owed:
+                    self._go_on_with_replies()
                 if is_last:
+                    self._sender.run()  # what was merged
                     break
         except Exception:
             _LOG.exception("kvcache publishes no more KV events")
         finally:
+            self._drop_events()
             self._context.destroy(linger=200)
+
+    def _drop_events(self) -> None:
+        """Let what is published from now on be dropped: nobody takes it."""
+        with self._lock:
+            self._has_ended = True
+            self.merged.clear()
+            self.queue.is_merging = True
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: this thread is not there, and its locks may be held."""
+        self._lock = threading.Lock()
+        self._is_inherited = True
+        self._drop_events()
 
     def _take_merged(self) -> None:
         with self._lock:
@@ -164,22 +207,51 @@ class PublishingThread(threading.Thread):
             self.merged.clear()
             self.queue.is_merging = False
 
-    def _answer_requests(self, router: Any) -> None:
-        while router.poll(0):
+    def _take_requests(self, router: Any) -> None:
+        for _ in range(_MAX_REQUESTS):
+            if not router.poll(0):
+                break
             frames = router.recv_multipart()
             # REQ sockets put an empty frame before the request, DEALER sockets need not.
             client, request = frames[0], frames[-1]
-            is_known = len(frames) in (2, 3) and (len(request) == 8)
-            try:
-                if is_known and request == SNAPSHOT_REQUEST:
-                    self._sender.reply_snapshot(client)
-                elif is_known:
-                    self._sender.reply_replay(client, int.from_bytes(request, "big"))
-                else:
-                    self.num_rejected += 1
-            except OSError:
-                # Its buffer is full, or it has gone: it may ask again.
+            is_known = len(frames) in (2, 3) and len(request) == 8
+            if not is_known or client in self._owed or len(self._owed) >= _MAX_OWED:
                 self.num_rejected += 1
+                continue
+            start_seq = None if request == SNAPSHOT_REQUEST else int.from_bytes(request, "big")
+            self._go_on(client, Reply(client, start_seq), time.monotonic())
+
+    def _go_on_with_replies(self) -> None:
+        for client, (reply, since_s) in [*self._owed.items()]:
+            self._go_on(client, reply, since_s)
+
+    def _go_on(self, client: bytes, reply: Reply, since_s: float) -> None:
+        """Send what a client takes of its reply; one that has gone, or stands still, may ask again."""
+        num_messages = reply.num_messages
+        try:
+            if self._sender.go_on(reply):
+                self._owed.pop(client, None)
+                return
+            now_s = time.monotonic()
+            if reply.num_messages > num_messages:
+                since_s = now_s
+            elif now_s - since_s > _STANDSTILL_S:
+                raise TimeoutError("a client stands still")
+            self._owed[client] = reply, since_s
+        except (OSError, MemoryError):
+            self._owed.pop(client, None)
+            self.num_rejected += 1
+
+
+_THREADS: weakref.WeakSet[PublishingThread] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for thread in [*_THREADS]:
+        thread.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _stand_back() -> None:

@@ -6,14 +6,14 @@ through Python. It calls libzmq's own functions, whose addresses pyzmq's library
 
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
-from libc.errno cimport EINTR
+from libc.errno cimport EAGAIN, EINTR
 from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 
 from kvcache.exporters.kv_events.atomic cimport load_int, store_int
 from kvcache.exporters.kv_events.batches cimport BatchLog, HeldKeys, Payload
 from kvcache.exporters.kv_events.encoding cimport MAX_CONTROL_BYTES, MediumDigest, encode_digest, put_seq
-from kvcache.exporters.kv_events.queue cimport NUM_MEDIA, EventQueue
+from kvcache.exporters.kv_events.queue cimport CPU, NUM_MEDIA, STORAGE, EventQueue
 
 import ctypes
 
@@ -34,7 +34,9 @@ cdef enum:
     LEAST_WAIT_MS = 4       # each wake-up may take the scheduler's processor, and always takes some of its caches
     MAX_WAIT_MS = 16        # when there is nothing to send; what is queued waits as long at most
     SNAPSHOT_KEYS = 4096    # in a message
+    MAX_REPLIES = 256       # messages to one client before batches are sent again
     OUT_OF_MEMORY = -2
+    TAKES_NO_MORE = 1
 
 cdef uint64_t END_OF_REPLAY = <uint64_t> -1
 
@@ -42,6 +44,49 @@ cdef uint64_t END_OF_REPLAY = <uint64_t> -1
 cdef struct Frame:
     const void* data
     size_t size
+
+
+@cython.final
+cdef class Reply:
+    """Reply(client, start_seq=None)
+
+    What a client asked for and has not been sent yet: every batch that is kept from a number on, or a snapshot.
+
+    Parameters
+    ----------
+    client : bytes
+        The router's name for it.
+    start_seq : int, optional
+        Number of the first batch; left out: a snapshot.
+
+    Attributes
+    ----------
+    num_messages : int
+        Messages that were sent.
+    """
+
+    cdef bytes client               # keeps the frame
+    cdef Frame to
+    cdef readonly uint64_t num_messages
+    cdef bint is_snapshot
+    cdef uint64_t next_seq          # of a replay
+    cdef HeldKeys held              # of a snapshot that has begun
+    cdef bint has_begun
+    cdef int medium
+    cdef Py_ssize_t next_key
+
+    def __cinit__(self, bytes client not None, start_seq=None):
+        self.client, self.to = client, frame_of(client)
+        self.is_snapshot = start_seq is None
+        self.next_seq = 0 if start_seq is None else start_seq
+
+    def __dealloc__(self):
+        cdef int medium
+        for medium in range(<int> NUM_MEDIA):
+            free(self.held.keys[medium])
+
+    def __reduce__(self):
+        raise TypeError("a reply belongs to one client and cannot be pickled")
 
 
 @cython.final
@@ -115,8 +160,8 @@ cdef class BatchSender:
         """Let `run` send what is queued, and return."""
         store_int(&self.stopped, 1)
 
-    def run(self):
-        """Send batches until Python is needed; for one thread.
+    def run(self, bint owes=False):
+        """Send batches until Python is needed, or for a moment where replies are owed; for one thread.
 
         Returns
         -------
@@ -134,12 +179,12 @@ cdef class BatchSender:
         with nogil:
             while True:
                 is_last = load_int(&self.stopped) != 0
-                outcome = self._wait(0 if is_last else wait_ms)
+                outcome = self._wait(0 if is_last else 1 if owes else wait_ms)
                 if outcome < 0:
                     break
                 has_requests = outcome > 0
                 outcome = self._send_batches()
-                if outcome < 0 or has_requests or is_last or load_int(&self.queue.merging):
+                if outcome < 0 or has_requests or is_last or owes or load_int(&self.queue.merging):
                     break
                 wait_ms = <int> LEAST_WAIT_MS if outcome > 0 else min(2 * wait_ms, <int> MAX_WAIT_MS)
         if outcome == OUT_OF_MEMORY:
@@ -148,55 +193,73 @@ cdef class BatchSender:
             raise OSError(self.last_error, "libzmq cannot send or poll")
         return has_requests
 
-    def reply_replay(self, bytes client not None, uint64_t start_seq):
-        """Send a client every batch that is kept from a number on, and the end; OSError: it takes no more."""
-        cdef uint64_t seq = max(start_seq, self.log.oldest_kept())
-        cdef Frame to = frame_of(client), topic = frame_of(self.topic)
-        cdef const Payload* payload
-        cdef int outcome = 0
-        with nogil:
-            while outcome >= 0 and seq < <uint64_t> self.log.num_made:
-                payload = self.log.payload_of(seq)
-                outcome = self._reply(to, topic, seq, Frame(payload.data, payload.size))
-                seq += 1
-            if outcome >= 0:
-                outcome = self._reply(to, Frame(NULL, 0), END_OF_REPLAY, Frame(NULL, 0))
-        if outcome < 0:
-            raise OSError(self.last_error, "a client takes no more")
+    def go_on(self, Reply reply not None):
+        """Send more of a reply, as far as its client takes it.
 
-    def reply_snapshot(self, bytes client not None):
-        """Send a client all that is held, and the digest at the end; OSError: it takes no more."""
-        cdef Frame to = frame_of(client), topic = frame_of(self.topic)
-        cdef uint8_t[MAX_CONTROL_BYTES] end
-        cdef HeldKeys held
-        cdef int outcome, medium
+        Returns
+        -------
+        bool
+            Whether that was the end.
+
+        Raises
+        ------
+        OSError
+            The client has gone.
+        """
+        cdef int outcome
         with nogil:
-            outcome = OUT_OF_MEMORY if self.log.copy_held(&held) < 0 else 0
-            if outcome == 0:
-                for medium in range(<int> NUM_MEDIA):
-                    if outcome >= 0:
-                        outcome = self._reply_held(to, topic, &held, medium)
-                    free(held.keys[medium])
-                if outcome >= 0:
-                    # Its payload says which batch comes next, and whether the snapshot arrived whole.
-                    outcome = self._reply(
-                        to, Frame(NULL, 0), END_OF_REPLAY, Frame(&end[0], encode_digest(end, held.seq, held.digests)))
+            outcome = self._go_on_with_held(reply) if reply.is_snapshot else self._go_on_with_kept(reply)
         if outcome == OUT_OF_MEMORY:
             raise MemoryError("no memory for a snapshot")
         if outcome < 0:
-            raise OSError(self.last_error, "a client takes no more")
+            raise OSError(self.last_error, "a client has gone")
+        return outcome == 0
 
-    cdef int _reply_held(self, Frame to, Frame topic, const HeldKeys* held, int medium) noexcept nogil:
-        cdef Py_ssize_t start = 0, n
-        while start < held.num_keys[medium]:
-            n = min(<Py_ssize_t> SNAPSHOT_KEYS, held.num_keys[medium] - start)
-            if self.log.encode_part(medium, self.block_size, held.keys[medium] + start, n) < 0:
+    cdef int _go_on_with_kept(self, Reply reply) noexcept nogil:
+        cdef const Payload* payload
+        cdef uint64_t last = reply.num_messages + MAX_REPLIES
+        cdef int outcome
+        # What is no longer kept is a gap, which the client sees.
+        reply.next_seq = max(reply.next_seq, self.log.oldest_kept())
+        while reply.next_seq < <uint64_t> self.log.num_made:
+            if reply.num_messages == last:
+                return TAKES_NO_MORE
+            payload = self.log.payload_of(reply.next_seq)
+            outcome = self._reply(reply, self.topic_frame, reply.next_seq, Frame(payload.data, payload.size))
+            if outcome != 0:
+                return outcome
+            reply.next_seq += 1
+        return self._reply(reply, Frame(NULL, 0), END_OF_REPLAY, Frame(NULL, 0))
+
+    cdef int _go_on_with_held(self, Reply reply) noexcept nogil:
+        cdef uint8_t[MAX_CONTROL_BYTES] end
+        cdef uint64_t last = reply.num_messages + MAX_REPLIES
+        cdef HeldKeys* held = &reply.held
+        cdef Py_ssize_t n
+        cdef int outcome
+        if not reply.has_begun and self.log.copy_held(held) < 0:
+            held.keys[<int> CPU] = held.keys[<int> STORAGE] = NULL
+            return OUT_OF_MEMORY
+        reply.has_begun = True
+        while reply.medium < <int> NUM_MEDIA:
+            n = min(<Py_ssize_t> SNAPSHOT_KEYS, held.num_keys[reply.medium] - reply.next_key)
+            if n == 0:
+                reply.medium += 1
+                reply.next_key = 0
+                continue
+            if reply.num_messages == last:
+                return TAKES_NO_MORE
+            if self.log.encode_part(
+                    reply.medium, self.block_size, held.keys[reply.medium] + reply.next_key, n) < 0:
                 return OUT_OF_MEMORY
-            if self._reply(to, topic, held.seq, Frame(self.log.part.data + self.log.part.start,
-                                                      self.log.part.size - self.log.part.start)) < 0:
-                return -1
-            start += n
-        return 0
+            outcome = self._reply(reply, self.topic_frame, held.seq, Frame(
+                self.log.part.data + self.log.part.start, self.log.part.size - self.log.part.start))
+            if outcome != 0:
+                return outcome
+            reply.next_key += n
+        # Its payload says which batch comes next, and whether the snapshot arrived whole.
+        return self._reply(
+            reply, Frame(NULL, 0), END_OF_REPLAY, Frame(&end[0], encode_digest(end, held.seq, held.digests)))
 
     cdef int _wait(self, int wait_ms) noexcept nogil:
         """Wait for a request; return whether there is one, or -1."""
@@ -242,11 +305,15 @@ cdef class BatchSender:
         put_seq(number, seq)
         return self._send_frames(self.pub, frames, 3)
 
-    cdef int _reply(self, Frame to, Frame topic, uint64_t seq, Frame payload) noexcept nogil:
+    cdef int _reply(self, Reply reply, Frame topic, uint64_t seq, Frame payload) noexcept nogil:
+        """Send a message of a reply: 0, TAKES_NO_MORE (nothing was sent) or -1: the client has gone."""
         cdef uint8_t[SEQ_BYTES] number
-        cdef Frame[5] frames = [to, Frame(NULL, 0), topic, Frame(&number[0], SEQ_BYTES), payload]
+        cdef Frame[5] frames = [reply.to, Frame(NULL, 0), topic, Frame(&number[0], SEQ_BYTES), payload]
         put_seq(number, seq)
-        return self._send_frames(self.router, frames, 5)
+        if self._send_frames(self.router, frames, 5) < 0:
+            return TAKES_NO_MORE if self.last_error == EAGAIN else -1
+        reply.num_messages += 1
+        return 0
 
     cdef int _send_frames(self, void* socket, const Frame* frames, int n) noexcept nogil:
         cdef int i = 0
