@@ -16,6 +16,7 @@ from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
 from kvcache.control.recent import RecentRequests
 from kvcache.control.trust import HintTrust
+from kvcache.core.cache import BlockCache
 from kvcache.core.event_log import EventLog
 from kvcache.core.request_keys import RequestKeys
 from kvcache.core.reuse_filter import ReuseFilter
@@ -146,6 +147,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             "backend": backend,
         }
         self._cache = self._make_cache(cache_policy, backend)
+        self._ops: BlockCacheOps = self._cache  # what is called: the cache, or a recorder around it
         self._admission: AdmissionRule | None = None
         if store_threshold > 1:
             self._admission = ReuseFilter(store_threshold, max_tracker_size)
@@ -281,6 +283,23 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         """
         self._clock = wrap(self._clock)
 
+    def wrap_cache(self, wrap: Callable[[BlockCache], Any] | None) -> bool:
+        """Call what `wrap` makes of the cache in the cache's place from now on; None: the cache itself again.
+
+        Returns
+        -------
+        bool
+            Whether that is so: only a compiled cache can be wrapped.
+
+        Notes
+        -----
+        Gauges and what changes nothing are asked of the cache as before.
+        """
+        if not isinstance(self._cache, BlockCache):
+            return False
+        self._ops = self._cache if wrap is None else wrap(self._cache)
+        return True
+
     def stats(self) -> ManagerStats:
         """Return counters since start and gauges now."""
         return ManagerStats(**{metric.name: getattr(self, metric.name) for metric in MANAGER_METRICS})
@@ -325,7 +344,11 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
                 self._start_clock()
             request_keys = self._cache.open_request(priority, hint.ttl_ns, hint.next_use)
         # Another thread, or a finalizer, may have been first.
-        return req_context.request_keys.setdefault(self, request_keys)
+        request_keys = req_context.request_keys.setdefault(self, request_keys)
+        ops: Any = self._ops
+        if ops is not self._cache:
+            ops.introduce(req_context, request_keys)
+        return request_keys
 
     def _start_clock(self) -> None:
         now_s = self._clock()
@@ -335,21 +358,28 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         self._keeps_time = True
 
     def _advance(self) -> None:
-        if self._now_s is None:
-            self._start_clock()
-            now_s = self._start_s
-        else:
-            before_s = self._now_s
-            now_s = self._clock()
-            if not now_s >= before_s:
-                if self._reads_clock:
-                    return  # to such a policy, time stands still meanwhile
-                raise ValueError(f"the clock went back from {before_s} to {now_s} s")
-            if now_s > self._now_s:
-                self._now_s = now_s
+        try:
+            if self._now_s is None:
+                self._start_clock()
+                now_s = self._start_s
             else:
-                now_s = self._now_s  # another thread may have read it later, and got here first
-        self._cache.advance(now_s - self._start_s, self._max_raised)
+                before_s = self._now_s
+                now_s = self._clock()
+                if not now_s >= before_s:
+                    if self._reads_clock:
+                        return  # to such a policy, time stands still meanwhile
+                    raise ValueError(f"the clock went back from {before_s} to {now_s} s")
+                if now_s > self._now_s:
+                    self._now_s = now_s
+                else:
+                    now_s = self._now_s  # another thread may have read it later, and got here first
+            self._cache.advance(now_s - self._start_s, self._max_raised)
+        except ValueError:
+            # The call ends before the cache is asked, and what the clock answered belongs to no other call.
+            ops: Any = self._ops
+            if ops is not self._cache:
+                ops.refuse()
+            raise
 
     def reorder(self, req_context: ReqContext) -> None:
         """Order the keys that a running request used: its head is evicted after its tail. No use is counted.
@@ -358,7 +388,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         """
         request_keys = self._request_keys_of(req_context)
         if request_keys is not None:
-            self._cache.reorder(request_keys, req_context.positions)
+            self._ops.reorder(request_keys, req_context.positions)
 
     def end_request(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
         """Order all keys that a request has used, and forget the request.
@@ -376,20 +406,33 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             request_keys = self._open(req_context)
             request_keys_by_pool.pop(self, None)
         if request_keys is not None:
-            self._cache.end_request(request_keys, req_context.positions, use_positions)
+            promise = req_context.promise
+            now_s = 0.0 if promise is None else self._clock()
+            self._ops.end_request(request_keys, req_context.positions, use_positions)
             if request_keys.num_seen:
                 request_keys_by_pool[self._ended] = request_keys
                 if self._recent is not None:
                     self._recent.add(req_context, request_keys.num_seen)
-                if req_context.promise is not None:
-                    tenant, next_use, began_s = req_context.promise
+                if promise is not None:
+                    tenant, next_use, began_s = promise
                     self._trust.settle(tenant, request_keys, began_s)
-                    self._watch(tenant, next_use, request_keys)
+                    self._watch(tenant, next_use, request_keys, now_s)
             if self.observer is not None:
                 self.observer.take(request_keys)
+        else:
+            ops: Any = self._ops
+            if ops is not self._cache:
+                ops.end_unknown(req_context, use_positions)
 
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
         """Say when blocks will be used next, once that is known; see `OffloadingManager.hint`."""
+        ops: Any = self._ops
+        if ops is self._cache:
+            self._take_hint(request_or_keys, next_use)
+        else:
+            ops.hint(self._take_hint, request_or_keys, next_use)
+
+    def _take_hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
         said = Retention(next_use=check_next_use(next_use))
         keys: list[bytes] | None = None
         kept: Any = None
@@ -412,14 +455,14 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         tenant, _, began_s = req_context.promise
         req_context.promise = tenant, next_use, began_s
         if self not in req_context.request_keys:
-            self._watch(tenant, next_use, kept)
+            self._watch(tenant, next_use, kept, self._clock())
         return self._trust.believes(tenant, next_use)
 
-    def _watch(self, tenant: str, next_use: str, request_keys: Any) -> None:
+    def _watch(self, tenant: str, next_use: str, request_keys: Any, now_s: float) -> None:
         # A prompt's last block may be a partial one, which nobody names again.
         num_used = request_keys.num_seen
         if num_used:
-            self._trust.watch(tenant, next_use, request_keys.used_key(max(0, num_used - 2)), self._clock())
+            self._trust.watch(tenant, next_use, request_keys.used_key(max(0, num_used - 2)), now_s)
 
     def keep_ended_requests(self) -> None:
         """Remember requests that end from now on for `ended_request`: as many as name the pool's number of keys."""
@@ -451,13 +494,13 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
                 if req_context is not None and not isinstance(req_context, ReqContext):
                     raise _bad_context(req_context)
                 # Engines that ask key by key ask often: one key is no reason to open the request.
-                return self._cache.status_of(keys) == 2
+                return self._ops.status_of(keys) == 2
             keys = as_key_list(keys)
-        return self._cache.lookup(keys, None if req_context is None else self._request_keys_of(req_context))
+        return self._ops.lookup(keys, None if req_context is None else self._request_keys_of(req_context))
 
     def status(self, key: bytes) -> int:
         """Return the state of one key (0 absent, 1 being written, 2 ready), and count a look-up."""
-        return self._cache.status_of(key)
+        return self._ops.status_of(key)
 
     def count_lookup(self, num_keys: int) -> None:
         """Count a look-up that the caller answers itself, out of `match_prefix`; its hits once they are known."""
@@ -488,11 +531,9 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time and (
-            req_context is None or self._cache.needs_time(request_keys, req_context.positions)
-        ):
+        if self._keeps_time and (req_context is None or self._ops.needs_time(request_keys, req_context.positions)):
             self._advance()
-        self._cache.touch(keys, request_keys)
+        self._ops.touch(keys, request_keys)
         if request_keys is None and self.observer is not None:
             self.observer.take_keys(keys)
 
@@ -507,11 +548,9 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time and (
-            req_context is None or self._cache.needs_time(request_keys, req_context.positions)
-        ):
+        if self._keeps_time and (req_context is None or self._ops.needs_time(request_keys, req_context.positions)):
             self._advance()
-        spec = self._cache.pin(keys, request_keys)
+        spec = self._ops.pin(keys, request_keys)
         if not is_move:
             num_keys = len(keys)
             self.loaded_blocks += num_keys
@@ -527,7 +566,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         """
         if type(keys) is not list:
             keys = as_key_list(keys)
-        self._cache.unpin(keys, None if req_context is None else self._request_keys_of(req_context))
+        self._ops.unpin(keys, None if req_context is None else self._request_keys_of(req_context))
 
     # ---- blocks that come and leave --------------------------------------------------------------------------
 
@@ -544,12 +583,10 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time and (
-            req_context is None or self._cache.needs_time(request_keys, req_context.positions)
-        ):
+        if self._keeps_time and (req_context is None or self._ops.needs_time(request_keys, req_context.positions)):
             self._advance()
         admitted = None if is_move or self._admission is None else self._admission.admit(keys)
-        output = self._cache.reserve(keys, request_keys, admitted)
+        output = self._ops.reserve(keys, request_keys, admitted)
         if output is None:
             self.rejected_stores += not is_move
             return None
@@ -591,15 +628,15 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
         if not success:
-            num_dropped = self._cache.abort(keys, request_keys)
+            num_dropped = self._ops.abort(keys, request_keys)
             self.failed_blocks += num_dropped
         else:
-            num_ready = len(self._cache.commit(keys, request_keys))
+            num_ready = len(self._ops.commit(keys, request_keys))
             self.stored_blocks += num_ready
 
     def commit(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> list[bytes]:
         """Make blocks that were being written ready, and return their keys; unknown and ready ones are ignored."""
-        ready = self._cache.commit(keys, self._request_keys_of(req_context))
+        ready = self._ops.commit(keys, self._request_keys_of(req_context))
         if not is_move:
             num_ready = len(ready)
             self.stored_blocks += num_ready
@@ -607,18 +644,22 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
 
     def abort(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> int:
         """Drop blocks that were being written, free their slots in the order given, and return how many."""
-        num_dropped = self._cache.abort(keys, self._request_keys_of(req_context))
+        num_dropped = self._ops.abort(keys, self._request_keys_of(req_context))
         if not is_move:
             self.failed_blocks += num_dropped
         return num_dropped
 
     def take_events(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:
         """Take out the events since the last call, or the first `max_events` of them, each once."""
-        return iter(()) if self.events is None else self.events.take(max_events)
+        if self.events is None:
+            return iter(())
+        events = self.events.take(max_events)
+        ops: Any = self._ops
+        return events if ops is self._cache else ops.note_events(events, max_events)
 
     def reset(self) -> None:
         """Forget every block, request, ghost, offer and event that was not taken; block ids start again at 0."""
-        self._cache.reset()
+        self._ops.reset()
         if self._admission is not None:
             self._admission.clear()
         if self._recent is not None:

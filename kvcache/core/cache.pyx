@@ -59,17 +59,6 @@ cdef class BlockCache:
         The policy is in use already.
     """
 
-    cdef ReplacementPolicy policy
-    cdef BlockTable table
-    cdef PriorityClasses priorities
-    cdef Batch batch
-    cdef bint reads_clock                       # the policy does
-    cdef EventLog events                        # or None
-    cdef str medium
-    cdef public Py_ssize_t lookups, looked_up_blocks, hit_blocks
-    cdef public Py_ssize_t gated_blocks
-    cdef readonly Py_ssize_t declined_blocks    # of the gated ones, those that the policy did not take
-
     def __cinit__(self, ReplacementPolicy policy not None):
         cdef BlockTable table = policy.table
         if table.caller_blocks == NULL or table.num_resident:
@@ -185,11 +174,12 @@ cdef class BlockCache:
             self.priorities.advance(now_ns)
             self._end()
 
-    def needs_time(self, RequestKeys request_keys not None, dict positions):
+    cpdef bint needs_time(self, RequestKeys request_keys, dict positions) except -1:
         """Return whether `advance` is due before a use by a request, and take its positions.
 
         A policy that reads the clock does so once a request.
         """
+        _check_given(request_keys)
         if not self.reads_clock:
             return True
         with cython.critical_section(self.table):
@@ -203,7 +193,7 @@ cdef class BlockCache:
             self._begin(request_keys)
             return request_keys.num_seen != 0
 
-    def reorder(self, RequestKeys request_keys not None, dict positions):
+    cpdef reorder(self, RequestKeys request_keys, dict positions):
         """Order the keys that a running request used: the head of its prompt stays its youngest block.
 
         Parameters
@@ -219,6 +209,7 @@ cdef class BlockCache:
         whole request becomes the most recent when it has doubled, or a key belongs between two older ones. So the cost
         is linear in the request's keys, however many calls they come in.
         """
+        _check_given(request_keys)
         with cython.critical_section(self.table):
             self._begin(request_keys)
             if self.table.keeps_queues and request_keys.num_seen != request_keys.num_ordered:
@@ -257,7 +248,7 @@ cdef class BlockCache:
         self.policy.on_reorder(batch.rows, n)
         return 0
 
-    def end_request(self, RequestKeys request_keys not None, dict positions, bint use_positions=False):
+    cpdef end_request(self, RequestKeys request_keys, dict positions, bint use_positions=False):
         """Order all keys that the request used: as first used, or by `positions` (key to end token).
 
         With `use_positions` every key of `positions` is used, if it was not before. A hint that raises is applied once
@@ -268,6 +259,7 @@ cdef class BlockCache:
         cdef Batch batch = self.batch
         cdef list keys = None
         cdef Span span
+        _check_given(request_keys)
         with cython.critical_section(table):
             self._begin(request_keys)
             if use_positions and positions:
@@ -347,7 +339,7 @@ cdef class BlockCache:
     cdef int32_t _state_of(self, int32_t row) noexcept nogil:
         return ABSENT if row == 0 else READY if self.table.rows[row].ref_cnt >= 0 else PENDING
 
-    def lookup(self, list keys not None, RequestKeys request_keys):
+    cpdef Py_ssize_t lookup(self, list keys, RequestKeys request_keys) except -1:
         """Return how many of the first keys are ready, and count the look-up."""
         cdef Py_ssize_t num_ready = self._match_prefix(keys, request_keys, 0)
         self.lookups += 1
@@ -385,7 +377,7 @@ cdef class BlockCache:
                 request_keys.version = table.version
             return i
 
-    def status_of(self, key):
+    cpdef int status_of(self, key) except -1:
         """Return the state of one key, 0 absent, 1 being written, 2 ready, and count the look-up."""
         cdef BlockTable table = self.table
         cdef int32_t row, state
@@ -434,7 +426,7 @@ cdef class BlockCache:
 
     # ---- uses and references ----------------------------------------------------------------------------------
 
-    def touch(self, keys, RequestKeys request_keys=None):
+    cpdef touch(self, keys, RequestKeys request_keys=None):
         """Count a use of each key, from last to first: each time without a request, once per request with one.
 
         Parameters
@@ -463,7 +455,7 @@ cdef class BlockCache:
                 self.priorities.apply(batch.rows, n, request_keys.priority, request_keys.ttl_ns)
             self._end()
 
-    def pin(self, list keys not None, RequestKeys request_keys):
+    cpdef pin(self, list keys, RequestKeys request_keys):
         """Take a reference on each key's block and return the blocks' ids, in order.
 
         Raises
@@ -504,7 +496,7 @@ cdef class BlockCache:
             self._end()
         return spec
 
-    def unpin(self, list keys not None, RequestKeys request_keys):
+    cpdef unpin(self, list keys, RequestKeys request_keys):
         """Give the references back.
 
         Raises
@@ -542,7 +534,7 @@ cdef class BlockCache:
 
     # ---- stores -----------------------------------------------------------------------------------------------
 
-    def reserve(self, list keys not None, RequestKeys request_keys, admit=None):
+    cpdef reserve(self, list keys, RequestKeys request_keys, admit=None):
         """Give each absent key a slot, evicting exactly as many blocks as needed.
 
         Parameters
@@ -720,7 +712,7 @@ cdef class BlockCache:
         table.num_pending += n
         table.version += 1
 
-    def commit(self, list keys not None, RequestKeys request_keys):
+    cpdef list commit(self, list keys, RequestKeys request_keys):
         """Make blocks that were being written ready, and return their keys: `keys` itself where it is all of them."""
         cdef Py_ssize_t i, num_ready = 0, n = len(keys)
         cdef int32_t row
@@ -769,7 +761,7 @@ cdef class BlockCache:
         cdef Py_ssize_t place = 0 if request_keys is None else self.batch.places[i]
         return request_keys.row_now(self.table, place - 1) if place > 0 else 0
 
-    def abort(self, list keys not None, RequestKeys request_keys):
+    cpdef Py_ssize_t abort(self, list keys, RequestKeys request_keys) except -1:
         """Drop blocks that were being written, freeing their slots in the order given, and return how many."""
         cdef Py_ssize_t i, num_dropped = 0, n = len(keys)
         cdef int32_t row
@@ -827,7 +819,7 @@ cdef class BlockCache:
             self.table.give_back(slots)
             self._end()
 
-    def reset(self):
+    cpdef reset(self):
         """Forget everything; block ids start again at 0."""
         with cython.critical_section(self.table):
             self.table.num_calls += 1
@@ -837,6 +829,13 @@ cdef class BlockCache:
             if self.events is not None:
                 self.events.drop(self.events.num_events)
             self._end()
+
+
+cdef inline int _check_given(RequestKeys request_keys) except -1:
+    # A length is checked where it is taken; a field of None would be read.
+    if request_keys is None:
+        raise TypeError("request_keys must be RequestKeys, got None")
+    return 0
 
 
 cdef void copy_keys(list keys, Py_ssize_t n, list to) noexcept:

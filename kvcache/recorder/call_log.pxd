@@ -1,5 +1,7 @@
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 
 cdef extern from *:
     """
@@ -16,6 +18,8 @@ cdef extern from *:
     char* kv_put_number(char* at, uint64_t number) noexcept nogil
 
 cdef extern from "Python.h":
+    bint PyBytes_CheckExact(PyObject* key) noexcept nogil
+    unsigned long PyThread_get_thread_ident() noexcept nogil
     Py_ssize_t PySequence_Fast_GET_SIZE(object keys) noexcept
 
 cdef enum:
@@ -36,6 +40,7 @@ cdef enum:
     IS_COMING = 14
     HINT = 15
     REPORT_PREFILLS = 16
+    STATUS_RUN = 17
     CONTEXT = 64
     POSITIONS = 65
     CLOCK = 66
@@ -47,6 +52,7 @@ cdef enum:
     STATS = 72
     TIER_TIMES = 73
     GROUPS = 74
+    REFUSED = 75
 
     A_NONE = 0
     A_FALSE = 1
@@ -71,6 +77,8 @@ cdef struct KeptKeys:
 
 cdef class RequestLog:
     cdef uint64_t number
+    cdef uint64_t recording         # whose number it is
+    cdef bytes said                 # what the request said of itself, as JSON
     cdef KeptKeys[NUM_KEPT] kept
     cdef int oldest
     cdef object positions
@@ -90,21 +98,24 @@ cdef class CallLog:
     cdef list idle
     cdef list full
     cdef object chunk
-    cdef list blocks                # of the chunk: the specs whose ids the recorder's thread writes
     cdef char* base
     cdef char* at
-    cdef char* end                  # where the spans begin
+    cdef char* end                  # where spans and block ids begin
     cdef int64_t last_ns
     cdef uint64_t first_record      # of the chunk
     cdef uint64_t num_unreported    # lost, and not yet mentioned in a chunk
     cdef uint64_t num_lists         # of the chunk
     cdef uint64_t chunk_number
     cdef RequestLog nobody          # of calls without a request
+    cdef KeptKeys run               # keys that were looked up one by one last, without a request
+    cdef char* run_end              # `at` while nothing else was written
+    cdef int run_answer             # of all of them; -1: there is no run that could go on
+    cdef unsigned long clock_owner  # the thread that has read the clock for its next call, or 0
     cdef bint is_closed
     cdef object clock
     cdef object wake
 
-    cdef int _hash_keys(self, bytearray chunk, Py_ssize_t num_spans) except -1
+    cdef tuple _finish(self, bytearray chunk, Py_ssize_t end)
     cdef int _close_chunk(self) except -1
     cdef bint _open_chunk(self, Py_ssize_t num_bytes) except -1
     cdef bint _change_chunk(self, Py_ssize_t num_bytes) except -1
@@ -114,6 +125,27 @@ cdef class CallLog:
     cdef void put_text(self, bytes text) noexcept
     cdef int64_t now_ns(self) noexcept
     cdef void put_keys(self, object keys, RequestLog request) noexcept
+    cdef PyObject* _held(self, PyObject* key) noexcept
+    cdef void _put_span(self, Py_ssize_t offset, Py_ssize_t n) noexcept
+    cdef void put_ids(self, const int64_t* ids, Py_ssize_t n) noexcept
+    cdef int begin_run(self, PyObject* key, int answer) except -1
+
+    cdef inline int put_status(self, PyObject* key, int answer) except -1:
+        """Write a look-up of one key without a request: one more key of a run with the same answer."""
+        cdef uint32_t n
+        if (answer != self.run_answer or self.at != self.run_end or self.end - self.at < 8
+                or not PyBytes_CheckExact(key)):
+            return self.begin_run(key, answer)
+        Py_INCREF(<object> key)
+        memcpy(self.at, &key, 8)
+        self.at += 8
+        self.run_end = self.at
+        self.run.n += 1
+        n = <uint32_t> self.run.n
+        memcpy(self.base + self.run.offset - 5, &n, 4)
+        memcpy(self.end + 4, &n, 4)
+        self.num_records += 1
+        return 0
 
     cdef inline bint has_room(self, Py_ssize_t num_bytes) except -1:
         if self.end - self.at >= num_bytes:

@@ -12,7 +12,7 @@ Other keys are a pointer each: the recorder's thread puts the hash in its place.
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_INCREF, Py_DECREF
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
@@ -39,7 +39,6 @@ cdef extern from *:
 
 cdef extern from "Python.h":
     char* PyByteArray_AS_STRING(object chunk) noexcept
-    bint PyBytes_CheckExact(PyObject* key) noexcept nogil
     Py_ssize_t PyBytes_GET_SIZE(PyObject* key) noexcept nogil
     PyObject** PySequence_Fast_ITEMS(object keys) noexcept
 
@@ -49,15 +48,20 @@ cdef enum:
     GROUP_BYTES = 4         # at a key's end
     KEYS_IN_A_ROW = 4096    # let go of before another thread may have the GIL: some tens of microseconds
 
-# Keys of a chunk that are pointers still (strong; NO_KEY: there was none): from its end down, one after the other.
+# Keys of a chunk that are pointers still (strong; NO_KEY: there was none), or block ids, which lie before it (IDS);
+# from the chunk's end down, one after the other.
 cdef struct Span:
     uint32_t offset
     uint32_t n
+
+cdef uint32_t IDS = 0xffffffff
 
 cdef PyObject* NO_KEY = <PyObject*> <size_t> 1
 
 
 @cython.final
+@cython.no_gc
+@cython.freelist(8)
 cdef class RequestLog:
     """RequestLog()
 
@@ -100,10 +104,10 @@ cdef class CallLog:
         # Written now: a page that is first touched in a scheduler's call would stall it.
         self.idle = [bytearray(chunk_bytes) for _ in range(max_chunks)]
         self.full = []
-        self.blocks = []
         self.clock = clock
         self.wake = wake
         self.nobody = RequestLog()
+        self.run_answer = -1
 
     # ---- the recorder's thread ---------------------------------------------------------------------------------
 
@@ -114,9 +118,9 @@ cdef class CallLog:
 
         Returns
         -------
-        list of (bytearray, int, int, int, list)
-            Chunk, bytes used of it, number of its first record, records in it, specs whose block ids belong to its
-            records, in order. The chunk is the caller's until `give_back`.
+        list of (bytearray, int, int, int, bytes, bytes)
+            Chunk, bytes used of it, number of its first record, records in it, and the block ids that belong to them:
+            lengths of the lists (uint32), then all ids (int64). The chunk is the caller's until `give_back`.
         """
         cdef bint was_collecting
         with cython.critical_section(self):
@@ -127,32 +131,51 @@ cdef class CallLog:
                 resume_collector(was_collecting)
             taken = self.full
             self.full = []
-        for one in taken:
-            self._hash_keys(one[0], one[5])
-        return [one[:5] for one in taken]
+        return [(*one[:4], *self._finish(one[0], one[4])) for one in taken]
 
-    cdef int _hash_keys(self, bytearray chunk, Py_ssize_t num_spans) except -1:
-        """Put hashes in the place of the pointers in a chunk, and let go of the keys."""
+    cdef tuple _finish(self, bytearray chunk, Py_ssize_t end):
+        """Put hashes in the place of the pointers in a chunk, let go of the keys, and return the block ids."""
         cdef char* base = PyByteArray_AS_STRING(chunk)
-        cdef char* end = base + len(chunk)
+        cdef char* stop = base + end
+        cdef char* next = base + len(chunk)
         cdef char* at
         cdef uint64_t* hashes = <uint64_t*> malloc(len(chunk))
         cdef PyObject* key
         cdef uint64_t hash
         cdef Span span
-        cdef Py_ssize_t i, j, num_hashed = 0
-        if hashes != NULL:
-            with nogil:
-                for i in range(num_spans):
-                    memcpy(&span, end - (i + 1) * SPAN_BYTES, SPAN_BYTES)
-                    at = base + span.offset
-                    for j in range(span.n):
-                        memcpy(&key, at + 8 * j, 8)
-                        hashes[num_hashed] = self.hash_key(key)
-                        num_hashed += 1
+        cdef Py_ssize_t j, num_hashed = 0, num_lists = 0, num_ids = 0
+        with nogil:
+            while next > stop:
+                next -= SPAN_BYTES
+                memcpy(&span, next, SPAN_BYTES)
+                if span.offset == IDS:
+                    next -= 8 * <Py_ssize_t> span.n
+                    num_lists += 1
+                    num_ids += span.n
+                    continue
+                if hashes == NULL:
+                    continue
+                at = base + span.offset
+                for j in range(span.n):
+                    memcpy(&key, at + 8 * j, 8)
+                    hashes[num_hashed] = self.hash_key(key)
+                    num_hashed += 1
+        cdef bytes counts = PyBytes_FromStringAndSize(NULL, 4 * num_lists)
+        cdef bytes ids = PyBytes_FromStringAndSize(NULL, 8 * num_ids)
+        cdef char* count_at = PyBytes_AS_STRING(counts)
+        cdef char* ids_at = PyBytes_AS_STRING(ids)
         num_hashed = 0
-        for i in range(num_spans):
-            memcpy(&span, end - (i + 1) * SPAN_BYTES, SPAN_BYTES)
+        next = base + len(chunk)
+        while next > stop:
+            next -= SPAN_BYTES
+            memcpy(&span, next, SPAN_BYTES)
+            if span.offset == IDS:
+                next -= 8 * <Py_ssize_t> span.n
+                memcpy(count_at, &span.n, 4)
+                memcpy(ids_at, next, 8 * <Py_ssize_t> span.n)
+                count_at += 4
+                ids_at += 8 * <Py_ssize_t> span.n
+                continue
             at = base + span.offset
             for j in range(span.n):
                 memcpy(&key, at + 8 * j, 8)
@@ -165,7 +188,7 @@ cdef class CallLog:
                     with nogil:
                         pass
         free(hashes)
-        return 0
+        return counts, ids
 
     @cython.critical_section
     def give_back(self, bytearray chunk not None):
@@ -187,16 +210,15 @@ cdef class CallLog:
     # ---- room --------------------------------------------------------------------------------------------------
 
     cdef int _close_chunk(self) except -1:
-        cdef Py_ssize_t used, num_spans
+        cdef Py_ssize_t used, end
         if self.chunk is None:
             return 0
         used = self.at - self.base
-        num_spans = (self.base + len(self.chunk) - self.end) // SPAN_BYTES
-        num_records = self.num_records - self.first_record
-        self.full.append((self.chunk, used, self.first_record, num_records, self.blocks, num_spans))
+        end = self.end - self.base
+        self.full.append((self.chunk, used, self.first_record, self.num_records - self.first_record, end))
         self.chunk = None
         self.base = self.at = self.end = NULL
-        self.blocks = []
+        self.run_answer = -1
         return 0
 
     cdef bint _open_chunk(self, Py_ssize_t num_bytes) except -1:
@@ -292,7 +314,6 @@ cdef class CallLog:
         cdef KeptKeys* one
         cdef char* kept
         cdef uint64_t hash
-        cdef Span span
         cdef int k
         if n < LEAST_KEPT:
             self.put_number(<uint64_t> n << 1)
@@ -301,8 +322,8 @@ cdef class CallLog:
                 memcpy(self.at, &hash, 8)
                 self.at += 8
             return
-        for k in range(NUM_KEPT):
-            one = &request.kept[k]
+        for k in range(NUM_KEPT + 1):
+            one = &request.kept[k] if k < NUM_KEPT else &self.run
             if one.chunk != self.chunk_number or one.n < n:
                 continue
             kept = self.base + one.offset
@@ -326,18 +347,57 @@ cdef class CallLog:
         one.offset = self.at - self.base
         one.n = n
         for i in range(n):
-            key = items[i]
-            # To let go of anything else may run Python.
-            if PyBytes_CheckExact(key):
-                Py_INCREF(<object> key)
-            else:
-                key = NO_KEY
+            key = self._held(items[i])
             memcpy(self.at + 8 * i, &key, 8)
         self.at += 8 * n
-        span.offset = <uint32_t> one.offset
+        self._put_span(one.offset, n)
+
+    cdef PyObject* _held(self, PyObject* key) noexcept:
+        """Return what stands in a chunk for a key until it is hashed."""
+        # To let go of anything else may run Python.
+        if not PyBytes_CheckExact(key):
+            return NO_KEY
+        Py_INCREF(<object> key)
+        return key
+
+    cdef void _put_span(self, Py_ssize_t offset, Py_ssize_t n) noexcept:
+        cdef Span span
+        span.offset = <uint32_t> offset
         span.n = <uint32_t> n
         self.end -= SPAN_BYTES
         memcpy(self.end, &span, SPAN_BYTES)
+
+    cdef void put_ids(self, const int64_t* ids, Py_ssize_t n) noexcept:
+        """Write the block ids of an answer; not kept with the answer, whose memory the next one is to have."""
+        self._put_span(IDS, n)
+        self.end -= 8 * n
+        memcpy(self.end, ids, 8 * n)
+
+    cdef int begin_run(self, PyObject* key, int answer) except -1:
+        """Write the first look-up of a run: keys follow as long as they have the same answer."""
+        cdef int64_t now_ns = self.now_ns()
+        cdef uint32_t n = 1
+        if not self.has_room(64):
+            return 0
+        self.at[0] = STATUS_RUN
+        self.at += 1
+        self.put_time(now_ns)
+        memcpy(self.at, &n, 4)
+        self.at[4] = answer
+        self.at += 5
+        self.num_lists += 1
+        self.run.chunk = self.chunk_number
+        self.run.number = self.num_lists
+        self.run.offset = self.at - self.base
+        self.run.n = 1
+        key = self._held(key)
+        memcpy(self.at, &key, 8)
+        self.at += 8
+        self._put_span(self.run.offset, 1)
+        self.run_end = self.at
+        self.run_answer = answer
+        self.num_records += 1
+        return 0
 
     # ---- records that are no calls -----------------------------------------------------------------------------
 
@@ -349,6 +409,7 @@ cdef class CallLog:
             memcpy(self.at + 1, &seconds, 8)
             self.at += 9
             self.num_records += 1
+            self.clock_owner = PyThread_get_thread_ident()
 
     @cython.critical_section
     def put_tier_lookup(self, int tier, Py_ssize_t num_keys, answer):

@@ -20,7 +20,8 @@ import numpy as np
 from kvcache.recorder.ops import EMPTY_KEY, FIRST_CONTEXT, NO_KEY, Answer, Op, TierCall
 
 MAGIC = b"KVCLOG\r\n"
-VERSION = 1
+VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 2 added STATUS_RUN and REFUSED
 FRAME = struct.Struct("<4sIIQII")
 """Tag, packed bytes, raw bytes, number of the first record, bytes of records, checksum of this and of what follows."""
 FRAME_TAG = b"FRAM"
@@ -98,21 +99,19 @@ def header_bytes(header: dict[str, Any]) -> bytes:
     return head + zlib.crc32(head).to_bytes(4, "little")
 
 
-def frame_bytes(first_record: int, ids_of: list[Any], records: Any) -> bytes:
+def frame_bytes(first_record: int, counts: bytes, block_ids: bytes, records: Any) -> bytes:
     """Return a frame: the records of one chunk, and the block ids of their answers.
 
     Parameters
     ----------
     first_record : int
         Number of the chunk's first record.
-    ids_of : list of LoadStoreSpec
-        Whose block ids belong to the records, in order.
+    counts, block_ids : bytes
+        Lengths of the lists of block ids that belong to the records, in order (uint32), and all their ids (int64).
     records : buffer
         The records.
     """
-    arrays = [np.asarray(getattr(spec, "block_ids", ()), dtype=np.int64) for spec in ids_of]
-    counts = np.fromiter(map(len, arrays), dtype="<u4", count=len(arrays))
-    ids = (np.concatenate(arrays) if arrays else np.empty(0, np.int64)).astype("<i8", copy=False)
+    ids = np.frombuffer(block_ids, np.int64)
     # Neighbouring ids are often neighbours in the pool.
     steps = np.diff(ids, prepend=0).astype("<i8")
     narrow = steps.astype("<i4")
@@ -120,8 +119,8 @@ def frame_bytes(first_record: int, ids_of: list[Any], records: Any) -> bytes:
     raw = b"".join(
         (
             bytes(records),
-            len(counts).to_bytes(4, "little"),
-            counts.tobytes(),
+            (len(counts) // 4).to_bytes(4, "little"),
+            np.frombuffer(counts, np.uint32).astype("<u4", copy=False).tobytes(),
             b"\x04" if is_narrow else b"\x08",
             (narrow if is_narrow else steps).tobytes(),
         )
@@ -152,8 +151,8 @@ def read_header(file: BinaryIO, name: str) -> dict[str, Any]:
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
         raise RecordingError(f"{name} is no recording of kvcache")
     _, version, _, num_bytes = _HEADER.unpack(head)
-    if version != VERSION:
-        raise RecordingError(f"{name} is a recording of format {version}, this kvcache reads format {VERSION}")
+    if version not in READABLE_VERSIONS:
+        raise RecordingError(f"{name} is a recording of format {version}, this kvcache reads formats 1 to {VERSION}")
     if num_bytes > MAX_HEADER_BYTES:
         raise RecordingError(f"{name}: the header is damaged: it claims {num_bytes} bytes")
     text = file.read(num_bytes)
@@ -235,6 +234,9 @@ class Recording:
                             number += 1
                             if isinstance(record, Input):
                                 inputs.append(record)
+                                continue
+                            if record.op is Op.REFUSED:
+                                inputs = []
                                 continue
                             if record.op is Op.LOST:
                                 self.num_lost += record.flag
@@ -346,13 +348,22 @@ class _Reader:
             if back >= len(self.lists) or start + count > len(self.lists[-1 - back]):
                 raise _Damage("keys are named that were not there")
             return self.lists[-1 - back][start : start + count]
-        data = self.take(count * _KEY_BYTES)
-        keys = [data[i : i + _KEY_BYTES] for i in range(0, len(data), _KEY_BYTES)]
-        if _EMPTY in keys or _NO_KEY in keys:
-            keys = [_key(key) for key in keys]  # type: ignore[misc]
+        keys = self.new_keys(count)
         if count >= LEAST_KEPT_KEYS:
-            self.lists.append(keys)  # type: ignore[arg-type]
-        return keys  # type: ignore[return-value]
+            self.lists.append(keys)
+        return keys
+
+    def new_keys(self, count: int) -> list[bytes | None]:
+        data = self.take(count * _KEY_BYTES)
+        keys: list[bytes | None] = [data[i : i + _KEY_BYTES] for i in range(0, len(data), _KEY_BYTES)]
+        return [_key(key) for key in keys if key is not None] if _EMPTY in keys or _NO_KEY in keys else keys
+
+    def run(self) -> Iterator[tuple[bytes | None, tuple[Any, ...]]]:
+        """Yield key and answer of look-ups one by one."""
+        count = int.from_bytes(self.take(4), "little")
+        answer = Answer.INT, self.byte()
+        self.lists.append(self.new_keys(count))
+        return ((key, answer) for key in self.lists[-1])
 
     def seconds(self) -> float:
         seconds: float = struct.unpack("<d", self.take(8))[0]
@@ -419,6 +430,12 @@ def _decode(raw: bytes, num_bytes: int, first_record: int) -> Iterator[Call | In
     number = first_record
     while reader.at < reader.end:
         op = Op(reader.byte())
+        if op is Op.STATUS_RUN:
+            now += reader.number()
+            for key, answer in reader.run():
+                yield Call(number, Op.STATUS, now * UNIT_S, 0, key, answer=answer)
+                number += 1
+            continue
         if op in _CALLS:
             call = Call(number, op)
             now += reader.number()
@@ -469,6 +486,8 @@ def _decode_note(reader: _Reader, op: Op, number: int) -> Call | Input:
         return Input(op, reader.seconds())
     if op is Op.LOST:
         return Call(number, op, flag=reader.number())
+    if op is Op.REFUSED:
+        return Call(number, op)
     if op is Op.STATS:
         return Call(number, op, keys=json.loads(reader.text()))
     tier = reader.number()

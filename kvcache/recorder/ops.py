@@ -27,6 +27,7 @@ class Op(IntEnum):
     IS_COMING = 14
     HINT = 15
     REPORT_PREFILLS = 16
+    STATUS_RUN = 17
     # Not calls:
     CONTEXT = 64
     POSITIONS = 65
@@ -39,6 +40,7 @@ class Op(IntEnum):
     STATS = 72
     TIER_TIMES = 73
     GROUPS = 74
+    REFUSED = 75
 
 
 class Answer(IntEnum):

@@ -4,47 +4,34 @@ Compiled because it runs in the scheduler's thread, around every call.
 """
 
 cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy
 
 import json
 
+import numpy as np
+
+from kvcache.core.request_keys cimport RequestKeys
 from kvcache.recorder.call_log cimport (
     A_BLOCKS, A_ERROR, A_EVENTS, A_FALSE, A_INT, A_NONE, A_OTHER, A_OUTPUT, A_TRUE, COMPLETE_LOAD, COMPLETE_STORE,
     CONTEXT, GROUPS, HINT, IS_COMING, LOOKUP, LOOKUP_ONE, POSITIONS, PREPARE_LOAD, PREPARE_STORE, REORDER,
-    REPORT_PREFILLS, REQUEST_FINISHED, RESET, SCHEDULE_END, STATUS, TAKE_EVENTS, TOUCH, CallLog, RequestLog,
+    REPORT_PREFILLS, REQUEST_FINISHED, RESET, SCHEDULE_END, SPAN_BYTES, STATUS, TAKE_EVENTS, TOUCH, CallLog, RequestLog,
     kv_put_number,
 )
 
 from kvcache.keys import as_key_list
-from kvcache.request import ReqContext
+from kvcache.request import NEXT_USES as _NEXT_USES, ReqContext
 from kvcache.specs import BlockIDsLoadStoreSpec, CPULoadStoreSpec
 
 cdef extern from *:
     """
-    #include <structmember.h>
     #include <unistd.h>
-    /* Where a slot lies in the instances of its class: to read it so costs a tenth of an attribute. */
-    static Py_ssize_t kv_slot_offset(PyObject *descriptor)
-    {
-        if (Py_TYPE(descriptor) != &PyMemberDescr_Type) {
-            PyErr_SetString(PyExc_TypeError, "not the descriptor of a slot");
-            return -1;
-        }
-        return ((PyMemberDescrObject *)descriptor)->d_member->offset;
-    }
-    static inline PyObject *kv_slot(PyObject *of, Py_ssize_t offset)
-    {
-        return *(PyObject **)((char *)of + offset);
-    }
     """
-    Py_ssize_t kv_slot_offset(object descriptor) except -1
-    PyObject* kv_slot(object of, Py_ssize_t offset) noexcept
     int usleep(unsigned int microseconds) nogil
 
 cdef extern from "Python.h":
-    unsigned long PyThread_get_thread_ident() noexcept nogil
     int PyDict_Next(object of, Py_ssize_t* at, PyObject** key, PyObject** value) noexcept
     bint PyLong_CheckExact(PyObject* value) noexcept
     # Of an exact int it raises nothing.
@@ -54,7 +41,12 @@ cdef enum:
     NUM_WAITS = 10
     WAIT_US = 20
 
+cdef bytes UNREADABLE = b'{"kvcache": "?"}'
+cdef uint64_t num_recordings = 0
 cdef Py_ssize_t positions_offset = kv_slot_offset(ReqContext.positions)
+cdef Py_ssize_t request_keys_offset = kv_slot_offset(ReqContext.request_keys)
+cdef Py_ssize_t retention_offset = kv_slot_offset(ReqContext.retention)
+cdef Py_ssize_t params_offset = kv_slot_offset(ReqContext.kv_transfer_params)
 cdef int64_t MAX_NUMBER = <int64_t> 1 << 62
 
 
@@ -65,6 +57,51 @@ cdef inline bint _is_number(PyObject* value, int64_t* number) noexcept:
         return False
     number[0] = PyLong_AsLongLongAndOverflow(value, &overflow)
     return not overflow and -MAX_NUMBER < number[0] < MAX_NUMBER
+
+
+cdef bytes _said_by(context):
+    # What a request says of itself, as JSON; None: nothing.
+    retention = context.retention
+    said = {}
+    if retention is not None:
+        said["retention"] = {name: getattr(retention, name) for name in type(retention).__dataclass_fields__}
+    params = context.kv_transfer_params
+    if type(params) is dict and "kvcache" in params:
+        said["kvcache"] = params["kvcache"]
+    if not said:
+        return None
+    try:
+        text = json.dumps(said).encode()
+    except (TypeError, ValueError):
+        return UNREADABLE
+    return text if len(text) <= 4096 else UNREADABLE
+
+
+cdef bytes _said_by_keys(RequestKeys request_keys):
+    # Of a request from before the recording, this is what is left of it.
+    cdef int next_use = request_keys.next_use
+    if request_keys.priority == 0 and next_use == 0:
+        return None
+    retention = {"priority": request_keys.priority, "next_use": _NEXT_USES[next_use - 1] if next_use else None}
+    if request_keys.ttl_ns:
+        retention["ttl_s"] = request_keys.ttl_ns / 1e9
+    return json.dumps({"retention": retention}).encode()
+
+
+cdef int open_ids(spec, Py_buffer* ids) except -1:
+    # A spec of our own holds int64; of another's, what is no list of ids stands for an empty one.
+    if type(spec) is CPULoadStoreSpec:
+        try:
+            PyObject_GetBuffer(spec.block_ids, ids, PyBUF_SIMPLE)
+            return 0
+        except (BufferError, ValueError):
+            pass  # there are gaps in it
+    try:
+        array = np.ascontiguousarray(getattr(spec, "block_ids", ()), np.int64)
+    except (TypeError, ValueError, OverflowError):
+        array = np.empty(0, np.int64)
+    PyObject_GetBuffer(array, ids, PyBUF_SIMPLE)
+    return 0
 
 
 cdef bytes _kind_of(error):
@@ -86,20 +123,6 @@ cdef class RecordedCalls:
         The methods that are recorded.
     """
 
-    cdef CallLog log
-    cdef readonly tuple names
-    cdef object __weakref__
-    cdef object _lookup, _status, _touch, _prepare_load, _complete_load, _prepare_store, _complete_store, _reorder
-    cdef object _on_request_finished, _reset_cache, _take_events, _on_schedule_end, _is_coming, _hint, _report_prefills
-    cdef object last_context
-    cdef RequestLog last_request
-    cdef RequestLog nobody
-    cdef RequestLog bad
-    cdef uint64_t num_contexts
-    cdef uint64_t first_context     # since the last reset
-    cdef int num_inside
-    cdef unsigned long owner
-
     may_pause = False
 
     def __cinit__(self, CallLog log not None, tuple names not None):
@@ -109,6 +132,9 @@ cdef class RecordedCalls:
         self.nobody = log.nobody
         self.bad = RequestLog()
         self.bad.number = 1
+        global num_recordings
+        num_recordings += 1
+        self.recording = num_recordings
 
     def wrap(self, str name not None, method):
         """Return the recording call that is made in place of a bound method from now on."""
@@ -146,76 +172,101 @@ cdef class RecordedCalls:
 
     # ---- whose turn it is --------------------------------------------------------------------------------------
 
-    cdef inline void _enter(self) noexcept:
-        cdef unsigned long me = PyThread_get_thread_ident()
+    cdef void wait_for_turn(self) noexcept:
+        """Wait while another thread is inside a call: who is first is known only then, and it may not be for long."""
         cdef int _i
-        if self.num_inside and self.owner != me:
-            # Another thread is inside a call: who is first is known only if this one waits, and it may not for long.
-            for _i in range(NUM_WAITS):
-                with nogil:
-                    usleep(WAIT_US)
-                if not self.num_inside:
-                    break
-            else:
-                self.log.num_overlapped += 1
-        self.num_inside += 1
-        self.owner = me
+        for _i in range(NUM_WAITS):
+            with nogil:
+                usleep(WAIT_US)
+            if not self.num_inside:
+                return
+        self.log.num_overlapped += 1
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
-    cdef RequestLog _introduce(self, context):
-        """Number a request and record what it says of itself."""
+    cdef RequestLog introduce(self, bytes said):
+        """Number a request and record what it says of itself, if anything."""
         cdef CallLog log = self.log
-        cdef RequestLog request = RequestLog()
+        cdef RequestLog request = RequestLog.__new__(RequestLog)
         request.number = self.num_contexts
+        request.recording = self.recording
+        request.said = said
         self.num_contexts += 1
-        # There, so that it is forgotten with the request.
-        context.request_keys[self] = request
-        retention = context.retention
-        said = {}
-        if retention is not None:
-            said["retention"] = {name: getattr(retention, name) for name in type(retention).__dataclass_fields__}
-        params = context.kv_transfer_params
-        if type(params) is dict and "kvcache" in params:
-            said["kvcache"] = params["kvcache"]
-        text = b""
-        if said:
-            try:
-                text = json.dumps(said).encode()
-            except (TypeError, ValueError):
-                text = b'{"kvcache": "?"}'
-            if len(text) > 4096:
-                text = b'{"kvcache": "?"}'
-        if text and log.has_room(40 + len(text)):
+        if said is not None and log.has_room(40 + len(said)):
             log.at[0] = CONTEXT
             log.at += 1
             log.put_number(request.number)
-            log.put_text(text)
+            log.put_text(said)
             log.num_records += 1
         return request
+
+    cdef RequestLog known(self, RequestKeys request_keys):
+        """Return what is known of a request by its keys, or None."""
+        cdef RequestLog request
+        if request_keys.recorded is None:
+            return None
+        request = <RequestLog> request_keys.recorded
+        # A number from before a reset means nothing to who reads from there on.
+        if request.recording != self.recording or request.number < self.first_context:
+            return None
+        return request
+
+    cdef RequestLog log_of_keys(self, RequestKeys request_keys):
+        """Return what is known of a request by its keys; one that was not introduced says what its keys know of it."""
+        cdef RequestLog request = self.known(request_keys)
+        if request is None:
+            request = <RequestLog> request_keys.recorded
+            if request is not None and request.recording == self.recording:
+                said = request.said
+            else:
+                said = _said_by_keys(request_keys)
+            request = self.introduce(said)
+            request_keys.recorded = request
+        return request
+
+    cdef RequestLog log_of_context(self, context):
+        """Return what is known of a request by its context; one that is new is introduced."""
+        cdef RequestLog request
+        cdef PyObject* found = kv_slot(context, request_keys_offset)
+        cdef PyObject* key
+        cdef PyObject* one
+        cdef Py_ssize_t at = 0
+        while found != NULL and PyDict_Next(<object> found, &at, &key, &one):
+            if key == <PyObject*> self:
+                request = <RequestLog> one
+                if request.number >= self.first_context:
+                    return request
+            elif type(<object> one) is RequestKeys:
+                request = self.known(<RequestKeys> one)
+                if request is not None:
+                    return request
+        if kv_slot(context, retention_offset) == kv_slot(context, params_offset) == <PyObject*> None:
+            return self.introduce(None)
+        return self.introduce(_said_by(context))
 
     cdef RequestLog _request_of(self, context):
         cdef RequestLog request
         cdef PyObject* positions
         if context is None:
             return self.nobody
+        if type(context) is RequestKeys:
+            return self.log_of_keys(<RequestKeys> context)
         if context is self.last_context:
             request = self.last_request
         else:
             if type(context) is not ReqContext and not isinstance(context, ReqContext):
                 return self.bad
-            request = context.request_keys.get(self)
-            # From before a reset: who reads from there on has not met it.
-            if request is None or request.number < self.first_context:
-                request = self._introduce(context)
+            request = self.log_of_context(context)
+            # There, so that it is forgotten with the request.
+            context.request_keys[self] = request
             self.last_context = context
             self.last_request = request
         positions = kv_slot(context, positions_offset)
         if positions != NULL and positions != <PyObject*> None:
-            self._put_positions(request, <object> positions)
+            self.put_positions(request, <object> positions)
         return request
 
-    cdef int _put_positions(self, RequestLog request, positions) except -1:
+    cdef int put_positions(self, RequestLog request, positions) except -1:
         """Record the positions that a request has learned since the last time."""
         cdef Py_ssize_t at = 0, known = 0, n
         cdef PyObject* key
@@ -269,6 +320,10 @@ cdef class RecordedCalls:
         cdef CallLog log = self.log
         cdef RequestLog request = self._request_of(context)
         cdef int64_t now_ns = log.now_ns()
+        if log.clock_owner != 0:
+            if log.clock_owner != PyThread_get_thread_ident():
+                log.num_overlapped += 1  # what the clock answered was meant for another call
+            log.clock_owner = 0
         # From here to the record's end nothing may run Python: another thread could take the chunk away.
         if not log.has_room(64 + num_bytes):
             return None
@@ -284,13 +339,10 @@ cdef class RecordedCalls:
         memcpy(self.log.at, &hash, 8)
         self.log.at += 8
 
-    cdef inline void _put_answer(self, answer, bint is_spec) noexcept:
+    cdef inline void _put_answer(self, answer) noexcept:
         cdef CallLog log = self.log
         cdef int64_t number
-        if is_spec:
-            log.at[0] = A_BLOCKS
-            log.blocks.append(answer)
-        elif answer is None:
+        if answer is None:
             log.at[0] = A_NONE
         elif answer is False:
             log.at[0] = A_FALSE
@@ -312,67 +364,95 @@ cdef class RecordedCalls:
         if error is not None:
             log.put_text(error)
 
-    cdef int _record_one(self, int op, context, key, answer) except -1:
+    cdef int record_one(self, int op, context, key, answer) except -1:
         cdef CallLog log = self.log
         with cython.critical_section(log):
             try:
                 if not log.is_closed and self._begin(op, context, 16) is not None:
                     self._put_one(key)
-                    self._put_answer(answer, False)
+                    self._put_answer(answer)
             finally:
                 self.num_inside -= 1
         return 0
 
-    cdef int _record_batch(self, int op, context, keys, int flag, answer) except -1:
+    cdef int record_batch(self, int op, context, keys, int flag, answer) except -1:
         cdef CallLog log = self.log
-        cdef bint is_spec
-        cdef RequestLog request
         with cython.critical_section(log):
             try:
                 if log.is_closed:
                     return 0
-                is_spec = type(answer) is CPULoadStoreSpec or (
-                    op == PREPARE_LOAD and isinstance(answer, BlockIDsLoadStoreSpec)
-                )
                 request = self._begin(op, context, log.keys_bytes(keys))
                 if request is not None:
                     log.put_keys(keys, request)
                     if flag >= 0:
                         log.put_number(flag)
-                    self._put_answer(answer, is_spec)
+                    self._put_answer(answer)
             finally:
                 self.num_inside -= 1
         return 0
 
-    cdef int _record_store(self, context, keys, output) except -1:
+    cdef int record_load(self, context, keys, spec) except -1:
+        cdef Py_buffer ids
+        if type(spec) is not CPULoadStoreSpec and not isinstance(spec, BlockIDsLoadStoreSpec):
+            return self.record_batch(PREPARE_LOAD, context, keys, -1, spec)
+        open_ids(spec, &ids)
+        try:
+            return self.record_blocks(context, keys, <const int64_t*> ids.buf, ids.len // 8)
+        finally:
+            PyBuffer_Release(&ids)
+
+    cdef int record_blocks(self, context, keys, const int64_t* ids, Py_ssize_t num_ids) except -1:
         cdef CallLog log = self.log
         cdef RequestLog request
-        cdef Py_ssize_t num_bytes = log.keys_bytes(keys), num_evicted = 0
         with cython.critical_section(log):
             try:
                 if log.is_closed:
                     return 0
-                stored = spec = None
-                if output is not None:
-                    stored, spec, num_evicted = output.keys_to_store, output.store_spec, len(output.evicted_keys)
-                    num_bytes += log.keys_bytes(stored)
-                request = self._begin(PREPARE_STORE, context, num_bytes)
+                request = self._begin(PREPARE_LOAD, context, log.keys_bytes(keys) + SPAN_BYTES + 8 * num_ids)
                 if request is not None:
                     log.put_keys(keys, request)
-                    if stored is None:
-                        log.at[0] = A_NONE
-                        log.at += 1
-                    else:
-                        log.at[0] = A_OUTPUT
-                        log.at += 1
-                        log.put_keys(stored, request)
-                        log.put_number(num_evicted)
-                        log.blocks.append(spec)
+                    log.at[0] = A_BLOCKS
+                    log.at += 1
+                    log.put_ids(ids, num_ids)
             finally:
                 self.num_inside -= 1
         return 0
 
-    cdef int _record_simple(self, int op, context, int flag) except -1:
+    cdef int record_store(self, context, keys, output) except -1:
+        cdef Py_buffer ids
+        if output is None:
+            return self.record_batch(PREPARE_STORE, context, keys, -1, None)
+        stored = output.keys_to_store
+        cdef Py_ssize_t num_evicted = len(output.evicted_keys)
+        open_ids(output.store_spec, &ids)
+        try:
+            return self.record_output(context, keys, stored, num_evicted, <const int64_t*> ids.buf, ids.len // 8)
+        finally:
+            PyBuffer_Release(&ids)
+
+    cdef int record_output(
+        self, context, keys, stored, Py_ssize_t num_evicted, const int64_t* ids, Py_ssize_t num_ids
+    ) except -1:
+        cdef CallLog log = self.log
+        cdef RequestLog request
+        with cython.critical_section(log):
+            try:
+                if log.is_closed:
+                    return 0
+                request = self._begin(
+                    PREPARE_STORE, context, log.keys_bytes(keys) + log.keys_bytes(stored) + SPAN_BYTES + 8 * num_ids)
+                if request is not None:
+                    log.put_keys(keys, request)
+                    log.at[0] = A_OUTPUT
+                    log.at += 1
+                    log.put_keys(stored, request)
+                    log.put_number(num_evicted)
+                    log.put_ids(ids, num_ids)
+            finally:
+                self.num_inside -= 1
+        return 0
+
+    cdef int record_simple(self, int op, context, int flag) except -1:
         cdef CallLog log = self.log
         with cython.critical_section(log):
             try:
@@ -384,7 +464,13 @@ cdef class RecordedCalls:
                 self.num_inside -= 1
         return 0
 
-    cdef int _record_failure(self, int op, context, keys, int flag, error) except -1:
+    cdef int record_reset(self) except -1:
+        self.record_simple(RESET, None, -1)
+        self.last_context = self.last_request = None
+        self.first_context = self.num_contexts
+        return 0
+
+    cdef int record_failure(self, int op, context, keys, int flag, error) except -1:
         """Record a call that raised."""
         cdef CallLog log = self.log
         cdef RequestLog request
@@ -407,7 +493,7 @@ cdef class RecordedCalls:
                 self.num_inside -= 1
         return 0
 
-    cdef int _record_events(self, list events, max_events) except -1:
+    cdef int record_events(self, list events, max_events) except -1:
         cdef CallLog log = self.log
         cdef uint64_t digest = 0
         cdef Py_ssize_t num_keys = 0
@@ -477,88 +563,88 @@ cdef class RecordedCalls:
         cdef bint is_one = isinstance(keys, bytes)
         if not is_one and type(keys) is not list:
             keys = as_key_list(keys)
-        self._enter()
+        self.enter()
         try:
             answer = self._lookup(keys, req_context)
         except BaseException as error:
-            self._record_failure(LOOKUP_ONE if is_one else LOOKUP, req_context, keys, -1, error)
+            self.record_failure(LOOKUP_ONE if is_one else LOOKUP, req_context, keys, -1, error)
             raise
         if is_one:
-            self._record_one(LOOKUP_ONE, req_context, keys, answer)
+            self.record_one(LOOKUP_ONE, req_context, keys, answer)
         else:
-            self._record_batch(LOOKUP, req_context, keys, -1, answer)
+            self.record_batch(LOOKUP, req_context, keys, -1, answer)
         return answer
 
     def status(self, key, req_context=None):
         """See `BlockPool.status` and `TieredOffloadingManager.status`."""
-        self._enter()
+        self.enter()
         try:
             answer = self._status(key) if req_context is None else self._status(key, req_context)
         except BaseException as error:
-            self._record_failure(STATUS, req_context, key, -1, error)
+            self.record_failure(STATUS, req_context, key, -1, error)
             raise
-        self._record_one(STATUS, req_context, key, answer)
+        self.record_one(STATUS, req_context, key, answer)
         return answer
 
     def is_coming(self, key, req_context=None):
         """See `TieredOffloadingManager.is_coming`."""
-        self._enter()
+        self.enter()
         try:
             answer = self._is_coming(key, req_context)
         except BaseException as error:
-            self._record_failure(IS_COMING, req_context, key, -1, error)
+            self.record_failure(IS_COMING, req_context, key, -1, error)
             raise
-        self._record_one(IS_COMING, req_context, key, answer)
+        self.record_one(IS_COMING, req_context, key, answer)
         return answer
 
     def touch(self, keys, req_context=None):
         """See `OffloadingManager.touch`."""
         if type(keys) is not list:
             keys = as_key_list(keys)
-        self._enter()
+        self.enter()
         try:
             self._touch(keys, req_context)
         except BaseException as error:
-            self._record_failure(TOUCH, req_context, keys, -1, error)
+            self.record_failure(TOUCH, req_context, keys, -1, error)
             raise
-        self._record_batch(TOUCH, req_context, keys, -1, None)
+        self.record_batch(TOUCH, req_context, keys, -1, None)
 
     def prepare_load(self, keys, req_context=None):
         """See `OffloadingManager.prepare_load`."""
         if type(keys) is not list:
             keys = as_key_list(keys)
-        self._enter()
+        self.enter()
         try:
             spec = self._prepare_load(keys, req_context)
         except BaseException as error:
-            self._record_failure(PREPARE_LOAD, req_context, keys, -1, error)
+            self.record_failure(PREPARE_LOAD, req_context, keys, -1, error)
             raise
-        self._record_batch(PREPARE_LOAD, req_context, keys, -1, spec)
+        self.record_load(req_context, keys, spec)
         return spec
 
     def complete_load(self, keys, req_context=None):
         """See `OffloadingManager.complete_load`."""
         if type(keys) is not list:
             keys = as_key_list(keys)
-        self._enter()
+        self.enter()
         try:
             self._complete_load(keys, req_context)
         except BaseException as error:
-            self._record_failure(COMPLETE_LOAD, req_context, keys, -1, error)
+            self.record_failure(COMPLETE_LOAD, req_context, keys, -1, error)
             raise
-        self._record_batch(COMPLETE_LOAD, req_context, keys, -1, None)
+        self.record_batch(COMPLETE_LOAD, req_context, keys, -1, None)
 
     def prepare_store(self, keys, req_context=None):
         """See `OffloadingManager.prepare_store`."""
         if type(keys) is not list:
             keys = as_key_list(keys)
-        self._enter()
+        self.enter()
         try:
             output = self._prepare_store(keys, req_context)
         except BaseException as error:
-            self._record_failure(PREPARE_STORE, req_context, keys, -1, error)
+            self.record_failure(PREPARE_STORE, req_context, keys, -1, error)
             raise
-        self._record_store(req_context, keys, output)
+        self.record_store(req_context, keys, output)
         return output
 
     def complete_store(self, keys, req_context=None, success=True):
@@ -568,69 +654,77 @@ cdef class RecordedCalls:
         if type(keys) is not list:
             keys = as_key_list(keys)
         cdef bint flag = True if success else False
-        self._enter()
+        self.enter()
         try:
             self._complete_store(keys, req_context, success)
         except BaseException as error:
-            self._record_failure(COMPLETE_STORE, req_context, keys, flag, error)
+            self.record_failure(COMPLETE_STORE, req_context, keys, flag, error)
             raise
-        self._record_batch(COMPLETE_STORE, req_context, keys, flag, None)
+        self.record_batch(COMPLETE_STORE, req_context, keys, flag, None)
 
     def reorder(self, req_context):
         """See `BlockPool.reorder`."""
-        self._enter()
+        self.enter()
         try:
             self._reorder(req_context)
         except BaseException as error:
-            self._record_failure(REORDER, req_context, None, -1, error)
+            self.record_failure(REORDER, req_context, None, -1, error)
             raise
-        self._record_simple(REORDER, req_context, -1)
+        self.record_simple(REORDER, req_context, -1)
 
     def on_request_finished(self, req_context, *, use_positions=False):
         """See `OffloadingManager.on_request_finished`."""
         cdef bint flag = True if use_positions else False
-        self._enter()
+        self.enter()
         try:
             if flag:
                 self._on_request_finished(req_context, use_positions=True)
             else:
                 self._on_request_finished(req_context)
         except BaseException as error:
-            self._record_failure(REQUEST_FINISHED, req_context, None, flag, error)
+            self.record_failure(REQUEST_FINISHED, req_context, None, flag, error)
             raise
-        self._record_simple(REQUEST_FINISHED, req_context, flag)
+        self.record_simple(REQUEST_FINISHED, req_context, flag)
         self.last_context = self.last_request = None
 
     def on_schedule_end(self):
         """See `OffloadingManager.on_schedule_end`."""
-        self._enter()
+        self.enter()
         try:
             self._on_schedule_end()
         except BaseException as error:
-            self._record_failure(SCHEDULE_END, None, None, -1, error)
+            self.record_failure(SCHEDULE_END, None, None, -1, error)
             raise
-        self._record_simple(SCHEDULE_END, None, -1)
+        self.record_simple(SCHEDULE_END, None, -1)
 
     def hint(self, request_or_keys, next_use):
         """See `OffloadingManager.hint`."""
+        self.make_hint(self._hint, request_or_keys, next_use)
+
+    cdef int make_hint(self, method, request_or_keys, next_use) except -1:
+        """Make a hint by `method`, and record it."""
         cdef bint is_request = isinstance(request_or_keys, ReqContext)
         keys = [] if is_request else as_key_list(request_or_keys)
         context = request_or_keys if is_request else None
         text = str(next_use).encode()[:200]
-        self._enter()
+        self.enter()
+        self.is_hinting = True
         try:
-            self._hint(context if is_request else keys, next_use)
+            method(context if is_request else keys, next_use)
         except BaseException as error:
             self._record_hint(context, keys, text, error)
             raise
+        finally:
+            self.is_hinting = False
         self._record_hint(context, keys, text, None)
+        return 0
 
     def report_prefills(self, parts, seconds):
         """See `TieredOffloadingManager.report_prefills`."""
         parts = list(parts)
         cdef list numbers = [max(0, min(int(number), 1 << 62)) for part in parts for number in part]
         cdef double recorded_s = seconds
-        self._enter()
+        self.enter()
         try:
             self._report_prefills(parts, seconds)
         except BaseException as error:
@@ -640,23 +734,21 @@ cdef class RecordedCalls:
 
     def reset_cache(self):
         """See `OffloadingManager.reset_cache`."""
-        self._enter()
+        self.enter()
         try:
             self._reset_cache()
         except BaseException as error:
-            self._record_failure(RESET, None, None, -1, error)
+            self.record_failure(RESET, None, None, -1, error)
             raise
-        self._record_simple(RESET, None, -1)
-        self.last_context = self.last_request = None
-        self.first_context = self.num_contexts
+        self.record_reset()
 
     def take_events(self, max_events=None):
         """See `OffloadingManager.take_events`."""
-        self._enter()
+        self.enter()
         try:
             events = list(self._take_events() if max_events is None else self._take_events(max_events))
         except BaseException as error:
             self.num_inside -= 1
             raise
-        self._record_events(events, max_events)
+        self.record_events(events, max_events)
         return iter(events)

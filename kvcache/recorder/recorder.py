@@ -28,6 +28,7 @@ from kvcache.control.wrapped_calls import WrappedCalls
 from kvcache.options import parse_size
 from kvcache.recorder.call_log import CallLog, RecordedClock
 from kvcache.recorder.format import MAGIC, frame_bytes, header_bytes, older_files
+from kvcache.recorder.recorded_cache import RecordedCache
 from kvcache.recorder.recorded_calls import RecordedCalls
 from kvcache.recorder.tier import RecordedTier
 
@@ -210,10 +211,13 @@ def _stats_text(manager: Any) -> bytes:
 
 
 def _attach(manager: Any, log: CallLog) -> Callable[[Any], None]:
-    """Put recording methods, tiers and clock in the place of a manager's own; return what undoes it."""
+    """Put what records in the place of a manager's cache, or else methods, tiers and clock; return what undoes it."""
     controllers = getattr(manager, "controllers", None)
     calls = RecordedCalls(log, _METHODS if controllers is None else _TIERED_METHODS)
-    WrappedCalls.of(manager).add(calls)
+    # Over tiers, or under a plug-in's policy, a call is more than what a compiled cache is asked.
+    is_cache = controllers is None and manager.wrap_cache(lambda cache: RecordedCache(cache, calls))
+    if not is_cache:
+        WrappedCalls.of(manager).add(calls)
     manager.wrap_clock(lambda clock: RecordedClock(log, clock))
     for number, controller in enumerate(controllers or ()):
         is_timed = controller.link is not None
@@ -224,7 +228,9 @@ def _attach(manager: Any, log: CallLog) -> Callable[[Any], None]:
 
     def undo(manager: Any) -> None:
         calls = found()
-        if calls is not None:
+        if is_cache:
+            manager.wrap_cache(None)
+        elif calls is not None:
             WrappedCalls.of(manager).remove(calls)
         for controller in getattr(manager, "controllers", None) or ():
             controller.tier = controller.tier.recorded
@@ -246,10 +252,10 @@ def _write(log: CallLog, wakes: queue.SimpleQueue[bool], file: _RotatingFile) ->
     while not is_last:
         with contextlib.suppress(queue.Empty):
             is_last = wakes.get(timeout=_FLUSH_S)
-        for chunk, num_bytes, first_record, num_records, specs in log.take():
+        for chunk, num_bytes, first_record, num_records, counts, ids in log.take():
             try:
                 with memoryview(chunk)[:num_bytes] as records:
-                    frame = frame_bytes(first_record, specs, records)
+                    frame = frame_bytes(first_record, counts, ids, records)
             except Exception as error:
                 file.fail(error, num_records)
             else:

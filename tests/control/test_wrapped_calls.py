@@ -17,6 +17,7 @@ from kvcache.control.telemetry import Telemetry
 from kvcache.control.wrapped_calls import WrappedCalls
 from kvcache.recorder.format import Recording
 from kvcache.replay.recorded import replay_recording
+from kvcache.testing.reference import REFERENCE_POLICIES
 
 
 class Noting:
@@ -77,7 +78,7 @@ def test_a_pause_makes_no_class() -> None:
 
 
 def test_a_replaced_method_is_refused_and_nothing_changes(tmp_path: Any) -> None:
-    manager = CPUOffloadingManager(16, 4)
+    manager = CPUOffloadingManager(16, 4, REFERENCE_POLICIES["lru"])
     manager.touch = lambda keys, req_context=None: None  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="touch cannot be wrapped"):
         Recorder(manager, tmp_path / "run.kvlog")

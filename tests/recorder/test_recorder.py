@@ -255,6 +255,112 @@ def test_recording_that_begins_late_replays_from_the_next_reset(tmp_path):
         replay_recording(Recording(tmp_path / "late.kvlog"))
 
 
+def test_look_ups_one_by_one_are_written_as_runs(tmp_path):
+    manager = CPUOffloadingManager(16, 400)
+    keys = [key(number) for number in range(300)]
+    with Recorder(manager, tmp_path / "run.kvlog", salt="ours") as recorder:
+        manager.complete_store(manager.prepare_store(keys[:200]).keys_to_store)
+        for _ in range(300):
+            for one in keys:
+                if manager.status(one) != 2:
+                    break
+            manager.prepare_load(keys[:200])
+            manager.complete_load(keys[:200])
+        with pytest.raises(ValueError, match="key"):
+            manager.status(b"")
+        assert manager.lookup(keys[0]) is True
+    assert (recorder.stats().num_records, recorder.stats().num_lost) == (2 + 300 * 203 + 3, 0)
+    calls = [call for call in Recording(tmp_path / "run.kvlog") if call.op is ops.Op.STATUS]
+    assert [call.answer for call in calls[:201]] == [(ops.Answer.INT, 2)] * 200 + [(ops.Answer.INT, 0)]
+    assert [call.answer for call in calls[-2:]] == [(ops.Answer.ERROR, "ValueError"), (ops.Answer.INT, 2)]
+    hashes = [call.keys for call in calls[:201]]
+    assert len(set(hashes)) == 201
+    assert all([call.keys for call in calls[start : start + 201]] == hashes for start in range(0, 300 * 201, 201))
+    loaded = [call.keys for call in Recording(tmp_path / "run.kvlog") if call.op is ops.Op.PREPARE_LOAD]
+    assert loaded == [hashes[:200]] * 300
+    assert [call.number for call in Recording(tmp_path / "run.kvlog")] == list(range(recorder.stats().num_records))
+    assert replay_recording(Recording(tmp_path / "run.kvlog")).difference is None
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+def test_promises_of_tenants_and_clocks_that_go_back_replay(tmp_path, policy):
+    rng = random.Random(3)
+    clock = [5.0]
+    manager = CPUOffloadingManager(16, 60, policy, True, clock=lambda: clock[0])
+    num_refused = 0
+    with Recorder(manager, tmp_path / "run.kvlog"):
+        running = []
+        for number in range(600):
+            clock[0] += rng.random()
+            said = Retention(next_use=rng.choice(("soon", "later", "end")), tenant=rng.choice("abc"))
+            context = ReqContext(str(number), None, rng.choice((said, None)))
+            keys = [key(100 * rng.randrange(30) + i) for i in range(rng.randrange(1, 14))]
+            if rng.random() < 0.05:
+                clock[0] -= 50
+                try:
+                    manager.touch(keys, context)
+                except ValueError:
+                    num_refused += 1
+                clock[0] += 50
+            if rng.random() < 0.8:
+                output = manager.prepare_store(keys, context)
+                if output is not None:
+                    manager.complete_store(output.keys_to_store, context)
+            running.append(context)
+            if rng.random() < 0.8:
+                ended = running.pop(rng.randrange(len(running)))
+                manager.on_request_finished(ended)
+                if rng.random() < 0.3:
+                    manager.hint(ended, "soon")
+            if number == 300:
+                manager.reset_cache()
+    assert num_refused > 0 or policy == "gittins"
+    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
+    assert (outcome.difference, outcome.end, outcome.num_skipped) == (None, "", 0)
+
+
+def test_recordings_of_the_first_format_are_read(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcache.recorder.format.VERSION", 1)
+        manager = CPUOffloadingManager(16, 20)
+        with Recorder(manager, tmp_path / "run.kvlog"):
+            manager.touch([key(1)])
+    assert (tmp_path / "run.kvlog").read_bytes()[8] == 1
+    assert replay_recording(Recording(tmp_path / "run.kvlog")).num_calls == 1
+
+
+def test_recordings_begin_and_end_while_calls_are_made(tmp_path):
+    manager = CPUOffloadingManager(16, 200, enable_events=True)
+    is_over = threading.Event()
+    failures = []
+
+    def work():
+        number = 0
+        while not is_over.is_set():
+            try:
+                serve(manager, random.Random(number), 20)
+            except BaseException as error:
+                failures.append(error)
+                raise
+            number += 1
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for number in range(40):
+            recorder = Recorder(manager, tmp_path / f"{number}.kvlog")
+            time.sleep(0.01)
+            recorder.stop()
+    finally:
+        is_over.set()
+        worker.join()
+        sys.setswitchinterval(before)
+    assert failures == []
+    assert sum(len(list(Recording(tmp_path / f"{number}.kvlog"))) for number in range(40)) > 100
+
+
 def test_same_keys_are_named_once_and_never_in_clear(tmp_path):
     manager = CPUOffloadingManager(16, 2000)
     keys = [b"a secret prompt %4d" % i for i in range(1000)]
@@ -612,7 +718,7 @@ def test_foreign_files_are_named(tmp_path):
             read_all(tmp_path / "run.kvlog", data)
     later = bytearray(header_bytes({"manager": {}}))
     later[8] = 9
-    with pytest.raises(RecordingError, match="format 9"):
+    with pytest.raises(RecordingError, match="of format 9, this kvcache reads formats 1 to 2"):
         read_all(tmp_path / "run.kvlog", bytes(later))
 
 
@@ -643,7 +749,7 @@ def test_hostile_frames_end_in_a_clear_error(monkeypatch, kind):
     monkeypatch.setattr(Path, "open", lambda self, mode: io.BytesIO(content))
     ends = set()
     for seed in range(NUM_FUZZED // 4):
-        content = header + frame_bytes(0, [], hostile_records(random.Random(seed), kind))
+        content = header + frame_bytes(0, b"", b"", hostile_records(random.Random(seed), kind))
         try:
             recording = Recording("hostile.kvlog")
             if seed % 10:
