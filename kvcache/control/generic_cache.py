@@ -118,7 +118,9 @@ class GenericBlockCache:
     def num_free(self) -> int:
         return int(self._backend.get_num_free_blocks())
 
-    def open_request(self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None) -> RequestUses:
+    def open_request(
+        self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0
+    ) -> RequestUses:
         # A policy of five primitives knows no priorities: hints are soft, and it may ignore them.
         request = RequestUses(next_use)
         request.epoch = self._epoch

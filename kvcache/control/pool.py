@@ -332,8 +332,10 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         hint = None
         if req_context.retention is not None or req_context.kv_transfer_params is not None:
             hint = self._hints.of(req_context)
+        # An engine that knows the prompt names all of it: its index need not grow by steps.
+        num_keys = len(req_context.positions or ())
         if hint is None:
-            request_keys = self._cache.open_request()
+            request_keys = self._cache.open_request(num_keys=num_keys)
         else:
             if hint.tenant and hint.next_use is not None:
                 req_context.promise = hint.tenant, hint.next_use, self._clock()
@@ -342,7 +344,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             priority = hint.priority_class
             if priority != 0 and self._now_s is None:
                 self._start_clock()
-            request_keys = self._cache.open_request(priority, hint.ttl_ns, hint.next_use)
+            request_keys = self._cache.open_request(priority, hint.ttl_ns, hint.next_use, num_keys)
         # Another thread, or a finalizer, may have been first.
         request_keys = req_context.request_keys.setdefault(self, request_keys)
         ops: Any = self._ops

@@ -138,12 +138,14 @@ cdef class BlockCache:
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
-    def open_request(self, int32_t priority=0, int64_t ttl_ns=0, next_use=None):
-        """Return the keys of a new request, with its retention hint."""
+    def open_request(self, int32_t priority=0, int64_t ttl_ns=0, next_use=None, Py_ssize_t num_keys=0):
+        """Return the keys of a new request, with its retention hint and room for so many."""
         cdef RequestKeys request_keys = RequestKeys.__new__(RequestKeys)
         request_keys.next_use = _next_use_of(next_use)
         with cython.critical_section(self.table):
             self._begin(request_keys)
+            if num_keys > 0:
+                request_keys.reserve(num_keys)
             if self.policy.tracks_uses:
                 request_keys.track_uses()
             if self.table.keeps_queues:

@@ -106,6 +106,13 @@ static inline void kv_index_insert(kv_bucket *buckets, uint32_t num_buckets, uin
     buckets[at].row[slot] = row;
 }
 
+/* Fetch the bucket behind a hash's home if that one is full, so that what overflowed from it is there when it is wanted. */
+static inline void kv_prefetch_overflow(const kv_bucket *buckets, uint32_t num_buckets, uint64_t hash)
+{
+    const kv_bucket *home = &buckets[kv_home((uint32_t)hash, num_buckets)];
+    __builtin_prefetch(home + (home->row[KV_SLOTS - 1] != 0));
+}
+
 /* A walk over the rows whose tag is a hash's: the caller compares hash and key. */
 typedef struct {
     uint32_t at;        /* bucket */
@@ -131,6 +138,14 @@ static inline int32_t kv_index_first(const kv_bucket *buckets, uint32_t num_buck
     probe->at = kv_home((uint32_t)hash, num_buckets);
     probe->same = kv_equal(buckets[probe->at].tag, (uint32_t)hash) & kv_used(&buckets[probe->at]);
     return kv_index_next(buckets, num_buckets, hash, probe);
+}
+
+/* Insert a hash that a walk to its end has not found: there, without a second walk. */
+static inline void kv_index_add(kv_bucket *buckets, const kv_probe *probe, uint64_t hash, int32_t row)
+{
+    int slot = __builtin_ctz(~kv_used(&buckets[probe->at]));
+    buckets[probe->at].tag[slot] = (uint32_t)hash;
+    buckets[probe->at].row[slot] = row;
 }
 
 /* Empty a slot; the bucket's last used one takes its place. */

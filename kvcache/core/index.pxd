@@ -14,11 +14,14 @@ cdef extern from "index.h" nogil:
     void clear "kv_clear"(void* block, size_t num_bytes) noexcept
     uint32_t used "kv_used"(const Bucket* bucket) noexcept
     uint32_t home_of "kv_home"(uint32_t tag, uint32_t num_buckets) noexcept
+    void prefetch_overflow "kv_prefetch_overflow"(
+        const Bucket* buckets, uint32_t num_buckets, uint64_t hash) noexcept
     void index_insert "kv_index_insert"(Bucket* buckets, uint32_t num_buckets, uint64_t hash, int32_t row) noexcept
     int32_t index_first "kv_index_first"(
         const Bucket* buckets, uint32_t num_buckets, uint64_t hash, Probe* probe) noexcept
     int32_t index_next "kv_index_next"(
         const Bucket* buckets, uint32_t num_buckets, uint64_t hash, Probe* probe) noexcept
+    void index_add "kv_index_add"(Bucket* buckets, const Probe* probe, uint64_t hash, int32_t row) noexcept
     void index_delete "kv_index_delete"(Bucket* buckets, uint32_t num_buckets, uint64_t hash, int32_t row) noexcept
 
 cdef extern from *:

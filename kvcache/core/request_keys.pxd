@@ -4,10 +4,25 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from kvcache.core.batch cimport Batch, Position
 from kvcache.core.eviction_queue cimport Row
-from kvcache.core.index cimport Bucket
+from kvcache.core.index cimport Bucket, Probe
 from kvcache.core.table cimport BlockTable
 
-cdef extern from "Python.h":
+cdef extern from *:
+    """
+    /* An int of one digit, as positions are, without a call; -1: it is none. */
+    static inline int64_t kv_small_int(PyObject *value)
+    {
+        if (!PyLong_CheckExact(value))
+            return -1;
+    #if PY_VERSION_HEX < 0x030C0000
+        return Py_SIZE(value) == 1 ? (int64_t)((PyLongObject *)value)->ob_digit[0] : -1;
+    #else
+        return PyUnstable_Long_IsCompact((PyLongObject *)value)
+            ? (int64_t)PyUnstable_Long_CompactValue((PyLongObject *)value) : -1;
+    #endif
+    }
+    """
+    int64_t small_int "kv_small_int"(PyObject* value) noexcept
     int64_t PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow) except? -1
 
 cdef struct Named:
@@ -81,6 +96,7 @@ cdef class RequestKeys:
     cdef int resolve(self, BlockTable table, list keys, Batch batch, bint add) except -1
     cdef Py_ssize_t walk(self, BlockTable table, list keys, Batch batch) noexcept
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil
+    cdef Py_ssize_t seek(self, PyObject* key, uint64_t hash, Probe* probe) noexcept nogil
     cdef void meet(
         self, BlockTable table, list keys, Py_ssize_t start, Py_ssize_t stop, Batch batch, bint add) noexcept
     cdef int32_t row_now(self, BlockTable table, Py_ssize_t place) noexcept nogil
@@ -98,7 +114,10 @@ cdef class RequestKeys:
 cdef inline int64_t number_of(PyObject* value) except? -1:
     # Positions beyond 64 bits are all the same to a policy.
     cdef int overflow = 0
-    cdef int64_t number = PyLong_AsLongLongAndOverflow(value, &overflow)
+    cdef int64_t number = small_int(value)
+    if number >= 0:
+        return number
+    number = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow:
         return (<int64_t> 1 << 62) if overflow > 0 else -(<int64_t> 1 << 62)
     return number

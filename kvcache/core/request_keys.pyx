@@ -13,7 +13,7 @@ from libc.string cimport memcpy, memset
 
 from kvcache.core.batch cimport NO_POSITION, Batch, Position
 from kvcache.core.index cimport (
-    Bucket, Probe, buckets_for, index_first, index_insert, index_next, same_bytes, zeroed,
+    Bucket, Probe, buckets_for, index_add, index_first, index_insert, index_next, prefetch, same_bytes, zeroed,
 )
 from kvcache.core.key_hash cimport hash_of
 from kvcache.core.table cimport BlockTable, PyBytes_CheckExact, PyList_GET_ITEM
@@ -28,6 +28,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     FEW_KEYS = 8            # so many are found by walking over them, without an index
+    AHEAD = 12              # rows fetched ahead of a loop over them
 
 
 @cython.final
@@ -175,15 +176,19 @@ cdef class RequestKeys:
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil:
         """Return where the key stands in `named`, or -1."""
         cdef Probe probe
+        return self.seek(key, hash, &probe)
+
+    cdef Py_ssize_t seek(self, PyObject* key, uint64_t hash, Probe* probe) noexcept nogil:
+        """Do what `locate` does; `probe` ends where the index has or would have the key."""
         cdef int32_t place
         if self.buckets == NULL:
             for place in range(<int32_t> self.num_named):
                 if self.named[place].hash == hash and same_bytes(self.named[place].key, key):
                     return place
             return -1
-        place = index_first(self.buckets, self.num_buckets, hash, &probe)
+        place = index_first(self.buckets, self.num_buckets, hash, probe)
         while place != 0 and not (self.named[place - 1].hash == hash and same_bytes(self.named[place - 1].key, key)):
-            place = index_next(self.buckets, self.num_buckets, hash, &probe)
+            place = index_next(self.buckets, self.num_buckets, hash, probe)
         return place - 1
 
     cdef void meet(
@@ -196,12 +201,13 @@ cdef class RequestKeys:
         cdef Py_ssize_t i, place
         cdef PyObject* key
         cdef Named* named
+        cdef Probe probe
         cdef const uint64_t* hashes = batch.hashes
         cdef const int32_t* rows = batch.rows
         cdef Py_ssize_t* places = batch.places
         for i in range(start, stop):
             key = PyList_GET_ITEM(keys, i)
-            place = self.locate(key, hashes[i])
+            place = self.seek(key, hashes[i], &probe)
             places[i] = place
             if place < 0:
                 if not add:
@@ -215,7 +221,7 @@ cdef class RequestKeys:
                 named.seen = 0
                 named.mark = 0
                 if self.buckets != NULL:
-                    index_insert(self.buckets, self.num_buckets, hashes[i], <int32_t> place + 1)
+                    index_add(self.buckets, &probe, hashes[i], <int32_t> place + 1)
             self.named[place].row = rows[i]
             self.named[place].generation = table.rows[rows[i]].generation
 
@@ -351,7 +357,6 @@ cdef class RequestKeys:
         One without a position stays behind the key that it was used after. `span` is not written if there is none.
         """
         cdef Py_ssize_t i, n = self.num_seen - start
-        cdef int32_t place
         cdef bint is_sorted
         if n <= 0:
             return 0
@@ -369,9 +374,12 @@ cdef class RequestKeys:
             span.last = batch.in_prompt[n - 1].position
             span.tail = self.used[batch.in_prompt[n - 1].at]
         for i in range(n):
-            place = self.used[start + i if is_sorted else batch.in_prompt[i].at]
-            batch.rows[i] = self.row_now(table, place)
-            batch.hashes[i] = self.named[place].hash
+            batch.places[i] = self.used[start + i if is_sorted else batch.in_prompt[i].at]
+        for i in range(n):
+            if i + AHEAD < n:
+                prefetch(&table.rows[self.named[batch.places[i + AHEAD]].row].generation)
+            batch.rows[i] = self.row_now(table, batch.places[i])
+            batch.hashes[i] = self.named[batch.places[i]].hash
         return 0
 
     cdef int sort_used(self, BlockTable table, Py_ssize_t start, dict positions, Batch batch) except -1:

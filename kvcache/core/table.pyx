@@ -14,7 +14,7 @@ from kvcache.core.eviction_queue cimport FREE, HEAPED, LISTED, PINNED, WITHHELD,
 from kvcache.core.heap cimport HeapNode
 from kvcache.core.index cimport (
     Bucket, Probe, buckets_for, clear, home_of, index_delete, index_first, index_insert, index_next, prefetch,
-    same_bytes, used, zeroed,
+    prefetch_overflow, same_bytes, used, zeroed,
 )
 from kvcache.core.key_hash cimport hash_of
 from kvcache.core.memory cimport new_list
@@ -222,6 +222,8 @@ cdef class BlockTable:
                 hashes[i] = hash
                 prefetch(&buckets[home_of(<uint32_t> hash, num_buckets)])
             for i in range(low, high):
+                if i + AHEAD < high:
+                    prefetch_overflow(buckets, num_buckets, hashes[i + AHEAD])
                 row = index_first(buckets, num_buckets, hashes[i], &probe)
                 found[i] = row
                 if row != 0:
@@ -298,10 +300,12 @@ cdef class BlockTable:
         cdef Bucket* buckets = self.buckets
         cdef uint32_t num_buckets = self.num_buckets
         for i in range(n):
-            if i + AHEAD < n:
-                row = victims[i + AHEAD]
+            if i + 2 * AHEAD < n:
+                row = victims[i + 2 * AHEAD]
                 prefetch(&buckets[home_of(<uint32_t> rows[row].hash, num_buckets)])
                 prefetch(rows[row].key)     # which whoever takes it over soon drops
+            if i + AHEAD < n:
+                prefetch_overflow(buckets, num_buckets, rows[victims[i + AHEAD]].hash)
             row = victims[i]
             index_delete(buckets, num_buckets, rows[row].hash, row)
             PyList_SET_ITEM(keys, i, rows[row].key)

@@ -308,8 +308,13 @@ class BlockCacheOps(Protocol):
     def keep_events(self, events: EventLog, medium: str) -> None:
         """Add what comes to `medium` and leaves it to `events`, in the same step as it does; called once, at first."""
 
-    def open_request(self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None) -> Any:
-        """Return the (empty) keys of a new request, with its retention hint (`ttl_ns` 0: no end)."""
+    def open_request(
+        self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0
+    ) -> Any:
+        """Return the (empty) keys of a new request, with its retention hint (`ttl_ns` 0: no end).
+
+        `num_keys` is about how many it will name, as far as is known.
+        """
 
     def advance(self, elapsed_s: float, max_raised: int) -> None:
         """Let raised blocks whose time is over fall back; at most `max_raised` may be held from now on."""

@@ -173,6 +173,19 @@ def test_a_request_starts_afresh_after_a_reset(make: Any) -> None:
     assert cache.status(keys(0, 1, 2, 3)) == bytes([0, 0, 2, 2])
 
 
+@pytest.mark.parametrize("num_keys", [0, 1, 3, 1000])
+def test_a_request_names_more_or_fewer_keys_than_was_expected(make: Any, num_keys: int) -> None:
+    cache = make(64)
+    request_keys = cache.open_request(num_keys=num_keys)
+    for first in range(0, 40, 10):
+        store(cache, keys(*range(first, first + 10)), request_keys)
+    cache.touch(keys(*range(40)), request_keys)
+    assert request_keys.num_seen == 40
+    cache.reset()
+    store(cache, keys(0, 1), request_keys)
+    assert request_keys.num_seen == 2
+
+
 def drain(cache: Any, num_blocks: int) -> list[bytes]:
     """Evict everything and return the keys in the order in which they leave."""
     output = cache.reserve([b"filler-%d" % i for i in range(num_blocks)], None, None)
