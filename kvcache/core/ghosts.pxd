@@ -1,7 +1,7 @@
 cimport cython
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
-from kvcache.core.index cimport Bucket
+from kvcache.core.index cimport Bucket, home_of, prefetch
 
 cdef struct Ghost:
     uint64_t hash
@@ -28,3 +28,8 @@ cdef class GhostList:
     cdef void clear(self) noexcept nogil
     cdef void _link_last(self, int32_t ghost) noexcept nogil
     cdef void _unlink(self, int32_t ghost) noexcept nogil
+
+
+cdef inline void prefetch_ghost(GhostList ghosts, uint64_t hash) noexcept nogil:
+    # For whoever asks for many ghosts: each is a cache miss.
+    prefetch(&ghosts.buckets[home_of(<uint32_t> hash, ghosts.num_buckets)])

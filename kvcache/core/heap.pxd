@@ -4,6 +4,11 @@
 
 from libc.stdint cimport int32_t, uint64_t
 
+from kvcache.core.index cimport prefetch
+
+cdef enum:
+    LINES_BELOW = 6     # cache lines of sixteen nodes that stand together
+
 cdef struct HeapNode:
     uint64_t rank
     uint64_t stamp
@@ -31,7 +36,13 @@ cdef inline void sift_down(
     int32_t* at, Py_ssize_t step, HeapNode* nodes, int32_t n, int32_t i, HeapNode node
 ) noexcept nogil:
     cdef int32_t child, least
+    cdef Py_ssize_t below
     while 4 * i + 1 < n:
+        # Which of the children's children come next is known only when the children are there: fetch all sixteen.
+        below = 16 * <Py_ssize_t> i + 5
+        if below < n:
+            for child in range(LINES_BELOW):
+                prefetch(<char*> &nodes[below] + 64 * child)
         least = 4 * i + 1
         for child in range(least + 1, min(least + 4, n)):
             if before(&nodes[child], &nodes[least]):

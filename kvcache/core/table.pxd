@@ -6,7 +6,7 @@ from kvcache.core.batch cimport Batch
 from kvcache.core.eviction_queue cimport (
     HEAPED, LISTED, PINNED, EvictionQueue, Row, heap_push, queue_append, queue_insert, queue_remove,
 )
-from kvcache.core.index cimport Bucket
+from kvcache.core.index cimport Bucket, home_of, prefetch
 
 cdef enum:
     NUM_PRIORITIES = 5      # one-shot, normal, raised 1 to 3: an eviction queue each
@@ -140,6 +140,12 @@ cdef inline void set_stamp(BlockTable t, int32_t row, uint64_t stamp) noexcept n
     t.rows[row].stamp = stamp
     if not is_pinned:
         attach(t, row)
+
+
+cdef inline void prefetch_release(BlockTable t, int32_t row) noexcept nogil:
+    # What `release` will need of a victim, while the next one is still searched.
+    prefetch(&t.buckets[home_of(<uint32_t> t.rows[row].hash, t.num_buckets)])
+    prefetch(t.rows[row].key)
 
 
 cdef inline bint may_leave(BlockTable t, int32_t row) noexcept nogil:

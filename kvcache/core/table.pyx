@@ -330,9 +330,7 @@ cdef class BlockTable:
         # Mostly they are the list's first, and are cut off in one piece; `take_victim` does the rest.
         if queue.cursor_mark != self.mark:
             while got < n and row != head and may_leave(self, row) and rows[row].stamp < first_in_heap:
-                # What `release` will need, while the list's next row is still on its way.
-                prefetch(&self.buckets[home_of(<uint32_t> rows[row].hash, self.num_buckets)])
-                prefetch(rows[row].key)
+                prefetch_release(self, row)
                 rows[row].where = PINNED
                 out[got] = row
                 got += 1
