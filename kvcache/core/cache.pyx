@@ -121,6 +121,26 @@ cdef class BlockCache:
             return self.table.find(keys, 0, len(keys), self.batch)
         return request_keys.resolve(self.table, keys, self.batch, add)
 
+    cdef list _reserve_event(self, Py_ssize_t n):
+        """Return a list for `_announce`, before anything changes; None where nobody listens."""
+        if self.events is None:
+            return None
+        self.events.reserve()
+        return new_list(n)
+
+    cdef void _announce(self, list announced, list keys, Py_ssize_t n, bint removed) noexcept:
+        """Append an event of the first `n` of `keys` in `announced`, which has room for them; no key, no event."""
+        cdef Py_ssize_t i
+        cdef PyObject* key
+        if announced is None or n == 0:
+            return
+        for i in range(n):
+            key = PyList_GET_ITEM(keys, i)
+            Py_INCREF(<object> key)
+            PyList_SET_ITEM(announced, i, key)
+        Py_SET_SIZE(announced, n)
+        self.events.append(announced, self.medium, removed, True)
+
     cdef int _end(self) except -1:
         if KV_DEBUG and self.policy.is_check_due():
             self.check()
@@ -598,9 +618,8 @@ cdef class BlockCache:
             return None
         stored = new_list(num_new)
         evicted = new_list(needed)
-        if needed and self.events is not None:
-            announced = new_list(needed)
-            self.events.reserve()
+        if needed:
+            announced = self._reserve_event(needed)
         output = _new_output(stored, num_new, evicted, &ids)
         table.reserve_aside(num_protected)
         self.priorities.reserve(n)
@@ -618,9 +637,7 @@ cdef class BlockCache:
                     table.rows[batch.picked_rows[i]].priority = ONE_SHOT
         if is_use:
             self.priorities.apply(batch.rows, n, names.priority, names.ttl_ns)
-        if announced is not None:
-            copy_keys(evicted, needed, announced)
-            self.events.append(announced, self.medium, True, True)
+        self._announce(announced, evicted, needed, True)
         self._end()
         return output
 
@@ -656,9 +673,7 @@ cdef class BlockCache:
                 num_gated += 1
         stored = new_list(num_new)
         evicted = new_list(max(num_new - table.num_free, 0))
-        if self.events is not None:
-            announced = new_list(len(evicted))
-            self.events.reserve()
+        announced = self._reserve_event(len(evicted))
         output = _new_output(stored, num_new, evicted, &ids)
         self.policy.reserve_policy(n)
         if is_use:
@@ -676,10 +691,7 @@ cdef class BlockCache:
         Py_SET_SIZE(evicted, num_victims)
         self.declined_blocks += num_new - num_taken
         self.gated_blocks += num_gated + num_new - num_taken
-        if num_victims and announced is not None:
-            copy_keys(evicted, num_victims, announced)
-            Py_SET_SIZE(announced, num_victims)
-            self.events.append(announced, self.medium, True, True)
+        self._announce(announced, evicted, num_victims, True)
         self._end()
         if num_taken < num_new:
             output.store_spec.block_ids = output.store_spec.block_ids[:num_taken]
@@ -726,9 +738,7 @@ cdef class BlockCache:
         with cython.critical_section(table):
             self._begin(request_keys)
             self._resolve(keys, request_keys, False)
-            if self.events is not None:
-                announced = new_list(n)
-                self.events.reserve()
+            announced = self._reserve_event(n)
             table.reserve_heaps(n)
             for i in range(n):
                 row = batch.rows[i]
@@ -751,10 +761,7 @@ cdef class BlockCache:
                     key = PyList_GET_ITEM(keys, batch.picked[i])
                     Py_INCREF(<object> key)
                     PyList_SET_ITEM(ready, i, key)
-            if num_ready and announced is not None:
-                copy_keys(ready, num_ready, announced)
-                Py_SET_SIZE(announced, num_ready)
-                self.events.append(announced, self.medium, False, True)
+            self._announce(announced, ready, num_ready, False)
             self._end()
             return ready
 
@@ -838,16 +845,6 @@ cdef inline int _check_given(RequestKeys request_keys) except -1:
     if request_keys is None:
         raise TypeError("request_keys must be RequestKeys, got None")
     return 0
-
-
-cdef void copy_keys(list keys, Py_ssize_t n, list to) noexcept:
-    # `to` is new, and has room for them.
-    cdef Py_ssize_t i
-    cdef PyObject* key
-    for i in range(n):
-        key = PyList_GET_ITEM(keys, i)
-        Py_INCREF(<object> key)
-        PyList_SET_ITEM(to, i, key)
 
 
 cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, int32_t younger) noexcept nogil:
