@@ -9,7 +9,7 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from kvcache.core.eviction_queue cimport Row
-from kvcache.core.index cimport Probe, index_first, index_next, prefetch, zeroed
+from kvcache.core.index cimport Probe, home_of, index_first, index_next, prefetch, zeroed
 from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.remembered cimport SEGMENT_KEYS, HashInGroup, RememberedKeys
 from kvcache.core.request_keys cimport Named, RequestKeys
@@ -52,6 +52,8 @@ cdef enum:
     ALL_KNOWN = 2               # of a request: all its keys so far were known
     LEADING_SHIFT = 2
     NEVER = 0x7fffffff
+    GROUPS_AHEAD = 4            # whose likely victims are fetched ahead
+    COHORTS_AHEAD = 4           # late cohorts fetched ahead of their move
 
 cdef enum:
     ALL = 0
@@ -177,7 +179,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef int32_t cohorts_free
     cdef Queue[NUM_QUEUES][NUM_CELLS] queues    # of cohorts; of ALL, the part that is in the cell
     cdef int32_t[NUM_CLASSES] youngest          # cohort of each class
-    cdef int32_t[NUM_CELLS] ends                # when the oldest cohort of an occupied cell leaves it
+    cdef int32_t[NUM_CELLS] ends                # when the oldest cohort of a cell leaves it; NEVER: it has none
     cdef uint64_t[NUM_WORDS] occupied   # a bit for each cell that has groups
     cdef uint64_t[NUM_WORDS] holders    # a bit for each cell that holds resident blocks, by its rank
     cdef int64_t[NUM_CELLS] hit
@@ -202,6 +204,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef Py_ssize_t num_leaving
     cdef Py_ssize_t call_size
     cdef uint64_t num_uses              # calls of on_request_use
+    cdef int32_t[GROUPS_AHEAD] ahead    # rows of likely victims, one of each group, to be fetched ahead next; 0: none
+    cdef int ahead_at                   # the next of these
+    cdef int64_t ahead_value            # of their cell
     cdef LostParent* lost               # [lost_size]; 0: none
     cdef int32_t lost_size
     cdef int32_t lost_fresh
@@ -321,6 +326,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return 0
 
     cdef void on_reset(self) noexcept nogil:
+        cdef int cell
         self.memory.clear()
         self.num_new = self.num_leaving = 0
         self.groups_fresh = 1
@@ -330,6 +336,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.cohorts_free = 0
         memset(self.queues, 0, sizeof(self.queues))
         memset(self.youngest, 0, sizeof(self.youngest))
+        for cell in range(NUM_CELLS):
+            self.ends[cell] = NEVER
         memset(self.occupied, 0, sizeof(self.occupied))
         memset(self.holders, 0, sizeof(self.holders))
         memset(self.hit, 0, sizeof(self.hit))
@@ -456,6 +464,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef Queue* queue = &self.queues[ALL][cell]
         if queue.first == queue.last:
             queue.first = queue.last = 0
+            self.ends[cell] = NEVER
             self.occupied[cell >> 6] &= ~(<uint64_t> 1 << (cell & 63))
         elif queue.first == cohort:
             self._set_oldest(cell, self.cohorts[cohort].next[ALL])
@@ -762,6 +771,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 if num_leading + 1 >= self.groups[group].length:
                     state[PROGRESS] |= CONTINUES
         length = num_positions if num_positions else <int32_t> n
+        self._look_ahead(n)
         splits = self.splits_shared and hint == 0
         widened = 0 if state[PROGRESS] & CONTINUES else self._widened()
         memset(shared, 0, sizeof(shared))
@@ -805,6 +815,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if row != 0:
                 self._append_member(label, row)
                 continue
+            if self.value[cls * NUM_BINS] > self.ahead_value:
+                self._fetch_victim()
             self.new_keys[self.num_new].hash = hashes[i]
             self.new_keys[self.num_new].group = label
             self.num_new += 1
@@ -910,32 +922,57 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void _age(self) noexcept nogil:
         """Move cohorts whose age has left their bin to the next, at most 256 groups in all."""
-        cdef int32_t cell, cohort
-        cdef int word, num_left = AGEING_STEPS
+        cdef int32_t[AGEING_STEPS] late     # cells, ascending; each costs a step
+        cdef int32_t cell, end, due = NEVER
+        cdef int i, word, num_late = 0, num_left = AGEING_STEPS
         cdef uint64_t bits
         if self.now < self.due:
             return
-        self.due = NEVER
         for word in range(NUM_WORDS):
             bits = self.occupied[word]
             while bits != 0:
                 cell = word << 6 | lowest_bit(bits)
-                while self.ends[cell] <= self.now and self.queues[ALL][cell].first != 0:
-                    cohort = self.queues[ALL][cell].first
-                    if self.cohorts[cohort].num_groups > num_left:
-                        if num_left == 0:
-                            self.due = 0  # more are late
-                            return
-                        cohort = self._split_cohort(cohort, num_left)
-                    num_left -= self.cohorts[cohort].num_groups
-                    self.num_aged += self.cohorts[cohort].num_groups
-                    self.sur[cell] += self.cohorts[cohort].num_known
-                    self.total += self.cohorts[cohort].num_known
-                    self._move_to_next_bin(cell, cohort)
-                if self.queues[ALL][cell].first != 0:
-                    self.due = min(self.due, self.ends[cell])
-                # The next bin may have got its first cohorts just now.
-                bits = self.occupied[word] & (<uint64_t> -2 << (cell & 63))
+                bits &= bits - 1
+                end = self.ends[cell]
+                if end > self.now:
+                    due = min(due, end)
+                elif num_late < AGEING_STEPS:
+                    late[num_late] = cell
+                    num_late += 1
+                    prefetch(&self.cohorts[self.queues[ALL][cell].first])
+                else:
+                    due = 0
+        for i in range(num_late):
+            if i + COHORTS_AHEAD < num_late:
+                cell = late[i + COHORTS_AHEAD]
+                prefetch(&self.cohorts[self.cohorts[self.queues[ALL][cell].first].next[ALL]])
+            cell = late[i]
+            while self.ends[cell] <= self.now:
+                num_left = self._age_cell(cell, num_left)
+                if num_left < 0:
+                    self.due = 0  # more are late
+                    return
+                due = min(due, self.ends[cell])
+                # What came to the next bin may be late there, too.
+                cell += 1
+            due = min(due, self.ends[cell])
+        self.due = due
+
+    cdef inline int _age_cell(self, int32_t cell, int num_left) noexcept nogil:
+        """Move a cell's late cohorts to its next bin; return how many groups may still move; -1: some must wait."""
+        cdef int32_t cohort
+        while self.ends[cell] <= self.now:
+            cohort = self.queues[ALL][cell].first
+            if self.cohorts[cohort].num_groups > num_left:
+                if num_left == 0:
+                    return -1
+                cohort = self._split_cohort(cohort, num_left)
+            num_left -= self.cohorts[cohort].num_groups
+            self.num_aged += self.cohorts[cohort].num_groups
+            self.sur[cell] += self.cohorts[cohort].num_known
+            self.total += self.cohorts[cohort].num_known
+            self._move_to_next_bin(cell, cohort)
+        return num_left
 
     # ---- stores -----------------------------------------------------------------------------------------------
 
@@ -1054,6 +1091,52 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                                     return got
         return got
 
+    cdef void _look_ahead(self, Py_ssize_t n) noexcept nogil:
+        """Find the groups with which a store of up to `n` keys will likely begin to evict."""
+        cdef int i, word
+        cdef int32_t cell = -1, cohort, group = 0
+        memset(self.ahead, 0, sizeof(self.ahead))
+        self.ahead_at = 0
+        self.ahead_value = <int64_t> 1 << 62    # more than any
+        if n <= self.table.num_free:
+            return
+        for word in range((self.num_ranked + 63) >> 6):
+            if self.holders[word] != 0:
+                cell = self.ranked[(word << 6) + lowest_bit(self.holders[word])]
+                break
+        if cell < 0:
+            return
+        self.ahead_value = self.value[cell]
+        cohort = self.queues[HOLDERS][cell].first
+        group = self.cohorts[cohort].groups[HOLDERS].first
+        for i in range(GROUPS_AHEAD):
+            self.ahead[i] = self.groups[group].tail
+            prefetch(&self.table.rows[self.ahead[i]])
+            group = self.groups[group].next[HOLDERS]
+            if group == 0:
+                cohort = self.cohorts[cohort].next[HOLDERS]
+                if cohort == 0:
+                    return
+                group = self.cohorts[cohort].groups[HOLDERS].first
+
+    cdef inline void _fetch_victim(self) noexcept nogil:
+        """Fetch ahead what a likely eviction reads, and the row behind it, of several groups in turn.
+
+        A guess, made while keys are used: each row names the next, so that a store would wait for every one of them.
+        """
+        cdef int at = self.ahead_at
+        cdef const Row* row = &self.table.rows[self.ahead[at]]
+        self.ahead_at = (at + 1) % GROUPS_AHEAD
+        if self.ahead[at] == 0:
+            return
+        prefetch(row.key)
+        prefetch(&self.table.buckets[home_of(<uint32_t> row.hash, self.table.num_buckets)])
+        self.ahead[at] = row.prev
+        row = &self.table.rows[row.prev]
+        prefetch(row)
+        prefetch(<const char*> (row + 1) - 1)   # a row may begin in one cache line and end in the next
+        prefetch(&self.members[self.ahead[at]])
+
     cdef inline int64_t _worth_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
         cdef int32_t group
         if self._is_new(names, place):
@@ -1063,11 +1146,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return self.value[self._class_of(group) * NUM_BINS]
 
     cdef inline void _evict_tail(self, int32_t tail, Py_ssize_t got) noexcept nogil:
-        """Take victim number `got` out, and fetch ahead what the next one and the memory will need."""
-        prefetch(&self.members[self.table.rows[tail].prev])
-        # Keys of a prompt mostly lie in rows that follow one another.
-        prefetch(&self.table.rows[max(tail - 5, 0)])
-        prefetch(&self.members[max(tail - 8, 0)])
+        """Take victim number `got` out."""
         self.leaving[got].hash = self.table.rows[tail].hash
         self.leaving[got].group = self._place_of(tail).label
         self.num_leaving += 1
