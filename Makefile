@@ -147,7 +147,7 @@ build/%/sanitized.stamp: $(SOURCES) $(VENV)/extra-test.stamp
 test-asan: build/address-undefined/sanitized.stamp
 	$(call SANITIZED,address-undefined) LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		$(PYTEST) --hypothesis-profile=few -m 'not slow' tests/core tests/policies tests/transfer tests/control/test_manager.py \
+		$(PYTEST) --hypothesis-profile=few -m 'not slow' tests/core tests/policies tests/transfer tests/exporters tests/recorder tests/control/test_manager.py \
 		tests/stress/test_copy_threads.py --ignore=tests/policies/test_policy_trace.py \
 		-k 'not no_thread_can_be_had and not who_waits_copies and not step_of_the_wall_clock'
 

@@ -1,44 +1,12 @@
-"""The options that say which tiers lie below host memory in a simulation, and how fast and dear each medium is."""
+"""Read from text which tiers lie below host memory in a simulation, and how fast and dear each medium is."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated
-
-import typer
 
 from kvcache.options import parse_size
-
-TierOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tier",
-        help="Simulate a tier below host memory, as in 1TiB@6GB/s or nvme:1TiB,4TiB@6GB/s; again for the next one. Or "
-        'use a real one, as it is configured: {"type": "valkey", "url": ...}.',
-        metavar="[NAME:]SIZE,...@RATE|JSON",
-        show_default=False,
-    ),
-]
-MemoryRateOption = Annotated[
-    str, typer.Option("--memory-rate", help="Rate between host memory and the device.", metavar="RATE")
-]
-ArbiterOption = Annotated[
-    bool, typer.Option("--arbiter", help="Compute what would take longer to load from a tier, and count the decisions.")
-]
-EnginesOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Engines that prefill [default: as many as are busy for 80 % without a cache]; with --router several.",
-        metavar="N,...",
-        show_default=False,
-    ),
-]
-PriceOption = Annotated[
-    str | None,
-    typer.Option(help="Prices of a GiB: of host memory, and of each tier.", metavar="PRICE,...", show_default=False),
-]
 
 _TIER = re.compile(r"(?:(?P<name>[^:@]+):)?(?P<sizes>[^:@]+)@(?P<rate>[^:@]+)")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 Number = TypeVar("Number", int, float)
+Options = TypeVar("Options")
 
 HOW_TO_SIZE = (
     "name a model (--model llama-3.1-8b, or its config.json), give its shape (--layers, --heads, --head-size), or say "
@@ -86,6 +90,21 @@ def root(
     ] = False,
 ) -> None:
     """Offload the KV cache of large language models: try it, replay traces, measure."""
+
+
+def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Make a command of a function of one dataclass, `options`, whose fields are the command's options."""
+
+    def as_command(run: Callable[[Options], None]) -> Callable[..., None]:
+        @wraps(run)
+        def command(**given: object) -> None:
+            run(options(**given))
+
+        # Where typer looks.
+        command.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+        return command
+
+    return as_command
 
 
 def at_least(option: str, value: Number, least: int) -> Number:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
 from kvcache.cli.below import parse_rate
@@ -16,45 +14,13 @@ from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
+    from kvcache.cli.replay_options import BlockSize, ReplayOptions
     from kvcache.replay.compact import CompactTrace
     from kvcache.replay.fleet import FleetPlan, FleetResult
-    from kvcache.replay.recorded_trace import RecordedTrace
-    from kvcache.replay.sessions import SessionTrace
-    from kvcache.replay.trace import Trace
+    from kvcache.replay.requests import TraceFile
 
-RouterOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Simulate a fleet: round_robin, prefix or events, or several; --engines says how many engines it has.",
-        metavar="ROUTER,...",
-        show_default=False,
-    ),
-]
-StoreOption = Annotated[
-    str | None,
-    typer.Option(help="The fleet's shared store, as in 10TiB; 0: none.", metavar="SIZE", show_default=False),
-]
-CopiesOption = Annotated[
-    str | None,
-    typer.Option(
-        help="The fleet's traffic: so many copies of the trace [default: as keep 80 % busy without a cache].",
-        metavar="N",
-        show_default=False,
-    ),
-]
-StoreRateOption = Annotated[
-    str, typer.Option("--store-rate", help="Rate at which one engine loads from the store.", metavar="RATE")
-]
-ServerOption = Annotated[
-    str,
-    typer.Option(
-        "--store-server", help="What one server of the store bears: bytes, and keys asked for.", metavar="RATE,KEYS/s"
-    ),
-]
-RouterEventsOption = Annotated[
-    str, typer.Option("--router-events", help="Blocks in events a second that the router bears.", metavar="N")
-]
-
+_OF_ONE_REPLAY = ("data", "what_if", "store_threshold", "disk")
+_OF_A_GRID = ("tier", "price", "arbiter", "csv", "sample", "hints", "checkpoint", "dask")
 _TOKENS_PER_S = 10_000
 # Of one engine's pool and of the store's, as measured with 1,000 pools of 3,000 blocks (docs/scale.md).
 _ROW_BYTES = 160
@@ -63,8 +29,9 @@ _REQUEST_BYTES = 96
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a fleet's simulation; sizes in blocks, `block_bytes` None where it was not given."""
+    """What is `given`, parsed; sizes in blocks."""
 
+    given: ReplayOptions
     engines: list[int]
     routers: list[str]
     copies: int | None
@@ -76,79 +43,74 @@ class Options:
     server_bytes_per_s: float
     server_keys_per_s: float
     router_events_per_s: float
-    seed: int
-    limit: int | None
-    split: int
-    is_quiet: bool
-    json: str | None
-    plot: str | None
 
 
-def read_options(
-    *,
-    router: str,
-    engines: str | None,
-    copies: str | None,
-    store: str | None,
-    store_rate: str,
-    server: str,
-    router_events: str,
-    block_bytes: int | None,
-    **rest: Any,
-) -> Options:
+def read_options(given: ReplayOptions, size: BlockSize) -> Options:
     """Check and parse what the command line says."""
     from kvcache.replay.fleet import ROUTERS
     from kvcache.replay.run import check_policy
 
-    routers = [part.strip() for part in router.split(",")]
+    for field in fields(given):
+        if field.name in (*_OF_ONE_REPLAY, *_OF_A_GRID) and getattr(given, field.name) != field.default:
+            raise ValueError(f"--router excludes --{field.name.replace('_', '-')}, got --router {given.router}")
+    routers = [part.strip() for part in (given.router or "").split(",")]
     for name in routers:
         if name not in ROUTERS:
-            raise ValueError(f"--router must be of {', '.join(ROUTERS)}, got {router!r}")
-    if engines is None:
+            raise ValueError(f"--router must be of {', '.join(ROUTERS)}, got {given.router!r}")
+    if given.engines is None:
         raise ValueError("--router needs --engines: how many engines the fleet has, as in --engines 100")
-    counts = [parse_count("--engines", part) for part in engines.split(",")]
-    store_blocks = 0
-    if store is not None and store.strip() != "0":
-        if block_bytes is None:
-            raise ValueError(f"--store needs the size of a block, got {store!r} alone: {common.HOW_TO_SIZE}")
-        store_blocks = parse_size("--store", store) // block_bytes
-        if not store_blocks:
-            raise ValueError(f"--store must hold at least one block of {block_bytes} bytes, got {store!r}")
-    rate, comma, keys = server.partition(",")
+    counts = [parse_count("--engines", part) for part in given.engines.split(",")]
+    rate, comma, keys = given.store_server.partition(",")
     if not comma:
-        raise ValueError(f"--store-server must be a rate and keys a second, as in 1.5GB/s,300k, got {server!r}")
-    check_policy(rest["policy"])
-    common.check_writable("--json", rest["json"])
-    if rest["plot"] is not None:
+        raise ValueError(
+            f"--store-server must be a rate and keys a second, as in 1.5GB/s,300k, got {given.store_server!r}"
+        )
+    policy = common.one_policy(",".join(given.policies))
+    check_policy(policy)
+    common.check_writable("--json", given.json)
+    if given.plot is not None:
         from kvcache.replay.plot import check_plot_target
 
-        check_plot_target(rest["plot"])
-        if rest["plot"].lower().endswith(".html"):
-            raise ValueError(f"--plot of a fleet must end in .png or .svg, got {rest['plot']!r}")
+        check_plot_target(given.plot)
+        if given.plot.lower().endswith(".html"):
+            raise ValueError(f"--plot of a fleet must end in .png or .svg, got {given.plot!r}")
     return Options(
+        given=given,
         engines=sorted(set(counts)),
         routers=list(dict.fromkeys(routers)),
-        copies=None if copies is None else parse_count("--copies", copies),
-        store_blocks=store_blocks,
-        block_bytes=block_bytes,
-        store_bytes_per_s=parse_rate("--store-rate", store_rate),
+        copies=None if given.copies is None else parse_count("--copies", given.copies),
+        store_blocks=_store_blocks(given.store, size.known_bytes),
+        num_blocks=common.parse_capacity(given.blocks, given.memory, size.num_bytes, default="10000"),
+        policy=policy,
+        block_bytes=size.known_bytes,
+        store_bytes_per_s=parse_rate("--store-rate", given.store_rate),
         server_bytes_per_s=parse_rate("--store-server", rate),
         server_keys_per_s=parse_count("--store-server", keys.strip().removesuffix("/s")),
-        router_events_per_s=parse_count("--router-events", router_events),
-        **rest,
+        router_events_per_s=parse_count("--router-events", given.router_events),
     )
 
 
-def run(trace: Trace | SessionTrace | RecordedTrace, options: Options, weights: Weights | None) -> None:
+def _store_blocks(text: str | None, block_bytes: int | None) -> int:
+    if text is None or text.strip() == "0":
+        return 0
+    if block_bytes is None:
+        raise ValueError(f"--store needs the size of a block, got {text!r} alone: {common.HOW_TO_SIZE}")
+    num_blocks = parse_size("--store", text) // block_bytes
+    if not num_blocks:
+        raise ValueError(f"--store must hold at least one block of {block_bytes} bytes, got {text!r}")
+    return num_blocks
+
+
+def run(trace: TraceFile, options: Options, weights: Weights | None) -> None:
     """Simulate each number of engines behind each router, and report."""
     from kvcache.replay.compact import CompactTrace
     from kvcache.replay.fleet import FleetPlan, ScaledTrace, run_fleet
     from kvcache.replay.serving import engines_for
 
     started = monotonic()
-    compact = CompactTrace.of(islice(trace, options.limit), trace.block_size)
-    if options.split > 1:
-        compact = compact.split(options.split)
+    compact = CompactTrace.of(islice(trace, options.given.limit), trace.block_size)
+    if options.given.split > 1:
+        compact = compact.split(options.given.split)
     token_s = (weights.saved_s(1) if weights else None) or 1 / _TOKENS_PER_S
     busy = engines_for(compact.arrivals_s, compact.num_tokens, token_s)
     block_bytes = options.block_bytes
@@ -166,13 +128,13 @@ def run(trace: Trace | SessionTrace | RecordedTrace, options: Options, weights: 
         for router in options.routers
     ]
     results: list[tuple[int, FleetResult]] = []
-    with common.Bar("fleet", "requests", options.is_quiet) as bar:
+    with common.Bar("fleet", "requests", options.given.quiet) as bar:
         scaled: dict[int, ScaledTrace] = {}
         for number, plan in enumerate(plans):
             copies = options.copies or max(1, round(plan.num_engines / busy))
             if copies not in scaled:
                 _check_memory(plan, compact, copies)
-                scaled = {copies: ScaledTrace(compact, copies, options.seed)}
+                scaled = {copies: ScaledTrace(compact, copies, options.given.seed)}
             traffic = scaled[copies]
             began = monotonic()
 
@@ -190,23 +152,25 @@ def run(trace: Trace | SessionTrace | RecordedTrace, options: Options, weights: 
         "block_bytes": block_bytes,
         "block_size": compact.block_size,
         "token_prefill_s": token_s,
-        "seed": options.seed,
-        "limit": options.limit,
+        "seed": options.given.seed,
+        "limit": options.given.limit,
         "store_server": {"bytes_per_s": options.server_bytes_per_s, "keys_per_s": options.server_keys_per_s},
         "router_events_per_s": options.router_events_per_s,
         "model": weights.as_dict() if weights else None,
         "elapsed_s": monotonic() - started,
         "cells": cells,
     }
-    if options.json != "-":
+    if options.given.json != "-":
         _print(f"{trace.name} ({trace.format})", cells, document, options)
-    if options.plot is not None:
+    if options.given.plot is not None:
         from kvcache.replay.fleet_plot import draw_fleet
 
         store = "no store" if not options.store_blocks else f"a store of {options.store_blocks:,} blocks"
-        footnote = f"{options.num_blocks:,} blocks an engine, {store}, {1 / token_s:,.0f} tokens/s, seed {options.seed}"
-        draw_fleet(f"{trace.name}: fleets", cells, footnote, options.plot)
-    common.write_json(options.json, document)
+        footnote = (
+            f"{options.num_blocks:,} blocks an engine, {store}, {1 / token_s:,.0f} tokens/s, seed {options.given.seed}"
+        )
+        draw_fleet(f"{trace.name}: fleets", cells, footnote, options.given.plot)
+    common.write_json(options.given.json, document)
 
 
 def _check_memory(plan: FleetPlan, compact: CompactTrace, copies: int) -> None:
@@ -259,7 +223,7 @@ _LIMITS = {"store_bytes": "the store's bytes", "store_queries": "the store's que
 
 
 def _print(title: str, cells: list[dict[str, Any]], document: dict[str, Any], options: Options) -> None:
-    console = common.console(options.json)
+    console = common.console(options.given.json)
     store = "no store"
     if options.store_blocks:
         store = f"a store of {options.store_blocks:,} blocks"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
@@ -16,11 +16,11 @@ from kvcache.cli import common
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
-    from kvcache.control.manager import OffloadingManager
     from kvcache.control.observers.what_if import WhatIf
+    from kvcache.replay.payload import VerifiedPayload
     from kvcache.replay.requests import Request, RequestSource
     from kvcache.replay.run import Replay
-    from kvcache.replay.tiered import DiskChoice, TierEntry
+    from kvcache.replay.tiered import DiskChoice, PatientManager, TierEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +66,21 @@ def run(
     make_keys = KeyMaker(settings.split)
     check_policy(settings.policy)
     common.check_writable("--json", settings.json_target)
-    console = common.console(settings.json_target)
     requests = islice(iter(source), settings.limit)
 
     started = monotonic()
     with ExitStack() as open_now:
+        if settings.data or settings.disk is not None:
+            _check_memory(settings)
         payload = None
         if settings.data:
             from kvcache.replay.payload import VerifiedPayload
 
-            if settings.disk is None:
-                _check_memory(settings)
             payload = open_now.enter_context(VerifiedPayload(settings.num_blocks, settings.block_bytes))
         tiered = None
-        arrivals = ReplayClock()
         if settings.disk is None:
-            plain = CPUOffloadingManager(
+            arrivals = ReplayClock()
+            manager = CPUOffloadingManager(
                 block_size,
                 settings.num_blocks,
                 settings.policy,
@@ -89,26 +88,10 @@ def run(
                 what_if=settings.what_if,
                 clock=arrivals,
             )
-            manager: OffloadingManager = plain
+            replay = Replay(manager, payload, arrivals=arrivals)
         else:
-            from kvcache.replay.tiered import patient_manager, plain_host_blocks
-
-            if payload is None:
-                _check_memory(settings)
-            host_blocks = (
-                payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
-            )
-            manager = tiered = open_now.enter_context(
-                patient_manager(
-                    block_size,
-                    settings.policy,
-                    settings.disk,
-                    host_blocks,
-                    title,
-                    store_threshold=settings.store_threshold,
-                )
-            )
-        replay = Replay(manager, payload, tiered.clock) if tiered else Replay(manager, payload, arrivals=arrivals)
+            tiered = open_now.enter_context(_tiered_manager(settings, settings.disk, block_size, title, payload))
+            replay = Replay(tiered, payload, tiered.clock)
         try:
             _drive(replay, requests, make_keys, settings.is_quiet, progressed)
         except ReplayError as error:
@@ -117,8 +100,7 @@ def run(
         below = tiered.as_dict() if tiered else None
     counted = replay.tally.as_dict()
     elapsed_s = monotonic() - started
-    what_if = plain.what_if() if settings.what_if else None
-
+    what_if = manager.what_if() if settings.what_if else None
     document = {
         "source": facts(),
         "policy": settings.policy,
@@ -135,24 +117,41 @@ def run(
         "saved_prefill_s": settings.weights.saved_s(counted["hit_tokens"]) if settings.weights else None,
     }
     if settings.json_target != "-":
-        console.print(title, soft_wrap=True, markup=False)
-        console.print(_table(document, settings))
-        if what_if is not None:
-            console.print(str(what_if), soft_wrap=True)
-            if what_if.sample_rate < 1 or what_if.uses < counted["blocks"]:
-                console.print(_beside(counted, what_if, settings), soft_wrap=True)
-            if settings.sized:
-                sizes = (
-                    f"{blocks:,} = {common.human_bytes(blocks * settings.block_bytes)}" for blocks in what_if.capacities
-                )
-                console.print(f"blocks in memory: {', '.join(sizes)}", soft_wrap=True)
-        if moved is not None and moved["verified_blocks"]:
-            console.print(f"{moved['verified_blocks']:,} loaded blocks were compared with what was stored: all equal.")
+        _print(title, document, what_if, settings)
     common.write_json(settings.json_target, document)
 
 
+def _tiered_manager(
+    settings: Settings, disk: DiskChoice | TierEntry, block_size: int, title: str, payload: VerifiedPayload | None
+) -> AbstractContextManager[PatientManager]:
+    from kvcache.replay.tiered import patient_manager, plain_host_blocks
+
+    host_blocks = payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
+    return patient_manager(
+        block_size, settings.policy, disk, host_blocks, title, store_threshold=settings.store_threshold
+    )
+
+
+def _print(title: str, document: dict[str, Any], what_if: WhatIf | None, settings: Settings) -> None:
+    console = common.console(settings.json_target)
+    console.print(title, soft_wrap=True, markup=False)
+    console.print(_table(document, settings))
+    if what_if is not None:
+        console.print(str(what_if), soft_wrap=True)
+        if what_if.sample_rate < 1 or what_if.uses < document["blocks"]:
+            console.print(_beside(document, what_if, settings), soft_wrap=True)
+        if settings.sized:
+            sizes = (
+                f"{blocks:,} = {common.human_bytes(blocks * settings.block_bytes)}" for blocks in what_if.capacities
+            )
+            console.print(f"blocks in memory: {', '.join(sizes)}", soft_wrap=True)
+    moved = document["data"]
+    if moved is not None and moved["verified_blocks"]:
+        console.print(f"{moved['verified_blocks']:,} loaded blocks were compared with what was stored: all equal.")
+
+
 def _beside(counted: dict[str, Any], what_if: WhatIf, settings: Settings) -> str:
-    """Say why the estimate is not the exact figure above it."""
+    """Return why the estimate is not the exact figure above it."""
     exact = f"exactly, {settings.policy} hits {counted['block_hit_rate']:.1%} at {settings.num_blocks:,} blocks"
     if what_if.uses < counted["blocks"]:
         return (

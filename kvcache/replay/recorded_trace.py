@@ -9,34 +9,23 @@ import numpy as np
 
 from kvcache.recorder.format import Call, Recording, RecordingError
 from kvcache.recorder.ops import FIRST_CONTEXT, Op
-from kvcache.replay.requests import Closable, Request
+from kvcache.replay.requests import Request, TraceFile
 
 _LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.PREPARE_STORE})
 _ID_MASK = (1 << 63) - 1
 
 
-class RecordedTrace(Closable):
+class RecordedTrace(TraceFile):
     """The requests of a recording, in the order in which they came.
 
     A request is what was called with one `ReqContext`: its keys by position where the engine gave positions, and
     otherwise in the order in which they were first named. Of calls without one, a look-up of a list begins a request.
-
-    Attributes
-    ----------
-    block_size : int
-        Tokens of one block.
-    path : Path
-        Its newest file.
-    name, format : str
-        For a title.
-    num_skipped : int
-        0.
-    size_bytes, position_bytes : int
-        Requests in all and so far, for the progress.
+    Its sizes are counted in requests.
     """
 
     format = "recording"
     num_skipped = 0
+    position_bytes = 0
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         recording = Recording(path)
@@ -51,7 +40,6 @@ class RecordedTrace(Closable):
         if not self._requests:
             raise RecordingError(f"{path} holds no request" + (f": {recording.end}" if recording.end else ""))
         self.size_bytes = len(self._requests)
-        self.position_bytes = 0
 
     def close(self) -> None:
         """Forget the requests."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import numpy.typing as npt
 
@@ -78,3 +80,37 @@ class RequestSource(Protocol):
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests."""
+
+
+class TraceFile(Closable):
+    """Requests that are read from a file or folder, once: a context manager and an iterator.
+
+    Attributes
+    ----------
+    name : str
+        The path's name, for a title.
+    format : str
+        The format in use.
+    block_size : int
+        Tokens that one id stands for.
+    num_skipped : int
+        Bad lines or sessions that were passed over so far.
+    size_bytes : int
+        Of all files as they lie on disk, at least 1; a pipe's is not known.
+    """
+
+    path: Path
+    name: str
+    format: str
+    block_size: int
+    num_skipped: int
+    size_bytes: int
+
+    @property
+    @abstractmethod
+    def position_bytes(self) -> int:
+        """How much of `size_bytes` has been read; 0 where the file is a pipe."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests in order of arrival."""

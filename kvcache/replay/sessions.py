@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvcache.replay.requests import Closable, Request, TraceError
+from kvcache.replay.requests import Request, TraceError, TraceFile
 
 if TYPE_CHECKING:
     from kvcache.replay.requests import Int64Array
@@ -47,7 +47,7 @@ class _BadSession(ValueError):
     """A session is not of the expected form."""
 
 
-class SessionTrace(Closable):
+class SessionTrace(TraceFile):
     """The requests of recorded sessions, as of so many users who each begin the next one when theirs ends.
 
     Parameters
@@ -62,30 +62,14 @@ class SessionTrace(Closable):
     skip_bad : bool
         Pass over sessions that cannot be read and count them in `num_skipped`, instead of raising.
 
-    Attributes
-    ----------
-    format : str
-        ``"sessions"``.
-    name : str
-        The path's name, for a title.
-    block_size : int
-        Tokens of one id; the same in all sessions.
-    num_skipped : int
-        Bad sessions so far.
-    size_bytes, position_bytes : int
-        Of all files, and of those that have been read.
-
     Raises
     ------
     TraceError
         There is no session, or (also while iterating) one cannot be read.
-
-    Notes
-    -----
-    A context manager and an iterator: it is read once.
     """
 
     format = "sessions"
+    position_bytes = 0
 
     def __init__(self, path: str | os.PathLike[str], users: int = 40, seed: int = 0, skip_bad: bool = False) -> None:
         if type(users) is not int or users < 1:
@@ -93,7 +77,6 @@ class SessionTrace(Closable):
         self.path = Path(path)
         self.name = self.path.name or str(path)
         self.num_skipped = 0
-        self.position_bytes = 0
         self.block_size = 0
         self._skip_bad = skip_bad
         self._users = users

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
-from kvcache.replay.requests import Closable, Request
+from kvcache.replay.requests import Request, TraceFile
 from kvcache.replay.requests import TraceError as TraceError
 from kvcache.replay.sessions import SessionTrace, holds_sessions
 
@@ -76,15 +76,15 @@ def trace_formats() -> list[str]:
 
 def open_trace(
     path: str | os.PathLike[str], trace_format: str = "auto", skip_bad: bool = False, users: int = 40, seed: int = 0
-) -> Trace | SessionTrace:
-    """Open a trace of requests, or recorded sessions: a context manager and an iterator over requests."""
+) -> TraceFile:
+    """Open a trace of requests, or recorded sessions."""
     if trace_format not in ("auto", *trace_formats()):
         raise TraceError(f"unknown trace format {trace_format!r}, known ones: auto, {', '.join(trace_formats())}")
     is_sessions = trace_format == SessionTrace.format or (trace_format == "auto" and holds_sessions(Path(path)))
     return SessionTrace(path, users, seed, skip_bad) if is_sessions else Trace(path, trace_format, skip_bad)
 
 
-class Trace(Closable):
+class Trace(TraceFile):
     """The requests of a trace file, in file order.
 
     Parameters
@@ -96,27 +96,10 @@ class Trace(Closable):
     skip_bad : bool
         Pass over lines that are no request and count them in `num_skipped`, instead of raising.
 
-    Attributes
-    ----------
-    format : str
-        The format in use.
-    block_size : int
-        Tokens that one listed id stands for.
-    num_skipped : int
-        Bad lines so far.
-    size_bytes : int
-        Size of the file as it lies on disk, at least 1; a pipe's is not known.
-    name : str
-        The file's name, for a title.
-
     Raises
     ------
     TraceError
         The file cannot be opened, holds no request, or (also while iterating) a line is bad.
-
-    Notes
-    -----
-    A context manager and an iterator: it is read once.
     """
 
     def __init__(self, path: str | os.PathLike[str], trace_format: str = "auto", skip_bad: bool = False) -> None:
@@ -155,7 +138,6 @@ class Trace(Closable):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of the file that have been read, of `size_bytes`; 0 where the file is a pipe."""
         return 0 if self._raw.closed or not self._raw.seekable() else self._raw.tell()
 
     def __iter__(self) -> Iterator[Request]:

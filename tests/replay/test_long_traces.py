@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.cli.grid import best_policies
+from kvcache.cli.grid_report import best_policies
 from kvcache.replay.cells import Cell, Job, Plan
 from kvcache.replay.chats import ChatWorkload
 from kvcache.replay.checkpoint import Checkpoint
