@@ -16,8 +16,8 @@ def run(
     path: Path, policy: str | None, json_target: str | None, wants_shrunk: bool, shrink_s: float, is_quiet: bool
 ) -> None:
     """Replay one recording and report; a difference is a failure."""
+    from kvcache.replay.promises import Promises
     from kvcache.replay.recorded import replay_recording
-    from kvcache.replay.shrink import Promises
 
     recording = Recording(path)
     kept: list[Call] | None = [] if wants_shrunk else None
@@ -74,7 +74,8 @@ def _summary(report: dict[str, Any]) -> str:
 def _shrunk_text(
     records: list[Call], config: dict[str, Any], policy: str | None, is_broken: bool, shrink_s: float
 ) -> str:
-    from kvcache.replay.shrink import as_test, breaks_promises, differs_from, shrink
+    from kvcache.replay.reproduction import as_test
+    from kvcache.replay.shrink import breaks_promises, differs_from, shrink
     from kvcache.testing.reference import REFERENCE_POLICIES
 
     recorded = config["cache_policy"]

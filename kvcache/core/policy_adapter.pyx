@@ -83,11 +83,6 @@ cdef class PolicyAdapter(ReplacementPolicy):
         if self.table is None:
             raise TypeError(f"{type(self).__name__} is no policy: it has no table of blocks")
 
-    @property
-    def is_native(self):
-        """Whether its blocks belong to a manager's pool."""
-        return self.table.caller_blocks == NULL
-
     def native(self, num_blocks):
         """Return the cache of a manager's pool of `num_blocks` slots, which this policy decides for from now on.
 

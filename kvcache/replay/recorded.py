@@ -6,7 +6,7 @@ Keys in a recording are hashes; a policy takes one key for another nowhere, so t
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from typing import Any
@@ -521,8 +521,3 @@ def _compare_stats(runner: Runner, record: Call) -> Difference | None:
 def is_expected_error(name: str) -> bool:
     """Return whether an error of this name is one that a manager raises of bad arguments."""
     return any(name == error.__name__ for error in _EXPECTED_ERRORS)
-
-
-def calls_of(records: Iterable[Call]) -> Iterator[Call]:
-    """Yield the records that are calls."""
-    return (record for record in records if record.op < Op.CONTEXT)

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from threading import Lock
+
+_INTERVAL_S = 60.0
 
 
 class LogLimiter:
-    """Log the first warning of a cause, and then at most one per interval that counts those left out.
+    """Log the first warning of a cause, and then at most one per minute that counts those left out.
 
     Notes
     -----
     Thread-safe. Causes are few and fixed: each is remembered.
     """
 
-    def __init__(
-        self, logger: logging.Logger, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._interval_s = interval_s
-        self._clock = clock
         self._last_s: dict[str, float] = {}
         self._num_held_back: dict[str, int] = {}
         self._lock = Lock()
 
     def warn(self, cause: str, message: str, *args: object) -> None:
-        """Log a warning, unless the cause had one less than an interval ago."""
-        now_s = self._clock()
+        """Log a warning, unless the cause had one less than a minute ago."""
+        now_s = time.monotonic()
         with self._lock:
             last_s = self._last_s.get(cause)
-            if last_s is not None and now_s - last_s < self._interval_s:
+            if last_s is not None and now_s - last_s < _INTERVAL_S:
                 self._num_held_back[cause] = self._num_held_back.get(cause, 0) + 1
                 return
             self._last_s[cause] = now_s

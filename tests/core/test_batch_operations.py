@@ -355,7 +355,6 @@ class TestOnePolicyOneOwner:
     def test_a_policy_has_no_batch_operations(self, name: str) -> None:
         policy = POLICIES.resolve(name)(2)
         assert not {"open_request", "match_prefix", "status", "pin", "reserve", "commit", "abort"} & set(dir(policy))
-        assert not policy.is_native
         assert policy.get(b"x") is None
         policy.check()
 

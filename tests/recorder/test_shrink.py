@@ -10,8 +10,10 @@ import pytest
 from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.recorder.format import Recording
 from kvcache.recorder.recorder import Recorder
+from kvcache.replay.promises import Promises
 from kvcache.replay.recorded import replay_recording
-from kvcache.replay.shrink import Promises, as_test, breaks_promises, differs_from, minimize, shrink
+from kvcache.replay.reproduction import as_test
+from kvcache.replay.shrink import breaks_promises, differs_from, minimize, shrink
 from kvcache.testing.reference import REFERENCE_POLICIES
 
 Reference = REFERENCE_POLICIES["lru"]

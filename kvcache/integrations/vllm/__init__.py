@@ -1,4 +1,4 @@
-"""The door to vLLM: `KVCacheOffloadingSpec`, for the engine's own OffloadingConnector.
+"""The integration of vLLM: `KVCacheOffloadingSpec`, for the engine's own OffloadingConnector.
 
 The engine is imported, and its release checked, when the class is first asked for; so this package can be read, and
 its settings tested, where no vLLM is installed.
