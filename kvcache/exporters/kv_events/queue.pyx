@@ -55,6 +55,7 @@ cdef enum:
     CHUNK_BYTES = 1 << 16
     AHEAD = 12              # keys fetched ahead of their copying
     LINE_BYTES = 64
+    WRITE_AHEAD = 640       # bytes: the other processor read this memory last, and has its lines
     MAX_SPARE = 64          # chunks that are kept for later: 4 MiB; written memory needs no page faults
 
 
@@ -211,7 +212,7 @@ cdef class EventQueue:
                     raise
                 at = self.tail.data + self.tail.num_written
             room -= size
-            prefetch_write(at + 640)
+            prefetch_write(at + WRITE_AHEAD)
             at = put_key(at, key)
             Py_DECREF(<object> key)
             i += 1
