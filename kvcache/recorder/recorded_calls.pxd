@@ -51,7 +51,7 @@ cdef class RecordedCalls:
     cdef RequestLog log_of_context(self, context)
     cdef RequestLog _request_of(self, context)
     cdef int put_positions(self, RequestLog request, positions) except -1
-    cdef RequestLog _begin(self, int op, context, Py_ssize_t num_bytes)
+    cdef RequestLog _begin(self, int op, context, Py_ssize_t num_bytes, keys)
     cdef void _put_one(self, key) noexcept
     cdef void _put_answer(self, answer) noexcept
     cdef void _put_outcome(self, bytes error) noexcept

@@ -315,8 +315,8 @@ cdef class RecordedCalls:
 
     # ---- records of calls --------------------------------------------------------------------------------------
 
-    cdef inline RequestLog _begin(self, int op, context, Py_ssize_t num_bytes):
-        """Begin a record; None: there is no room for it."""
+    cdef inline RequestLog _begin(self, int op, context, Py_ssize_t num_bytes, keys):
+        """Begin a record of so many bytes and those of the keys, if any; None: there is no room for it."""
         cdef CallLog log = self.log
         cdef RequestLog request = self._request_of(context)
         cdef int64_t now_ns = log.now_ns()
@@ -324,8 +324,14 @@ cdef class RecordedCalls:
             if log.clock_owner != PyThread_get_thread_ident():
                 log.num_overlapped += 1  # what the clock answered was meant for another call
             log.clock_owner = 0
+        # Only now: the clock may have changed the list, and so may who runs while a chunk is opened.
+        cdef Py_ssize_t num_key_bytes = 0 if keys is None else log.keys_bytes(keys)
         # From here to the record's end nothing may run Python: another thread could take the chunk away.
-        if not log.has_room(64 + num_bytes):
+        if not log.has_room(64 + num_bytes + num_key_bytes):
+            return None
+        if keys is not None and log.keys_bytes(keys) > num_key_bytes:
+            log.num_lost += 1
+            log.num_unreported += 1
             return None
         log.at[0] = op
         log.at += 1
@@ -368,7 +374,7 @@ cdef class RecordedCalls:
         cdef CallLog log = self.log
         with cython.critical_section(log):
             try:
-                if not log.is_closed and self._begin(op, context, 16) is not None:
+                if not log.is_closed and self._begin(op, context, 16, None) is not None:
                     self._put_one(key)
                     self._put_answer(answer)
             finally:
@@ -381,7 +387,7 @@ cdef class RecordedCalls:
             try:
                 if log.is_closed:
                     return 0
-                request = self._begin(op, context, log.keys_bytes(keys))
+                request = self._begin(op, context, 0, keys)
                 if request is not None:
                     log.put_keys(keys, request)
                     if flag >= 0:
@@ -408,7 +414,7 @@ cdef class RecordedCalls:
             try:
                 if log.is_closed:
                     return 0
-                request = self._begin(PREPARE_LOAD, context, log.keys_bytes(keys) + SPAN_BYTES + 8 * num_ids)
+                request = self._begin(PREPARE_LOAD, context, SPAN_BYTES + 8 * num_ids, keys)
                 if request is not None:
                     log.put_keys(keys, request)
                     log.at[0] = A_BLOCKS
@@ -440,7 +446,7 @@ cdef class RecordedCalls:
                 if log.is_closed:
                     return 0
                 request = self._begin(
-                    PREPARE_STORE, context, log.keys_bytes(keys) + log.keys_bytes(stored) + SPAN_BYTES + 8 * num_ids)
+                    PREPARE_STORE, context, log.keys_bytes(stored) + SPAN_BYTES + 8 * num_ids, keys)
                 if request is not None:
                     log.put_keys(keys, request)
                     log.at[0] = A_OUTPUT
@@ -456,7 +462,7 @@ cdef class RecordedCalls:
         cdef CallLog log = self.log
         with cython.critical_section(log):
             try:
-                if not log.is_closed and self._begin(op, context, 16) is not None:
+                if not log.is_closed and self._begin(op, context, 16, None) is not None:
                     if flag >= 0:
                         log.put_number(flag)
                     self._put_outcome(None)
@@ -480,7 +486,7 @@ cdef class RecordedCalls:
             try:
                 if log.is_closed:
                     return 0
-                request = self._begin(op, context, 128 if is_one or keys is None else 128 + log.keys_bytes(keys))
+                request = self._begin(op, context, 128, None if is_one else keys)
                 if request is not None:
                     if is_one:
                         self._put_one(keys)
@@ -506,8 +512,8 @@ cdef class RecordedCalls:
                     digest = digest * 31 + (1 if event.removed else 0) + 2 * <uint64_t> len(event.keys)
                     for key in event.keys:
                         digest = digest * <uint64_t> 1099511628211 ^ log.hash_key(<PyObject*> key)
-                if self._begin(TAKE_EVENTS, None, 48) is not None:
-                    log.put_number(0 if max_events is None else <uint64_t> max_events + 1)
+                if self._begin(TAKE_EVENTS, None, 48, None) is not None:
+                    log.put_number(0 if max_events is None else <uint64_t> min(max_events, MAX_NUMBER) + 1)
                     log.at[0] = A_EVENTS
                     log.at += 1
                     log.put_number(len(events))
@@ -526,7 +532,7 @@ cdef class RecordedCalls:
             try:
                 if log.is_closed:
                     return 0
-                request = self._begin(HINT, context, 160 + len(text) + log.keys_bytes(keys))
+                request = self._begin(HINT, context, 160 + len(text), keys)
                 if request is not None:
                     log.put_keys(keys, request)
                     log.put_text(text)
@@ -542,7 +548,7 @@ cdef class RecordedCalls:
         cdef uint64_t number
         with cython.critical_section(log):
             try:
-                if not log.is_closed and self._begin(REPORT_PREFILLS, None, 160 + 10 * n) is not None:
+                if not log.is_closed and self._begin(REPORT_PREFILLS, None, 160 + 10 * n, None) is not None:
                     log.put_number(n)
                     for i in range(n):
                         number = numbers[i]

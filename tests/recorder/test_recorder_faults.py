@@ -116,3 +116,32 @@ def test_lost_records_cost_no_memory(tmp_path):
         os._exit(min(recorder._wakes.qsize(), 255))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) <= 1
     recorder.stop()
+
+
+def test_list_of_keys_that_grows_while_its_call_is_recorded_is_no_record(tmp_path):
+    keys = [key(number) for number in range(4)]
+    more = [key(number) for number in range(200_000)]
+
+    def clock() -> float:
+        keys.extend(more)
+        more.clear()
+        return 1.0
+
+    manager = CPUOffloadingManager(16, 100)
+    with Recorder(manager, tmp_path / "run", clock=clock) as recorder:
+        manager.touch(keys)
+        manager.touch(keys[:4])
+    outcome = replay_recording(Recording(tmp_path / "run"))
+    assert outcome.difference is None
+    assert outcome.num_calls + recorder.stats().num_lost == 2
+
+
+@pytest.mark.parametrize("max_events", [2**64 - 1, 2**64, 10**40])
+def test_events_taken_without_a_bound_that_counts_are_recorded(tmp_path, max_events):
+    manager = CPUOffloadingManager(16, 100, enable_events=True)
+    with Recorder(manager, tmp_path / "run"):
+        serve(manager, 1)
+        assert [event.keys for event in manager.take_events(max_events)] == [[key(i) for i in range(7)]]
+        serve(manager, 1)
+    outcome = replay_recording(Recording(tmp_path / "run"))
+    assert (outcome.num_calls, outcome.difference) == (9, None)
