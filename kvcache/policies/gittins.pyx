@@ -9,7 +9,7 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from kvcache.core.eviction_queue cimport Row
-from kvcache.core.index cimport Probe, home_of, index_first, index_next, prefetch, zeroed
+from kvcache.core.index cimport Probe, index_first, index_next, prefetch, zeroed
 from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.remembered cimport SEGMENT_KEYS, HashInGroup, RememberedKeys
 from kvcache.core.request_keys cimport Named, RequestKeys
@@ -52,7 +52,6 @@ cdef enum:
     ALL_KNOWN = 2               # of a request: all its keys so far were known
     LEADING_SHIFT = 2
     NEVER = 0x7fffffff
-    GROUPS_AHEAD = 4            # whose likely victims are fetched ahead
     COHORTS_AHEAD = 4           # late cohorts fetched ahead of their move
 
 cdef enum:
@@ -204,9 +203,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef Py_ssize_t num_leaving
     cdef Py_ssize_t call_size
     cdef uint64_t num_uses              # calls of on_request_use
-    cdef int32_t[GROUPS_AHEAD] ahead    # rows of likely victims, one of each group, to be fetched ahead next; 0: none
-    cdef int ahead_at                   # the next of these
-    cdef int64_t ahead_value            # of their cell
     cdef LostParent* lost               # [lost_size]; 0: none
     cdef int32_t lost_size
     cdef int32_t lost_fresh
@@ -771,7 +767,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 if num_leading + 1 >= self.groups[group].length:
                     state[PROGRESS] |= CONTINUES
         length = num_positions if num_positions else <int32_t> n
-        self._look_ahead(n)
         splits = self.splits_shared and hint == 0
         widened = 0 if state[PROGRESS] & CONTINUES else self._widened()
         memset(shared, 0, sizeof(shared))
@@ -815,8 +810,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if row != 0:
                 self._append_member(label, row)
                 continue
-            if self.value[cls * NUM_BINS] > self.ahead_value:
-                self._fetch_victim()
             self.new_keys[self.num_new].hash = hashes[i]
             self.new_keys[self.num_new].group = label
             self.num_new += 1
@@ -1091,52 +1084,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                                     return got
         return got
 
-    cdef void _look_ahead(self, Py_ssize_t n) noexcept nogil:
-        """Find the groups with which a store of up to `n` keys will likely begin to evict."""
-        cdef int i, word
-        cdef int32_t cell = -1, cohort, group = 0
-        memset(self.ahead, 0, sizeof(self.ahead))
-        self.ahead_at = 0
-        self.ahead_value = <int64_t> 1 << 62    # more than any
-        if n <= self.table.num_free:
-            return
-        for word in range((self.num_ranked + 63) >> 6):
-            if self.holders[word] != 0:
-                cell = self.ranked[(word << 6) + lowest_bit(self.holders[word])]
-                break
-        if cell < 0:
-            return
-        self.ahead_value = self.value[cell]
-        cohort = self.queues[HOLDERS][cell].first
-        group = self.cohorts[cohort].groups[HOLDERS].first
-        for i in range(GROUPS_AHEAD):
-            self.ahead[i] = self.groups[group].tail
-            prefetch(&self.table.rows[self.ahead[i]])
-            group = self.groups[group].next[HOLDERS]
-            if group == 0:
-                cohort = self.cohorts[cohort].next[HOLDERS]
-                if cohort == 0:
-                    return
-                group = self.cohorts[cohort].groups[HOLDERS].first
-
-    cdef inline void _fetch_victim(self) noexcept nogil:
-        """Fetch ahead what a likely eviction reads, and the row behind it, of several groups in turn.
-
-        A guess, made while keys are used: each row names the next, so that a store would wait for every one of them.
-        """
-        cdef int at = self.ahead_at
-        cdef const Row* row = &self.table.rows[self.ahead[at]]
-        self.ahead_at = (at + 1) % GROUPS_AHEAD
-        if self.ahead[at] == 0:
-            return
-        prefetch(row.key)
-        prefetch(&self.table.buckets[home_of(<uint32_t> row.hash, self.table.num_buckets)])
-        self.ahead[at] = row.prev
-        row = &self.table.rows[row.prev]
-        prefetch(row)
-        prefetch(<const char*> (row + 1) - 1)   # a row may begin in one cache line and end in the next
-        prefetch(&self.members[self.ahead[at]])
-
     cdef inline int64_t _worth_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
         cdef int32_t group
         if self._is_new(names, place):
@@ -1146,7 +1093,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return self.value[self._class_of(group) * NUM_BINS]
 
     cdef inline void _evict_tail(self, int32_t tail, Py_ssize_t got) noexcept nogil:
-        """Take victim number `got` out."""
+        """Take victim number `got` out, and fetch ahead what the next one, its release and the memory will need."""
+        prefetch(&self.members[self.table.rows[tail].prev])
+        # Keys of a prompt mostly lie in rows that follow one another.
+        prefetch(&self.table.rows[max(tail - 5, 0)])
+        prefetch(&self.members[max(tail - 8, 0)])
+        prefetch(self.table.rows[tail].key)
         self.leaving[got].hash = self.table.rows[tail].hash
         self.leaving[got].group = self._place_of(tail).label
         self.num_leaving += 1
