@@ -454,43 +454,44 @@ cdef class RememberedKeys:
         passed = {}
         while at != 0:
             num_in_use += 1
-            hold(self.segments[at].held != 0, f"segment {at} holds no key")
-            hold(bin(self.segments[at].held).count("1") == self.segments[at].num_held,
-                 f"segment {at} counts {self.segments[at].num_held} keys")
-            hold(self.segments[at].num_groups <= SEGMENT_GROUPS, f"segment {at} has too many groups")
-            hold(self.segments[self.segments[at].next].prev == at, f"segment {at} is not its neighbour's neighbour")
+            if self.segments[at].held == 0:
+                raise RuntimeError(f"invariant broken: segment {at} holds no key")
+            if bin(self.segments[at].held).count("1") != self.segments[at].num_held:
+                raise RuntimeError(f"invariant broken: segment {at} counts {self.segments[at].num_held} keys")
+            if self.segments[at].num_groups > SEGMENT_GROUPS:
+                raise RuntimeError(f"invariant broken: segment {at} has too many groups")
+            if self.segments[self.segments[at].next].prev != at:
+                raise RuntimeError(f"invariant broken: segment {at} is not its neighbour's neighbour")
             for i in range(SEGMENT_KEYS):
                 if self.segments[at].held >> i & 1:
                     num_keys += 1
-                    hold((self.segments[at].which >> 2 * i & 3) < self.segments[at].num_groups,
-                         f"key {i} of segment {at} is in no group")
+                    if (self.segments[at].which >> 2 * i & 3) >= self.segments[at].num_groups:
+                        raise RuntimeError(f"invariant broken: key {i} of segment {at} is in no group")
             at = self.segments[at].next
         for b in range(self.num_buckets):
             for slot in range(10):
                 place = self.buckets[b].place[slot]
-                hold((place == 0) == (self.buckets[b].tag[slot] == 0), f"slot {slot} of bucket {b} is half empty")
+                if (place == 0) != (self.buckets[b].tag[slot] == 0):
+                    raise RuntimeError(f"invariant broken: slot {slot} of bucket {b} is half empty")
                 if place != 0:
                     num_indexed += 1
-                    hold(self.segments[place >> PLACE_SHIFT].held >> (place & PLACE_MASK) & 1,
-                         f"the index names place {place}, which holds no key")
+                    if self.segments[place >> PLACE_SHIFT].held >> (place & PLACE_MASK) & 1 == 0:
+                        raise RuntimeError(f"invariant broken: the index names place {place}, which holds no key")
                     low = self._low_at(place)
                     home = home_of(low, self.num_buckets)
                     while home != b:
                         passed[home, low & 7] = passed.get((home, low & 7), 0) + 1
                         home = bucket_after(home, self.num_buckets)
-                    hold(self.find(<uint64_t> self.buckets[b].tag[slot] << 48 | self._low_at(place)) != 0,
-                         f"the key at place {place} is not found")
+                    if self.find(<uint64_t> self.buckets[b].tag[slot] << 48 | self._low_at(place)) == 0:
+                        raise RuntimeError(f"invariant broken: the key at place {place} is not found")
         for b in range(self.num_buckets):
             for low in range(8):
                 way = num_passed_of(&self.buckets[b], low)
                 num_passed = passed.get((b, low), 0)
-                hold(way == num_passed or way == 15, f"bucket {b} counts {way} keys passed of {num_passed}")
-        hold(num_keys == self.num_keys == num_indexed,
-             f"{num_keys} keys are held, {num_indexed} indexed, {self.num_keys} counted")
-        hold(num_in_use == self.num_in_use, f"{num_in_use} segments are linked, {self.num_in_use} counted")
-
-
-cdef int hold(bint condition, str fault) except -1:
-    if not condition:
-        raise RuntimeError(f"invariant broken: {fault}")
-    return 0
+                if way != num_passed and way != 15:
+                    raise RuntimeError(f"invariant broken: bucket {b} counts {way} keys passed of {num_passed}")
+        if not (num_keys == self.num_keys == num_indexed):
+            raise RuntimeError(
+                f"invariant broken: {num_keys} keys are held, {num_indexed} indexed, {self.num_keys} counted")
+        if num_in_use != self.num_in_use:
+            raise RuntimeError(f"invariant broken: {num_in_use} segments are linked, {self.num_in_use} counted")

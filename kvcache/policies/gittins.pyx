@@ -1393,13 +1393,15 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             youngest = None
             cohort = self.queues[ALL][cell].first
             while cohort != 0:
-                hold(self.cohorts[cohort].num_groups > 0 and self._cell_of(&self.cohorts[cohort]) == cell,
-                     f"cohort {cohort} is astray in cell {cell}")
-                hold(youngest is None or self.cohorts[cohort].t0 >= youngest, f"cohort {cohort} is out of order")
+                if self.cohorts[cohort].num_groups <= 0 or self._cell_of(&self.cohorts[cohort]) != cell:
+                    raise BlockStateError(f"invariant broken: cohort {cohort} is astray in cell {cell}")
+                if youngest is not None and self.cohorts[cohort].t0 < youngest:
+                    raise BlockStateError(f"invariant broken: cohort {cohort} is out of order")
                 youngest = self.cohorts[cohort].t0
                 next = self.cohorts[cohort].next[ALL]
-                hold(self.cohorts[next].prev[ALL] == cohort if next != 0 else self.youngest[cell // NUM_BINS] == cohort,
-                     f"cohort {cohort} is not its neighbour's neighbour")
+                if not (self.cohorts[next].prev[ALL] == cohort
+                        if next != 0 else self.youngest[cell // NUM_BINS] == cohort):
+                    raise BlockStateError(f"invariant broken: cohort {cohort} is not its neighbour's neighbour")
                 num_groups += self.check_cohort(cohort, known)
                 if self.cohorts[cohort].groups[HOLDERS].first != 0:
                     holders.append(cohort)
@@ -1409,63 +1411,79 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             while cohort != 0:
                 listed.append(cohort)
                 cohort = self.cohorts[cohort].next[HOLDERS]
-            hold((self.occupied[cell >> 6] >> (cell & 63) & 1) == (self.queues[ALL][cell].first != 0),
-                 f"cell {cell} is marked wrongly")
-            hold(cell % NUM_BINS == NUM_BINS - 1 or self.queues[ALL][cell].first == 0
-                 or self.due <= self.ends[cell]
-                 == self.cohorts[self.queues[ALL][cell].first].t0 + EDGES[cell % NUM_BINS + 1],
-                 f"cell {cell} ages too late")
-            hold(sorted(listed) == sorted(holders), f"cell {cell} lists {listed}, {holders} have resident members")
+            if (self.occupied[cell >> 6] >> (cell & 63) & 1) != (self.queues[ALL][cell].first != 0):
+                raise BlockStateError(f"invariant broken: cell {cell} is marked wrongly")
+            if not (cell % NUM_BINS == NUM_BINS - 1 or self.queues[ALL][cell].first == 0
+                    or self.due <= self.ends[cell]
+                    == self.cohorts[self.queues[ALL][cell].first].t0 + EDGES[cell % NUM_BINS + 1]):
+                raise BlockStateError(f"invariant broken: cell {cell} ages too late")
+            if sorted(listed) != sorted(holders):
+                raise BlockStateError(f"invariant broken: cell {cell} lists {listed}, {holders} have resident members")
             if self._in_use(cell // NUM_BINS):
                 row = self.rank_of[cell]
-                hold(self.ranked[row] == cell, f"cell {cell} has another rank")
-                hold((self.holders[row >> 6] >> (row & 63) & 1) == (listed != []), f"cell {cell} is marked wrongly")
+                if self.ranked[row] != cell:
+                    raise BlockStateError(f"invariant broken: cell {cell} has another rank")
+                if (self.holders[row >> 6] >> (row & 63) & 1) != (listed != []):
+                    raise BlockStateError(f"invariant broken: cell {cell} is marked wrongly")
         for group in list(known):
             row = self.groups[group].tail
-            hold(row == 0 or rows[row].next == 0, f"group {group} goes on behind its tail")
+            if row != 0 and rows[row].next != 0:
+                raise BlockStateError(f"invariant broken: group {group} goes on behind its tail")
             while row != 0:
                 num_resident += 1
                 known[group] -= 1
-                hold(rows[row].key != NULL and group_in(self._place_of(row).label) == group,
-                     f"row {row} is in no group")
+                if rows[row].key == NULL or group_in(self._place_of(row).label) != group:
+                    raise BlockStateError(f"invariant broken: row {row} is in no group")
                 if rows[row].prev != 0:
-                    hold(rows[rows[row].prev].next == row, f"row {row} is not its neighbour's")
+                    if rows[rows[row].prev].next != row:
+                        raise BlockStateError(f"invariant broken: row {row} is not its neighbour's")
                 parent = self._place_of(row).parent
                 if parent != 0 and rows[parent].generation == self.members[row].parent_generation:
-                    hold(rows[parent].key != NULL, f"row {row} has an absent predecessor")
+                    if rows[parent].key == NULL:
+                        raise BlockStateError(f"invariant broken: row {row} has an absent predecessor")
                     kids[parent] = kids.get(parent, 0) + 1
                 row = rows[row].prev
-        hold(total == self.total, f"{total} are counted, the total is {self.total}")
-        hold(num_groups == self.num_groups, f"{num_groups} groups are linked, {self.num_groups} counted")
-        hold(num_resident == self.table.num_resident,
-             f"{num_resident} members are resident, {self.table.num_resident} rows")
+        if total != self.total:
+            raise BlockStateError(f"invariant broken: {total} are counted, the total is {self.total}")
+        if num_groups != self.num_groups:
+            raise BlockStateError(f"invariant broken: {num_groups} groups are linked, {self.num_groups} counted")
+        if num_resident != self.table.num_resident:
+            raise BlockStateError(
+                f"invariant broken: {num_resident} members are resident, {self.table.num_resident} rows")
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
             if rows[row].key == NULL:
                 continue
-            hold(self.memory.find(rows[row].hash) == 0, f"row {row} is resident and remembered")
+            if self.memory.find(rows[row].hash) != 0:
+                raise BlockStateError(f"invariant broken: row {row} is resident and remembered")
             # A child left behind by a failed store may have counted itself out of another's.
-            hold(self.num_lost > 0 or self.members[row].kids <= kids.get(row, 0), f"row {row} counts too many children")
+            if self.num_lost == 0 and self.members[row].kids > kids.get(row, 0):
+                raise BlockStateError(f"invariant broken: row {row} counts too many children")
         for label in self.memory.groups():
             group = group_in(label)
-            hold(group in known, f"a remembered key is in group {group}, which is not there")
+            if group not in known:
+                raise BlockStateError(f"invariant broken: a remembered key is in group {group}, which is not there")
             known[group] -= 1
         for i in range(self.num_new):
             group = group_in(self.new_keys[i].group)
-            hold(group in known, f"a new key is in group {group}, which is not there")
+            if group not in known:
+                raise BlockStateError(f"invariant broken: a new key is in group {group}, which is not there")
             known[group] -= 1
-        hold(self.num_leaving == 0, f"{self.num_leaving} victims are not remembered yet")
+        if self.num_leaving != 0:
+            raise BlockStateError(f"invariant broken: {self.num_leaving} victims are not remembered yet")
         for i in range(self.num_buckets):
             next = self.buckets[i]
             while next != 0:
                 num_lost += 1
-                hold(self.lost[next].num_children > 0
-                     and self._bucket_of(self.lost[next].row, self.lost[next].generation) == &self.buckets[i],
-                     f"lost parent {next} is in a wrong bucket")
+                if not (self.lost[next].num_children > 0
+                        and self._bucket_of(self.lost[next].row, self.lost[next].generation) == &self.buckets[i]):
+                    raise BlockStateError(f"invariant broken: lost parent {next} is in a wrong bucket")
                 next = self.lost[next].next
-        hold(num_lost == self.num_lost, f"{num_lost} lost parents are linked, {self.num_lost} counted")
+        if num_lost != self.num_lost:
+            raise BlockStateError(f"invariant broken: {num_lost} lost parents are linked, {self.num_lost} counted")
         self.memory.check()
         for group in known:
-            hold(known[group] == 0, f"group {group} counts {known[group]} members too many")
+            if known[group] != 0:
+                raise BlockStateError(f"invariant broken: group {group} counts {known[group]} members too many")
         return 0
 
     cdef Py_ssize_t check_cohort(self, int32_t cohort, dict known) except -1:
@@ -1475,9 +1493,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         groups = []
         holders = []
         while group != 0:
-            hold(self.groups[group].num_known > 0 and self.groups[group].cohort == cohort,
-                 f"group {group} is astray in cohort {cohort}")
-            hold(self.groups[group].prev[ALL] == last, f"group {group} is not its neighbour's neighbour")
+            if self.groups[group].num_known <= 0 or self.groups[group].cohort != cohort:
+                raise BlockStateError(f"invariant broken: group {group} is astray in cohort {cohort}")
+            if self.groups[group].prev[ALL] != last:
+                raise BlockStateError(f"invariant broken: group {group} is not its neighbour's neighbour")
             groups.append(group)
             known[group] = self.groups[group].num_known
             num_known += self.groups[group].num_known
@@ -1485,22 +1504,20 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 holders.append(group)
             last = group
             group = self.groups[group].next[ALL]
-        hold(last == self.cohorts[cohort].groups[ALL].last, f"cohort {cohort} ends with another group than {last}")
-        hold(num_known == self.cohorts[cohort].num_known, f"cohort {cohort} counts other keys than {num_known}")
-        hold(len(groups) == self.cohorts[cohort].num_groups, f"cohort {cohort} counts other groups than {groups}")
+        if last != self.cohorts[cohort].groups[ALL].last:
+            raise BlockStateError(f"invariant broken: cohort {cohort} ends with another group than {last}")
+        if num_known != self.cohorts[cohort].num_known:
+            raise BlockStateError(f"invariant broken: cohort {cohort} counts other keys than {num_known}")
+        if len(groups) != self.cohorts[cohort].num_groups:
+            raise BlockStateError(f"invariant broken: cohort {cohort} counts other groups than {groups}")
         listed = []
         group = self.cohorts[cohort].groups[HOLDERS].first
         while group != 0:
             listed.append(group)
             group = self.groups[group].next[HOLDERS]
-        hold(sorted(listed) == sorted(holders), f"cohort {cohort} lists {listed}, {holders} have resident members")
+        if sorted(listed) != sorted(holders):
+            raise BlockStateError(f"invariant broken: cohort {cohort} lists {listed}, {holders} have resident members")
         return len(groups)
-
-
-cdef int hold(bint condition, str fault) except -1:
-    if not condition:
-        raise BlockStateError(f"invariant broken: {fault}")
-    return 0
 
 
 CachePolicy.register(GittinsCachePolicy)
