@@ -189,8 +189,6 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             backend = CPUBackend(self.block_size, self.num_blocks)
         return GenericBlockCache(policy, backend, self.num_blocks, self._note_evicted)
 
-    # ---- gauges ----------------------------------------------------------------------------------------------
-
     @property
     def policy(self) -> CachePolicy:
         """The policy that decides what leaves."""
@@ -316,8 +314,6 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if self.events is not None:
             parts.append(Part("event", EventStats(len(self.events), self.events.num_dropped)))
         return parts
-
-    # ---- requests and time -----------------------------------------------------------------------------------
 
     def _request_keys_of(self, req_context: ReqContext | None) -> Any:
         if req_context is None:
@@ -482,8 +478,6 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
                 return kept
         return self._request_keys_of(req_context)
 
-    # ---- look-ups --------------------------------------------------------------------------------------------
-
     def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int:
         """Return whether one key, or how many of the first keys, are ready, and count the look-up.
 
@@ -526,8 +520,6 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         """Return where the run of ready keys from `start` on ends; this is neither counted nor a use."""
         return self._cache.match_prefix(keys, self._request_keys_of(req_context), start)
 
-    # ---- uses ------------------------------------------------------------------------------------------------
-
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent."""
         if type(keys) is not list:
@@ -569,8 +561,6 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if type(keys) is not list:
             keys = as_key_list(keys)
         self._ops.unpin(keys, None if req_context is None else self._request_keys_of(req_context))
-
-    # ---- blocks that come and leave --------------------------------------------------------------------------
 
     def reserve(
         self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False

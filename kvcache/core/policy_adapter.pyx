@@ -95,8 +95,6 @@ cdef class PolicyAdapter(ReplacementPolicy):
             raise ValueError(f"num_blocks must be the capacity, {self.table.cache_capacity}, got {num_blocks!r}")
         return BlockCache(self)
 
-    # ---- the five primitives, over blocks that the caller brings ----------------------------------------------
-
     def get(self, key):
         """Return the block of `key`, or None; in a manager's pool it is a read-only live view."""
         cdef BlockTable table = self.table
@@ -253,8 +251,6 @@ cdef class PolicyAdapter(ReplacementPolicy):
         if KV_DEBUG and self.is_check_due():
             self.check()
         return 0
-
-    # ---- inspection -------------------------------------------------------------------------------------------
 
     def _peek(self, int32_t row, uint32_t generation, uint64_t epoch):
         cdef BlockTable table = self.table

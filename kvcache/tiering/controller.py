@@ -208,8 +208,6 @@ class TierController:
         self._reset_again_s: float | None = None
         self._warnings = LogLimiter(_LOG)
 
-    # ---- what may be sent ------------------------------------------------------------------------------------
-
     def may_load(self, now_s: float) -> bool:
         """Return whether it is worth asking the tier for blocks."""
         return self._reset_again_s is None and self._reads.allows(now_s) and self._stuck_blocks < self._max_load_blocks
@@ -242,8 +240,6 @@ class TierController:
         """Whether the tier has reported what was not taken in yet, or uses wait to be passed on."""
         return bool(self._reported or self._uses)
 
-    # ---- blocks to be written --------------------------------------------------------------------------------
-
     def offer(self, keys: Iterable[bytes]) -> None:
         """Put keys into the backlog; what it cannot hold is dropped, longest waiting first."""
         self.backlog.extend(keys)
@@ -260,8 +256,6 @@ class TierController:
         """Note what left host memory; what the tier should have had is lost, and counted."""
         if self.dirty is not None:
             self.dropped_blocks += self.dirty.remove(keys)
-
-    # ---- calls of the tier -----------------------------------------------------------------------------------
 
     def lookup(self, keys: list[bytes], now_s: float) -> int | None:
         """Return how many of the first keys the tier can load, 0 while it is left alone; None: ask again."""

@@ -447,8 +447,6 @@ class TieredOffloadingManager(OffloadingManager):
         sampler = self.pool.observer if isinstance(self.pool.observer, Sampler) else None
         return estimate(sampler, self.num_blocks, type(self.policy), policies, capacities)
 
-    # ---- look-ups --------------------------------------------------------------------------------------------
-
     def _answer(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:
         num_ready = self.pool.match_prefix(keys, req_context)
         self.pool.count_lookup(len(keys))
@@ -537,8 +535,6 @@ class TieredOffloadingManager(OffloadingManager):
                 self._note_evicted(output.evicted_keys)
                 self._load(controller, output.keys_to_store, _block_ids(output.store_spec), (), now_s)
 
-    # ---- blocks that move up ---------------------------------------------------------------------------------
-
     def _promote(self, now_s: float) -> None:
         num_left = MAX_STEP_BLOCKS
         for request in self._pending.wanting():
@@ -617,8 +613,6 @@ class TieredOffloadingManager(OffloadingManager):
             self._pending.hold(job.waiters, done)
             self._offer(ready, job.controller)
 
-    # ---- blocks that move down -------------------------------------------------------------------------------
-
     def _offer(self, keys: list[bytes], source: TierController | None) -> None:
         """Let the tiers have blocks that became ready, or know of them."""
         for controller in self.controllers:
@@ -665,8 +659,6 @@ class TieredOffloadingManager(OffloadingManager):
         controller.dropped_blocks += len(ready)
         controller.drop_backlog()
         return False
-
-    # ---- what tiers report -----------------------------------------------------------------------------------
 
     def _take_in(self, now_s: float) -> None:
         """Take over what the tiers have done since the last time, a step's worth."""
@@ -728,8 +720,6 @@ class TieredOffloadingManager(OffloadingManager):
         if keys:
             for controller in self.controllers:
                 controller.remove(keys)
-
-    # ---- uses ------------------------------------------------------------------------------------------------
 
     def _note_use(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         self._count_uses(keys, req_context)

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from kvcache import ReqContext, TieredOffloadingManager
-from kvcache.cli.top import Frame, History, parse_metrics, view
+from kvcache.cli.frames import Frame, History, parse_metrics
+from kvcache.cli.top_view import view
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.prometheus import start_server
 from kvcache.exporters.status import StatusServer
