@@ -183,7 +183,7 @@ def _save_plot(path: Path, done: list[Turn], document: dict[str, Any]) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_ylim(bottom=0)
-    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(*times.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)
     caption(figure, _title(done, document), f"{machine()}; a Llama built on the spot")
     figure.savefig(path, format="png", dpi=150)
 
