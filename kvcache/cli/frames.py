@@ -74,12 +74,15 @@ def socket_reader(path: Path) -> Callable[[], Frame]:
 
     def look() -> Frame:
         found = ask(path, "samples", _TIMEOUT_S)
-        values = {
-            (name, tuple(labels.items())): float(value)
-            for name, _, labels, value in found["samples"]
-            if isinstance(value, int | float)
-        }
-        return Frame(found["time_s"], values, found["labels"])
+        try:
+            values = {
+                (name, tuple(labels.items())): float(value)
+                for name, _, labels, value in found["samples"]
+                if isinstance(value, int | float)
+            }
+            return Frame(float(found["time_s"]), values, dict(found["labels"]))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} gave no samples of a kvcache engine") from error
 
     return look
 
@@ -102,6 +105,7 @@ def url_reader(url: str) -> Callable[[], Frame]:
     """Return what reads a frame from a `/metrics` URL."""
     import importlib.util
     import urllib.request
+    from http.client import HTTPException, InvalidURL
 
     if importlib.util.find_spec("prometheus_client") is None:
         raise common.CommandError("--url needs prometheus-client: install kvcache's extra 'prometheus'")
@@ -112,8 +116,10 @@ def url_reader(url: str) -> Callable[[], Frame]:
         try:
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
                 text = answer.read(64 << 20).decode()
-        except OSError as error:
-            raise OSError(f"{url} does not answer: {error}") from error
+        except InvalidURL as error:
+            raise ValueError(f"--url must be a URL, got {url!r}: {error}") from error
+        except (OSError, HTTPException) as error:
+            raise OSError(f"{url} does not answer: {error or type(error).__name__}") from error
         return parse_metrics(text, time.time(), url)
 
     return look

@@ -104,7 +104,7 @@ def _calls(frame: Frame) -> Table:
     table = _table("Worst calls in the scheduler's thread so far", "call", "took")
     worst = sorted(
         (
-            (frame.get("call_worst_seconds", **labels), labels["call"])
+            (frame.get("call_worst_seconds", **labels), labels.get("call", ""))
             for labels in frame.components("call_worst_seconds")
         ),
         reverse=True,

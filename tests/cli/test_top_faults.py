@@ -1,0 +1,68 @@
+"""`kvcache top` before servers that are none of kvcache's: one clear line, and an exit status."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@contextmanager
+def answering(listener: socket.socket, answer: bytes) -> Iterator[None]:
+    """Give every client the same answer."""
+
+    def serve() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with client:
+                client.recv(1 << 16)
+                client.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"]
+)
+def test_server_of_another_protocol_is_named(run: Run, answer: bytes) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+    with answering(listener, answer):
+        code, _, error = run("top", "--once", "--url", url)
+    assert code == 1
+    assert f"{url} does not answer" in error
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc/", "http://a b/"])
+def test_url_that_is_none_is_named(run: Run, url: str) -> None:
+    code, _, error = run("top", "--once", "--url", url)
+    assert code == 2
+    assert f"--url must be a URL, got {url!r}" in error
+
+
+@pytest.mark.parametrize("result", [b"null", b"5", b"{}", b'{"time_s": 1, "labels": 5, "samples": []}'])
+def test_socket_that_gives_no_samples_is_named(run: Run, tmp_path: Path, result: bytes) -> None:
+    path = tmp_path / "engine.sock"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    with answering(listener, b'{"ok": true, "result": ' + result + b"}\n"):
+        code, _, error = run("top", "--once", "--socket", str(path))
+    assert code == 2
+    assert f"{path} gave no samples of a kvcache engine" in error
