@@ -6,6 +6,7 @@ the collector in a registry of one's own, or let `start_server` serve it.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -118,6 +119,7 @@ class PrometheusExporter(Exporter):
             raise OSError(error.errno, f"{host}:{port} cannot be opened: {error.strerror or error}") from error
         _drop_idle_clients(self._server)
         self._lock = threading.Lock()
+        self._owner = os.getpid()
         self._is_closed = False
 
     @classmethod
@@ -154,6 +156,8 @@ class PrometheusExporter(Exporter):
             if self._is_closed:
                 return
             self._is_closed = True
+        if self._owner != os.getpid():
+            return  # a child that was forked has no thread that would answer
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_CLOSE_S)

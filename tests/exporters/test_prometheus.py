@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -224,3 +226,15 @@ def test_clients_that_stand_still_or_send_garbage_hold_nobody_up(
     while threading.active_count() > threads:
         assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_close_in_a_forked_child_does_not_wait_for_a_thread_that_is_not_there(telemetry: Telemetry) -> None:
+    exporter = start_server(telemetry, 0)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        exporter.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "kvcache_" in fetch(exporter.address)
