@@ -139,6 +139,40 @@ cdef int _make_edges() except -1:
 _make_edges()
 
 
+ctypedef fused Linked:
+    Group
+    Cohort
+
+
+cdef inline void insert(Linked* items, int which, Queue* queue, int32_t item, int32_t prev) noexcept nogil:
+    """Put an item into a queue behind `prev`, which is in it; 0: first."""
+    cdef int32_t next = items[prev].next[which] if prev != 0 else queue.first
+    items[item].prev[which] = prev
+    items[item].next[which] = next
+    if prev != 0:
+        items[prev].next[which] = item
+    else:
+        queue.first = item
+    if next != 0:
+        items[next].prev[which] = item
+    else:
+        queue.last = item
+
+
+cdef inline void take_out(Linked* items, int which, Queue* queue, int32_t item) noexcept nogil:
+    """Take an item out of the queue that it is in."""
+    cdef int32_t prev = items[item].prev[which]
+    cdef int32_t next = items[item].next[which]
+    if prev != 0:
+        items[prev].next[which] = next
+    else:
+        queue.first = next
+    if next != 0:
+        items[next].prev[which] = prev
+    else:
+        queue.last = prev
+
+
 cdef inline int32_t group_in(Label label) noexcept nogil:
     return label & (MOST_GROUPS - 1)
 
@@ -405,13 +439,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         made.tail = 0
         made.cohort = cohort
         queue = &self.cohorts[cohort].groups[ALL]
-        made.prev[ALL] = queue.last
-        made.next[ALL] = 0
-        if queue.last != 0:
-            self.groups[queue.last].next[ALL] = group
-        else:
-            queue.first = group
-        queue.last = group
+        insert(self.groups, ALL, queue, group, queue.last)
         self.cohorts[cohort].num_groups += 1
         self.num_groups += 1
         return group
@@ -486,16 +514,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         """Take out a group without members."""
         cdef Group* groups = self.groups
         cdef Cohort* cohort = &self.cohorts[groups[group].cohort]
-        cdef int32_t prev = groups[group].prev[ALL]
-        cdef int32_t next = groups[group].next[ALL]
-        if prev != 0:
-            groups[prev].next[ALL] = next
-        else:
-            cohort.groups[ALL].first = next
-        if next != 0:
-            groups[next].prev[ALL] = prev
-        else:
-            cohort.groups[ALL].last = prev
+        take_out(groups, ALL, &cohort.groups[ALL], group)
         cohort.num_groups -= 1
         if cohort.num_groups == 0:
             self._free_cohort(groups[group].cohort)
@@ -552,38 +571,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void _link_cohort(self, int32_t cohort, int32_t prev) noexcept nogil:
         """Put a cohort behind `prev` (0: first) among its cell's with resident members."""
-        cdef Cohort* cohorts = self.cohorts
-        cdef int32_t cell = self._cell_of(&cohorts[cohort])
-        cdef Queue* queue = &self.queues[HOLDERS][cell]
-        cdef int32_t next = cohorts[prev].next[HOLDERS] if prev != 0 else queue.first
+        cdef int32_t cell = self._cell_of(&self.cohorts[cohort])
         cdef int32_t rank = self.rank_of[cell]
-        cohorts[cohort].prev[HOLDERS] = prev
-        cohorts[cohort].next[HOLDERS] = next
-        if prev != 0:
-            cohorts[prev].next[HOLDERS] = cohort
-        else:
-            queue.first = cohort
-        if next != 0:
-            cohorts[next].prev[HOLDERS] = cohort
-        else:
-            queue.last = cohort
+        insert(self.cohorts, HOLDERS, &self.queues[HOLDERS][cell], cohort, prev)
         self.holders[rank >> 6] |= <uint64_t> 1 << (rank & 63)
 
     cdef void _unlink_cohort(self, int32_t cohort) noexcept nogil:
-        cdef Cohort* cohorts = self.cohorts
-        cdef int32_t cell = self._cell_of(&cohorts[cohort])
+        cdef int32_t cell = self._cell_of(&self.cohorts[cohort])
         cdef Queue* queue = &self.queues[HOLDERS][cell]
-        cdef int32_t prev = cohorts[cohort].prev[HOLDERS]
-        cdef int32_t next = cohorts[cohort].next[HOLDERS]
         cdef int32_t rank = self.rank_of[cell]
-        if prev != 0:
-            cohorts[prev].next[HOLDERS] = next
-        else:
-            queue.first = next
-        if next != 0:
-            cohorts[next].prev[HOLDERS] = prev
-        else:
-            queue.last = prev
+        take_out(self.cohorts, HOLDERS, queue, cohort)
         if queue.first == 0:
             self.holders[rank >> 6] &= ~(<uint64_t> 1 << (rank & 63))
 
@@ -611,37 +608,18 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void _link_holder(self, int32_t group, int32_t prev) noexcept nogil:
         """Put a group behind `prev` (0: first) among its cohort's with resident members."""
-        cdef Group* groups = self.groups
-        cdef Queue* queue = &self.cohorts[groups[group].cohort].groups[HOLDERS]
-        cdef int32_t next = groups[prev].next[HOLDERS] if prev != 0 else queue.first
+        cdef int32_t cohort = self.groups[group].cohort
+        cdef Queue* queue = &self.cohorts[cohort].groups[HOLDERS]
         if queue.first == 0:
-            self._link_cohort(groups[group].cohort, self._cohort_before(groups[group].cohort))
-        groups[group].prev[HOLDERS] = prev
-        groups[group].next[HOLDERS] = next
-        if prev != 0:
-            groups[prev].next[HOLDERS] = group
-        else:
-            queue.first = group
-        if next != 0:
-            groups[next].prev[HOLDERS] = group
-        else:
-            queue.last = group
+            self._link_cohort(cohort, self._cohort_before(cohort))
+        insert(self.groups, HOLDERS, queue, group, prev)
 
     cdef void _unlink_holder(self, int32_t group) noexcept nogil:
-        cdef Group* groups = self.groups
-        cdef Queue* queue = &self.cohorts[groups[group].cohort].groups[HOLDERS]
-        cdef int32_t prev = groups[group].prev[HOLDERS]
-        cdef int32_t next = groups[group].next[HOLDERS]
-        if prev != 0:
-            groups[prev].next[HOLDERS] = next
-        else:
-            queue.first = next
-        if next != 0:
-            groups[next].prev[HOLDERS] = prev
-        else:
-            queue.last = prev
+        cdef int32_t cohort = self.groups[group].cohort
+        cdef Queue* queue = &self.cohorts[cohort].groups[HOLDERS]
+        take_out(self.groups, HOLDERS, queue, group)
         if queue.first == 0:
-            self._unlink_cohort(groups[group].cohort)
+            self._unlink_cohort(cohort)
 
     cdef int32_t _holder_before(self, int32_t group) noexcept nogil:
         """Return the youngest older group of the cohort with resident members, or 0."""
