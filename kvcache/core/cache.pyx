@@ -122,17 +122,20 @@ cdef class BlockCache:
         return request_keys.resolve(self.table, keys, self.batch, add)
 
     cdef list _reserve_event(self, Py_ssize_t n):
-        """Return a list for `_announce`, before anything changes; None where nobody listens."""
-        if self.events is None:
+        """Return a list for `_announce`, before anything changes; None where it needs none."""
+        if self.events is None or self.events.sink is not None:
             return None
         self.events.reserve()
         return new_list(n)
 
     cdef void _announce(self, list announced, list keys, Py_ssize_t n, bint removed) noexcept:
-        """Append an event of the first `n` of `keys` in `announced`, which has room for them; no key, no event."""
+        """Make an event of the first `n` of `keys`, with the list that `_reserve_event` returned; no key, no event."""
         cdef Py_ssize_t i
         cdef PyObject* key
-        if announced is None or n == 0:
+        if self.events is None or n == 0:
+            return
+        if announced is None:
+            self.events.forward(keys, n, self.medium, removed, True)
             return
         for i in range(n):
             key = PyList_GET_ITEM(keys, i)
@@ -836,7 +839,7 @@ cdef class BlockCache:
             self.priorities.clear()
             self.policy.on_reset()
             if self.events is not None:
-                self.events.drop(self.events.num_events)
+                self.events.forget()
             self._end()
 
 

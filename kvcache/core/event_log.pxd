@@ -11,6 +11,12 @@ cdef struct Event:
     bint are_exact          # the keys are bytes and of no subclass, as a compiled cache's are
 
 
+# Who takes every event as it happens. Its functions are called in the log's critical section, and run no Python.
+cdef class EventSink:
+    cdef bint put_event(self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, uint64_t number) noexcept
+    cdef bint put_reset(self) noexcept
+
+
 @cython.final
 cdef class EventLog:
     cdef readonly object block_size
@@ -22,10 +28,14 @@ cdef class EventLog:
     cdef Py_ssize_t oldest          # where in the ring
     cdef Py_ssize_t num_events
     cdef Py_ssize_t num_keys
+    cdef EventSink sink             # or None: events wait to be taken
     cdef object lock                # its critical section guards the log: the table of the cache that has it
 
     cdef int reserve(self) except -1
     cdef void append(self, list keys, medium, bint removed, bint are_exact) noexcept
+    cdef void forward(self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact) noexcept
+    cdef void flush(self) noexcept
+    cdef void forget(self) noexcept
     cdef void drop(self, Py_ssize_t num_events) noexcept
 
 

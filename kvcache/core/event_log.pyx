@@ -1,5 +1,7 @@
 """EventLog: the only maker of events: it numbers what came to a medium or left it, and bounds what nobody takes.
 
+Events wait until `take`, or go to a sink, a publisher's queue, in the very operation: then nothing is made per key.
+
 Compiled because a compiled cache appends to it inside the very operation that changes the cache: then no finalizer and
 no other thread ever sees a block that has come and is not announced, and neither a lock nor a pause is needed for it.
 """
@@ -11,13 +13,38 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uint64_t
 from libc.string cimport memcpy
 
-from kvcache.core.memory cimport pause_collector, resume_collector
+from kvcache.core.memory cimport new_list, pause_collector, resume_collector
 
 from kvcache.events import OffloadingEvent
 from kvcache.options import check_int
 
+cdef extern from "Python.h":
+    PyObject* PyList_GET_ITEM(object keys, Py_ssize_t i) noexcept
+    void PyList_SET_ITEM(object keys, Py_ssize_t i, PyObject* key) noexcept
+
 cdef enum:
     LEAST_EVENTS = 16       # room of a new ring
+    FLUSHED_KEYS = 4096     # that waited, in one call at most
+
+
+cdef class EventSink:
+    """EventSink()
+
+    Where a log's events go in the very operation that makes them; see `EventLog.forward_to`.
+    """
+
+    cdef bint put_event(
+        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, uint64_t number,
+    ) noexcept:
+        """Copy an event of the first `n` keys, n > 0; False: there is no room for it now, and nothing has changed.
+
+        Numbers before it that are missing were dropped. What can never be put is dropped, too, and returns True.
+        """
+        return False
+
+    cdef bint put_reset(self) noexcept:
+        """Copy that everything was forgotten; False: there is no room."""
+        return False
 
 
 cdef class EventLog:
@@ -69,8 +96,33 @@ cdef class EventLog:
         finally:
             resume_collector(was_on)
         with cython.critical_section(self.lock):
+            if self.sink is not None:
+                self.forward(copy, len(copy), medium, removed, False)
+                return
             self.reserve()
             self.append(copy, medium, removed, False)
+
+    def forward_to(self, EventSink sink):
+        """Give every event from now on to `sink`, after those that wait; None: let them wait to be taken again.
+
+        What the sink has no room for waits, bounded by `max_keys`, and follows with later events. Nothing can be taken.
+
+        Raises
+        ------
+        ValueError
+            The events go to a sink already.
+        """
+        with cython.critical_section(self.lock):
+            if sink is not None and self.sink is not None:
+                raise ValueError("the manager's events go to a publisher already")
+            self.sink = sink
+            self.flush()
+
+    def push(self):
+        """Give the sink the first part of what it had no room for; return whether more waits for it."""
+        with cython.critical_section(self.lock):
+            self.flush()
+            return self.sink is not None and self.num_events > 0
 
     def take(self, max_events=None):
         """Take out the events, or the first `max_events` of them, oldest first.
@@ -83,7 +135,8 @@ cdef class EventLog:
         cdef TakenEvents taken = TakenEvents.__new__(TakenEvents)
         cdef Py_ssize_t i, n
         with cython.critical_section(self.lock):
-            n = self.num_events
+            self.flush()
+            n = self.num_events if self.sink is None else 0
             if max_events is not None:
                 n = max(0, min(n, max_events))
             if n == 0:
@@ -104,7 +157,7 @@ cdef class EventLog:
     def clear(self):
         """Drop what nobody has taken; the numbers go on, so that a reader sees a gap."""
         with cython.critical_section(self.lock):
-            self.drop(self.num_events)
+            self.forget()
 
     cdef int reserve(self) except -1:
         """Make room for one event more; this runs no Python."""
@@ -145,6 +198,50 @@ cdef class EventLog:
             self.num_dropped += 1
             self.drop(1)
 
+    cdef void forward(self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact) noexcept:
+        """Give the sink an event of the first `n` keys, n > 0; it waits where there is no room."""
+        cdef list waiting
+        cdef Py_ssize_t i
+        cdef PyObject* key
+        if self.num_events:
+            self.flush()
+        if self.num_events == 0 and self.sink is not None and self.sink.put_event(
+                keys, n, medium, removed, are_exact, self.last_number + 1):
+            self.last_number += 1
+            return
+        try:
+            self.reserve()
+            waiting = new_list(n)
+        except MemoryError:
+            self.last_number += 1
+            self.num_dropped += 1
+            return
+        for i in range(n):
+            key = PyList_GET_ITEM(keys, i)
+            Py_INCREF(<object> key)
+            PyList_SET_ITEM(waiting, i, key)
+        self.append(waiting, medium, removed, are_exact)
+
+    cdef void flush(self) noexcept:
+        """Give the sink, if there is one, the oldest events that wait: not so many that an operation takes long."""
+        cdef Py_ssize_t num_keys = 0
+        cdef Event* event
+        while self.sink is not None and self.num_events and num_keys < FLUSHED_KEYS:
+            event = &self.ring[self.oldest]
+            num_keys += event.num_keys
+            if not self.sink.put_event(
+                    <list> event.keys, event.num_keys, <object> event.medium, event.removed, event.are_exact,
+                    self.last_number - self.num_events + 1):
+                return
+            self.drop(1)
+
+    cdef void forget(self) noexcept:
+        """Drop what waits: everything was forgotten."""
+        self.drop(self.num_events)
+        if self.sink is not None and not self.sink.put_reset():
+            # A number that is missing says the same.
+            self.last_number += 1
+
     cdef void drop(self, Py_ssize_t num_events) noexcept:
         """Drop the oldest events."""
         cdef Event event
@@ -179,11 +276,6 @@ cdef class TakenEvents:
     def __len__(self):
         """Return how many events have not been read."""
         return self.num_events - self.num_read
-
-    @property
-    def next_number(self):
-        """Number of the event that is read next; those behind it follow without a gap."""
-        return self.first_number + self.num_read
 
     def __iter__(self):
         return self

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
-from kvcache.core.event_log import TakenEvents
+from kvcache.core.event_log import EventLog, TakenEvents
 from kvcache.events import OffloadingEvent
 from kvcache.exporters.kv_events.publishing_thread import PublishingThread
 
@@ -84,11 +85,39 @@ class KVEventPublisher:
         )
         self.endpoint, self.replay_endpoint = self._thread.endpoint, self._thread.replay_endpoint
         self._queue, self._merged = self._thread.queue, self._thread.merged
+        self._is_following = False
         # The thread holds all that it needs, and no publisher: one that is dropped ends it, as one that is closed.
         self._finalizer = weakref.finalize(self, self._thread.stop)
         self._thread.start()
 
-    # ---- the scheduler's thread ------------------------------------------------------------------------------
+    def follow(self, manager: Any) -> None:
+        """Queue what comes to a manager's media and leaves them from now on, inside its own calls; for one manager.
+
+        There is nothing to do per step then, and its `take_events` returns nothing. This costs less than `publish`: no
+        event is made, and each key is copied while it is at hand. A reset of the manager is published, too.
+
+        Parameters
+        ----------
+        manager : CPUOffloadingManager, TieredOffloadingManager or other owner of a BlockPool
+            With ``enable_events=True``. Untaken events are queued first.
+
+        Raises
+        ------
+        ValueError
+            It keeps no events, they go to a publisher already, or this publisher follows another manager.
+
+        Notes
+        -----
+        Events that find the queue full wait in the manager, `EventLog.max_keys` of them at most, and follow with later
+        ones. Those that are dropped beyond that are a gap, behind which everything counts as cleared.
+        """
+        log = getattr(getattr(manager, "pool", manager), "events", None)
+        if not isinstance(log, EventLog):
+            raise ValueError(f"the manager must keep events (enable_events=True), got {manager!r}")
+        if self._is_following:
+            raise ValueError("the publisher follows a manager already")
+        self._thread.follow(log)
+        self._is_following = True
 
     def publish(self, events: Iterable[OffloadingEvent]) -> None:
         """Queue events, as `manager.take_events` returns them; for one thread.
@@ -104,9 +133,12 @@ class KVEventPublisher:
         Raises
         ------
         ValueError
-            A key is no bytes; nothing that `take_events` returned is queued then, and nothing of an event of others.
+            A key is no bytes; nothing that `take_events` returned is queued then, and nothing of an event of others. Or
+            the publisher follows a manager.
         """
         queue = self._queue
+        if self._is_following and any(True for _ in events):
+            raise ValueError("the publisher follows a manager, whose calls queue their events themselves")
         if type(events) is TakenEvents and queue.put_taken(events):
             return
         for event in events:
@@ -121,7 +153,7 @@ class KVEventPublisher:
             queue.last_number = event.number or queue.last_number
 
     def publish_cleared(self) -> None:
-        """Queue that everything has been forgotten: call it with `manager.reset_cache`."""
+        """Queue that everything has been forgotten: call it with `reset_cache` of a manager that is not followed."""
         self._thread.clear()
 
     # ---- what others may ask, from any thread ----------------------------------------------------------------
@@ -170,7 +202,7 @@ class KVEventPublisher:
             Whether everything was sent in time.
         """
         end_s = time.monotonic() + timeout_s
-        while len(self._queue) or self._queue.is_merging:
+        while self._thread.push_waiting() or len(self._queue) or self._queue.is_merging:
             if not self._thread.is_alive():
                 return len(self._queue) == 0 and not self._thread.num_dropped
             if time.monotonic() >= end_s:

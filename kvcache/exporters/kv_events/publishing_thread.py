@@ -18,6 +18,7 @@ import msgspec
 import zmq
 from zmq.backend.cython import _zmq as zmq_library
 
+from kvcache.core.event_log import EventLog
 from kvcache.events import OffloadingEvent
 from kvcache.exporters.kv_events.batches import BatchLog
 from kvcache.exporters.kv_events.queue import EventQueue
@@ -102,6 +103,7 @@ class PublishingThread(threading.Thread):
         # By client: what it is owed, and when it last took some of it.
         self._owed: dict[bytes, tuple[Reply, float]] = {}
         self._has_ended = self._is_inherited = False
+        self._followed: EventLog | None = None
         self._digest_topic = DIGEST_PREFIX + topic.encode()
         self._context = zmq.Context()
         try:
@@ -133,6 +135,19 @@ class PublishingThread(threading.Thread):
             raise
         _THREADS.add(self)
 
+    def follow(self, log: EventLog) -> None:
+        """Let a manager's log give its events to the queue, until this thread is stopped."""
+        if self._sender.is_stopped or self._has_ended:
+            raise ValueError("the publisher is closed, and follows no manager")
+        self.queue.block_size = log.block_size or self.queue.block_size
+        log.forward_to(self.queue)
+        self._followed = log
+
+    def push_waiting(self) -> bool:
+        """Queue some of what the manager's log had no room for here; return whether more waits there."""
+        self.queue.has_refused = False
+        return self._followed is not None and self._followed.push()
+
     def merge(self, event: OffloadingEvent) -> None:
         """Merge an event that finds the queue full; for the scheduler's thread."""
         with self._lock:
@@ -144,6 +159,10 @@ class PublishingThread(threading.Thread):
 
     def clear(self) -> None:
         """Queue that everything was cleared; what was merged counts no more."""
+        if self._followed is not None:
+            # Guarded as the manager's calls are, which may be other threads'.
+            self._followed.clear()
+            return
         with self._lock:
             if not self._has_ended:
                 self.merged.clear()
@@ -159,17 +178,21 @@ class PublishingThread(threading.Thread):
 
     def stop(self) -> None:
         """Let the thread send what is queued, and end."""
+        if self._followed is not None:
+            self._followed.forward_to(None)
         self._sender.stop()
 
     def run(self) -> None:
         """Send and answer until the publisher is closed, or nothing more can be sent."""
         _stand_back()
+        has_waiting = False
         try:
             while True:
                 is_last = self._sender.is_stopped
-                has_requests = self._sender.run(bool(self._owed))
+                has_requests = self._sender.run(bool(self._owed) or has_waiting)
                 if self.queue.is_merging:
                     self._take_merged()
+                has_waiting = self.push_waiting()
                 if has_requests and self._router is not None:
                     self._take_requests(self._router)
                 if self._owed:

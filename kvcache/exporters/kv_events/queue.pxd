@@ -2,7 +2,7 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
-from kvcache.core.event_log cimport Event, TakenEvents
+from kvcache.core.event_log cimport Event, EventSink, TakenEvents
 from kvcache.exporters.kv_events.block_set cimport Key
 
 cdef enum EventKind:
@@ -34,7 +34,7 @@ cdef struct Chunk:
 
 
 @cython.final
-cdef class EventQueue:
+cdef class EventQueue(EventSink):
     # the scheduler's side
     cdef Chunk* tail
     cdef Chunk* spare               # read, and ready to be written again
@@ -53,10 +53,12 @@ cdef class EventQueue:
     cdef int64_t num_returned
     cdef int64_t num_sent
     cdef int64_t merging
+    cdef int64_t refused
 
     cdef int _put_cleared(self) except -1
     cdef int _put(self, list keys, medium, bint removed, uint64_t block_size) except -1
-    cdef int _move(self, Event* event, uint64_t block_size) except -1
+    cdef int _copy(
+        self, list keys, Py_ssize_t n, medium, bint removed, uint64_t block_size, bint drops) except -1
     cdef uint8_t* _put_header(self, Py_ssize_t num_keys, medium, bint removed, uint64_t block_size) noexcept
     cdef size_t _num_bytes(self, list keys) except 0
     cdef int _check_key(self, PyObject* key) except -1

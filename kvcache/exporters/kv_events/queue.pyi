@@ -1,11 +1,13 @@
 from typing import NoReturn, Self, final
 
-from kvcache.core.event_log import TakenEvents
+from kvcache.core.event_log import EventSink, TakenEvents
 
 @final
-class EventQueue:
+class EventQueue(EventSink):
+    block_size: int
     last_number: int
     is_merging: bool
+    has_refused: bool
     def __new__(cls, block_size: int = 0, max_events: int = 100_000) -> Self: ...
     def __reduce__(self) -> NoReturn: ...
     def __len__(self) -> int: ...

@@ -166,8 +166,8 @@ cdef class BatchSender:
         Returns
         -------
         bool
-            Whether requests wait at the router. That the queue's events are merged and that the sender was
-            stopped are other reasons to return.
+            Whether requests wait at the router. That the queue's events are merged or wait in a log, and that the
+            sender was stopped, are other reasons to return.
 
         Raises
         ------
@@ -184,7 +184,9 @@ cdef class BatchSender:
                     break
                 has_requests = outcome > 0
                 outcome = self._send_batches()
-                if outcome < 0 or has_requests or is_last or owes or load_int(&self.queue.merging):
+                if outcome < 0 or has_requests or is_last or owes:
+                    break
+                if load_int(&self.queue.merging) or load_int(&self.queue.refused):
                     break
                 wait_ms = <int> LEAST_WAIT_MS if outcome > 0 else min(2 * wait_ms, <int> MAX_WAIT_MS)
         if outcome == OUT_OF_MEMORY:

@@ -1,0 +1,224 @@
+"""A publisher that follows a manager: events are queued inside the manager's own calls."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvcache import CPUOffloadingManager, MemoryTier, OffloadingEvent, ReqContext, TierConfig, TieredOffloadingManager
+from kvcache.core.event_log import EventLog
+from kvcache.exporters.kv_events import KVEventPublisher, KVEventSubscriber
+
+ANY_PORT = "tcp://127.0.0.1:0"
+PLAIN = "kvcache.testing.reference:ReferenceARC"  # five primitives in plain Python
+KEYS = [b"block %4d" % number + bytes(4) for number in range(300)]
+
+
+def store(manager, keys, success=True):
+    context = ReqContext()
+    output = manager.prepare_store(keys, context)
+    if output is not None:
+        manager.complete_store(output.keys_to_store, context, success)
+    manager.on_request_finished(context)
+
+
+def drive(manager, num_requests, seed):
+    """Store runs of keys, some of which fail, with a reset now and then."""
+    draw = random.Random(seed)
+    for _ in range(num_requests):
+        start = draw.randrange(len(KEYS) - 12)
+        store(manager, KEYS[start : start + draw.randint(1, 12)], draw.random() < 0.9)
+        if draw.random() < 0.01:
+            manager.reset_cache()
+
+
+def held(publisher, medium="CPU"):
+    assert publisher.flush(60)
+    return {block_hash + group.to_bytes(4, "big") for block_hash, group in publisher.snapshot()[1].get(medium, ())}
+
+
+def ready(manager):
+    return {key for key in KEYS if manager.lookup(key)}
+
+
+@pytest.mark.parametrize("queue_events", [1, 3, 100_000])
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins", PLAIN])
+def test_what_is_published_is_what_the_manager_holds(policy, queue_events):
+    manager = CPUOffloadingManager(16, 60, policy, True)
+    with KVEventPublisher(ANY_PORT, ANY_PORT, queue_events=queue_events, digest_every=4) as publisher:
+        store(manager, KEYS[:20])  # is not taken, so it is published, too
+        publisher.follow(manager)
+        subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=60)
+        for seed in range(10):
+            drive(manager, 60, seed)
+            assert held(publisher) == ready(manager)
+            assert list(manager.take_events()) == []
+        assert len(manager.events) == manager.events.num_dropped == 0
+        assert publisher.stats()["merged_events"] == 0
+        subscriber.resync()
+        assert subscriber.view.media() == publisher.snapshot()[1]
+        subscriber.close()
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
+def test_tiers_of_a_manager_are_followed(write_policy):
+    """Two managers do the same; the events of one are taken."""
+    rule = TierConfig(write_policy=write_policy, deadline_s=60)
+    followed, read = (
+        TieredOffloadingManager(16, 20, [(MemoryTier(40 * 8, np.zeros((20, 8), np.uint8)), rule)], "lru", True)
+        for _ in range(2)
+    )
+    view = {}
+    with KVEventPublisher(ANY_PORT) as publisher:
+        publisher.follow(followed)
+        draw = random.Random(1)
+        for _ in range(150):
+            start = draw.randrange(90)
+            for manager in (followed, read):
+                store(manager, KEYS[start : start + 4])
+                manager.on_schedule_end()
+                assert manager.settle(60)
+            for event in read.take_events():
+                medium = view.setdefault(event.medium, set())
+                (medium.difference_update if event.removed else medium.update)(event.keys)
+        assert held(publisher) == view["CPU"] != set()
+        assert held(publisher, "STORAGE") == view["MEMORY"] != set()
+        followed.reset_cache()
+        assert publisher.flush(60)
+        assert publisher.snapshot()[1] == {}
+    followed.shutdown()
+    read.shutdown()
+
+
+def test_a_reset_is_published_by_itself_and_so_is_one_of_an_idle_manager():
+    manager = CPUOffloadingManager(16, 60, "lru", True)
+    with KVEventPublisher(ANY_PORT) as publisher:
+        publisher.follow(manager)
+        store(manager, KEYS[:5])
+        manager.reset_cache()
+        assert held(publisher) == set()
+        store(manager, KEYS[2:4])
+        publisher.publish_cleared()
+        store(manager, KEYS[7:9])
+        assert held(publisher) == set(KEYS[7:9])
+
+
+def test_events_that_found_no_room_follow_though_nothing_more_happens():
+    manager = CPUOffloadingManager(16, 60, "lru", True)
+    with KVEventPublisher(ANY_PORT, queue_events=1) as publisher:
+        publisher.follow(manager)
+        for number in range(50):
+            store(manager, KEYS[number : number + 1])
+        end_s = time.monotonic() + 60
+        while len(publisher.snapshot()[1].get("CPU", ())) < 50:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+
+def test_events_that_had_to_be_dropped_clear_the_view():
+    manager = CPUOffloadingManager(16, 60, "lru", True)
+    manager.events.max_keys = 3
+    with KVEventPublisher(ANY_PORT) as publisher:
+        publisher.follow(manager)
+        store(manager, KEYS[:4])
+        assert held(publisher) == set(KEYS[:4])
+        publisher._queue.is_merging = True  # nothing finds room until the thread comes by
+        for number in range(10, 30):
+            store(manager, KEYS[number : number + 1])
+        known = held(publisher)
+        assert known <= ready(manager)
+        if manager.events.num_dropped:
+            assert not known & set(KEYS[:4])
+        store(manager, KEYS[50:52])
+        assert held(publisher) == known | set(KEYS[50:52])
+
+
+def test_a_key_that_is_no_bytes_is_left_out_and_says_nothing_of_others():
+    log = EventLog(16)
+    with KVEventPublisher(ANY_PORT) as publisher:
+        publisher._thread.follow(log)
+        log.add([KEYS[0]], "STORAGE", False)
+        log.add([KEYS[1], "text"], "STORAGE", False)
+        assert held(publisher, "STORAGE") == {KEYS[0]}
+        log.add([KEYS[2]], "STORAGE", False)
+        assert held(publisher, "STORAGE") == {KEYS[2]}
+
+
+def test_wrong_use_is_refused_and_changes_nothing():
+    manager = CPUOffloadingManager(16, 60, "lru", True)
+    with KVEventPublisher(ANY_PORT) as publisher, KVEventPublisher(ANY_PORT) as other:
+        with pytest.raises(ValueError, match=r"enable_events=True.*got <"):
+            publisher.follow(CPUOffloadingManager(16, 60))
+        with pytest.raises(ValueError, match=r"enable_events=True.*got 7"):
+            publisher.follow(7)
+        publisher.follow(manager)
+        with pytest.raises(ValueError, match="follows a manager already"):
+            publisher.follow(CPUOffloadingManager(16, 60, "lru", True))
+        with pytest.raises(ValueError, match="go to a publisher already"):
+            other.follow(manager)
+        with pytest.raises(ValueError, match="follows a manager, whose calls"):
+            publisher.publish([OffloadingEvent([KEYS[9]], 16, "CPU", False)])
+        store(manager, KEYS[:3])
+        publisher.publish(manager.take_events())  # a leftover of a loop that published: there are none
+        other.publish([OffloadingEvent([KEYS[9]], 16, "CPU", False)])
+        assert held(publisher) == set(KEYS[:3])
+        assert held(other) == {KEYS[9]}
+
+
+@pytest.mark.parametrize("ends", ["closed", "dropped"])
+def test_behind_the_end_events_can_be_taken_again_and_another_publisher_may_follow(ends):
+    manager = CPUOffloadingManager(16, 60, "lru", True)
+    publisher = KVEventPublisher(ANY_PORT)
+    publisher.follow(manager)
+    store(manager, KEYS[:3])
+    if ends == "closed":
+        publisher.close()
+    else:
+        publisher = None
+        gc.collect()
+    store(manager, KEYS[3:5])
+    assert [event.keys for event in manager.take_events()] == [KEYS[3:5]]
+    store(manager, KEYS[5:7])
+    with KVEventPublisher(ANY_PORT) as second:
+        second.follow(manager)
+        assert held(second) == set(KEYS[5:7])
+
+
+def test_a_publisher_that_has_ended_follows_nobody():
+    manager = CPUOffloadingManager(16, 60, "lru", True)
+    publisher = KVEventPublisher(ANY_PORT)
+    publisher.close()
+    with pytest.raises(ValueError, match="closed"):
+        publisher.follow(manager)
+    store(manager, KEYS[:3])
+    assert [event.keys for event in manager.take_events()] == [KEYS[:3]]
+
+
+def test_threads_that_share_a_followed_manager():
+    manager = CPUOffloadingManager(16, 60, "lru", True)
+    errors = []
+
+    def work(seed):
+        try:
+            drive(manager, 300, seed)
+        except BaseException as error:
+            errors.append(error)
+
+    with KVEventPublisher(ANY_PORT, queue_events=20) as publisher:
+        publisher.follow(manager)
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            list(manager.take_events())
+            publisher.flush(0.01)
+            publisher.snapshot()
+        assert errors == []
+        manager.reset_cache()
+        drive(manager, 50, 9)
+        assert held(publisher) == ready(manager)
