@@ -645,9 +645,8 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         """Take out the events since the last call, or the first `max_events` of them, each once."""
         if self.events is None:
             return iter(())
-        events = self.events.take(max_events)
         ops: Any = self._ops
-        return events if ops is self._cache else ops.note_events(events, max_events)
+        return self.events.take(max_events) if ops is self._cache else ops.take_events(self.events, max_events)
 
     def reset(self) -> None:
         """Forget every block, request, ghost, offer and event that was not taken; block ids start again at 0."""

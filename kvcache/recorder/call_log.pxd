@@ -18,6 +18,7 @@ cdef extern from *:
     char* kv_put_number(char* at, uint64_t number) noexcept nogil
 
 cdef extern from "Python.h":
+    ctypedef void* PyThread_type_lock
     bint PyBytes_CheckExact(PyObject* key) noexcept nogil
     unsigned long PyThread_get_thread_ident() noexcept nogil
     Py_ssize_t PySequence_Fast_GET_SIZE(object keys) noexcept
@@ -94,6 +95,7 @@ cdef class CallLog:
     cdef uint64_t[4] secret
     cdef Py_ssize_t chunk_bytes
     cdef Py_ssize_t max_chunks
+    cdef Py_ssize_t max_record_bytes
     cdef Py_ssize_t num_chunks      # that exist
     cdef list idle
     cdef list full
@@ -111,15 +113,23 @@ cdef class CallLog:
     cdef char* run_end              # `at` while nothing else was written
     cdef int run_answer             # of all of them; -1: there is no run that could go on
     cdef unsigned long clock_owner  # the thread that has read the clock for its next call, or 0
-    cdef bint is_closed
+    cdef bint is_closed             # nothing is recorded
+    cdef bint is_ended              # nor will be
     cdef object clock
-    cdef object wake
+    cdef PyThread_type_lock bell    # held, but for when the recorder's thread is to wake
+    cdef bint is_rung
 
+    cdef void _ring(self) noexcept
+    cdef int write_stats(self, bytes text) except -1
     cdef tuple _finish(self, bytearray chunk, Py_ssize_t end)
     cdef int _close_chunk(self) except -1
+    cdef int lose(self) except -1
+    cdef int lose_order(self) except -1
     cdef bint _open_chunk(self, Py_ssize_t num_bytes) except -1
     cdef bint _change_chunk(self, Py_ssize_t num_bytes) except -1
+    cdef bint _take_room(self, Py_ssize_t num_bytes) except -1
     cdef uint64_t hash_key(self, PyObject* key) noexcept nogil
+    cdef uint64_t digest_of(self, uint64_t before, keys, bint removed) except? 0
     cdef uint64_t hash_group(self, PyObject* key) noexcept
     cdef void _put_bytes(self, const char* data, Py_ssize_t n) noexcept
     cdef void put_text(self, bytes text) noexcept

@@ -41,10 +41,16 @@ cdef extern from "Python.h":
     char* PyByteArray_AS_STRING(object chunk) noexcept
     Py_ssize_t PyBytes_GET_SIZE(PyObject* key) noexcept nogil
     PyObject** PySequence_Fast_ITEMS(object keys) noexcept
+    PyThread_type_lock PyThread_allocate_lock() noexcept nogil
+    void PyThread_free_lock(PyThread_type_lock lock) noexcept nogil
+    bint PyThread_acquire_lock(PyThread_type_lock lock, int waits) noexcept nogil
+    int PyThread_acquire_lock_timed(PyThread_type_lock lock, long long microseconds, int is_signalled) noexcept nogil
+    void PyThread_release_lock(PyThread_type_lock lock) noexcept nogil
 
 cdef enum:
     LEAST_KEPT = 3          # a shorter list costs less written out than looked for
     MAX_RECORD_BYTES = 1 << 26
+    CHUNK_SLACK = 64        # for what is put in front of a chunk's first record
     GROUP_BYTES = 4         # at a key's end
     KEYS_IN_A_ROW = 4096    # let go of before another thread may have the GIL: some tens of microseconds
 
@@ -71,7 +77,7 @@ cdef class RequestLog:
 
 @cython.final
 cdef class CallLog:
-    """CallLog(salt, chunk_bytes, max_chunks)
+    """CallLog(salt, chunk_bytes, max_chunks, max_record_bytes)
 
     The buffer that calls are written to.
 
@@ -83,6 +89,8 @@ cdef class CallLog:
         Bytes of one chunk.
     max_chunks : int
         Chunks that are full, or being written to a file, at most; calls beyond that are not recorded.
+    max_record_bytes : int
+        A longer record is lost. One that is longer than a chunk takes the place of as many as it needs.
 
     Attributes
     ----------
@@ -93,7 +101,10 @@ cdef class CallLog:
         Whether the KV-cache group of keys with a position is recorded: an arbiter decides by it.
     """
 
-    def __cinit__(self, bytes salt not None, Py_ssize_t chunk_bytes, Py_ssize_t max_chunks, clock=None, wake=None):
+    def __cinit__(
+        self, bytes salt not None, Py_ssize_t chunk_bytes, Py_ssize_t max_chunks, Py_ssize_t max_record_bytes,
+        clock=None,
+    ):
         if len(salt) != sizeof(self.secret):
             raise ValueError(f"salt must be {sizeof(self.secret)} bytes, got {len(salt)}")
         if chunk_bytes < 1024 or max_chunks < 1:
@@ -101,15 +112,40 @@ cdef class CallLog:
         memcpy(self.secret, <const char*> salt, sizeof(self.secret))
         self.chunk_bytes = chunk_bytes
         self.num_chunks = self.max_chunks = max_chunks
+        self.max_record_bytes = min(max_record_bytes, MAX_RECORD_BYTES)
         # Written now: a page that is first touched in a scheduler's call would stall it.
         self.idle = [bytearray(chunk_bytes) for _ in range(max_chunks)]
         self.full = []
         self.clock = clock
-        self.wake = wake
+        self.bell = PyThread_allocate_lock()
+        if self.bell == NULL:
+            raise MemoryError("no memory for a lock")
+        PyThread_acquire_lock(self.bell, True)
+        self.is_closed = True
         self.nobody = RequestLog()
         self.run_answer = -1
 
+    def __dealloc__(self):
+        if self.bell != NULL:
+            PyThread_free_lock(self.bell)
+
     # ---- the recorder's thread ---------------------------------------------------------------------------------
+
+    cdef void _ring(self) noexcept:
+        """Wake the recorder's thread; by a lock of C, since a call of Python could let other threads run."""
+        if not self.is_rung:
+            self.is_rung = True
+            PyThread_release_lock(self.bell)
+
+    def wait(self, double seconds):
+        """Wait for a full chunk or the end, for so long at most; return whether the end has come."""
+        cdef long long microseconds = <long long> (seconds * 1e6)
+        with nogil:
+            PyThread_acquire_lock_timed(self.bell, microseconds, False)
+        with cython.critical_section(self):
+            PyThread_acquire_lock(self.bell, False)  # it may have rung since
+            self.is_rung = False
+            return self.is_ended
 
     def take(self):
         """Return what was written and not taken yet; a record that is being written is not cut.
@@ -196,12 +232,13 @@ cdef class CallLog:
         if len(chunk) == self.chunk_bytes:
             self.idle.append(chunk)
         else:
-            self.num_chunks -= 1
+            self.num_chunks -= (len(chunk) + self.chunk_bytes - 1) // self.chunk_bytes
 
     @cython.critical_section
     def close(self):
         """Record nothing from now on."""
-        self.is_closed = True
+        self.is_closed = self.is_ended = True
+        self._ring()
 
     def hash_of(self, key):
         """Return what stands for a key: 8 bytes."""
@@ -221,38 +258,34 @@ cdef class CallLog:
         self.run_answer = -1
         return 0
 
+    cdef int lose(self) except -1:
+        """Count a record that is not written; the next chunk, which begins with the next record, names it."""
+        self._close_chunk()
+        self.num_lost += 1
+        self.num_unreported += 1
+        return 0
+
+    cdef int lose_order(self) except -1:
+        """Count a call whose order among others is not known: what is held after it is not known, either."""
+        self.num_overlapped += 1
+        if not self.is_closed:
+            self.lose()
+        return 0
+
     cdef bint _open_chunk(self, Py_ssize_t num_bytes) except -1:
         """Begin a chunk with room for so many bytes; False: there is none, and a record is lost."""
-        cdef bint was_collecting
-        if self.wake is not None:
-            # Other threads may run here, and have begun one.
-            self.wake()
-            if self.end - self.at >= num_bytes:
-                return True
-        was_collecting = pause_collector()
+        cdef bint was_collecting = pause_collector()
         try:
             return self._change_chunk(num_bytes)
         finally:
             resume_collector(was_collecting)
 
     cdef bint _change_chunk(self, Py_ssize_t num_bytes) except -1:
-        self._close_chunk()
-        if num_bytes + 64 <= self.chunk_bytes:
-            if self.idle:
-                self.chunk = self.idle.pop()
-            elif self.num_chunks < self.max_chunks:
-                self.num_chunks += 1
-                self.chunk = bytearray(self.chunk_bytes)
-        elif num_bytes <= MAX_RECORD_BYTES and (self.idle or self.num_chunks < self.max_chunks):
-            # In place of one of the usual size.
-            if self.num_chunks == self.max_chunks:
-                self.idle.pop()
-            else:
-                self.num_chunks += 1
-            self.chunk = bytearray(num_bytes + 64)
-        if self.chunk is None:
-            self.num_lost += 1
-            self.num_unreported += 1
+        if self.chunk is not None:
+            self._close_chunk()
+            self._ring()
+        if num_bytes > self.max_record_bytes or not self._take_room(num_bytes + CHUNK_SLACK):
+            self.lose()
             return False
         self.base = self.at = PyByteArray_AS_STRING(self.chunk)
         self.end = self.base + len(self.chunk)
@@ -267,6 +300,24 @@ cdef class CallLog:
             self.num_records += 1
         return True
 
+    cdef bint _take_room(self, Py_ssize_t num_bytes) except -1:
+        """Take a chunk of at least so many bytes, in the place of as many of the usual size as it needs, if free."""
+        cdef Py_ssize_t n = (num_bytes + self.chunk_bytes - 1) // self.chunk_bytes
+        if n > len(self.idle) + self.max_chunks - self.num_chunks:
+            return False
+        if n == 1 and self.idle:
+            self.chunk = self.idle.pop()
+            return True
+        try:
+            self.chunk = bytearray(max(num_bytes, self.chunk_bytes))
+        except MemoryError:
+            return False
+        self.num_chunks += n
+        while self.num_chunks > self.max_chunks:
+            self.idle.pop()
+            self.num_chunks -= 1
+        return True
+
     # ---- what records are made of ------------------------------------------------------------------------------
 
     cdef uint64_t hash_key(self, PyObject* key) noexcept nogil:
@@ -277,6 +328,13 @@ cdef class CallLog:
             return 0
         hash = kv_hash(key, self.secret)
         return hash if hash > 1 else hash + 2
+
+    cdef uint64_t digest_of(self, uint64_t before, keys, bint removed) except? 0:
+        """Return the digest of events up to one of these keys."""
+        cdef uint64_t digest = before * 31 + removed + 2 * <uint64_t> len(keys)
+        for key in keys:
+            digest = digest * <uint64_t> 1099511628211 ^ self.hash_key(<PyObject*> key)
+        return digest
 
     cdef uint64_t hash_group(self, PyObject* key) noexcept:
         cdef Py_ssize_t n
@@ -491,14 +549,14 @@ cdef class CallLog:
             self.put_number(call)
             self.num_records += 1
 
-    @cython.critical_section
-    def put_stats(self, bytes text not None):
+    cdef int write_stats(self, bytes text) except -1:
         """Record a manager's statistics, as JSON."""
         if self.has_room(24 + len(text)):
             self.at[0] = STATS
             self.at += 1
             self.put_text(text)
             self.num_records += 1
+        return 0
 
 
 @cython.final

@@ -2,6 +2,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Self, final
 
 from kvcache.core.cache import BlockCache
+from kvcache.core.event_log import EventLog
 from kvcache.core.request_keys import RequestKeys
 from kvcache.events import OffloadingEvent
 from kvcache.recorder.recorded_calls import RecordedCalls
@@ -33,4 +34,4 @@ class RecordedCache:
     def hint(
         self, method: Callable[..., None], request_or_keys: ReqContext | Iterable[bytes], next_use: str
     ) -> None: ...
-    def note_events(self, events: Iterable[OffloadingEvent], max_events: int | None) -> Iterator[OffloadingEvent]: ...
+    def take_events(self, events: EventLog, max_events: int | None) -> Iterator[OffloadingEvent]: ...

@@ -10,6 +10,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t
 
 from kvcache.core.cache cimport BlockCache
+from kvcache.core.event_log cimport EventLog, TakenEvents
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.recorder.call_log cimport (
     COMPLETE_LOAD, COMPLETE_STORE, LOOKUP, PREPARE_LOAD, PREPARE_STORE, REFUSED, REORDER, REQUEST_FINISHED, RESET,
@@ -250,12 +251,18 @@ cdef class RecordedCache:
         """Make a hint by `method`, and record it."""
         self.calls.make_hint(method, request_or_keys, next_use)
 
-    def note_events(self, events, max_events):
-        """Record events that were taken, and return them."""
-        taken = list(events)
+    def take_events(self, EventLog events not None, max_events):
+        """Take events out of a log, record them, and return them."""
+        cdef TakenEvents taken
         self.calls.enter()
-        self.calls.record_events(taken, max_events)
-        return iter(taken)
+        try:
+            taken = events.take(max_events)
+        except BaseException:
+            self.calls.num_inside -= 1
+            raise
+        # Before any is read: that may let other threads run.
+        self.calls.record_taken(taken, max_events)
+        return taken
 
     cdef int _note_positions(self, RequestKeys request_keys, dict positions) except -1:
         cdef CallLog log = self.calls.log

@@ -2,6 +2,7 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 
+from kvcache.core.event_log cimport TakenEvents
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.recorder.call_log cimport CallLog, PyThread_get_thread_ident, RequestLog
 
@@ -42,8 +43,10 @@ cdef class RecordedCalls:
     cdef uint64_t first_context     # since the last reset
     cdef bint is_hinting
     cdef int num_inside             # a record of a call takes one off
+    cdef readonly uint64_t num_entered
     cdef unsigned long owner
 
+    cdef bint _is_any_inside(self, codes) except -1
     cdef void wait_for_turn(self) noexcept
     cdef RequestLog introduce(self, bytes said)
     cdef RequestLog known(self, RequestKeys request_keys)
@@ -66,6 +69,8 @@ cdef class RecordedCalls:
     cdef int record_reset(self) except -1
     cdef int record_failure(self, int op, context, keys, int flag, error) except -1
     cdef int record_events(self, list events, max_events) except -1
+    cdef int record_taken(self, TakenEvents taken, max_events) except -1
+    cdef int _put_events(self, max_events, Py_ssize_t num_events, Py_ssize_t num_keys, uint64_t digest) except -1
     cdef int _record_hint(self, context, list keys, bytes text, error) except -1
     cdef int _record_prefills(self, list numbers, double seconds, error) except -1
     cdef int make_hint(self, method, request_or_keys, next_use) except -1
@@ -76,4 +81,5 @@ cdef class RecordedCalls:
         if self.num_inside and self.owner != me:
             self.wait_for_turn()
         self.num_inside += 1
+        self.num_entered += 1
         self.owner = me

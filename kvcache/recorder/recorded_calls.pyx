@@ -10,9 +10,12 @@ from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy
 
 import json
+import sys
 
 import numpy as np
 
+from kvcache.core.event_log cimport TakenEvents
+from kvcache.core.memory cimport pause_collector, resume_collector
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.recorder.call_log cimport (
     A_BLOCKS, A_ERROR, A_EVENTS, A_FALSE, A_INT, A_NONE, A_OTHER, A_OUTPUT, A_TRUE, COMPLETE_LOAD, COMPLETE_STORE,
@@ -170,6 +173,68 @@ cdef class RecordedCalls:
             self._hint = method
         return getattr(self, name)
 
+    # ---- beginning and end -------------------------------------------------------------------------------------
+
+    cdef bint _is_any_inside(self, codes) except -1:
+        if self.num_inside:
+            return True
+        if not codes:
+            return False
+        # Nothing here runs Python: no other thread goes on meanwhile.
+        for frame in sys._current_frames().values():
+            while frame is not None:
+                if frame.f_code in codes:
+                    return True
+                frame = frame.f_back
+        return False
+
+    def is_quiet(self, frozenset codes not None):
+        """Return whether no thread is inside a call.
+
+        Parameters
+        ----------
+        codes : frozenset of code
+            Those of the manager's methods: a thread that has called one may be on its way to what is recorded, or have
+            it behind it and counters before it. Empty: only what is recorded counts.
+        """
+        cdef bint was_collecting = pause_collector()
+        try:
+            return not self._is_any_inside(codes)
+        finally:
+            resume_collector(was_collecting)
+
+    def begin(self, frozenset codes not None, uint64_t num_entered, bint is_forced):
+        """Record from now on, unless a call is made or was since `num_entered` was read: then return False.
+
+        With `is_forced` in any case; where a call is made, the recording begins with a lost record.
+        """
+        cdef CallLog log = self.log
+        cdef bint is_quiet = self.is_quiet(codes) and self.num_entered == num_entered
+        if not is_quiet and not is_forced:
+            return False
+        # Requests that were introduced before are in no record.
+        self.first_context = self.num_contexts
+        self.last_context = self.last_request = None
+        log.is_closed = False
+        if not is_quiet:
+            log.lose()
+        return True
+
+    def end(self, frozenset codes not None, uint64_t num_entered, bytes stats not None):
+        """Record statistics and nothing after them, unless a call is made or was since `num_entered` was read.
+
+        Returns
+        -------
+        bool
+            Whether it is done.
+        """
+        cdef CallLog log = self.log
+        if not self.is_quiet(codes) or self.num_entered != num_entered:
+            return False
+        log.write_stats(stats)
+        log.is_closed = True
+        return True
+
     # ---- whose turn it is --------------------------------------------------------------------------------------
 
     cdef void wait_for_turn(self) noexcept:
@@ -180,7 +245,7 @@ cdef class RecordedCalls:
                 usleep(WAIT_US)
             if not self.num_inside:
                 return
-        self.log.num_overlapped += 1
+        self.log.lose_order()
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -322,7 +387,7 @@ cdef class RecordedCalls:
         cdef int64_t now_ns = log.now_ns()
         if log.clock_owner != 0:
             if log.clock_owner != PyThread_get_thread_ident():
-                log.num_overlapped += 1  # what the clock answered was meant for another call
+                log.lose_order()  # what the clock answered was meant for another call
             log.clock_owner = 0
         # Only now: the clock may have changed the list, and so may who runs while a chunk is opened.
         cdef Py_ssize_t num_key_bytes = 0 if keys is None else log.keys_bytes(keys)
@@ -330,8 +395,7 @@ cdef class RecordedCalls:
         if not log.has_room(64 + num_bytes + num_key_bytes):
             return None
         if keys is not None and log.keys_bytes(keys) > num_key_bytes:
-            log.num_lost += 1
-            log.num_unreported += 1
+            log.lose()
             return None
         log.at[0] = op
         log.at += 1
@@ -505,23 +569,40 @@ cdef class RecordedCalls:
         cdef Py_ssize_t num_keys = 0
         with cython.critical_section(log):
             try:
-                if not events or log.is_closed:
-                    return 0
-                for event in events:
-                    num_keys += len(event.keys)
-                    digest = digest * 31 + (1 if event.removed else 0) + 2 * <uint64_t> len(event.keys)
-                    for key in event.keys:
-                        digest = digest * <uint64_t> 1099511628211 ^ log.hash_key(<PyObject*> key)
-                if self._begin(TAKE_EVENTS, None, 48, None) is not None:
-                    log.put_number(0 if max_events is None else <uint64_t> min(max_events, MAX_NUMBER) + 1)
-                    log.at[0] = A_EVENTS
-                    log.at += 1
-                    log.put_number(len(events))
-                    log.put_number(num_keys)
-                    memcpy(log.at, &digest, 8)
-                    log.at += 8
+                if events and not log.is_closed:
+                    for event in events:
+                        num_keys += len(event.keys)
+                        digest = log.digest_of(digest, event.keys, event.removed)
+                    self._put_events(max_events, len(events), num_keys, digest)
             finally:
                 self.num_inside -= 1
+        return 0
+
+    cdef int record_taken(self, TakenEvents taken, max_events) except -1:
+        cdef CallLog log = self.log
+        cdef uint64_t digest = 0
+        cdef Py_ssize_t num_keys = 0, i
+        with cython.critical_section(log):
+            try:
+                if taken.num_events and not log.is_closed:
+                    for i in range(taken.num_events):
+                        num_keys += taken.events[i].num_keys
+                        digest = log.digest_of(digest, <list> taken.events[i].keys, taken.events[i].removed)
+                    self._put_events(max_events, taken.num_events, num_keys, digest)
+            finally:
+                self.num_inside -= 1
+        return 0
+
+    cdef int _put_events(self, max_events, Py_ssize_t num_events, Py_ssize_t num_keys, uint64_t digest) except -1:
+        cdef CallLog log = self.log
+        if self._begin(TAKE_EVENTS, None, 48, None) is not None:
+            log.put_number(0 if max_events is None else <uint64_t> min(max_events, MAX_NUMBER) + 1)
+            log.at[0] = A_EVENTS
+            log.at += 1
+            log.put_number(num_events)
+            log.put_number(num_keys)
+            memcpy(log.at, &digest, 8)
+            log.at += 8
         return 0
 
     cdef int _record_hint(self, context, list keys, bytes text, error) except -1:

@@ -7,14 +7,15 @@ scheduler's time.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
+import inspect
 import json
 import logging
+import math
 import os
 import platform
-import queue
 import stat
+import sys
 import threading
 import time
 import uuid
@@ -39,6 +40,11 @@ NUM_FILES = 4
 """Files of one recording at most; the oldest goes first."""
 _CHUNK_BYTES = 1 << 18
 _FLUSH_S = 1.0
+_QUIET_S = 1.0
+"""How long a moment is waited for at which no other thread is inside a call."""
+_QUIET_STEP_S = 0.0005
+# Without a GIL, what another thread runs cannot be looked at.
+_SEES_THREADS = getattr(sys, "_is_gil_enabled", lambda: True)()
 # Recorders are put on a manager and taken off by one thread at a time.
 _ATTACHING = threading.RLock()
 _METHODS = (
@@ -57,7 +63,8 @@ class RecorderStats:
     num_records : int
         Records made: calls, and what they depended on.
     num_lost : int
-        Records for which there was no room, because the file was too slow or failed.
+        Records for which there was no room, because the file was too slow or failed, or which were longer than a
+        quarter of `max_bytes`; and one for each of the following.
     num_overlapped : int
         Calls made while another thread was inside one, so that their order is not known.
     num_bytes : int
@@ -83,12 +90,14 @@ class Recorder:
     path : path-like
         The file; ``{pid}`` in it stands for the process id. What lies there is kept as ``path.1``, and so on.
     max_bytes : int or str
-        Bytes of all files of a recording; beyond them the oldest quarter goes.
+        Bytes of all files of a recording; beyond them the oldest quarter goes. A record that is longer than a quarter
+        is lost.
     salt : str or bytes, optional
         What keys are hashed with, so that recordings of several engines name blocks alike; left out: a random one,
         which is kept nowhere. It is never written.
     buffer_bytes : int or str
-        Memory for records that are not written yet; taken at once. The keys that they name live as long.
+        Memory for records that are not written yet; taken at once. The keys that they name live as long. A record that
+        is longer is lost.
     clock : callable, optional
         Returns the seconds that calls are dated with; left out: the system's monotonic clock, to some milliseconds.
 
@@ -101,6 +110,9 @@ class Recorder:
     Notes
     -----
     A manager that is shut down ends its recording. After a kill, what is missing is the last second at most.
+
+    While other threads make calls, a recording begins and ends between two of them, and waits a second for that. Where
+    there is no such moment, it begins with a lost record, or ends without the statistics that a replay compares.
     """
 
     def __init__(
@@ -126,38 +138,36 @@ class Recorder:
             self._begin(manager, salt, buffer, clock)
 
     def _begin(self, manager: Any, salt: str | bytes | None, buffer: int, clock: Callable[[], float] | None) -> None:
-        chunk_bytes = min(_CHUNK_BYTES, max(4096, self.max_bytes // 64))
-        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        wakes = self._wakes
-        self._log = CallLog(
-            _salt_bytes(salt),
-            chunk_bytes,
-            max(2, buffer // chunk_bytes),
-            clock,
-            # Lost records would pile up here while the file is slow.
-            lambda: wakes.put(False) if wakes.empty() else None,
-        )
-        self._header = {
+        header = {
             "id": uuid.uuid4().hex,
             "segment": 0,
             "manager": manager.configuration(),
-            "is_from_start": _is_new(manager),
+            "is_from_start": False,
             "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "python": platform.python_version(),
         }
-        self._file = _RotatingFile(self.path, self.max_bytes, self._header)
-        self._thread = threading.Thread(
-            target=_write, args=(self._log, self._wakes, self._file), name="kvcache-recorder", daemon=True
-        )
+        chunk_bytes = min(_CHUNK_BYTES, max(4096, self.max_bytes // 64))
+        max_record_bytes = _most_packed(self.max_bytes // NUM_FILES - len(header_bytes(header)))
+        if max_record_bytes < chunk_bytes:
+            raise ValueError(f"max_bytes is too little for the manager's configuration, got {self.max_bytes}")
+        log = CallLog(_salt_bytes(salt), chunk_bytes, max(2, buffer // chunk_bytes), max_record_bytes, clock)
+        self._log = log
+        self._file = _RotatingFile(self.path, self.max_bytes)
+        self._thread = threading.Thread(target=_write, args=(log, self._file), name="kvcache-recorder", daemon=True)
+        attached = None
         try:
-            self._undo = _attach(manager, self._log)
+            self._attached = attached = _Attached(manager, log)
+            self._file.begin({**header, "is_from_start": attached.begin(manager)})
         except ValueError:
+            log.close()
+            if attached is not None:
+                attached.undo(manager)
             self._file.close()
             raise
         self._manager = weakref.ref(manager)
         manager.recorder = self
         # A manager that is dropped, or alive when the interpreter ends, leaves a whole file.
-        self._end = weakref.finalize(manager, _end, self._log, self._wakes, self._thread)
+        self._end = weakref.finalize(manager, _end, log, self._thread)
         self._thread.start()
 
     def stop(self) -> None:
@@ -165,8 +175,9 @@ class Recorder:
         manager = self._manager()
         with _ATTACHING:
             if manager is not None and manager.recorder is self:
-                self._undo(manager)
-                self._log.put_stats(_stats_text(manager))
+                self._attached.end(manager)
+                self._log.close()
+                self._attached.undo(manager)
                 manager.recorder = None
         self._end()
 
@@ -210,48 +221,94 @@ def _stats_text(manager: Any) -> bytes:
     return json.dumps({name: value for name, value in counted.items() if type(value) is int}).encode()
 
 
-def _attach(manager: Any, log: CallLog) -> Callable[[Any], None]:
-    """Put what records in the place of a manager's cache, or else methods, tiers and clock; return what undoes it."""
-    controllers = getattr(manager, "controllers", None)
-    calls = RecordedCalls(log, _METHODS if controllers is None else _TIERED_METHODS)
-    # Over tiers, or under a plug-in's policy, a call is more than what a compiled cache is asked.
-    is_cache = controllers is None and manager.wrap_cache(lambda cache: RecordedCache(cache, calls))
-    if not is_cache:
-        WrappedCalls.of(manager).add(calls)
-    manager.wrap_clock(lambda clock: RecordedClock(log, clock))
-    for number, controller in enumerate(controllers or ()):
-        is_timed = controller.link is not None
-        log.has_groups |= is_timed
-        controller.tier = RecordedTier(log, number, controller.tier, is_timed)
-    # It holds the manager, which must be free to go while its recorder stays.
-    found = weakref.ref(calls)
+def _most_packed(num_bytes: int) -> int:
+    """Return how long a record may be, so that so many bytes hold it in a frame of its own, whatever is in it."""
+    # zlib makes what it cannot pack longer by less than a part in a thousand.
+    return num_bytes - num_bytes // 1000 - 256
 
-    def undo(manager: Any) -> None:
-        calls = found()
-        if is_cache:
+
+class _Attached:
+    """What records the calls of a manager, in the place of its cache, or else methods, and of its tiers and clock."""
+
+    def __init__(self, manager: Any, log: CallLog) -> None:
+        controllers = getattr(manager, "controllers", None)
+        names = _METHODS if controllers is None else _TIERED_METHODS
+        methods = (getattr(getattr(manager, name, None), "__func__", None) for name in names)
+        codes = (getattr(method, "__code__", None) for method in methods)
+        self._codes = frozenset(code for code in codes if code is not None) if _SEES_THREADS else frozenset()
+        calls = RecordedCalls(log, names)
+        # Over tiers, or under a plug-in's policy, a call is more than what a compiled cache is asked.
+        self._is_cache = controllers is None and manager.wrap_cache(lambda cache: RecordedCache(cache, calls))
+        if not self._is_cache:
+            WrappedCalls.of(manager).add(calls)
+        manager.wrap_clock(lambda clock: RecordedClock(log, clock))
+        for number, controller in enumerate(controllers or ()):
+            is_timed = controller.link is not None
+            log.has_groups |= is_timed
+            controller.tier = RecordedTier(log, number, controller.tier, is_timed)
+        # They hold the manager, which must be free to go while its recorder stays.
+        self._found = weakref.ref(calls)
+
+    @property
+    def _calls(self) -> RecordedCalls:
+        calls = self._found()
+        assert calls is not None, "the manager is there, and holds them"
+        return calls
+
+    def begin(self, manager: Any) -> bool:
+        """Record from now on; return whether no call was ever made before."""
+        calls = self._calls
+        end_s = self._last_try_s()
+        while True:
+            num_entered = calls.num_entered
+            is_late = time.monotonic() > end_s
+            if is_late or calls.is_quiet(self._codes):
+                is_new = _is_new(manager)
+                if calls.begin(self._codes, num_entered, is_late):
+                    return is_new
+            time.sleep(_QUIET_STEP_S)
+
+    def end(self, manager: Any) -> None:
+        """Record the manager's statistics and nothing after them, if there is a moment for it."""
+        calls = self._calls
+        end_s = self._last_try_s()
+        while time.monotonic() < end_s:
+            num_entered = calls.num_entered
+            if calls.is_quiet(self._codes) and calls.end(self._codes, num_entered, _stats_text(manager)):
+                return
+            time.sleep(_QUIET_STEP_S)
+
+    def _last_try_s(self) -> float:
+        """Return when to give up on a moment without calls: at once where this thread makes one itself."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code in self._codes:
+                return -math.inf
+            frame = frame.f_back
+        return time.monotonic() + _QUIET_S
+
+    def undo(self, manager: Any) -> None:
+        """Put back what was there."""
+        if self._is_cache:
             manager.wrap_cache(None)
-        elif calls is not None:
-            WrappedCalls.of(manager).remove(calls)
+        else:
+            WrappedCalls.of(manager).remove(self._calls)
         for controller in getattr(manager, "controllers", None) or ():
             controller.tier = controller.tier.recorded
         manager.wrap_clock(lambda clock: clock.recorded)
 
-    return undo
 
-
-def _end(log: CallLog, wakes: queue.SimpleQueue[bool], thread: threading.Thread) -> None:
+def _end(log: CallLog, thread: threading.Thread) -> None:
     log.close()
-    wakes.put(True)
     if thread.is_alive() and thread is not threading.current_thread():
         thread.join(10)
 
 
-def _write(log: CallLog, wakes: queue.SimpleQueue[bool], file: _RotatingFile) -> None:
-    """Write what is recorded, until told to end: full chunks at once, others every second."""
+def _write(log: CallLog, file: _RotatingFile) -> None:
+    """Write what is recorded, until the end: full chunks at once, others every second."""
     is_last = False
     while not is_last:
-        with contextlib.suppress(queue.Empty):
-            is_last = wakes.get(timeout=_FLUSH_S)
+        is_last = log.wait(_FLUSH_S)
         for chunk, num_bytes, first_record, num_records, counts, ids in log.take():
             try:
                 with memoryview(chunk)[:num_bytes] as records:
@@ -267,12 +324,12 @@ def _write(log: CallLog, wakes: queue.SimpleQueue[bool], file: _RotatingFile) ->
 class _RotatingFile:
     """The files of a recording: the newest under its own name, older ones numbered from 1 on."""
 
-    def __init__(self, path: Path, max_bytes: int, header: dict[str, Any]) -> None:
+    def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
         self.num_bytes = 0
         self.num_lost = 0
         self.error = ""
-        self._header = header
+        self._header: dict[str, Any] = {}
         self._file_bytes = max_bytes // NUM_FILES
         self._size = 0
         try:
@@ -281,6 +338,14 @@ class _RotatingFile:
             self._fd = self._open()
         except OSError as error:
             raise ValueError(f"cannot record to {path}: {error}") from None
+
+    def begin(self, header: dict[str, Any]) -> None:
+        """Write the head of the first file."""
+        self._header = header
+        try:
+            self._write_head()
+        except OSError as error:
+            raise ValueError(f"cannot record to {self.path}: {error}") from None
 
     def _shift(self) -> None:
         """Number the files that are there one higher; the last goes."""
@@ -311,11 +376,13 @@ class _RotatingFile:
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         # As long as it is written to, nobody else rotates it.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd
+
+    def _write_head(self) -> None:
         head = header_bytes(self._header)
-        _write_all(fd, head)
+        _write_all(self._fd, head)
         self._size = len(head)
         self.num_bytes += len(head)
-        return fd
 
     def write(self, frame: bytes, num_records: int) -> None:
         """Append a frame, to a new file where this one is full or gone; after a failure nothing is written any more."""
@@ -331,6 +398,7 @@ class _RotatingFile:
                 self._shift()
                 self._header = {**self._header, "segment": self._header["segment"] + 1}
                 self._fd = self._open()
+                self._write_head()
             _write_all(self._fd, frame)
             self._size += len(frame)
             self.num_bytes += len(frame)

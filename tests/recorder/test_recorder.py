@@ -677,7 +677,7 @@ def test_numbers_of_the_format_are_those_of_the_compiled_log():
 
 
 def test_log_refuses_bad_sizes():
-    for arguments in ((b"short", 4096, 4), (bytes(32), 10, 4), (bytes(32), 4096, 0)):
+    for arguments in ((b"short", 4096, 4, 1000), (bytes(32), 10, 4, 1000), (bytes(32), 4096, 0, 1000)):
         with pytest.raises(ValueError, match=r"salt|chunks"):
             call_log.CallLog(*arguments)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import sys
 import threading
 import time
 
 import pytest
 
-from kvcache import CPUOffloadingManager, ReqContext
-from kvcache.recorder.format import Recording
+from kvcache import CPUOffloadingManager, ReqContext, Retention
+from kvcache.recorder.format import Recording, RecordingError
+from kvcache.recorder.ops import Op
 from kvcache.recorder.recorder import Recorder
 from kvcache.replay.recorded import replay_recording
+from kvcache.testing import REFERENCE_POLICIES
 
 
 def key(number: int) -> bytes:
@@ -113,8 +117,11 @@ def test_lost_records_cost_no_memory(tmp_path):
         # No thread of the recorder's runs here: every call is lost once the buffer is full.
         while recorder.stats().num_lost < 1000:
             serve(manager, 50)
-        os._exit(min(recorder._wakes.qsize(), 255))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) <= 1
+        before = sys.getallocatedblocks()
+        while recorder.stats().num_lost < 10_000:
+            serve(manager, 50)
+        os._exit(sys.getallocatedblocks() - before > 1000)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     recorder.stop()
 
 
@@ -145,3 +152,157 @@ def test_events_taken_without_a_bound_that_counts_are_recorded(tmp_path, max_eve
         serve(manager, 1)
     outcome = replay_recording(Recording(tmp_path / "run"))
     assert (outcome.num_calls, outcome.difference) == (9, None)
+
+
+@pytest.mark.parametrize("num_keys", [500, 1_800, 2_100, 30_000, 600_000])
+def test_record_longer_than_the_bound_is_lost_and_does_not_break_it(tmp_path, num_keys):
+    manager = CPUOffloadingManager(16, 100)
+    long = [os.urandom(16) for _ in range(num_keys)]
+    with Recorder(manager, tmp_path / "run", max_bytes="64KiB", buffer_bytes="1MiB") as recorder:
+        manager.touch(long[:5])
+        manager.touch(long)
+        manager.touch(long[:7])
+    is_lost = num_keys > 2_000  # a fourth of 64 KiB, at 8 bytes a key
+    assert recorder.stats().num_lost == is_lost
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 1 << 16
+    recorded = [len(call.keys) for call in Recording(tmp_path / "run") if call.op is Op.TOUCH]
+    assert recorded == ([5, 7] if is_lost else [5, num_keys, 7])
+    outcome = replay_recording(Recording(tmp_path / "run"))
+    assert (outcome.num_calls, outcome.num_lost, outcome.difference) == (len(recorded) - is_lost, is_lost, None)
+
+
+def test_record_longer_than_the_buffer_is_lost(tmp_path):
+    manager = CPUOffloadingManager(16, 100)
+    long = [os.urandom(16) for _ in range(60_000)]
+    with Recorder(manager, tmp_path / "run", buffer_bytes="512KiB") as recorder:
+        for _ in range(3):
+            manager.touch(long + long)
+        for _ in range(100):
+            manager.touch(long[:1000])
+    assert recorder.stats().num_lost == 3
+    recorded = [call for call in Recording(tmp_path / "run") if call.op is Op.TOUCH]
+    assert len(recorded) == 100
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("begins_late", [False, True])
+def test_recordings_that_begin_and_end_beside_calls_replay(tmp_path, num_threads, begins_late):
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        pytest.skip("without a GIL, what other threads run is not known")
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    num_replayed = 0
+    try:
+        for cycle in range(50):
+            num_replayed += record_beside_calls(tmp_path / f"{cycle}", cycle, num_threads, begins_late)
+    finally:
+        sys.setswitchinterval(before)
+    # One that begins late is replayed from a reset on, if there is one in it.
+    assert num_replayed > 0
+
+
+def record_beside_calls(path, seed, num_threads, begins_late):
+    """Record a part of what threads do, and return how many calls were made again with the same answers."""
+    manager = CPUOffloadingManager(16, 60, "lru", True)
+    is_over = threading.Event()
+    failures = []
+
+    def work(seed):
+        rng = random.Random(seed)
+        try:
+            while not is_over.is_set():
+                context = ReqContext("", None, None)
+                prompt = rng.randrange(20)
+                keys = [key(100 * prompt + i) for i in range(rng.randrange(1, 12))]
+                manager.lookup(keys, context)
+                manager.touch(keys, context)
+                output = manager.prepare_store(keys, context)
+                if output is not None:
+                    manager.complete_store(output.keys_to_store, context)
+                list(manager.take_events())
+                manager.on_request_finished(context)
+                if rng.random() < 0.05:
+                    manager.reset_cache()
+                time.sleep(1e-4)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(100 * seed + number,)) for number in range(num_threads)]
+    rng = random.Random(seed)
+    recorder = None if begins_late else Recorder(manager, path)
+    for thread in threads:
+        thread.start()
+    try:
+        if recorder is None:
+            time.sleep(rng.random() * 0.002)
+            recorder = Recorder(manager, path)
+        time.sleep(rng.random() * 0.01)
+        recorder.stop()
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    try:
+        outcome = replay_recording(Recording(path))
+    except RecordingError:
+        assert begins_late
+        return 0
+    assert outcome.difference is None
+    return outcome.num_calls
+
+
+@pytest.mark.parametrize("is_at_stop", [False, True])
+def test_recorder_put_on_or_off_inside_a_call_waits_for_nobody(tmp_path, is_at_stop):
+    made = []
+
+    class Clock:
+        def __call__(self):
+            if is_at_stop and made:
+                made[0].stop()
+            elif not is_at_stop and not made:
+                made.append(Recorder(manager, tmp_path / "run"))
+            return 1.0
+
+    manager = CPUOffloadingManager(16, 100, clock=Clock())
+    if is_at_stop:
+        made.append(Recorder(manager, tmp_path / "run"))
+    manager.touch([key(1)], ReqContext("1", None, Retention(priority=1)))
+    manager.touch([key(2)])
+    made[0].stop()
+    if not is_at_stop:
+        with pytest.raises(RecordingError, match="at work already"):
+            replay_recording(Recording(tmp_path / "run"))
+        manager.reset_cache()
+        return
+    outcome = replay_recording(Recording(tmp_path / "run"))
+    assert (outcome.difference, outcome.num_calls) == (None, 0)
+
+
+def test_calls_whose_order_is_not_known_end_what_can_be_replayed(tmp_path):
+    """Two threads make calls under a policy in Python, which lets others run in the midst of them."""
+    is_over = threading.Event()
+
+    class Slow(REFERENCE_POLICIES["lru"]):
+        def touch(self, keys):
+            assert threading.current_thread() is threading.main_thread() or is_over.wait(60)
+            super().touch(keys)
+
+    manager = CPUOffloadingManager(16, 100, Slow)
+    with Recorder(manager, tmp_path / "run") as recorder:
+        serve(manager, 3)
+        threads = [threading.Thread(target=manager.touch, args=([key(number)],)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        end_s = time.monotonic() + 60
+        while recorder.stats().num_overlapped == 0:
+            time.sleep(0.001)
+            assert time.monotonic() < end_s
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        serve(manager, 3)
+    assert (recorder.stats().num_overlapped, recorder.stats().num_lost) == (1, 1)
+    outcome = replay_recording(Recording(tmp_path / "run"), "lru")
+    assert (outcome.difference, outcome.num_lost, outcome.num_calls) == (None, 1, 12)
