@@ -22,20 +22,25 @@ from kvcache.core.memory cimport pause_collector, resume_collector
 
 cdef extern from *:
     """
-    #include <time.h>
-    /* Milliseconds are enough for when a request came, and cost a fifth of a clock that is read exactly. */
-    static inline int64_t kv_coarse_ns(void)
+    static inline void kv_narrow(char *to, const int64_t *from, Py_ssize_t n)
     {
-        struct timespec now;
-    #ifdef CLOCK_MONOTONIC_COARSE
-        clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-    #else
-        clock_gettime(CLOCK_MONOTONIC, &now);
-    #endif
-        return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            int32_t narrow = (int32_t)from[i];
+            memcpy(to + 4 * i, &narrow, 4);
+        }
+    }
+    static inline void kv_widen(char *to, const char *from, Py_ssize_t n)
+    {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            int32_t narrow;
+            memcpy(&narrow, from + 4 * i, 4);
+            int64_t wide = narrow;
+            memcpy(to + 8 * i, &wide, 8);
+        }
     }
     """
-    int64_t kv_coarse_ns() noexcept nogil
+    void kv_narrow(char* to, const int64_t* values, Py_ssize_t n) noexcept nogil
+    void kv_widen(char* to, const char* values, Py_ssize_t n) noexcept nogil
 
 cdef extern from "Python.h":
     char* PyByteArray_AS_STRING(object chunk) noexcept
@@ -54,13 +59,13 @@ cdef enum:
     GROUP_BYTES = 4         # at a key's end
     KEYS_IN_A_ROW = 4096    # let go of before another thread may have the GIL: some tens of microseconds
 
-# Keys of a chunk that are pointers still (strong; NO_KEY: there was none), or block ids, which lie before it (IDS);
-# from the chunk's end down, one after the other.
+# Keys of a chunk that are pointers still (strong; NO_KEY: there was none), or block ids, which lie before it (IDS: of 8
+# bytes, SLOTS: of 4); from the chunk's end down, one after the other.
 cdef struct Span:
     uint32_t offset
     uint32_t n
 
-cdef uint32_t IDS = 0xffffffff
+cdef uint32_t IDS = 0xffffffff, SLOTS = 0xfffffffe
 
 cdef PyObject* NO_KEY = <PyObject*> <size_t> 1
 
@@ -184,8 +189,8 @@ cdef class CallLog:
             while next > stop:
                 next -= SPAN_BYTES
                 memcpy(&span, next, SPAN_BYTES)
-                if span.offset == IDS:
-                    next -= 8 * <Py_ssize_t> span.n
+                if span.offset >= SLOTS:
+                    next -= (8 if span.offset == IDS else 4) * <Py_ssize_t> span.n
                     num_lists += 1
                     num_ids += span.n
                     continue
@@ -209,6 +214,13 @@ cdef class CallLog:
                 next -= 8 * <Py_ssize_t> span.n
                 memcpy(count_at, &span.n, 4)
                 memcpy(ids_at, next, 8 * <Py_ssize_t> span.n)
+                ids_at += 8 * <Py_ssize_t> span.n
+                count_at += 4
+                continue
+            if span.offset == SLOTS:
+                next -= 4 * <Py_ssize_t> span.n
+                memcpy(count_at, &span.n, 4)
+                kv_widen(ids_at, next, span.n)
                 count_at += 4
                 ids_at += 8 * <Py_ssize_t> span.n
                 continue
@@ -355,10 +367,7 @@ cdef class CallLog:
         self.put_number(len(text))
         self._put_bytes(<const char*> text, len(text))
 
-    cdef int64_t now_ns(self) noexcept:
-        """Return when it is; this may run Python, and so must not be asked within a record."""
-        if self.clock is None:
-            return kv_coarse_ns()
+    cdef int64_t _asked_ns(self) noexcept:
         try:
             return <int64_t> (<double> self.clock() * 1e9)
         except Exception:
@@ -371,52 +380,50 @@ cdef class CallLog:
         cdef PyObject* key
         cdef KeptKeys* one
         cdef char* kept
-        cdef uint64_t hash
+        cdef char* at = self.at
         cdef int k
-        if n < LEAST_KEPT:
-            self.put_number(<uint64_t> n << 1)
-            for i in range(n):
-                hash = self.hash_key(items[i])
-                memcpy(self.at, &hash, 8)
-                self.at += 8
-            return
-        for k in range(NUM_KEPT + 1):
-            one = &request.kept[k] if k < NUM_KEPT else &self.run
-            if one.chunk != self.chunk_number or one.n < n:
-                continue
-            kept = self.base + one.offset
-            if memcmp(kept, items, sizeof(PyObject*)) == 0:
-                start = 0
-            elif memcmp(kept + 8 * (one.n - n), items, sizeof(PyObject*)) == 0:
-                start = one.n - n
-            else:
-                continue
-            if memcmp(kept + 8 * start, items, n * sizeof(PyObject*)) == 0:
-                self.put_number(<uint64_t> n << 1 | 1)
-                self.put_number(self.num_lists - one.number)
-                self.put_number(start)
+        if n >= LEAST_KEPT:
+            for k in range(NUM_KEPT + 1):
+                one = &request.kept[k] if k < NUM_KEPT else &self.run
+                if one.chunk != self.chunk_number or one.n < n:
+                    continue
+                kept = self.base + one.offset
+                if memcmp(kept, items, sizeof(PyObject*)) == 0:
+                    start = 0
+                elif memcmp(kept + 8 * (one.n - n), items, sizeof(PyObject*)) == 0:
+                    start = one.n - n
+                else:
+                    continue
+                if memcmp(kept + 8 * start, items, n * sizeof(PyObject*)) == 0:
+                    at = kv_put_number(at, <uint64_t> n << 1 | 1)
+                    at = kv_put_number(at, self.num_lists - one.number)
+                    self.at = kv_put_number(at, start)
+                    return
+            at = kv_put_number(at, <uint64_t> n << 1)
+            self.num_lists += 1
+            one = &request.kept[request.oldest]
+            request.oldest = (request.oldest + 1) % NUM_KEPT
+            one.chunk = self.chunk_number
+            one.number = self.num_lists
+            one.offset = at - self.base
+            one.n = n
+        else:
+            at[0] = n << 1
+            at += 1
+            if n == 0:
+                self.at = at
                 return
-        self.put_number(<uint64_t> n << 1)
-        self.num_lists += 1
-        one = &request.kept[request.oldest]
-        request.oldest = (request.oldest + 1) % NUM_KEPT
-        one.chunk = self.chunk_number
-        one.number = self.num_lists
-        one.offset = self.at - self.base
-        one.n = n
+        self._put_span(at - self.base, n)
+        memcpy(at, items, n * sizeof(PyObject*))
+        self.at = at + 8 * n
         for i in range(n):
-            key = self._held(items[i])
-            memcpy(self.at + 8 * i, &key, 8)
-        self.at += 8 * n
-        self._put_span(one.offset, n)
-
-    cdef PyObject* _held(self, PyObject* key) noexcept:
-        """Return what stands in a chunk for a key until it is hashed."""
-        # To let go of anything else may run Python.
-        if not PyBytes_CheckExact(key):
-            return NO_KEY
-        Py_INCREF(<object> key)
-        return key
+            memcpy(&key, at + 8 * i, 8)
+            if PyBytes_CheckExact(key):
+                Py_INCREF(<object> key)
+            else:
+                # To let go of anything else may run Python.
+                key = NO_KEY
+                memcpy(at + 8 * i, &key, 8)
 
     cdef void _put_span(self, Py_ssize_t offset, Py_ssize_t n) noexcept:
         cdef Span span
@@ -431,6 +438,12 @@ cdef class CallLog:
         self.end -= 8 * n
         memcpy(self.end, ids, 8 * n)
 
+    cdef void put_slots(self, const int64_t* ids, Py_ssize_t n) noexcept:
+        """Write block ids that are known to be slots of a pool, of less than 31 bits."""
+        self._put_span(SLOTS, n)
+        self.end -= 4 * n
+        kv_narrow(self.end, ids, n)
+
     cdef int begin_run(self, PyObject* key, int answer) except -1:
         """Write the first look-up of a run: keys follow as long as they have the same answer."""
         cdef int64_t now_ns = self.now_ns()
@@ -438,8 +451,7 @@ cdef class CallLog:
         if not self.has_room(64):
             return 0
         self.at[0] = STATUS_RUN
-        self.at += 1
-        self.put_time(now_ns)
+        self.at = self.put_time(self.at + 1, now_ns)
         memcpy(self.at, &n, 4)
         self.at[4] = answer
         self.at += 5
@@ -448,7 +460,11 @@ cdef class CallLog:
         self.run.number = self.num_lists
         self.run.offset = self.at - self.base
         self.run.n = 1
-        key = self._held(key)
+        # To let go of anything else may run Python.
+        if PyBytes_CheckExact(key):
+            Py_INCREF(<object> key)
+        else:
+            key = NO_KEY
         memcpy(self.at, &key, 8)
         self.at += 8
         self._put_span(self.run.offset, 1)

@@ -137,7 +137,7 @@ cdef class RecordedCache:
             raise
         cdef PyObject* ids = kv_slot(spec, ids_offset)
         if knows_arrays:
-            self.calls.record_blocks(request_keys, keys, kv_int64s(ids), len(keys))
+            self.calls.record_blocks(request_keys, keys, kv_int64s(ids), len(keys), True)
         else:
             self.calls.record_load(request_keys, keys, spec)
         return spec
@@ -167,7 +167,7 @@ cdef class RecordedCache:
             stored = kv_slot(output, stored_offset)
             self.calls.record_output(
                 request_keys, keys, <object> stored, len(<list> kv_slot(output, evicted_offset)),
-                kv_int64s(kv_slot(<object> kv_slot(output, spec_offset), ids_offset)), len(<list> stored))
+                kv_int64s(kv_slot(<object> kv_slot(output, spec_offset), ids_offset)), len(<list> stored), True)
         return output
 
     def commit(self, list keys not None, RequestKeys request_keys):

@@ -61,9 +61,10 @@ cdef class RecordedCalls:
     cdef int record_one(self, int op, context, key, answer) except -1
     cdef int record_batch(self, int op, context, keys, int flag, answer) except -1
     cdef int record_load(self, context, keys, spec) except -1
-    cdef int record_blocks(self, context, keys, const int64_t* ids, Py_ssize_t num_ids) except -1
+    cdef int record_blocks(self, context, keys, const int64_t* ids, Py_ssize_t num_ids, bint are_slots) except -1
     cdef int record_output(
-        self, context, keys, stored, Py_ssize_t num_evicted, const int64_t* ids, Py_ssize_t num_ids) except -1
+        self, context, keys, stored, Py_ssize_t num_evicted, const int64_t* ids, Py_ssize_t num_ids, bint are_slots
+    ) except -1
     cdef int record_store(self, context, keys, output) except -1
     cdef int record_simple(self, int op, context, int flag) except -1
     cdef int record_reset(self) except -1

@@ -315,6 +315,10 @@ cdef class RecordedCalls:
         if context is None:
             return self.nobody
         if type(context) is RequestKeys:
+            if (<RequestKeys> context).recorded is not None:
+                request = <RequestLog> (<RequestKeys> context).recorded
+                if request.recording == self.recording and request.number >= self.first_context:
+                    return request
             return self.log_of_keys(<RequestKeys> context)
         if context is self.last_context:
             request = self.last_request
@@ -398,9 +402,7 @@ cdef class RecordedCalls:
             log.lose()
             return None
         log.at[0] = op
-        log.at += 1
-        log.put_time(now_ns)
-        log.put_number(request.number)
+        log.at = kv_put_number(log.put_time(log.at + 1, now_ns), request.number)
         log.num_records += 1
         return request
 
@@ -410,21 +412,20 @@ cdef class RecordedCalls:
         self.log.at += 8
 
     cdef inline void _put_answer(self, answer) noexcept:
-        cdef CallLog log = self.log
+        cdef char* at = self.log.at
         cdef int64_t number
+        self.log.at = at + 1
         if answer is None:
-            log.at[0] = A_NONE
+            at[0] = A_NONE
         elif answer is False:
-            log.at[0] = A_FALSE
+            at[0] = A_FALSE
         elif answer is True:
-            log.at[0] = A_TRUE
+            at[0] = A_TRUE
         elif _is_number(<PyObject*> answer, &number) and number >= 0:
-            log.at[0] = A_INT
-            log.at = kv_put_number(log.at + 1, <uint64_t> number)
-            return
+            at[0] = A_INT
+            self.log.at = kv_put_number(at + 1, <uint64_t> number)
         else:
-            log.at[0] = A_OTHER
-        log.at += 1
+            at[0] = A_OTHER
 
     cdef inline void _put_outcome(self, bytes error) noexcept:
         """End the record of a call that answers nothing: it did, or raised an error of this kind."""
@@ -467,11 +468,11 @@ cdef class RecordedCalls:
             return self.record_batch(PREPARE_LOAD, context, keys, -1, spec)
         open_ids(spec, &ids)
         try:
-            return self.record_blocks(context, keys, <const int64_t*> ids.buf, ids.len // 8)
+            return self.record_blocks(context, keys, <const int64_t*> ids.buf, ids.len // 8, False)
         finally:
             PyBuffer_Release(&ids)
 
-    cdef int record_blocks(self, context, keys, const int64_t* ids, Py_ssize_t num_ids) except -1:
+    cdef int record_blocks(self, context, keys, const int64_t* ids, Py_ssize_t num_ids, bint are_slots) except -1:
         cdef CallLog log = self.log
         cdef RequestLog request
         with cython.critical_section(log):
@@ -483,7 +484,10 @@ cdef class RecordedCalls:
                     log.put_keys(keys, request)
                     log.at[0] = A_BLOCKS
                     log.at += 1
-                    log.put_ids(ids, num_ids)
+                    if are_slots:
+                        log.put_slots(ids, num_ids)
+                    else:
+                        log.put_ids(ids, num_ids)
             finally:
                 self.num_inside -= 1
         return 0
@@ -496,12 +500,12 @@ cdef class RecordedCalls:
         cdef Py_ssize_t num_evicted = len(output.evicted_keys)
         open_ids(output.store_spec, &ids)
         try:
-            return self.record_output(context, keys, stored, num_evicted, <const int64_t*> ids.buf, ids.len // 8)
+            return self.record_output(context, keys, stored, num_evicted, <const int64_t*> ids.buf, ids.len // 8, False)
         finally:
             PyBuffer_Release(&ids)
 
     cdef int record_output(
-        self, context, keys, stored, Py_ssize_t num_evicted, const int64_t* ids, Py_ssize_t num_ids
+        self, context, keys, stored, Py_ssize_t num_evicted, const int64_t* ids, Py_ssize_t num_ids, bint are_slots
     ) except -1:
         cdef CallLog log = self.log
         cdef RequestLog request
@@ -517,7 +521,10 @@ cdef class RecordedCalls:
                     log.at += 1
                     log.put_keys(stored, request)
                     log.put_number(num_evicted)
-                    log.put_ids(ids, num_ids)
+                    if are_slots:
+                        log.put_slots(ids, num_ids)
+                    else:
+                        log.put_ids(ids, num_ids)
             finally:
                 self.num_inside -= 1
         return 0
