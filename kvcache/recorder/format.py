@@ -39,6 +39,10 @@ class RecordingError(ValueError):
     """A file is no recording, or is damaged; the message says where."""
 
 
+class CutHead(RecordingError):
+    """A file ends in its head: whoever began it was killed, or the disk was full."""
+
+
 @dataclass(slots=True)
 class Input:
     """What a call depended on beside its arguments: the clock, or an answer of a tier.
@@ -148,7 +152,9 @@ def read_header(file: BinaryIO, name: str) -> dict[str, Any]:
         It is no recording, one of another version, or damaged.
     """
     head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size or not head.startswith(MAGIC):
+    if len(head) < _HEADER.size and MAGIC.startswith(head[: len(MAGIC)]):
+        raise CutHead(f"{name} is no recording of kvcache, or was cut as it was begun: it has {len(head)} bytes")
+    if not head.startswith(MAGIC):
         raise RecordingError(f"{name} is no recording of kvcache")
     _, version, _, num_bytes = _HEADER.unpack(head)
     if version not in READABLE_VERSIONS:
@@ -157,8 +163,10 @@ def read_header(file: BinaryIO, name: str) -> dict[str, Any]:
         raise RecordingError(f"{name}: the header is damaged: it claims {num_bytes} bytes")
     text = file.read(num_bytes)
     checksum = file.read(4)
-    if len(text) < num_bytes or zlib.crc32(head + text).to_bytes(4, "little") != checksum:
-        raise RecordingError(f"{name}: the header is cut or damaged")
+    if len(checksum) < 4:
+        raise CutHead(f"{name}: the header is cut")
+    if zlib.crc32(head + text).to_bytes(4, "little") != checksum:
+        raise RecordingError(f"{name}: the header is damaged")
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):
@@ -174,7 +182,8 @@ class Recording:
     Parameters
     ----------
     path : path-like
-        The newest file; older ones of the same recording, ``path.1`` and so on, are read before it.
+        The newest file; older ones of the same recording, ``path.1`` and so on, are read before it. Where it ends in
+        its head or is missing, since a kill fell between two files, those are read alone.
 
     Attributes
     ----------
@@ -195,17 +204,24 @@ class Recording:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        with self.path.open("rb") as file:
-            newest = read_header(file, str(self.path))
-        self._files = [self.path]
+        files = [self.path, *older_files(self.path)]
+        self._cut = ""
+        try:
+            newest = _header_of(self.path)
+        except (CutHead, FileNotFoundError) as error:
+            if len(files) == 1:
+                raise
+            self._cut = str(error) if isinstance(error, CutHead) else f"{self.path} is missing"
+            del files[0]
+            newest = _header_of(files[0])
+        self._files = files[:1]
         self.header = newest
         number = _segment(newest)
-        for older in older_files(self.path):
-            with older.open("rb") as file:
-                try:
-                    header = read_header(file, str(older))
-                except RecordingError:
-                    break
+        for older in files[1:]:
+            try:
+                header = _header_of(older)
+            except RecordingError:
+                break
             if header.get("id") != newest.get("id") or _segment(header) != number - 1:
                 break
             number -= 1
@@ -249,6 +265,7 @@ class Recording:
                     expected = number
                 if self.end:
                     return
+        self.end = self._cut
 
     def _frames(self, file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, int]]:
         while head := file.read(FRAME.size):
@@ -285,6 +302,11 @@ def older_files(path: Path) -> Iterator[Path]:
     while (older := path.with_name(f"{path.name}.{number}")).is_file():
         yield older
         number += 1
+
+
+def _header_of(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return read_header(file, str(path))
 
 
 def _segment(header: dict[str, Any]) -> int:

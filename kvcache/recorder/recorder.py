@@ -132,6 +132,8 @@ class Recorder:
         if not hasattr(manager, "configuration"):
             raise ValueError(f"cannot record a {type(manager).__name__}: it does not know its own configuration")
         self.path = Path(os.fspath(path).replace("{pid}", str(os.getpid())))
+        if "\0" in str(self.path):
+            raise ValueError(f"cannot record to {self.path}: there is a null in it")
         with _ATTACHING:
             if getattr(manager, "recorder", None) is not None:
                 raise ValueError(f"the manager is being recorded already, to {manager.recorder.path}")
@@ -332,10 +334,12 @@ class _RotatingFile:
         self._header: dict[str, Any] = {}
         self._file_bytes = max_bytes // NUM_FILES
         self._size = 0
+        self._fd = -1
+        self._inode = (0, 0)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._shift()
-            self._fd = self._open()
+            self._open()
         except OSError as error:
             raise ValueError(f"cannot record to {path}: {error}") from None
 
@@ -352,7 +356,7 @@ class _RotatingFile:
         older = list(older_files(self.path))
         for one in older:
             with one.open("rb") as file:
-                if file.read(len(MAGIC)) not in (MAGIC, b""):
+                if not MAGIC.startswith(file.read(len(MAGIC))):
                     raise ValueError(f"{one} is no recording, and will not be written over")
         if not self.path.exists() and not self.path.is_symlink():
             return
@@ -364,7 +368,8 @@ class _RotatingFile:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ValueError(f"{self.path} is being recorded to by another manager or process") from None
-        if begin and begin != MAGIC:
+        # One that ends in its head was begun by a recorder that was killed.
+        if not MAGIC.startswith(begin):
             raise ValueError(f"{self.path} is no recording, and will not be written over")
         for gone in older[NUM_FILES - 2 :]:
             gone.unlink()
@@ -372,11 +377,11 @@ class _RotatingFile:
             older[number - 1].replace(self.path.with_name(f"{self.path.name}.{number + 1}"))
         self.path.replace(self.path.with_name(f"{self.path.name}.1"))
 
-    def _open(self) -> int:
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    def _open(self) -> None:
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        self._inode = _inode(os.fstat(self._fd))
         # As long as it is written to, nobody else rotates it.
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return fd
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _write_head(self) -> None:
         head = header_bytes(self._header)
@@ -390,6 +395,8 @@ class _RotatingFile:
             self.num_lost += num_records
             return
         try:
+            if not self._is_ours():
+                raise OSError("its file descriptor was closed by somebody else")
             is_gone = self._is_gone()
             if is_gone:
                 _LOG.warning("%s was moved or removed: recording goes on in a new file", self.path)
@@ -397,7 +404,7 @@ class _RotatingFile:
                 self.close()
                 self._shift()
                 self._header = {**self._header, "segment": self._header["segment"] + 1}
-                self._fd = self._open()
+                self._open()
                 self._write_head()
             _write_all(self._fd, frame)
             self._size += len(frame)
@@ -410,8 +417,14 @@ class _RotatingFile:
             there = self.path.lstat()
         except FileNotFoundError:
             return True
-        ours = os.fstat(self._fd)
-        return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
+        return _inode(there) != self._inode
+
+    def _is_ours(self) -> bool:
+        """Return whether the descriptor is still that of our file; its number may be used anew."""
+        try:
+            return _inode(os.fstat(self._fd)) == self._inode
+        except OSError:
+            return False
 
     def fail(self, error: Exception, num_records: int) -> None:
         """Give up, once and for all."""
@@ -421,11 +434,15 @@ class _RotatingFile:
 
     def close(self) -> None:
         """Close the file and leave the path to others."""
-        if self._fd >= 0:
+        if self._fd >= 0 and self._is_ours():
             # A child that was forked holds the file, and would hold its lock.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
-            self._fd = -1
+        self._fd = -1
+
+
+def _inode(of: os.stat_result) -> tuple[int, int]:
+    return of.st_dev, of.st_ino
 
 
 def _write_all(fd: int, data: bytes) -> None:

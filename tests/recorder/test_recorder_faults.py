@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -306,3 +309,148 @@ def test_calls_whose_order_is_not_known_end_what_can_be_replayed(tmp_path):
     assert (recorder.stats().num_overlapped, recorder.stats().num_lost) == (1, 1)
     outcome = replay_recording(Recording(tmp_path / "run"), "lru")
     assert (outcome.difference, outcome.num_lost, outcome.num_calls) == (None, 1, 12)
+
+
+def run_recorder(tmp_path, code, **options):
+    """Run `code` in a process of its own, where `manager` is recorded to ``run`` and `serve` makes calls."""
+    begin = """
+import os, resource, signal, sys, time
+from kvcache import CPUOffloadingManager, Recorder, ReqContext
+manager = CPUOffloadingManager(16, 50, "arc")
+recorder = Recorder(manager, sys.argv[1], max_bytes=sys.argv[2])
+def serve(number):
+    context = ReqContext()
+    keys = [b"%d %d" % (number % 40, i) + os.urandom(8) * (number % 3 == 0) for i in range(9)]
+    manager.lookup(keys, context)
+    output = manager.prepare_store(keys, context)
+    manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", begin + code, tmp_path / "run", "64KiB"], text=True, stdout=subprocess.PIPE, **options
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kill_at_any_moment_leaves_what_was_written_whole(tmp_path, seed):
+    rng = random.Random(seed)
+    for number in range(5):
+        path = tmp_path / str(number)
+        path.mkdir()
+        code = "print(flush=True)\nfor number in range(10**9): serve(number)"
+        with run_recorder(path, code) as child:
+            child.stdout.readline()
+            time.sleep(rng.random() * 0.2)
+            child.kill()
+        recording = Recording(path / "run")
+        calls = list(recording)
+        assert recording.end == "" or "cut" in recording.end or "missing" in recording.end
+        if recording.is_whole:
+            outcome = replay_recording(Recording(path / "run"))
+            assert outcome.difference is None
+            assert outcome.num_calls == len(calls)
+        # The next recorder is not in its way.
+        manager = CPUOffloadingManager(16, 50)
+        Recorder(manager, path / "run").stop()
+        assert [call.op for call in Recording(path / "run")] == [Op.STATS]
+        assert (path / "run.1").exists() or "missing" in recording.end
+
+
+@pytest.mark.parametrize("num_bytes", [None, 0, 3, 8, 20, 100])
+def test_kill_between_two_files_leaves_the_older_ones(tmp_path, num_bytes):
+    manager = CPUOffloadingManager(16, 100)
+    with Recorder(manager, tmp_path / "run"):
+        serve(manager, 3)
+    whole = (tmp_path / "run").read_bytes()
+    (tmp_path / "run").replace(tmp_path / "run.1")
+    if num_bytes is not None:
+        (tmp_path / "run").write_bytes(whole[:num_bytes])
+    recording = Recording(tmp_path / "run")
+    outcome = replay_recording(recording)
+    assert (outcome.num_calls, outcome.difference) == (12, None)
+    assert outcome.end == recording.end != ""
+    assert str(tmp_path / "run") in outcome.end
+    # A recorder that comes later takes all that for a recording, and is none the worse.
+    with Recorder(manager, tmp_path / "run"):
+        manager.reset_cache()
+    assert replay_recording(Recording(tmp_path / "run")).num_calls == 1
+    (tmp_path / "alone").write_bytes(whole[: num_bytes or 0])
+    with pytest.raises(RecordingError, match="alone"):
+        Recording(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "raise KeyError", "del manager"])
+def test_process_that_ends_without_stop_leaves_a_whole_file(tmp_path, end):
+    with run_recorder(tmp_path, f"for number in range(20): serve(number)\n{end}", stderr=subprocess.DEVNULL) as child:
+        child.wait(60)
+    outcome = replay_recording(Recording(tmp_path / "run"))
+    assert (outcome.num_calls, outcome.difference, outcome.end) == (80, None, "")
+
+
+def test_disk_that_is_full_ends_the_recording_at_the_last_whole_frame(tmp_path):
+    code = """
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+number = 0
+while not recorder.stats().error:
+    serve(number)
+    number += 1
+    time.sleep(1e-4)
+recorder.stop()
+stats = recorder.stats()
+serve(0)
+print(stats.error)
+print(stats.num_records, stats.num_lost)
+"""
+    with run_recorder(tmp_path, code, stderr=subprocess.DEVNULL) as child:
+        error, numbers = child.communicate(timeout=60)[0].splitlines()
+    num_records, num_lost = map(int, numbers.split())
+    assert "File too large" in error
+    assert child.returncode == 0
+    outcome = replay_recording(Recording(tmp_path / "run"))
+    assert outcome.difference is None
+    assert outcome.end == "" or "is cut at byte" in outcome.end
+    assert num_lost > 0
+    assert outcome.num_calls == num_records - num_lost
+
+
+@pytest.mark.parametrize("is_used_anew", [False, True])
+def test_descriptor_that_somebody_closes_ends_the_recording(tmp_path, is_used_anew, caplog):
+    manager = CPUOffloadingManager(16, 100)
+    recorder = Recorder(manager, tmp_path / "run")
+    fd = recorder._file._fd
+    os.close(fd)
+    if is_used_anew:
+        foreign = os.open(tmp_path / "foreign", os.O_RDWR | os.O_CREAT)
+        assert foreign == fd
+    serve(manager, 3)
+    recorder.stop()
+    assert "closed by somebody else" in recorder.stats().error
+    assert recorder.stats().num_lost == recorder.stats().num_records > 0
+    assert "records no more calls" in caplog.text
+    if is_used_anew:
+        # It is neither written to nor closed.
+        assert os.fstat(foreign).st_size == 0
+        os.close(foreign)
+    serve(manager, 3)
+    Recorder(manager, tmp_path / "other").stop()
+
+
+def test_path_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken").write_bytes(b"KVCLOG\r\n")
+    (tmp_path / "taken.1").mkdir()
+    manager = CPUOffloadingManager(16, 100)
+    for path in (
+        tmp_path / "file" / "run",
+        tmp_path / ("x" * 300),
+        tmp_path / "taken",
+        Path("/proc/self/run"),
+        Path("/dev/full"),
+        tmp_path / "nul\0byte",
+    ):
+        with pytest.raises(ValueError, match=re.escape(str(path).split("\0")[0])):
+            Recorder(manager, path)
+        assert manager.recorder is None
+    serve(manager, 3)
+    with Recorder(manager, tmp_path / "run"):
+        pass
