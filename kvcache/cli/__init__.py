@@ -115,7 +115,9 @@ def _status_of(error: Exception) -> int | None:
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    print(f"kvcache: error: {' '.join(message.split())}", file=sys.stderr)
+    from kvcache.cli.terminal import printable
+
+    print(f"kvcache: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:

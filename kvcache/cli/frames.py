@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcache.cli import common
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 WINDOWS_S = (60.0, 300.0, 900.0)
@@ -17,6 +21,7 @@ WINDOWS_S = (60.0, 300.0, 900.0)
 _PREFIXES = ("kvcache_", "vllm:kvcache_")
 _COMMON = ("engine", "rank", "policy", "model_name")
 _TIMEOUT_S = 5.0
+_MAX_PAGE_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -76,27 +81,44 @@ def socket_reader(path: Path) -> Callable[[], Frame]:
         found = ask(path, "samples", _TIMEOUT_S)
         try:
             values = {
-                (name, tuple(labels.items())): float(value)
+                (str(name), _text_of(labels)): float(value)
                 for name, _, labels, value in found["samples"]
-                if isinstance(value, int | float)
+                if isinstance(value, int | float) and math.isfinite(value)
             }
-            return Frame(float(found["time_s"]), values, dict(found["labels"]))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            time_s = float(found["time_s"])
+            if not math.isfinite(time_s):
+                raise ValueError(f"time_s must be finite, got {time_s}")
+            return Frame(time_s, values, dict(_text_of(found["labels"])))
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} gave no samples of a kvcache engine") from error
 
     return look
 
 
-def what_if_reader(path: Path) -> Callable[[], dict[str, Any] | None]:
+@dataclass(slots=True)
+class WhatIf:
+    """What other policies and capacities would have hit: shares of the blocks, by policy, one for each capacity."""
+
+    policy: str
+    num_blocks: int
+    capacities: list[int]
+    hit_ratios: dict[str, list[float]]
+
+
+def what_if_reader(path: Path) -> Callable[[], WhatIf | None]:
     """Return what asks a status socket for the estimate of other capacities and policies; None where there is none."""
     from kvcache.exporters.status import ask
 
-    def estimate() -> dict[str, Any] | None:
+    def estimate() -> WhatIf | None:
         try:
-            found: dict[str, Any] = ask(path, "what_if", 60.0)
-        except (OSError, ValueError):
-            return None  # made without
-        return found
+            found = ask(path, "what_if", 60.0)
+            capacities = [int(one) for one in found["capacities"]]
+            hit_ratios = {str(name): [float(one) for one in ratios] for name, ratios in found["hit_ratios"].items()}
+            if not found["uses"] or any(len(ratios) != len(capacities) for ratios in hit_ratios.values()):
+                return None
+            return WhatIf(str(found["policy"]), int(found["num_blocks"]), capacities, hit_ratios)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            return None  # made without, or of a version that answers otherwise
 
     return estimate
 
@@ -115,7 +137,7 @@ def url_reader(url: str) -> Callable[[], Frame]:
     def look() -> Frame:
         try:
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-                text = answer.read(64 << 20).decode()
+                text = _read_page(answer, time.monotonic() + _TIMEOUT_S).decode(errors="replace")
         except InvalidURL as error:
             raise ValueError(f"--url must be a URL, got {url!r}: {error}") from error
         except (OSError, HTTPException) as error:
@@ -123,6 +145,18 @@ def url_reader(url: str) -> Callable[[], Frame]:
         return parse_metrics(text, time.time(), url)
 
     return look
+
+
+def _read_page(answer: HTTPResponse, end_s: float) -> bytes:
+    """Return the body of an answer; OSError if it does not end."""
+    parts = []
+    num_bytes = 0
+    while part := answer.read1(1 << 16):
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > _MAX_PAGE_BYTES or time.monotonic() >= end_s:
+            raise OSError(f"its answer does not end, after {num_bytes} bytes")
+    return b"".join(parts)
 
 
 def parse_metrics(text: str, time_s: float, where: str) -> Frame:
@@ -140,9 +174,14 @@ def parse_metrics(text: str, time_s: float, where: str) -> Frame:
                 labels = dict(sample.labels)
                 common_labels.update({name: labels.pop(name) for name in _COMMON if name in labels})
                 key = sample.name.removeprefix(prefix).removesuffix("_total"), tuple(labels.items())
-                values[key] = values.get(key, 0.0) + sample.value
+                if math.isfinite(sample.value):
+                    values[key] = values.get(key, 0.0) + sample.value
     except (ValueError, KeyError, IndexError) as error:
         raise ValueError(f"{where} is no page of metrics: {error}") from error
     if not values:
         raise ValueError(f"{where} shows nothing of kvcache")
     return Frame(time_s, values, common_labels)
+
+
+def _text_of(labels: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((str(name), str(value)) for name, value in labels.items())

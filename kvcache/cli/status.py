@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from kvcache.cli import common
+from kvcache.cli.terminal import printable
+from kvcache.metrics import HistogramData
 
 SocketOption = Annotated[
     Path | None,
@@ -23,9 +25,9 @@ def status(
     from kvcache.exporters.status import ask
 
     common.check_writable("--json", json)
-    found = ask(find_socket(socket), "status")
-    if json != "-":
-        _show(found, json)
+    path = find_socket(socket)
+    found = ask(path, "status")
+    _show(path, found, json)
     common.write_json(json, found)
 
 
@@ -43,25 +45,40 @@ def find_socket(path: Path | None) -> Path:
     return found[0]
 
 
-def _show(found: dict[str, Any], json_target: str | None) -> None:
+def _show(path: Path, found: Any, json_target: str | None) -> None:
     from rich.table import Table
+    from rich.text import Text
 
-    from kvcache.metrics import HistogramData
-
+    head, rows = _rows(path, found)
+    if json_target == "-":
+        return
     on = common.console(json_target)
-    on.print(" ".join(f"{name}={value}" for name, value in found["labels"].items()), markup=False)
+    on.print(Text(head))
     table = Table(box=None, show_header=False)
-    for part in found["parts"]:
-        labels = ",".join(f"{name}={value}" for name, value in part["labels"].items())
-        for name, value in _flat(part["stats"]):
-            if isinstance(value, dict):
-                data = HistogramData(tuple(value["bounds"]), tuple(value["counts"]), value["sum"])
-                half, most = data.quantile(0.5), data.quantile(0.99)
-                value = f"{data.count:,} times, half within {half:.3g}, 99 % within {most:.3g}"
-            elif isinstance(value, int | float):
-                value = f"{value:,}"
-            table.add_row(part["name"], labels, name, str(value))
-    on.print(table, markup=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    on.print(table)
+
+
+def _rows(path: Path, found: Any) -> tuple[str, list[list[str]]]:
+    """Return what is shown of an answer: the engine's labels, and component, labels, name and value of each figure."""
+    try:
+        rows = []
+        for part in found["parts"]:
+            labels = ",".join(f"{name}={value}" for name, value in part["labels"].items())
+            rows += [[part["name"], labels, name, _figure(value)] for name, value in _flat(part["stats"])]
+        head = " ".join(f"{name}={value}" for name, value in found["labels"].items())
+        return printable(head), [[printable(str(text)) for text in row] for row in rows]
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{path} gave no status of a kvcache engine") from error
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, dict):
+        data = HistogramData(tuple(value["bounds"]), tuple(value["counts"]), value["sum"])
+        half, most = data.quantile(0.5), data.quantile(0.99)
+        return f"{data.count:,} times, half within {half:.3g}, 99 % within {most:.3g}"
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
 def _flat(stats: dict[str, Any]) -> list[tuple[str, Any]]:

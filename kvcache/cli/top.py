@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvcache.cli import common
-from kvcache.cli.frames import Frame, History, socket_reader, url_reader, what_if_reader
+from kvcache.cli.frames import Frame, History, WhatIf, socket_reader, url_reader, what_if_reader
 from kvcache.cli.status import SocketOption, find_socket
 from kvcache.cli.top_view import view
 
@@ -48,13 +48,13 @@ def _watch(
     address: str,
     history: History,
     look: Callable[[], Frame],
-    ask_what_if: Callable[[], dict[str, Any] | None] | None,
+    ask_what_if: Callable[[], WhatIf | None] | None,
     interval_s: float,
 ) -> None:
     from rich.live import Live
 
     next_what_if_s = 0.0
-    what_if: dict[str, Any] | None = None
+    what_if: WhatIf | None = None
     fault = ""
     with Live(console=common.console(None), screen=True, auto_refresh=False) as live:
         try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvcache.cli.frames import WINDOWS_S, Frame, History
+from kvcache.cli.frames import WINDOWS_S, Frame, History, WhatIf
+from kvcache.cli.terminal import printable
 from kvcache.options import format_size
 
 if TYPE_CHECKING:
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def view(address: str, history: History, what_if: dict[str, Any] | None, fault: str = "") -> RenderableType:
+def view(address: str, history: History, what_if: WhatIf | None, fault: str = "") -> RenderableType:
     """Return what is shown."""
     from rich.console import Group
     from rich.text import Text
 
     frame = history.frames[-1]
     head = " ".join(f"{name}={value}" for name, value in frame.labels.items())
-    lines: list[RenderableType] = [Text(f"kvcache  {head}  {address}", style="bold")]
+    lines: list[RenderableType] = [Text(printable(f"kvcache  {head}  {address}"), style="bold")]
     if fault:
-        lines.append(Text(f"not answering: {fault}", style="red"))
+        lines.append(Text(printable(f"not answering: {fault}"), style="red"))
     lines += [_hits(history), _media(history), _calls(frame)]
-    if what_if is not None and what_if["uses"]:
+    if what_if is not None:
         lines.append(_what_if(what_if))
     return Group(*lines)
 
@@ -74,7 +74,7 @@ def _media(history: History) -> Table:
     )
     for labels in frame.components("tier_held_blocks"):
         table.add_row(
-            labels.get("medium", "tier"),
+            _foreign(labels.get("medium", "tier")),
             f"{frame.get('tier_held_blocks', **labels):,.0f}",
             f"{frame.get('tier_capacity_blocks', **labels):,.0f}",
             format_size(frame.get("tier_held_bytes", **labels)),
@@ -111,18 +111,23 @@ def _calls(frame: Frame) -> Table:
     )
     for seconds, name in worst[:3]:
         if seconds:
-            table.add_row(name, f"{seconds * 1e3:,.2f} ms")
+            table.add_row(_foreign(name), f"{seconds * 1e3:,.2f} ms")
     return table
 
 
-def _what_if(found: dict[str, Any]) -> Table:
-    capacities: Iterable[int] = found["capacities"]
-    here = found["num_blocks"]
-    names = [f"{one:,}{'*' * (one == here)}" for one in capacities]
+def _what_if(found: WhatIf) -> Table:
+    names = [f"{one:,}{'*' * (one == found.num_blocks)}" for one in found.capacities]
     table = _table("What if: share of blocks hit, by capacity (* the present one)", "policy", *names)
-    for policy, ratios in found["hit_ratios"].items():
-        table.add_row(f"{policy}{'*' * (policy == found['policy'])}", *[f"{ratio:.1%}" for ratio in ratios])
+    for policy, ratios in found.hit_ratios.items():
+        table.add_row(_foreign(f"{policy}{'*' * (policy == found.policy)}"), *[f"{ratio:.1%}" for ratio in ratios])
     return table
+
+
+def _foreign(text: str) -> str:
+    """Return text that an engine gave, to be shown as it is."""
+    from rich.markup import escape
+
+    return escape(printable(text))
 
 
 def _percent(share: float | None) -> str:

@@ -9,6 +9,7 @@ refused and counted. Nothing here takes part in the scheduler's thread.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -19,7 +20,8 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,7 @@ MAX_CLIENTS = 8
 RECEIVE_S = 2.0
 SEND_S = 5.0
 _CLOSE_S = 2.0
+_LOCK_S = 5.0
 _MAX_PATH_BYTES = 107  # sun_path, without its closing zero
 _PEER = struct.Struct("3i")
 _OPTIONS = OptionTable({"path": parse_text, "hints": parse_flag})
@@ -97,7 +100,8 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
     OSError
         Nobody answers there, or not in time.
     ValueError
-        The path is no socket of this user's, or the request was refused; the message says why.
+        The path is no socket of this user's, what answers is no engine, or the request was refused. The message says
+        why, as every error's does, and names the path.
     """
     _check_ours(Path(path))
     request = json.dumps({"command": command, **options}).encode() + b"\n"
@@ -105,24 +109,30 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)
         try:
-            client.connect(str(path))
-            if _peer_uid(client) not in (os.geteuid(), 0):
-                raise ValueError(f"{path} is served by user {_peer_uid(client)}")
-            # Refused at once, perhaps: the answer says why.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                client.sendall(request)
-            answer = _receive_line(client, MAX_ANSWER_BYTES, end_s)
+            _connect(client, path, end_s)
+            peer_uid = _peer_uid(client)
+            if peer_uid in (os.geteuid(), 0):
+                # Refused at once, perhaps: the answer says why.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    client.sendall(request)
+                answer = _receive_line(client, MAX_ANSWER_BYTES, end_s)
         except TimeoutError as error:
             raise TimeoutError(f"{path} did not answer within {timeout_s:g} s") from error
+        except ConnectionRefusedError as error:
+            raise OSError(error.errno, f"{path}: nobody listens there: {error.strerror}") from error
         except OSError as error:
             raise OSError(error.errno, f"{path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ValueError(f"{path} gave no answer of a kvcache engine: {error}") from error
+    if peer_uid not in (os.geteuid(), 0):
+        raise ValueError(f"{path} is served by user {peer_uid}")
     try:
         found = json.loads(answer)
-        is_ok, text = found["ok"], found.get("error")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        is_ok, text = found["ok"], "" if found["ok"] is True else found["error"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} gave no answer of a kvcache engine: {answer[:100]!r}") from error
     if is_ok is not True:
-        raise ValueError(f"{command}: {text}")
+        raise ValueError(f"{path}: {command}: {text!s:.1000}")
     return found.get("result")
 
 
@@ -166,6 +176,7 @@ class StatusServer(Exporter):
             getattr(telemetry.manager, "keep_ended_requests", lambda: None)()
         self._thread = threading.Thread(target=self._serve, name="kvcache-status", daemon=True)
         self._thread.start()
+        _SERVERS.add(self)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -204,10 +215,11 @@ class StatusServer(Exporter):
             return  # a child that was forked owns neither the socket nor the threads
         os.write(self._woken, b"x")
         self._thread.join(_CLOSE_S)
-        self._listener.close()
         with contextlib.suppress(OSError):
+            # While the listener is open no other file has its number.
             if self.path.lstat().st_ino == self._file:
                 self.path.unlink()
+        self._listener.close()
         end_s = time.monotonic() + _CLOSE_S
         for client in [*self._clients]:
             client.join(max(0.0, end_s - time.monotonic()))
@@ -216,6 +228,10 @@ class StatusServer(Exporter):
                 command.close()
             except Exception:
                 _LOG.exception("a command of the status socket did not close")
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: it must not keep the socket open when its engine has gone."""
+        self._listener.close()
 
     def _parts(self) -> Iterable[Part]:
         return [Part("status", self._stats)]
@@ -316,6 +332,17 @@ class StatusServer(Exporter):
         return found
 
 
+_SERVERS: weakref.WeakSet[StatusServer] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for server in [*_SERVERS]:
+        server.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
 def _listen(path: Path) -> socket.socket:
     """Return a listening socket at `path`, in place of one that nobody serves any more."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -326,23 +353,44 @@ def _listen(path: Path) -> socket.socket:
             f"the folder of a status socket must be this user's alone (chmod 700), {path.parent} has owner "
             f"{folder.st_uid} and mode {mode}"
         )
-    if path.is_symlink() or path.exists():
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ValueError(f"{path} is no socket, and is left alone")
-        _check_ours(path)
-        if _is_served(path):
-            raise OSError(f"{path} is served by another process")
-        path.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen(2 * MAX_CLIENTS)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise OSError(error.errno, f"{path} cannot be opened: {error.strerror}") from error
+    with _locked(path.parent):
+        if path.is_symlink() or path.exists():
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise ValueError(f"{path} is no socket, and is left alone")
+            _check_ours(path)
+            if _is_served(path):
+                raise OSError(f"{path} is served by another process")
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen(2 * MAX_CLIENTS)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            raise OSError(error.errno, f"{path} cannot be opened: {error.strerror}") from error
     return listener
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time look for a dead socket and take its place: two would each remove the other's."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        end_s = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= end_s:
+                    raise OSError(f"{folder} has been locked by another process for {_LOCK_S:g} s") from error
+                time.sleep(0.01)
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that is being forked has the same open file
+        os.close(fd)
 
 
 def _check_ours(path: Path) -> None:
@@ -361,11 +409,23 @@ def _is_served(path: Path) -> bool:
         client.settimeout(1.0)
         try:
             client.connect(str(path))
-        except BlockingIOError:
-            return True  # its queue is full
-        except OSError as error:
-            return isinstance(error, TimeoutError)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # its queue is full, or it is a socket of another kind: somebody's
         return True
+
+
+def _connect(client: socket.socket, path: str | Path, end_s: float) -> None:
+    """Connect, and wait for room where more clients do than the server has taken so far."""
+    while True:
+        try:
+            client.connect(str(path))
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= end_s:
+                raise TimeoutError(str(error)) from error
+            time.sleep(0.01)
 
 
 def _peer_uid(connected: socket.socket) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+from kvcache.cli import frames
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -47,6 +50,38 @@ def test_server_of_another_protocol_is_named(run: Run, answer: bytes) -> None:
         code, _, error = run("top", "--once", "--url", url)
     assert code == 1
     assert f"{url} does not answer" in error
+
+
+def test_page_that_is_no_text_is_named(run: Run) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+    with answering(listener, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe"):
+        code, _, error = run("top", "--once", "--url", url)
+    assert code == 2
+    assert f"{url} shows nothing of kvcache" in error or f"{url} is no page of metrics" in error
+
+
+@pytest.mark.parametrize(("name", "value"), [("_TIMEOUT_S", 0.5), ("_MAX_PAGE_BYTES", 1 << 16)])
+def test_page_without_an_end_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
+    monkeypatch.setattr(frames, name, value)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        with client, suppress(OSError):
+            client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                client.sendall(b"# nothing\n")
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    code, _, error = run("top", "--once", "--url", url)
+    listener.close()
+    thread.join()
+    assert code == 1
+    assert f"{url} does not answer: its answer does not end" in error
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:abc/", "http://a b/"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -186,6 +190,118 @@ def test_a_served_path_is_refused_and_a_dead_socket_replaced(
     assert not dead.exists()
 
 
+def test_a_socket_of_another_kind_is_left_alone(manager: CPUOffloadingManager, folder: Path) -> None:
+    path = folder / "log.sock"
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as peer,
+    ):
+        other.bind(str(path))
+        with pytest.raises(OSError, match="is served by another process"):
+            StatusServer(Telemetry(manager), path)
+        peer.connect(str(path))
+        peer.send(b"x")
+        assert other.recv(1) == b"x"
+
+
+def test_of_servers_that_begin_at_once_on_a_dead_socket_one_serves(manager: CPUOffloadingManager, folder: Path) -> None:
+    path = folder / "s.sock"
+    for _ in range(20):
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(path))
+        servers: list[StatusServer] = []
+        refusals: list[OSError] = []
+        start = threading.Barrier(4)
+
+        def begin(
+            start: threading.Barrier = start,
+            servers: list[StatusServer] = servers,
+            refusals: list[OSError] = refusals,
+        ) -> None:
+            start.wait()
+            try:
+                servers.append(
+                    StatusServer(Telemetry(manager, labels={"engine": threading.current_thread().name}), path)
+                )
+            except OSError as error:
+                refusals.append(error)
+
+        threads = [threading.Thread(target=begin) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(servers), len(refusals)) == (1, 3)
+        assert ask(path, "status")["labels"]["engine"] == servers[0].telemetry.labels["engine"]
+        servers[0].close()
+        assert not path.exists()
+
+
+def test_a_folder_that_stays_locked_is_an_error(
+    manager: CPUOffloadingManager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "_LOCK_S", 0.05)
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(OSError, match=f"{folder} has been locked by another process"):
+        StatusServer(Telemetry(manager), folder / "s.sock")
+    os.close(fd)
+
+
+FORKING_ENGINE = """
+import os, signal, sys
+from kvcache import CPUOffloadingManager
+from kvcache.control.telemetry import Telemetry
+from kvcache.exporters.status import StatusServer
+
+server = StatusServer(Telemetry(CPUOffloadingManager(16, 8)), sys.argv[1])
+signal.alarm(120)
+child = os.fork()
+if child:
+    print(child, flush=True)
+signal.pause()
+"""
+
+
+def test_a_forked_child_does_not_keep_the_socket_of_an_engine_that_was_killed(
+    manager: CPUOffloadingManager, folder: Path
+) -> None:
+    path = folder / "s.sock"
+    command = [sys.executable, "-W", "ignore", "-c", FORKING_ENGINE, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None
+        child = int(engine.stdout.readline())
+        try:
+            assert ask(path, "status")["parts"]
+            engine.kill()
+            engine.wait()
+            with pytest.raises(OSError, match=f"{path}: nobody listens there"):
+                ask(path, "status")
+            StatusServer(Telemetry(manager), path).close()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_client_waits_for_room_in_the_queue(folder: Path) -> None:
+    path = folder / "full.sock"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(str(path))
+        listener.listen(0)
+        first.connect(str(path))
+        with pytest.raises(TimeoutError, match=f"{path} did not answer within 0.1 s"):
+            ask(path, "status", 0.1)
+
+        def answer() -> None:
+            listener.accept()[0].close()
+            with listener.accept()[0] as client:
+                client.sendall(b'{"ok": true, "result": 7}\n')
+
+        thread = threading.Timer(0.05, answer)
+        thread.start()
+        assert ask(path, "status") == 7
+        thread.join()
+
+
 def test_what_is_no_socket_is_left_alone(manager: CPUOffloadingManager, folder: Path) -> None:
     precious = folder / "precious"
     precious.write_text("data")
@@ -213,7 +329,7 @@ def test_a_peer_that_is_no_engine_gives_a_clear_error(folder: Path) -> None:
         other.listen()
 
         def answer() -> None:
-            for text in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"ok": false}\n'):
+            for text in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"ok": false, "error": "no"}\n'):
                 client, _ = other.accept()
                 with client:
                     client.recv(1 << 16)
@@ -223,7 +339,7 @@ def test_a_peer_that_is_no_engine_gives_a_clear_error(folder: Path) -> None:
         thread.start()
         with pytest.raises(ValueError, match="gave no answer of a kvcache engine"):
             ask(path, "status")
-        with pytest.raises(ValueError, match="status: None"):
+        with pytest.raises(ValueError, match=f"{path}: status: no"):
             ask(path, "status")
         thread.join()
         with pytest.raises(TimeoutError, match=r"did not answer within 0\.1 s"):
