@@ -8,9 +8,10 @@ bytes, big-endian, the payload is a msgpack array ``[timestamp, events, data_par
 the replay endpoint sends a sequence number and gets every buffered batch from it on, then the number -1. Two things
 are our own:
 
-- frames with topic ``"digest." + topic``: msgpack maps ``{"seq", "digests": {medium: [count, sum]}}``, or
-  ``{"seq", "gap": 1}`` before batches that sum up events which were too many to send one by one;
-- the request ``snapshot`` on the replay endpoint: what is held now, as batches of `BlockStored`, then the number -1.
+- frames with topic ``"digest." + topic``: msgpack maps ``{"seq", "digests": {medium: [count, sum]}, "epoch"}``, or
+  ``{"seq", "gap": 1, "epoch"}`` before batches that sum up events which were too many to send one by one;
+- the request ``snapshot`` on the replay endpoint: what is held now, as batches of `BlockStored`, then the number -1
+  with a digest; the request ``digest\\0\\0``: that end alone.
 """
 
 from kvcache.exporters.kv_events.block_set import block_value
@@ -19,6 +20,7 @@ from kvcache.exporters.kv_events.subscriber import KVEventSubscriber
 from kvcache.exporters.kv_events.view import BlockView
 from kvcache.exporters.kv_events.wire import (
     DIGEST_PREFIX,
+    DIGEST_REQUEST,
     END_OF_REPLAY,
     SNAPSHOT_REQUEST,
     AllBlocksCleared,
@@ -30,6 +32,7 @@ from kvcache.exporters.kv_events.wire import (
 
 __all__ = [
     "DIGEST_PREFIX",
+    "DIGEST_REQUEST",
     "END_OF_REPLAY",
     "SNAPSHOT_REQUEST",
     "AllBlocksCleared",

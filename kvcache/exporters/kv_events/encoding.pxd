@@ -23,5 +23,5 @@ cdef Py_ssize_t encode_event(
 ) noexcept nogil
 cdef int start_batch(Buffer* out) noexcept nogil
 cdef int finish_batch(Buffer* out, double ts, Py_ssize_t num_events, uint64_t rank) noexcept nogil
-cdef size_t encode_digest(uint8_t* out, uint64_t seq, const MediumDigest* digests) noexcept nogil
+cdef size_t encode_digest(uint8_t* out, uint64_t seq, const MediumDigest* digests, uint64_t epoch) noexcept nogil
 cdef void put_seq(uint8_t* out, uint64_t seq) noexcept nogil

@@ -26,8 +26,9 @@ cdef const char* REMOVED_MEDIUM = b"\xa6medium"
 cdef const char* REMOVED_GROUP = b"\xa9group_idx"
 cdef const char* LOCALITY = b"\xa8locality\xa5LOCAL"
 cdef const char* CLEARED_EVENT = b"\x81\xa4type\xb0AllBlocksCleared"
-cdef const char* DIGEST_SEQ = b"\x82\xa3seq"
+cdef const char* DIGEST_SEQ = b"\x83\xa3seq"
 cdef const char* DIGEST_DIGESTS = b"\xa7digests"
+cdef const char* DIGEST_EPOCH = b"\xa5epoch"
 cdef const char* MEDIUM_CPU = b"\xa3CPU"
 cdef const char* MEDIUM_STORAGE = b"\xa7STORAGE"
 
@@ -121,7 +122,7 @@ cdef int finish_batch(Buffer* out, double ts, Py_ssize_t num_events, uint64_t ra
     return 0
 
 
-cdef size_t encode_digest(uint8_t* out, uint64_t seq, const MediumDigest* digests) noexcept nogil:
+cdef size_t encode_digest(uint8_t* out, uint64_t seq, const MediumDigest* digests, uint64_t epoch) noexcept nogil:
     """Write a digest's message; return its size."""
     cdef uint8_t* at = text(uint(text(out, DIGEST_SEQ), seq), DIGEST_DIGESTS)
     cdef int medium, num_held = 0
@@ -133,7 +134,7 @@ cdef size_t encode_digest(uint8_t* out, uint64_t seq, const MediumDigest* digest
         if digests[medium].num_blocks:
             at = text(at, name_of(medium))
             at = uint(uint(array(at, 2), digests[medium].num_blocks), digests[medium].sum)
-    return at - out
+    return uint(text(at, DIGEST_EPOCH), epoch) - out
 
 
 cdef void put_seq(uint8_t* out, uint64_t seq) noexcept nogil:

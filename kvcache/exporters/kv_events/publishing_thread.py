@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import secrets
 import threading
 import time
 import weakref
@@ -23,13 +24,14 @@ from kvcache.events import OffloadingEvent
 from kvcache.exporters.kv_events.batches import BatchLog
 from kvcache.exporters.kv_events.queue import EventQueue
 from kvcache.exporters.kv_events.sender import BatchSender, Reply
-from kvcache.exporters.kv_events.wire import DIGEST_PREFIX, SNAPSHOT_REQUEST, Digest
+from kvcache.exporters.kv_events.wire import DIGEST_PREFIX, DIGEST_REQUEST, SNAPSHOT_REQUEST, Digest
 
 _LOG = logging.getLogger(__name__)
 _MAX_OWED = 64  # replies under way
 _MAX_REQUESTS = 256  # looked at before batches are sent again
 _MAX_QUEUED_REPLIES = 64  # messages in the memory of each client's connection
 _STANDSTILL_S = 10.0
+_EPOCH_BITS = 53  # exact in every language
 
 
 class MergedEvents:
@@ -105,6 +107,7 @@ class PublishingThread(threading.Thread):
         self._has_ended = self._is_inherited = False
         self._followed: EventLog | None = None
         self._digest_topic = DIGEST_PREFIX + topic.encode()
+        self._epoch = secrets.randbits(_EPOCH_BITS)
         self._context = zmq.Context()
         try:
             self._pub = self._context.socket(zmq.PUB)
@@ -129,6 +132,7 @@ class PublishingThread(threading.Thread):
                 self._digest_topic,
                 digest_every,
                 block_size,
+                self._epoch,
             )
         except BaseException:
             self._context.destroy(linger=0)
@@ -224,7 +228,7 @@ class PublishingThread(threading.Thread):
             # Only when all that came before has been sent; the scheduler may queue again from then on.
             if len(self.queue) or not self.queue.is_merging:
                 return
-            gap = msgspec.msgpack.encode(Digest(self.log.num_batches, gap=1))
+            gap = msgspec.msgpack.encode(Digest(self.log.num_batches, gap=1, epoch=self._epoch))
             self._pub.send_multipart((self._digest_topic, self.log.num_batches.to_bytes(8, "big"), gap))
             self.merged.put_into(self.queue)
             self.merged.clear()
@@ -241,8 +245,11 @@ class PublishingThread(threading.Thread):
             if not is_known or client in self._owed or len(self._owed) >= _MAX_OWED:
                 self.num_rejected += 1
                 continue
-            start_seq = None if request == SNAPSHOT_REQUEST else int.from_bytes(request, "big")
-            self._go_on(client, Reply(client, start_seq), time.monotonic())
+            if request in (SNAPSHOT_REQUEST, DIGEST_REQUEST):
+                reply = Reply(client, has_keys=request == SNAPSHOT_REQUEST)
+            else:
+                reply = Reply(client, int.from_bytes(request, "big"))
+            self._go_on(client, reply, time.monotonic())
 
     def _go_on_with_replies(self) -> None:
         for client, (reply, since_s) in [*self._owed.items()]:

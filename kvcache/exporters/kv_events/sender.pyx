@@ -48,9 +48,10 @@ cdef struct Frame:
 
 @cython.final
 cdef class Reply:
-    """Reply(client, start_seq=None)
+    """Reply(client, start_seq=None, has_keys=True)
 
-    What a client asked for and has not been sent yet: every batch that is kept from a number on, or a snapshot.
+    What a client asked for and has not been sent yet: every batch that is kept from a number on, a snapshot, or the
+    digest of one.
 
     Parameters
     ----------
@@ -58,6 +59,8 @@ cdef class Reply:
         The router's name for it.
     start_seq : int, optional
         Number of the first batch; left out: a snapshot.
+    has_keys : bool
+        Whether a snapshot's blocks are sent before its digest.
 
     Attributes
     ----------
@@ -69,15 +72,16 @@ cdef class Reply:
     cdef Frame to
     cdef readonly uint64_t num_messages
     cdef bint is_snapshot
+    cdef bint has_keys
     cdef uint64_t next_seq          # of a replay
     cdef HeldKeys held              # of a snapshot that has begun
     cdef bint has_begun
     cdef int medium
     cdef Py_ssize_t next_key
 
-    def __cinit__(self, bytes client not None, start_seq=None):
+    def __cinit__(self, bytes client not None, start_seq=None, bint has_keys=True):
         self.client, self.to = client, frame_of(client)
-        self.is_snapshot = start_seq is None
+        self.is_snapshot, self.has_keys = start_seq is None, has_keys
         self.next_seq = 0 if start_seq is None else start_seq
 
     def __dealloc__(self):
@@ -91,7 +95,7 @@ cdef class Reply:
 
 @cython.final
 cdef class BatchSender:
-    """BatchSender(log, queue, library, pub, router, topic, digest_topic, digest_every, block_size)
+    """BatchSender(log, queue, library, pub, router, topic, digest_topic, digest_every, block_size, epoch)
 
     Sends a log's batches and digests, and answers requests for what was missed.
 
@@ -111,6 +115,8 @@ cdef class BatchSender:
         Batches between two digests; 0: none.
     block_size : int
         Tokens of a block, in snapshots.
+    epoch : int
+        Tells this publisher from those before it at the same endpoint, in every digest.
 
     Attributes
     ----------
@@ -133,12 +139,14 @@ cdef class BatchSender:
     cdef Frame digest_topic_frame
     cdef uint64_t digest_every
     cdef uint64_t block_size
+    cdef uint64_t epoch
     cdef uint64_t num_sent
     cdef int64_t stopped
 
     def __cinit__(
         self, BatchLog log not None, EventQueue queue not None, library, uintptr_t pub, uintptr_t router,
         bytes topic not None, bytes digest_topic not None, uint64_t digest_every, uint64_t block_size,
+        uint64_t epoch,
     ):
         self.log, self.queue, self.library = log, queue, library
         self.send = <SendFunction> <uintptr_t> address_of(library, "zmq_send")
@@ -147,7 +155,7 @@ cdef class BatchSender:
         self.pub, self.router = <void*> pub, <void*> router
         self.topic, self.digest_topic = topic, digest_topic
         self.topic_frame, self.digest_topic_frame = frame_of(topic), frame_of(digest_topic)
-        self.digest_every, self.block_size = digest_every, block_size
+        self.digest_every, self.block_size, self.epoch = digest_every, block_size, epoch
 
     def __reduce__(self):
         raise TypeError("a sender belongs to one publisher and cannot be pickled")
@@ -239,9 +247,12 @@ cdef class BatchSender:
         cdef HeldKeys* held = &reply.held
         cdef Py_ssize_t n
         cdef int outcome
-        if not reply.has_begun and self.log.copy_held(held) < 0:
+        if not reply.has_begun and reply.has_keys and self.log.copy_held(held) < 0:
             held.keys[<int> CPU] = held.keys[<int> STORAGE] = NULL
             return OUT_OF_MEMORY
+        if not reply.has_begun and not reply.has_keys:
+            held.seq = self.log.num_made
+            self.log.digests(held.digests)
         reply.has_begun = True
         while reply.medium < <int> NUM_MEDIA:
             n = min(<Py_ssize_t> SNAPSHOT_KEYS, held.num_keys[reply.medium] - reply.next_key)
@@ -261,7 +272,8 @@ cdef class BatchSender:
             reply.next_key += n
         # Its payload says which batch comes next, and whether the snapshot arrived whole.
         return self._reply(
-            reply, Frame(NULL, 0), END_OF_REPLAY, Frame(&end[0], encode_digest(end, held.seq, held.digests)))
+            reply, Frame(NULL, 0), END_OF_REPLAY,
+            Frame(&end[0], encode_digest(end, held.seq, held.digests, self.epoch)))
 
     cdef int _wait(self, int wait_ms) noexcept nogil:
         """Wait for a request; return whether there is one, or -1."""
@@ -296,10 +308,12 @@ cdef class BatchSender:
         if self._publish(self.topic_frame, seq, Frame(payload.data, payload.size)) < 0:
             return -1
         self.num_sent += 1
-        if self.digest_every == 0 or self.num_sent % self.digest_every:
+        # The first batch has one, too: it says early that this publisher is another one than before.
+        if self.digest_every == 0 or (self.num_sent % self.digest_every and self.num_sent > 1):
             return 0
         self.log.digests(digests)
-        return self._publish(self.digest_topic_frame, seq, Frame(&control[0], encode_digest(control, seq, digests)))
+        return self._publish(
+            self.digest_topic_frame, seq, Frame(&control[0], encode_digest(control, seq, digests, self.epoch)))
 
     cdef int _publish(self, Frame topic, uint64_t seq, Frame payload) noexcept nogil:
         cdef uint8_t[SEQ_BYTES] number

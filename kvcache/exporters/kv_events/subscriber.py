@@ -12,13 +12,24 @@ import msgspec
 import zmq
 
 from kvcache.exporters.kv_events.view import BlockView
-from kvcache.exporters.kv_events.wire import DIGEST_PREFIX, END_OF_REPLAY, MAX_SEQ, SNAPSHOT_REQUEST, Digest, EventBatch
+from kvcache.exporters.kv_events.wire import (
+    DIGEST_PREFIX,
+    DIGEST_REQUEST,
+    END_OF_REPLAY,
+    MAX_SEQ,
+    SNAPSHOT_REQUEST,
+    Digest,
+    EventBatch,
+)
+
+_CONNECTIONS = "inproc://connections"
 
 
 class KVEventSubscriber:
     """Keep a verified view of one publisher's blocks.
 
-    Missed batches are replayed; where that fails, or a digest disagrees, the view is replaced by a snapshot.
+    Missed batches are replayed; where that fails, a digest disagrees, or another publisher has taken the place of the
+    one that the view is of, the view is replaced by a snapshot.
 
     Parameters
     ----------
@@ -38,7 +49,9 @@ class KVEventSubscriber:
 
     Notes
     -----
-    For one thread. A message that is no batch is counted in `rejected_messages` and ignored.
+    For one thread. A message that is no batch is counted in `rejected_messages` and ignored. A restart of the publisher
+    shows by its epoch, which is asked for whenever `poll` finds that the connection was made anew, and before batches
+    are replayed.
     """
 
     def __init__(
@@ -49,6 +62,9 @@ class KVEventSubscriber:
         self.num_replays = self.num_snapshots = self.rejected_messages = 0
         self._timeout_ms = int(timeout_s * 1000)
         self._next: int | None = None
+        # Of the publisher that the view is of; None: it has not been heard yet, or sends none.
+        self._epoch: int | None = None
+        self._must_verify = False
         self._last_ts = 0.0
         # Number and time of the latest batch on the SUB socket, which keeps a publisher's order.
         self._live = (-1, 0.0)
@@ -62,6 +78,10 @@ class KVEventSubscriber:
         self._sub.setsockopt(zmq.MAXMSGSIZE, 1 << 26)
         self._sub.subscribe(self._topic)
         self._sub.subscribe(DIGEST_PREFIX + self._topic)
+        self._sub.monitor(_CONNECTIONS, zmq.EVENT_CONNECTED)
+        self._connections = self._context.socket(zmq.PAIR)
+        self._connections.setsockopt(zmq.RCVHWM, 0)  # libzmq's thread would wait for room
+        self._connections.connect(_CONNECTIONS)
         self._sub.connect(endpoint)
 
     def poll(self, timeout_s: float = 0.0) -> int:
@@ -78,8 +98,13 @@ class KVEventSubscriber:
             Messages applied.
         """
         num_messages = 0
+        self._note_connections()
+        if self._must_verify:
+            self.verify()
         while self._sub.poll(0 if num_messages else int(timeout_s * 1000)):
-            self.receive(self._sub.recv_multipart())
+            frames = self._sub.recv_multipart()
+            self._note_connections()
+            self.receive(frames)
             num_messages += 1
         return num_messages
 
@@ -99,6 +124,8 @@ class KVEventSubscriber:
         if seq > MAX_SEQ:
             self.rejected_messages += 1
             return
+        if self._must_verify:
+            self.verify()
         try:
             if topic == DIGEST_PREFIX + self._topic:
                 self._check(self._digest_decoder.decode(payload))
@@ -106,6 +133,34 @@ class KVEventSubscriber:
                 self._apply(seq, self._decoder.decode(payload))
         except (msgspec.DecodeError, ValueError):
             self.rejected_messages += 1
+
+    def verify(self) -> None:
+        """Ask the publisher for a digest, and mend the view where it is not right: for publishers that send none.
+
+        Raises
+        ------
+        TimeoutError
+            No answer came; `is_verified` is False then.
+        """
+        self.is_verified = False
+        self._must_verify = True
+        found = None
+        try:
+            for frames in self._ask(DIGEST_REQUEST):
+                found = self._digest_of(frames)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise TimeoutError(f"no digest from {self._replay_endpoint}: {error}") from error
+        if found is None or self._next is None or not self._is_of(found):
+            self.resync()
+            return
+        if found.seq > self._next:
+            self._replay(self._next, found.seq)
+        if self._next == found.seq:
+            self.is_verified = self.view.digests() == found.digests
+        if self.is_verified:
+            self._must_verify = False
+        else:
+            self.resync()
 
     def resync(self) -> None:
         """Replace the view by a snapshot of the publisher's; TimeoutError where none arrives whole."""
@@ -117,7 +172,8 @@ class KVEventSubscriber:
                     end = self._digest_decoder.decode(frames[-1])
                     self.is_verified = view.digests() == (end.digests or {})
                     if self.is_verified:
-                        self.view, self._next = view, end.seq
+                        self.view, self._next, self._epoch = view, end.seq, end.epoch
+                        self._must_verify = False
                         return
                     break
                 batch = self._decoder.decode(frames[-1])
@@ -148,14 +204,13 @@ class KVEventSubscriber:
             self._last_ts = batch.ts
             if seq == 0:
                 self.view.clear()
-                self._next = 0
+                self._next, self._epoch = 0, None
             else:
                 self.resync()
         if self._next is not None and seq > self._next:
             self._replay(self._next, seq)
-        if self._next is None or seq < self._next:
-            return  # the replay or the snapshot had it already
-        self._take(seq, batch)
+        if seq == self._next:  # no replay nor snapshot had it, and it is no late one of another publisher
+            self._take(seq, batch)
 
     def _take(self, seq: int, batch: EventBatch) -> None:
         self.view.apply(batch)
@@ -164,7 +219,14 @@ class KVEventSubscriber:
     def _replay(self, start_seq: int, end_seq: int) -> None:
         self.num_replays += 1
         with contextlib.suppress(msgspec.DecodeError, ValueError):
-            for frames in self._ask(start_seq.to_bytes(8, "big")):
+            is_ours = False
+            for frames in self._ask(DIGEST_REQUEST, start_seq.to_bytes(8, "big")):
+                if not is_ours:
+                    found = self._digest_of(frames)
+                    is_ours = found is None or self._is_of(found)
+                    if not is_ours:
+                        break  # what it would send does not go with the view
+                    continue
                 if frames[-2] == END_OF_REPLAY:
                     if self._next is not None and self._next >= end_seq:
                         return
@@ -179,7 +241,8 @@ class KVEventSubscriber:
     def _check(self, message: Digest) -> None:
         if message.digests is None:
             return
-        if self._next is None or message.seq < self._live[0]:
+        is_other = None not in (message.epoch, self._epoch) and message.epoch != self._epoch
+        if self._next is None or message.seq < self._live[0] or is_other:
             self.is_verified = False
             self._live = message.seq, 0.0
             self.resync()
@@ -187,22 +250,44 @@ class KVEventSubscriber:
             self._replay(self._next, message.seq + 1)
         if self._next == message.seq + 1:
             self.is_verified = self.view.digests() == message.digests
-            if not self.is_verified:
+            if self.is_verified:
+                self._epoch = message.epoch
+            else:
                 self.resync()
 
-    def _ask(self, request: bytes) -> Iterator[list[bytes]]:
+    def _is_of(self, found: Digest) -> bool:
+        """Return whether a digest is of the publisher that the view is of."""
+        return found.epoch is not None and found.epoch == self._epoch and found.seq >= (self._next or 0)
+
+    def _digest_of(self, frames: list[bytes]) -> Digest | None:
+        """Return the answer to a request for a digest; None: it is of a publisher that knows no such request."""
+        if frames[-2] != END_OF_REPLAY:
+            raise ValueError("a digest was asked for, a batch came")
+        return self._digest_decoder.decode(frames[-1]) if frames[-1] else None
+
+    def _note_connections(self) -> None:
+        """See whether the publisher was connected to: it may be another one than the view is of."""
+        while self._connections.poll(0):
+            self._connections.recv_multipart()
+            self._must_verify |= self._next is not None
+
+    def _ask(self, *requests: bytes) -> Iterator[list[bytes]]:
+        """Yield the messages that come in answer, up to each request's end."""
+        num_ends = 0
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(self._replay_endpoint)
-            socket.send_multipart((b"", request))
+            for request in requests:
+                socket.send_multipart((b"", request))
             while socket.poll(self._timeout_ms):
                 frames = socket.recv_multipart()
                 if len(frames) < 2:
                     raise ValueError(f"{self._replay_endpoint} sent a reply of {len(frames)} frames")
                 yield frames
-                if frames[-2] == END_OF_REPLAY:
+                num_ends += frames[-2] == END_OF_REPLAY
+                if num_ends == len(requests):
                     return
         finally:
             socket.close()

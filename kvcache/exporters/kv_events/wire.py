@@ -11,6 +11,8 @@ import msgspec
 
 DIGEST_PREFIX = b"digest."
 SNAPSHOT_REQUEST = b"snapshot"
+DIGEST_REQUEST = b"digest\0\0"
+"""Of eight bytes, as the others: a publisher that does not know it takes it for a number beyond all batches."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 MAX_SEQ = (1 << 63) - 2
 """Batches have no greater numbers."""
@@ -110,8 +112,12 @@ class Digest(msgspec.Struct, omit_defaults=True):
         Medium to count and sum.
     gap : int, optional
         1: the next batch sums up events that were too many.
+    epoch : int, optional
+        Drawn at the publisher's start, 53 bits: another one means another publisher, whose numbers have begun anew.
+        Older publishers send none.
     """
 
     seq: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQ)]
     digests: dict[str, tuple[int, int]] | None = None
     gap: int | None = None
+    epoch: int | None = None
