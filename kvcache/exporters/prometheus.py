@@ -6,16 +6,20 @@ the collector in a registry of one's own, or let `start_server` serve it.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import start_wsgi_server
 from prometheus_client.registry import Collector
 
 from kvcache.control.telemetry import Exporter
@@ -27,9 +31,15 @@ if TYPE_CHECKING:
 
     from kvcache.control.telemetry import Telemetry
 
+_LOG = logging.getLogger(__name__)
 PREFIX = "kvcache_"
 DEFAULT_PORT = 9464
 CLIENT_TIMEOUT_S = 5.0
+"""How long a client may stand still."""
+REQUEST_S = 15.0
+"""How long one request may take."""
+MAX_CLIENTS = 32
+"""Connections at a time; more take the place of the oldest ones."""
 _OPTIONS = OptionTable({"host": parse_text, "port": count_from(0)})
 _CLOSE_S = 2.0
 
@@ -113,14 +123,18 @@ class PrometheusExporter(Exporter):
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(TelemetryCollector(telemetry))
         _check_free(host, port)
+        family, address = _resolve(host, port)
         try:
-            self._server, self._thread = start_wsgi_server(port, host, self.registry)
+            self._server = type("Server", (_Server,), {"address_family": family})(address[:2], _Handler)
         except OSError as error:
             raise OSError(error.errno, f"{host}:{port} cannot be opened: {error.strerror or error}") from error
-        _drop_idle_clients(self._server)
+        self._server.set_app(_one_by_one(make_wsgi_app(self.registry)))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvcache-prometheus", daemon=True)
+        self._thread.start()
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._is_closed = False
+        _EXPORTERS.add(self)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -162,6 +176,10 @@ class PrometheusExporter(Exporter):
         self._server.server_close()
         self._thread.join(_CLOSE_S)
 
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: it must not keep the port when its engine has gone."""
+        self._server.socket.close()
+
 
 def start_server(telemetry: Telemetry, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> PrometheusExporter:
     """Serve ``/metrics`` of an engine; close what this returns, or let ``telemetry.close()`` do so.
@@ -194,8 +212,8 @@ def start_server(telemetry: Telemetry, port: int = DEFAULT_PORT, host: str = "12
 
 def _check_free(host: str, port: int) -> None:
     # The server's own SO_REUSEADDR says nothing of somebody who listens.
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
+    family, address = _resolve(host, port)
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -203,11 +221,83 @@ def _check_free(host: str, port: int) -> None:
             raise OSError(error.errno, f"{host}:{port} cannot be opened: {error.strerror}") from error
 
 
-def _drop_idle_clients(server: WSGIServer) -> None:
-    """Let a client that stands still cost a thread for seconds only."""
-    handler: Any = server.RequestHandlerClass
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return family, address
 
-    class Handler(handler):  # type: ignore[misc]
-        timeout = CLIENT_TIMEOUT_S
 
-    server.RequestHandlerClass = Handler
+class _Server(ThreadingMixIn, WSGIServer):
+    """Serves a thread for each of few clients; new ones take the place of those that have stood there longest."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self._since_s: dict[socket.socket, float] = {}
+        self._clients = threading.Lock()
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """Bind without asking for the host's full name, for which a resolver may take its time."""
+        TCPServer.server_bind(self)
+        host, self.server_port = self.server_address[:2]
+        self.server_name = str(host)
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._clients:
+            self._since_s[request] = time.monotonic()
+            num_beyond = len(self._since_s) - MAX_CLIENTS
+            self._drop([*self._since_s][: max(0, num_beyond)])
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._clients:
+            self._since_s.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second: a client that drips does so for seconds only."""
+        with self._clients:
+            end_s = time.monotonic() - REQUEST_S
+            self._drop([client for client, since_s in self._since_s.items() if since_s < end_s])
+
+    def _drop(self, clients: list[socket.socket]) -> None:
+        for client in clients:
+            del self._since_s[client]
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _LOG.debug("a client of /metrics at %s was dropped", client_address, exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(CLIENT_TIMEOUT_S)
+
+    def log_message(self, *args: Any) -> None:
+        """Log nothing."""
+
+
+def _one_by_one(app: Callable[..., Any]) -> Callable[..., Any]:
+    """Let one thread at a time write a page: more of them would take the interpreter's lock from the scheduler."""
+    lock = threading.Lock()
+
+    def paced(environ: dict[str, Any], start_response: Any) -> Any:
+        with lock:
+            return app(environ, start_response)
+
+    return paced
+
+
+_EXPORTERS: weakref.WeakSet[PrometheusExporter] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for exporter in [*_EXPORTERS]:
+        exporter.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

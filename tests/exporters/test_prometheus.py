@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -32,6 +34,7 @@ from kvcache import (
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters import prometheus
 from kvcache.exporters.prometheus import PrometheusExporter, TelemetryCollector, start_server
+from kvcache.metrics import Part
 from kvcache.tiers.memory import MemoryTier
 from kvcache.transfer.worker import OffloadingWorker
 
@@ -226,6 +229,98 @@ def test_clients_that_stand_still_or_send_garbage_hold_nobody_up(
     while threading.active_count() > threads:
         assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+def port_of(exporter: PrometheusExporter) -> int:
+    return int(exporter.address.rsplit(":", 1)[1].split("/")[0])
+
+
+def test_two_hundred_slow_clients_cost_few_threads_and_keep_no_scrape_out(
+    telemetry: Telemetry, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exporter = start_server(telemetry, 0)
+    threads = threading.active_count()
+    slow = []
+    for number in range(200):
+        slow.append(socket.create_connection(("127.0.0.1", port_of(exporter))))
+        slow[-1].sendall((b"", b"GET /metrics HTTP/1.1\r\nX: ", b"\xff")[number % 3])
+        assert "kvcache_capacity_blocks" in fetch(exporter.address)
+    end_s = time.monotonic() + 60
+    while threading.active_count() > threads + prometheus.MAX_CLIENTS:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    for client in slow[: -prometheus.MAX_CLIENTS]:
+        client.settimeout(60)
+        assert client.recv(1) == b""
+    for client in slow:
+        client.close()
+    while threading.active_count() > threads:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert capfd.readouterr().err == ""
+
+
+def test_client_that_drips_is_dropped(telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "REQUEST_S", 0.2)
+    exporter = start_server(telemetry, 0)
+    with socket.create_connection(("127.0.0.1", port_of(exporter))) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        end_s = time.monotonic() + 60
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while time.monotonic() < end_s:
+                client.sendall(b"x")
+                time.sleep(0.01)
+        assert time.monotonic() < end_s
+
+
+def test_pages_are_written_one_by_one(telemetry: Telemetry) -> None:
+    inside = threading.Semaphore(1)
+    overlaps = []
+
+    def source() -> list[Part]:
+        overlaps.append(not inside.acquire(blocking=False))
+        time.sleep(0.01)
+        inside.release()
+        return []
+
+    telemetry.sources.append(source)
+    exporter = start_server(telemetry, 0)
+    clients = [threading.Thread(target=fetch, args=(exporter.address,)) for _ in range(8)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    assert overlaps == [False] * 8
+
+
+FORKING_ENGINE = """
+import os, signal, sys
+from kvcache import CPUOffloadingManager
+from kvcache.control.telemetry import Telemetry
+from kvcache.exporters.prometheus import start_server
+
+exporter = start_server(Telemetry(CPUOffloadingManager(16, 8)), 0)
+signal.alarm(120)
+child = os.fork()
+if child:
+    print(child, exporter.address, flush=True)
+signal.pause()
+"""
+
+
+def test_a_forked_child_does_not_keep_the_port_of_an_engine_that_was_killed(telemetry: Telemetry) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKING_ENGINE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        child, address = engine.stdout.readline().split()
+        try:
+            assert "kvcache_capacity_blocks" in fetch(address)
+            engine.kill()
+            engine.wait()
+            exporter = start_server(telemetry, int(address.rsplit(":", 1)[1].split("/")[0]))
+            assert 'engine="e"' in fetch(exporter.address)
+        finally:
+            os.kill(int(child), signal.SIGKILL)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
