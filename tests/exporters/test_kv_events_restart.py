@@ -21,6 +21,7 @@ from kvcache.exporters.kv_events import (
     KVEventPublisher,
     KVEventSubscriber,
 )
+from kvcache.exporters.kv_events import subscriber as subscriber_module
 
 ANY_PORT = "tcp://127.0.0.1:0"
 NOWHERE = "tcp://127.0.0.1:1"
@@ -207,6 +208,21 @@ def test_every_publisher_has_an_epoch_of_its_own_and_says_it_with_the_first_batc
         assert found.seq == 0
         epochs.add(found.epoch)
     assert None not in epochs
+
+
+def test_poll_returns_though_messages_arrive_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscriber_module, "_POLL_S", 0.0)
+    with (
+        KVEventPublisher(ANY_PORT, ANY_PORT) as publisher,
+        KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint or "", timeout_s=30) as subscriber,
+    ):
+        end_s = time.monotonic() + 30
+        while not subscriber.poll(0.01):
+            assert time.monotonic() < end_s
+            publish_one_by_one(publisher, 1)
+        publish_one_by_one(publisher, *range(2, 12))
+        for _ in range(10):
+            assert subscriber.poll(30) == 1
 
 
 class OldDigest(msgspec.Struct, omit_defaults=True):

@@ -6,6 +6,7 @@ Messages get lost on the way; whoever acts on a view has to know whether it is r
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -23,6 +24,8 @@ from kvcache.exporters.kv_events.wire import (
 )
 
 _CONNECTIONS = "inproc://connections"
+_MAX_WAITING = 1000
+_POLL_S = 1.0
 
 
 class KVEventSubscriber:
@@ -74,7 +77,8 @@ class KVEventSubscriber:
         self._replay_endpoint = replay_endpoint
         self._context = zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
-        self._sub.setsockopt(zmq.RCVHWM, 0)
+        # 110 MB of full batches; what does not fit is replayed.
+        self._sub.setsockopt(zmq.RCVHWM, _MAX_WAITING)
         self._sub.setsockopt(zmq.MAXMSGSIZE, 1 << 26)
         self._sub.subscribe(self._topic)
         self._sub.subscribe(DIGEST_PREFIX + self._topic)
@@ -87,6 +91,8 @@ class KVEventSubscriber:
     def poll(self, timeout_s: float = 0.0) -> int:
         """Apply the messages that have arrived, waiting at most `timeout_s` for the first; return their number.
 
+        Where more arrive all the time, it returns after a second: call it again.
+
         Parameters
         ----------
         timeout_s : float
@@ -97,15 +103,19 @@ class KVEventSubscriber:
         int
             Messages applied.
         """
-        num_messages = 0
+        num_messages, end_s = 0, 0.0
         self._note_connections()
         if self._must_verify:
             self.verify()
         while self._sub.poll(0 if num_messages else int(timeout_s * 1000)):
             frames = self._sub.recv_multipart()
             self._note_connections()
+            if num_messages == 0:
+                end_s = time.monotonic() + _POLL_S
             self.receive(frames)
             num_messages += 1
+            if time.monotonic() >= end_s:
+                break
         return num_messages
 
     def receive(self, frames: list[bytes]) -> None:
