@@ -26,6 +26,9 @@ _SURPRISE = 2.0
 _LEAST_SPREAD = 1e-3
 _WINDOW_JOBS = 8
 _MAX_DECISIONS = 256
+MAX_TOKENS = 1 << 40
+"""Positions beyond it are those of no prompt."""
+_MAX_S = 1e9
 _PROBE_INTERVAL_S = 10.0
 _PROBE_S = 0.25
 MAX_PROBE_BLOCKS = 64
@@ -61,8 +64,8 @@ class CostFit:
         self.num_samples += 1
 
     def record(self, x: float, y: float, seconds: float) -> None:
-        """Take in that `x` > 0 and `y` have taken `seconds`."""
-        if not (x > 0 and 0 <= y < math.inf and 0 <= seconds < math.inf):
+        """Take in that `x` > 0 and `y` have taken `seconds`; what nothing takes is ignored."""
+        if not (x > 0 and 0 <= y < math.inf and 0 <= seconds <= _MAX_S):
             return
         expected = self(x, y)
         sample = (x, y, seconds)
@@ -227,7 +230,7 @@ class PrefillRate:
 
     def record_together(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
         """Take in that parts of prompts, each a first position and a number of tokens, took so long together."""
-        if not self._is_given:
+        if not self._is_given and all(0 <= first <= MAX_TOKENS and 0 <= count <= MAX_TOKENS for first, count in parts):
             num_tokens = sum(count for _, count in parts)
             self.fit.record(num_tokens, sum(count * (first + count / 2) for first, count in parts), seconds)
 

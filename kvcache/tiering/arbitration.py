@@ -7,12 +7,13 @@ load now and then so that a link that got faster is noticed.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from kvcache.control.arbiter import BAND, MAX_PROBE_BLOCKS, LoadArbiter, Segment
+from kvcache.control.arbiter import BAND, MAX_PROBE_BLOCKS, MAX_TOKENS, LoadArbiter, Segment
 from kvcache.tiering.controller import TierController, TierJob
 
 if TYPE_CHECKING:
@@ -57,10 +58,10 @@ class LoadChoice:
 
 
 class _Choices:
-    """The choices of one request, one for each manager that it meets."""
+    """The choices of one request, one for each manager that it meets, which it does not keep alive."""
 
     def __init__(self) -> None:
-        self.by_manager: dict[Any, LoadChoice] = {}
+        self.by_manager: dict[weakref.ref[Arbitration], LoadChoice] = {}
 
 
 class Arbitration:
@@ -88,17 +89,18 @@ class Arbitration:
         self._controllers = controllers
         self._block_size = block_size
         self._probes: dict[TierController, list[bytes]] = {}
+        self._ref = weakref.ref(self)
 
     def may_wait_for(self, key: bytes, req_context: ReqContext) -> bool:
         """Return whether nothing was decided against waiting for a block."""
-        choice, end_token = self._choice_of(req_context), req_context.get_offload_key_position(key)
+        choice, end_token = self._choice_of(req_context), _known(req_context.get_offload_key_position(key))
         return not choice.is_cut if end_token is None else choice.allows(end_token)
 
     def forget(self, req_context: ReqContext) -> None:
         """Forget what was decided for a request that has ended."""
         choices = req_context.get_state(_Choices)
         if choices is not None:
-            choices.by_manager.pop(self, None)
+            choices.by_manager.pop(self._ref, None)
 
     def take_probes(self) -> dict[TierController, list[bytes]]:
         """Return blocks that were cut since the last call, by tier: some may be loaded to learn a link's rate."""
@@ -133,7 +135,11 @@ class Arbitration:
             if len(keys) == 1 and req_context.positions:
                 group_of = self.group_of
                 group = group_of(keys[0])
-                run = [key for key, end in req_context.positions.items() if end >= ends[0] and group_of(key) == group]
+                run = [
+                    key
+                    for key, end in req_context.positions.items()
+                    if (_known(end) or 0) >= ends[0] and group_of(key) == group
+                ]
                 run_before = 0
                 sources_of_run, is_unknown = look_below(run)
             else:
@@ -150,15 +156,16 @@ class Arbitration:
         if choices is None:
             choices = _Choices()
             req_context.set_state(choices)
-        choice: LoadChoice | None = choices.by_manager.get(self)
+        choice: LoadChoice | None = choices.by_manager.get(self._ref)
         if choice is None:
-            choice = choices.by_manager[self] = LoadChoice()
+            choice = choices.by_manager[self._ref] = LoadChoice()
         return choice
 
     def _end_tokens(self, keys: list[bytes], num_before: int, req_context: ReqContext) -> list[int]:
         """Return where in the prompt blocks end; without positions, keys are those of a prompt from its beginning."""
         positions, size = req_context.positions or {}, self._block_size
-        return [positions.get(key, (num_before + i) * size) for i, key in enumerate(keys, 1)]
+        ends = [_known(positions.get(key)) for key in keys]
+        return [(num_before + i) * size if end is None else end for i, end in enumerate(ends, 1)]
 
     def _decide(
         self,
@@ -219,3 +226,8 @@ class Arbitration:
                 if len(probe) < MAX_PROBE_BLOCKS:
                     probe.append(key)
         return True
+
+
+def _known(end_token: object) -> int | None:
+    """Return a position that an engine gave, or None where no prompt has such a one."""
+    return end_token if isinstance(end_token, int) and 0 <= end_token <= MAX_TOKENS else None

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -77,10 +78,10 @@ class PromotionStats:
 
 
 class _UsedKeys:
-    """The keys whose use was counted for a request, per manager."""
+    """The keys whose use was counted for a request, per manager, which it does not keep alive."""
 
     def __init__(self) -> None:
-        self.by_manager: dict[Any, set[bytes]] = {}
+        self.by_manager: dict[weakref.ref[TieredOffloadingManager], set[bytes]] = {}
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -175,6 +176,7 @@ class TieredOffloadingManager(OffloadingManager):
         # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
         self._uses: OrderedDict[bytes, int] = OrderedDict()
         self._is_draining = False
+        self._ref = weakref.ref(self)
 
     @property
     def policy(self) -> CachePolicy:
@@ -312,7 +314,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._pending.close(req_context)
         used = req_context.get_state(_UsedKeys)
         if used is not None:
-            used.by_manager.pop(self, None)
+            used.by_manager.pop(self._ref, None)
         if self.arbitration is not None:
             self.arbitration.forget(req_context)
         for controller in self.controllers:
@@ -735,7 +737,7 @@ class TieredOffloadingManager(OffloadingManager):
             if used is None:
                 used = _UsedKeys()
                 req_context.set_state(used)
-            seen = used.by_manager.setdefault(self, set())
+            seen = used.by_manager.setdefault(self._ref, set())
             keys = [key for key in dict.fromkeys(keys) if key not in seen]
             seen.update(keys)
         # Counts of blocks that left go first.

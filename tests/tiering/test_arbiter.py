@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -360,3 +362,49 @@ def test_calls_without_a_request_and_nonsense_reports_change_nothing() -> None:
     for report in ((-1, 5, 1.0), (0, 0, 1.0), (0, 5, 0.0)):
         engine.manager.report_prefill(*report)
     assert engine.manager.arbiter.prefill.compute_s(0, 10**6) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        (10**400, 5, 1.0),
+        (0, 10**400, 1.0),
+        (0, 5, 10**400),
+        (10**200, 1, 1.0),
+        (0, 5, 1e308),
+        (0, 5, math.inf),
+        (math.nan, 5, 1.0),
+        (0, math.inf, 1.0),
+    ],
+)
+def test_report_of_what_no_prompt_takes_is_ignored(report: tuple[Any, Any, Any]) -> None:
+    engine = Engine(0.01, 0.01, flat(1000))
+    engine.manager.report_prefill(*report)
+    assert not engine.manager.arbiter.prefill.is_known
+    engine.manager.report_prefill(0, 1000, 1.0)
+    assert engine.manager.arbiter.prefill.compute_s(0, 1000) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("position", [-1, 10**400, -(10**400), 1 << 62, "16", None, 1.5, math.nan])
+@pytest.mark.parametrize("by_key", [False, True])
+def test_position_that_no_prompt_has_counts_as_unknown(position: Any, by_key: bool) -> None:
+    engine = Engine(0.01, 0.01, flat(1000), given=1000, by_key=by_key)
+    keys, context = engine.prompt(3), ReqContext()
+    context.set_offload_key_positions({key: (i + 1) * BLOCK_TOKENS for i, key in enumerate(keys)} | {keys[1]: position})
+    assert engine.lookup(keys, context) is None
+    assert engine.manager.is_coming(keys[0], context)
+    engine.clock.now_s += 1.0
+    engine.tier.end(engine.tier.pending[-1]) if engine.tier.pending else None
+    engine.manager.on_schedule_end()
+    engine.manager.on_request_finished(context)
+
+
+def test_context_that_lives_on_keeps_no_manager_alive() -> None:
+    engine = Engine(0.01, 0.01, flat(1000), write_policy="write_through_selective")
+    keys, context = engine.prompt(2), ReqContext()
+    assert engine.manager.lookup(keys, context) is None
+    engine.manager.touch(keys, context)
+    left = [weakref.ref(one) for one in (engine.manager, engine.manager.arbitration, engine.tier)]
+    del engine
+    gc.collect()
+    assert [one() for one in left] == [None, None, None]
