@@ -10,8 +10,8 @@ from pathlib import Path
 
 def memory_left() -> tuple[int, str] | None:
     """Return the bytes that this process may still take, and what limits them; None where the system does not say."""
-    limits = [limit for limit in (_machine_memory(), _cgroup_memory(Path("/"))) if limit is not None]
-    return min(limits, default=None)
+    limits = [limit for limit in (_machine_memory(Path("/")), _cgroup_memory(Path("/"))) if limit is not None]
+    return min(((max(left, 0), source) for left, source in limits), default=None)
 
 
 def check_memory(num_bytes: int) -> None:
@@ -20,19 +20,23 @@ def check_memory(num_bytes: int) -> None:
     if found is not None and num_bytes > found[0]:
         left, source = found
         raise ValueError(
-            f"a pool of {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) does not fit into host memory: "
-            f"{left} bytes ({left / 2**30:.1f} GiB) are left by {source}"
+            f"a pool of {num_bytes} bytes ({_gib(num_bytes)} GiB) does not fit into host memory: "
+            f"{left} bytes ({_gib(left)} GiB) are left by {source}"
         )
 
 
-def _machine_memory() -> tuple[int, str] | None:
+def _gib(num_bytes: int) -> str:
+    tenths = num_bytes * 10 >> 30  # a size may be beyond what a float holds
+    return f"{tenths // 10}.{tenths % 10}"
+
+
+def _machine_memory(root: Path) -> tuple[int, str] | None:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024, "the machine (MemAvailable)"
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024, "the machine (MemAvailable)"
+    except (OSError, ValueError, IndexError):
+        pass  # a sandbox shows what it likes
     return None
 
 
@@ -40,12 +44,13 @@ def _cgroup_memory(root: Path) -> tuple[int, str] | None:
     """Return the memory left in the tightest cgroup this process is in, of version 1 or 2; None without a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return None
     found = []
     mount = root / "sys/fs/cgroup"
     for line in lines:
-        _, controllers, group = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
         if not controllers:
             names = ("memory.max", "memory.current", "inactive_file", "active_file")
             found += _limits(mount, group, *names)
@@ -65,11 +70,11 @@ def _limits(mount: Path, group: str, limit_name: str, usage_name: str, *reclaima
             limit = (directory / limit_name).read_text().strip()
             usage = int((directory / usage_name).read_text())
             stat = (directory / "memory.stat").read_text().split()
-        except OSError:
+            if limit != "max":
+                # The page cache gives way before the limit is reached.
+                counters = dict(zip(stat[::2], stat[1::2], strict=True))
+                usage -= sum(int(counters.get(name, 0)) for name in reclaimable)
+                found.append((int(limit) - usage, f"{directory / limit_name} = {limit}"))
+        except (OSError, ValueError):
             continue
-        if limit != "max":
-            # The page cache gives way before the limit is reached.
-            counters = dict(zip(stat[::2], stat[1::2], strict=True))
-            usage -= sum(int(counters.get(name, 0)) for name in reclaimable)
-            found.append((int(limit) - usage, f"{directory / limit_name} = {limit}"))
     return found

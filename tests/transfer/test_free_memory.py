@@ -48,6 +48,33 @@ def test_without_a_limit_there_is_none(tmp_path):
     assert memory._cgroup_memory(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize(
+    ("limit", "usage", "stat"),
+    [("a lot", "600", ""), ("1000", "", ""), ("1000", "600", "inactive_file"), ("1000", "600", "inactive_file many")],
+)
+def test_a_limit_that_cannot_be_read_is_none(tmp_path, limit, usage, stat):
+    write_cgroup(tmp_path, "no cgroup\n0::/a\n", "a", limit, usage, stat, V2)
+    assert memory._cgroup_memory(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["MemAvailable:\n", "MemAvailable: much kB\n", "MemFree: 5 kB\n", ""])
+def test_a_machine_that_does_not_say_has_no_limit(tmp_path, text):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(text)
+    assert memory._machine_memory(tmp_path) is None
+    assert memory._machine_memory(tmp_path / "nowhere") is None
+
+
+def test_a_cgroup_beyond_its_limit_has_nothing_left(monkeypatch):
+    monkeypatch.setattr(memory, "_cgroup_memory", lambda root: (-5, "memory.max = 1"))
+    assert memory.memory_left() == (0, "memory.max = 1")
+
+
+def test_a_size_beyond_all_floats_is_refused():
+    with pytest.raises(ValueError, match=r"0 GiB\) does not fit into host memory"):
+        memory.check_memory(10**400)
+
+
 def test_a_pool_beyond_the_cgroup_limit_names_the_limit(monkeypatch):
     monkeypatch.setattr(memory, "_cgroup_memory", lambda root: (1 << 20, "memory.max = 1048576"))
     with pytest.raises(ValueError, match=r"2097152 bytes .* 1048576 bytes .* are left by memory.max = 1048576"):
