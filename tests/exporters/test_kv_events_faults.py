@@ -211,6 +211,35 @@ def test_request_that_is_too_long_is_not_taken_in(publisher):
     assert publisher.stats()["rejected_requests"] == 0
 
 
+def test_subscription_that_is_too_long_is_not_taken_in(publisher):
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.subscribe(bytes((1 << 16) + 1))
+        socket.connect(publisher.endpoint)
+        assert monitor.poll(30_000)
+        socket.disable_monitor()
+        monitor.close(0)
+
+
+def test_sockets_that_only_their_user_reaches(tmp_path):
+    tmp_path.chmod(0o700)
+    with (
+        KVEventPublisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", digest_every=1) as publisher,
+        KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint or "", timeout_s=30) as subscriber,
+    ):
+        publisher.publish([stored(1)])
+        assert publisher.flush(30)
+        subscriber.resync()
+        assert numbers_held(subscriber) == {1}
+        end_s = time.monotonic() + 30
+        while numbers_held(subscriber) != {1, 2}:
+            assert time.monotonic() < end_s
+            publisher.publish([stored(2)])
+            subscriber.poll(0.01)
+        assert subscriber.num_snapshots == 1
+
+
 def test_replay_buffer_is_bounded_in_bytes():
     with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=0) as publisher:
         for number in range(90):

@@ -31,6 +31,7 @@ _MAX_OWED = 64  # replies under way
 _MAX_REQUESTS = 256  # looked at before batches are sent again
 _MAX_QUEUED_REPLIES = 64  # messages in the memory of each client's connection
 _STANDSTILL_S = 10.0
+_MAX_FRAME_BYTES = 1 << 16  # of a request or a subscription; libzmq bounds neither parts of a message nor subscriptions
 _EPOCH_BITS = 53  # exact in every language
 
 
@@ -111,6 +112,7 @@ class PublishingThread(threading.Thread):
         self._context = zmq.Context()
         try:
             self._pub = self._context.socket(zmq.PUB)
+            self._pub.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
             self.endpoint = _bind(self._pub, endpoint)
             self._router = None if replay_endpoint is None else self._context.socket(zmq.ROUTER)
             if self._router is not None:
@@ -118,7 +120,7 @@ class PublishingThread(threading.Thread):
                 # bound: later, it would count for nobody who connects.
                 self._router.setsockopt(zmq.SNDHWM, _MAX_QUEUED_REPLIES)
                 self._router.setsockopt(zmq.RCVHWM, 16)
-                self._router.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
+                self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
                 self._router.setsockopt(zmq.SNDTIMEO, 0)
                 self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.replay_endpoint = None if self._router is None else _bind(self._router, replay_endpoint or "")
