@@ -1,0 +1,105 @@
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from kvcache.policies.gittins.values cimport NUM_BINS, NUM_CELLS, NUM_CLASSES, ValueTable
+
+cdef enum:
+    MOST_GROUPS = 1 << 27
+    GROUPS_PER_CALL = 16        # most groups that one call makes
+    NUM_WORDS = (NUM_CELLS + 63) // 64
+
+cdef extern from *:
+    """
+    #define kv_lowest_bit(bits) __builtin_ctzll(bits)
+    """
+    int lowest_bit "kv_lowest_bit"(uint64_t bits) noexcept nogil
+
+cdef enum:
+    ALL = 0
+    HOLDERS = 1                 # those with resident members
+    NUM_QUEUES = 2
+
+cdef struct Queue:
+    int32_t first
+    int32_t last
+
+# Known keys whose last use was the same request and that share a class.
+cdef struct Group:
+    int32_t length          # keys of the request
+    int32_t num_known       # 0: free
+    int32_t cohort
+    int32_t[NUM_QUEUES] prev    # in the cohort's queues; free: the next free one
+    int32_t[NUM_QUEUES] next
+    int32_t tail            # last resident member in path order, 0: none; the policy's own
+    uint32_t serial         # raised when the group vanishes
+
+# Groups of a class that were made in one tick, in the order they were made: they age as one. The cohorts of a class are
+# made, age and are linked in one order, so that a cell is a part of its class, and both its queues are ordered by age.
+cdef struct Cohort:
+    int32_t t0
+    int32_t num_groups      # 0: free
+    int32_t num_known       # by all its groups
+    Queue[NUM_QUEUES] groups
+    int32_t[NUM_QUEUES] prev    # in the class's queue, and in the cell's of HOLDERS; free: the next free one
+    int32_t[NUM_QUEUES] next
+    uint8_t cls
+    uint8_t bin
+
+
+@cython.final
+cdef class AgedGroups:
+    cdef ValueTable values
+    cdef Group* groups                  # [size]; 0: none
+    cdef int32_t size
+    cdef int32_t groups_fresh
+    cdef int32_t groups_free
+    cdef Py_ssize_t num_groups
+    cdef Cohort* cohorts                # [size]; 0: none
+    cdef int32_t cohorts_fresh
+    cdef int32_t cohorts_free
+    cdef Queue[NUM_QUEUES][NUM_CELLS] queues    # of cohorts; of ALL, the part that is in the cell
+    cdef int32_t[NUM_CLASSES] youngest          # cohort of each class
+    cdef int32_t[NUM_CELLS] ends                # when the oldest cohort of a cell leaves it; NEVER: it has none
+    cdef uint64_t[NUM_WORDS] occupied   # a bit for each cell that has groups
+    cdef uint64_t[NUM_WORDS] holders    # a bit for each cell that holds resident blocks, by its rank
+    cdef int32_t now
+    cdef int32_t due                    # no cohort leaves its bin before
+    cdef uint64_t num_aged              # groups moved to their next bin, since the start
+
+    cdef int grow(self, int64_t size) except -1
+    cdef void clear(self) noexcept nogil
+    cdef int32_t make_group(self, int32_t cls, int32_t length) noexcept nogil
+    cdef void free_group(self, int32_t group) noexcept nogil
+    cdef void link_holder(self, int32_t group) noexcept nogil
+    cdef void unlink_holder(self, int32_t group) noexcept nogil
+    cdef void mark_holders(self) noexcept nogil
+    cdef void age(self) noexcept nogil
+    cdef int check(self, dict known) except -1
+
+
+cdef inline int reserve_groups(AgedGroups aged) except -1:
+    # For one more call.
+    if aged.num_groups + GROUPS_PER_CALL >= aged.size:
+        aged.grow(2 * <int64_t> aged.size)
+    return 0
+
+
+cdef inline int32_t cell_of(const Cohort* cohort) noexcept nogil:
+    return cohort.cls * NUM_BINS + cohort.bin
+
+
+cdef inline int class_of(AgedGroups aged, int32_t group) noexcept nogil:
+    return aged.cohorts[aged.groups[group].cohort].cls
+
+
+cdef inline void add_known(AgedGroups aged, int32_t group, int32_t n) noexcept nogil:
+    if n != 0:
+        aged.groups[group].num_known += n
+        aged.cohorts[aged.groups[group].cohort].num_known += n
+
+
+cdef inline void leave_group(AgedGroups aged, int32_t group, int32_t n) noexcept nogil:
+    # So many keys are no longer known by their group; without any, it vanishes.
+    add_known(aged, group, -n)
+    if aged.groups[group].num_known == 0:
+        aged.free_group(group)

@@ -1,0 +1,8 @@
+from typing import NoReturn, Self, final
+
+from kvcache.policies.gittins.values import ValueTable
+
+@final
+class AgedGroups:
+    def __new__(cls, values: ValueTable) -> Self: ...
+    def __reduce__(self) -> NoReturn: ...

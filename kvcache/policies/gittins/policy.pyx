@@ -1,0 +1,775 @@
+"""gittins: keep the blocks with the highest expected uses per time of occupancy, as learned from their class and age.
+
+Compiled because it is a PolicyAdapter. Our own; compare LHD (Beckmann, Chen & Cidon, NSDI '18) and the Gittins index.
+"""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memset
+
+from kvcache.core.eviction_queue cimport Row
+from kvcache.core.index cimport Probe, index_first, index_next, prefetch, zeroed
+from kvcache.core.policy_adapter cimport PolicyAdapter
+from kvcache.core.remembered cimport SEGMENT_KEYS, HashInGroup, RememberedKeys
+from kvcache.core.request_keys cimport Named, RequestKeys
+from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave
+from kvcache.policies.gittins.groups cimport (
+    HOLDERS, MOST_GROUPS, AgedGroups, Cohort, Group, add_known, class_of, leave_group, lowest_bit,
+    reserve_groups,
+)
+from kvcache.policies.gittins.lost_parents cimport LostParents, reserve_lost
+from kvcache.policies.gittins.values cimport (
+    CLASSES_PER_HINT, FIRST_SHARED, NUM_BINS, NUM_SHARED, ValueTable, count_hits,
+)
+
+from kvcache.block import BlockStateError
+from kvcache.policies.base import CachePolicy
+
+cdef enum:
+    TICK_SHIFT = 11             # a tick is 2,048 ms
+    MEMORY_FACTOR = 4           # remembered keys, in capacities
+    MOST_SHARING = 15
+    WIDELY_SHARED = 2           # from this sharing on
+    TOUCHES_PER_TABLE = 64
+    MOST_PASSED = 2048          # groups that one store passes over because their tail must stay
+    SHARING_SHIFT = 27          # of a label: MOST_GROUPS = 1 << SHARING_SHIFT
+    SPARE_KEYS = 4096           # remembered keys that one call may add before memory has to grow
+    CONTINUES = 1               # of a request: it goes on where an older one ended
+    ALL_KNOWN = 2               # of a request: all its keys so far were known
+    LEADING_SHIFT = 2
+
+cdef enum:
+    # Where a request's state keeps what.
+    PROGRESS = 0                # CONTINUES, ALL_KNOWN, and above them the number of leading known keys
+    ERA = 1
+    CALL = 2                    # of its last use
+    GROUPS = 3                  # by class without the hint: group and its serial number
+
+# What is kept of a known key: its group, and in the upper four bits its sharing, the rounded logarithm of how many
+# requests have used it that continued no older one. Zero in an array of labels: none.
+ctypedef int32_t Label
+
+# A resident key, by its row. The table keeps no queues for this policy: `prev` and `next` of a row link the resident
+# members of a group, in path order, and its stamp holds a Place.
+cdef struct Member:
+    uint32_t kids           # resident keys whose parent it is
+    uint32_t parent_generation
+
+cdef struct Place:
+    Label label
+    int32_t parent          # row, 0: none
+
+
+cdef inline int32_t group_in(Label label) noexcept nogil:
+    return label & (MOST_GROUPS - 1)
+
+
+cdef inline int sharing_in(Label label) noexcept nogil:
+    return label >> SHARING_SHIFT
+
+
+@cython.final
+cdef class GittinsCachePolicy(PolicyAdapter):
+    """GittinsCachePolicy(cache_capacity)
+
+    Keep the blocks with the highest expected uses per time of occupancy, and store none worth less than what it evicts.
+
+    Notes
+    -----
+    Learns, per class of blocks and age, how often blocks of that age are used again: continues an older request or
+    not, last block of its request or not, used before or not, and the request's hint of its next use. Ages are
+    wall-clock time in 54 bins; the table is rebuilt every 64 requests. While most of what is used again after 4 to 16
+    seconds is shared by many sessions (as system prompts are), such blocks form classes by how many sessions have used
+    them, whatever continued what: sessions then take longer to come back, and beside the prompts' quick uses their new
+    blocks would look as if they came back at once. The number is counted as its rounded logarithm (Morris, CACM 1978),
+    and when the classes part, counting begins anew. A group of blocks leaves from its tail, and no block while a
+    resident block continues it. The classes and ages of the last ``4 * cache_capacity`` keys that left, or were not
+    stored, are remembered. Under a backend of your own, where callers bring the blocks, it declines nothing.
+    """
+
+    cdef Member* members                # [num_rows]
+    cdef ValueTable values
+    cdef AgedGroups aged                # the groups of all known keys
+    cdef RememberedKeys memory
+    cdef LostParents lost
+    cdef int32_t* found                 # [call_size]: remembered keys of one call
+    # [call_size]: keys of the last use that do not stand in the memory yet. Most are stored at once and never enter it:
+    # their group is 0 then.
+    cdef HashInGroup* new_keys
+    cdef Py_ssize_t num_new
+    cdef HashInGroup* leaving           # [call_size]: victims of one call
+    cdef Py_ssize_t num_leaving
+    cdef Py_ssize_t call_size
+    cdef uint64_t num_uses              # calls of on_request_use
+    cdef int64_t start_ms
+    cdef uint64_t era
+    cdef readonly uint64_t touches
+    cdef readonly uint64_t num_passed           # groups passed over because their tail had to stay, since the start
+
+    def __cinit__(self, cache_capacity):
+        self.table = BlockTable(cache_capacity, keeps_queues=False)
+        self.tracks_uses = True
+        self.members = <Member*> zeroed(self.table.num_rows * sizeof(Member))
+        if self.members == NULL:
+            raise MemoryError(f"no memory for {cache_capacity} blocks")
+        self.values = ValueTable()
+        self.aged = AgedGroups(self.values)
+        # Untouched until used: to grow is to copy megabytes.
+        self.aged.grow(cache_capacity + SPARE_KEYS)
+        self.memory = RememberedKeys(MEMORY_FACTOR * cache_capacity + cache_capacity // 16 + SPARE_KEYS)
+        self.lost = LostParents(cache_capacity)
+        self.on_reset()
+
+    def __dealloc__(self):
+        free(self.members)
+        free(self.found)
+        free(self.new_keys)
+        free(self.leaving)
+
+    @property
+    def reads_clock(self):
+        """Whether a manager gives it the time: yes."""
+        return True
+
+    @property
+    def now_ms(self):
+        """The time that the policy was last given, in milliseconds."""
+        return self.now_ns // 1_000_000
+
+    @now_ms.setter
+    def now_ms(self, int64_t now_ms):
+        self.now_ns = now_ms * 1_000_000
+
+    def gauges(self):
+        """Return the keys that are remembered, and the uses that were learned from."""
+        return {"remembered_keys": self.num_remembered, "learned_uses": self.touches}
+
+    @property
+    def num_remembered(self):
+        """Keys that are known without being resident."""
+        return self.memory.num_keys + self.num_new
+
+    @property
+    def worths(self):
+        """The value of a block of each class that has just been used, for requests without a hint."""
+        return [self.values.value[cls * NUM_BINS] for cls in range(CLASSES_PER_HINT)]
+
+    @property
+    def splits_shared(self):
+        """Whether widely shared blocks form classes of their own now."""
+        return self.values.splits_shared
+
+    @property
+    def num_aged(self):
+        """Groups moved to their next bin, since the start."""
+        return self.aged.num_aged
+
+    @property
+    def num_searched(self):
+        """Lost parents looked at, since the start."""
+        return self.lost.num_searched
+
+    cdef int reserve_policy(self, Py_ssize_t n) except -1:
+        """Make room, before anything changes, for a call of `n` keys: each may be remembered, and evict another."""
+        cdef void* block
+        self.memory.reserve(2 * n + self.num_new)
+        reserve_groups(self.aged)
+        reserve_lost(self.lost, n)
+        if n > self.call_size:
+            block = realloc(self.found, 2 * n * sizeof(int32_t))
+            if block != NULL:
+                self.found = <int32_t*> block
+                block = realloc(self.new_keys, 2 * n * sizeof(HashInGroup))
+            if block != NULL:
+                self.new_keys = <HashInGroup*> block
+                block = realloc(self.leaving, 2 * n * sizeof(HashInGroup))
+            if block == NULL:
+                raise MemoryError(f"no memory for a call of {n} keys")
+            self.leaving = <HashInGroup*> block
+            self.call_size = 2 * n
+        return 0
+
+    cdef int on_grow(self, int32_t num_rows_before) except -1:
+        cdef void* members = realloc(self.members, self.table.num_rows * sizeof(Member))
+        if members == NULL:
+            raise MemoryError(f"no memory for {self.table.num_rows} blocks")
+        self.members = <Member*> members
+        return 0
+
+    cdef void on_reset(self) noexcept nogil:
+        self.memory.clear()
+        self.num_new = self.num_leaving = 0
+        self.values.clear()
+        self.aged.clear()
+        self.lost.clear()
+        self.start_ms = -1
+        self.era += 1
+        self.touches = 0
+
+    cdef void _trim(self) noexcept nogil:
+        """Forget the oldest remembered keys beyond the memory's size."""
+        cdef Py_ssize_t num_over, num_popped, num_until_fetch = 0
+        cdef Label label
+        self._enter_memory()
+        num_over = self.memory.num_keys - MEMORY_FACTOR * self.table.cache_capacity
+        while num_over > 0:
+            if num_until_fetch <= 0:
+                self.memory.fetch_oldest()
+                num_until_fetch = SEGMENT_KEYS
+            label = self.memory.pop_oldest(num_over, &num_popped)
+            leave_group(self.aged, group_in(label), <int32_t> num_popped)
+            num_over -= num_popped
+            num_until_fetch -= num_popped
+
+    cdef void _enter_memory(self) noexcept nogil:
+        """Let used keys that were not stored, then the call's victims, enter the memory."""
+        self.memory.append_all(self.new_keys, self.num_new)
+        self.memory.append_all(self.leaving, self.num_leaving)
+        self.num_new = self.num_leaving = 0
+
+    cdef inline Place* _place_of(self, int32_t row) noexcept nogil:
+        return <Place*> &self.table.rows[row].stamp
+
+    cdef inline void _append_member(self, Label label, int32_t row) noexcept nogil:
+        cdef int32_t group = group_in(label)
+        cdef int32_t tail = self.aged.groups[group].tail
+        if tail == 0:
+            self.aged.link_holder(group)
+        else:
+            self.table.rows[tail].next = row
+        self._place_of(row).label = label
+        self.table.rows[row].prev = tail
+        self.table.rows[row].next = 0
+        self.aged.groups[group].tail = row
+
+    cdef inline void _remove_member(self, int32_t row) noexcept nogil:
+        cdef int32_t prev = self.table.rows[row].prev
+        cdef int32_t next = self.table.rows[row].next
+        cdef int32_t group = group_in(self._place_of(row).label)
+        if prev != 0:
+            self.table.rows[prev].next = next
+        if next != 0:
+            self.table.rows[next].prev = prev
+        else:
+            if prev == 0:
+                self.aged.unlink_holder(group)
+            self.aged.groups[group].tail = prev
+
+    cdef int32_t _group_to_join(self, uint64_t* kept, int32_t cls, int32_t length) noexcept nogil:
+        """Return the group of a class that a request may join."""
+        cdef int32_t group = <int32_t> <uint32_t> kept[0]
+        cdef const Group* last = &self.aged.groups[group]
+        if (group == 0 or last.serial != <uint32_t> (kept[0] >> 32) or last.num_known == 0
+                or self.aged.cohorts[last.cohort].bin != 0 or self.aged.cohorts[last.cohort].cls != cls):
+            group = self.aged.make_group(cls, length)
+            kept[0] = <uint32_t> group | <uint64_t> self.aged.groups[group].serial << 32
+        return group
+
+    cdef int32_t _join_group(self, uint64_t* kept, int32_t cls, int32_t length) noexcept nogil:
+        """Return the group of a class that a request may join, and count one more key in it."""
+        cdef int32_t group = self._group_to_join(kept, cls, length)
+        add_known(self.aged, group, 1)
+        return group
+
+    cdef void on_request_use(
+        self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n
+    ) noexcept nogil:
+        cdef Py_ssize_t i, first = request.num_seen - n
+        cdef int32_t row, key, group, cls, length, hint, num_positions = <int32_t> request.num_positions
+        # Neighbours mostly leave one group, and join one: such a run is counted at its end.
+        cdef int32_t left = 0, num_left = 0, num_shared = 0, joined = 0, num_joined = 0, joined_cls = -1
+        cdef uint64_t* state = request.policy_state
+        cdef uint64_t* kept
+        cdef int32_t* found = self.found
+        cdef int64_t num_leading
+        cdef int sharing
+        cdef bint is_last, is_known
+        cdef bint splits
+        cdef uint32_t widened
+        cdef Label label
+        cdef uint64_t[NUM_SHARED] shared
+        self._trim()
+        self.num_uses += 1
+        self._read_time()
+        if state[ERA] != self.era:
+            memset(state, 0, sizeof(request.policy_state))
+            state[ERA] = self.era
+            state[PROGRESS] = ALL_KNOWN
+            self.touches += 1
+            if self.touches % TOUCHES_PER_TABLE == 0:
+                self.values.rebuild()
+                self.aged.mark_holders()
+        self.aged.age()
+        hint = request.next_use
+        if hint >= self.values.num_hints:
+            self._take_up_hint(hint)
+        self.memory.find_absent(rows, hashes, n, found)
+        if state[PROGRESS] & ALL_KNOWN:
+            i = 0
+            while i < n and (rows[i] != 0 or found[i] != 0):
+                i += 1
+            if i < n:
+                state[PROGRESS] &= ~<uint64_t> ALL_KNOWN
+            state[PROGRESS] += <uint64_t> i << LEADING_SHIFT
+            if i > 0 and not state[PROGRESS] & CONTINUES:
+                num_leading = <int64_t> (state[PROGRESS] >> LEADING_SHIFT)
+                group = group_in(
+                    self._place_of(rows[i - 1]).label if rows[i - 1] != 0 else self.memory.group_of(found[i - 1]))
+                if num_leading + 1 >= self.aged.groups[group].length:
+                    state[PROGRESS] |= CONTINUES
+        length = num_positions if num_positions else <int32_t> n
+        splits = self.values.splits_shared and hint == 0
+        widened = 0 if state[PROGRESS] & CONTINUES else self._widened()
+        memset(shared, 0, sizeof(shared))
+        for i in range(n):
+            row = rows[i]
+            key = found[i]
+            is_known = row != 0 or key != 0
+            is_last = self._is_last(request, request.used[first + i], i == n - 1)
+            cls = 4 * (state[PROGRESS] & CONTINUES) + 2 * (not is_last) + is_known
+            sharing = 0
+            if row != 0:
+                label = self._place_of(row).label
+                self._remove_member(row)
+            elif key != 0:
+                if not self.memory.holds(key, hashes[i]):
+                    # Its segment has been merged with another meanwhile.
+                    key = self.memory.find(hashes[i])
+                label = self.memory.group_of(key)
+                self.memory.remove(key)
+            if is_known:
+                if group_in(label) != left:
+                    self._count_hits(left, num_left, num_shared)
+                    left = group_in(label)
+                    num_left = num_shared = 0
+                num_left += 1
+                sharing = sharing_in(label)
+                num_shared += sharing >= WIDELY_SHARED
+                sharing += widened >> sharing & 1
+            kept = &state[GROUPS + cls]
+            cls += hint * CLASSES_PER_HINT
+            if splits and sharing > 0:
+                kept = &shared[(sharing - 1) >> 2]
+                cls = FIRST_SHARED + ((sharing - 1) >> 2)
+            if cls != joined_cls:
+                add_known(self.aged, joined, num_joined)
+                joined = self._group_to_join(kept, cls, length)
+                joined_cls = cls
+                num_joined = 0
+            num_joined += 1
+            label = joined | sharing << SHARING_SHIFT
+            if row != 0:
+                self._append_member(label, row)
+                continue
+            self.new_keys[self.num_new].hash = hashes[i]
+            self.new_keys[self.num_new].group = label
+            self.num_new += 1
+            request.uses[request.used[first + i]].note = -<int32_t> self.num_new
+        add_known(self.aged, joined, num_joined)
+        self._count_hits(left, num_left, num_shared)
+        state[CALL] = self.num_uses
+
+    cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
+        """Keep uses out that come without a request: `BlockCache` makes one for each call."""
+
+    cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        """Leave all where it is: a group knows its path's order."""
+
+    cdef void on_hint(
+        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t next_use
+    ) noexcept nogil:
+        """Move known keys to the classes of another hint; their age counts from now, as after a use."""
+        cdef Py_ssize_t i
+        cdef int32_t row, key, group, cls, length
+        cdef Label label
+        cdef uint64_t[CLASSES_PER_HINT] made
+        memset(made, 0, sizeof(made))
+        self._enter_memory()
+        self._read_time()
+        if next_use >= self.values.num_hints:
+            self._take_up_hint(next_use)
+        for i in range(n):
+            row = rows[i]
+            key = self.memory.find(hashes[i]) if row == 0 else 0
+            if row == 0 and key == 0:
+                continue
+            label = self._place_of(row).label if row != 0 else self.memory.group_of(key)
+            group = group_in(label)
+            cls = class_of(self.aged, group)
+            cls = cls % CLASSES_PER_HINT if cls < FIRST_SHARED else 3
+            if group == <int32_t> <uint32_t> made[cls]:
+                continue  # named twice
+            length = self.aged.groups[group].length
+            if row != 0:
+                self._remove_member(row)
+            leave_group(self.aged, group, 1)
+            group = self._join_group(&made[cls], next_use * CLASSES_PER_HINT + cls, length)
+            label = group | sharing_in(label) << SHARING_SHIFT
+            if row != 0:
+                self._append_member(label, row)
+            else:
+                self.memory.renew(key, label)
+
+    cdef void _take_up_hint(self, int32_t hint) noexcept nogil:
+        self.values.take_up_hint(hint)
+        self.aged.mark_holders()
+
+    cdef inline bint _is_last(self, RequestKeys request, int32_t place, bint is_last_of_call) noexcept nogil:
+        if not request.num_positions:
+            return is_last_of_call
+        return request.uses[place].is_positioned and request.uses[place].position == request.largest_position
+
+    cdef uint32_t _widened(self) noexcept nogil:
+        """Return a bit for each sharing that a use by a new session raises: that of 2**n in one of about 2**n."""
+        cdef uint32_t draw = <uint32_t> (self.touches * <uint64_t> 2654435761)
+        cdef uint32_t bits = 0
+        cdef int sharing
+        for sharing in range(MOST_SHARING):
+            if <uint64_t> draw >> (32 - (sharing + 1) // 2) == 0:
+                bits |= <uint32_t> 1 << sharing
+        return bits
+
+    cdef inline void _count_hits(self, int32_t group, int32_t n, int32_t num_shared) noexcept nogil:
+        """Count uses of `n` keys, `num_shared` of them widely shared, which leave their group."""
+        cdef const Cohort* cohort
+        if n != 0:
+            cohort = &self.aged.cohorts[self.aged.groups[group].cohort]
+            count_hits(self.values, cohort.cls, cohort.bin, n, num_shared)
+            leave_group(self.aged, group, n)
+
+    cdef void _read_time(self) noexcept nogil:
+        cdef int64_t now_ms = self.now_ns // 1_000_000
+        cdef int64_t now
+        if self.start_ms < 0:
+            self.start_ms = now_ms
+        now = (now_ms - self.start_ms) >> TICK_SHIFT
+        if now > self.aged.now:
+            self.aged.now = <int32_t> now
+
+    cdef Py_ssize_t on_offer(
+        self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered, Py_ssize_t last_place,
+        int32_t* victims, Py_ssize_t* num_victims
+    ) noexcept nogil:
+        cdef Py_ssize_t i, num_free = self.table.num_free, num_taken
+        cdef int32_t key, cls, length
+        cdef bint is_whole
+        cdef uint64_t[CLASSES_PER_HINT] made
+        cdef Named* named
+        num_victims[0] = 0
+        n = self._without_holes(names, places, n)
+        length = <int32_t> (names.num_positions if names.num_positions else num_offered)
+        if names.next_use >= self.values.num_hints:
+            self._take_up_hint(names.next_use)
+        memset(made, 0, sizeof(made))
+        if names.policy_state[CALL] != self.num_uses:
+            self._enter_memory()
+        for i in range(n):
+            if self._is_new(names, places[i]):
+                continue
+            named = &names.named[places[i]]
+            key = self._remembered(names, places[i])
+            if key == 0:
+                self._enter_memory()
+                cls = 0 if self._is_last(names, <int32_t> places[i], places[i] == last_place) else 2
+                key = self.memory.append(
+                    named.hash, self._join_group(&made[cls], names.next_use * CLASSES_PER_HINT + cls, length))
+            names.uses[places[i]].note = key
+        num_taken = n
+        if n > num_free:
+            is_whole = names.num_named == num_offered
+            num_victims[0] = self._choose(names, places + num_free, n - num_free, is_whole, victims)
+            num_taken = num_free + num_victims[0]
+        if num_taken == 0:
+            self._trim()
+        return num_taken
+
+    cdef inline bint _is_new(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
+        """Return whether a key stands among the new ones; the note may be of an earlier use, which had others."""
+        cdef int32_t key = -names.uses[place].note - 1
+        return (0 <= key < self.num_new and self.new_keys[key].group != 0
+                and self.new_keys[key].hash == names.named[place].hash)
+
+    cdef inline int32_t _remembered(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
+        """Return where a key that a request named is remembered, or 0."""
+        cdef int32_t key = names.uses[place].note
+        if self.memory.holds(key, names.named[place].hash):
+            return key
+        return self.memory.find(names.named[place].hash)
+
+    cdef Py_ssize_t _without_holes(
+        self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n
+    ) noexcept nogil:
+        """Return how many keys come before the first whose predecessor is neither resident nor among them."""
+        cdef Py_ssize_t i, num_taken = n
+        cdef int32_t before
+        for i in range(n):
+            before = names.uses[places[i]].before - 1
+            if before >= 0 and not names.uses[before].is_taken and names.row_now(self.table, before) == 0:
+                num_taken = i
+                break
+            names.uses[places[i]].is_taken = True
+        for i in range(num_taken):
+            names.uses[places[i]].is_taken = False
+        return num_taken
+
+    cdef Py_ssize_t _choose(
+        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_whole, int32_t* victims
+    ) noexcept nogil:
+        """Take up to `n` victims, each worth less than the waiting key that takes its place; return how many.
+
+        With `is_whole`, the call names all keys that the request has named: those resident are marked.
+        """
+        cdef Py_ssize_t got = 0, got_before = -1
+        cdef int word, num_left = MOST_PASSED
+        cdef uint64_t bits
+        cdef int32_t cell, cohort, group, next_cohort, next, tail
+        cdef int64_t worth = self._worth_of(names, waiting[0])
+        cdef int64_t value
+        while got > got_before:
+            got_before = got
+            for word in range((self.values.num_ranked + 63) >> 6):
+                bits = self.aged.holders[word]
+                while bits != 0:
+                    cell = self.values.ranked[(word << 6) + lowest_bit(bits)]
+                    bits &= bits - 1
+                    value = self.values.value[cell]
+                    if worth <= value:
+                        return got
+                    next_cohort = self.aged.queues[HOLDERS][cell].first
+                    while next_cohort != 0:
+                        cohort = next_cohort
+                        next_cohort = self.aged.cohorts[cohort].next[HOLDERS]
+                        next = self.aged.cohorts[cohort].groups[HOLDERS].first
+                        while next != 0:
+                            group = next
+                            next = self.aged.groups[group].next[HOLDERS]
+                            tail = self.aged.groups[group].tail
+                            while tail != 0 and self._may_leave(names, tail, is_whole):
+                                if worth <= value:
+                                    return got
+                                self._evict_tail(tail, got)
+                                victims[got] = tail
+                                got += 1
+                                if got == n:
+                                    return got
+                                worth = self._worth_of(names, waiting[got])
+                                tail = self.aged.groups[group].tail
+                            if tail != 0:
+                                num_left -= 1
+                                self.num_passed += 1
+                                if num_left == 0:
+                                    return got
+        return got
+
+    cdef inline int64_t _worth_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
+        cdef int32_t group
+        if self._is_new(names, place):
+            group = group_in(self.new_keys[-names.uses[place].note - 1].group)
+        else:
+            group = group_in(self.memory.group_of(self._remembered(names, place)))
+        return self.values.value[class_of(self.aged, group) * NUM_BINS]
+
+    cdef inline void _evict_tail(self, int32_t tail, Py_ssize_t got) noexcept nogil:
+        """Take victim number `got` out, and fetch ahead what the next one, its release and the memory will need."""
+        prefetch(&self.members[self.table.rows[tail].prev])
+        # Keys of a prompt mostly lie in rows that follow one another.
+        prefetch(&self.table.rows[max(tail - 5, 0)])
+        prefetch(&self.members[max(tail - 8, 0)])
+        prefetch(self.table.rows[tail].key)
+        self.leaving[got].hash = self.table.rows[tail].hash
+        self.leaving[got].group = self._place_of(tail).label
+        self.num_leaving += 1
+        self.memory.fetch(self.table.rows[tail].hash)
+        self._detach_row(tail)
+
+    cdef inline bint _may_leave(self, RequestKeys names, int32_t row, bint is_whole) noexcept nogil:
+        cdef Py_ssize_t place
+        if (self.members[row].kids > 0 or self.table.rows[row].ref_cnt != 0
+                or self.table.rows[row].mark == self.table.mark):
+            return False
+        if is_whole:
+            return True
+        place = names.locate(self.table.rows[row].key, self.table.rows[row].hash)
+        return place < 0 or names.named[place].seen == 0
+
+    cdef inline void _detach_row(self, int32_t row) noexcept nogil:
+        """Take a row from its group and its parent; its key stays known."""
+        self._remove_member(row)
+        self._leave_parent(row)
+        count_rows(self.table, 0, -1)
+
+    cdef void _leave_parent(self, int32_t row) noexcept nogil:
+        cdef uint32_t generation = self.members[row].parent_generation
+        cdef int32_t parent = self._place_of(row).parent
+        if parent == 0:
+            return
+        if self.table.rows[parent].generation != generation:
+            parent = self._found_again(parent, generation)
+        if parent != 0 and self.members[parent].kids > 0:
+            self.members[parent].kids -= 1
+
+    cdef int32_t _found_again(self, int32_t row, uint32_t generation) noexcept nogil:
+        """Return the row that a parent which once failed has now, or 0; one of its children leaves it."""
+        cdef Probe probe
+        cdef uint64_t hash = 0
+        if not self.lost.take_child(row, generation, &hash):
+            return 0
+        row = index_first(self.table.buckets, self.table.num_buckets, hash, &probe)
+        while row != 0 and self.table.rows[row].hash != hash:
+            row = index_next(self.table.buckets, self.table.num_buckets, hash, &probe)
+        return row
+
+    cdef void on_admit(
+        self, RequestKeys names, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n
+    ) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef int32_t row, key, before, parent
+        cdef Label label
+        for i in range(n):
+            row = rows[i]
+            if self._is_new(names, places[i]):
+                key = -names.uses[places[i]].note - 1
+                label = self.new_keys[key].group
+                self.new_keys[key].group = 0
+            else:
+                key = self._remembered(names, places[i])
+                label = self.memory.group_of(key)
+                self.memory.remove(key)
+            self.members[row].kids = 0
+            before = names.uses[places[i]].before - 1
+            parent = names.row_now(self.table, before) if before >= 0 else 0
+            self._set_parent(row, parent)
+            self._append_member(label, row)
+        count_rows(self.table, 0, n)
+        self._trim()
+
+    cdef inline void _set_parent(self, int32_t row, int32_t parent) noexcept nogil:
+        self._place_of(row).parent = parent
+        if parent != 0:
+            self.members[row].parent_generation = self.table.rows[parent].generation
+            self.members[parent].kids += 1
+
+    cdef void on_remove(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef int32_t row
+        self._enter_memory()
+        for i in range(n):
+            row = rows[i]
+            self._remove_member(row)
+            self._leave_parent(row)
+            self.memory.append(self.table.rows[row].hash, self._place_of(row).label)
+            if self.members[row].kids > 0:
+                self.lost.add(row, self.table.rows[row].generation, self.table.rows[row].hash, self.members[row].kids)
+        if n:
+            self._trim()
+
+    cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        """Take in blocks of no request."""
+        cdef Py_ssize_t i
+        cdef int32_t key
+        cdef Label label
+        cdef uint64_t made
+        self._enter_memory()
+        for i in range(n):
+            key = self.memory.find(self.table.rows[rows[i]].hash)
+            if key != 0:
+                label = self.memory.group_of(key)
+                self.memory.remove(key)
+            else:
+                made = 0
+                label = self._join_group(&made, 0, 1)
+            self.members[rows[i]].kids = 0
+            self._set_parent(rows[i], 0)
+            self._append_member(label, rows[i])
+        count_rows(self.table, 0, n)
+
+    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+        """Take `n` victims in the order of the table, and decline nothing."""
+        cdef Py_ssize_t got = 0
+        cdef int rank
+        cdef int32_t cell, cohort, next_cohort, group, next, row, prev
+        if priority != NORMAL:
+            return 0
+        self._enter_memory()
+        for rank in range(self.values.num_ranked):
+            cell = self.values.ranked[rank]
+            next_cohort = self.aged.queues[HOLDERS][cell].first
+            while next_cohort != 0:
+                cohort = next_cohort
+                next_cohort = self.aged.cohorts[cohort].next[HOLDERS]
+                next = self.aged.cohorts[cohort].groups[HOLDERS].first
+                while next != 0:
+                    group = next
+                    next = self.aged.groups[group].next[HOLDERS]
+                    row = self.aged.groups[group].tail
+                    while row != 0 and got < n:
+                        prev = self.table.rows[row].prev
+                        if may_leave(self.table, row):
+                            self._detach_row(row)
+                            self.memory.append(self.table.rows[row].hash, self._place_of(row).label)
+                            out[got] = row
+                            got += 1
+                        row = prev
+        self._trim()
+        return got
+
+    cdef int check_policy(self) except -1:
+        cdef const Row* rows = self.table.rows
+        cdef int32_t group, parent, row
+        cdef Label label
+        cdef Py_ssize_t i, num_resident = 0
+        known = {}
+        kids = {}
+        self.values.check()
+        self.aged.check(known)
+        self.lost.check()
+        for group in list(known):
+            row = self.aged.groups[group].tail
+            if row != 0 and rows[row].next != 0:
+                raise BlockStateError(f"invariant broken: group {group} goes on behind its tail")
+            while row != 0:
+                num_resident += 1
+                known[group] -= 1
+                if rows[row].key == NULL or group_in(self._place_of(row).label) != group:
+                    raise BlockStateError(f"invariant broken: row {row} is in no group")
+                if rows[row].prev != 0:
+                    if rows[rows[row].prev].next != row:
+                        raise BlockStateError(f"invariant broken: row {row} is not its neighbour's")
+                parent = self._place_of(row).parent
+                if parent != 0 and rows[parent].generation == self.members[row].parent_generation:
+                    if rows[parent].key == NULL:
+                        raise BlockStateError(f"invariant broken: row {row} has an absent predecessor")
+                    kids[parent] = kids.get(parent, 0) + 1
+                row = rows[row].prev
+        if num_resident != self.table.num_resident:
+            raise BlockStateError(
+                f"invariant broken: {num_resident} members are resident, {self.table.num_resident} rows")
+        for row in range(self.table.first, self.table.first + self.table.num_fresh):
+            if rows[row].key == NULL:
+                continue
+            if self.memory.find(rows[row].hash) != 0:
+                raise BlockStateError(f"invariant broken: row {row} is resident and remembered")
+            # A child left behind by a failed store may have counted itself out of another's.
+            if self.lost.num_lost == 0 and self.members[row].kids > kids.get(row, 0):
+                raise BlockStateError(f"invariant broken: row {row} counts too many children")
+        for label in self.memory.groups():
+            group = group_in(label)
+            if group not in known:
+                raise BlockStateError(f"invariant broken: a remembered key is in group {group}, which is not there")
+            known[group] -= 1
+        for i in range(self.num_new):
+            group = group_in(self.new_keys[i].group)
+            if group not in known:
+                raise BlockStateError(f"invariant broken: a new key is in group {group}, which is not there")
+            known[group] -= 1
+        if self.num_leaving != 0:
+            raise BlockStateError(f"invariant broken: {self.num_leaving} victims are not remembered yet")
+        self.memory.check()
+        for group in known:
+            if known[group] != 0:
+                raise BlockStateError(f"invariant broken: group {group} counts {known[group]} members too many")
+        return 0
+
+
+CachePolicy.register(GittinsCachePolicy)
