@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from geometries import GUARD, NoisyPool, cases
+from host_stream import HostStream
 from hypothesis import given
 
 from kvcache.specs import (
@@ -12,7 +14,6 @@ from kvcache.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
 )
-from kvcache.testing.transfers import GUARD, HostStream, NoisyPool, cases
 from kvcache.transfer._native.plan import Geometry
 from kvcache.transfer.cpu import CPUCopyHandler
 from kvcache.transfer.cuda import StagedCopyHandler

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from host_stream import HostStream
 
 from kvcache.specs import (
     CanonicalKVCacheRef,
@@ -10,7 +11,6 @@ from kvcache.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
 )
-from kvcache.testing.transfers import HostStream
 from kvcache.transfer import cuda as staged
 from kvcache.transfer.cuda import StagedCopyHandler
 from kvcache.transfer.geometry import KVGeometry

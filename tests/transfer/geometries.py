@@ -1,4 +1,4 @@
-"""Random geometries with a slow reference, and a stream for host tensors: what every handler is tested with.
+"""Random geometries and transfers, with a slow reference that every handler is held against.
 
 The reference moves one layer of one block at a time and knows nothing of runs, so that it can be seen to be right.
 """
@@ -6,7 +6,6 @@ The reference moves one layer of one block at a time and knows nothing of runs, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +21,6 @@ from kvcache.specs import (
     GPULoadStoreSpec,
 )
 from kvcache.transfer.geometry import host_block_bytes
-from kvcache.transfer.streams import DeviceStream, StreamEvent
 
 GUARD = 64
 
@@ -167,66 +165,3 @@ def cases(draw: st.DrawFn) -> Case:
         list(device_ids[: sum(sizes)]),
         list(host_ids[:need]),
     )
-
-
-class HostStreamEvent(StreamEvent):
-    """An event of a `HostStream`."""
-
-    def __init__(self, stream: HostStream, place: int) -> None:
-        self.stream = stream
-        self.place = place
-
-    def is_done(self) -> bool:
-        self.stream.check()
-        return self.stream.done >= self.place
-
-    def wait(self) -> None:
-        self.stream.check()
-        self.stream.done = max(self.stream.done, self.place)
-
-    def elapsed_s(self, earlier: StreamEvent) -> float:
-        return float(self.place - getattr(earlier, "place", self.place))
-
-
-class HostStream(DeviceStream):
-    """Copies host tensors at once, and reports it when `done` is raised.
-
-    Parameters
-    ----------
-    done : int
-        The number of the last event that is done; waiting raises it.
-
-    Attributes
-    ----------
-    log : list of str
-        What the stream was called for.
-    broken : bool
-        Whether its events raise.
-    """
-
-    def __init__(self, done: int = 1 << 60) -> None:
-        self.device = torch.device("cpu")
-        self.places = 0
-        self.done = done
-        self.broken = False
-        self.log: list[str] = []
-
-    def wait_for_compute(self) -> None:
-        self.log.append("wait for compute")
-
-    def queueing(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def record_event(self) -> StreamEvent:
-        self.places += 1
-        self.log.append("record event")
-        return HostStreamEvent(self, self.places)
-
-    def send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        self.log.append(f"send {len(values)}")
-        return torch.from_numpy(values.copy())
-
-    def check(self) -> None:
-        """Raise if the device is said to be broken."""
-        if self.broken:
-            raise RuntimeError("the device is gone")

@@ -1,0 +1,7 @@
+"""What more than one module here needs."""
+
+import sys
+from pathlib import Path
+
+# For `geometries` and `host_stream`.
+sys.path.insert(0, str(Path(__file__).parent))
