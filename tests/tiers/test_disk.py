@@ -1,7 +1,6 @@
 """The disk tier by itself: what it stores, finds again, and refuses."""
 
 import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -20,145 +19,87 @@ BLOCK_BYTES = 4096
 NUM_HOST = 64
 
 
-def host_blocks(num_blocks=NUM_HOST, block_bytes=BLOCK_BYTES):
-    stride = -(-block_bytes // 4096) * 4096
-    flat = np.frombuffer(mmap.mmap(-1, num_blocks * stride), np.uint8)
-    return flat.reshape(num_blocks, stride)[:, :block_bytes]
-
-
-def payload(key, block_bytes=BLOCK_BYTES):
-    seed = int.from_bytes(key[:8].ljust(8, b"\0"), "little")
-    return np.random.default_rng(seed).integers(0, 256, block_bytes, np.uint8)
-
-
-def keys_of(*numbers):
-    return [f"key-{number}".encode() for number in numbers]
-
-
-@pytest.fixture
-def open_tier(tmp_path):
-    opened = []
-
-    def open_one(num_blocks=16, path=None, block_bytes=BLOCK_BYTES, **options):
-        blocks = options.pop("host_blocks", None)
-        blocks = host_blocks(block_bytes=block_bytes) if blocks is None else blocks
-        tier = DiskTier(path or tmp_path / "tier", capacity_for(num_blocks, block_bytes), blocks, **options)
-        tier.host = blocks
-        opened.append(tier)
-        return tier
-
-    yield open_one
-    for tier in opened:
-        tier.shutdown()
-
-
-def ended(tier, job_id):
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        for result in tier.get_finished():
-            if result.job_id == job_id:
-                return result
-        time.sleep(0.001)
-    raise AssertionError(f"job {job_id} did not end")
-
-
-def store(tier, keys, job_id=1):
-    for block_id, key in enumerate(keys):
-        tier.host[block_id] = payload(key, tier.host.shape[1])
-    assert tier.submit_store(job_id, keys, list(range(len(keys))))
-    return ended(tier, job_id)
-
-
-def load(tier, keys, job_id=2):
-    tier.host[:] = 0
-    assert tier.submit_load(job_id, keys, list(range(len(keys))))
-    result = ended(tier, job_id)
-    for key in result.done:
-        assert np.array_equal(tier.host[keys.index(key)], payload(key, tier.host.shape[1])), key
-    return result
-
-
 @pytest.mark.parametrize("block_bytes", [512, 4096, 5000, 12288, 1 << 20])
-def test_blocks_come_back_as_they_were(open_tier, block_bytes):
-    tier = open_tier(block_bytes=block_bytes)
-    keys = keys_of(*range(10))
-    assert sorted(store(tier, keys).done) == sorted(keys)
+def test_blocks_come_back_as_they_were(bench, block_bytes):
+    tier = bench.open(block_bytes=block_bytes)
+    keys = bench.keys(*range(10))
+    assert sorted(bench.store(tier, keys).done) == sorted(keys)
     assert tier.lookup([*keys, b"absent"]) == 10
-    assert sorted(load(tier, keys[::-1]).done) == sorted(keys)
+    assert sorted(bench.load(tier, keys[::-1]).done) == sorted(keys)
     stats = tier.stats()
     assert (stats.num_held, stats.stored_blocks, stats.loaded_blocks, stats.corrupt_blocks) == (10, 10, 10, 0)
 
 
-def test_unaligned_memory_is_served_through_the_page_cache(open_tier):
+def test_unaligned_memory_is_served_through_the_page_cache(bench):
     flat = np.zeros(NUM_HOST * BLOCK_BYTES + 1, np.uint8)
-    tier = open_tier(host_blocks=flat[1:].reshape(NUM_HOST, BLOCK_BYTES))
+    tier = bench.open(host_blocks=flat[1:].reshape(NUM_HOST, BLOCK_BYTES))
     assert not tier.is_direct
-    store(tier, keys_of(1, 2))
-    assert load(tier, keys_of(1, 2)).failed == []
+    bench.store(tier, bench.keys(1, 2))
+    assert bench.load(tier, bench.keys(1, 2)).failed == []
 
 
-def test_least_recently_used_block_leaves_and_is_named(open_tier):
-    tier = open_tier(num_blocks=4)
-    store(tier, keys_of(0, 1, 2, 3))
-    tier.touch(keys_of(0, 1))
-    result = store(tier, keys_of(4, 5))
-    assert result.removed == keys_of(2, 3)
-    assert [tier.lookup([key]) for key in keys_of(0, 1, 2, 3, 4, 5)] == [1, 1, 0, 0, 1, 1]
-    assert load(tier, keys_of(0, 2)).failed == keys_of(2)
+def test_least_recently_used_block_leaves_and_is_named(bench):
+    tier = bench.open(num_blocks=4)
+    bench.store(tier, bench.keys(0, 1, 2, 3))
+    tier.touch(bench.keys(0, 1))
+    result = bench.store(tier, bench.keys(4, 5))
+    assert result.removed == bench.keys(2, 3)
+    assert [tier.lookup([key]) for key in bench.keys(0, 1, 2, 3, 4, 5)] == [1, 1, 0, 0, 1, 1]
+    assert bench.load(tier, bench.keys(0, 2)).failed == bench.keys(2)
     assert tier.stats().missed_blocks == 1
 
 
-def test_held_key_is_not_written_again(open_tier):
-    tier = open_tier()
-    store(tier, keys_of(1, 2))
-    assert store(tier, keys_of(2, 3)).done == keys_of(3)
+def test_held_key_is_not_written_again(bench):
+    tier = bench.open()
+    bench.store(tier, bench.keys(1, 2))
+    assert bench.store(tier, bench.keys(2, 3)).done == bench.keys(3)
 
 
-def test_restart_finds_blocks_and_recency(open_tier):
-    tier = open_tier(num_blocks=8)
-    store(tier, keys_of(*range(8)))
-    tier.touch(keys_of(3, 1))
+def test_restart_finds_blocks_and_recency(bench):
+    tier = bench.open(num_blocks=8)
+    bench.store(tier, bench.keys(*range(8)))
+    tier.touch(bench.keys(3, 1))
     context = ReqContext()
-    tier.touch(keys_of(0), context)
+    tier.touch(bench.keys(0), context)
     tier.on_request_finished(context)
     tier.shutdown()
-    tier = open_tier(num_blocks=8)
-    assert tier.lookup(keys_of(*range(8))) == 8
+    tier = bench.open(num_blocks=8)
+    assert tier.lookup(bench.keys(*range(8))) == 8
     assert tier.stats().num_held == 8
     assert tier.stats().stored_blocks == 0
-    assert sorted(load(tier, keys_of(*range(8))).done) == keys_of(*range(8))
-    assert store(tier, keys_of(*range(10, 18))).removed == keys_of(2, 4, 5, 6, 7, 1, 3, 0)
+    assert sorted(bench.load(tier, bench.keys(*range(8))).done) == bench.keys(*range(8))
+    assert bench.store(tier, bench.keys(*range(10, 18))).removed == bench.keys(2, 4, 5, 6, 7, 1, 3, 0)
 
 
-def test_restart_after_slots_were_reused(open_tier):
-    tier = open_tier(num_blocks=4)
+def test_restart_after_slots_were_reused(bench):
+    tier = bench.open(num_blocks=4)
     for first in range(0, 40, 3):
-        store(tier, keys_of(first, first + 1, first + 2))
-    held = [key for key in keys_of(*range(42)) if tier.lookup([key])]
+        bench.store(tier, bench.keys(first, first + 1, first + 2))
+    held = [key for key in bench.keys(*range(42)) if tier.lookup([key])]
     assert len(held) == 4
     tier.shutdown()
-    tier = open_tier(num_blocks=4)
-    assert [key for key in keys_of(*range(42)) if tier.lookup([key])] == held
-    assert sorted(load(tier, held).done) == sorted(held)
+    tier = bench.open(num_blocks=4)
+    assert [key for key in bench.keys(*range(42)) if tier.lookup([key])] == held
+    assert sorted(bench.load(tier, held).done) == sorted(held)
 
 
-def test_key_named_by_two_slots_is_found_in_the_later_one(open_tier):
-    tier = open_tier(num_blocks=4)
-    store(tier, keys_of(1))
-    tier._store.table.write(3, [99], keys_of(1), [int(tier._store.table.checksums[0])], tier._current[1])
+def test_key_named_by_two_slots_is_found_in_the_later_one(bench):
+    tier = bench.open(num_blocks=4)
+    bench.store(tier, bench.keys(1))
+    tier._store.table.write(3, [99], bench.keys(1), [int(tier._store.table.checksums[0])], tier._current[1])
     tier.host[1] = 0
     tier._store.file.write(3, [tier.host[0].data])
     tier._store.file.write(0, [tier.host[1].data])
     tier.shutdown()
-    tier = open_tier(num_blocks=4)
+    tier = bench.open(num_blocks=4)
     assert tier.stats().num_held == 1
-    assert load(tier, keys_of(1)).done == keys_of(1)
+    assert bench.load(tier, bench.keys(1)).done == bench.keys(1)
 
 
 @pytest.mark.parametrize("damage", ["flip", "zero", "swap", "truncate"])
-def test_bad_block_is_a_counted_miss_and_never_served(open_tier, tmp_path, damage):
-    tier = open_tier(num_blocks=4)
-    store(tier, keys_of(0, 1, 2, 3))
+def test_bad_block_is_a_counted_miss_and_never_served(bench, tmp_path, damage):
+    tier = bench.open(num_blocks=4)
+    bench.store(tier, bench.keys(0, 1, 2, 3))
     with (tmp_path / "tier" / "data").open("r+b") as file:
         blocks = [file.read(BLOCK_BYTES) for _ in range(4)]
         if damage == "flip":
@@ -171,56 +112,56 @@ def test_bad_block_is_a_counted_miss_and_never_served(open_tier, tmp_path, damag
         file.write(b"".join(blocks))
         if damage == "truncate":
             file.truncate(4 * BLOCK_BYTES - 1)
-    result = load(tier, keys_of(0, 1, 2, 3))
-    assert (sorted(result.done), result.failed, result.removed) == (keys_of(0, 1, 2), keys_of(3), keys_of(3))
+    result = bench.load(tier, bench.keys(0, 1, 2, 3))
+    assert (sorted(result.done), result.failed, result.removed) == (bench.keys(0, 1, 2), bench.keys(3), bench.keys(3))
     assert result.error == ""
-    assert tier.lookup(keys_of(0, 1, 2, 3)) == 3
+    assert tier.lookup(bench.keys(0, 1, 2, 3)) == 3
     assert tier.stats().corrupt_blocks == 1
     assert tier.stats().num_held == 3
-    assert store(tier, keys_of(3)).done == keys_of(3)
-    assert load(tier, keys_of(3)).done == keys_of(3)
+    assert bench.store(tier, bench.keys(3)).done == bench.keys(3)
+    assert bench.load(tier, bench.keys(3)).done == bench.keys(3)
     assert tier.stats().num_held == 4
 
 
-def test_quarantined_block_is_gone_after_restart(open_tier, tmp_path):
-    tier = open_tier(num_blocks=4)
-    store(tier, keys_of(0, 1))
+def test_quarantined_block_is_gone_after_restart(bench, tmp_path):
+    tier = bench.open(num_blocks=4)
+    bench.store(tier, bench.keys(0, 1))
     with (tmp_path / "tier" / "data").open("r+b") as file:
         file.write(b"x")
-    load(tier, keys_of(0))
+    bench.load(tier, bench.keys(0))
     tier.shutdown()
-    tier = open_tier(num_blocks=4)
-    assert [tier.lookup([key]) for key in keys_of(0, 1)] == [0, 1]
+    tier = bench.open(num_blocks=4)
+    assert [tier.lookup([key]) for key in bench.keys(0, 1)] == [0, 1]
 
 
-def test_torn_record_is_no_block(open_tier, tmp_path):
-    tier = open_tier(num_blocks=4)
-    store(tier, keys_of(0, 1, 2))
+def test_torn_record_is_no_block(bench, tmp_path):
+    tier = bench.open(num_blocks=4)
+    bench.store(tier, bench.keys(0, 1, 2))
     tier.shutdown()
     with (tmp_path / "tier" / "records").open("r+b") as file:
         file.seek(128 + 60)
         file.write(b"\xff")
-    tier = open_tier(num_blocks=4)
-    assert [tier.lookup([key]) for key in keys_of(0, 1, 2)] == [1, 0, 1]
+    tier = bench.open(num_blocks=4)
+    assert [tier.lookup([key]) for key in bench.keys(0, 1, 2)] == [1, 0, 1]
 
 
-def test_keys_of_any_bytes_survive(open_tier):
+def test_keys_of_any_bytes_survive(bench):
     keys = [b"\0", b"a\0\0", b"\xff" * 88, b"ab", bytes(36)]
-    tier = open_tier()
-    assert sorted(store(tier, [*keys, b"k" * 89]).done) == sorted(keys)
+    tier = bench.open()
+    assert sorted(bench.store(tier, [*keys, b"k" * 89]).done) == sorted(keys)
     tier.shutdown()
-    tier = open_tier()
-    assert sorted(load(tier, keys).done) == sorted(keys)
+    tier = bench.open()
+    assert sorted(bench.load(tier, keys).done) == sorted(keys)
 
 
-def test_capacity_bounds_the_folder_from_the_first_byte(tmp_path):
+def test_capacity_bounds_the_folder_from_the_first_byte(bench, tmp_path):
     capacity = 300_000
-    tier = DiskTier(tmp_path / "small", capacity, host_blocks())
+    tier = DiskTier(tmp_path / "small", capacity, bench.host_blocks())
     tier.host = tier.host_rows
     try:
         for first in range(0, 120, 30):
             assert directory_bytes(tmp_path / "small") <= capacity
-            store(tier, keys_of(*range(first, first + 30)))
+            bench.store(tier, bench.keys(*range(first, first + 30)))
         tier._store.table.flush()
         assert tier.num_blocks == num_slots_within(capacity, BLOCK_BYTES) == 39
         assert directory_bytes(tmp_path / "small") <= capacity
@@ -228,70 +169,70 @@ def test_capacity_bounds_the_folder_from_the_first_byte(tmp_path):
         tier.shutdown()
 
 
-def test_more_blocks_than_slots_are_refused(open_tier):
-    tier = open_tier(num_blocks=4)
-    assert tier.submit_store(1, keys_of(*range(5)), list(range(5))) is False
+def test_more_blocks_than_slots_are_refused(bench):
+    tier = bench.open(num_blocks=4)
+    assert tier.submit_store(1, bench.keys(*range(5)), list(range(5))) is False
     assert tier.stats().refused_blocks == 5
     assert tier.get_finished() == []
 
 
-def test_full_queue_refuses(open_tier):
-    tier = open_tier(max_queued_blocks=4)
-    assert tier.submit_store(1, keys_of(*range(5)), list(range(5))) is False
-    assert tier.submit_store(2, keys_of(*range(4)), list(range(4))) is True
-    assert sorted(ended(tier, 2).done) == keys_of(*range(4))
+def test_full_queue_refuses(bench):
+    tier = bench.open(max_queued_blocks=4)
+    assert tier.submit_store(1, bench.keys(*range(5)), list(range(5))) is False
+    assert tier.submit_store(2, bench.keys(*range(4)), list(range(4))) is True
+    assert sorted(bench.result(tier, 2).done) == bench.keys(*range(4))
 
 
-def test_reset_forgets_also_across_a_restart(open_tier):
-    tier = open_tier(num_blocks=4)
-    store(tier, keys_of(0, 1, 2))
-    assert tier.submit_load(5, keys_of(0, 1), [0, 1])
+def test_reset_forgets_also_across_a_restart(bench):
+    tier = bench.open(num_blocks=4)
+    bench.store(tier, bench.keys(0, 1, 2))
+    assert tier.submit_load(5, bench.keys(0, 1), [0, 1])
     tier.reset()
-    assert tier.lookup(keys_of(0)) == 0
-    assert tier.submit_store(6, keys_of(9), [0]) is False
-    result = ended(tier, 5)
-    assert sorted(result.done + result.failed) == keys_of(0, 1)
+    assert tier.lookup(bench.keys(0)) == 0
+    assert tier.submit_store(6, bench.keys(9), [0]) is False
+    result = bench.result(tier, 5)
+    assert sorted(result.done + result.failed) == bench.keys(0, 1)
     end = time.monotonic() + 20
     while tier.stats().unavailable_reason and time.monotonic() < end:
         tier.get_finished()
         time.sleep(0.001)
-    store(tier, keys_of(7))
+    bench.store(tier, bench.keys(7))
     tier.shutdown()
-    tier = open_tier(num_blocks=4)
+    tier = bench.open(num_blocks=4)
     assert tier.stats().num_held == 1
-    assert load(tier, keys_of(7)).done == keys_of(7)
+    assert bench.load(tier, bench.keys(7)).done == bench.keys(7)
 
 
-def test_growing_and_shrinking_keep_what_fits(open_tier, tmp_path):
-    tier = open_tier(num_blocks=8)
-    store(tier, keys_of(*range(8)))
+def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
+    tier = bench.open(num_blocks=8)
+    bench.store(tier, bench.keys(*range(8)))
     tier.shutdown()
-    tier = open_tier(num_blocks=12)
+    tier = bench.open(num_blocks=12)
     assert tier.stats().num_held == 8
-    store(tier, keys_of(*range(8, 12)))
+    bench.store(tier, bench.keys(*range(8, 12)))
     assert tier.stats().num_held == 12
     tier.shutdown()
-    tier = open_tier(num_blocks=5)
-    held = [key for key in keys_of(*range(12)) if tier.lookup([key])]
-    assert held == keys_of(0, 1, 2, 3, 4)
-    assert sorted(load(tier, held).done) == held
+    tier = bench.open(num_blocks=5)
+    held = [key for key in bench.keys(*range(12)) if tier.lookup([key])]
+    assert held == bench.keys(0, 1, 2, 3, 4)
+    assert sorted(bench.load(tier, held).done) == held
     assert directory_bytes(tmp_path / "tier") <= capacity_for(5, BLOCK_BYTES)
 
 
-def test_second_writer_is_refused_and_a_reader_is_not(open_tier):
-    tier = open_tier()
-    store(tier, keys_of(1, 2))
+def test_second_writer_is_refused_and_a_reader_is_not(bench):
+    tier = bench.open()
+    bench.store(tier, bench.keys(1, 2))
     with pytest.raises(TierDirectoryError, match=f"is in use by process {os.getpid()} on "):
-        open_tier()
-    reader = open_tier(read_only=True)
-    assert load(reader, keys_of(1, 2)).failed == []
-    assert reader.submit_store(9, keys_of(5), [0]) is False
+        bench.open()
+    reader = bench.open(read_only=True)
+    assert bench.load(reader, bench.keys(1, 2)).failed == []
+    assert reader.submit_store(9, bench.keys(5), [0]) is False
     reader.reset()
-    assert reader.lookup(keys_of(1)) == 0
-    assert load(tier, keys_of(1, 2)).failed == []
+    assert reader.lookup(bench.keys(1)) == 0
+    assert bench.load(tier, bench.keys(1, 2)).failed == []
 
 
-def test_lock_goes_with_a_killed_writer(tmp_path):
+def test_lock_goes_with_a_killed_writer(bench, tmp_path):
     code = (
         "import sys, time, numpy as np\n"
         "from kvcache.tiers.disk.tier import DiskTier\n"
@@ -302,28 +243,28 @@ def test_lock_goes_with_a_killed_writer(tmp_path):
     try:
         assert child.stdout.readline() == b"open\n"
         with pytest.raises(TierDirectoryError, match=f"in use by process {child.pid} on"):
-            DiskTier(tmp_path / "tier", 1 << 20, host_blocks())
+            DiskTier(tmp_path / "tier", 1 << 20, bench.host_blocks())
     finally:
         child.kill()
         child.wait()
         child.stdout.close()
-    DiskTier(tmp_path / "tier", 1 << 20, host_blocks()).shutdown()
+    DiskTier(tmp_path / "tier", 1 << 20, bench.host_blocks()).shutdown()
 
 
-def test_another_model_is_refused(open_tier):
-    open_tier(fingerprint={"model": "a", "dims": (1, 2)}).shutdown()
-    open_tier(fingerprint={"model": "a", "dims": [1, 2]}).shutdown()
+def test_another_model_is_refused(bench):
+    bench.open(fingerprint={"model": "a", "dims": (1, 2)}).shutdown()
+    bench.open(fingerprint={"model": "a", "dims": [1, 2]}).shutdown()
     with pytest.raises(TierDirectoryError, match=r"blocks of another fingerprint: .*'a'.*, not .*'b'"):
-        open_tier(fingerprint={"model": "b", "dims": [1, 2]})
+        bench.open(fingerprint={"model": "b", "dims": [1, 2]})
     with pytest.raises(TierDirectoryError, match="blocks of another block_bytes: 4096, not 8192"):
-        open_tier(block_bytes=8192, fingerprint={"model": "a", "dims": [1, 2]})
+        bench.open(block_bytes=8192, fingerprint={"model": "a", "dims": [1, 2]})
 
 
-def test_folder_of_something_else_is_refused(open_tier, tmp_path):
+def test_folder_of_something_else_is_refused(bench, tmp_path):
     (tmp_path / "tier").mkdir()
     (tmp_path / "tier" / "thesis.tex").write_text("precious")
     with pytest.raises(TierDirectoryError, match=r"is no disk tier: it has no kvcache\.json"):
-        open_tier()
+        bench.open()
     (tmp_path / "tier" / "thesis.tex").unlink()
     for text, fault in (
         ("{}", "not a disk tier's header"),
@@ -333,7 +274,7 @@ def test_folder_of_something_else_is_refused(open_tier, tmp_path):
     ):
         (tmp_path / "tier" / "kvcache.json").write_text(text)
         with pytest.raises(TierDirectoryError, match=fault):
-            open_tier()
+            bench.open()
 
 
 @pytest.mark.parametrize(
@@ -346,41 +287,41 @@ def test_folder_of_something_else_is_refused(open_tier, tmp_path):
         ("resizing", "no", "resizing must be true or false, got 'no'"),
     ],
 )
-def test_header_that_makes_no_sense_is_refused(open_tier, tmp_path, name, value, fault):
-    open_tier().shutdown()
+def test_header_that_makes_no_sense_is_refused(bench, tmp_path, name, value, fault):
+    bench.open().shutdown()
     header = tmp_path / "tier" / "kvcache.json"
     header.write_text(json.dumps(json.loads(header.read_text()) | {name: value}))
     with pytest.raises(TierDirectoryError, match=f"not a disk tier's header: {fault}"):
-        open_tier()
+        bench.open()
 
 
-def test_recency_of_any_bytes_costs_order_and_nothing_else(open_tier, tmp_path):
-    tier = open_tier(num_blocks=4)
-    store(tier, keys_of(0, 1, 2))
+def test_recency_of_any_bytes_costs_order_and_nothing_else(bench, tmp_path):
+    tier = bench.open(num_blocks=4)
+    bench.store(tier, bench.keys(0, 1, 2))
     tier.shutdown()
     (tmp_path / "tier" / "recency").write_bytes(b"\xff" * 4 * 16)
-    tier = open_tier(num_blocks=4)
-    assert tier.lookup(keys_of(0, 1, 2)) == 3
-    tier.touch(keys_of(1))
-    assert store(tier, keys_of(3, 4)).removed == keys_of(0)
-    assert sorted(load(tier, keys_of(1, 2, 3, 4)).done) == keys_of(1, 2, 3, 4)
+    tier = bench.open(num_blocks=4)
+    assert tier.lookup(bench.keys(0, 1, 2)) == 3
+    tier.touch(bench.keys(1))
+    assert bench.store(tier, bench.keys(3, 4)).removed == bench.keys(0)
+    assert sorted(bench.load(tier, bench.keys(1, 2, 3, 4)).done) == bench.keys(1, 2, 3, 4)
 
 
-def test_disk_too_small_is_an_error_at_start_and_is_not_filled(open_tier, tmp_path, monkeypatch):
+def test_disk_too_small_is_an_error_at_start_and_is_not_filled(bench, tmp_path, monkeypatch):
     class AlmostFull:
         f_bavail, f_frsize = 3, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda path: AlmostFull)
     with pytest.raises(TierDirectoryError, match=r"needs 67[0-9]+ bytes more on its disk, which has 12288 free"):
-        open_tier(num_blocks=16)
+        bench.open(num_blocks=16)
     assert directory_bytes(tmp_path / "tier") < 16 * BLOCK_BYTES
-    tier = open_tier(num_blocks=16, preallocate=False)
-    assert store(tier, keys_of(1)).done == keys_of(1)
+    tier = bench.open(num_blocks=16, preallocate=False)
+    assert bench.store(tier, bench.keys(1)).done == bench.keys(1)
     tier.shutdown()
     monkeypatch.undo()
-    open_tier(num_blocks=16).shutdown()
+    bench.open(num_blocks=16).shutdown()
     monkeypatch.setattr(os, "statvfs", lambda path: AlmostFull)
-    assert load(open_tier(num_blocks=16), keys_of(1)).done == keys_of(1)
+    assert bench.load(bench.open(num_blocks=16), bench.keys(1)).done == bench.keys(1)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -396,115 +337,115 @@ def test_disk_too_small_is_an_error_at_start_and_is_not_filled(open_tier, tmp_pa
     ],
 )
 def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(
-    open_tier, tmp_path, caplog, name, length, kept, read_only
+    bench, tmp_path, caplog, name, length, kept, read_only
 ):
-    tier = open_tier(num_blocks=8)
+    tier = bench.open(num_blocks=8)
     for key in range(5):
-        store(tier, keys_of(key))
+        bench.store(tier, bench.keys(key))
     tier.shutdown()
     file = tmp_path / "tier" / name
     whole = file.stat().st_size
     os.truncate(file, length)
-    tier = open_tier(num_blocks=8, read_only=read_only)
+    tier = bench.open(num_blocks=8, read_only=read_only)
     for key in range(5):
-        assert load(tier, keys_of(key)).done == (keys_of(key) if key < kept else [])
-    assert tier.lookup(keys_of(*range(5))) == kept
+        assert bench.load(tier, bench.keys(key)).done == (bench.keys(key) if key < kept else [])
+    assert tier.lookup(bench.keys(*range(5))) == kept
     if read_only:
         assert file.stat().st_size == length
         return
     slots = 8 if name == "recency" else kept
     assert f"{name} has {length} of {whole} bytes; {slots} of 8 slots are kept" in caplog.text
-    assert store(tier, keys_of(6)).done == keys_of(6)
+    assert bench.store(tier, bench.keys(6)).done == bench.keys(6)
     tier.shutdown()
     assert file.stat().st_size == whole
     caplog.clear()
-    tier = open_tier(num_blocks=8)
+    tier = bench.open(num_blocks=8)
     assert "was cut" not in caplog.text
-    assert tier.lookup(keys_of(*range(5))) == kept
-    assert load(tier, keys_of(6)).done == keys_of(6)
+    assert tier.lookup(bench.keys(*range(5))) == kept
+    assert bench.load(tier, bench.keys(6)).done == bench.keys(6)
 
 
-def test_files_that_are_gone_are_made_again_around_what_is_left(open_tier, tmp_path):
-    tier = open_tier(num_blocks=4)
-    store(tier, keys_of(0, 1))
+def test_files_that_are_gone_are_made_again_around_what_is_left(bench, tmp_path):
+    tier = bench.open(num_blocks=4)
+    bench.store(tier, bench.keys(0, 1))
     tier.shutdown()
     (tmp_path / "tier" / "recency").unlink()
-    tier = open_tier(num_blocks=4)
-    assert load(tier, keys_of(0, 1)).done == keys_of(0, 1)
+    tier = bench.open(num_blocks=4)
+    assert bench.load(tier, bench.keys(0, 1)).done == bench.keys(0, 1)
     tier.shutdown()
     for name in ("data", "records", "recency"):
         (tmp_path / "tier" / name).unlink()
-    tier = open_tier(num_blocks=4)
-    assert tier.lookup(keys_of(0)) == 0
-    assert store(tier, keys_of(2)).done == keys_of(2)
+    tier = bench.open(num_blocks=4)
+    assert tier.lookup(bench.keys(0)) == 0
+    assert bench.store(tier, bench.keys(2)).done == bench.keys(2)
 
 
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
-def test_file_that_is_too_long_is_refused(open_tier, tmp_path, name):
-    open_tier().shutdown()
+def test_file_that_is_too_long_is_refused(bench, tmp_path, name):
+    bench.open().shutdown()
     file = tmp_path / "tier" / name
     os.truncate(file, file.stat().st_size + 1)
     with pytest.raises(TierDirectoryError, match=f"{name} must have [0-9]+ bytes, it has .*delete the directory"):
-        open_tier()
+        bench.open()
 
 
-def test_maintenance_of_a_cut_directory_names_the_way_out(open_tier, tmp_path):
-    open_tier().shutdown()
+def test_maintenance_of_a_cut_directory_names_the_way_out(bench, tmp_path):
+    bench.open().shutdown()
     os.truncate(tmp_path / "tier" / "records", 100)
     with pytest.raises(TierDirectoryError, match="it has 100; open the tier to keep what is whole, or delete"):
         compact_tier(tmp_path / "tier")
-    open_tier().shutdown()
+    bench.open().shutdown()
     compact_tier(tmp_path / "tier")
 
 
-def test_interrupted_resize_is_finished(open_tier, tmp_path):
-    tier = open_tier(num_blocks=8)
-    store(tier, keys_of(*range(8)))
+def test_interrupted_resize_is_finished(bench, tmp_path):
+    tier = bench.open(num_blocks=8)
+    bench.store(tier, bench.keys(*range(8)))
     tier.shutdown()
     header = tmp_path / "tier" / "kvcache.json"
     header.write_text(json.dumps(json.loads(header.read_text()) | {"num_slots": 4, "resizing": True}))
-    tier = open_tier(num_blocks=4)
-    assert tier.lookup(keys_of(0, 1, 2, 3)) == 4
+    tier = bench.open(num_blocks=4)
+    assert tier.lookup(bench.keys(0, 1, 2, 3)) == 4
     assert json.loads(header.read_text())["resizing"] is False
 
 
-def test_lost_header_does_not_bring_old_blocks_back(open_tier, tmp_path):
-    tier = open_tier()
-    store(tier, keys_of(1))
+def test_lost_header_does_not_bring_old_blocks_back(bench, tmp_path):
+    tier = bench.open()
+    bench.store(tier, bench.keys(1))
     tier.shutdown()
     (tmp_path / "tier" / "kvcache.json").unlink()
-    assert open_tier().stats().num_held == 0
+    assert bench.open().stats().num_held == 0
 
 
-def test_bad_arguments_name_the_value(tmp_path):
+def test_bad_arguments_name_the_value(bench, tmp_path):
     path = tmp_path / "tier"
     with pytest.raises(ValueError, match=r"capacity_bytes must be >= [0-9]+ to hold one block of 4096 bytes, got 5000"):
-        DiskTier(path, 5000, host_blocks())
+        DiskTier(path, 5000, bench.host_blocks())
     with pytest.raises(ValueError, match="host_blocks must be a writable array of bytes"):
         DiskTier(path, 1 << 20, np.zeros((4, 4096), np.float32))
     with pytest.raises(ValueError, match="num_threads must be an int >= 1, got 0"):
-        DiskTier(path, 1 << 20, host_blocks(), num_threads=0)
+        DiskTier(path, 1 << 20, bench.host_blocks(), num_threads=0)
     with pytest.raises(ValueError, match="flush_interval_s must be a number > 0, got -1"):
-        DiskTier(path, 1 << 20, host_blocks(), flush_interval_s=-1)
+        DiskTier(path, 1 << 20, bench.host_blocks(), flush_interval_s=-1)
     with pytest.raises(ValueError, match="unknown policy 'nope'"):
-        DiskTier(path, 1 << 20, host_blocks(), cache_policy="nope")
+        DiskTier(path, 1 << 20, bench.host_blocks(), cache_policy="nope")
     with pytest.raises(ValueError, match="fingerprint must be what JSON can say"):
-        DiskTier(path, 1 << 20, host_blocks(), fingerprint={"model": object()})
-    DiskTier(path, 1 << 20, host_blocks()).shutdown()
+        DiskTier(path, 1 << 20, bench.host_blocks(), fingerprint={"model": object()})
+    DiskTier(path, 1 << 20, bench.host_blocks()).shutdown()
 
 
-def test_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
+def test_folder_that_cannot_be_made_is_a_clear_error(bench, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TierDirectoryError, match="cannot be written: Not a directory"):
-        DiskTier(tmp_path / "file" / "tier", 1 << 20, host_blocks())
+        DiskTier(tmp_path / "file" / "tier", 1 << 20, bench.host_blocks())
     with pytest.raises(TierDirectoryError, match="cannot be read: No such file"):
-        DiskTier(tmp_path / "missing", 1 << 20, host_blocks(), read_only=True)
+        DiskTier(tmp_path / "missing", 1 << 20, bench.host_blocks(), read_only=True)
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_removed_folder_makes_the_tier_quiet(open_tier, tmp_path, is_moved):
-    tier = open_tier(flush_interval_s=0.01)
-    store(tier, keys_of(1))
+def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved):
+    tier = bench.open(flush_interval_s=0.01)
+    bench.store(tier, bench.keys(1))
     if is_moved:
         (tmp_path / "tier").rename(tmp_path / "moved")
     else:
@@ -514,32 +455,32 @@ def test_removed_folder_makes_the_tier_quiet(open_tier, tmp_path, is_moved):
         time.sleep(0.001)
     assert tier.stats().unavailable_reason == f"directory {tmp_path / 'tier'} was removed"
     assert os.fstat(tier._store.file.fd).st_size == (16 * BLOCK_BYTES if is_moved else 0)
-    assert tier.lookup(keys_of(1)) == 0
-    assert tier.submit_store(5, keys_of(2), [0]) is False
+    assert tier.lookup(bench.keys(1)) == 0
+    assert tier.submit_store(5, bench.keys(2), [0]) is False
 
 
-def test_failed_write_is_reported_and_frees_the_slot(open_tier, monkeypatch):
-    tier = open_tier(num_blocks=2)
+def test_failed_write_is_reported_and_frees_the_slot(bench, monkeypatch):
+    tier = bench.open(num_blocks=2)
 
     def full(slot, rows):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tier._store.file, "write", full)
-    assert tier.submit_store(1, keys_of(1, 2), [0, 1])
-    result = ended(tier, 1)
-    assert (result.done, result.failed) == ([], keys_of(1, 2))
+    assert tier.submit_store(1, bench.keys(1, 2), [0, 1])
+    result = bench.result(tier, 1)
+    assert (result.done, result.failed) == ([], bench.keys(1, 2))
     assert result.error == "OSError: [Errno 28] No space left on device"
     assert tier.stats().io_errors == 1
     monkeypatch.undo()
-    assert sorted(store(tier, keys_of(1, 2)).done) == keys_of(1, 2)
+    assert sorted(bench.store(tier, bench.keys(1, 2)).done) == bench.keys(1, 2)
 
 
-def test_config_is_checked(tmp_path):
+def test_config_is_checked(bench, tmp_path):
     options = {"path": str(tmp_path / "tier"), "capacity": "1MiB"}
-    tier = DiskTier.from_config(options, host_blocks(), {"model": "m"})
+    tier = DiskTier.from_config(options, bench.host_blocks(), {"model": "m"})
     assert tier.capacity_bytes == 1 << 20
     tier.shutdown()
     with pytest.raises(ValueError, match=r"unknown options of a disk tier: size; known ones: path, capacity, "):
-        DiskTier.from_config({**options, "size": 1}, host_blocks(), {})
+        DiskTier.from_config({**options, "size": 1}, bench.host_blocks(), {})
     with pytest.raises(ValueError, match="a disk tier needs 'capacity'"):
-        DiskTier.from_config({"path": "x"}, host_blocks(), {})
+        DiskTier.from_config({"path": "x"}, bench.host_blocks(), {})
