@@ -166,6 +166,7 @@ EXPORTERS = Registry(
         "status": "kvcache.exporters.status:StatusServer",
         "prometheus": "kvcache.exporters.prometheus:PrometheusExporter",
         "otel": "kvcache.exporters.otel:SpanExporter",
+        "kv_events": "kvcache.exporters.kv_events.exporter:KVEventExporter",
     },
 )
 

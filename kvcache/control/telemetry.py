@@ -160,7 +160,15 @@ class Telemetry:
 
 
 class Exporter(ABC):
-    """Reports snapshots of a running engine, in threads of its own."""
+    """Reports snapshots of a running engine, in threads of its own.
+
+    Attributes
+    ----------
+    needs_events : bool
+        Of the class: whether the manager is to keep events, which this takes.
+    """
+
+    needs_events: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

@@ -393,6 +393,10 @@ def open_manager(
     """
     set_up_log()
     events = settings.enable_events if enable_events is None else enable_events
+    if takers := [one.exporter.__name__ for one in settings.exporters if one.exporter.needs_events]:
+        if enable_events:
+            raise ValueError(f"the engine takes the manager's events itself: leave out the exporter {takers[0]}")
+        events = True
     policy, options = settings.cache_policy, settings.manager_options
     manager: CPUOffloadingManager | TieredOffloadingManager
     with ExitStack() as undo:

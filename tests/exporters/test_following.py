@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import socket
 import threading
 import time
 
@@ -13,6 +14,8 @@ import pytest
 from kvcache import CPUOffloadingManager, MemoryTier, OffloadingEvent, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.core.event_log import EventLog
 from kvcache.exporters.kv_events import KVEventPublisher, KVEventSubscriber
+from kvcache.spec.assembly import OffloadSettings, open_manager
+from kvcache.spec.check import check_config
 
 ANY_PORT = "tcp://127.0.0.1:0"
 PLAIN = "kvcache.testing.reference:ReferenceARC"  # five primitives in plain Python
@@ -222,3 +225,50 @@ def test_threads_that_share_a_followed_manager():
         manager.reset_cache()
         drive(manager, 50, 9)
         assert held(publisher) == ready(manager)
+
+
+def opened(exporters, rank="0", **options):
+    settings = OffloadSettings.read({"num_cpu_blocks": 60, "exporters": exporters})
+    return open_manager(settings, block_size=16, num_blocks=60, labels={"engine": "e", "rank": rank}, **options)
+
+
+def test_a_configuration_opens_a_publisher_that_follows_the_manager():
+    manager = opened([{"type": "kv_events", "endpoint": ANY_PORT, "replay_endpoint": ANY_PORT, "digest_every": 1}], "3")
+    (exporter,) = manager.telemetry.exporters
+    assert exporter.address == f"{exporter.publisher.endpoint} (replays at {exporter.publisher.replay_endpoint})"
+    store(manager, KEYS[:3])
+    assert held(exporter.publisher) == set(KEYS[:3])
+    found = {sample.name: sample.value for sample in manager.telemetry.snapshot().samples()}
+    assert (found["publisher_sent_batches"], found["publisher_queued_events"]) == (1, 0)
+    manager.telemetry.close()
+    manager.telemetry.close()
+    store(manager, KEYS[5:6])
+    assert [event.keys for event in manager.take_events()] == [KEYS[5:6]]
+
+
+def test_ranks_publish_on_ports_that_follow():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        given = [{"type": "kv_events", "endpoint": f"tcp://127.0.0.1:{port - 1}"}]
+        # It is taken: that is logged, and the engine goes on without.
+        manager = opened(given, "1")
+        assert manager.telemetry.exporters == []
+        found = check_config({"num_cpu_blocks": 8, "exporters": [{**given[0], "endpoint": f"tcp://127.0.0.1:{port}"}]})
+        (finding,) = [one for one in found if one.subject.startswith("exporter")]
+        assert (finding.level, f"cannot bind 'tcp://127.0.0.1:{port}'" in finding.text) == ("warning", True)
+    manager = opened(given, "1")
+    assert manager.telemetry.exporters[0].publisher.endpoint == f"tcp://127.0.0.1:{port}"
+    manager.telemetry.close()
+
+
+def test_wrong_configurations_of_a_publisher_are_named():
+    with pytest.raises(ValueError, match="unknown options of exporter 'kv_events': port; known"):
+        opened([{"type": "kv_events", "port": 5}])
+    with pytest.raises(ValueError, match=r"queue_events in exporter 'kv_events'.*0"):
+        opened([{"type": "kv_events", "queue_events": 0}])
+    with pytest.raises(ValueError, match="takes the manager's events itself: leave out the exporter KVEventExporter"):
+        opened([{"type": "kv_events", "endpoint": ANY_PORT}], enable_events=True)
+    with pytest.raises(ValueError, match="go to a publisher already"):
+        opened([{"type": "kv_events", "endpoint": ANY_PORT}] * 2)

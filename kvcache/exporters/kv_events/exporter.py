@@ -1,0 +1,127 @@
+"""KVEventExporter: a publisher that a configuration opens, and what it counts."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcache.control.telemetry import Exporter
+from kvcache.exporters.kv_events.publisher import KVEventPublisher
+from kvcache.metrics import Part, counter, gauge
+from kvcache.options import OptionTable, count_from, parse_text
+
+if TYPE_CHECKING:
+    from kvcache.control.telemetry import Telemetry
+
+_WHERE = "exporter 'kv_events'"
+_OPTIONS = OptionTable(
+    {
+        "endpoint": parse_text,
+        "replay_endpoint": parse_text,
+        "topic": parse_text,
+        "buffer_batches": count_from(1),
+        "queue_events": count_from(1),
+        "digest_every": count_from(0),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStats:
+    """What a publisher has sent.
+
+    Parameters
+    ----------
+    sent_batches, merged_events, rejected_requests : int
+        Counters.
+    queued_events : int
+        A gauge.
+    """
+
+    sent_batches: int = counter("batches", "Batches of KV events that were sent.")
+    merged_events: int = counter("events", "KV events that were merged because the queue was full.")
+    rejected_requests: int = counter("requests", "Requests for replays or snapshots that were refused.")
+    queued_events: int = gauge("events", "KV events that wait for the publishing thread.")
+
+
+class KVEventExporter(Exporter):
+    """Publish the KV events of an engine's manager, which is followed (`KVEventPublisher.follow`).
+
+    Not where the engine takes the events itself, as vLLM's connector does when its own KV events are on.
+
+    Parameters
+    ----------
+    telemetry : Telemetry
+        Of a manager that keeps events. Its label ``rank`` is added to the endpoints' TCP ports, as vLLM does.
+    options : mapping
+        `KVEventPublisher`'s: ``endpoint``, ``replay_endpoint``, ``topic``, ``buffer_batches``, ``queue_events``,
+        ``digest_every``.
+
+    Attributes
+    ----------
+    publisher : KVEventPublisher
+        Open, until `close`.
+
+    Raises
+    ------
+    ValueError
+        An option is bad, or the manager keeps no events.
+    OSError
+        An endpoint cannot be bound.
+    """
+
+    needs_events = True
+
+    def __init__(self, telemetry: Telemetry, **options: Any) -> None:
+        label = telemetry.labels.get("rank", "0")
+        rank = int(label) if label.isdecimal() else 0
+        for name in ("endpoint", "replay_endpoint"):
+            if options.get(name) is not None:
+                options[name] = _of_rank(options[name], rank)
+        try:
+            self.publisher = KVEventPublisher(data_parallel_rank=rank, **options)
+        except ValueError as error:
+            # It has been checked; what is left is an endpoint that is in use, or not this machine's.
+            raise OSError(errno.EADDRNOTAVAIL, str(error)) from error
+        try:
+            self.publisher.follow(telemetry.manager)
+        except ValueError:
+            self.publisher.close()
+            raise
+        telemetry.sources.append(self._parts)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        _OPTIONS.read_all(_WHERE, options)
+
+    @classmethod
+    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
+        try:
+            KVEventPublisher(**_OPTIONS.read(_WHERE, options)).close()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> KVEventExporter:
+        return cls(telemetry, **_OPTIONS.read_all(_WHERE, options))
+
+    @property
+    def address(self) -> str:
+        replays = self.publisher.replay_endpoint
+        return self.publisher.endpoint if replays is None else f"{self.publisher.endpoint} (replays at {replays})"
+
+    def close(self) -> None:
+        self.publisher.close()
+
+    def _parts(self) -> Iterable[Part]:
+        return [Part("publisher", PublisherStats(**self.publisher.stats()))]
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """Return the endpoint of a data-parallel rank: its TCP port follows those of lower ranks, but for a free one."""
+    found = re.fullmatch(r"(tcp://.*:)([1-9][0-9]*)", endpoint)
+    return endpoint if found is None else f"{found[1]}{int(found[2]) + rank}"
