@@ -65,19 +65,20 @@ def _read(config: Path) -> tuple[Mapping[str, Any], str, frozenset[str]]:
     """Return the options, what they are called there, and the keys that the engine reads itself."""
     from kvcache.integrations.vllm.settings import DEFAULT_POLICY, ENGINE_KEYS
 
+    source = "standard input" if str(config) == "-" else str(config)
     try:
         text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
         given = json_module.loads(text)
     except OSError as error:
-        raise ValueError(f"{config} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{config} is no JSON: {error}") from error
+        raise ValueError(f"{source} is no JSON: {error}") from error
     where, known = "extra_config", frozenset[str]()
     for name in _WRAPPERS:
         if isinstance(given, Mapping) and name in given:
             given, where, known = given[name], name, ENGINE_KEYS
     if not isinstance(given, Mapping):
-        raise ValueError(f"{where} in {config} must be an object, got {given!r:.200}")
+        raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
     if where != "extra_config":
         given = {"cache_policy": DEFAULT_POLICY, **given}
     return given, where, known

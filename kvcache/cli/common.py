@@ -92,6 +92,12 @@ def root(
     """Offload the KV cache of large language models: try it, replay traces, measure."""
 
 
+def add_command(app: typer.Typer, name: str, run: Callable[..., None]) -> None:
+    """Mount a command; a list of commands shows the whole first sentence of its help, however narrow the terminal."""
+    summary = inspect.cleandoc(run.__doc__ or "").partition("\n\n")[0]
+    app.command(name, short_help=" ".join(summary.split()))(run)
+
+
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
     """Make a command of a function of one dataclass, `options`, whose fields are the command's options."""
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvcache.cli import common
+
 PrefixOption = Annotated[str, typer.Option(help="Of the series' names; vllm:kvcache_ under vLLM.")]
 
 
@@ -14,9 +16,9 @@ def build_app() -> typer.Typer:
     """Return the commands of `kvcache metrics`."""
     app = typer.Typer(help="What can be watched: dashboard, alert rules, table.", no_args_is_help=True)
     app.callback()(lambda: None)
-    app.command("dashboard")(dashboard)
-    app.command("rules")(rules)
-    app.command("table")(table)
+    common.add_command(app, "dashboard", dashboard)
+    common.add_command(app, "rules", rules)
+    common.add_command(app, "table", table)
     return app
 
 

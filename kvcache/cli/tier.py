@@ -22,9 +22,9 @@ def build_app() -> typer.Typer:
     """Return the group of commands."""
     app = typer.Typer(help="Look into a disk tier, verify it, pack it.", no_args_is_help=True)
     app.callback()(lambda: None)
-    app.command("inspect")(inspect)
-    app.command("verify")(verify)
-    app.command("compact")(compact)
+    common.add_command(app, "inspect", inspect)
+    common.add_command(app, "verify", verify)
+    common.add_command(app, "compact", compact)
     return app
 
 

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry import trace
-from opentelemetry.trace import Status, StatusCode
+try:
+    from opentelemetry import trace
+    from opentelemetry.trace import Status, StatusCode
+except ImportError as error:
+    raise ImportError("spans need the package opentelemetry-api: install kvcache's extra 'otel'") from error
 
 from kvcache.control.telemetry import JobTracer
 from kvcache.events import FinishedJob, JobLog

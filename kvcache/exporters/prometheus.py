@@ -18,9 +18,12 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.registry import Collector
+try:
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ImportError("/metrics needs the package prometheus-client: install kvcache's extra 'prometheus'") from error
 
 from kvcache.control.telemetry import Exporter
 from kvcache.metrics import HistogramData, Sample

@@ -260,3 +260,15 @@ def test_missing_extra_is_named() -> None:
     done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "kvcache: error: the command line needs typer: install kvcache's extra 'cli'\n"
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("tier",), ("metrics",)])
+def test_lists_of_commands_cut_no_summary(group: tuple[str, ...], run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    status, out, _ = run(*group, "--help")
+    assert status == 0
+    commands = out.partition("Commands:\n")[2]
+    assert commands
+    assert "..." not in commands
+    assert max(map(len, out.splitlines())) <= 80

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import kvcache
 
 
@@ -69,3 +71,21 @@ def test_import_star_and_help_leave_out_what_lacks_its_package() -> None:
         "else: raise AssertionError\n"
     )
     run(code)
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "extra"),
+    [
+        ("prometheus_client", "kvcache.exporters.prometheus", "prometheus"),
+        ("opentelemetry", "kvcache.exporters.otel", "otel"),
+        ("msgspec", "kvcache.exporters.kv_events", "events"),
+        ("zmq", "kvcache.exporters.kv_events", "events"),
+    ],
+)
+def test_an_exporter_without_its_package_names_the_extra(package: str, module: str, extra: str) -> None:
+    run(
+        f"import sys; sys.modules[{package!r}] = None\n"
+        f"try: import {module}\n"
+        f"except ImportError as error: assert \"install kvcache's extra '{extra}'\" in str(error), error\n"
+        "else: raise AssertionError\n"
+    )

@@ -14,6 +14,12 @@ are our own:
   with a digest; the request ``digest\\0\\0``: that end alone.
 """
 
+try:
+    import msgspec as _msgspec  # noqa: F401
+    import zmq as _zmq  # noqa: F401
+except ImportError as error:
+    raise ImportError("KV events need the packages msgspec and pyzmq: install kvcache's extra 'events'") from error
+
 from kvcache.exporters.kv_events.block_set import block_value
 from kvcache.exporters.kv_events.publisher import KVEventPublisher
 from kvcache.exporters.kv_events.subscriber import KVEventSubscriber
