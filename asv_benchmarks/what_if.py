@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from time import perf_counter, sleep
+
 from asv_benchmarks.traces import fresh_keys, replay
 from kvcache import CPUOffloadingManager
 from kvcache.registry import POLICIES
@@ -43,3 +47,27 @@ class WhatIfAnswer:
         """Return how far the estimate at the manager's own capacity is from what it hit."""
         estimated = self.manager.what_if(policy).hit_ratios[policy][2]
         return abs(estimated - self.hits / sum(map(len, self.keys)))
+
+
+class WhatIfMeanwhile:
+    """How often a scheduler that sleeps between its steps comes to run while all policies are asked for."""
+
+    def setup(self) -> None:
+        self.manager = CPUOffloadingManager(16, 20_000, what_if=True)
+        self.keys = fresh_keys(ChatWorkload(num_requests=4000), 1)
+        replay(self.manager, self.keys)
+
+    def track_share_of_steps(self) -> float:
+        """Return its steps a second, over those while nobody asks."""
+        alone = self._steps_a_second(lambda: sleep(2.0))
+        return self._steps_a_second(self.manager.what_if) / alone
+
+    def _steps_a_second(self, meanwhile: Callable[[], object]) -> float:
+        thread = threading.Thread(target=meanwhile)
+        start_s, num_steps = perf_counter(), 0
+        thread.start()
+        while thread.is_alive():
+            self.manager.lookup(self.keys[num_steps % len(self.keys)])
+            sleep(0.002)
+            num_steps += 1
+        return num_steps / (perf_counter() - start_s)

@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -28,6 +29,7 @@ from kvcache import (
     ReqContext,
     WhatIf,
 )
+from kvcache.control.observers import what_if as what_if_module
 from kvcache.control.observers.what_if import sampler_for
 from kvcache.core.key_hash import key_hash
 from kvcache.core.policy_adapter import PolicyAdapter
@@ -483,3 +485,17 @@ def test_policies_that_read_the_clock_are_left_out_and_refused_by_name() -> None
     assert any(note.startswith("gittins is left out: it learns from when requests come") for note in found.notes)
     with pytest.raises(ValueError, match="policy 'gittins' learns from when requests come, which is not sampled"):
         manager.what_if(["lru", "gittins"])
+
+
+def test_who_asks_for_a_policy_lets_the_scheduler_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = CPUOffloadingManager(16, 100, "lru", what_if=True)
+    for number in range(50):
+        request = ReqContext()
+        manager.touch([b"%d" % number], request)
+        manager.on_request_finished(request)
+    pauses: list[float] = []
+    clock = count()
+    monkeypatch.setattr(what_if_module.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(what_if_module.time, "sleep", pauses.append)
+    manager.what_if(["arc"])
+    assert len(pauses) == 50 * 6  # by this clock every turn is over: one for each request and capacity
