@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -32,6 +33,7 @@ _MOST_BLOCKS = 1 << 30  # what a table's rows can number
 # Where nobody bounds it, a simulation takes so much of the memory that is free.
 _MEMORY_SHARE = 0.8
 _REFRESH_S = 0.25
+_WIDE = 200
 
 
 class CommandError(Exception):
@@ -160,6 +162,25 @@ def console(json_target: str | None) -> Console:
     from rich.console import Console
 
     return Console(stderr=json_target == "-", highlight=False)
+
+
+def report_console(json_target: str | None) -> Console:
+    """Return `console` for a report of many columns, which is not cut to 80 where no terminal shows it."""
+    on = console(json_target)
+    if not on.is_terminal and "COLUMNS" not in os.environ:
+        on.width = _WIDE
+    return on
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time with three digits, in its unit.
+
+    >>> format_seconds(0.00419)
+    '4.19 ms'
+    """
+    if seconds >= 1 or not seconds:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
 class Bar:

@@ -52,33 +52,52 @@ def _show(path: Path, found: Any, json_target: str | None) -> None:
     head, rows = _rows(path, found)
     if json_target == "-":
         return
-    on = common.console(json_target)
-    on.print(Text(head))
-    table = Table(box=None, show_header=False)
+    on = common.report_console(json_target)
+    for line in head:
+        on.print(line, markup=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     on.print(table)
 
 
-def _rows(path: Path, found: Any) -> tuple[str, list[list[str]]]:
-    """Return what is shown of an answer: the engine's labels, and component, labels, name and value of each figure."""
+def _rows(path: Path, found: Any) -> tuple[list[str], list[list[str]]]:
+    """Return what is shown of an answer: lines about the engine, and component, name and value of each figure."""
+    from kvcache.options import format_size
+
     try:
         rows = []
         for part in found["parts"]:
-            labels = ",".join(f"{name}={value}" for name, value in part["labels"].items())
-            rows += [[part["name"], labels, name, _figure(value)] for name, value in _flat(part["stats"])]
-        head = " ".join(f"{name}={value}" for name, value in found["labels"].items())
-        return printable(head), [[printable(str(text)) for text in row] for row in rows]
+            place = " ".join([part["name"], *map(str, part["labels"].values())])
+            rows += [[place, name, _figure(name, value)] for name, value in _flat(part["stats"])]
+        block = f"{found['block_size']} tokens"
+        if found["block_bytes"]:
+            block += f", {format_size(found['block_bytes'])}"
+        head = [
+            " ".join(f"{name}={value}" for name, value in found["labels"].items()),
+            f"up {found['uptime_s']:,.0f} s; blocks of {block}; configuration: --json",
+        ]
+        return list(map(printable, head)), [[printable(str(text)) for text in row] for row in rows]
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{path} gave no status of a kvcache engine") from error
 
 
-def _figure(value: Any) -> str:
+def _figure(name: str, value: Any) -> str:
+    is_time = name.endswith(("_seconds", "_s")) and not name.endswith("_per_s")
     if isinstance(value, dict):
         data = HistogramData(tuple(value["bounds"]), tuple(value["counts"]), value["sum"])
-        half, most = data.quantile(0.5), data.quantile(0.99)
-        return f"{data.count:,} times, half within {half:.3g}, 99 % within {most:.3g}"
-    return f"{value:,}" if isinstance(value, int | float) else str(value)
+        if not data.count:
+            return "0"
+        half, most = (
+            common.format_seconds(one) if is_time else f"{one:.3g}" for one in (data.quantile(0.5), data.quantile(0.99))
+        )
+        return f"{data.count:,} times, half within {half}, 99 % within {most}"
+    if isinstance(value, int | float):
+        return common.format_seconds(value) if is_time else f"{value:,}"
+    return str(value)
 
 
 def _flat(stats: dict[str, Any]) -> list[tuple[str, Any]]:

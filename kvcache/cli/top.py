@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -13,7 +15,8 @@ from kvcache.cli.frames import Frame, History, WhatIf, socket_reader, url_reader
 from kvcache.cli.status import SocketOption, find_socket
 from kvcache.cli.top_view import view
 
-_WHAT_IF_S = 30.0
+# An estimate takes seconds of an engine's CPU, and changes slowly.
+_WHAT_IF_S = 300.0
 
 
 def top(
@@ -24,7 +27,10 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show one frame and end.")] = False,
 ) -> None:
-    """Watch a running engine: hit rates, media, bandwidth, tiers, and what more memory would hit."""
+    """Watch a running engine: hit rates, media, bandwidth, tiers, and what more memory would hit.
+
+    Where standard output is no terminal, frames follow one another as plain text.
+    """
     if socket is not None and url is not None:
         raise ValueError(f"--socket and --url exclude each other, got {socket} and {url!r}")
     if not 0.1 <= interval <= 3600:
@@ -39,7 +45,7 @@ def top(
     if once:
         time.sleep(interval)
         history.add(look())
-        common.console(None).print(view(address, history, ask_what_if() if ask_what_if else None))
+        common.report_console(None).print(view(address, history, ask_what_if() if ask_what_if else None))
         return
     _watch(address, history, look, ask_what_if, interval)
 
@@ -53,16 +59,18 @@ def _watch(
 ) -> None:
     from rich.live import Live
 
-    next_what_if_s = 0.0
-    what_if: WhatIf | None = None
+    estimate = None if ask_what_if is None else _Estimate(ask_what_if)
     fault = ""
-    with Live(console=common.console(None), screen=True, auto_refresh=False) as live:
+    on = common.report_console(None)
+    with Live(console=on, screen=True, auto_refresh=False) if on.is_terminal else nullcontext(on) as shown:
         try:
             while True:
-                if ask_what_if is not None and time.monotonic() >= next_what_if_s:
-                    what_if = ask_what_if()
-                    next_what_if_s = time.monotonic() + _WHAT_IF_S
-                live.update(view(address, history, what_if, fault), refresh=True)
+                frame = view(address, history, None if estimate is None else estimate.latest(), fault)
+                if isinstance(shown, Live):
+                    shown.update(frame, refresh=True)
+                else:
+                    shown.print(frame, "")
+                    on.file.flush()
                 time.sleep(interval_s)
                 try:
                     history.add(look())
@@ -72,3 +80,24 @@ def _watch(
                     fault = str(error)
         except KeyboardInterrupt:
             pass
+
+
+class _Estimate:
+    """The what-if, asked for in a thread, so that frames go on meanwhile."""
+
+    def __init__(self, ask: Callable[[], WhatIf | None]) -> None:
+        self._ask = ask
+        self._found: WhatIf | None = None
+        self._thread: threading.Thread | None = None
+        self._due_s = 0.0
+
+    def latest(self) -> WhatIf | None:
+        """Return the last estimate that has come."""
+        if (self._thread is None or not self._thread.is_alive()) and time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + _WHAT_IF_S
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        return self._found
+
+    def _run(self) -> None:
+        self._found = self._ask()

@@ -289,6 +289,9 @@ class StatusServer(Exporter):
                 self._clients.discard(threading.current_thread())
 
     def _answer(self, client: socket.socket) -> None:
+        client.settimeout(RECEIVE_S)
+        if not client.recv(1, socket.MSG_PEEK):
+            return  # somebody looked whether the path is served, as `live_sockets` does
         try:
             line = _receive_line(client, MAX_REQUEST_BYTES, time.monotonic() + RECEIVE_S)
             result = self._run(line)

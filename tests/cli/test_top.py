@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,10 +50,10 @@ def test_a_frame_from_the_socket_shows_media_tiers_and_the_what_if(telemetry: Te
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert any(line.startswith("kvcache engine=0 rank=0 policy=arc") for line in lines)
-    assert "loaded - - - 0.0% 0 blocks" in lines
-    assert "host memory 6 8 6 MiB 0 B 0 B 0 in use" in lines
-    assert "MEMORY 6 32 6 MiB 0 B 0 B 0 backlog works" in lines
-    assert any(line.startswith("policy 2 4 8* 16 32 64") for line in lines)
+    assert "loaded - - - 0.0% 0 blocks/s" in lines
+    assert "host 6 8 6 MiB 0 B 0 B 0" in lines
+    assert "MEMORY 6 32 6 MiB 0 B 0 B 0 works" in lines
+    assert "what if (* now): hits of 2 4 8* 16 32 64" in lines
     assert any(line.startswith("arc*") for line in lines)
 
 
@@ -58,9 +62,64 @@ def test_a_page_of_metrics_shows_the_same(telemetry: Telemetry, run: Run) -> Non
     code, out, _ = run("top", "--once", "--interval", "0.1", "--url", exporter.address)
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "host memory 6 8 6 MiB 0 B 0 B 0 in use" in lines
-    assert "MEMORY 6 32 6 MiB 0 B 0 B 0 backlog works" in lines
+    assert "host 6 8 6 MiB 0 B 0 B 0" in lines
+    assert "MEMORY 6 32 6 MiB 0 B 0 B 0 works" in lines
     exporter.close()
+
+
+def tier_values(number: int, medium: str = "DISK") -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    tier = (("medium", medium), ("tier", str(number)))
+    return {
+        ("tier_held_blocks", tier): 1_234_567.0,
+        ("tier_capacity_blocks", tier): 2_000_000.0,
+        ("tier_held_bytes", tier): 1.3e13,
+        ("tier_reads_breaker", (*tier, ("state", "closed"))): 0.0,
+        ("tier_writes_breaker", (*tier, ("state", "closed"))): 1.0,
+    }
+
+
+def test_an_engine_with_one_tier_fits_a_terminal_of_80_by_24() -> None:
+    history = History()
+    values = {("capacity_blocks", ()): 1e6, ("capacity_bytes", ()): 2e12, ("needed_blocks", ()): 9e9}
+    values |= {("call_worst_seconds", (("call", name),)): 0.01 for name in ("lookup", "touch", "complete_store")}
+    labels = {"engine": "0", "rank": "0", "policy": "arc"}
+    what_if = {
+        "uses": 1,
+        "num_blocks": 4,
+        "policy": "arc",
+        "capacities": [250_000, 500_000, 1_000_000, 2_000_000, 4_000_000],
+        "hit_ratios": dict.fromkeys(("lru", "arc", "mq", "amq", "lfuda"), (1.0,) * 5),
+    }
+    history.add(Frame(0.0, values | tier_values(0), labels))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(view("/run/user/1000/kvcache-1000/status-1234567.sock " + "x" * 80, history, what_if))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 20
+    assert [line for line in lines if "…" in line] == [lines[0]]  # the address alone
+    assert " ".join(lines[10].split()) == "DISK 1,234,567 2,000,000 11.82 TiB 0 B 0 B 0 reads paused"
+
+
+def test_tiers_of_one_medium_are_told_apart() -> None:
+    history = History()
+    history.add(Frame(0.0, tier_values(0) | tier_values(1) | tier_values(2, "VALKEY")))
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(view("x", history, None))
+    lines = console.export_text().splitlines()
+    named = [line.partition(" 1,234")[0].rstrip() for line in lines if "1,234,567" in line]
+    assert named == ["DISK 0", "DISK 1", "VALKEY"]
+
+
+def test_frames_are_printed_one_after_another_where_there_is_no_terminal(telemetry: Telemetry) -> None:
+    telemetry.exporters.append(StatusServer(telemetry))
+    command = "from kvcache.cli import main; main(['top', '--interval', '0.1'])"
+    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        heads = [line for line in itertools.islice(process.stdout, 40) if line.startswith("kvcache  engine=0")]
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+    assert len(heads) >= 2
+    assert process.returncode == 0
+    assert not any("\x1b" in head for head in heads)
 
 
 def frames(*counts: tuple[float, float, float]) -> History:
