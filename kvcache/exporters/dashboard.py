@@ -13,9 +13,17 @@ from typing import Any
 
 from kvcache.spec.reported import every_sample
 
-_NAME = re.compile(r"\bK_(\w+)")
-_BY = "engine, rank"
-_BY_TIER = f"medium, {_BY}"
+_NAME = re.compile(r"\bK_(\w+)(?:{([^}]*)})?")
+# Every engine calls itself 0 unless it is told otherwise: `instance`, the scraped address, tells engines apart.
+_BY = "instance, engine, rank"
+_BY_TIER = f"tier, medium, {_BY}"
+_ENGINE = "{{instance}} {{engine}}/{{rank}}"
+_TIER = "{{medium}} {{tier}}, {{instance}} {{engine}}/{{rank}}"
+_COPIES = f"{{{{source}}}} to {{{{destination}}}}, {_ENGINE}"
+_VARIABLES = {"job": "Job", "instance": "Instance", "engine": "Engine"}
+_SELECTED = ", ".join(f'{name}=~"${name}"' for name in _VARIABLES)
+# The bound of a histogram of calls, in nanoseconds 2**28: about a quarter of a second.
+_SLOW_CALL = f"{2**28 / 1e9:.9g}"
 
 
 def series_names(prefix: str = "kvcache_") -> set[str]:
@@ -35,8 +43,17 @@ def series_names(prefix: str = "kvcache_") -> set[str]:
     return {prefix + one.name + end for one in every_sample() for end in ends[one.kind]}
 
 
-def query(expression: str, prefix: str = "kvcache_") -> str:
+def query(expression: str, prefix: str = "kvcache_", selector: str = "") -> str:
     """Return a PromQL expression in which ``K_name`` stands for a series, with the prefix in its place.
+
+    Parameters
+    ----------
+    expression : str
+        Such as ``rate(K_loaded_blocks_total[5m])``.
+    prefix : str
+        As for `dashboard`.
+    selector : str
+        Matchers that every series is given.
 
     Raises
     ------
@@ -49,21 +66,29 @@ def query(expression: str, prefix: str = "kvcache_") -> str:
         name = prefix + match[1]
         if name not in known:
             raise ValueError(f"no component exports {name!r}")
+        matchers = ", ".join(one for one in (match[2], selector) if one)
         # vLLM's prefix has a colon, which PromQL takes in names.
-        return name
+        return name + (f"{{{matchers}}}" if matchers else "")
 
     return _NAME.sub(named, expression)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel: its title, unit, what it means, and its queries by their legends."""
+    """One panel: its title, unit, what it means, its queries by their legends, and how it is drawn.
+
+    The axis ends at `most`; a figure is red from `alarm` on; `no_value` is shown where there is nothing.
+    """
 
     title: str
     unit: str
     text: str
     queries: dict[str, str]
     kind: str = "timeseries"
+    most: float | None = None
+    alarm: float | None = None
+    no_value: str | None = None
+    is_bars: bool = False
 
 
 def _now(name: str, by: str = _BY, how: str = "sum") -> str:
@@ -74,66 +99,139 @@ def _rate(name: str, by: str = _BY) -> str:
     return f"sum by ({by}) (rate(K_{name}[$__rate_interval]))"
 
 
+def _increase(name: str, by: str = _BY) -> str:
+    return f"sum by ({by}) (increase(K_{name}[$__rate_interval]))"
+
+
+def _needed(by: str = _BY) -> str:
+    """Return blocks needed a second, and nothing of an engine that is idle: 0 / 0 would be shown as NaN."""
+    return f"({_rate('needed_blocks_total', by)} > 0)"
+
+
 def _quantile(share: float, name: str, by: str) -> str:
-    return f"histogram_quantile({share}, sum by (le, {by}) (rate(K_{name}_bucket[$__rate_interval])))"
+    """Return a quantile, and nothing where nothing was observed, of which it would be NaN."""
+    return f"histogram_quantile({share}, sum by (le, {by}) (rate(K_{name}_bucket[$__rate_interval]))) >= 0"
+
+
+def _paused(direction: str) -> str:
+    return f'max by ({_BY_TIER}) (K_tier_{direction}_breaker{{state!="closed"}})'
 
 
 ROWS: dict[str, list[Panel]] = {
+    "Now": [
+        Panel(
+            "Hit rate, all engines",
+            "percentunit",
+            "Share of the blocks that the devices lacked that was loaded and not computed. Idle: none were needed.",
+            {
+                "hit rate": "sum(rate(K_loaded_blocks_total[$__rate_interval]))"
+                " / (sum(rate(K_needed_blocks_total[$__rate_interval])) > 0)"
+            },
+            "stat",
+            most=1,
+            no_value="idle",
+        ),
+        Panel(
+            "Engines",
+            "none",
+            "Engines that are scraped. Fewer than you run: look at Prometheus' targets.",
+            {"engines": f"count(max by ({_BY}) (K_capacity_blocks))"},
+            "stat",
+            no_value="none",
+        ),
+        Panel(
+            "Alerts firing",
+            "none",
+            "Alerts of kvcache's rules, where Prometheus evaluates them.",
+            {"alerts": 'count(ALERTS{alertname=~"KVCache.*", alertstate="firing"}) or vector(0)'},
+            "stat",
+            alarm=1,
+        ),
+        Panel(
+            "Tiers not available",
+            "none",
+            "Tiers that do not work, or are left alone after failures.",
+            {"tiers": f"sum({_now('tier_unavailable', _BY_TIER, 'max')})"},
+            "stat",
+            alarm=1,
+            no_value="no tiers",
+        ),
+        Panel(
+            "Stores rejected",
+            "none",
+            "In the time shown: stores for which no room could be made.",
+            {"stores": "sum(increase(K_rejected_stores_total[$__range]))"},
+            "stat",
+            alarm=1,
+            no_value="0",
+        ),
+        Panel(
+            "Corrupt blocks",
+            "none",
+            "In the time shown: blocks that a tier gave back with other bytes than were written. This is never normal.",
+            {"blocks": "sum(increase(K_tier_corrupt_blocks_total[$__range]))"},
+            "stat",
+            alarm=0.5,
+            no_value="no tiers",
+        ),
+    ],
     "Hits": [
         Panel(
             "Hit rate",
             "percentunit",
-            "Share of the blocks a request's device lacked that was loaded and not computed.",
-            {"{{engine}}/{{rank}}": f"{_rate('loaded_blocks_total')} / {_rate('needed_blocks_total')}"},
+            "Share of the blocks a request's device lacked that was loaded and not computed. A gap: none were needed.",
+            {_ENGINE: f"{_rate('loaded_blocks_total')} / {_needed()}"},
+            most=1,
         ),
         Panel(
             "Hit rate by medium",
             "percentunit",
             "What host memory hit by itself, and what tiers brought back.",
             {
-                "host memory {{engine}}/{{rank}}": f"({_rate('loaded_blocks_total')} - "
-                f"{_rate('promoted_loaded_blocks_total')}) / {_rate('needed_blocks_total')}",
-                "{{medium}} {{engine}}/{{rank}}": f"{_rate('tier_promoted_blocks_total', _BY_TIER)}"
-                f" / on ({_BY}) group_left {_rate('needed_blocks_total')}",
+                f"host memory, {_ENGINE}": f"({_rate('loaded_blocks_total')} - "
+                f"{_rate('promoted_loaded_blocks_total')}) / {_needed()}",
+                _TIER: f"{_rate('tier_promoted_blocks_total', _BY_TIER)} / on ({_BY}) group_left () {_needed()}",
             },
+            most=1,
         ),
         Panel(
             "Tokens spared",
-            "short",
+            "suffix:tokens/s",
             "Tokens a second that were loaded and not computed.",
-            {"{{engine}}/{{rank}}": _rate("loaded_tokens_total")},
+            {_ENGINE: _rate("loaded_tokens_total")},
         ),
     ],
     "Memory": [
         Panel(
             "Host blocks",
             "short",
-            "Blocks of host memory by what they do.",
+            "Blocks of host memory by what they do. Being loaded or written near capacity: stores will be rejected.",
             {
-                "capacity {{engine}}/{{rank}}": _now("capacity_blocks"),
-                "free {{engine}}/{{rank}}": _now("free_blocks"),
-                "being loaded {{engine}}/{{rank}}": _now("referenced_blocks"),
-                "being written {{engine}}/{{rank}}": _now("pending_blocks"),
-                "retained {{engine}}/{{rank}}": _now("retained_blocks"),
+                f"capacity, {_ENGINE}": _now("capacity_blocks"),
+                f"free, {_ENGINE}": _now("free_blocks"),
+                f"being loaded, {_ENGINE}": _now("referenced_blocks"),
+                f"being written, {_ENGINE}": _now("pending_blocks"),
+                f"retained, {_ENGINE}": _now("retained_blocks"),
             },
         ),
         Panel(
             "Age at eviction",
             "s",
-            "Time from a block's store to its eviction. Shorter than users' pauses: more memory would hit more.",
+            "Time from a block's store to its eviction. Shorter than users' pauses: more memory would hit more. "
+            "A gap: nothing was evicted.",
             {
-                "half {{engine}}/{{rank}}": _quantile(0.5, "eviction_age_seconds", _BY),
-                "a tenth {{engine}}/{{rank}}": _quantile(0.1, "eviction_age_seconds", _BY),
+                f"half, {_ENGINE}": _quantile(0.5, "eviction_age_seconds", _BY),
+                f"a tenth, {_ENGINE}": _quantile(0.1, "eviction_age_seconds", _BY),
             },
         ),
         Panel(
-            "Stored and evicted",
+            "Stored, loaded and evicted",
             "Bps",
-            "Bytes a second that came to host memory and left it.",
+            "Bytes a second that came to host memory, were read from it, and left it.",
             {
-                "stored {{engine}}/{{rank}}": _rate("stored_bytes_total"),
-                "loaded {{engine}}/{{rank}}": _rate("loaded_bytes_total"),
-                "evicted {{engine}}/{{rank}}": _rate("evicted_bytes_total"),
+                f"stored, {_ENGINE}": _rate("stored_bytes_total"),
+                f"loaded, {_ENGINE}": _rate("loaded_bytes_total"),
+                f"evicted, {_ENGINE}": _rate("evicted_bytes_total"),
             },
         ),
     ],
@@ -141,104 +239,115 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Call, 99 %",
             "s",
-            "What 99 of 100 calls stay below, by kind.",
+            "What 99 of 100 calls stay below, by kind, over the engines chosen; the next power of two.",
             {"{{call}}": _quantile(0.99, "call_duration_seconds", "call")},
         ),
         Panel(
             "Worst call so far",
             "s",
-            "The scheduler waited so long, once.",
+            "The scheduler waited so long, once since its start.",
             {"{{call}}": _now("call_worst_seconds", "call", "max")},
         ),
         Panel(
-            "Refused and dropped",
-            "short",
-            "Stores without room, blocks not admitted, events nobody took, a second.",
+            "Rejected and dropped",
+            "none",
+            "In each interval: stores without room, blocks whose write failed or that were not admitted, events that "
+            "nobody took.",
             {
-                "rejected stores {{engine}}/{{rank}}": _rate("rejected_stores_total"),
-                "failed blocks {{engine}}/{{rank}}": _rate("failed_blocks_total"),
-                "gated blocks {{engine}}/{{rank}}": _rate("gated_blocks_total"),
-                "dropped events {{engine}}/{{rank}}": _rate("event_dropped_total"),
+                f"rejected stores, {_ENGINE}": _increase("rejected_stores_total"),
+                f"failed blocks, {_ENGINE}": _increase("failed_blocks_total"),
+                f"gated blocks, {_ENGINE}": _increase("gated_blocks_total"),
+                f"dropped events, {_ENGINE}": _increase("event_dropped_total"),
             },
+            is_bars=True,
         ),
     ],
     "Tiers": [
         Panel(
             "Tier state",
-            "short",
-            "1: the tier does not work, or a breaker keeps jobs from it.",
+            "none",
+            "Not available: the tier does not work, or a breaker keeps jobs from it. Its last error: `kvcache status`.",
             {
-                "{{medium}} {{engine}}/{{rank}}": _now("tier_unavailable", _BY_TIER, "max"),
-                "{{medium}} reads paused {{engine}}/{{rank}}": _now(
-                    'tier_reads_breaker{state="open"}', _BY_TIER, "max"
-                ),
-                "{{medium}} writes paused {{engine}}/{{rank}}": _now(
-                    'tier_writes_breaker{state="open"}', _BY_TIER, "max"
-                ),
+                _TIER: _now("tier_unavailable", _BY_TIER, "max"),
+                f"reads of {_TIER}": _paused("reads"),
+                f"writes of {_TIER}": _paused("writes"),
             },
             "state-timeline",
+            alarm=1,
         ),
         Panel(
             "Tier bytes",
             "bytes",
-            "Bytes that tiers hold.",
-            {"{{medium}} {{engine}}/{{rank}}": _now("tier_held_bytes", _BY_TIER)},
+            "Bytes that tiers hold, and may hold; a capacity of 0: the medium decides.",
+            {
+                f"held, {_TIER}": _now("tier_held_bytes", _BY_TIER),
+                f"capacity, {_TIER}": _now("tier_capacity_bytes", _BY_TIER),
+            },
         ),
         Panel(
             "Tier bandwidth",
             "Bps",
             "Bytes a second read and written.",
             {
-                "read {{medium}} {{engine}}/{{rank}}": _rate("tier_promoted_bytes_total", _BY_TIER),
-                "written {{medium}} {{engine}}/{{rank}}": _rate("tier_written_bytes_total", _BY_TIER),
+                f"read, {_TIER}": _rate("tier_promoted_bytes_total", _BY_TIER),
+                f"written, {_TIER}": _rate("tier_written_bytes_total", _BY_TIER),
             },
         ),
         Panel(
             "Promotion and write, 99 %",
             "s",
-            "How long jobs of a tier take.",
+            "How long jobs of a tier take, and how long requests wait for tiers. A gap: there were none.",
             {
-                "promotion {{medium}}": _quantile(0.99, "tier_promotion_seconds", "medium"),
-                "write {{medium}}": _quantile(0.99, "tier_write_seconds", "medium"),
-                "a request's wait {{engine}}/{{rank}}": _quantile(0.99, "promotion_wait_seconds", _BY),
+                f"promotion, {_TIER}": _quantile(0.99, "tier_promotion_seconds", _BY_TIER),
+                f"write, {_TIER}": _quantile(0.99, "tier_write_seconds", _BY_TIER),
+                f"a request's wait, {_ENGINE}": _quantile(0.99, "promotion_wait_seconds", _BY),
             },
         ),
         Panel(
             "Tier queues",
             "short",
-            "Blocks that wait to be written or are under way.",
+            "Blocks that wait to be written or are under way, and blocks that a tier which hangs keeps from the pool.",
             {
-                "backlog {{medium}} {{engine}}/{{rank}}": _now("tier_backlog_blocks", _BY_TIER),
-                "loading {{medium}} {{engine}}/{{rank}}": _now("tier_loading_blocks", _BY_TIER),
-                "storing {{medium}} {{engine}}/{{rank}}": _now("tier_storing_blocks", _BY_TIER),
-                "waiting requests {{engine}}/{{rank}}": _now("promotion_waiting_requests"),
+                f"backlog, {_TIER}": _now("tier_backlog_blocks", _BY_TIER),
+                f"loading, {_TIER}": _now("tier_loading_blocks", _BY_TIER),
+                f"storing, {_TIER}": _now("tier_storing_blocks", _BY_TIER),
+                f"stuck, {_TIER}": _now("tier_stuck_blocks", _BY_TIER),
+                f"waiting requests, {_ENGINE}": _now("promotion_waiting_requests"),
             },
         ),
         Panel(
             "Tier faults",
-            "short",
-            "A second.",
+            "none",
+            "In each interval.",
             {
-                "corrupt blocks {{medium}}": _rate("tier_corrupt_blocks_total", _BY_TIER),
-                "I/O errors {{medium}}": _rate("tier_io_errors_total", _BY_TIER),
-                "failed jobs {{medium}}": _rate("tier_failed_jobs_total", _BY_TIER),
-                "overdue jobs {{medium}}": _rate("tier_overdue_jobs_total", _BY_TIER),
-                "dropped blocks {{medium}}": _rate("tier_dropped_blocks_total", _BY_TIER),
+                f"corrupt blocks, {_TIER}": _increase("tier_corrupt_blocks_total", _BY_TIER),
+                f"I/O errors, {_TIER}": _increase("tier_io_errors_total", _BY_TIER),
+                f"failed jobs, {_TIER}": _increase("tier_failed_jobs_total", _BY_TIER),
+                f"overdue jobs, {_TIER}": _increase("tier_overdue_jobs_total", _BY_TIER),
+                f"dropped blocks, {_TIER}": _increase("tier_dropped_blocks_total", _BY_TIER),
             },
+            is_bars=True,
         ),
     ],
     "Transfers": [
         Panel(
             "Device copies",
             "Bps",
-            "Bytes a second between device and host, where workers report.",
-            {"{{source}} to {{destination}}": _rate("transfer_moved_bytes_total", f"source, destination, {_BY}")},
+            "Bytes a second between device and host, where workers report. vLLM has metrics of its own for them.",
+            {_COPIES: _rate("transfer_moved_bytes_total", f"source, destination, {_BY}")},
         ),
         Panel(
             "Copy, 99 %",
             "s",
             "How long a job of copies takes.",
             {"{{source}} to {{destination}}": _quantile(0.99, "transfer_duration_seconds", "source, destination")},
+        ),
+        Panel(
+            "Failed copies",
+            "none",
+            "In each interval: jobs of copies that failed. Their blocks were computed again, or not stored.",
+            {_COPIES: _increase("transfer_failed_jobs_total", f"source, destination, {_BY}")},
+            is_bars=True,
         ),
     ],
 }
@@ -257,48 +366,58 @@ class Alert:
     action: str
 
 
+# What a scrape adds to a series (job, instance, a cluster's own labels) stays on an alert, so that it can be routed.
+_LOADED, _NEEDED = (f"sum without (policy) (rate(K_{name}_blocks_total%s))" for name in ("loaded", "needed"))
+_WHERE = "engine {{ $labels.engine }} at {{ $labels.instance }}"
 ALERTS = (
     Alert(
         "KVCacheTierUnavailable",
-        f"max by (medium, {_BY}) (K_tier_unavailable) == 1",
+        "K_tier_unavailable == 1",
         2,
         "warning",
-        "Tier {{ $labels.medium }} of engine {{ $labels.engine }} does not work or is left alone.",
+        f"Tier {{{{ $labels.medium }}}} of {_WHERE} does not work or is left alone.",
         "Look at the engine's log and at `kvcache status` for its last error; requests go on without the tier.",
     ),
     Alert(
+        "KVCacheTierHangs",
+        "K_tier_stuck_blocks > 0",
+        2,
+        "warning",
+        f"Tier {{{{ $labels.medium }}}} of {_WHERE} hangs, and keeps {{{{ $value }}}} blocks from the pool.",
+        "Check the mount or the server: the blocks come back when it answers, or when the engine is restarted.",
+    ),
+    Alert(
         "KVCacheHitRateFell",
-        f"sum by ({_BY}) (rate(K_loaded_blocks_total[15m])) / sum by ({_BY}) (rate(K_needed_blocks_total[15m]))"
-        f" < 0.5 * (sum by ({_BY}) (rate(K_loaded_blocks_total[1h] offset 1d))"
-        f" / sum by ({_BY}) (rate(K_needed_blocks_total[1h] offset 1d)))"
-        f" and sum by ({_BY}) (rate(K_needed_blocks_total[15m])) > 1",
+        f"{_LOADED} / {_NEEDED} < 0.5 * ({_LOADED} / {_NEEDED}) and {_NEEDED} > 1"
+        % ("[15m]", "[15m]", "[1h] offset 1d", "[1h] offset 1d", "[15m]"),
         30,
         "warning",
-        "Engine {{ $labels.engine }} hits less than half of what it did a day ago.",
+        f"Of what it needs, {_WHERE} hits less than half of what it did a day ago.",
         "Compare traffic and routing with yesterday's; ask `kvcache top` what more memory would hit.",
     ),
     Alert(
         "KVCacheStoresRejected",
-        f"sum by ({_BY}) (rate(K_rejected_stores_total[10m])) > 0.1",
+        "rate(K_rejected_stores_total[10m]) > 0.1",
         10,
         "warning",
-        "Engine {{ $labels.engine }} has no room for new blocks.",
+        f"There is no room for new blocks in {_WHERE}.",
         "All blocks are in use: loads are slow, a tier hangs on to blocks, or host memory is too small.",
     ),
     Alert(
         "KVCacheCorruptBlocks",
-        f"sum by (medium, {_BY}) (increase(K_tier_corrupt_blocks_total[1h])) > 0",
+        "increase(K_tier_corrupt_blocks_total[1h]) > 0",
         0,
         "critical",
-        "Tier {{ $labels.medium }} of engine {{ $labels.engine }} gave back other bytes than were written.",
+        f"Tier {{{{ $labels.medium }}}} of {_WHERE} gave back other bytes than were written.",
         "The blocks are computed again and nothing wrong is served. Check the medium, and replace it.",
     ),
     Alert(
         "KVCacheSchedulerBlocked",
-        f"max by (call, {_BY}) (K_call_worst_seconds) > 0.25",
+        "increase(K_call_duration_seconds_count[1h]) - ignoring (le)"
+        f' increase(K_call_duration_seconds_bucket{{le="{_SLOW_CALL}"}}[1h]) > 0.5',
         0,
         "info",
-        "A call {{ $labels.call }} of engine {{ $labels.engine }} has kept its scheduler for over 250 ms.",
+        f"In the last hour a call {{{{ $labels.call }}}} of {_WHERE} kept its scheduler for over 0.25 s.",
         "Look for swapping and stopped processes; report it with the configuration where there were none.",
     ),
 )
@@ -323,23 +442,12 @@ def dashboard(prefix: str = "kvcache_") -> dict[str, Any]:
     for row, members in ROWS.items():
         panels.append({"type": "row", "title": row, "id": len(panels) + 1, "gridPos": _at(0, y, 24, 1), "panels": []})
         y += 1
+        width, height = (4, 4) if members[0].kind == "stat" else (8, 8)
+        per_line = 24 // width
         for number, panel in enumerate(members):
-            panels.append(
-                {
-                    "id": len(panels) + 1,
-                    "type": panel.kind,
-                    "title": panel.title,
-                    "description": panel.text,
-                    "datasource": {"type": "prometheus", "uid": "${datasource}"},
-                    "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
-                    "gridPos": _at(8 * (number % 3), y + 8 * (number // 3), 8, 8),
-                    "targets": [
-                        {"refId": chr(65 + i), "expr": query(expression, prefix), "legendFormat": legend}
-                        for i, (legend, expression) in enumerate(panel.queries.items())
-                    ],
-                }
-            )
-        y += 8 * -(-len(members) // 3)
+            place = _at(width * (number % per_line), y + height * (number // per_line), width, height)
+            panels.append(_panel(panel, len(panels) + 1, place, prefix))
+        y += height * -(-len(members) // per_line)
     return {
         "title": "kvcache" if prefix == "kvcache_" else f"kvcache ({prefix.split(':')[0]})",
         "uid": re.sub(r"\W+", "-", prefix).strip("-_"),
@@ -347,10 +455,85 @@ def dashboard(prefix: str = "kvcache_") -> dict[str, Any]:
         "tags": ["kvcache"],
         "time": {"from": "now-3h", "to": "now"},
         "refresh": "30s",
+        "graphTooltip": 1,  # the cursor is at one moment in all panels
         "templating": {
-            "list": [{"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}]
+            "list": [
+                {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
+                *(_variable(name, label, prefix) for name, label in _VARIABLES.items()),
+            ]
         },
         "panels": panels,
+    }
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int], prefix: str) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if panel.most is not None:
+        defaults["max"] = panel.most
+    if panel.no_value is not None:
+        defaults["noValue"] = panel.no_value
+    if panel.unit == "none":
+        defaults["decimals"] = 0  # `increase` extrapolates: 1 may be shown as 1.05
+    if panel.kind != "timeseries":
+        steps: list[dict[str, Any]] = [{"color": "text" if panel.alarm is None else "green", "value": None}]
+        if panel.alarm is not None:
+            steps.append({"color": "red", "value": panel.alarm})
+        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+        defaults["color"] = {"mode": "thresholds"}
+    options: dict[str, Any]
+    if panel.kind == "stat":
+        options = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "graphMode": "area"}
+        if panel.alarm is not None:
+            options["colorMode"] = "background"
+    else:
+        legend = {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": ["lastNotNull", "max"]}
+        options = {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
+    if panel.kind == "state-timeline":
+        states = {"0": {"text": "works", "color": "green"}, "1": {"text": "not available", "color": "red"}}
+        defaults["mappings"] = [{"type": "value", "options": states}]
+        legend = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
+        options = {"showValue": "never", "mergeValues": True, "rowHeight": 0.9, "legend": legend}
+    if panel.is_bars:
+        defaults["custom"] = {"drawStyle": "bars", "fillOpacity": 60, "stacking": {"mode": "normal"}}
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": _DATASOURCE,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
+        "gridPos": place,
+        "targets": [
+            {
+                "refId": chr(65 + i),
+                "expr": query(expression, prefix, _SELECTED),
+                # vLLM tells engines apart by one number.
+                "legendFormat": legend if prefix == "kvcache_" else legend.replace("/{{rank}}", ""),
+            }
+            for i, (legend, expression) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def _variable(name: str, label: str, prefix: str) -> dict[str, Any]:
+    """Return a variable that offers a label's values, all of them by default."""
+    values = query(f"label_values(K_capacity_blocks, {name})", prefix)
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": _DATASOURCE,
+        "query": {"query": values, "refId": name},
+        "refresh": 2,  # when the time range changes
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": ["All"], "value": ["$__all"]},
     }
 
 

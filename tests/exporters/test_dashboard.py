@@ -23,10 +23,10 @@ def test_every_query_names_series_that_exist(prefix: str) -> None:
     known = series_names(prefix)
     panels = [panel for panel in dashboard(prefix)["panels"] if panel["type"] != "row"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
-    assert len(panels) >= 17
+    assert len(panels) == 24
     for text in [*queries, *(query(alert.expression, prefix) for alert in ALERTS)]:
         named = set(re.findall(rf"{prefix}\w+", text))
-        assert named
+        assert named or text.startswith("count(ALERTS{")  # Prometheus' own
         assert named <= known, text
         assert "K_" not in text
 
@@ -88,62 +88,3 @@ def test_promtool_takes_the_rules(prefix: str, tmp_path: Path) -> None:
     checked = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     assert f"{len(ALERTS)} rules found" in checked.stdout
-
-
-ENGINE = 'engine="0",rank="0"'
-CASES = {
-    "KVCacheTierUnavailable": ({f'tier_unavailable{{{ENGINE},medium="DISK"}}': ("1+0x60", "0+0x60")}, "1m"),
-    "KVCacheHitRateFell": (
-        {
-            f"loaded_blocks_total{{{ENGINE}}}": ("0+6000x160 960060+60x50", "0+6000x210"),
-            f"needed_blocks_total{{{ENGINE}}}": ("0+6000x210", "0+6000x210"),
-        },
-        "10m",
-    ),
-    "KVCacheStoresRejected": ({f"rejected_stores_total{{{ENGINE}}}": ("0+60x60", "0+0x60")}, "1m"),
-    "KVCacheCorruptBlocks": ({f'tier_corrupt_blocks_total{{{ENGINE},medium="DISK"}}': ("0+1x60", "5+0x60")}, "1m"),
-    "KVCacheSchedulerBlocked": ({f'call_worst_seconds{{{ENGINE},call="lookup"}}': ("1+0x60", "0.1+0x60")}, "1m"),
-}
-
-
-def test_every_alert_has_a_case() -> None:
-    assert CASES.keys() == {alert.name for alert in ALERTS}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_alert_fires_when_it_should_and_not_otherwise(name: str, tmp_path: Path) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("needs promtool, of Debian's package prometheus")
-    (tmp_path / "rules.yml").write_text(rules(), encoding="utf-8")
-    alert = next(one for one in ALERTS if one.name == name)
-    cases, interval = CASES[name]
-    labels = dict(re.findall(r'(\w+)="(\w+)"', next(iter(cases))))
-    summary = re.sub(r"{{ \$labels\.(\w+) }}", lambda match: labels[match[1]], alert.summary)
-    for number, fires in enumerate((True, False)):
-        expected = {
-            "exp_labels": {"severity": alert.severity, **labels},
-            "exp_annotations": {"summary": summary, "action": alert.action},
-        }
-        test = {
-            "rule_files": ["rules.yml"],
-            "evaluation_interval": interval,
-            "tests": [
-                {
-                    "interval": interval,
-                    "input_series": [
-                        {"series": f"kvcache_{series}", "values": values[number]} for series, values in cases.items()
-                    ],
-                    "alert_rule_test": [
-                        {
-                            "eval_time": f"{55 if interval == '1m' else 2000}m",
-                            "alertname": name,
-                            "exp_alerts": [expected] * fires,
-                        }
-                    ],
-                }
-            ],
-        }
-        (tmp_path / "test.yml").write_text(json.dumps(test), encoding="utf-8")  # JSON is YAML
-        checked = subprocess.run([promtool, "test", "rules", "test.yml"], cwd=tmp_path, capture_output=True, text=True)
-        assert checked.returncode == 0, checked.stdout + checked.stderr
