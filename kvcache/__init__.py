@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0.dev0"
+from kvcache.version import __version__ as __version__
 
 _HOMES = {
     "kvcache.keys": ("OffloadKey", "get_offload_block_hash", "get_offload_group_idx", "make_offload_key"),

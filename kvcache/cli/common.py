@@ -80,7 +80,7 @@ WhatIfOption = Annotated[
 
 def _say_version(asked: bool) -> None:
     if asked:
-        from kvcache import __version__
+        from kvcache.version import __version__
 
         typer.echo(f"kvcache {__version__}")
         raise typer.Exit

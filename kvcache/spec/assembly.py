@@ -39,6 +39,7 @@ from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier
 from kvcache.transfer.shared_file import private_folder
+from kvcache.version import __version__
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -432,13 +433,21 @@ def open_manager(
                 clock=None if clock is time.monotonic else clock,
             )
             undo.callback(recorder.stop)
-        config = {"block_size": block_size, "num_blocks": num_blocks, **settings.describe(), "enable_events": events}
+        config = {
+            "version": __version__,
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "block_bytes": block_bytes,
+            **settings.describe(),
+            "enable_events": events,
+        }
         manager.telemetry = Telemetry(
             manager, block_bytes=block_bytes, labels=labels, config=config, time_calls=settings.time_calls
         )
         undo.callback(manager.telemetry.close)
         open_exporters(settings, manager.telemetry)
-        _LOG.info("offloading starts: %s", json.dumps(config, default=str))
+        # Ranks of one engine differ by their labels alone.
+        _LOG.info("offloading starts: %s", json.dumps({**manager.telemetry.labels, **config}, default=str))
         undo.pop_all()
     return manager
 

@@ -380,7 +380,10 @@ class TierController:
             self._last_error = result.error
             self._fail(breaker, now_s)
         elif not job.is_overdue:
+            was_paused = breaker.state != "closed"
             breaker.record_success()
+            if was_paused:
+                _LOG.info("tier %s: %s go on", self.medium, "reads" if job.is_load else "writes")
         if job.is_overdue:
             self._stuck_blocks -= len(job.keys)
         (self._promotion_s if job.is_load else self._write_s).observe(now_s - job.deadline_s + self.config.deadline_s)

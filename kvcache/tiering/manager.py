@@ -688,8 +688,9 @@ class TieredOffloadingManager(OffloadingManager):
         seconds = now_s - job.deadline_s + job.controller.config.deadline_s
         name = "promotion" if job.is_load else "write"
         if _LOG.isEnabledFor(logging.DEBUG):
-            text = "%s of %d blocks, tier %s: %d done in %.1f ms %s"
-            _LOG.debug(text, name, len(job.keys), job.controller.medium, len(result.done), seconds * 1e3, result.error)
+            text = "%s of %d blocks, tier %s: %d done in %.1f ms%s"
+            error = f": {result.error}" if result.error else ""
+            _LOG.debug(text, name, len(job.keys), job.controller.medium, len(result.done), seconds * 1e3, error)
         if self.job_log is not None:
             medium = job.controller.medium
             self.job_log.add(FinishedJob(name, medium, len(result.done), 0, time.time(), seconds, result.error))

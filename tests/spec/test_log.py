@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import kvcache
 from kvcache import CPUOffloadingSpec, OffloadingConfig, OffloadingGroup
 from kvcache.options import without_secrets
 from kvcache.spec.log import set_up_log
@@ -35,6 +36,8 @@ def test_one_line_per_start_has_the_configuration_in_effect(
     found = json.loads(line.removeprefix("offloading starts: "))
     assert (found["block_size"], found["num_blocks"], found["cache_policy"]) == (16, 8, "arc")
     assert found["retention_share"] == 0.25
+    assert (found["engine"], found["rank"], found["version"]) == ("0", "0", kvcache.__version__)
+    assert found["block_bytes"] == 0  # not known without refs
 
 
 def test_secrets_are_left_out_wherever_they_stand() -> None:

@@ -222,7 +222,8 @@ def test_slow_tier_drops_stores_and_counts_them():
     assert bench.manager.tier_stats()[0].dropped_blocks == 2
 
 
-def test_breaker_opens_after_failures_and_one_job_tries_again():
+def test_breaker_opens_after_failures_and_one_job_tries_again(caplog):
+    caplog.set_level("INFO", "kvcache")
     bench = Bench(max_failures=2, pause_s=10.0, num_tier_blocks=8)
     for key in keys_of("ab"):
         bench.store(key)
@@ -239,6 +240,10 @@ def test_breaker_opens_after_failures_and_one_job_tries_again():
     assert bench.manager.tier_stats()[0].writes == "half_open"
     bench.step()
     assert bench.manager.tier_stats()[0].writes == "closed"
+    paused, resumed = caplog.records
+    assert (paused.levelname, resumed.levelname) == ("WARNING", "INFO")
+    assert "writes paused for 10.0 s: no space" in paused.getMessage()
+    assert resumed.getMessage() == "tier MANUAL: writes go on"
 
 
 def test_tier_that_raises_harms_nobody(caplog):
