@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvcache.exporters.status import StatusStats
+from kvcache.metrics import Part, Sample, samples_of
 from kvcache.spec.reported import every_sample
 
 _NAME = re.compile(r"\bK_(\w+)(?:{([^}]*)})?")
@@ -40,7 +42,13 @@ def series_names(prefix: str = "kvcache_") -> set[str]:
         A counter's end in ``_total``, a histogram's in ``_bucket``, ``_sum`` and ``_count``.
     """
     ends = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-    return {prefix + one.name + end for one in every_sample() for end in ends[one.kind]}
+    samples = _exported() if prefix == "kvcache_" else every_sample()
+    return {prefix + one.name + end for one in samples for end in ends[one.kind]}
+
+
+def _exported() -> list[Sample]:
+    """Return a sample of every metric on an engine's own ``/metrics``, that of its status socket too."""
+    return [*every_sample(), *samples_of(Part("status", StatusStats()), 1, 1)]
 
 
 def query(expression: str, prefix: str = "kvcache_", selector: str = "") -> str:
@@ -572,7 +580,7 @@ def as_markdown_table() -> str:
     """Return every exported metric as the docs show it."""
     lines = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
     seen: set[str] = set()
-    for one in every_sample():
+    for one in _exported():
         name = f"kvcache_{one.name}{'_total' if one.kind == 'counter' else ''}"
         if name not in seen:
             seen.add(name)

@@ -88,3 +88,22 @@ def test_promtool_takes_the_rules(prefix: str, tmp_path: Path) -> None:
     checked = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     assert f"{len(ALERTS)} rules found" in checked.stdout
+
+
+def test_the_table_names_everything_on_a_page_of_metrics(tmp_path: Path) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from kvcache import CPUOffloadingManager
+    from kvcache.control.telemetry import Telemetry
+    from kvcache.exporters.prometheus import TelemetryCollector
+    from kvcache.exporters.status import StatusServer
+
+    telemetry = Telemetry(CPUOffloadingManager(16, 4), block_bytes=1, time_calls=True)
+    telemetry.exporters.append(StatusServer(telemetry, tmp_path / "own" / "socket"))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(TelemetryCollector(telemetry))
+    page = generate_latest(registry).decode()
+    telemetry.close()
+    named = set(re.findall(r"^kvcache_\w+", page, re.MULTILINE))
+    assert "kvcache_status_requests_total" in named
+    assert named <= series_names()

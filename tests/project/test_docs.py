@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -61,7 +63,7 @@ def run_console(block: Block, page: str) -> None:
             pytest.fail(f"{page}:{block.line}: a console block begins with a command: $ ...")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for command, expected in commands:
-        first = shlex.split(command.replace("\\\n", " "))[0]
+        first = shlex.split(command.replace("\\\n", " "), comments=True)[0]
         if first in NOT_RUN:
             continue
         assert first in {"kvcache", "python"}, f"{page}:{block.line}: neither run here nor known not to be: {command}"
@@ -100,3 +102,71 @@ def test_a_wrong_block_fails() -> None:
         run_console(Block("console", '$ python -c "print(1)"\n2\n', 1), "page")
     with pytest.raises(AssertionError, match="neither run here"):
         run_console(Block("console", "$ unheard-of\n", 1), "page")
+
+
+def commands_of(page: Path) -> Iterator[str]:
+    for block in blocks_of(page.read_text()):
+        if block.language in ("console", "text"):
+            lines = block.text.replace("\\\n", " ").splitlines()
+            yield from (line[2:] for line in lines if line.startswith("$ kvcache "))
+
+
+def check_command(line: str) -> None:
+    """Parse a command line of kvcache without running it: an unknown command or option raises."""
+    from typer.main import get_command
+
+    from kvcache.cli import _with_json_target, build_app
+
+    words = shlex.split(line, comments=True)[1:]
+    words = list(itertools.takewhile(lambda word: word not in (">", "|", "&&", ";"), words))
+    command: Any = get_command(build_app())
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        command, words = command.commands[words[0]], words[1:]
+    if not hasattr(command, "commands") and "--help" not in words:
+        command.make_context(line, _with_json_target(words))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_command_that_is_shown_exists_with_its_options(page: Path) -> None:
+    for line in commands_of(page):
+        try:
+            check_command(line)
+        except Exception as error:
+            pytest.fail(f"{page.relative_to(ROOT)}: {line}: {error}")
+
+
+def test_a_command_or_option_that_is_none_is_found() -> None:
+    for line in ("kvcache stats", "kvcache status --jsn", "kvcache metrics dashbord"):
+        with pytest.raises(Exception, match=r"stats|jsn|dashbord"):
+            check_command(line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_metric_that_is_named_exists(page: Path) -> None:
+    from kvcache.exporters.dashboard import series_names
+
+    named = set(re.findall(r"\b((?:vllm:)?kvcache_[a-z_]*[a-z])\b(?![.*])", page.read_text()))
+    known = series_names() | series_names("vllm:kvcache_")
+    histograms = {name.removesuffix("_bucket") for name in known if name.endswith("_bucket")}
+    assert named <= known | histograms, named - known - histograms
+
+
+def test_every_alert_has_a_section_on_the_operators_page() -> None:
+    from kvcache.exporters.dashboard import ALERTS
+
+    page = (ROOT / "docs" / "howto" / "operate.md").read_text()
+    shown = re.findall(r"^### (KVCache\w+)\n\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL)
+    assert {name for name, _ in shown} == {alert.name for alert in ALERTS}
+    for name, text in shown:
+        assert all(f"*{part}*" in text for part in ("Means", "Confirm", "Do")), name
+
+
+def test_every_panel_that_the_operators_page_names_exists() -> None:
+    from kvcache.exporters.dashboard import dashboard
+
+    titles = {panel["title"] for panel in dashboard()["panels"]}
+    page = (ROOT / "docs" / "howto" / "operate.md").read_text()
+    confirms = re.findall(r"\*Confirm\*:(.*?)\n\n", page, re.DOTALL)
+    named = {name for text in confirms for name in re.findall(r"\*([A-Z][^*]+)\*", text)}
+    assert len(named) == 3
+    assert named <= titles
