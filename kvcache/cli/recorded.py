@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
 from kvcache.cli.common import CommandError
 from kvcache.recorder.format import Call, Recording
 from kvcache.recorder.ops import Answer, Op
 
+if TYPE_CHECKING:
+    from kvcache.replay.recorded import Runner
+
 
 def run(
     path: Path, policy: str | None, json_target: str | None, wants_shrunk: bool, shrink_s: float, is_quiet: bool
 ) -> None:
     """Replay one recording and report; a difference is a failure."""
-    from kvcache.replay.promises import Promises
     from kvcache.replay.recorded import replay_recording
 
     recording = Recording(path)
     kept: list[Call] | None = [] if wants_shrunk else None
-    outcome = replay_recording(recording, policy, Promises, kept)
+    # How many records there are is not known before the last.
+    with common.Bar("replay", "records", is_quiet, total=None) as bar:
+        outcome = replay_recording(recording, policy, partial(_watched, bar), kept)
     difference = outcome.difference
     config = recording.header["manager"]
     report: dict[str, Any] = {
@@ -48,10 +54,27 @@ def run(
         out = sys.stderr if json_target == "-" else sys.stdout
         print(_summary(report), file=out)
         if difference is not None and wants_shrunk:
-            print(_shrunk_text(kept or [], config, policy, bool(difference.reason), shrink_s), file=out)
+            with common.Bar("shrink", "records", is_quiet, total=None) as bar:
+                bar.show(0, len(kept or []), f"for {shrink_s:g} s at most")
+                text = _shrunk_text(kept or [], config, policy, bool(difference.reason), shrink_s)
+            print(text, file=out)
     if difference is not None:
         what = difference.reason or "the answer differs"
         raise CommandError(f"record {difference.call.number}, {difference.call.op.name.lower()}: {what}")
+
+
+def _watched(bar: common.Bar, runner: Runner) -> Callable[[Call, tuple[Any, ...]], str]:
+    """Return what holds every call to its promises, and shows how far the replay has come."""
+    from kvcache.replay.promises import Promises
+
+    inspect = Promises(runner)
+
+    def look(call: Call, answer: tuple[Any, ...]) -> str:
+        if bar.is_due():
+            bar.show(0, call.number)
+        return inspect(call, answer)
+
+    return look
 
 
 def _summary(report: dict[str, Any]) -> str:

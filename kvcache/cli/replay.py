@@ -33,6 +33,8 @@ def replay(given: ReplayOptions) -> None:
         return
     if given.shrink:
         raise ValueError(f"--shrink is for recordings, {given.file} is none")
+    if _is_named_as_recording(given.file) and not is_recording(given.file):
+        raise ValueError(f"{given.file} is no recording of kvcache")
     weights = model.weights_of(
         given.model_name, given.layers, given.heads, given.head_size, given.dtype, given.params, given.flops
     )
@@ -92,6 +94,10 @@ def _check_tiers(given: ReplayOptions, tiers: list[TierChoice], size: BlockSize,
             "--arbiter weighs loading from a tier against computing: it needs --tier, and a model whose --params are "
             f"known, such as --model llama-3.1-8b; got {len(tiers)} tiers and {shown}"
         )
+
+
+def _is_named_as_recording(file: Path) -> bool:
+    return file.exists() and ".kvlog" in file.suffixes
 
 
 def _open(given: ReplayOptions) -> TraceFile:

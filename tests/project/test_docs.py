@@ -170,3 +170,12 @@ def test_every_panel_that_the_operators_page_names_exists() -> None:
     named = {name for text in confirms for name in re.findall(r"\*([A-Z][^*]+)\*", text)}
     assert len(named) == 3
     assert named <= titles
+
+
+def test_every_option_of_a_spec_is_in_the_table() -> None:
+    from kvcache.spec.assembly import OPTION_NAMES
+    from kvcache.spec.base import OffloadingSpec
+
+    page = (ROOT / "docs" / "howto" / "engine.md").read_text()
+    table = page.partition("Options in `extra_config`:")[2].partition("Unknown keys")[0]
+    assert {*OPTION_NAMES, *OffloadingSpec.option_names} <= set(re.findall(r"`(\w+)`", table))

@@ -133,3 +133,19 @@ def test_command_refuses_what_is_no_recording(run, tmp_path, recorded):
     status, _, err = run("replay", recorded)
     assert status == 2
     assert "header" in err
+
+
+def test_a_long_replay_of_a_recording_shows_how_far_it_is(run, recorded, monkeypatch):
+    assert run("replay", recorded)[2] == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    status, out, err = run("replay", recorded)
+    assert (status, "records" in err, "records" in out) == (0, True, False)
+    assert run("replay", recorded, "--quiet")[2] == ""
+
+
+@pytest.mark.parametrize("name", ["run.kvlog", "run.kvlog.3"])
+@pytest.mark.parametrize("options", [(), ("--as-trace",)])
+def test_a_file_that_only_is_named_as_a_recording_is_named(run, tmp_path, name, options):
+    path = tmp_path / name
+    path.write_bytes(b"\xff\x00garbage\n")
+    assert run("replay", path, *options) == (2, "", f"kvcache: error: {path} is no recording of kvcache\n")
