@@ -28,7 +28,8 @@ cdef class ReplacementPolicy:
     cdef int64_t now_ns         # the time that the cache was last given
     cdef bint tracks_uses       # whether requests keep `KeyUse`, and the hooks of the last group are called
 
-    # ---- every policy has these three ----
+    # Every policy has these three.
+
     # Count one use of each key: `rows` from last to first, so that the head becomes the most recent. rows[i] is 0 where
     # the key is absent: a ghost perhaps, by its hash.
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil
@@ -38,7 +39,8 @@ cdef class ReplacementPolicy:
     # how many; called for ascending priorities until there are enough.
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* victims) noexcept nogil
 
-    # ---- a policy may have these; by default they do what is said, or nothing ----
+    # A policy may have these; by default they do what is said, or nothing.
+
     # A request begins: it is about to use its first key. For policies whose clock counts requests.
     cdef void on_request(self) noexcept nogil
     # Order a request: move each row (0: absent), from last to first, to the most-recent end of its own list. No use.
@@ -60,7 +62,8 @@ cdef class ReplacementPolicy:
     # Raise BlockStateError where the policy's own state does not hold.
     cdef int check_policy(self) except -1
 
-    # ---- a policy that tracks uses has these in place of on_request, on_use and, for stores, on_insert ----
+    # A policy that tracks uses has these in place of on_request, on_use and, for stores, on_insert.
+
     # Count one use each of the keys that `request` has just used for the first time: its last `n` used ones.
     cdef void on_request_use(
         self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil
@@ -74,7 +77,8 @@ cdef class ReplacementPolicy:
     cdef void on_admit(
         self, RequestKeys request, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n) noexcept nogil
 
-    # ---- what whoever drives a policy calls ----
+    # What whoever drives a policy calls.
+
     cdef int use_keys(self, list keys, Batch batch) except -1
     cdef Py_ssize_t count_uses(self, RequestKeys request, Batch batch, Py_ssize_t n) noexcept nogil
     cdef void choose_victims(self, Py_ssize_t n, int32_t* victims) noexcept nogil

@@ -106,8 +106,6 @@ cdef class ReplacementPolicy:
     ) noexcept nogil:
         pass
 
-    # ---- what whoever drives a policy calls -------------------------------------------------------------------
-
     cdef int use_keys(self, list keys, Batch batch) except -1:
         """Count a use of each key of a call that belongs to no request."""
         cdef Py_ssize_t n = len(keys)

@@ -75,8 +75,6 @@ cdef class RememberedKeys:
     def __contains__(self, key):
         return type(key) is bytes and self.find(hash_of(<PyObject*> key)) != 0
 
-    # ---- memory -----------------------------------------------------------------------------------------------
-
     cdef int reserve(self, Py_ssize_t n) except -1:
         """Make room for `n` more keys, so that `append` and `renew` cannot fail."""
         # A segment is closed after four keys at the least: one for each of its groups.
@@ -131,8 +129,6 @@ cdef class RememberedKeys:
         self.free_head = 0
         self.num_in_use = 0
         self.num_keys = 0
-
-    # ---- keys -------------------------------------------------------------------------------------------------
 
     cdef inline uint32_t _low_at(self, int32_t place) noexcept nogil:
         return self.segments[place >> PLACE_SHIFT].low[place & PLACE_MASK]
@@ -251,8 +247,6 @@ cdef class RememberedKeys:
             self._drop_segment(at)
         num_popped[0] = count
         return group
-
-    # ---- segments ---------------------------------------------------------------------------------------------
 
     cdef int32_t _put_youngest(self, uint32_t low, int32_t group) noexcept nogil:
         """Put a key at the end of the youngest segment, and return its place."""
@@ -387,8 +381,6 @@ cdef class RememberedKeys:
         into.held = <uint16_t> ((1 << count) - 1)
         self._drop_segment(younger)
         return True
-
-    # ---- inspection -------------------------------------------------------------------------------------------
 
     def remember(self, bytes key not None, int32_t group):
         """Append a key, or move it to the youngest end, in a group: for tests; a policy does so by hash."""

@@ -237,8 +237,6 @@ cdef class RequestKeys:
         named.generation = table.rows[named.row].generation
         return named.row
 
-    # ---- uses, in the order of the prompt ---------------------------------------------------------------------
-
     cdef int read_new_positions(self, BlockTable table) except -1:
         """Read the positions added since the last time; changed ones are not seen. For a policy that tracks uses."""
         cdef uint64_t call = table.num_calls

@@ -104,8 +104,6 @@ cdef class BlockTable:
     def __reduce__(self):
         raise TypeError("a block table lives in one process and cannot be pickled")
 
-    # ---- memory -----------------------------------------------------------------------------------------------
-
     cdef int grow(self) except -1:
         """Double the rows of a policy that was given more blocks than its capacity."""
         cdef int32_t num_rows = self.first + 2 * (self.num_rows - self.first)
@@ -171,8 +169,6 @@ cdef class BlockTable:
             self.aside = <int32_t*> block
             self.aside_size = n
         return 0
-
-    # ---- keys to rows -----------------------------------------------------------------------------------------
 
     cdef uint32_t next_mark(self) noexcept nogil:
         cdef int32_t row
@@ -247,8 +243,6 @@ cdef class BlockTable:
             raise ValueError(f"key must be exact, non-empty bytes, got {key!r}")
         return self.find_one(<PyObject*> key, hash_of(<PyObject*> key))
 
-    # ---- rows come and go -------------------------------------------------------------------------------------
-
     cdef void admit(
         self, list keys, const uint64_t* hashes, const Py_ssize_t* picked, Py_ssize_t n, int32_t* out
     ) noexcept:
@@ -317,8 +311,6 @@ cdef class BlockTable:
         self.num_resident -= n
         self.num_free += n
 
-    # ---- the oldest -------------------------------------------------------------------------------------------
-
     cdef Py_ssize_t take_oldest(self, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         """Take up to `n` rows that may leave out of their queue, oldest first; return how many there were."""
         cdef int32_t head = list_idx * NUM_PRIORITIES + priority
@@ -354,8 +346,6 @@ cdef class BlockTable:
             attach(self, self.aside[i])
         self.num_aside = 0
 
-    # ---- slots without a key ----------------------------------------------------------------------------------
-
     cdef bint is_withheld(self, int32_t row) noexcept:
         return self.withheld is not None and (row - self.first) in self.withheld
 
@@ -388,8 +378,6 @@ cdef class BlockTable:
         self.withheld.difference_update(slots)
         self.num_free += len(slots)
         return 0
-
-    # ---- reset ------------------------------------------------------------------------------------------------
 
     cdef void drop_stale(self, int32_t stop) noexcept:
         """Release keys from before the last reset, down to row `stop`: a little in each call, not all at the reset."""
@@ -433,8 +421,6 @@ cdef class BlockTable:
         self.version += 1
         self.epoch = next_epoch()
         return blocks
-
-    # ---- inspection -------------------------------------------------------------------------------------------
 
     cdef list keys_of_list(self, int32_t list_idx):
         """Return the keys of a list, oldest first."""

@@ -116,8 +116,6 @@ class ReferenceGittins(CachePolicy):
         """The value of a block of each class that has just been used, for requests without a hint."""
         return [self.value[cls][0] for cls in range(CLASSES_PER_HINT)]
 
-    # ---- the five primitives
-
     def get(self, key: bytes) -> BlockStatus | None:
         resident = self.blocks.get(key)
         return None if resident is None else resident.block
@@ -159,8 +157,6 @@ class ReferenceGittins(CachePolicy):
                     victims.append((key, self._evict(key)))
         self._trim()
         return victims
-
-    # ---- uses
 
     def count_uses(self, keys: list[bytes], request: RequestUses) -> None:
         if not keys:
@@ -283,8 +279,6 @@ class ReferenceGittins(CachePolicy):
                     oldest.bin += 1
                     self.cells[cls, b + 1][oldest] = None
 
-    # ---- stores
-
     def make_room(
         self, keys: list[bytes], num_free: int, offered: list[bytes], request: RequestUses | None
     ) -> tuple[int, Victims]:
@@ -381,8 +375,6 @@ class ReferenceGittins(CachePolicy):
             self.blocks[parent].kids += 1
         self.blocks[key] = _Resident(None, parent)
 
-    # ---- groups and memory
-
     def _join(self, key: bytes, cls: int, groups: dict[int, Group], length: int) -> None:
         group = self._join_group(key, cls, groups, length)
         if key in self.blocks:
@@ -414,8 +406,6 @@ class ReferenceGittins(CachePolicy):
             oldest, _ = self.memory.popitem(last=False)
             self._leave(oldest)
             del self.sharing[oldest]
-
-    # ---- the table
 
     def _rebuild(self) -> None:
         if self.total >= self.halving_total:

@@ -67,9 +67,6 @@ def everything(manager: Any, keys: Iterable[bytes] = (A, B, C, D, E, F)) -> tupl
     return manager.stats(), {key: (b.ref_cnt, b.block_id) for key, b in blocks.items() if b is not None}
 
 
-# ---- lookup
-
-
 def test_lookup_of_one_key_is_true_once_it_is_ready(make: Make) -> None:
     manager = make(4)
     absent = manager.lookup(A)
@@ -112,9 +109,6 @@ def test_lookup_is_no_use(make: Make) -> None:
         manager.lookup(A)
 
     assert store(manager, C) == [A]
-
-
-# ---- loads
 
 
 def test_load_spec_lists_ids_in_key_order(make: Make) -> None:
@@ -203,9 +197,6 @@ def test_a_block_that_is_read_is_never_evicted(make: Make) -> None:
     assert store(manager, F) == [A]  # a reference has not moved it
 
 
-# ---- touch
-
-
 def test_touch_makes_the_first_key_the_most_recent(make: Make) -> None:
     manager = make(4)
     for key in (A, B, C, D):
@@ -222,9 +213,6 @@ def test_touch_of_absent_keys_takes_nothing_in(make: Make) -> None:
     manager.touch([])
 
     assert everything(manager)[1] == {}
-
-
-# ---- stores
 
 
 def test_stores_get_fresh_ids_in_the_order_offered(make: Make) -> None:
@@ -393,9 +381,6 @@ def test_outputs_keep_their_older_names(make: Make) -> None:
     assert manager._policy is manager.policy
 
 
-# ---- events
-
-
 def test_one_event_per_batch_and_none_for_an_empty_one(make: Make) -> None:
     manager = make(2, enable_events=True)
     store(manager, A, B)
@@ -428,9 +413,6 @@ def test_events_are_the_listener_s_own(make: Make) -> None:
     output.evicted_keys.clear()
 
     assert [event.keys for event in manager.take_events()] == [[A], [A]]
-
-
-# ---- stats
 
 
 def test_stats_count_blocks_and_calls(make: Make) -> None:

@@ -73,9 +73,6 @@ def ids(spec: Any) -> list[int]:
     return found
 
 
-# ---- requests
-
-
 def test_a_request_uses_a_key_once() -> None:
     manager = CPUOffloadingManager(16, 4, "arc")
     first, second = ReqContext("1"), ReqContext("2")
@@ -203,9 +200,6 @@ def test_rows_that_changed_hands_are_noticed() -> None:
     assert store(manager, E) == [C]
 
 
-# ---- reset
-
-
 def test_reset_in_mid_flight_forgets_everything(make: Make) -> None:
     manager = make(4)
     context = ReqContext()
@@ -243,9 +237,6 @@ def test_reset_keeps_the_counters(make: Make) -> None:
     manager.reset_cache()
 
     assert manager.stats().stored_blocks == 2
-
-
-# ---- sizes
 
 
 def test_a_cache_of_one_block(make: Make) -> None:
@@ -297,9 +288,6 @@ def test_keys_of_1_to_200_bytes_live_side_by_side(make: Make) -> None:
     assert manager.lookup([bytes(bytearray(key)) for key in keys]) == 200
     assert ids(manager.prepare_load(keys)) == list(range(200))
     assert manager.lookup(b"\x00" * 201) is False
-
-
-# ---- threads and processes
 
 
 def test_two_threads_in_turn_see_one_cache(make: Make) -> None:
@@ -371,9 +359,6 @@ def test_compiled_policies_and_their_managers_refuse_to_be_pickled(name: str) ->
     for victim in (manager, manager.policy, BackendOffloadingManager(CPUBackend(16, 2), name)):
         with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(victim)
-
-
-# ---- what a policy's get returns
 
 
 @pytest.mark.parametrize("name", ["lru", "arc"])

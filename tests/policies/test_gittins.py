@@ -87,9 +87,6 @@ def test_reference_reproduces_its_table(name: str, num_blocks: int, shared: Path
     assert (num_hits, manager.stats().stored_blocks) == TABLE[name, num_blocks]
 
 
-# ---- serving is not replay
-
-
 def serve(
     manager: CPUOffloadingManager, clock: ReplayClock, requests: Iterable[tuple[float, list[bytes]]], part: int
 ) -> int:
@@ -147,9 +144,6 @@ def test_interleaved_parts_without_a_touch_lose_little(part: int, shared: Path) 
     manager.policy.check()
 
     assert num_hits > 0.97 * TABLE[AGENTS, 500][0]
-
-
-# ---- what the tables do not pin
 
 
 def stored(
