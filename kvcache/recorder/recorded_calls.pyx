@@ -31,7 +31,9 @@ from kvcache.specs import BlockIDsLoadStoreSpec, CPULoadStoreSpec
 cdef extern from *:
     """
     #include <unistd.h>
+    #define kv_fetch_to_write(at) __builtin_prefetch((at), 1)
     """
+    void kv_fetch_to_write(const char* at) noexcept nogil
     int usleep(unsigned int microseconds) nogil
 
 cdef extern from "Python.h":
@@ -41,6 +43,8 @@ cdef extern from "Python.h":
     int64_t PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow) noexcept
 
 cdef enum:
+    LINE_BYTES = 64
+    FETCHED_BYTES = 512     # ahead of a record: a record or two of a short request
     NUM_WAITS = 10
     WAIT_US = 20
 
@@ -404,6 +408,10 @@ cdef class RecordedCalls:
         log.at[0] = op
         log.at = kv_put_number(log.put_time(log.at + 1, now_ns), request.number)
         log.num_records += 1
+        # The recorder's thread had a chunk's memory last.
+        kv_fetch_to_write(log.at + FETCHED_BYTES)
+        kv_fetch_to_write(log.at + FETCHED_BYTES + LINE_BYTES)
+        kv_fetch_to_write(log.end - FETCHED_BYTES // 2)
         return request
 
     cdef inline void _put_one(self, key) noexcept:
