@@ -7,6 +7,7 @@ snapshot reads counters, and takes no lock that the scheduler holds for longer t
 from __future__ import annotations
 
 import logging
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from kvcache.control.manager import OffloadingManager
 
 _LOG = logging.getLogger(__name__)
+_LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+_MAX_LABEL_CHARS = 1024
 Source = Callable[[], Iterable[Part]]
 """Returns the statistics of one component; called in any thread, and must not wait."""
 
@@ -89,7 +92,8 @@ class Telemetry:
     block_bytes : int
         Bytes of one block over all workers; 0: not known.
     labels : mapping of str to str
-        What tells this engine from others: ``engine`` and ``rank``, both ``"0"`` where they are left out.
+        What tells this engine from others: ``engine`` and ``rank``, both ``"0"`` where they are left out. Names are
+        Prometheus', texts have at most 1,024 characters: they stand in every line of every scrape.
     config : mapping
         The configuration in effect, for people to read; no secrets.
     time_calls : bool
@@ -102,6 +106,11 @@ class Telemetry:
         Each returns further parts of a snapshot; append to it.
     exporters : list
         What reports this, and is closed by `close`; append to it.
+
+    Raises
+    ------
+    ValueError
+        A label is no such name and text, or `block_bytes` is negative.
     """
 
     def __init__(
@@ -116,6 +125,8 @@ class Telemetry:
         self.manager = manager
         self.block_bytes = check_int("block_bytes", block_bytes, 0)
         self.labels = {"engine": "0", "rank": "0", **({} if labels is None else labels)}
+        for name, text in self.labels.items():
+            _check_label(name, text)
         self.config = {} if config is None else dict(config)
         self.sources: list[Source] = []
         self.exporters: list[Exporter] = []
@@ -157,6 +168,23 @@ class Telemetry:
                 _LOG.exception("%s did not close", type(exporter).__name__)
         if self._call_times is not None:
             self._call_times.close()
+
+
+def _check_label(name: object, text: object) -> None:
+    is_name = isinstance(name, str) and _LABEL_NAME.fullmatch(name) is not None and name != "le"
+    if not is_name or not isinstance(text, str) or len(text) > _MAX_LABEL_CHARS or not _is_unicode(text):
+        raise ValueError(
+            f"a label must have a name such as 'engine' and a text of at most {_MAX_LABEL_CHARS} characters, got "
+            f"{name!r:.80}: {text!r:.80}"
+        )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Exporter(ABC):

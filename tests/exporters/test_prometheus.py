@@ -153,6 +153,44 @@ def test_a_workers_transfers_are_reported_by_direction(caplog: pytest.LogCapture
     telemetry.close()
 
 
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"engine": "x" * 1025},
+        {"engine": "\ud800"},
+        {"engine": 7},
+        {"engine": None},
+        {"we ird": "a"},
+        {"__name__": "a"},
+        {"le": "a"},
+        {"": "a"},
+        {"é": "a"},
+        {"9": "a"},
+        {7: "a"},
+    ],
+)
+def test_label_that_no_scrape_can_carry_is_named(labels: dict[str, str]) -> None:
+    (text,) = labels.values()
+    with pytest.raises(ValueError, match=r"a label must have a name such as 'engine' .*, got") as caught:
+        Telemetry(None, labels=labels)
+    assert len(str(caught.value)) < 300
+    assert repr(text)[:80] in str(caught.value)
+
+
+def test_labels_with_quotes_and_lines_arrive_as_they_are() -> None:
+    text = 'a"b\\c\n' + "é" * 1000
+    telemetry = Telemetry(CPUOffloadingManager(16, 4), labels={"engine": text})
+    exporter = start_server(telemetry, 0)
+    (sample,) = [
+        one
+        for family in text_string_to_metric_families(fetch(exporter.address))
+        for one in family.samples
+        if one.name == "kvcache_capacity_blocks"
+    ]
+    assert sample.labels["engine"] == text
+    telemetry.close()
+
+
 def test_a_port_in_use_is_a_clear_error(telemetry: Telemetry) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
