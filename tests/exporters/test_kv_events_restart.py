@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -133,6 +135,40 @@ def test_successor_first_heard_at_the_number_that_comes_next_is_noticed(digest_e
                 # Never of both.
                 assert max(held) < 100 or min(held) >= 100, sorted(held)
             assert subscriber.is_verified
+
+
+KILLED = """
+import itertools
+from kvcache import OffloadingEvent, make_offload_key
+from kvcache.exporters.kv_events import KVEventPublisher
+
+publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", digest_every=4)
+print(publisher.endpoint, publisher.replay_endpoint, flush=True)
+for number in itertools.count(1 << 32):
+    keys = [make_offload_key((number * 64 + i).to_bytes(8, "big"), 0) for i in range(64)]
+    publisher.publish([OffloadingEvent(keys, 16, "CPU", False)])
+    if number % 64 == 0:
+        publisher.flush()
+"""
+
+
+def test_view_of_a_publisher_that_was_killed_amid_its_batches_is_replaced():
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        endpoint, replay_endpoint = first.stdout.readline().split()
+        with KVEventSubscriber(endpoint, replay_endpoint, timeout_s=30) as subscriber:
+            end_s = time.monotonic() + 60
+            while len(subscriber.view) < 10_000:
+                assert time.monotonic() < end_s
+                subscriber.poll(0.01)
+            first.kill()
+            first.wait()
+            with KVEventPublisher(endpoint, replay_endpoint) as second:
+                publish_one_by_one(second, 1, 2)
+                while numbers_held(subscriber) != {1, 2}:
+                    assert time.monotonic() < end_s
+                    subscriber.poll(0.01)
+                assert subscriber.is_verified
 
 
 def test_connection_made_anew_is_noticed_without_a_message():
