@@ -137,6 +137,29 @@ def test_successor_first_heard_at_the_number_that_comes_next_is_noticed(digest_e
             assert subscriber.is_verified
 
 
+def test_messages_that_waited_since_before_the_restart_are_not_added_to_the_successors():
+    first = KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=0)
+    with KVEventSubscriber(first.endpoint, first.replay_endpoint or "", timeout_s=30) as subscriber:
+        end_s = time.monotonic() + 60
+        while not subscriber.poll(0.01):
+            assert time.monotonic() < end_s
+            publish_one_by_one(first, 1000)
+        while subscriber.poll(0.05):
+            pass
+        publish_one_by_one(first, *range(1001, 1201))
+        first.close(30)
+        with KVEventPublisher(first.endpoint, first.replay_endpoint, digest_every=0) as second:
+            publish_one_by_one(second, *range(100))
+            while not subscriber._connections.poll(30_000):
+                assert time.monotonic() < end_s
+            while numbers_held(subscriber) != set(range(100)):
+                assert time.monotonic() < end_s
+                subscriber.poll(0.01)
+            while subscriber.poll(0.05):
+                pass
+            assert numbers_held(subscriber) == set(range(100))
+
+
 KILLED = """
 import itertools
 from kvcache import OffloadingEvent, make_offload_key
