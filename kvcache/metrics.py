@@ -253,7 +253,7 @@ class ManagerStats:
     )
     needed_blocks: int = counter(
         "blocks",
-        "Blocks of requests that the device did not hold: loaded, or computed and offered for storing.",
+        "Blocks of requests that the device did not hold: loaded, or computed and new to host memory.",
         "rate(loaded_blocks) / rate(needed_blocks) is the share that was spared computing, over any window.",
         is_sized=True,
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from kvcache import CPUOffloadingManager, ManagerStats
+import pytest
+
+from kvcache import CPUOffloadingManager, ManagerStats, ReqContext
 from kvcache.metrics import MANAGER_METRICS, Metric, as_markdown, metrics_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "api" / "managers.md"
@@ -35,6 +37,21 @@ def test_needed_blocks_leaves_refused_stores_out() -> None:
     manager = CPUOffloadingManager(16, 1)
     assert manager.prepare_store([b"a", b"b"]) is None
     assert (manager.stats().needed_blocks, manager.stats().rejected_stores) == (0, 1)
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins", "kvcache.testing.reference:ReferenceARC"])
+def test_blocks_that_were_loaded_and_are_offered_again_are_needed_once(policy: str) -> None:
+    manager = CPUOffloadingManager(16, 8, policy)
+    for keys in ([b"a", b"b"], [b"a", b"b", b"c"], [b"a", b"b", b"c", b"d"]):
+        context = ReqContext()
+        num_hits = manager.lookup(keys, context)
+        manager.prepare_load(keys[:num_hits], context)
+        manager.complete_load(keys[:num_hits], context)
+        output = manager.prepare_store(keys, context)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+    assert (manager.stats().loaded_blocks, manager.stats().needed_blocks) == (5, 9)
 
 
 def test_the_docs_show_the_table() -> None:

@@ -166,6 +166,8 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         self._reads_clock: bool = getattr(self._cache.current_policy(), "reads_clock", False)
         # Once a request has given a hint, or where the policy reads the clock: nobody else pays for it.
         self._keeps_time = self._reads_clock
+        declines = getattr(self._cache.current_policy(), "declines", False)
+        self._may_gate: bool = self._admission is not None or self._reads_clock or declines
         self.events: EventLog | None = None
         if enable_events:
             self.events = EventLog(block_size)
@@ -175,7 +177,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         self.evicted_blocks = 0
         self.rejected_stores = 0
         self.failed_blocks = 0
-        self._offered_blocks = 0
+        self._missed_blocks = 0
 
     def _make_cache(self, cache_policy: str | type, backend: Backend | None) -> BlockCacheOps:
         chosen = POLICIES.resolve(cache_policy)
@@ -233,8 +235,8 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
 
     @property
     def needed_blocks(self) -> int:
-        """Blocks of requests that the device did not hold: loaded, or offered for storing and not refused."""
-        return self.loaded_blocks + self._offered_blocks
+        """Blocks of requests that were loaded, or offered for storing and not here; refused stores are left out."""
+        return self.loaded_blocks + self._missed_blocks
 
     @property
     def declined_blocks(self) -> int:
@@ -578,6 +580,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if self._keeps_time and (req_context is None or self._ops.needs_time(request_keys, req_context.positions)):
             self._advance()
         admitted = None if is_move or self._admission is None else self._admission.admit(keys)
+        num_gated = self._cache.gated_blocks if self._may_gate else 0
         output = self._ops.reserve(keys, request_keys, admitted)
         if output is None:
             self.rejected_stores += not is_move
@@ -585,8 +588,11 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         num_evicted = len(output.evicted_keys)
         self.evicted_blocks += num_evicted
         if not is_move:
-            num_keys = len(keys)
-            self._offered_blocks += num_keys
+            # Not those that are here already: an engine may offer what it has just loaded.
+            num_missed = len(output.keys_to_store)
+            if self._may_gate:
+                num_missed += self._cache.gated_blocks - num_gated
+            self._missed_blocks += num_missed
         return output
 
     def reserve_leading(self, keys: list[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:

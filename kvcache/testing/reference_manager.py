@@ -127,7 +127,6 @@ class ReferenceManager(OffloadingManager):
     def prepare_store(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
         _check_context(req_context)
         keys = self._begin(keys, req_context)
-        num_offered = len(keys)
         keys = list(dict.fromkeys(keys))
         absent = [key for key in keys if key not in self.blocks]
         admitted = self.gate.admitted(keys)
@@ -135,7 +134,7 @@ class ReferenceManager(OffloadingManager):
         num_idle_named = sum(key in self.blocks and key not in self.in_use for key in keys)
         num_evictable = len(self.blocks) - len(self.in_use) - num_idle_named
         if self.policy.declines:
-            self.counts.update(needed_blocks=num_offered)
+            self.counts.update(needed_blocks=len(absent))
             return self._store_leading(keys, absent, to_store, req_context)
         num_missing = max(0, len(to_store) - self._num_free())
         if num_missing > num_evictable:
@@ -145,7 +144,7 @@ class ReferenceManager(OffloadingManager):
         self._count_uses(keys, req_context)
         victims = self._evict(num_missing, set(keys)) if num_missing else []
         assert victims is not None, "enough blocks could be evicted"
-        self.counts.update(gated_blocks=len(absent) - len(to_store), needed_blocks=num_offered)
+        self.counts.update(gated_blocks=len(absent) - len(to_store), needed_blocks=len(absent))
         return self._replace(victims, to_store)
 
     def _store_leading(

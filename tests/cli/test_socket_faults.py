@@ -201,7 +201,8 @@ def test_nothing_that_an_engine_says_steers_the_terminal(run: Run, tmp_path: Pat
     part = {"name": evil, "labels": {evil: evil}, "stats": {evil: evil}}
     refused = json.dumps({"ok": False, "error": evil}).encode()
     samples = result({"time_s": 1, "labels": {evil: evil}, "samples": [["tier_held_blocks", "", {"medium": evil}, 1]]})
-    answers = {"status": result({"labels": {evil: evil}, "parts": [part]}), "samples": samples, "what_if": refused}
+    status = {"labels": {evil: evil}, "parts": [part], "block_size": evil, "block_bytes": 0, "uptime_s": 1.0}
+    answers = {"status": result(status), "samples": samples, "what_if": refused}
     with engine_answering(path, answers):
         for command in COMMANDS:
             code, out, _ = run(*command, "--socket", path)
