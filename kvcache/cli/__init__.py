@@ -30,6 +30,7 @@ def build_app() -> typer.Typer:
         demo,
         fleet_demo,
         metrics,
+        record,
         replay,
         status,
         tier,
@@ -56,6 +57,7 @@ def build_app() -> typer.Typer:
     common.add_command(bench, "disk", bench_disk.disk)
     common.add_command(bench, "tier", bench_tier.tier)
     app.add_typer(bench, name="bench")
+    app.add_typer(record.build_app(), name="record")
     app.add_typer(tier.build_app(), name="tier")
     app.add_typer(metrics.build_app(), name="metrics")
     return app

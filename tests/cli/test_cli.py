@@ -262,7 +262,7 @@ def test_missing_extra_is_named() -> None:
     assert done.stderr == "kvcache: error: the command line needs typer: install kvcache's extra 'cli'\n"
 
 
-@pytest.mark.parametrize("group", [(), ("bench",), ("tier",), ("metrics",)])
+@pytest.mark.parametrize("group", [(), ("bench",), ("record",), ("tier",), ("metrics",)])
 def test_lists_of_commands_cut_no_summary(group: tuple[str, ...], run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERMINAL_WIDTH", "80")
