@@ -58,6 +58,8 @@ def run(
                 bar.show(0, len(kept or []), f"for {shrink_s:g} s at most")
                 text = _shrunk_text(kept or [], config, policy, bool(difference.reason), shrink_s)
             print(text, file=out)
+    if not outcome.num_calls:
+        raise CommandError(f"{path} has no call to compare: {outcome.end or 'nothing was recorded'}")
     if difference is not None:
         what = difference.reason or "the answer differs"
         raise CommandError(f"record {difference.call.number}, {difference.call.op.name.lower()}: {what}")

@@ -135,6 +135,14 @@ def test_command_refuses_what_is_no_recording(run, tmp_path, recorded):
     assert "header" in err
 
 
+def test_a_recording_without_a_call_is_no_success(run, tmp_path):
+    manager = CPUOffloadingManager(16, 10)
+    Recorder(manager, tmp_path / "empty.kvlog").stop()
+    status, out, err = run("replay", tmp_path / "empty.kvlog")
+    assert (status, "there is nothing to compare" in out) == (1, True)
+    assert f"{tmp_path / 'empty.kvlog'} has no call to compare: nothing was recorded" in err
+
+
 def test_a_long_replay_of_a_recording_shows_how_far_it_is(run, recorded, monkeypatch):
     assert run("replay", recorded)[2] == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
