@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from kvcache import ReqContext, TieredOffloadingManager
-from kvcache.cli.frames import Frame, History, parse_metrics
+from kvcache.cli.frames import Frame, History, WhatIf, parse_metrics
 from kvcache.cli.top_view import view
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.prometheus import start_server
@@ -83,13 +83,12 @@ def test_an_engine_with_one_tier_fits_a_terminal_of_80_by_24() -> None:
     values = {("capacity_blocks", ()): 1e6, ("capacity_bytes", ()): 2e12, ("needed_blocks", ()): 9e9}
     values |= {("call_worst_seconds", (("call", name),)): 0.01 for name in ("lookup", "touch", "complete_store")}
     labels = {"engine": "0", "rank": "0", "policy": "arc"}
-    what_if = {
-        "uses": 1,
-        "num_blocks": 4,
-        "policy": "arc",
-        "capacities": [250_000, 500_000, 1_000_000, 2_000_000, 4_000_000],
-        "hit_ratios": dict.fromkeys(("lru", "arc", "mq", "amq", "lfuda"), (1.0,) * 5),
-    }
+    what_if = WhatIf(
+        policy="arc",
+        num_blocks=4,
+        capacities=[250_000, 500_000, 1_000_000, 2_000_000, 4_000_000],
+        hit_ratios={name: [1.0] * 5 for name in ("lru", "arc", "mq", "amq", "lfuda")},
+    )
     history.add(Frame(0.0, values | tier_values(0), labels))
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(view("/run/user/1000/kvcache-1000/status-1234567.sock " + "x" * 80, history, what_if))
