@@ -13,7 +13,9 @@ cdef struct Event:
 
 # Who takes every event as it happens. Its functions are called in the log's critical section, and run no Python.
 cdef class EventSink:
-    cdef bint put_event(self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, uint64_t number) noexcept
+    cdef bint put_event(
+        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, const uint64_t* hashes,
+        uint64_t number) noexcept
     cdef bint put_reset(self) noexcept
 
 
@@ -33,7 +35,8 @@ cdef class EventLog:
 
     cdef int reserve(self) except -1
     cdef void append(self, list keys, medium, bint removed, bint are_exact) noexcept
-    cdef void forward(self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact) noexcept
+    cdef void forward(
+        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, const uint64_t* hashes) noexcept
     cdef void flush(self) noexcept
     cdef void forget(self) noexcept
     cdef void drop(self, Py_ssize_t num_events) noexcept

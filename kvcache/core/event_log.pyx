@@ -34,9 +34,11 @@ cdef class EventSink:
     """
 
     cdef bint put_event(
-        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, uint64_t number,
+        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, const uint64_t* hashes, uint64_t number,
     ) noexcept:
         """Copy an event of the first `n` keys, n > 0; False: there is no room for it now, and nothing has changed.
+
+        `hashes` are `key_hash.hash_of` of each, or NULL.
 
         Numbers before it that are missing were dropped. What can never be put is dropped, too, and returns True.
         """
@@ -97,7 +99,7 @@ cdef class EventLog:
             resume_collector(was_on)
         with cython.critical_section(self.lock):
             if self.sink is not None:
-                self.forward(copy, len(copy), medium, removed, False)
+                self.forward(copy, len(copy), medium, removed, False, NULL)
                 return
             self.reserve()
             self.append(copy, medium, removed, False)
@@ -198,7 +200,9 @@ cdef class EventLog:
             self.num_dropped += 1
             self.drop(1)
 
-    cdef void forward(self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact) noexcept:
+    cdef void forward(
+        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, const uint64_t* hashes,
+    ) noexcept:
         """Give the sink an event of the first `n` keys, n > 0; it waits where there is no room."""
         cdef list waiting
         cdef Py_ssize_t i
@@ -206,7 +210,7 @@ cdef class EventLog:
         if self.num_events:
             self.flush()
         if self.num_events == 0 and self.sink is not None and self.sink.put_event(
-                keys, n, medium, removed, are_exact, self.last_number + 1):
+                keys, n, medium, removed, are_exact, hashes, self.last_number + 1):
             self.last_number += 1
             return
         try:
@@ -231,7 +235,7 @@ cdef class EventLog:
             num_keys += event.num_keys
             if not self.sink.put_event(
                     <list> event.keys, event.num_keys, <object> event.medium, event.removed, event.are_exact,
-                    self.last_number - self.num_events + 1):
+                    NULL, self.last_number - self.num_events + 1):
                 return
             self.drop(1)
 

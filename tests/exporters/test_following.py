@@ -68,6 +68,55 @@ def test_what_is_published_is_what_the_manager_holds(policy, queue_events):
         subscriber.close()
 
 
+@pytest.mark.parametrize("sizes", [[36], [5, 12, 40, 44, 45, 70, 300, 70_000], [1, 2, 3, 4, 36], [36, 4]])
+def test_blocks_that_leave_by_their_hashes_are_the_right_ones(sizes):
+    """A key of up to 4 bytes is put in with a group behind it, and so has another hash."""
+    draw = random.Random(str(sizes))
+    manager = CPUOffloadingManager(16, 50, "lru", True)
+    with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=2) as publisher:
+        publisher.follow(manager)
+        subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=60)
+        keys = list({draw.randbytes(draw.choice(sizes)) for _ in range(400)})
+        for start in range(0, len(keys), 8):
+            store(manager, keys[start : start + 8])
+        there = [key if len(key) > 4 else key + bytes(4) for key in keys if manager.lookup(key)]
+        assert held(publisher) == set(there)
+        subscriber.resync()
+        assert subscriber.view.media() == publisher.snapshot()[1]
+        subscriber.close()
+
+
+def test_many_blocks_that_leave_at_once_go_on_in_the_next_batch():
+    manager = CPUOffloadingManager(16, 5_000, "lru", True)
+    with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=1) as publisher:
+        publisher.follow(manager)
+        subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=60)
+        subscriber.resync()
+        old, new = ([b"%d %d" % (number, i) + bytes(4) for i in range(5_000)] for number in range(2))
+        store(manager, old)
+        store(manager, new)
+        assert held(publisher) == set(new)
+        end_s = time.monotonic() + 60
+        while subscriber.view.media() != publisher.snapshot()[1]:
+            assert time.monotonic() < end_s
+            subscriber.poll(0.05)
+        subscriber.close()
+
+
+def test_large_keys_that_leave_make_no_message_without_a_bound():
+    manager = CPUOffloadingManager(16, 12, "lru", True)
+    with KVEventPublisher(ANY_PORT) as publisher:
+        publisher.follow(manager)
+        keys = [bytes([number]) * (1 << 20) for number in range(24)]
+        store(manager, keys[:12])
+        assert held(publisher) == set(keys[:12])
+        num_batches = publisher.stats()["sent_batches"]
+        store(manager, keys[12:])
+        assert held(publisher) == set(keys[12:])
+        # 24 MiB, of which a batch has little over 4.
+        assert publisher.stats()["sent_batches"] - num_batches >= 5
+
+
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
 def test_tiers_of_a_manager_are_followed(write_policy):
     """Two managers do the same; the events of one are taken."""

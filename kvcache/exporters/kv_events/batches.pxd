@@ -1,6 +1,6 @@
 cimport cython
 from cpython.pythread cimport PyThread_type_lock
-from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from kvcache.exporters.kv_events.block_set cimport BlockSet, Key
 from kvcache.exporters.kv_events.encoding cimport Buffer, MediumDigest
@@ -35,6 +35,7 @@ cdef class BatchLog:
     cdef Buffer events
     cdef Buffer part
     cdef Key* keys                  # [MAX_BATCH_KEYS]
+    cdef int32_t* found             # [MAX_BATCH_KEYS]: blocks that leave
 
     cdef int make_batch(self) noexcept nogil
     cdef uint64_t oldest_kept(self) noexcept nogil
@@ -43,5 +44,7 @@ cdef class BatchLog:
     cdef int copy_held(self, HeldKeys* held) noexcept nogil
     cdef int encode_part(self, int medium, uint64_t block_size, const Key* keys, Py_ssize_t n) noexcept nogil
     cdef int _fill(self) noexcept nogil
+    cdef Py_ssize_t _remove_hashes(
+        self, BlockSet held, Py_ssize_t max_keys, Py_ssize_t* num_events) noexcept nogil
     cdef void _drop(self, Payload* payload) noexcept nogil
     cdef int _finish(self, Buffer* batch, Py_ssize_t num_events) noexcept nogil

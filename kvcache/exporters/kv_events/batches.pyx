@@ -7,7 +7,7 @@ cimport cython
 from cpython.pythread cimport (
     WAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_release_lock,
 )
-from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
@@ -57,7 +57,8 @@ cdef class BatchLog:
         self.lock = PyThread_allocate_lock()
         self.kept = <Payload*> calloc(max_kept, sizeof(Payload))
         self.keys = <Key*> malloc(MAX_BATCH_KEYS * sizeof(Key))
-        if self.lock == NULL or self.kept == NULL or self.keys == NULL:
+        self.found = <int32_t*> malloc(MAX_BATCH_KEYS * sizeof(int32_t))
+        if self.lock == NULL or self.kept == NULL or self.keys == NULL or self.found == NULL:
             raise MemoryError(f"no memory for {max_kept} batches")
 
     def __dealloc__(self):
@@ -67,6 +68,7 @@ cdef class BatchLog:
                 free(self.kept[i].data)
         free(self.kept)
         free(self.keys)
+        free(self.found)
         free(self.events.data)
         free(self.part.data)
         if self.lock != NULL:
@@ -161,6 +163,16 @@ cdef class BatchLog:
             if self.queue.num_keys_left == 0 and not self.queue.next_event():
                 break
             num_taken += 1
+            if self.queue.event.by_hash:
+                if self.queue.event.medium == CPU:
+                    n = self._remove_hashes(self.cpu, num_keys_left, &num_made)
+                else:
+                    n = self._remove_hashes(self.storage, num_keys_left, &num_made)
+                if num_made < 0:
+                    return -1
+                num_keys_left -= n
+                num_events += num_made
+                continue
             kind = <EventKind> self.queue.event.kind
             n = self.queue.next_keys(self.keys, num_keys_left, MAX_BATCH_BYTES)
             num_keys_left -= n
@@ -195,6 +207,21 @@ cdef class BatchLog:
         memcpy(data, events.data + events.start, payload.size)
         store_int(&self.num_made, self.num_made + 1)
         return 1
+
+    cdef Py_ssize_t _remove_hashes(
+        self, BlockSet held, Py_ssize_t max_keys, Py_ssize_t* num_events,
+    ) noexcept nogil:
+        """Encode blocks of this event that leave, and take them out; return how many hashes were read.
+
+        `num_events`: how many events they made, or -1 where there is no memory.
+        """
+        cdef Py_ssize_t n = min(max_keys, <Py_ssize_t> self.queue.num_keys_left), num_found
+        n = held.find_hashes(self.queue.hashes_left(), n, MAX_BATCH_BYTES, self.found, self.keys, &num_found)
+        num_events[0] = encode_event(
+            &self.events, REMOVED, <Medium> self.queue.event.medium, self.queue.event.block_size, self.keys, num_found)
+        held.drop_found(self.found, num_found)
+        self.queue.skip_hashes(n)
+        return n
 
     cdef void _drop(self, Payload* payload) noexcept nogil:
         self.num_kept_bytes -= payload.size

@@ -34,6 +34,10 @@ cdef class BlockSet:
     cdef int32_t free_head
 
     cdef int change(self, const Key* keys, Py_ssize_t n, bint removed) noexcept nogil
+    cdef Py_ssize_t find_hashes(
+        self, const uint8_t* hashes, Py_ssize_t n, size_t max_bytes, int32_t* found, Key* keys, Py_ssize_t* num_found,
+    ) noexcept nogil
+    cdef void drop_found(self, const int32_t* found, Py_ssize_t n) noexcept nogil
     cdef void empty(self) noexcept nogil
     cdef Key* copy_keys(self) noexcept nogil
     cdef int32_t _find(self, const Key* key, uint64_t hash) noexcept nogil

@@ -140,6 +140,50 @@ cdef class BlockSet:
             start += m
         return 0
 
+    cdef Py_ssize_t find_hashes(
+        self, const uint8_t* hashes, Py_ssize_t n, size_t max_bytes, int32_t* found, Key* keys, Py_ssize_t* num_found,
+    ) noexcept nogil:
+        """Look blocks up by their keys' hashes, 8 bytes each, not aligned, until their keys have `max_bytes`.
+
+        `found` takes the `num_found` blocks that are held, and `keys` their keys, which lie here until something
+        changes. Two keys of one hash are taken for one another: one pair in 2**64. Return how many hashes were read.
+        """
+        cdef uint64_t hash
+        cdef Probe probe
+        cdef Py_ssize_t i, count = 0
+        cdef size_t num_bytes = 0
+        cdef int32_t at
+        num_found[0] = 0
+        if self.capacity == 0:
+            return n
+        for i in range(min(n, <Py_ssize_t> AT_ONCE)):
+            prefetch(&self.buckets[home_of(<uint32_t> hash_at(hashes, i), self.num_buckets)])
+        for i in range(n):
+            if num_bytes >= max_bytes:
+                num_found[0] = count
+                return i
+            if i + AT_ONCE < n:
+                prefetch(&self.buckets[home_of(<uint32_t> hash_at(hashes, i + AT_ONCE), self.num_buckets)])
+            hash = hash_at(hashes, i)
+            at = index_first(self.buckets, self.num_buckets, hash, &probe)
+            while at != 0 and self.blocks[at].hash != hash:
+                at = index_next(self.buckets, self.num_buckets, hash, &probe)
+            if at == 0:
+                continue
+            found[count] = at
+            keys[count] = Key(key_of(&self.blocks[at]), self.blocks[at].size)
+            num_bytes += keys[count].size
+            count += 1
+        num_found[0] = count
+        return n
+
+    cdef void drop_found(self, const int32_t* found, Py_ssize_t n) noexcept nogil:
+        """Take blocks out that `find_hashes` has found, but for one that it found twice."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            if self.blocks[found[i]].size:
+                self._drop(found[i])
+
     cdef void empty(self) noexcept nogil:
         """Take all blocks out, and give the memory back."""
         cdef int32_t at
@@ -272,6 +316,12 @@ cdef class BlockSet:
         free(keys)
         if outcome < 0:
             raise MemoryError(f"no memory for {len(datas)} blocks beside {self.num_blocks}")
+
+
+cdef inline uint64_t hash_at(const uint8_t* hashes, Py_ssize_t i) noexcept nogil:
+    cdef uint64_t hash
+    memcpy(&hash, hashes + i * sizeof(uint64_t), sizeof(uint64_t))
+    return hash
 
 
 cdef inline uint8_t* key_of(const Block* block) noexcept nogil:

@@ -15,12 +15,14 @@ cdef enum Medium:
     STORAGE
     NUM_MEDIA
 
-# An event in the queue; its keys follow it, each a size of 4 bytes and its own.
+# An event in the queue; its keys follow it, each a size of 4 bytes and its own, or only their hashes (`hash_of_bytes`),
+# 8 bytes each.
 cdef struct EventHeader:
     uint64_t block_size
     uint32_t num_keys
     uint8_t kind
     uint8_t medium
+    uint8_t by_hash
 
 # Memory that events lie in one after the other. The scheduler writes at `num_written`, and makes known how far whole
 # events go (`num_ready`); the publishing thread reads behind it.
@@ -42,6 +44,7 @@ cdef class EventQueue(EventSink):
     cdef int64_t max_events
     cdef int64_t num_queued
     cdef public uint64_t last_number
+    cdef bint has_short             # a key without a group: another hash than the one that was put in its place
     cdef char[64] apart             # a cache line, so that neither thread waits for what the other writes
     # the publishing thread's
     cdef Chunk* head
@@ -59,6 +62,7 @@ cdef class EventQueue(EventSink):
     cdef int _put(self, list keys, medium, bint removed, uint64_t block_size) except -1
     cdef int _copy(
         self, list keys, Py_ssize_t n, medium, bint removed, uint64_t block_size, bint drops) except -1
+    cdef int _put_hashes(self, const uint64_t* hashes, Py_ssize_t n, medium, uint64_t block_size) except -1
     cdef uint8_t* _put_header(self, Py_ssize_t num_keys, medium, bint removed, uint64_t block_size) noexcept
     cdef size_t _num_bytes(self, list keys) except 0
     cdef int _check_key(self, PyObject* key) except -1
@@ -67,5 +71,7 @@ cdef class EventQueue(EventSink):
     cdef void _roll_back(self) noexcept
     cdef bint next_event(self) noexcept nogil
     cdef Py_ssize_t next_keys(self, Key* keys, Py_ssize_t n, size_t max_bytes) noexcept nogil
+    cdef const uint8_t* hashes_left(self) noexcept nogil
+    cdef void skip_hashes(self, Py_ssize_t n) noexcept nogil
     cdef void mark_sent(self) noexcept nogil
     cdef void _give_back(self, Chunk* chunk) noexcept nogil

@@ -185,7 +185,7 @@ cdef class EventQueue(EventSink):
         self._commit(1)
 
     cdef bint put_event(
-        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, uint64_t number,
+        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, const uint64_t* hashes, uint64_t number,
     ) noexcept:
         cdef int64_t num_events = 1
         if load_int(&self.merging) or self.num_queued - load_int(&self.num_sent) >= self.max_events:
@@ -198,7 +198,11 @@ cdef class EventQueue(EventSink):
             if self.last_number and number != self.last_number + 1:
                 self._put_cleared()
                 num_events = 2
-            self._copy(keys, n, medium, removed, self.default_block_size, False)
+            if removed and hashes != NULL and not self.has_short:
+                # What leaves was put in before: the reader has its bytes, which would have to be fetched here.
+                self._put_hashes(hashes, n, medium, self.default_block_size)
+            else:
+                self._copy(keys, n, medium, removed, self.default_block_size, False)
         except MemoryError:
             return False
         self._commit(num_events)
@@ -216,7 +220,7 @@ cdef class EventQueue(EventSink):
         return True
 
     cdef int _put_cleared(self) except -1:
-        cdef EventHeader event = EventHeader(0, 0, CLEARED, CPU)
+        cdef EventHeader event = EventHeader(0, 0, CLEARED, CPU, False)
         self._make_room(sizeof(event))
         memcpy(self.tail.data + self.tail.num_written, &event, sizeof(event))
         self.tail.num_written += sizeof(event)
@@ -229,6 +233,7 @@ cdef class EventQueue(EventSink):
         self._make_room(self._num_bytes(keys))
         at = self._put_header(n, medium, removed, block_size)
         for i in range(n):
+            self.has_short |= PyBytes_GET_SIZE(PyList_GET_ITEM(keys, i)) <= GROUP_BYTES
             at = put_key(at, PyList_GET_ITEM(keys, i))
         self.tail.num_written = at - self.tail.data
         return 0
@@ -272,6 +277,7 @@ cdef class EventQueue(EventSink):
                 at = self.tail.data + self.tail.num_written
             room -= size
             prefetch_write(at + WRITE_AHEAD)
+            self.has_short |= PyBytes_GET_SIZE(key) <= GROUP_BYTES
             at = put_key(at, key)
             if drops:
                 Py_DECREF(<object> key)
@@ -279,11 +285,21 @@ cdef class EventQueue(EventSink):
         self.tail.num_written = at - self.tail.data
         return 0
 
+    cdef int _put_hashes(self, const uint64_t* hashes, Py_ssize_t n, medium, uint64_t block_size) except -1:
+        """Write an event of blocks that left, by their hashes."""
+        cdef uint8_t* at
+        self._make_room(sizeof(EventHeader) + n * sizeof(uint64_t))
+        at = self._put_header(n, medium, True, block_size)
+        (<EventHeader*> (at - sizeof(EventHeader))).by_hash = True
+        memcpy(at, hashes, n * sizeof(uint64_t))
+        self.tail.num_written = at - self.tail.data + n * sizeof(uint64_t)
+        return 0
+
     cdef uint8_t* _put_header(self, Py_ssize_t num_keys, medium, bint removed, uint64_t block_size) noexcept:
         """Write the header of an event there is room for; return where its keys begin."""
         cdef EventHeader event = EventHeader(
             block_size or self.default_block_size, <uint32_t> num_keys, REMOVED if removed else STORED,
-            CPU if medium == "CPU" else STORAGE)
+            CPU if medium == "CPU" else STORAGE, False)
         cdef uint8_t* at = self.tail.data + self.tail.num_written
         memcpy(at, &event, sizeof(event))
         return at + sizeof(event)
@@ -375,6 +391,15 @@ cdef class EventQueue(EventSink):
         chunk.num_read += at - start
         self.num_keys_left -= <uint32_t> count
         return count
+
+    cdef const uint8_t* hashes_left(self) noexcept nogil:
+        """Return where the hashes of this event that were not skipped are: `num_keys_left`, not aligned."""
+        return self.head.data + self.head.num_read
+
+    cdef void skip_hashes(self, Py_ssize_t n) noexcept nogil:
+        """Leave `n` hashes behind."""
+        self.head.num_read += n * sizeof(uint64_t)
+        self.num_keys_left -= <uint32_t> n
 
     cdef void mark_sent(self) noexcept nogil:
         """What has been taken was sent."""
