@@ -4,13 +4,11 @@
 and 99th percentile of a cycle, in microseconds: CPU time of the scheduler's thread, turn about. Each is the lowest
 decile of many short rounds, and the ratios are the medians of a round's to that without events beside it, which changes
 least from run to run. Metrics are on from "published" on. In the last two cases the publisher follows the manager, and
-a subscriber is a process of its own, as a router is; what scrapes is a thread here. ``--pause-us 500`` lets the
-scheduler sleep as long between two requests, as an engine's does while the model runs. Needs the extra ``events``.
+a subscriber is a process of its own, as a router is; what scrapes is a thread here. Needs the extra ``events``.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import subprocess
@@ -20,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from time import sleep, thread_time_ns
+from time import thread_time_ns
 from typing import Any
 
 import numpy as np
@@ -37,7 +35,7 @@ NUM_REQUESTS = 3_000
 _POLICY, _SPLIT, _NUM_BLOCKS = "arc", 8, 20_000
 
 
-def one_round(case: str, requests: list[Request], pause_s: float = 0.0) -> tuple[float, float, float]:
+def one_round(case: str, requests: list[Request]) -> tuple[float, float, float]:
     """Return nanoseconds a key, and the median and the 99th percentile of a request's cycle in microseconds."""
     keys = fresh_keys(requests, _SPLIT)
     manager = CPUOffloadingManager(512 // _SPLIT, _NUM_BLOCKS, _POLICY, case != "off")
@@ -55,8 +53,6 @@ def one_round(case: str, requests: list[Request], pause_s: float = 0.0) -> tuple
             if step is not None:
                 step(manager.take_events(), publisher)
             cycles[number] = thread_time_ns() - began
-            if pause_s:
-                sleep(pause_s)
         gc.enable()
     p50, p99 = np.quantile(cycles / 1000, (0.5, 0.99)).tolist()
     return float(cycles.sum()) / sum(map(len, keys)), p50, p99
@@ -137,17 +133,13 @@ def _scrape(telemetry: Telemetry, stop: threading.Event) -> None:
 
 def main() -> int:
     """Print every case and its ratios to the first."""
-    parser = argparse.ArgumentParser(prog="events", description="What events cost the scheduler.")
-    parser.add_argument("path", nargs="?", type=Path, help="conversation trace")
-    parser.add_argument("--pause-us", type=float, default=0.0, help="sleep between two requests")
-    options = parser.parse_args()
-    path = options.path or conversation_path()
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else conversation_path()
     if path is None:
         print("events: name the conversation trace, or its folder in KVCACHE_SHARED", file=sys.stderr)
         return 2
     with Trace(path) as trace:
         requests = list(islice(trace, NUM_REQUESTS))
-    rounds = [[one_round(case, requests, options.pause_us / 1e6) for case in CASES] for _ in range(NUM_ROUNDS)]
+    rounds = [[one_round(case, requests) for case in CASES] for _ in range(NUM_ROUNDS)]
     figures = np.array(rounds)
     least = np.quantile(figures, 0.1, axis=0)
     ratios = np.median(figures / figures[:, :1], axis=0)
