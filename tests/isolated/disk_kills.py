@@ -185,10 +185,11 @@ def run(folder, num_kills, seed):
         counts["above_capacity"] += num_held > NUM_BLOCKS
         # Blocks that are being loaded are stepped over, and younger ones leave in their stead.
         must_hold = {n for n in begun[-(NUM_BLOCKS - NUM_JOBS * LOAD_BLOCKS) :] if n in done and n > gone}
-        if sum(line.startswith("Y ") for line in lines) > len(resets):
-            # Killed in `reset`: either is right.
-            must_hold.clear()
         held = [n for n in begun if tier.lookup([key_of(n)])]
+        if sum(line.startswith("Y ") for line in lines) > len(resets):
+            # Killed in `reset`: either is right, now and after the kills to come.
+            must_hold.clear()
+            done.intersection_update(held)
         counts["stale"] += sum(n <= gone for n in held)
         assert len(held) == num_held, "the tier holds blocks that were never begun"
         counts["missing"] += len(must_hold.difference(held))
