@@ -150,7 +150,7 @@ def run(folder, num_kills, seed):
     names = ("kills", "resets", "begun", "done", "verified", "wrong", "missing", "stale", "above_capacity", "torn")
     names += ("unlike_own_checker",)
     counts = dict.fromkeys(names, 0)
-    begun, done, gone = [], set(), -1
+    begun, done, perhaps_gone, gone = [], set(), set(), -1
     for _ in range(num_kills):
         reader, writer = os.pipe()
         first = len(begun)
@@ -184,12 +184,13 @@ def run(folder, num_kills, seed):
         num_held = tier.stats().num_held
         counts["above_capacity"] += num_held > NUM_BLOCKS
         # Blocks that are being loaded are stepped over, and younger ones leave in their stead.
-        must_hold = {n for n in begun[-(NUM_BLOCKS - NUM_JOBS * LOAD_BLOCKS) :] if n in done and n > gone}
+        youngest = begun[-(NUM_BLOCKS - NUM_JOBS * LOAD_BLOCKS) :]
+        must_hold = {n for n in youngest if n in done and n not in perhaps_gone and n > gone}
         held = [n for n in begun if tier.lookup([key_of(n)])]
         if sum(line.startswith("Y ") for line in lines) > len(resets):
             # Killed in `reset`: either is right, now and after the kills to come.
             must_hold.clear()
-            done.intersection_update(held)
+            perhaps_gone.update(done.difference(held))
         counts["stale"] += sum(n <= gone for n in held)
         assert len(held) == num_held, "the tier holds blocks that were never begun"
         counts["missing"] += len(must_hold.difference(held))
