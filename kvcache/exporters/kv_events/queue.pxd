@@ -63,7 +63,8 @@ cdef class EventQueue(EventSink):
     cdef int _copy(
         self, list keys, Py_ssize_t n, medium, bint removed, uint64_t block_size, bint drops) except -1
     cdef int _put_hashes(self, const uint64_t* hashes, Py_ssize_t n, medium, uint64_t block_size) except -1
-    cdef uint8_t* _put_header(self, Py_ssize_t num_keys, medium, bint removed, uint64_t block_size) noexcept
+    cdef uint8_t* _put_header(
+        self, Py_ssize_t num_keys, medium, bint removed, uint64_t block_size, bint by_hash) noexcept
     cdef size_t _num_bytes(self, list keys) except 0
     cdef int _check_key(self, PyObject* key) except -1
     cdef int _make_room(self, size_t size) except -1

@@ -231,7 +231,7 @@ cdef class EventQueue(EventSink):
         cdef Py_ssize_t n = len(keys), i
         cdef uint8_t* at
         self._make_room(self._num_bytes(keys))
-        at = self._put_header(n, medium, removed, block_size)
+        at = self._put_header(n, medium, removed, block_size, False)
         for i in range(n):
             self.has_short |= PyBytes_GET_SIZE(PyList_GET_ITEM(keys, i)) <= GROUP_BYTES
             at = put_key(at, PyList_GET_ITEM(keys, i))
@@ -253,7 +253,7 @@ cdef class EventQueue(EventSink):
         # Most keys are as long as the first.
         room = n * key_room(PyList_GET_ITEM(keys, 0))
         self._make_room(sizeof(EventHeader) + room)
-        at = self._put_header(n, medium, removed, block_size)
+        at = self._put_header(n, medium, removed, block_size, False)
         if drops:
             Py_SET_SIZE(keys, 0)    # the collector finds none meanwhile
         while i < n:
@@ -289,17 +289,18 @@ cdef class EventQueue(EventSink):
         """Write an event of blocks that left, by their hashes."""
         cdef uint8_t* at
         self._make_room(sizeof(EventHeader) + n * sizeof(uint64_t))
-        at = self._put_header(n, medium, True, block_size)
-        (<EventHeader*> (at - sizeof(EventHeader))).by_hash = True
+        at = self._put_header(n, medium, True, block_size, True)
         memcpy(at, hashes, n * sizeof(uint64_t))
         self.tail.num_written = at - self.tail.data + n * sizeof(uint64_t)
         return 0
 
-    cdef uint8_t* _put_header(self, Py_ssize_t num_keys, medium, bint removed, uint64_t block_size) noexcept:
+    cdef uint8_t* _put_header(
+        self, Py_ssize_t num_keys, medium, bint removed, uint64_t block_size, bint by_hash,
+    ) noexcept:
         """Write the header of an event there is room for; return where its keys begin."""
         cdef EventHeader event = EventHeader(
             block_size or self.default_block_size, <uint32_t> num_keys, REMOVED if removed else STORED,
-            CPU if medium == "CPU" else STORAGE, False)
+            CPU if medium == "CPU" else STORAGE, by_hash)
         cdef uint8_t* at = self.tail.data + self.tail.num_written
         memcpy(at, &event, sizeof(event))
         return at + sizeof(event)
