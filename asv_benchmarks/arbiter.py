@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from valkey import Valkey
 
-from kvcache.bench.servers import find_valkey, running_valkey
+from kvcache.lab.bench.servers import find_valkey, running_valkey
 from kvcache.request import ReqContext
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager

@@ -4,7 +4,7 @@ from time import perf_counter
 
 import numpy as np
 
-from kvcache.bench.copy import CopyBench
+from kvcache.lab.bench.copy import CopyBench
 from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,

@@ -15,10 +15,10 @@ from typing import Any
 
 from asv_benchmarks.traces import agents_path, conversation_path, fresh_keys, serve
 from kvcache import CPUOffloadingManager
+from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.replay.run import ReplayClock
+from kvcache.lab.replay.trace import Trace
 from kvcache.registry import POLICIES
-from kvcache.replay.chats import ChatWorkload
-from kvcache.replay.run import ReplayClock
-from kvcache.replay.trace import Trace
 
 NUM_ROUNDS = 5
 CAPACITIES = {"conversation": (3000, 10000, 30000), "agents": (500, 2000, 8000)}

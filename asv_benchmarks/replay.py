@@ -7,11 +7,11 @@ from typing import Any
 from asv_benchmarks.plain_manager import PlainManager
 from asv_benchmarks.traces import conversation_path, fresh_keys, replay
 from kvcache import CPUOffloadingManager
+from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.replay.compact import CompactTrace
+from kvcache.lab.replay.fleet import FleetPlan, ScaledTrace, run_fleet
+from kvcache.lab.replay.trace import Trace
 from kvcache.registry import POLICIES
-from kvcache.replay.chats import ChatWorkload
-from kvcache.replay.compact import CompactTrace
-from kvcache.replay.fleet import FleetPlan, ScaledTrace, run_fleet
-from kvcache.replay.trace import Trace
 
 
 class ReplayChats:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.bench.disk import DiskRates, measure_disk
+from kvcache.lab.bench.disk import DiskRates, measure_disk
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.replay.compact import CompactTrace, next_uses
+from kvcache.lab.replay.compact import CompactTrace, next_uses
 from kvcache.testing.reference_gittins import ReferenceGittins
 
 if TYPE_CHECKING:

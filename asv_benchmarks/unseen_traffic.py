@@ -17,14 +17,14 @@ from typing import Any
 
 from asv_benchmarks.unhinted import BlindBound, CountingGittins, told_gittins
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.lab.replay.agents import AgentWorkload
+from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.replay.compact import CompactTrace
+from kvcache.lab.replay.keys import KeyMaker
+from kvcache.lab.replay.optimum import optimal_hits
+from kvcache.lab.replay.requests import Request
+from kvcache.lab.replay.run import ReplayClock
 from kvcache.policies.base import CachePolicy
-from kvcache.replay.agents import AgentWorkload
-from kvcache.replay.chats import ChatWorkload
-from kvcache.replay.compact import CompactTrace
-from kvcache.replay.keys import KeyMaker
-from kvcache.replay.optimum import optimal_hits
-from kvcache.replay.requests import Request
-from kvcache.replay.run import ReplayClock
 from kvcache.request import ReqContext
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)

@@ -53,10 +53,10 @@ _HOMES = {
     "kvcache.tiers.disk.tier": ("DiskTier",),
     "kvcache.tiers.memory": ("MemoryTier",),
     "kvcache.recorder.recorder": ("Recorder", "RecorderStats"),
-    "kvcache.spec.config": ("OffloadingConfig", "OffloadingGroup"),
-    "kvcache.spec.base": ("OffloadingSpec", "make_spec"),
-    "kvcache.spec.cpu": ("CPUOffloadingSpec",),
-    "kvcache.spec.tiered": ("TieringOffloadingSpec",),
+    "kvcache.assembly.config": ("OffloadingConfig", "OffloadingGroup"),
+    "kvcache.assembly.base": ("OffloadingSpec", "make_spec"),
+    "kvcache.assembly.cpu": ("CPUOffloadingSpec",),
+    "kvcache.assembly.tiered": ("TieringOffloadingSpec",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 # What homes need beyond numpy, and what may be missing: torch where only the control plane runs, and extras.
@@ -67,6 +67,10 @@ _NEEDED_BY = {
 }
 
 if TYPE_CHECKING:
+    from kvcache.assembly.base import OffloadingSpec, make_spec
+    from kvcache.assembly.config import OffloadingConfig, OffloadingGroup
+    from kvcache.assembly.cpu import CPUOffloadingSpec
+    from kvcache.assembly.tiered import TieringOffloadingSpec
     from kvcache.block import BlockStateError, BlockStatus
     from kvcache.control.backend import Backend, CPUBackend
     from kvcache.control.cpu import BackendOffloadingManager, CPUOffloadingManager
@@ -87,10 +91,6 @@ if TYPE_CHECKING:
     )
     from kvcache.recorder.recorder import Recorder, RecorderStats
     from kvcache.request import OffloadPolicy, ReqContext, RequestOffloadingContext, Retention
-    from kvcache.spec.base import OffloadingSpec, make_spec
-    from kvcache.spec.config import OffloadingConfig, OffloadingGroup
-    from kvcache.spec.cpu import CPUOffloadingSpec
-    from kvcache.spec.tiered import TieringOffloadingSpec
     from kvcache.specs import (
         BlockIDsLoadStoreSpec,
         CanonicalKVCacheRef,

@@ -156,7 +156,7 @@ CODECS = Registry(
 SPECS = Registry(
     "spec",
     "kvcache.specs",
-    {"cpu": "kvcache.spec.cpu:CPUOffloadingSpec", "tiering": "kvcache.spec.tiered:TieringOffloadingSpec"},
+    {"cpu": "kvcache.assembly.cpu:CPUOffloadingSpec", "tiering": "kvcache.assembly.tiered:TieringOffloadingSpec"},
 )
 
 EXPORTERS = Registry(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -20,22 +22,7 @@ def build_app() -> typer.Typer:
     """Return the Typer application with every command mounted."""
     import typer
 
-    from kvcache.cli import (
-        bench_copy,
-        bench_disk,
-        bench_tier,
-        chat_demo,
-        check,
-        common,
-        demo,
-        fleet_demo,
-        metrics,
-        record,
-        replay,
-        status,
-        tier,
-        top,
-    )
+    from kvcache.cli import check, common, metrics, record, status, tier, top
 
     app = typer.Typer(
         help="Offload the KV cache of large language models: try it, replay traces, measure.",
@@ -44,23 +31,28 @@ def build_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(common.root)
-    common.add_command(app, "demo", demo.demo)
-    common.add_command(app, "chat-demo", chat_demo.chat_demo)
-    common.add_command(app, "fleet-demo", fleet_demo.fleet_demo)
-    common.add_command(app, "replay", replay.replay)
+    for name in ("demo", "chat-demo", "fleet-demo", "replay"):
+        common.add_command(app, name, _lab_command(name))
     common.add_command(app, "check", check.check)
     common.add_command(app, "status", status.status)
     common.add_command(app, "top", top.top)
     bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
     bench.callback()(lambda: None)
-    common.add_command(bench, "copy", bench_copy.copy)
-    common.add_command(bench, "disk", bench_disk.disk)
-    common.add_command(bench, "tier", bench_tier.tier)
+    for name in ("copy", "disk", "tier"):
+        common.add_command(bench, name, _lab_command(f"bench-{name}"))
     app.add_typer(bench, name="bench")
     app.add_typer(record.build_app(), name="record")
     app.add_typer(tier.build_app(), name="tier")
     app.add_typer(metrics.build_app(), name="metrics")
     return app
+
+
+def _lab_command(name: str) -> Callable[..., None]:
+    """Return a command of the laboratory, which nothing outside it imports."""
+    module = name.replace("-", "_")
+    command = import_module(f"kvcache.lab.commands.{module}")
+    run: Callable[..., None] = getattr(command, module.removeprefix("bench_"))
+    return run
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -77,7 +69,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if error.name not in ("typer", "rich"):
             raise
         _fail(f"the command line needs {error.name}: install kvcache's extra 'cli'", _EXIT_FAILED)
-    from kvcache.spec.log import set_up_log
+    from kvcache.assembly.log import set_up_log
 
     set_up_log()
     # A policy of one's own, "module:Class", may lie in the folder that the command is called from. Last: what else lies

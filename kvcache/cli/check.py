@@ -35,7 +35,7 @@ def check(
     json: common.JsonOption = None,
 ) -> None:
     """Check a configuration against this machine: options, blocks, memory, room on disk."""
-    from kvcache.spec.check import check_config
+    from kvcache.assembly.check import check_config
 
     common.check_writable("--json", json)
     common.at_least("--workers", workers, 1)

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from kvcache.replay.models import Model
+    from kvcache.assembly.models import Model
 
 
 def complete_models(incomplete: str) -> list[str]:
     """Return the models whose names begin with `incomplete`."""
-    from kvcache.replay.models import model_names
+    from kvcache.assembly.models import model_names
 
     return [name for name in model_names() if name.startswith(incomplete)]
 
 
 def complete_dtypes(incomplete: str) -> list[str]:
     """Return the dtypes of a KV cache that begin with `incomplete`."""
-    from kvcache.replay.models import dtype_names
+    from kvcache.assembly.models import dtype_names
 
     return [name for name in dtype_names() if name.startswith(incomplete)]
 
@@ -80,8 +80,8 @@ def weights_of(
     flops: float,
 ) -> Weights | None:
     """Return the model and its rate of prefill, or None where no option names one."""
+    from kvcache.assembly.models import Model, model_of
     from kvcache.cli.common import at_least
-    from kvcache.replay.models import Model, model_of
 
     shape = {"--layers": layers, "--heads": heads, "--head-size": head_size}
     given = [option for option, value in shape.items() if value is not None]

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvcache.assembly.reported import every_sample
 from kvcache.exporters.status import StatusStats
 from kvcache.metrics import Part, Sample, samples_of
-from kvcache.spec.reported import every_sample
 
 _NAME = re.compile(r"\bK_(\w+)(?:{([^}]*)})?")
 # Every engine calls itself 0 unless it is told otherwise: `instance`, the scraped address, tells engines apart.

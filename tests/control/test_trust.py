@@ -9,7 +9,7 @@ import pytest
 from kvcache import CPUOffloadingManager, ReqContext, Retention
 from kvcache.control import trust as trust_module
 from kvcache.control.trust import MAX_WATCHED, HintTrust
-from kvcache.replay.run import ReplayClock
+from kvcache.lab.replay.run import ReplayClock
 from kvcache.testing.reference import ReferenceLRU
 
 

@@ -15,8 +15,8 @@ import pytest
 from kvcache import CPUOffloadingManager, Recorder
 from kvcache.control.telemetry import Telemetry
 from kvcache.control.wrapped_calls import WrappedCalls
+from kvcache.lab.replay.recorded import replay_recording
 from kvcache.recorder.format import Recording
-from kvcache.replay.recorded import replay_recording
 from kvcache.testing.reference import REFERENCE_POLICIES
 
 

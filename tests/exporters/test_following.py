@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvcache import CPUOffloadingManager, MemoryTier, OffloadingEvent, ReqContext, TierConfig, TieredOffloadingManager
+from kvcache.assembly.assemble import OffloadSettings, open_manager
+from kvcache.assembly.check import check_config
 from kvcache.core.event_log import EventLog
 from kvcache.exporters.kv_events import KVEventPublisher, KVEventSubscriber
-from kvcache.spec.assembly import OffloadSettings, open_manager
-from kvcache.spec.check import check_config
 
 ANY_PORT = "tcp://127.0.0.1:0"
 PLAIN = "kvcache.testing.reference:ReferenceARC"  # five primitives in plain Python

@@ -13,9 +13,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvcache.integrations.transformers import PrefixCache
 from kvcache.integrations.transformers import cache as cache_module
+from kvcache.lab.replay.recorded import replay_recording
+from kvcache.lab.replay.recorded_trace import RecordedTrace
 from kvcache.recorder.format import Recording
-from kvcache.replay.recorded import replay_recording
-from kvcache.replay.recorded_trace import RecordedTrace
 
 VOCAB = 199
 SIZES = {

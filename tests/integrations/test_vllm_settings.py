@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from kvcache.assembly.assemble import OffloadSettings
 from kvcache.integrations.vllm.releases import RELEASES, REQUIRED_NAMES, choose_release
 from kvcache.integrations.vllm.settings import blocks_per_rank, read_settings, unknown_keys
-from kvcache.spec.assembly import OffloadSettings
 
 
 def modules_with(names: dict[str, tuple[str, ...]]) -> Any:

@@ -173,8 +173,8 @@ def test_every_panel_that_the_operators_page_names_exists() -> None:
 
 
 def test_every_option_of_a_spec_is_in_the_table() -> None:
-    from kvcache.spec.assembly import OPTION_NAMES
-    from kvcache.spec.base import OffloadingSpec
+    from kvcache.assembly.assemble import OPTION_NAMES
+    from kvcache.assembly.base import OffloadingSpec
 
     page = (ROOT / "docs" / "howto" / "engine.md").read_text()
     table = page.partition("Options in `extra_config`:")[2].partition("Unknown keys")[0]

@@ -9,9 +9,9 @@ import pytest
 from kvcache import CPUOffloadingManager, OffloadingConfig, OffloadingGroup, Recorder, make_spec
 from kvcache.control.telemetry import Telemetry
 from kvcache.integrations.vllm.settings import OUR_KEYS
+from kvcache.lab.replay.recorded import replay_recording
 from kvcache.recorder.command import RecordCommand
 from kvcache.recorder.format import Recording
-from kvcache.replay.recorded import replay_recording
 
 
 def serve(manager, num_requests=40):

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvcache import CPUOffloadingManager, ReqContext, Retention
+from kvcache.lab.replay.recorded import replay_recording
 from kvcache.recorder.format import Recording, RecordingError
 from kvcache.recorder.ops import Op
 from kvcache.recorder.recorder import Recorder
-from kvcache.replay.recorded import replay_recording
 from kvcache.testing import REFERENCE_POLICIES
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
+from kvcache.lab.replay.promises import Promises
+from kvcache.lab.replay.recorded import replay_recording
+from kvcache.lab.replay.reproduction import as_test
+from kvcache.lab.replay.shrink import breaks_promises, differs_from, minimize, shrink
 from kvcache.recorder.format import Recording
 from kvcache.recorder.recorder import Recorder
-from kvcache.replay.promises import Promises
-from kvcache.replay.recorded import replay_recording
-from kvcache.replay.reproduction import as_test
-from kvcache.replay.shrink import breaks_promises, differs_from, minimize, shrink
 from kvcache.testing.reference import REFERENCE_POLICIES
 
 Reference = REFERENCE_POLICIES["lru"]

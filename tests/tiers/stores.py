@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.bench.servers import find_valkey, free_port, wait_for_port
+from kvcache.lab.bench.servers import find_valkey, free_port, wait_for_port
 from kvcache.tiering.tier import Tier, TierResult
 
 VALKEY_BINARY = find_valkey()

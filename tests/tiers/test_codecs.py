@@ -9,8 +9,8 @@ import pytest
 import torch
 from stores import load_as_is, store_as_is
 
+from kvcache.assembly.assemble import read_tiers
 from kvcache.registry import CODECS
-from kvcache.spec.assembly import read_tiers
 from kvcache.testing.tier_contract import TierContract
 from kvcache.tiers.codecs.base import CannotEncodeError, Codec
 from kvcache.tiers.codecs.fp8 import Fp8Codec

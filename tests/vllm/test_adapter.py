@@ -28,11 +28,11 @@ from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import MetricsSource, metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+from kvcache.lab.replay.recorded import replay_recording
 from kvcache.recorder.format import Recording
 from kvcache.recorder.ops import Op
 from kvcache.recorder.recorder import Recorder
 from kvcache.registry import POLICIES
-from kvcache.replay.recorded import replay_recording
 
 
 def manager(num_blocks: int = 8, **options: Any) -> KVCacheOffloadingManager:

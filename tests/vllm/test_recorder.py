@@ -12,9 +12,9 @@ from serve_until_killed import serve
 
 from kvcache.cli import main
 from kvcache.exporters.status import ask
+from kvcache.lab.replay.recorded import replay_recording
 from kvcache.recorder.format import Recording
 from kvcache.recorder.ops import Op
-from kvcache.replay.recorded import replay_recording
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from engine_options import BLOCK_BYTES
 
-from kvcache.bench.servers import find_valkey, free_port, running_valkey, wait_for_port
+from kvcache.lab.bench.servers import find_valkey, free_port, running_valkey, wait_for_port
 
 
 def start_valkey(undo: ExitStack) -> dict[str, Any]:

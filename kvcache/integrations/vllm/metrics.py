@@ -16,9 +16,9 @@ from vllm.v1.kv_offload.base import (
     OffloadingHistogramMetadata,
 )
 
+from kvcache.assembly.reported import every_sample
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.metrics import HistogramData, Labels, Part, Sample, samples_of
-from kvcache.spec.reported import every_sample
 from kvcache.tiering.manager import TieredOffloadingManager
 
 # vLLM clears collectors of this prefix when an engine starts again in one process.

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvcache.assembly.assemble import MANAGER_OPTIONS, OffloadSettings
 from kvcache.options import name_unknown
-from kvcache.spec.assembly import MANAGER_OPTIONS, OffloadSettings
 
 WHERE = "kv_connector_extra_config"
 # Of this adapter; the library's is lru.

@@ -8,6 +8,8 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from kvcache.assembly.assemble import open_manager
+from kvcache.assembly.tiered import rank_bytes_of
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
@@ -21,8 +23,6 @@ from kvcache.integrations.vllm.tiered import (
 )
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
-from kvcache.spec.assembly import open_manager
-from kvcache.spec.tiered import rank_bytes_of
 from kvcache.tiering.manager import TieredOffloadingManager
 
 # vLLM shows what is logged below its own name.

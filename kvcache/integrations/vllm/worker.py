@@ -12,7 +12,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingWorker
 
-from kvcache.spec.assembly import OffloadSettings, trace_worker
+from kvcache.assembly.assemble import OffloadSettings, trace_worker
 from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,

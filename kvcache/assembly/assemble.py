@@ -1,0 +1,457 @@
+"""The one assembly: what a user configured, read once, and the manager that it describes, with its pool and tiers.
+
+Specs and integrations read options and make managers here and nowhere else, so that an option means the same, is
+refused with the same error, and everything that was opened is closed, whoever asks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from kvcache.assembly.log import set_up_log
+from kvcache.control.arbiter import check_prefill_rate
+from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.control.telemetry import Exporter, JobTracer, Telemetry
+from kvcache.options import (
+    OptionTable,
+    Parser,
+    count_from,
+    parse_count,
+    parse_duration,
+    parse_flag,
+    parse_flag_or_count,
+    parse_policy,
+    parse_share,
+    parse_size,
+    parse_text,
+    without_secrets,
+)
+from kvcache.recorder.recorder import DEFAULT_MAX_BYTES, Recorder
+from kvcache.registry import EXPORTERS, TIERS
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.tier import Tier
+from kvcache.transfer.shared_file import private_folder
+from kvcache.version import __version__
+
+if TYPE_CHECKING:
+    from kvcache.tiering.tier import HostBlocks
+    from kvcache.transfer.shared_file import SharedBlocks
+    from kvcache.transfer.worker import OffloadingWorker
+
+_LOG = logging.getLogger(__name__)
+MANAGER_OPTIONS = OptionTable(
+    {
+        "store_threshold": count_from(0),
+        "max_tracker_size": parse_count,
+        "what_if": parse_flag_or_count,
+        "retention_share": parse_share,
+    }
+)
+"""What goes to the manager as it is."""
+POOL_OPTIONS = MANAGER_OPTIONS | OptionTable(
+    {
+        "cache_policy": parse_policy,
+        "cpu_bytes_to_use": parse_size,
+        "enable_events": parse_flag,
+        "num_copy_threads": parse_count,
+        "num_cpu_blocks": parse_count,
+        "time_calls": parse_flag,
+        "record": parse_text,
+        "record_max_bytes": parse_size,
+        "record_salt": parse_text,
+    }
+)
+"""What a pool in host memory is described by."""
+TIERING_OPTIONS = OptionTable(
+    {
+        "lookup_deadline_s": parse_duration,
+        "pool_folder": parse_text,
+        "pool_path": parse_text,
+        "prefill_tokens_per_s": check_prefill_rate,
+    }
+)
+"""What means something with ``tiers`` only."""
+OPTION_NAMES = frozenset({*POOL_OPTIONS, *TIERING_OPTIONS, "exporters", "tiers"})
+"""Every key that `OffloadSettings.read` reads."""
+
+
+def _parser_of(option: str) -> Parser:
+    # A name says its unit.
+    if option == "arbiter":
+        return parse_flag
+    if option.endswith("_s"):
+        return parse_duration
+    return parse_count if option.startswith(("num_", "max_")) else parse_text
+
+
+_TIER_CONFIG_OPTIONS = OptionTable({option.name: _parser_of(option.name) for option in fields(TierConfig)})
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """One entry of ``tiers``: the tier's class, how the manager uses it, and the tier's own options."""
+
+    tier: type[Tier]
+    config: TierConfig
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExporterSettings:
+    """One entry of ``exporters``: the exporter's class and its options."""
+
+    exporter: type[Exporter]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSettings:
+    """What users write to describe a pool and what lies below it, in `extra_config` or an engine's own mapping.
+
+    Parameters
+    ----------
+    cpu_bytes_to_use : int, optional
+        Bytes of host memory, over all workers.
+    num_cpu_blocks : int, optional
+        Or: blocks of the pool.
+    cache_policy : str or type
+        A policy's name, class or ``"package.module:Class"``.
+    enable_events : bool
+        Whether the manager reports events.
+    num_copy_threads : int, optional
+        Copy threads per direction; None: by the CPUs.
+    manager_options : dict
+        ``store_threshold``, ``max_tracker_size``, ``what_if`` and ``retention_share``, where given.
+    tiers : tuple of TierSettings
+        What lies below host memory, in the order in which it is looked into.
+    lookup_deadline_s : float
+        With tiers: how long a request waits for them at most.
+    pool_folder : str
+        With tiers: the folder in shared memory where the host blocks are.
+    pool_path : str, optional
+        With tiers: the file itself.
+    exporters : tuple of ExporterSettings
+        What reports the manager.
+    prefill_tokens_per_s : dict of int to float, optional
+        With tiers: how fast the engine computes a prompt, by position, for tiers with an arbiter.
+    time_calls : bool
+        Whether the manager's calls are timed, and the ages of blocks at eviction measured.
+    record : str, optional
+        The file that the manager's calls are recorded to.
+    record_max_bytes : int
+        Bytes of all files of the recording.
+    record_salt : str, optional
+        What its keys are hashed with; None: at random.
+    """
+
+    cpu_bytes_to_use: int | None = None
+    num_cpu_blocks: int | None = None
+    cache_policy: str | type = "lru"
+    enable_events: bool = False
+    num_copy_threads: int | None = None
+    manager_options: dict[str, Any] = field(default_factory=dict)
+    tiers: tuple[TierSettings, ...] = ()
+    lookup_deadline_s: float = 5.0
+    pool_folder: str = "/dev/shm"
+    pool_path: str | None = None
+    exporters: tuple[ExporterSettings, ...] = ()
+    prefill_tokens_per_s: dict[int, float] | None = None
+    time_calls: bool = True
+    record: str | None = None
+    record_max_bytes: int = DEFAULT_MAX_BYTES
+    record_salt: str | None = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], where: str = "extra_config") -> OffloadSettings:
+        """Read and check what a user wrote; this has no side effects, and passes over keys that it does not know.
+
+        Parameters
+        ----------
+        given : mapping
+            Sizes, counts and durations as `kvcache.options` parses them. A key whose value is None counts as left out.
+        where : str
+            What `given` is, for errors.
+
+        Raises
+        ------
+        ValueError
+            A value is bad, or an option of tiers is given without any; the message names key and value.
+        """
+        found = POOL_OPTIONS.read(where, given)
+        of_tiers = TIERING_OPTIONS.read(where, given)
+        tiers = () if given.get("tiers") is None else read_tiers(given["tiers"], where)
+        if of_tiers and not tiers:
+            raise ValueError(f"{', '.join(of_tiers)} in {where} mean nothing without 'tiers'")
+        exporters = () if given.get("exporters") is None else read_exporters(given["exporters"], where)
+        options = {name: found.pop(name) for name in MANAGER_OPTIONS if name in found}
+        return cls(**found, **of_tiers, manager_options=options, tiers=tiers, exporters=exporters)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is in effect, for people to read; secrets are left out."""
+        return {
+            "cache_policy": self.cache_policy if isinstance(self.cache_policy, str) else self.cache_policy.__name__,
+            "enable_events": self.enable_events,
+            **without_secrets(self.manager_options),
+            "tiers": [
+                {"type": one.tier.__name__, **asdict(one.config), **without_secrets(one.options)} for one in self.tiers
+            ],
+            **({"lookup_deadline_s": self.lookup_deadline_s} if self.tiers else {}),
+            "exporters": [{"type": one.exporter.__name__, **without_secrets(one.options)} for one in self.exporters],
+            **({"record": self.record} if self.record else {}),
+        }
+
+    def num_blocks(self, rank_bytes: int, world_size: int = 1, where: str = "extra_config") -> int:
+        """Return the blocks of the pool.
+
+        Parameters
+        ----------
+        rank_bytes : int
+            Bytes of one offloaded block on one worker; 0: not known.
+        world_size : int
+            Workers that share `cpu_bytes_to_use`.
+        where : str
+            What the settings were read from, for errors.
+
+        Raises
+        ------
+        ValueError
+            Not exactly one of `num_cpu_blocks` and `cpu_bytes_to_use` is given, or the bytes do not hold one block.
+        """
+        if (self.num_cpu_blocks is None) == (self.cpu_bytes_to_use is None):
+            raise ValueError(
+                f"{where} must have one of num_cpu_blocks and cpu_bytes_to_use, "
+                f"got num_cpu_blocks={self.num_cpu_blocks} and cpu_bytes_to_use={self.cpu_bytes_to_use}"
+            )
+        if self.cpu_bytes_to_use is None:
+            return self.num_cpu_blocks or 0
+        if not rank_bytes:
+            raise ValueError(
+                "cpu_bytes_to_use needs the refs of every group, which say how large a block is; "
+                "give num_cpu_blocks where they are not known"
+            )
+        num_blocks = self.cpu_bytes_to_use // (rank_bytes * world_size)
+        if not num_blocks:
+            raise ValueError(
+                f"cpu_bytes_to_use must be at least one block of {rank_bytes * world_size} bytes over all "
+                f"{world_size} workers, got {self.cpu_bytes_to_use}"
+            )
+        return num_blocks
+
+
+def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, ...]:
+    """Read and check a list of tiers.
+
+    Parameters
+    ----------
+    given : list of dict
+        Per tier its ``type`` (a name, a class or ``"package.module:Class"``), the options of `TierConfig`, and the
+        tier's own, which are checked when it is opened.
+    where : str
+        Where the list stands, for errors.
+    """
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(entry, Mapping) for entry in given):
+        raise ValueError(f"tiers in {where} must be a list of dicts, at least one, got {given!r}")
+    settings = []
+    for entry in given:
+        if "type" not in entry:
+            raise ValueError(f"a tier needs a type, one of {', '.join(TIERS.names())}, got {dict(entry)!r}")
+        tier = TIERS.resolve(entry["type"])
+        if not issubclass(tier, Tier):
+            raise ValueError(f"tier {tier.__name__} must be a Tier")
+        config = TierConfig(**_TIER_CONFIG_OPTIONS.read(f"tier {entry['type']!r}", entry))
+        own = {name: value for name, value in entry.items() if name != "type" and name not in _TIER_CONFIG_OPTIONS}
+        if own.get("codec") is not None:
+            # Not imported where it is not used: it needs packages of extras.
+            tier, own = TIERS.resolve("kvcache.tiers.codecs.tier:CodecTier"), {"type": entry["type"], **own}
+        settings.append(TierSettings(tier, config, own))
+    return tuple(settings)
+
+
+def read_exporters(given: Any, where: str = "extra_config") -> tuple[ExporterSettings, ...]:
+    """Read and check a list of exporters.
+
+    Parameters
+    ----------
+    given : list of str or dict
+        Per exporter its name, or its ``type`` (a name, a class or ``"package.module:Class"``) and its options.
+    where : str
+        Where the list stands, for errors.
+    """
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"exporters in {where} must be a list of names or dicts, got {given!r}")
+    settings = []
+    for entry in given:
+        options = dict(entry) if isinstance(entry, Mapping) else {"type": entry}
+        if "type" not in options:
+            raise ValueError(f"an exporter needs a type, one of {', '.join(EXPORTERS.names())}, got {options!r}")
+        exporter = EXPORTERS.resolve(options.pop("type"))
+        if not issubclass(exporter, Exporter):
+            raise ValueError(f"exporter {exporter.__name__} must be an Exporter")
+        exporter.check_options(options)
+        settings.append(ExporterSettings(exporter, options))
+    return tuple(settings)
+
+
+def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
+    """Open the exporters that settings name; one that cannot be opened is logged, and the engine does without."""
+    for one in settings.exporters:
+        try:
+            exporter = one.exporter.from_config(one.options, telemetry)
+        except (OSError, ImportError) as error:
+            _LOG.error("exporter %s is not available: %s", one.exporter.__name__, error)
+            continue
+        telemetry.exporters.append(exporter)
+        _LOG.info("%s answers at %s", one.exporter.__name__, exporter.address)
+
+
+def trace_worker(settings: OffloadSettings, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
+    """Open those exporters over a worker's copies that follow single jobs; `shutdown` of the worker closes them."""
+    tracers = tuple(one for one in settings.exporters if issubclass(one.exporter, JobTracer))
+    if not tracers:
+        return
+    telemetry = Telemetry(None, labels=labels)
+    open_exporters(replace(settings, exporters=tracers), telemetry)
+    for exporter in telemetry.exporters:
+        worker.job_log = cast("JobTracer", exporter).job_log
+    worker.closers.append(telemetry.close)
+
+
+def open_tiers(
+    tiers: tuple[TierSettings, ...], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
+) -> list[tuple[Tier, TierConfig]]:
+    """Open tiers over a pool; where one cannot be opened, those before it are shut down.
+
+    `fingerprint` is what makes blocks of one model and geometry different from another's.
+    """
+    with ExitStack() as undo:
+        opened = []
+        for settings in tiers:
+            tier = settings.tier.from_config(settings.options, host_blocks, fingerprint)
+            undo.callback(tier.shutdown)
+            opened.append((tier, settings.config))
+        undo.pop_all()
+    return opened
+
+
+class _PoolOwner(TieredOffloadingManager):
+    """A manager that owns its host blocks."""
+
+    shared: SharedBlocks
+
+    def shutdown(self) -> None:
+        try:
+            super().shutdown()
+        finally:
+            self.shared.close()
+
+
+def open_manager(
+    settings: OffloadSettings,
+    *,
+    block_size: int,
+    num_blocks: int,
+    enable_events: bool | None = None,
+    shared: SharedBlocks | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    block_bytes: int = 0,
+    labels: Mapping[str, str] | None = None,
+) -> CPUOffloadingManager | TieredOffloadingManager:
+    """Make the manager that settings describe, with its tiers.
+
+    Parameters
+    ----------
+    settings : OffloadSettings
+        What the user wrote.
+    block_size, num_blocks : int
+        Tokens of one offloaded block, and blocks of the pool.
+    enable_events : bool, optional
+        Instead of the settings' own.
+    shared : SharedBlocks, optional
+        With tiers: the host blocks, shape (num_blocks, block bytes of all ranks). From now on they are the manager's:
+        closed at its `shutdown`, and where this function raises.
+    fingerprint : mapping, optional
+        With tiers: what makes blocks of one model and geometry different from another's.
+    clock : callable
+        Returns seconds that never go back.
+    block_bytes : int
+        Bytes of one offloaded block over all workers, for what is reported; 0: not known, or those of `shared`.
+    labels : mapping of str to str, optional
+        What tells this engine from others in what is reported.
+
+    Raises
+    ------
+    ValueError
+        An option is bad. Nothing that was opened here stays open.
+    """
+    set_up_log()
+    events = settings.enable_events if enable_events is None else enable_events
+    if takers := [one.exporter.__name__ for one in settings.exporters if one.exporter.needs_events]:
+        if enable_events:
+            raise ValueError(f"the engine takes the manager's events itself: leave out the exporter {takers[0]}")
+        events = True
+    policy, options = settings.cache_policy, settings.manager_options
+    manager: CPUOffloadingManager | TieredOffloadingManager
+    with ExitStack() as undo:
+        if not settings.tiers:
+            manager = CPUOffloadingManager(block_size, num_blocks, policy, events, clock=clock, **options)
+        else:
+            if shared is None:
+                raise ValueError("tiers need host blocks in shared memory, got shared=None")
+            undo.callback(shared.close)
+            tiers = open_tiers(settings.tiers, shared.array, {} if fingerprint is None else fingerprint)
+            for tier, _ in tiers:
+                undo.callback(tier.shutdown)
+            owner = _PoolOwner(
+                block_size,
+                num_blocks,
+                tiers,
+                policy,
+                events,
+                deadline_s=settings.lookup_deadline_s,
+                clock=clock,
+                prefill_tokens_per_s=settings.prefill_tokens_per_s,
+                **options,
+            )
+            owner.shared = shared
+            manager = owner
+            block_bytes = block_bytes or shared.array.shape[1]
+        if settings.record:
+            recorder = Recorder(
+                manager,
+                settings.record,
+                max_bytes=settings.record_max_bytes,
+                salt=settings.record_salt,
+                clock=None if clock is time.monotonic else clock,
+            )
+            undo.callback(recorder.stop)
+        config = {
+            "version": __version__,
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "block_bytes": block_bytes,
+            **settings.describe(),
+            "enable_events": events,
+        }
+        manager.telemetry = Telemetry(
+            manager, block_bytes=block_bytes, labels=labels, config=config, time_calls=settings.time_calls
+        )
+        undo.callback(manager.telemetry.close)
+        open_exporters(settings, manager.telemetry)
+        # Ranks of one engine differ by their labels alone.
+        _LOG.info("offloading starts: %s", json.dumps({**manager.telemetry.labels, **config}, default=str))
+        undo.pop_all()
+    return manager
+
+
+def read_pool_path(settings: OffloadSettings, file_name: str) -> Path:
+    """Return where the host blocks lie: the path that the user gave, or in this user's part of the pool's folder."""
+    return Path(settings.pool_path) if settings.pool_path else private_folder(Path(settings.pool_folder)) / file_name

@@ -1,0 +1,165 @@
+"""From configuration to a manager and handlers: what an engine builds once for its scheduler and once per worker.
+
+The two share nothing but the configuration, so everything that both must agree on is computed from it here.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvcache.assembly.config import OffloadingConfig
+from kvcache.control.manager import OffloadingManager
+from kvcache.options import OptionTable, name_unknown, parse_count, parse_flag
+from kvcache.registry import SPECS
+from kvcache.specs import CanonicalKVCaches, LoadStoreSpec
+
+if TYPE_CHECKING:
+    from kvcache.transfer.base import OffloadingHandler
+    from kvcache.transfer.worker import OffloadingWorker
+
+_LOG = logging.getLogger(__name__)
+
+SPEC_OPTIONS = OptionTable({"block_size": parse_count, "offload_prompt_only": parse_flag})
+"""What every spec reads of `extra_config`, beside the name by which it is chosen."""
+
+HandlerOf = tuple[type[LoadStoreSpec], type[LoadStoreSpec], "OffloadingHandler"]
+"""Source and destination of a handler's jobs, and the handler."""
+
+
+class OffloadingSpec(ABC):
+    """Makes the manager for a scheduler, or the handlers for a worker.
+
+    Parameters
+    ----------
+    config : OffloadingConfig
+        What both sides agree on. Of `extra_config` every spec reads ``block_size`` (tokens of one offloaded block; by
+        default that of a device block) and ``offload_prompt_only`` (default True).
+
+    Attributes
+    ----------
+    config : OffloadingConfig
+        As given.
+    extra_config : dict
+        Its options.
+    gpu_block_size : tuple of int
+        Tokens of one device block over all context-parallel ranks, per group.
+    hash_block_size : int
+        Tokens that one block hash stands for.
+    block_size_factor : int
+        Device blocks in one offloaded block.
+    offload_prompt_only : bool
+        Whether only the blocks of prompts are offloaded.
+    option_names : set of str
+        What this very class reads of `extra_config`; keys beyond it are logged. A subclass that has none of its own
+        is not asked.
+
+    Raises
+    ------
+    ValueError
+        A size does not divide another that it must divide, an option is of the wrong kind, or there are ``tiers``
+        that this class does not read.
+    """
+
+    option_names: ClassVar[Set[str]] = frozenset({"spec_name", *SPEC_OPTIONS})
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        if not isinstance(config, OffloadingConfig):
+            raise ValueError(f"config must be an OffloadingConfig, got {config!r}")
+        self.config = config
+        self.extra_config = config.extra_config
+        names = vars(type(self)).get("option_names")
+        if names is not None:
+            if "tiers" not in names and self.extra_config.get("tiers") is not None:
+                raise ValueError("tiers need spec_name 'tiering'")
+            warn_of_unknown("extra_config", self.extra_config, names)
+        self.hash_block_size = config.hash_block_size
+        spread = config.decode_context_parallel_size * config.prefill_context_parallel_size
+        self.gpu_block_size = tuple(group.block_size * spread for group in config.groups)
+        for i, size in enumerate(self.gpu_block_size):
+            if size % self.hash_block_size:
+                raise ValueError(
+                    f"the device block size of group {i}, {config.groups[i].block_size} tokens on each of {spread} "
+                    f"context-parallel ranks, must be a multiple of hash_block_size {self.hash_block_size}"
+                )
+        options = SPEC_OPTIONS.read("extra_config", self.extra_config)
+        self.block_size_factor = self._factor(options.get("block_size"))
+        self.offload_prompt_only: bool = options.get("offload_prompt_only", True)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one offloaded block; of the first group, where groups differ."""
+        return self.gpu_block_size[0] * self.block_size_factor
+
+    @abstractmethod
+    def get_manager(self) -> OffloadingManager:
+        """Return the scheduler's manager, the same one at every call."""
+
+    @abstractmethod
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerOf]:
+        """Yield the worker's handlers for its KV cache, as `OffloadingWorker.register_handler` takes them.
+
+        Parameters
+        ----------
+        kv_caches : CanonicalKVCaches
+            The worker's KV cache.
+
+        Returns
+        -------
+        iterator of (type, type, OffloadingHandler)
+            Source and destination spec of the handler's jobs, and the handler.
+
+        Raises
+        ------
+        ValueError
+            The KV cache does not fit the configuration.
+        """
+
+    def trace_worker(self, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
+        """Follow a worker's copies where `exporters` say so (``"otel"``), until it is shut down; by default, nothing.
+
+        Parameters
+        ----------
+        worker : OffloadingWorker
+            In its own process.
+        labels : mapping of str to str, optional
+            What tells it from others, such as ``engine`` and ``rank``.
+        """
+        return
+
+    def _factor(self, size: int | None) -> int:
+        if size is None:
+            return 1
+        if len(set(self.gpu_block_size)) > 1:
+            raise ValueError(f"block_size {size} needs one device block size, the groups have {self.gpu_block_size}")
+        if size % self.gpu_block_size[0]:
+            raise ValueError(f"block_size must be a multiple of the device's {self.gpu_block_size[0]}, got {size}")
+        return size // self.gpu_block_size[0]
+
+
+def make_spec(config: OffloadingConfig) -> OffloadingSpec:
+    """Return the spec that ``spec_name`` in the configuration's `extra_config` names.
+
+    Parameters
+    ----------
+    config : OffloadingConfig
+        Its ``spec_name`` (default ``"cpu"``) is a known name, a class or ``"package.module:Class"``.
+
+    Raises
+    ------
+    ValueError
+        The name is not known (the message lists the known ones), or the spec refuses the configuration.
+    """
+    found = SPECS.resolve(config.extra_config.get("spec_name", "cpu"))
+    if not issubclass(found, OffloadingSpec):
+        raise ValueError(f"spec {found.__name__} must be an OffloadingSpec")
+    return found(config)
+
+
+def warn_of_unknown(where: str, options: Mapping[str, Any], known: Set[str]) -> None:
+    """Log a warning of options that are not known: an engine's other components may read them, or nobody does."""
+    unknown = name_unknown(options, known)
+    if unknown:
+        _LOG.warning("kvcache does not know these keys of %s: %s", where, unknown)

@@ -1,0 +1,136 @@
+"""From configuration to a host pool with tiers below it.
+
+A tier's threads read and write host blocks in the scheduler's process, and handlers copy them in the workers'; so the
+pool is a file in shared memory that all of them map. A block's bytes of all ranks lie side by side in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache.assembly.assemble import OPTION_NAMES, OffloadSettings, open_manager, read_pool_path
+from kvcache.assembly.base import HandlerOf, OffloadingSpec
+from kvcache.assembly.config import OffloadingConfig
+from kvcache.assembly.cpu import CPUOffloadingSpec
+from kvcache.control.manager import OffloadingManager
+from kvcache.specs import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec
+from kvcache.transfer.shared_file import PREFIX, SharedBlocks
+
+if TYPE_CHECKING:
+    from kvcache.transfer.shared_pool import SharedHostPool
+
+_ALIGN_BYTES = 4096
+
+
+def rank_bytes_of(num_bytes: int) -> int:
+    """Return the bytes that one rank's part of a shared block takes: `num_bytes`, and what aligns the next part."""
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def worker_pool(
+    path: Path, num_blocks: int, block_bytes: int, rank_bytes: int, rank: int, world_size: int
+) -> tuple[SharedHostPool, SharedBlocks]:
+    """Return one rank's part of the host blocks, and the whole; manager and workers may be made in any order.
+
+    Parameters
+    ----------
+    path : Path
+        The pool's file.
+    num_blocks : int
+        Blocks of the pool.
+    block_bytes : int
+        Bytes of one block of this rank, at most `rank_bytes`.
+    rank_bytes : int
+        Bytes from one rank's part of a block to the next.
+    rank, world_size : int
+        Which part this is, of how many.
+    """
+    from kvcache.transfer.shared_pool import SharedHostPool
+
+    shared = SharedBlocks(path, num_blocks, rank_bytes * world_size, is_owner=False)
+    pool = SharedHostPool(shared.mapping, num_blocks, block_bytes, rank * rank_bytes, rank_bytes * world_size)
+    return pool, shared
+
+
+class TieringOffloadingSpec(CPUOffloadingSpec):
+    """Offload to host memory, and from there to tiers below it.
+
+    Parameters
+    ----------
+    config : OffloadingConfig
+        Its `extra_config` lists the ``tiers`` (see `kvcache.assembly.assemble.read_tiers`), and may give
+        ``lookup_deadline_s`` (default 5 s), ``pool_folder``, a folder in shared memory (default ``"/dev/shm"``), or
+        ``pool_path``, the file of the host blocks (default: in this user's part of that folder, by the configuration).
+        Every group needs its refs: they say how large a block is. The rest is as for `CPUOffloadingSpec`.
+
+    Raises
+    ------
+    ValueError
+        See `CPUOffloadingSpec`; or a tier's options are bad.
+    """
+
+    option_names = OffloadingSpec.option_names | OPTION_NAMES
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._part_bytes = rank_bytes_of(self.rank_bytes())
+        self._pool_path = read_pool_path(self.settings, f"{PREFIX}{self._identity()}")
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What makes these blocks different from those of another model, dtype or geometry."""
+        config = self.config
+        return {
+            "model": config.model_name,
+            "dtype": config.dtype,
+            "groups": [
+                [group.block_size, list(group.layer_names), [ref.page_size_bytes for ref in group.refs]]
+                for group in config.groups
+            ],
+            "block_size_factor": self.block_size_factor,
+            "world_size": config.world_size,
+            "context_parallel": [config.decode_context_parallel_size, config.prefill_context_parallel_size],
+        }
+
+    def _read_settings(self) -> OffloadSettings:
+        if self.extra_config.get("tiers") is None:
+            raise ValueError("tiers in extra_config must be a list of dicts, got None")
+        if not self.rank_bytes():
+            raise ValueError("tiers need the refs of every group, which say how large a block is")
+        return OffloadSettings.read(self.extra_config)
+
+    def _make_manager(self) -> OffloadingManager:
+        block_bytes = self._part_bytes * self.config.world_size
+        shared = SharedBlocks(self._pool_path, self.num_blocks, block_bytes, is_owner=True)
+        return open_manager(
+            self.settings,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            shared=shared,
+            fingerprint=self.fingerprint,
+        )
+
+    def _make_handlers(self, kv_caches: CanonicalKVCaches) -> list[HandlerOf]:
+        from kvcache.transfer.factory import cpu_gpu_handlers
+        from kvcache.transfer.geometry import host_block_bytes
+        from kvcache.transfer.guarded import GuardedHandler
+
+        needed = host_block_bytes(kv_caches, self.block_size_factor)
+        if needed > self._part_bytes:
+            raise ValueError(f"an offloaded block has {needed} bytes, the config's refs make it {self._part_bytes}")
+        config = self.config
+        self.pool, shared = worker_pool(
+            self._pool_path, self.num_blocks, needed, self._part_bytes, config.rank, config.world_size
+        )
+        handlers = cpu_gpu_handlers(kv_caches, self.pool, self.block_size_factor, self.settings.num_copy_threads)
+        # A file of an engine that ended meanwhile is nobody's: what is copied there would never reach a tier.
+        complaint = f"no manager owns the host blocks that this worker maps as {self._pool_path}; start it anew"
+        store, load = (GuardedHandler(handler, shared.has_owner, complaint) for handler in handlers)
+        return [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
+
+    def _identity(self) -> str:
+        text = json.dumps([self.fingerprint, self.extra_config["tiers"], self.num_blocks], sort_keys=True, default=repr)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -1,0 +1,106 @@
+"""Measure a disk tier: its rate both ways, checksums on, and how long the caller's thread is kept."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from kvcache.lab.bench.tier import move
+from kvcache.tiers.disk.directory import shared_names
+from kvcache.tiers.disk.tier import DiskTier
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the blocks done and the blocks in all."""
+_PAUSE_S = 0.0001
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRates:
+    """What was measured; rates in bytes a second, times of single calls in the caller's thread in seconds.
+
+    `shared_names` are files that users other than the owner may read here, where the file system knows no modes.
+    """
+
+    block_bytes: int
+    num_blocks: int
+    num_threads: int
+    is_direct: bool
+    store_bytes_per_s: float
+    load_bytes_per_s: float
+    call_s_p50: float
+    call_s_p99: float
+    call_s_max: float
+    shared_names: list[str]
+
+
+def measure_disk(
+    path: Path,
+    block_bytes: int,
+    num_blocks: int,
+    num_threads: int = 4,
+    job_blocks: int = 16,
+    in_flight: int = 64,
+    progress: Progress | None = None,
+) -> DiskRates:
+    """Write `num_blocks` blocks to a new tier in `path` and read them back; the folder must not exist, and goes again.
+
+    Parameters
+    ----------
+    path : Path
+        A folder on the disk to measure.
+    block_bytes, num_blocks : int
+        What is written and read.
+    num_threads : int
+        Operations in flight.
+    job_blocks : int
+        Blocks of one job.
+    in_flight : int
+        Blocks under way at most; so many host blocks are used.
+    progress : callable, optional
+        Called with what is being done, the blocks done and the blocks in all.
+    """
+    if path.exists():
+        raise ValueError(f"the folder to measure in must not exist, got {path}")
+    pool = mmap.mmap(-1, in_flight * block_bytes)
+    host_blocks = np.frombuffer(pool, np.uint8).reshape(in_flight, block_bytes)
+    host_blocks[:] = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
+    keys = [i.to_bytes(8, "big") for i in range(num_blocks)]
+    tier = DiskTier(
+        path, DiskTier.capacity_for(num_blocks, block_bytes), host_blocks, num_threads=num_threads, flush_interval_s=60
+    )
+    calls: list[float] = []
+    try:
+        rates = []
+        for name, submit in (("store", tier.submit_store), ("load", tier.submit_load)):
+            start = time.perf_counter()
+            moved = partial(progress, name) if progress else None
+            move(tier, submit, keys, job_blocks, in_flight, calls, moved, pause_s=_PAUSE_S)
+            if name == "store":
+                tier.flush()
+            rates.append(num_blocks * block_bytes / (time.perf_counter() - start))
+        is_direct = tier.is_direct
+        shared = shared_names(path)
+    finally:
+        tier.shutdown()
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    calls.sort()
+    return DiskRates(
+        block_bytes,
+        num_blocks,
+        num_threads,
+        is_direct,
+        rates[0],
+        rates[1],
+        calls[len(calls) // 2],
+        calls[len(calls) * 99 // 100],
+        calls[-1],
+        shared,
+    )

@@ -1,0 +1,222 @@
+"""Measure any tier beside its medium's own client: rates both ways, in turns, and how long a call keeps its thread."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcache.assembly.assemble import read_tiers
+from kvcache.lab.bench.plain_clients import plain_client
+
+if TYPE_CHECKING:
+    from kvcache.tiering.tier import HostBlocks, Tier
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the rounds done and the rounds in all."""
+_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierRates:
+    """What was measured: rates in bytes a second, each the best of its rounds; times of single calls in seconds.
+
+    `plain_store_bytes_per_s` and `plain_load_bytes_per_s` are the plain client loop's, 0 for a medium without one.
+    `store_ratio` and `load_ratio` hold the tier against it: the median over rounds of both one after the other, because
+    other load on the machine changes from round to round and hardly within one.
+    """
+
+    tier: str
+    block_bytes: int
+    num_blocks: int
+    num_rounds: int
+    store_bytes_per_s: float
+    load_bytes_per_s: float
+    plain_store_bytes_per_s: float
+    plain_load_bytes_per_s: float
+    store_ratio: float
+    load_ratio: float
+    exists_s_per_key: float
+    call_s_p50: float
+    call_s_max: float
+
+
+def measure_tier(
+    entry: Mapping[str, Any],
+    block_bytes: int,
+    num_blocks: int,
+    num_rounds: int = 10,
+    job_blocks: int = 16,
+    progress: Progress | None = None,
+) -> TierRates:
+    """Store and load `num_blocks` blocks `num_rounds` times, in turns with the plain client; nothing is left behind.
+
+    One more round goes before them, whose times do not count: connections are made and memory is touched in it.
+
+    Parameters
+    ----------
+    entry : mapping
+        The tier, as an entry of ``extra_config["tiers"]``.
+    block_bytes, num_blocks : int
+        What is stored and loaded in one round, and how large the host pool is.
+    num_rounds : int
+        Of rates the best counts, as other load on the machine only ever slows a round down; of ratios the median.
+    job_blocks : int
+        Blocks of one job.
+    progress : callable, optional
+        Called before each part of a round.
+    """
+    (settings,) = read_tiers([entry], "a tier")
+    flat = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
+    host_blocks: HostBlocks = flat.reshape(num_blocks, block_bytes)
+    host_blocks[:] = np.random.default_rng(0).integers(0, 256, host_blocks.shape, np.uint8)
+    # A namespace of this run's own: nothing that engines have stored is found, or removed.
+    tier = settings.tier.from_config(settings.options, host_blocks, {"bench": secrets.token_hex(8)})
+    plain = plain_client(entry, host_blocks)
+    times: dict[str, list[float]] = {name: [] for name in ("store", "load", "plain store", "plain load", "exists")}
+    calls: list[float] = []
+
+    def timed(name: str, number: int, action: Callable[..., None], *arguments: Any) -> None:
+        if progress is not None:
+            progress(name, max(0, number), num_rounds)
+        start = time.perf_counter()
+        action(*arguments)
+        if number >= 0:
+            times[name].append(time.perf_counter() - start)
+
+    def run_tier(number: int) -> None:
+        keys = [b"%08d-%08d" % (number + 1, i) for i in range(num_blocks)]
+        timed("store", number, move, tier, tier.submit_store, keys, job_blocks, num_blocks, calls)
+        timed("exists", number, _ask, tier, [b"?" + key for key in keys])
+        timed("load", number, move, tier, tier.submit_load, keys, job_blocks, num_blocks, calls)
+        _clear(tier)
+
+    def run_plain(number: int) -> None:
+        if plain is not None:
+            names = [secrets.token_bytes(16) for _ in range(num_blocks)]
+            timed("plain store", number, plain.put, names)
+            timed("plain load", number, plain.fetch, names)
+            plain.remove(names)
+
+    try:
+        for number in range(-1, num_rounds):
+            # Whoever comes second finds what the first has left in the caches.
+            for run in (run_tier, run_plain) if number % 2 else (run_plain, run_tier):
+                run(number)
+    finally:
+        tier.shutdown()
+        if plain is not None:
+            plain.close()
+    calls.sort()
+    num_bytes = num_blocks * block_bytes
+    best = {name: min(values, default=math.inf) for name, values in times.items()}
+
+    def ratio(way: str) -> float:
+        pairs = zip(times[f"plain {way}"], times[way], strict=plain is not None)
+        return statistics.median([theirs / ours for theirs, ours in pairs] or [0.0])
+
+    return TierRates(
+        repr(tier),
+        block_bytes,
+        num_blocks,
+        num_rounds,
+        num_bytes / best["store"],
+        num_bytes / best["load"],
+        num_bytes / best["plain store"],
+        num_bytes / best["plain load"],
+        ratio("store"),
+        ratio("load"),
+        best["exists"] / num_blocks,
+        calls[len(calls) // 2],
+        calls[-1],
+    )
+
+
+def move(
+    tier: Tier,
+    submit: Callable[[int, list[bytes], list[int]], bool],
+    keys: list[bytes],
+    job_blocks: int,
+    host_blocks: int,
+    calls: list[float],
+    moved: Callable[[int, int], None] | None = None,
+    pause_s: float = 0.0005,
+) -> None:
+    """Store or load blocks in jobs, as many at a time as the tier takes and the host pool has room for.
+
+    Parameters
+    ----------
+    tier : Tier
+        The tier.
+    submit : callable
+        Its `submit_store` or `submit_load`.
+    keys : list of bytes
+        The blocks.
+    job_blocks, host_blocks : int
+        Blocks of one job, and of the host pool.
+    calls : list of float
+        Receives how long each call of the tier took.
+    moved : callable, optional
+        Called with the blocks done and the blocks in all.
+    pause_s : float
+        How long to wait after looking in vain: half a step of a fast engine. Looking more often takes the time of the
+        threads that move blocks.
+    """
+    free = [range(first, min(first + job_blocks, host_blocks)) for first in range(0, host_blocks, job_blocks)]
+    busy: dict[int, range] = {}
+    position = num_done = 0
+    end_s = time.monotonic() + _PATIENCE_S
+    while num_done < len(keys):
+        while free and position < len(keys):
+            ids = free[-1]
+            batch = keys[position : position + len(ids)]
+            start = time.perf_counter()
+            is_taken = submit(position, batch, list(ids[: len(batch)]))
+            calls.append(time.perf_counter() - start)
+            if not is_taken:
+                # Its bytes under way are bounded.
+                break
+            busy[position] = free.pop()
+            position += len(batch)
+        start = time.perf_counter()
+        results = tier.get_finished()
+        calls.append(time.perf_counter() - start)
+        for result in results:
+            if result.job_id is None:
+                continue
+            if result.error or result.failed:
+                raise OSError(f"{len(result.failed)} blocks failed: {result.error or 'full, evicted or bad'}")
+            free.append(busy.pop(result.job_id))
+            num_done += len(result.done)
+        if results:
+            end_s = time.monotonic() + _PATIENCE_S
+            if moved is not None:
+                moved(num_done, len(keys))
+        else:
+            if not busy or time.monotonic() > end_s:
+                raise OSError(f"the tier takes nothing: {tier.stats()}")
+            time.sleep(pause_s)
+
+
+def _ask(tier: Tier, keys: list[bytes]) -> None:
+    # All at once, as they are unknown, though a look-up ends at the first that is absent.
+    while tier.lookup(keys) is None:
+        tier.get_finished()
+        time.sleep(0.0001)
+
+
+def _clear(tier: Tier) -> None:
+    tier.reset()
+    end_s = time.monotonic() + _PATIENCE_S
+    while tier.stats().unavailable_reason:
+        tier.get_finished()
+        if time.monotonic() > end_s:
+            raise OSError(f"the tier does not forget: {tier.stats()}")
+        time.sleep(0.001)

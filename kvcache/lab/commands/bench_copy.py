@@ -1,0 +1,125 @@
+"""`kvcache bench copy`: how fast blocks move between an engine's tensors and the pool."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcache.cli import common
+from kvcache.options import parse_count, parse_size
+
+if TYPE_CHECKING:
+    from kvcache.lab.bench.copy import CopyRate
+
+_REFERENCE = "one large copy"
+_SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
+
+
+def copy(
+    sizes: Annotated[str, typer.Option(help="Block sizes.", metavar="SIZE,...")] = _SIZES,
+    blocks: Annotated[int, typer.Option(help="Blocks of one job, where --bytes allows so many.")] = 1000,
+    total: Annotated[str, typer.Option("--bytes", help="At most so much in one job.", metavar="SIZE")] = "256MiB",
+    threads: Annotated[str, typer.Option(help="Numbers of copy threads.", metavar="N,...")] = "1,2",
+    repeats: Annotated[int, typer.Option(help="Rounds; the best of each way counts.")] = 5,
+    device: Annotated[str, typer.Option(help="Where the engine's tensors lie: cpu or cuda.")] = "cpu",
+    json: common.JsonOption = None,
+    plot: Annotated[str | None, typer.Option(help="Draw the ratios to a file.", metavar="FILE")] = None,
+    quiet: common.QuietOption = False,
+) -> None:
+    """Copy scattered and contiguous blocks both ways, beside one large memcpy and beside torch's own ways."""
+    block_sizes = [parse_size("--sizes", part) for part in sizes.split(",")]
+    num_threads = [parse_count("--threads", part) for part in threads.split(",")]
+    job_bytes = parse_size("--bytes", total)
+    common.at_least("--blocks", blocks, 1)
+    common.at_least("--repeats", repeats, 1)
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {device!r}")
+    common.check_writable("--json", json)
+    common.check_writable("--plot", plot)
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: there is no CUDA device")
+    counts = {size: min(blocks, job_bytes // size) for size in block_sizes}
+    if 0 in counts.values():
+        raise ValueError(f"--bytes must hold a block of {max(block_sizes)} bytes, got {total!r}")
+    rates = _measure(counts, num_threads, repeats, device, json, quiet)
+    document = {"device": device, "torch": torch.__version__, "rates": [asdict(rate) for rate in rates]}
+    common.write_json(json, document)
+    if plot is not None:
+        _draw(rates, plot, f"Copies of blocks on {device}, best of {repeats} rounds")
+
+
+def _measure(
+    counts: dict[int, int], threads: list[int], repeats: int, device: str, json: str | None, is_quiet: bool
+) -> list[CopyRate]:
+    from rich.table import Table
+
+    from kvcache.lab.bench.copy import DIRECTIONS, LAYOUTS, CopyBench
+
+    console = common.console(json)
+    console.print("GB/s, and the ratio to one large copy of as many bytes")
+    rates: list[CopyRate] = []
+    columns = [(direction, layout) for direction in DIRECTIONS for layout in LAYOUTS]
+    with common.progress("block sizes", is_quiet) as bar:
+        task = bar.add_task("copying", total=len(counts) * len(columns), done=0, status="")
+        for done, (size, count) in enumerate(counts.items()):
+            table = Table("way", title=f"{count:,} blocks of {common.human_bytes(size)}", title_justify="left")
+            table.columns[0].no_wrap = True
+            bench = CopyBench(size, count, threads, device)
+            cells: dict[str, list[str]] = {}
+            for direction, layout in columns:
+                table.add_column(f"{direction}\n{layout}", justify="right", no_wrap=True)
+                bar.update(task, done=done, status=f"{common.human_bytes(size)}, {direction}, {layout}")
+                for rate in bench.measure(direction, layout, repeats):
+                    rates.append(rate)
+                    cells.setdefault(rate.way, []).append(f"{rate.gb_per_s:.2f} {rate.ratio:.2f}")
+                bar.advance(task)
+            bench.close()
+            for way, values in cells.items():
+                table.add_row(way, *values)
+            console.print(table)
+        bar.update(task, done=len(counts), status="")
+    return rates
+
+
+def _draw(rates: list[CopyRate], target: str, title: str) -> None:
+    from kvcache.lab.replay.style import (
+        COLOURS,
+        INK,
+        MARKERS,
+        caption,
+        check_matplotlib,
+        machine,
+        new_figure,
+        plain_axes,
+    )
+
+    check_matplotlib()
+    figure = new_figure(10, 7)
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    sizes = sorted({rate.block_bytes for rate in rates})
+    ways = [way for way in dict.fromkeys(rate.way for rate in rates) if way != _REFERENCE]
+    for panel, key in zip(panels.flat, sorted({(r.direction, r.layout) for r in rates}, reverse=True), strict=True):
+        plain_axes(panel)
+        panel.axhline(1.0, color=INK, linestyle=(0, (5, 2)), linewidth=1.6, label=_REFERENCE)
+        for i, way in enumerate(ways):
+            ratios = {r.block_bytes: r.ratio for r in rates if (r.direction, r.layout) == key and r.way == way}
+            look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+            panel.plot(range(len(sizes)), [ratios[size] for size in sizes], linewidth=2, label=way, **look)
+        panel.set_yscale("log")
+        panel.set_title(", ".join(key), loc="left", fontsize=10)
+        panel.set_xticks(range(len(sizes)), [common.human_bytes(size) for size in sizes])
+        panel.yaxis.set_major_formatter("{x:g}")
+    panels[1, 0].set_xlabel("block size")
+    panels[1, 1].set_xlabel("block size")
+    figure.supylabel("speed, as a ratio to one large copy", fontsize=10)
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False)
+    caption(figure, title, machine())
+    try:
+        figure.savefig(target)
+    except (OSError, ValueError) as error:
+        raise common.CommandError(f"--plot cannot be written: {target!r}: {error}") from error

@@ -1,0 +1,70 @@
+"""`kvcache bench disk`: how fast a disk tier stores and loads here, checksums on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from shutil import disk_usage
+from typing import Annotated
+
+import typer
+
+from kvcache.cli import common
+from kvcache.options import parse_size
+
+
+def disk(
+    folder: Annotated[Path, typer.Argument(help="A folder on the disk to measure; a tier is made in it, and removed.")],
+    block_bytes: common.BlockBytesOption = "2MiB",
+    size: Annotated[str, typer.Option(help="Bytes to write and read back.", metavar="SIZE")] = "1GiB",
+    threads: Annotated[int, typer.Option(help="Operations in flight.")] = 4,
+    json: common.JsonOption = None,
+    quiet: common.QuietOption = False,
+) -> None:
+    """Write blocks to a new disk tier and read them back, every checksum compared."""
+    from rich.table import Table
+
+    from kvcache.lab.bench.disk import measure_disk
+
+    num_bytes = parse_size("--block-bytes", block_bytes)
+    num_blocks = parse_size("--size", size) // num_bytes
+    if num_blocks < 1:
+        raise ValueError(f"--size must hold at least one block of {num_bytes} bytes, got {size!r}")
+    common.at_least("--threads", threads, 1)
+    if not folder.is_dir():
+        raise ValueError(f"folder must be one that exists, got {str(folder)!r}")
+    free_bytes = disk_usage(folder).free
+    if num_blocks * num_bytes > free_bytes:
+        raise ValueError(f"--size must fit into the {common.human_bytes(free_bytes)} free in {folder}, got {size!r}")
+    common.check_writable("--json", json)
+    console = common.console(json)
+    with common.Bar("disk", "blocks", quiet, total=2 * num_blocks) as bar:
+
+        def progressed(name: str, num_done: int, num_all: int) -> None:
+            done = num_done + (num_all if name == "load" else 0)
+            if bar.is_due() or done == 2 * num_all:
+                bar.show(done, done, name)
+
+        rates = measure_disk(
+            folder / ".kvcache-bench",
+            num_bytes,
+            num_blocks,
+            threads,
+            job_blocks=max(1, (8 << 20) // num_bytes),
+            in_flight=min(num_blocks, max(8, (64 << 20) // num_bytes)),
+            progress=progressed,
+        )
+    if json != "-":
+        table = Table(show_header=False, box=None)
+        table.add_row("store", f"{rates.store_bytes_per_s / 1e9:.2f} GB/s")
+        table.add_row("load, verified", f"{rates.load_bytes_per_s / 1e9:.2f} GB/s")
+        table.add_row("past the page cache", "yes" if rates.is_direct else "no")
+        table.add_row(
+            "a call keeps its thread",
+            f"{rates.call_s_p50 * 1e6:.0f} us at the median, {rates.call_s_p99 * 1e6:.0f} us at 99 %, "
+            f"{rates.call_s_max * 1e3:.2f} ms at most",
+        )
+        console.print(table)
+        if rates.shared_names:
+            console.print(f"other users can read what a tier writes here: {', '.join(rates.shared_names)}")
+    common.write_json(json, asdict(rates))

@@ -1,0 +1,156 @@
+"""`kvcache replay` of a recording: run its calls again, show the first different answer, and shrink what led to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache.cli import common
+from kvcache.cli.common import CommandError
+from kvcache.recorder.format import Call, Recording
+from kvcache.recorder.ops import Answer, Op
+
+if TYPE_CHECKING:
+    from kvcache.lab.replay.recorded import Runner
+
+
+def run(
+    path: Path, policy: str | None, json_target: str | None, wants_shrunk: bool, shrink_s: float, is_quiet: bool
+) -> None:
+    """Replay one recording and report; a difference is a failure."""
+    from kvcache.lab.replay.recorded import replay_recording
+
+    recording = Recording(path)
+    kept: list[Call] | None = [] if wants_shrunk else None
+    # How many records there are is not known before the last.
+    with common.Bar("replay", "records", is_quiet, total=None) as bar:
+        outcome = replay_recording(recording, policy, partial(_watched, bar), kept)
+    difference = outcome.difference
+    config = recording.header["manager"]
+    report: dict[str, Any] = {
+        "file": str(path),
+        "manager": config,
+        "policy": policy or config.get("cache_policy"),
+        "calls": outcome.num_calls,
+        "skipped_calls": outcome.num_skipped,
+        "lost_records": outcome.num_lost,
+        "end": outcome.end,
+        "is_same": difference is None,
+    }
+    if difference is not None:
+        report["difference"] = {
+            "record": difference.call.number,
+            "call": _call_text(difference.call),
+            "expected": _answer_text(difference.expected),
+            "got": _answer_text(difference.got),
+            "reason": difference.reason,
+        }
+    if json_target is not None:
+        common.write_json(json_target, report)
+    if not is_quiet or difference is not None:
+        out = sys.stderr if json_target == "-" else sys.stdout
+        print(_summary(report), file=out)
+        if difference is not None and wants_shrunk:
+            with common.Bar("shrink", "records", is_quiet, total=None) as bar:
+                bar.show(0, len(kept or []), f"for {shrink_s:g} s at most")
+                text = _shrunk_text(kept or [], config, policy, bool(difference.reason), shrink_s)
+            print(text, file=out)
+    if not outcome.num_calls:
+        raise CommandError(f"{path} has no call to compare: {outcome.end or 'nothing was recorded'}")
+    if difference is not None:
+        what = difference.reason or "the answer differs"
+        raise CommandError(f"record {difference.call.number}, {difference.call.op.name.lower()}: {what}")
+
+
+def _watched(bar: common.Bar, runner: Runner) -> Callable[[Call, tuple[Any, ...]], str]:
+    """Return what holds every call to its promises, and shows how far the replay has come."""
+    from kvcache.lab.replay.promises import Promises
+
+    inspect = Promises(runner)
+
+    def look(call: Call, answer: tuple[Any, ...]) -> str:
+        if bar.is_due():
+            bar.show(0, call.number)
+        return inspect(call, answer)
+
+    return look
+
+
+def _summary(report: dict[str, Any]) -> str:
+    lines = [f"{report['file']}: {report['calls']:,} calls made again under {report['policy']}"]
+    if report["skipped_calls"]:
+        lines.append(f"  {report['skipped_calls']:,} calls passed over: what the manager held before them is not known")
+    if report["lost_records"]:
+        lines.append(f"  {report['lost_records']:,} records were lost while recording")
+    if report["end"]:
+        lines.append(f"  read up to here: {report['end']}")
+    if report["is_same"]:
+        lines.append("  every answer is the same" if report["calls"] else "  there is nothing to compare")
+        return "\n".join(lines)
+    found = report["difference"]
+    lines += [f"  record {found['record']:,}: {found['call']}", f"    expected {found['expected']}"]
+    lines.append(f"    broken: {found['reason']}" if found["reason"] else f"    got      {found['got']}")
+    return "\n".join(lines)
+
+
+def _shrunk_text(
+    records: list[Call], config: dict[str, Any], policy: str | None, is_broken: bool, shrink_s: float
+) -> str:
+    from kvcache.lab.replay.reproduction import as_test
+    from kvcache.lab.replay.shrink import breaks_promises, differs_from, shrink
+    from kvcache.testing.reference import REFERENCE_POLICIES
+
+    recorded = config["cache_policy"]
+    shrunk, trusted = None, None
+    if is_broken:
+        shrunk = shrink(records, config, breaks_promises(policy), shrink_s)
+    else:
+        # Where the recording's own policy answers otherwise now, its reference is to be trusted.
+        trusted = recorded if policy is not None and policy != recorded else None
+        reference = REFERENCE_POLICIES.get(recorded)
+        if trusted is None and reference is not None:
+            trusted = f"{reference.__module__}:{reference.__qualname__}"
+        if trusted is not None:
+            shrunk = shrink(records, config, differs_from(policy, trusted), shrink_s)
+    if shrunk is None:
+        return (
+            f"# Not shrunk: run again, these {len(records):,} records show no fault that another policy would not. "
+            "The recording was made by another version, or by a policy that does not answer alike twice."
+        )
+    made = (
+        f"# {shrunk.num_calls} calls, from {sum(one.op < Op.CONTEXT for one in records):,}; {shrunk.num_runs} tries.\n"
+    )
+    return made + as_test(shrunk, policy, trusted)
+
+
+def _call_text(call: Call) -> str:
+    keys = "" if call.keys is None else _keys_text(call.keys)
+    request = f", request {call.context}" if call.context > 1 else ""
+    return f"{call.op.name.lower()}({keys}{request})"
+
+
+def _keys_text(keys: Any) -> str:
+    if isinstance(keys, tuple):
+        return f"{_keys_text(keys[0])}, {keys[1]!r}"
+    if not isinstance(keys, list):
+        return keys.hex() if isinstance(keys, bytes) else repr(keys)
+    shown = ", ".join(_keys_text(key) for key in keys[:3])
+    return f"[{shown}]" if len(keys) <= 3 else f"[{shown}, ... {len(keys)} keys]"
+
+
+def _answer_text(answer: tuple[Any, ...]) -> str:
+    kind, *rest = answer
+    if kind is Answer.OUTPUT:
+        return f"{len(rest[0])} blocks to store in {_ids_text(rest[2])}, {rest[1]} evicted"
+    if kind is Answer.BLOCKS:
+        return f"blocks {_ids_text(rest[0])}"
+    if kind is Answer.EVENTS:
+        return f"{rest[0]} events of {rest[1]} keys, digest {rest[2].hex()}"
+    return " ".join([kind.name.lower(), *(str(one) for one in rest)])
+
+
+def _ids_text(ids: list[int]) -> str:
+    return str(ids) if len(ids) <= 12 else f"[{', '.join(map(str, ids[:12]))}, ... {len(ids)} ids]"

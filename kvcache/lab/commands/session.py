@@ -1,0 +1,246 @@
+"""One replay as people see it: a progress bar while it runs, a table at its end, the same figures as JSON.
+
+`demo` and `replay` differ only in where their requests come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from kvcache.cli import common
+
+if TYPE_CHECKING:
+    from kvcache.cli.model import Weights
+    from kvcache.control.observers.what_if import WhatIf
+    from kvcache.lab.replay.payload import VerifiedPayload
+    from kvcache.lab.replay.requests import Request, RequestSource
+    from kvcache.lab.replay.run import Replay
+    from kvcache.lab.replay.tiered import DiskChoice, PatientManager, TierEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of a single replay, checked.
+
+    Where the user has not said how large a block is (`sized`), `block_bytes` is the size of the test data alone.
+    """
+
+    policy: str
+    num_blocks: int
+    block_bytes: int
+    sized: bool
+    split: int
+    limit: int | None
+    data: bool
+    json_target: str | None
+    weights: Weights | None = None
+    store_threshold: int = 0
+    what_if: bool = False
+    disk: DiskChoice | TierEntry | None = None
+    is_quiet: bool = False
+
+
+def run(
+    source: RequestSource,
+    title: str,
+    settings: Settings,
+    progressed: Callable[[int], float],
+    facts: Callable[[], dict[str, Any]],
+) -> None:
+    """Replay `source` and report under `title`.
+
+    `progressed` returns the share of the work, 0 to 1, that is done after so many requests; `facts`, called at the
+    end, what the JSON says of the source.
+    """
+    from kvcache.control.cpu import CPUOffloadingManager
+    from kvcache.lab.replay.keys import KeyMaker, split_block_size
+    from kvcache.lab.replay.requests import ReplayError
+    from kvcache.lab.replay.run import Replay, ReplayClock, check_policy
+
+    block_size = split_block_size(source.block_size, settings.split)
+    make_keys = KeyMaker(settings.split)
+    check_policy(settings.policy)
+    common.check_writable("--json", settings.json_target)
+    requests = islice(iter(source), settings.limit)
+
+    started = monotonic()
+    with ExitStack() as open_now:
+        if settings.data or settings.disk is not None:
+            _check_memory(settings)
+        payload = None
+        if settings.data:
+            from kvcache.lab.replay.payload import VerifiedPayload
+
+            payload = open_now.enter_context(VerifiedPayload(settings.num_blocks, settings.block_bytes))
+        tiered = None
+        if settings.disk is None:
+            arrivals = ReplayClock()
+            manager = CPUOffloadingManager(
+                block_size,
+                settings.num_blocks,
+                settings.policy,
+                store_threshold=settings.store_threshold,
+                what_if=settings.what_if,
+                clock=arrivals,
+            )
+            replay = Replay(manager, payload, arrivals=arrivals)
+        else:
+            tiered = open_now.enter_context(_tiered_manager(settings, settings.disk, block_size, title, payload))
+            replay = Replay(tiered, payload, tiered.clock)
+        try:
+            _drive(replay, requests, make_keys, settings.is_quiet, progressed)
+        except ReplayError as error:
+            raise common.CommandError(str(error)) from error
+        moved = payload.as_dict() if payload else None
+        below = tiered.as_dict() if tiered else None
+    counted = replay.tally.as_dict()
+    elapsed_s = monotonic() - started
+    what_if = manager.what_if() if settings.what_if else None
+    document = {
+        "source": facts(),
+        "policy": settings.policy,
+        "num_blocks": settings.num_blocks,
+        "block_bytes": settings.block_bytes if settings.sized or settings.data or settings.disk else None,
+        "block_size": block_size,
+        "elapsed_s": elapsed_s,
+        **counted,
+        "store_threshold": settings.store_threshold,
+        "data": moved,
+        **({"disk": below} if below else {}),
+        "what_if": what_if.as_dict() if what_if else None,
+        "model": settings.weights.as_dict() if settings.weights else None,
+        "saved_prefill_s": settings.weights.saved_s(counted["hit_tokens"]) if settings.weights else None,
+    }
+    if settings.json_target != "-":
+        _print(title, document, what_if, settings)
+    common.write_json(settings.json_target, document)
+
+
+def _tiered_manager(
+    settings: Settings, disk: DiskChoice | TierEntry, block_size: int, title: str, payload: VerifiedPayload | None
+) -> AbstractContextManager[PatientManager]:
+    from kvcache.lab.replay.tiered import patient_manager, plain_host_blocks
+
+    host_blocks = payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
+    return patient_manager(
+        block_size, settings.policy, disk, host_blocks, title, store_threshold=settings.store_threshold
+    )
+
+
+def _print(title: str, document: dict[str, Any], what_if: WhatIf | None, settings: Settings) -> None:
+    console = common.console(settings.json_target)
+    console.print(title, soft_wrap=True, markup=False)
+    console.print(_table(document, settings))
+    if what_if is not None:
+        console.print(str(what_if), soft_wrap=True)
+        if what_if.sample_rate < 1 or what_if.uses < document["blocks"]:
+            console.print(_beside(document, what_if, settings), soft_wrap=True)
+        if settings.sized:
+            sizes = (
+                f"{blocks:,} = {common.human_bytes(blocks * settings.block_bytes)}" for blocks in what_if.capacities
+            )
+            console.print(f"blocks in memory: {', '.join(sizes)}", soft_wrap=True)
+    moved = document["data"]
+    if moved is not None and moved["verified_blocks"]:
+        console.print(f"{moved['verified_blocks']:,} loaded blocks were compared with what was stored: all equal.")
+
+
+def _beside(counted: dict[str, Any], what_if: WhatIf, settings: Settings) -> str:
+    """Return why the estimate is not the exact figure above it."""
+    exact = f"exactly, {settings.policy} hits {counted['block_hit_rate']:.1%} at {settings.num_blocks:,} blocks"
+    if what_if.uses < counted["blocks"]:
+        return (
+            f"{exact}, counted from an empty cache over all {counted['blocks']:,} uses; the estimate is of the last "
+            f"{what_if.uses:,} alone, a quarter of them uncounted to warm up"
+        )
+    return f"{exact}; the estimate is of a sample, and +- is twice its standard error"
+
+
+def _check_memory(settings: Settings) -> None:
+    from kvcache.transfer.free_memory import check_memory
+
+    try:
+        check_memory(settings.num_blocks * settings.block_bytes)
+    except ValueError as error:
+        if settings.disk is not None:
+            raise ValueError(f"{error}; --tier 1TiB@6GB/s simulates a tier of any size, and writes nothing") from error
+        raise ValueError(f"{error}; --no-data needs none") from error
+
+
+def _drive(
+    replay: Replay,
+    requests: Iterator[Request],
+    make_keys: Callable[[Any], list[bytes]],
+    is_quiet: bool,
+    progressed: Callable[[int], float],
+) -> None:
+    tally = replay.tally
+    # Refreshed between requests only: a thread of the bar's own would be timed with the manager's calls.
+    with common.Bar("replay", "requests", is_quiet) as bar:
+        for request in requests:
+            replay.step(request, make_keys(request.hash_ids))
+            if bar.is_due():
+                bar.show(progressed(tally.requests), tally.requests, f"{tally.token_hit_rate:.1%} of tokens hit")
+        bar.show(1.0, tally.requests, f"{tally.token_hit_rate:.1%} of tokens hit")
+
+
+def _table(document: dict[str, Any], settings: Settings) -> Any:
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    times = document["bookkeeping_us"]
+    skipped = document["source"].get("skipped_lines")
+    rows = [
+        ("policy", document["policy"]),
+        *_sizes(document, settings),
+        ("requests", f"{document['requests']:,}"),
+        *([("bad lines skipped", f"{skipped:,}")] if skipped else []),
+        ("tokens", f"{document['tokens']:,}"),
+        ("token hit rate", f"{document['token_hit_rate']:.2%} ({document['hit_tokens']:,})"),
+        ("block hit rate", f"{document['block_hit_rate']:.2%} ({document['hit_blocks']:,} of {document['blocks']:,})"),
+        ("stored", f"{document['stored_blocks']:,} blocks"),
+        ("loaded", f"{document['loaded_blocks']:,} blocks"),
+        ("evicted", f"{document['evicted_blocks']:,} blocks"),
+        ("rejected", f"{document['rejected_requests']:,} requests"),
+    ]
+    disk = document.get("disk")
+    if disk is not None:
+        stats = disk["tier"]
+        # A medium that keeps its own index does not say how much it holds.
+        held = f", {stats['num_held']:,} of {stats['num_blocks']:,} held" if stats["num_blocks"] else ""
+        found = f"{disk['found_blocks']:,} blocks found, " if stats["num_blocks"] else ""
+        moved = f"{stats['stored_blocks']:,} stored, {stats['loaded_blocks']:,} loaded"
+        rows.append((f"{stats['medium'].lower()} tier", f"{found}{moved}{held}"))
+    if document["saved_prefill_s"] is not None:
+        rows.append(("prefill saved, at least", f"{document['saved_prefill_s']:,.1f} s ({settings.weights})"))
+    data = document["data"]
+    if data is not None:
+        rows += [
+            ("bytes moved", common.human_bytes(data["store_bytes"] + data["load_bytes"])),
+            ("store, load rate", f"{data['store_gb_per_s']:.2f} GB/s, {data['load_gb_per_s']:.2f} GB/s"),
+        ]
+    rows += [
+        ("bookkeeping per request", f"p50 {times['p50']:.1f} us, p99 {times['p99']:.1f} us, max {times['max']:.1f} us"),
+        ("time", f"{document['elapsed_s']:.1f} s, of it bookkeeping {times['total'] / 1e6:.2f} s"),
+    ]
+    for label, value in rows:
+        table.add_row(label, value)
+    return table
+
+
+def _sizes(document: dict[str, Any], settings: Settings) -> Iterator[tuple[str, str]]:
+    blocks = f"{settings.num_blocks:,} blocks of {document['block_size']} tokens"
+    if settings.sized:
+        yield "capacity", f"{blocks} ({common.human_bytes(settings.num_blocks * settings.block_bytes)})"
+        return
+    yield "capacity", blocks
+    if document["block_bytes"] is not None:
+        hint = " (--model tells real sizes)" if document["source"]["kind"] == "trace" else ""
+        yield "test data", f"{common.human_bytes(settings.block_bytes)} a block{hint}"

@@ -1,0 +1,161 @@
+"""Generate requests: seeded agents that call tools, so that a replay of such traffic needs no recording.
+
+A person gives a task and reads the answer, minutes apart. In between the agent loops: each call of a tool takes
+seconds, and the next prompt is all that came before plus the tool's result. Now and then it hands a part of the task
+to a sub-agent, which shares the tools' description and nothing else; its last answer comes back as a tool's result.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcache.lab.replay.chats import check_workload, log_normal
+from kvcache.lab.replay.requests import Request
+
+
+@dataclass(slots=True)
+class _Agent:
+    birth: int
+    ids: list[int]
+    tokens: int
+    steps_left: int
+    turns_left: int
+    parent: _Agent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentWorkload:
+    """Agents of some users at once, in order of arrival.
+
+    Parameters
+    ----------
+    num_requests : int
+        Requests to generate.
+    seed : int
+        The same seed gives the same requests.
+    block_size : int
+        Tokens of one block. Only full blocks are listed.
+    num_users : int
+        People who each have one session under way, and begin a new one when it ends.
+    num_tool_sets : int
+        Different system prompts with descriptions of tools.
+    mean_tools_tokens, mean_task_tokens, mean_result_tokens, mean_answer_tokens : int
+        Mean lengths of tools and system prompt, of what a person says, of a tool's result, of an answer; log-normal.
+    mean_steps : float
+        Mean calls of tools in a turn, >= 1; geometric.
+    mean_turns : float
+        Mean turns of a session, >= 1; geometric.
+    mean_tool_s, mean_human_s : float
+        Mean seconds that a tool takes, and that a person takes between an answer and the next task; log-normal.
+    subagent_share : float
+        Share of the tool calls that start a sub-agent.
+    max_context_tokens : int
+        A session ends when its prompt would be longer.
+
+    Notes
+    -----
+    The defaults are chosen for a demonstration, not fitted to any trace.
+    """
+
+    num_requests: int = 2000
+    seed: int = 0
+    block_size: int = 16
+    num_users: int = 8
+    num_tool_sets: int = 2
+    mean_tools_tokens: int = 4000
+    mean_task_tokens: int = 120
+    mean_result_tokens: int = 500
+    mean_answer_tokens: int = 150
+    mean_steps: float = 8.0
+    mean_turns: float = 5.0
+    mean_tool_s: float = 4.0
+    mean_human_s: float = 180.0
+    subagent_share: float = 0.05
+    max_context_tokens: int = 65536
+    _token_s: float = field(default=0.02, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        no_less = (1, math.inf)
+        check_workload(self, {"mean_turns": no_less, "mean_steps": no_less, "subagent_share": (0, 1)})
+
+    def __iter__(self) -> Iterator[Request]:
+        draw = random.Random(self.seed)
+        counter = _Counter(self.block_size)
+        tool_sets = []
+        for _ in range(self.num_tool_sets):
+            tokens = log_normal(draw, self.mean_tools_tokens)
+            tool_sets.append((tokens, counter.grow([], tokens)))
+        due: list[tuple[float, int, _Agent]] = []
+        births = 0
+        for _ in range(self.num_users):
+            agent = self._begin(draw, tool_sets, births)
+            heapq.heappush(due, (draw.uniform(0.0, self.mean_human_s), births, agent))
+            births += 1
+        made = 0
+        while made < self.num_requests:
+            now_s, _, agent = heapq.heappop(due)
+            if agent.tokens > self.max_context_tokens:
+                agent.steps_left = agent.turns_left = 0
+            else:
+                agent.ids = counter.grow(agent.ids, agent.tokens)
+                answer = log_normal(draw, self.mean_answer_tokens)
+                yield Request(np.array(agent.ids, dtype=np.int64), agent.tokens, answer, now_s)
+                made += 1
+                agent.tokens += answer
+                now_s += answer * self._token_s
+            if agent.steps_left:
+                agent.steps_left -= 1
+                if agent.parent is None and draw.random() < self.subagent_share:
+                    # The agent goes on when its sub-agent has answered.
+                    child = self._begin(draw, tool_sets, births, agent)
+                    heapq.heappush(due, (now_s, births, child))
+                    births += 1
+                else:
+                    agent.tokens += log_normal(draw, self.mean_result_tokens)
+                    heapq.heappush(due, (now_s + self._seconds(draw, self.mean_tool_s), agent.birth, agent))
+            elif agent.parent is not None:
+                agent.parent.tokens += log_normal(draw, self.mean_result_tokens)
+                heapq.heappush(due, (now_s, agent.parent.birth, agent.parent))
+            else:
+                if agent.turns_left:
+                    agent.turns_left -= 1
+                    agent.steps_left = _geometric(draw, self.mean_steps)
+                    agent.tokens += log_normal(draw, self.mean_task_tokens)
+                else:
+                    agent = self._begin(draw, tool_sets, agent.birth)
+                heapq.heappush(due, (now_s + self._seconds(draw, self.mean_human_s), agent.birth, agent))
+
+    def _begin(
+        self, draw: random.Random, tool_sets: list[tuple[int, list[int]]], birth: int, parent: _Agent | None = None
+    ) -> _Agent:
+        tokens, ids = draw.choice(tool_sets)
+        steps = _geometric(draw, self.mean_steps)
+        turns = 0 if parent is not None else _geometric(draw, self.mean_turns) - 1
+        return _Agent(birth, list(ids), tokens + log_normal(draw, self.mean_task_tokens), steps, turns, parent)
+
+    def _seconds(self, draw: random.Random, mean_s: float) -> float:
+        return log_normal(draw, mean_s * 1000) / 1000
+
+
+class _Counter:
+    """Give every new block an id of its own."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._next = 0
+
+    def grow(self, ids: list[int], tokens: int) -> list[int]:
+        missing = max(0, tokens // self._block_size - len(ids))
+        grown = [*ids, *range(self._next, self._next + missing)]
+        self._next += missing
+        return grown
+
+
+def _geometric(draw: random.Random, mean: float) -> int:
+    return 1 if mean == 1 else 1 + int(math.log(1 - draw.random()) / math.log(1 - 1 / mean))

@@ -1,0 +1,319 @@
+"""One cell of a grid: a trace under one policy at one capacity, perhaps over tiers, perhaps a shard of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.core.policy_adapter import PolicyAdapter
+from kvcache.core.sampler import pass_requests
+from kvcache.lab.replay.compact import next_uses
+from kvcache.lab.replay.hints import derive_hints
+from kvcache.lab.replay.keys import KeyMaker, split_block_size
+from kvcache.lab.replay.optimum import optimal_hits
+from kvcache.lab.replay.run import Replay, ReplayClock
+from kvcache.lab.replay.serving import Flow, Serving, price_of, weigh
+from kvcache.lab.replay.simulated_tier import SimulatedTieredManager
+from kvcache.request import NEXT_USES, Retention
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvcache.lab.replay.compact import CompactTrace
+    from kvcache.lab.replay.requests import Int64Array
+    from kvcache.policies.base import CachePolicy
+    from kvcache.tiering.manager import TieredOffloadingManager
+
+OPTIMUM = "min"
+"""The name of the offline optimum, which stands among the policies of a grid and serves nobody."""
+
+_PROGRESS_REQUESTS = 64
+_SHOWN_DECISIONS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process replays.
+
+    Parameters
+    ----------
+    policy : str
+        A name, ``"package.module:Class"``, or ``"min"``.
+    num_blocks : int or None
+        Blocks of host memory; None: no limit, for ``"min"`` alone.
+    tiers : tuple of int
+        Blocks of each tier below it.
+    shard : int
+        Which shard of a sample; 0 where there is one.
+    """
+
+    policy: str
+    num_blocks: int | None
+    tiers: tuple[int, ...] = ()
+    shard: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How every job of a grid is replayed.
+
+    Parameters
+    ----------
+    split : int
+        Keys that one listed id becomes.
+    store_threshold : int
+        Offers after which a key is stored; not used by ``"min"``.
+    num_shards : int
+        Parts of a sample that are replayed apart, so that they tell how far sampling is off.
+    serving : Serving, optional
+        What to weigh hits by.
+    hint_error : float, optional
+        Share of the requests whose hint of next use is wrong; None: no request gives one.
+    seed : int
+        Which those are.
+    arbiter : bool
+        Whether what is slower to load from a tier than to compute is computed; needs `serving` with a rate of prefill.
+    """
+
+    split: int = 1
+    store_threshold: int = 0
+    num_shards: int = 1
+    serving: Serving | None = None
+    hint_error: float | None = None
+    seed: int = 0
+    arbiter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One policy at one capacity; the counts that the optimum does not have are None.
+
+    `tiers` are the blocks of each tier below host memory, `serving` is the answer of
+    `kvcache.lab.replay.serving.weigh`, and `block_hit_error` the standard error of `block_hit_rate`, which a sample has;
+    `arbiter` counts its decisions and has
+    the last few in words.
+    """
+
+    policy: str
+    num_blocks: int | None
+    requests: int
+    tokens: int
+    hit_tokens: int
+    token_hit_rate: float
+    blocks: int
+    hit_blocks: int
+    block_hit_rate: float
+    stored_blocks: int | None = None
+    evicted_blocks: int | None = None
+    rejected_requests: int | None = None
+    bookkeeping_us: dict[str, float] | None = None
+    tiers: tuple[int, ...] = ()
+    block_hit_error: float | None = None
+    serving: dict[str, Any] | None = field(default=None, compare=False)
+    arbiter: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for a report."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Cell:
+        """Return the cell that `as_dict` wrote."""
+        return cls(**fields | {"tiers": tuple(fields.get("tiers", ()))})
+
+
+def run_job(
+    trace: CompactTrace,
+    job: Job,
+    plan: Plan,
+    progressed: Callable[[int], None] | None = None,
+    nexts: Int64Array | None = None,
+) -> Cell:
+    """Replay a trace in this process.
+
+    Returns
+    -------
+    Cell
+        What was counted. Of a shard: what it says of the whole trace.
+    """
+    report = progressed or (lambda done: None)
+    if plan.num_shards > 1:
+        trace, nexts = trace.shard(job.shard, plan.num_shards), None
+    if job.policy == OPTIMUM:
+        cell = _optimum(trace, _scaled(job.num_blocks, trace.rate), plan.split, report, nexts)
+    else:
+        cell = _replayed(trace, job, plan, report, nexts)
+    report(len(trace.ids))
+    return replace(_estimated(cell, trace, plan.split), num_blocks=job.num_blocks, tiers=job.tiers)
+
+
+def joined(cells: Sequence[Cell]) -> Cell:
+    """Return one cell of the cells of all shards of a sample, with the standard error of its block hit rate."""
+    rates = np.array([cell.block_hit_rate for cell in cells])
+    first = cells[0]
+    counts: dict[str, Any] = {
+        name: None if getattr(first, name) is None else round(float(np.mean([getattr(cell, name) for cell in cells])))
+        for name in ("hit_tokens", "hit_blocks", "stored_blocks", "evicted_blocks")
+    }
+    return replace(
+        first,
+        **counts,
+        block_hit_rate=float(rates.mean()),
+        token_hit_rate=float(np.mean([cell.token_hit_rate for cell in cells])),
+        rejected_requests=None,
+        bookkeeping_us=None,
+        block_hit_error=float(rates.std(ddof=1) / len(rates) ** 0.5),
+    )
+
+
+def _scaled(num_blocks: int | None, rate: float) -> int | None:
+    return num_blocks if num_blocks is None or rate == 1 else max(1, round(num_blocks * rate))
+
+
+def _replayed(
+    trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int], None], nexts: Int64Array | None
+) -> Cell:
+    block_size = split_block_size(trace.block_size, plan.split)
+    num_blocks = _scaled(job.num_blocks, trace.rate)
+    assert num_blocks is not None
+    arrivals = ReplayClock()
+    options: dict[str, Any] = {"store_threshold": plan.store_threshold, "clock": arrivals}
+    # More blocks than the trace names change nothing, but cost memory.
+    most = max(1, len(trace.ids) * plan.split)
+    below = []
+    simulated: SimulatedTieredManager | None = None
+    if job.tiers:
+        tiers = [min(_scaled(blocks, trace.rate) or 1, most) for blocks in job.tiers]
+        serving = plan.serving
+        if plan.arbiter and serving is not None and serving.token_prefill_s is not None:
+            options["block_s"] = [
+                serving.block_bytes / medium.bytes_per_s for medium in serving.media[1 : 1 + len(tiers)]
+            ]
+            options["prefill_tokens_per_s"] = 1 / serving.token_prefill_s
+        simulated = SimulatedTieredManager(block_size, min(num_blocks, most), tiers, job.policy, **options)
+        manager: CPUOffloadingManager | TieredOffloadingManager = simulated
+        below = simulated.simulated
+    else:
+        manager = CPUOffloadingManager(block_size, min(num_blocks, most), job.policy, **options)
+    replay, make_keys = Replay(manager, arrivals=arrivals), KeyMaker(plan.split)
+    needs_flow = plan.serving is not None and trace.rate == 1
+    # Per request: hits, blocks stored, and of each tier blocks loaded and stored, since the start.
+    counts = np.zeros((len(trace) + 1 if needs_flow else 1, 3 + 2 * len(below)), dtype=np.int64)
+    hints: npt.NDArray[np.int8] | None = None
+    told: list[Retention | None] = []
+    if plan.hint_error is not None:
+        told = [Retention(next_use=name) for name in NEXT_USES]
+        hints = derive_hints(trace, next_uses(trace)[0] if nexts is None else nexts, plan.hint_error, plan.seed)
+    # A whole trace is replayed to the letter; of a sample, the requests that name nothing only pass the time.
+    steps = trace.filled() if trace.rate < 1 else ((1, request) for request in trace)
+    policies = [manager.policy, *(tier.policy for tier in below)]
+    done, number, tally = 0, 0, replay.tally
+    for gap, request in steps:
+        number += gap
+        if number % _PROGRESS_REQUESTS == 0:
+            report(done)
+        if gap > 1:
+            _pass(policies, gap - 1)
+        replay.step(request, make_keys(request.hash_ids), None if hints is None else told[hints[number - 1]])
+        done += len(request.hash_ids)
+        if needs_flow:
+            row = [tally.hit_blocks, tally.stored_blocks, tally.hit_tokens]
+            counts[number] = row + [count for tier in below for count in (tier.loaded_blocks, tier.stored_blocks)]
+    counted = tally.as_dict()
+    del counted["loaded_blocks"]
+    counted["requests"] = len(trace)
+    weighed = None
+    if plan.serving is not None and needs_flow:
+        moved = np.diff(counts, axis=0)
+        loads, stores = moved[:, 3::2], moved[:, 4::2]
+        flow = Flow(
+            np.column_stack([moved[:, 0] - loads.sum(axis=1), loads]),
+            np.column_stack([moved[:, 1] + loads.sum(axis=1), stores]),
+            moved[:, 2],
+        )
+        used = replace(plan.serving, media=plan.serving.media[: 1 + len(below)])
+        weighed = weigh(np.asarray(trace.arrivals_s), np.asarray(trace.input_lengths), flow, used)
+        weighed["price"] = price_of((job.num_blocks or 0, *job.tiers), used)
+    elif below:
+        lower = [tier.loaded_blocks for tier in below]
+        hits = [tally.hit_blocks - sum(lower), *lower]
+        weighed = {"media": [{"hit_blocks": count} for count in hits]}
+    arbiter = None
+    if simulated is not None and simulated.arbiter is not None:
+        stats = simulated.stats()
+        arbiter = {
+            "loads": stats.arbiter_loads,
+            "cuts": stats.arbiter_cuts,
+            "cut_blocks": stats.arbiter_cut_blocks,
+            "decisions": [str(decision) for decision in list(simulated.arbiter.decisions)[-_SHOWN_DECISIONS:]],
+        }
+    return Cell(job.policy, job.num_blocks, **counted, serving=weighed, arbiter=arbiter)
+
+
+def _pass(policies: Sequence[CachePolicy], num_requests: int) -> None:
+    """Let clocks that count requests run on, for requests that name nothing."""
+    for policy in policies:
+        if isinstance(policy, PolicyAdapter):
+            pass_requests(policy, num_requests)
+
+
+def _optimum(
+    trace: CompactTrace,
+    num_blocks: int | None,
+    split: int,
+    report: Callable[[int], None],
+    nexts: Int64Array | None,
+) -> Cell:
+    block_size = split_block_size(trace.block_size, split)
+    hits = optimal_hits(trace, num_blocks, report, split, nexts)
+    lengths = np.asarray(trace.input_lengths)
+    hit_tokens = int(np.minimum(hits * block_size, lengths).sum())
+    tokens, hit_blocks, blocks = int(lengths.sum()), int(hits.sum()), len(trace.ids) * split
+    return Cell(
+        policy=OPTIMUM,
+        num_blocks=num_blocks,
+        requests=len(trace),
+        tokens=tokens,
+        hit_tokens=hit_tokens,
+        token_hit_rate=hit_tokens / max(1, tokens),
+        blocks=blocks,
+        hit_blocks=hit_blocks,
+        block_hit_rate=hit_blocks / max(1, blocks),
+    )
+
+
+def _estimated(cell: Cell, trace: CompactTrace, split: int) -> Cell:
+    """Return what a sample's cell says of the whole trace.
+
+    Where more or fewer sampled uses than expected came, that is the work of a few hot blocks that are, or are not, in
+    the sample: their uses would have been hits (SHARDS_adj of Waldspurger et al., FAST '15).
+    """
+    if trace.rate == 1:
+        return cell
+
+    def share(hits: int, sampled: int, whole: int) -> float:
+        expected = whole * trace.rate
+        return min(max((hits + expected - sampled) / expected, 0.0), 1.0) if expected else 0.0
+
+    blocks, tokens = trace.num_blocks * split, trace.num_tokens
+    block_rate = share(cell.hit_blocks, cell.blocks, blocks)
+    token_rate = share(cell.hit_tokens, cell.tokens, tokens)
+
+    def grown(count: int | None) -> int | None:
+        return None if count is None else round(count / trace.rate)
+
+    return replace(
+        cell,
+        tokens=tokens,
+        blocks=blocks,
+        hit_blocks=round(block_rate * blocks),
+        hit_tokens=round(token_rate * tokens),
+        block_hit_rate=block_rate,
+        token_hit_rate=token_rate,
+        stored_blocks=grown(cell.stored_blocks),
+        evicted_blocks=grown(cell.evicted_blocks),
+    )

@@ -1,0 +1,292 @@
+"""A whole trace as arrays in files, so that every process of a grid reads the same ones and none holds them in memory.
+
+The arrays are mapped and passed through in pieces; what has been passed is given back, so a trace may be larger than
+memory. What the offline optimum asks of the future, the place of each block's next use, is worked out in parts, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcache.lab.replay.keys import mixed, split_block_size
+from kvcache.lab.replay.nearest import NextUses
+from kvcache.lab.replay.requests import Request
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvcache.lab.replay.requests import Int64Array
+
+    Float64Array = npt.NDArray[np.float64]
+
+_ARRAYS = {"ids": "<i8", "bounds": "<i8", "input_lengths": "<i8", "arrivals_s": "<f8"}
+_PIECE_IDS = 1 << 18
+# Of one id while its next use is looked for, the table's growth included.
+_ID_BYTES = 96
+_LEAST_BYTES = 16 << 20
+_COUNTED_SHARE = 64
+# The bits by which ids are sampled and cut into shards must differ.
+_PART_SALT = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class CompactTrace:
+    """A whole trace in four arrays.
+
+    Parameters
+    ----------
+    ids : numpy.ndarray
+        The ids of all requests, one after the other; int64.
+    bounds : numpy.ndarray
+        Where each request begins in `ids`, and where the last one ends; int64, shape (requests + 1,).
+    input_lengths : numpy.ndarray
+        Tokens of each prompt; int64, shape (requests,). Of a sample: tokens of the blocks that are in it.
+    arrivals_s : numpy.ndarray
+        Seconds since the trace began; float64, shape (requests,).
+    block_size : int
+        Tokens of one id.
+    rate : float
+        Share of the ids that were kept when the trace was sampled; 1 if it was not.
+    all_blocks, all_tokens : int
+        Blocks and tokens of the whole trace, those left out included; 0: as many as the arrays say.
+    digest : str
+        What tells this trace from another; empty if it was not asked for.
+    folder : pathlib.Path, optional
+        Where its files are, if they are mapped.
+    """
+
+    ids: Int64Array
+    bounds: Int64Array
+    input_lengths: Int64Array
+    arrivals_s: Float64Array
+    block_size: int
+    rate: float = 1.0
+    all_blocks: int = 0
+    all_tokens: int = 0
+    digest: str = field(default="", compare=False)
+    folder: Path | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, requests: Iterable[Request], block_size: int) -> CompactTrace:
+        """Gather requests in memory."""
+        parts, lengths, arrivals = [], [], []
+        for request in requests:
+            parts.append(request.hash_ids)
+            lengths.append(request.input_length)
+            arrivals.append(request.arrival_s)
+        bounds = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        return cls(ids, bounds, np.array(lengths, dtype=np.int64), np.array(arrivals, dtype=np.float64), block_size)
+
+    @classmethod
+    def spool(
+        cls, requests: Iterable[Request], block_size: int, folder: Path, rate: float = 1.0, seed: int = 0
+    ) -> CompactTrace:
+        """Write requests to files in `folder` as they come, and map them.
+
+        Of the ids, a share `rate` is kept, 0 < `rate` <= 1: the same ones in every request, which `seed` chooses.
+        """
+        digest = hashlib.blake2b(f"{block_size} {rate} {seed if rate < 1 else 0}".encode(), digest_size=16)
+        num_ids = all_blocks = all_tokens = 0
+        files = {name: (folder / f"{name}.raw").open("wb", 1 << 18) for name in _ARRAYS}
+        try:
+            files["bounds"].write(np.int64(0).tobytes())
+            for request in requests:
+                ids, length = request.hash_ids, request.input_length
+                all_blocks += len(ids)
+                all_tokens += length
+                if rate < 1:
+                    kept = _is_sampled(ids, rate, seed)
+                    # The last block may be partial.
+                    tail = length - block_size * (len(ids) - 1) if len(ids) else 0
+                    is_last_kept = bool(len(ids)) and bool(kept[-1])
+                    ids = ids[kept]
+                    length = block_size * (len(ids) - is_last_kept) + max(0, min(tail, block_size)) * is_last_kept
+                num_ids += len(ids)
+                raw = np.ascontiguousarray(ids, dtype="<i8").tobytes()
+                digest.update(raw)
+                digest.update(b"%d %r\n" % (request.input_length, request.arrival_s))
+                files["ids"].write(raw)
+                files["bounds"].write(np.int64(num_ids).tobytes())
+                files["input_lengths"].write(np.int64(length).tobytes())
+                files["arrivals_s"].write(np.float64(request.arrival_s).tobytes())
+        finally:
+            for file in files.values():
+                file.close()
+        facts = {
+            "block_size": block_size,
+            "rate": rate,
+            "all_blocks": all_blocks,
+            "all_tokens": all_tokens,
+            "digest": digest.hexdigest(),
+        }
+        (folder / "trace.json").write_text(json.dumps(facts))
+        return cls.load(folder)
+
+    def save(self, folder: Path) -> None:
+        """Write the arrays to `folder`, for `load`."""
+        for name, dtype in _ARRAYS.items():
+            np.ascontiguousarray(getattr(self, name), dtype=dtype).tofile(folder / f"{name}.raw")
+        facts = ("block_size", "rate", "all_blocks", "all_tokens", "digest")
+        (folder / "trace.json").write_text(json.dumps({name: getattr(self, name) for name in facts}))
+
+    @classmethod
+    def load(cls, folder: Path) -> CompactTrace:
+        """Map what `save` or `spool` wrote to `folder`."""
+        arrays = [_mapped(folder / f"{name}.raw", dtype) for name, dtype in _ARRAYS.items()]
+        facts = json.loads((folder / "trace.json").read_text())
+        return cls(*arrays, **facts | {"folder": folder})
+
+    def __len__(self) -> int:
+        return len(self.input_lengths)
+
+    def __iter__(self) -> Iterator[Request]:
+        for first, last in self.pieces():
+            bounds = self.bounds[first : last + 1].tolist()
+            lengths, arrivals = self.input_lengths[first:last].tolist(), self.arrivals_s[first:last].tolist()
+            for i, length in enumerate(lengths):
+                yield Request(self.ids[bounds[i] : bounds[i + 1]], length, 0, arrivals[i])
+            give_back(self.ids)
+
+    def filled(self) -> Iterator[tuple[int, Request]]:
+        """Yield each request that names a block, and how many came since the one before, itself included.
+
+        Of a sample most name none, and there a loop over all of them would take longer than what it is for.
+        """
+        previous = -1
+        for first, last in self.pieces():
+            bounds = np.asarray(self.bounds[first : last + 1])
+            numbers = np.flatnonzero(np.diff(bounds))
+            begins, ends = bounds[numbers].tolist(), bounds[numbers + 1].tolist()
+            lengths = self.input_lengths[first + numbers].tolist()
+            arrivals = self.arrivals_s[first + numbers].tolist()
+            for i, number in enumerate((first + numbers).tolist()):
+                yield number - previous, Request(self.ids[begins[i] : ends[i]], lengths[i], 0, arrivals[i])
+                previous = number
+            give_back(self.ids)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yield the first request and the one behind the last of pieces of about 262,144 ids."""
+        first = 0
+        while first < len(self):
+            limit = int(self.bounds[first]) + _PIECE_IDS
+            last = max(first + 1, int(np.searchsorted(self.bounds, limit, side="right")) - 1)
+            yield first, min(last, len(self))
+            first = last
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts, those of blocks that a sample leaves out included."""
+        return self.all_tokens or int(self.input_lengths.sum())
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that all requests name, those that a sample leaves out included."""
+        return self.all_blocks or len(self.ids)
+
+    def split(self, parts: int) -> CompactTrace:
+        """Return the trace with every id as `parts` ids of as many blocks; ids are renumbered."""
+        block_size = split_block_size(self.block_size, parts)
+        _, dense = np.unique(self.ids, return_inverse=True)
+        ids = (dense.astype(np.int64)[:, None] * parts + np.arange(parts)).ravel()
+        return CompactTrace(ids, self.bounds * parts, self.input_lengths, self.arrivals_s, block_size)
+
+    def shard(self, index: int, num_shards: int) -> CompactTrace:
+        """Return the part of a sample whose ids fall into one of `num_shards`, in memory."""
+        ids, counts = [], []
+        for first, last in self.pieces():
+            bounds = self.bounds[first : last + 1]
+            piece = np.asarray(self.ids[int(bounds[0]) : int(bounds[-1])])
+            mine = mixed(piece ^ np.int64(_PART_SALT >> np.uint64(1))) % np.uint64(num_shards) == index
+            before = np.concatenate(([0], np.cumsum(mine)))
+            counts.append(np.diff(before[bounds - bounds[0]]))
+            ids.append(piece[mine])
+            give_back(self.ids)
+        kept = np.concatenate(counts) if counts else np.empty(0, np.int64)
+        # In proportion: which block is the partial one is not known any more.
+        shares = kept / np.maximum(np.diff(self.bounds), 1)
+        return CompactTrace(
+            np.concatenate(ids) if ids else np.empty(0, np.int64),
+            np.concatenate(([0], np.cumsum(kept))).astype(np.int64),
+            np.round(self.input_lengths * shares).astype(np.int64),
+            np.asarray(self.arrivals_s),
+            self.block_size,
+            self.rate / num_shards,
+            self.num_blocks,
+            self.num_tokens,
+        )
+
+
+def next_uses(trace: CompactTrace, folder: Path | None = None, max_bytes: int | None = None) -> tuple[Int64Array, int]:
+    """Return, for every place of a trace, the place of the next request's first mention of its id.
+
+    Parameters
+    ----------
+    trace : CompactTrace
+        Of n places.
+    folder : pathlib.Path, optional
+        Where the result is kept and mapped from; None: in memory.
+    max_bytes : int, optional
+        Memory for a table of ids, at least 16 MiB: the trace is passed through once for each part of the ids that fits.
+        None: all at once.
+
+    Returns
+    -------
+    tuple of numpy.ndarray and int
+        int64, shape (n,): -1 where there is no next one, -2 where the same request has named the id before. And how
+        many different ids there are.
+    """
+    num_places = len(trace.ids)
+    if folder is None:
+        nexts = np.empty(num_places, dtype=np.int64)
+    else:
+        nexts = np.lib.format.open_memmap(folder / "nexts.npy", mode="w+", dtype=np.int64, shape=(num_places,))
+    num_parts = 1
+    if max_bytes is not None:
+        num_parts = -(-_about_distinct(trace) * _ID_BYTES // max(max_bytes, _LEAST_BYTES)) or 1
+    pieces = list(trace.pieces())
+    distinct = 0
+    for part in range(num_parts):
+        uses = NextUses(part, num_parts)
+        for first, last in reversed(pieces):
+            bounds = np.ascontiguousarray(trace.bounds[first : last + 1])
+            begin, end = int(bounds[0]), int(bounds[-1])
+            uses.link(np.ascontiguousarray(trace.ids[begin:end]), bounds, nexts[begin:end])
+            give_back(trace.ids)
+            give_back(nexts)
+        distinct += uses.num_ids
+    return nexts, distinct
+
+
+def _about_distinct(trace: CompactTrace) -> int:
+    """Return about how many different ids a trace names, from one id in 64."""
+    found = np.empty(0, np.int64)
+    for first, last in trace.pieces():
+        ids = trace.ids[int(trace.bounds[first]) : int(trace.bounds[last])]
+        found = np.union1d(found, ids[mixed(ids) % np.uint64(_COUNTED_SHARE) == 0])
+        give_back(trace.ids)
+    return min(len(trace.ids), _COUNTED_SHARE * (len(found) + 1))
+
+
+def give_back(array: Any) -> None:
+    """Release the pages of a mapped file that have been read; they are read anew when they are needed."""
+    base = getattr(array, "base", None)
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
+def _mapped(path: Path, dtype: str) -> Any:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
+
+
+def _is_sampled(ids: Int64Array, rate: float, seed: int) -> npt.NDArray[np.bool_]:
+    return mixed(ids ^ np.int64(seed)) < np.uint64(min(rate * 2.0**64, 2.0**64 - 2048))

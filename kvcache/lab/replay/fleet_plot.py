@@ -1,0 +1,46 @@
+"""Draw what fleets hit and what their store bears, by the number of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvcache.lab.replay.style import COLOURS, MARKERS, caption, new_figure, plain_axes, save
+
+_NAMES = {"round_robin": "round robin", "prefix": "prefix-affine", "events": "by events"}
+
+
+def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, target: str) -> None:
+    """Draw the share of blocks hit, and keys asked and blocks moved a second."""
+    from matplotlib.ticker import PercentFormatter
+
+    figure = new_figure(11.0, 5.2)
+    hits, traffic = figure.subplots(1, 2)
+    for axes in (hits, traffic):
+        plain_axes(axes)
+        axes.set_xscale("log")
+        axes.set_xlabel("engines")
+    for i, router in enumerate(dict.fromkeys(cell["router"] for cell in cells)):
+        mine = [cell for cell in cells if cell["router"] == router]
+        engines = [cell["engines"] for cell in mine]
+        style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        name = _NAMES.get(router, router)
+        hits.plot(engines, [1 - cell["missed_share"] for cell in mine], label=name, **style)
+        hits.plot(engines, [cell["local_share"] for cell in mine], linestyle=":", **style)
+        moved = [cell["read_blocks_per_s"]["peak"] + cell["written_blocks_per_s"]["peak"] for cell in mine]
+        if any(moved):
+            traffic.plot(engines, moved, **style)
+            traffic.plot(engines, [cell["query_keys_per_s"]["peak"] for cell in mine], linestyle="--", **style)
+        else:
+            traffic.plot(engines, [cell["events_per_s"]["peak"] for cell in mine], linestyle="-.", **style)
+    hits.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    hits.set_ylim(0, 1)
+    hits.set_ylabel("blocks hit (dotted: in the engine's own memory)")
+    traffic.set_yscale("log")
+    has_store = any(cell["store_capacity_blocks"] for cell in cells)
+    traffic.set_ylabel(
+        "a second, busiest minute: blocks moved (dashed: keys asked)" if has_store else "blocks in events a second"
+    )
+    figure.legend(loc="outside right upper", frameon=False)
+    caption(figure, title, footnote)
+    save(figure, target)

@@ -1,0 +1,89 @@
+"""Run the jobs of a grid on a Dask cluster: cells, and shards of a sampled cell, on as many machines as it has.
+
+The trace is sent to all workers once. A worker may die: Dask runs its jobs elsewhere, and where no copy of the trace is
+left it is sent anew. A job's counts do not depend on where it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcache.lab.replay.cells import Cell, Job, Plan, run_job
+from kvcache.lab.replay.requests import ReplayError
+
+if TYPE_CHECKING:
+    from kvcache.lab.replay.compact import CompactTrace
+
+_MAX_ROUNDS = 5
+
+
+class DaskRunner:
+    """Run jobs on a Dask scheduler.
+
+    Parameters
+    ----------
+    address : str
+        Of the scheduler, as in ``tcp://10.0.0.1:8786``. Its workers need the same kvcache, and the module of a policy
+        that is named by its path.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import distributed  # noqa: F401
+        except ImportError:
+            raise ValueError("--dask needs Dask: install kvcache's extra 'dask'") from None
+        self._address = address
+
+    def run(self, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:
+        """Yield each job with its cell, as they finish.
+
+        Raises
+        ------
+        ReplayError
+            The scheduler cannot be reached, or jobs are lost again and again.
+        """
+        from distributed import Client
+
+        # Mapped files are this machine's.
+        arrays: dict[str, Any] = {
+            name: np.array(getattr(trace, name)) for name in ("ids", "bounds", "input_lengths", "arrivals_s")
+        }
+        whole = replace(trace, **arrays, folder=None)
+        try:
+            client = Client(self._address, timeout="10s")
+        except (OSError, ValueError) as error:
+            raise ReplayError(f"the Dask scheduler {self._address} cannot be reached: {error}") from error
+        with client:
+            left = list(jobs)
+            for _ in range(_MAX_ROUNDS):
+                lost: list[Job] = []
+                yield from self._round(client, whole, left, plan, lost)
+                if not lost:
+                    return
+                left = lost
+        raise ReplayError(f"{len(left)} jobs were lost on the Dask cluster {_MAX_ROUNDS} times (out of memory?)")
+
+    def _round(
+        self, client: Any, trace: CompactTrace, jobs: Sequence[Job], plan: Plan, lost: list[Job]
+    ) -> Iterator[tuple[Job, Cell]]:
+        from concurrent.futures import CancelledError
+
+        from distributed import KilledWorker, as_completed
+        from distributed.client import FutureCancelledError
+
+        sent = client.scatter(trace, broadcast=True, hash=False)
+        futures = {client.submit(run_job, sent, job, plan, pure=False): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                try:
+                    cell = future.result()
+                except (CancelledError, FutureCancelledError, KilledWorker):
+                    lost.append(futures[future])
+                else:
+                    yield futures[future], cell
+        finally:
+            client.cancel(list(futures), force=True)

@@ -1,0 +1,239 @@
+"""Draw hit rate over capacity: a line per policy, the offline optimum as ceiling, the unbounded cache as rim.
+
+At one capacity there is no line to draw: then it is bars, one a policy, in the parts that each medium served.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache.lab.replay.cells import OPTIMUM
+from kvcache.lab.replay.style import COLOURS, INK, MARKERS, caption, check_matplotlib, new_figure, plain_axes, save
+from kvcache.options import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvcache.lab.replay.cells import Cell
+
+PLOT_SUFFIXES = (".png", ".svg", ".html")
+
+# Of more bars than these the names would stand on each other.
+_LEVEL_NAMES = 5
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #333; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+svg {{ max-width: 100%; height: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #ddd; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{figure}
+<table>
+<tr><th>blocks</th>{heads}</tr>
+{rows}
+</table>
+<p>{footnote}</p>
+</body>
+</html>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What a drawing shows."""
+
+    title: str
+    cells: Sequence[Cell]
+    unbounded: Cell
+    block_bytes: int | None
+    footnote: str
+    media: tuple[str, ...] = ()
+
+    def label(self, cell: Cell) -> str:
+        """Return what a line, or a column, is called."""
+        below = [
+            f"{name} {format_size(blocks * (self.block_bytes or 1))}"
+            for name, blocks in zip(self.media, cell.tiers, strict=False)
+        ]
+        return " + ".join([cell.policy, *below])
+
+
+def check_plot_target(target: str) -> None:
+    """Raise if nothing can be drawn into a file of this name."""
+    if Path(target).suffix.lower() not in PLOT_SUFFIXES:
+        raise ValueError(f"--plot must end in {', '.join(PLOT_SUFFIXES)}, got {target!r}")
+    check_matplotlib()
+
+
+def draw(chart: Chart, target: str) -> None:
+    """Draw `chart` into a PNG, SVG or self-contained HTML file, by the file's suffix."""
+    suffix = Path(target).suffix.lower()
+    # A page has a heading of its own.
+    figure = _figure(chart, "" if suffix == ".html" else chart.title)
+    if suffix == ".html":
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+        Path(target).write_text(_page(chart, svg.getvalue()), encoding="utf-8")
+    else:
+        save(figure, target)
+
+
+def _lines(chart: Chart) -> dict[str, list[Cell]]:
+    lines: dict[str, list[Cell]] = {}
+    for cell in chart.cells:
+        lines.setdefault(chart.label(cell), []).append(cell)
+    return lines
+
+
+def _capacities(chart: Chart) -> list[int]:
+    return sorted({cell.num_blocks for cell in chart.cells if cell.num_blocks is not None})
+
+
+def _figure(chart: Chart, title: str) -> Figure:
+    figure = new_figure()
+    if len(_capacities(chart)) > 1:
+        _draw_lines(figure, chart)
+    else:
+        _draw_bars(figure, chart)
+    caption(figure, title, chart.footnote)
+    return figure
+
+
+def _draw_lines(figure: Figure, chart: Chart) -> None:
+    from matplotlib.ticker import NullLocator, PercentFormatter
+
+    axes = figure.subplots()
+    plain_axes(axes)
+    capacities = _capacities(chart)
+    rim = chart.unbounded.block_hit_rate
+    top = max(rim * 1.12, 0.01)
+    lines = _lines(chart)
+    ceiling = lines.pop(OPTIMUM, None)
+    if ceiling is not None:
+        xs, ys = _points(ceiling)
+        axes.plot(xs, ys, label="optimum (knows the future)", color=INK, linestyle=(0, (5, 2)), linewidth=1.6)
+        axes.fill_between(xs, ys, top, color="#EDEDED", linewidth=0, zorder=0, label="out of any policy's reach")
+    for i, (name, cells) in enumerate(lines.items()):
+        xs, ys = _points(cells)
+        style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        axes.plot(xs, ys, linewidth=2, markersize=5.5, label=name, clip_on=False, zorder=3, **style)
+        if any(cell.block_hit_error for cell in cells):
+            errors = [2 * (cell.block_hit_error or 0.0) for cell in cells]
+            axes.errorbar(xs, ys, errors, fmt="none", ecolor=style["color"], capsize=3, zorder=3)
+    _draw_rim(axes, rim, chart)
+    axes.set_xscale("log")
+    axes.set_xlim(capacities[0], capacities[-1])
+    ticks = _thinned(capacities)
+    axes.set_xticks(ticks, [f"{blocks:,}" for blocks in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(0, top)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if rim > 0.05 else 1))
+    axes.set_xlabel("capacity of host memory, blocks" if chart.media else "capacity, blocks")
+    axes.set_ylabel("blocks hit, as a leading run")
+    if chart.block_bytes is not None:
+        bytes_axis = axes.secondary_xaxis("top")
+        bytes_axis.set_xticks(ticks, [format_size(blocks * chart.block_bytes) for blocks in ticks])
+        bytes_axis.xaxis.set_minor_locator(NullLocator())
+        bytes_axis.set_xlabel(f"memory at {format_size(chart.block_bytes)} a block", fontsize=9)
+        bytes_axis.tick_params(labelsize=9)
+    # Beside the lines: over them it would hide some.
+    figure.legend(loc="outside right upper", frameon=False)
+
+
+def _draw_bars(figure: Figure, chart: Chart) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes = figure.subplots()
+    plain_axes(axes)
+    cells = list(chart.cells)
+    names = [chart.label(cell).replace(" + ", "\n+ ") for cell in cells]
+    media = ("host memory", *chart.media)
+    below = [0.0] * len(cells)
+    for i, medium in enumerate(media):
+        heights = []
+        for cell in cells:
+            served = (cell.serving or {}).get("media")
+            hits = served[i]["hit_blocks"] if served and i < len(served) else 0
+            heights.append(hits / max(1, cell.blocks) if served else cell.block_hit_rate * (i == 0))
+        if any(heights):
+            axes.bar(names, heights, bottom=below, width=0.6, color=COLOURS[i % len(COLOURS)], label=medium)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    errors = [2 * (cell.block_hit_error or 0.0) for cell in cells]
+    if any(errors):
+        axes.errorbar(names, below, errors, fmt="none", ecolor=INK, capsize=4)
+    for i, cell in enumerate(cells):
+        axes.annotate(
+            f"{cell.block_hit_rate:.1%}", (i, below[i]), (0, 4), textcoords="offset points", ha="center", color=INK
+        )
+    rim = chart.unbounded.block_hit_rate
+    _draw_rim(axes, rim, chart)
+    axes.set_xlim(-0.6, max(len(cells), 3) - 0.4)
+    if len(cells) > _LEVEL_NAMES:
+        axes.set_xticks(range(len(cells)), names, rotation=40, ha="right")
+    axes.set_ylim(0, max(rim * 1.12, 0.01))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if rim > 0.05 else 1))
+    blocks = _capacities(chart)[0]
+    memory = "" if chart.block_bytes is None else f" ({format_size(blocks * chart.block_bytes)})"
+    axes.set_xlabel(f"{blocks:,} blocks{memory} of host memory")
+    axes.set_ylabel("blocks hit, as a leading run")
+    if chart.media:
+        figure.legend(loc="outside right upper", frameon=False)
+
+
+def _draw_rim(axes: Any, rim: float, chart: Chart) -> None:
+    axes.axhline(rim, color=INK, linestyle=":", linewidth=1.2)
+    axes.annotate(
+        f"unbounded cache: {rim:.1%}",
+        (0.015, rim),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 4),
+        textcoords="offset points",
+        color=INK,
+        fontsize=9,
+    )
+
+
+def _points(cells: Sequence[Cell]) -> tuple[list[int], list[float]]:
+    return [cell.num_blocks or 0 for cell in cells], [cell.block_hit_rate for cell in cells]
+
+
+def _thinned(capacities: Sequence[int]) -> list[int]:
+    """Leave out ticks that would stand on each other: closer than a ninth of the axis, which is logarithmic."""
+    ratio = (capacities[-1] / capacities[0]) ** (1 / 9)
+    ticks: list[int] = []
+    for capacity in capacities:
+        if not ticks or capacity >= ticks[-1] * ratio:
+            ticks.append(capacity)
+    return ticks
+
+
+def _page(chart: Chart, svg: str) -> str:
+    lines = _lines(chart)
+    memory_head = () if chart.block_bytes is None else ("memory",)
+    cell_at = {(name, cell.num_blocks): cell for name, cells in lines.items() for cell in cells}
+    rows = []
+    for blocks in _capacities(chart):
+        found = (cell_at.get((name, blocks)) for name in lines)
+        rates = "".join("<td></td>" if cell is None else f"<td>{cell.block_hit_rate:.2%}</td>" for cell in found)
+        memory = "" if chart.block_bytes is None else f"<td>{format_size(blocks * chart.block_bytes)}</td>"
+        rows.append(f"<tr><td>{blocks:,}</td>{memory}{rates}</tr>")
+    return _PAGE.format(
+        title=html.escape(chart.title),
+        # The XML declaration and the doctype have no place inside a page.
+        figure=svg[svg.index("<svg") :],
+        heads="".join(f"<th>{html.escape(name)}</th>" for name in (*memory_head, *lines)),
+        rows="\n".join(rows),
+        footnote=html.escape(chart.footnote),
+    )

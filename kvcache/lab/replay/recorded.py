@@ -1,0 +1,523 @@
+"""Run a recording again: the same calls, with the same clock and the same answers of tiers, and compare the answers.
+
+Keys in a recording are hashes; a policy takes one key for another nowhere, so the answers are the same integers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
+from typing import Any
+
+from kvcache.block import BlockStateError
+from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.metrics import MANAGER_METRICS
+from kvcache.recorder.format import Call, Recording, RecordingError
+from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, Answer, Op, TierCall
+from kvcache.request import ReqContext, Retention
+from kvcache.specs import PrepareStoreOutput
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.tier import Tier, TierResult, TierStats
+from kvcache.transfer.free_memory import memory_left
+
+NOTES = frozenset({Op.CONTEXT, Op.POSITIONS, Op.GROUPS})
+"""Records that prepare calls to come."""
+_EXPECTED_ERRORS = (ValueError, KeyError, BlockStateError, NotImplementedError)
+_COMPARED_UNITS = frozenset({"blocks", "calls", "requests"})
+_MAX_ENDED = 100_000
+_BLOCK_BYTES = 256  # of a manager's memory, generously
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a replay parts from what was expected.
+
+    Parameters
+    ----------
+    call : Call
+        The first call that does.
+    expected, got : tuple
+        The answers: kind, then what belongs to it.
+    reason : str
+        What is wrong, where no answer was expected.
+    """
+
+    call: Call
+    expected: tuple[Any, ...]
+    got: tuple[Any, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOutcome:
+    """What a replay has found.
+
+    Parameters
+    ----------
+    num_calls : int
+        Calls that were made again.
+    num_skipped : int
+        Calls before the first one whose state is known: the recording does not reach back to the manager's start.
+    num_lost : int
+        Records that are missing.
+    difference : Difference or None
+        The first one.
+    end : str
+        Why the recording was not read to its end; empty if it was.
+    """
+
+    num_calls: int
+    num_skipped: int
+    num_lost: int
+    difference: Difference | None
+    end: str
+
+
+class RecordedTime:
+    """A clock that answers what another one has answered."""
+
+    def __init__(self) -> None:
+        self.answers: deque[float] = deque()
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """Return the next recorded answer; the last one again where there is none."""
+        if self.answers:
+            self.now_s = self.answers.popleft()
+        return self.now_s
+
+
+class ScriptedTier(Tier):
+    """A tier whose answers are given beforehand.
+
+    Attributes
+    ----------
+    lookups : deque of int or None
+        Answers of the next look-ups; a negative one is nonsense.
+    submits : deque of (int, bool)
+        Recorded job id of the next jobs, and whether they are taken.
+    reports : deque of list
+        What the next calls of `get_finished` return: (recorded job id or None, done, failed, removed, error) of each
+        result, None for one that makes no sense.
+    times : deque of list
+        When the jobs that the next reports name had begun and ended: (start, end) of each result, or None.
+    raising : deque of TierCall
+        What raises next.
+    """
+
+    def __init__(self, medium: str) -> None:
+        self.medium = medium
+        self.lookups: deque[int | None] = deque()
+        self.submits: deque[tuple[int, bool]] = deque()
+        self.reports: deque[list[Any]] = deque()
+        self.times: deque[list[tuple[float, float] | None]] = deque()
+        self.raising: deque[TierCall] = deque()
+        self._job_ids: dict[int, int] = {}
+
+    def expect(
+        self, *, lookups: Any = (), submits: Any = (), reports: Any = (), times: Any = (), raising: Any = ()
+    ) -> None:
+        """Add answers for the calls to come."""
+        self.lookups.extend(lookups)
+        self.submits.extend(submits)
+        self.reports.extend(reports)
+        self.times.extend(times)
+        self.raising.extend(raising)
+
+    def clear(self) -> None:
+        """Forget answers that nobody asked for."""
+        for answers in (self.lookups, self.submits, self.reports, self.times, self.raising):
+            answers.clear()
+
+    def _raise(self, call: TierCall) -> None:
+        if self.raising and self.raising[0] is call:
+            self.raising.popleft()
+            raise RuntimeError(f"recorded: {call.name.lower()} raised")
+
+    def lookup(self, keys: list[bytes]) -> int | None:
+        self._raise(TierCall.LOOKUP)
+        answer = self.lookups.popleft() if self.lookups else 0
+        return None if answer is None else min(answer, len(keys))
+
+    def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        return self._submit(TierCall.SUBMIT_STORE, job_id)
+
+    def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        return self._submit(TierCall.SUBMIT_LOAD, job_id)
+
+    def _submit(self, call: TierCall, job_id: int) -> bool:
+        self._raise(call)
+        if not self.submits:
+            return False
+        recorded_id, is_taken = self.submits.popleft()
+        if is_taken:
+            self._job_ids[recorded_id] = job_id
+        return is_taken
+
+    def get_finished(self) -> list[TierResult]:
+        self._raise(TierCall.GET_FINISHED)
+        results: list[Any] = []
+        reported = self.reports.popleft() if self.reports else []
+        times = self.times.popleft() if self.times and reported else []
+        for result, span in zip_longest(reported, times[: len(reported)]):
+            if result is None:
+                results.append(None)
+                continue
+            recorded_id, done, failed, removed, error = result
+            job_id = None if recorded_id is None else self._job_ids.pop(recorded_id, -1)
+            results.append(TierResult(job_id, done, failed, removed, error, *(span or ())))
+        return results
+
+    def cancel(self, job_id: int) -> None:
+        self._raise(TierCall.CANCEL)
+
+    def reset(self) -> None:
+        self._raise(TierCall.RESET)
+
+    def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
+        self._raise(TierCall.TOUCH)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._raise(TierCall.REQUEST_FINISHED)
+
+    def stats(self) -> TierStats:
+        return TierStats(self.medium, 0, 0)
+
+    def shutdown(self) -> None:
+        return None
+
+
+def make_manager(
+    config: dict[str, Any], tiers: list[ScriptedTier], clock: Callable[[], float], policy: str | type | None = None
+) -> CPUOffloadingManager | TieredOffloadingManager:
+    """Make the manager that a recording's header describes.
+
+    Parameters
+    ----------
+    config : dict
+        As `CPUOffloadingManager.configuration` or that of a tiered manager returns it.
+    tiers : list of ScriptedTier
+        Filled with the tiers that it gets.
+    clock : callable
+        Its clock.
+    policy : str or type, optional
+        Instead of the recording's.
+
+    Raises
+    ------
+    RecordingError
+        The configuration makes no sense, or names a policy that is no registered one: code that a file names is not
+        run unasked.
+    """
+    options = dict(config)
+    given = options.pop("cache_policy", "lru")
+    if not isinstance(given, str):
+        raise RecordingError(f"the recording's policy must be a name, got {given!r}")
+    if policy is None and ":" in given:
+        raise RecordingError(f"the recording's policy is {given!r}, which is not registered: name it with --policy")
+    try:
+        num_blocks, block_size = options.pop("num_blocks"), options.pop("block_size")
+        left = memory_left()
+        if left is not None and type(num_blocks) is int and num_blocks * _BLOCK_BYTES > left[0]:
+            raise RecordingError(f"a manager of {num_blocks} blocks does not fit this machine's memory")
+        described = options.pop("tiers", None)
+        deadline_s = options.pop("deadline_s", 5.0)
+        chosen = given if policy is None else policy
+        if described is None:
+            return CPUOffloadingManager(block_size, num_blocks, chosen, clock=clock, **options)
+        pairs = []
+        for one in described:
+            own = dict(one)
+            tier = ScriptedTier(str(own.pop("medium", "TIER")))
+            tiers.append(tier)
+            pairs.append((tier, TierConfig(**own)))
+        return TieredOffloadingManager(
+            block_size, num_blocks, pairs, chosen, clock=clock, deadline_s=deadline_s, **options
+        )
+    except RecordingError:
+        raise
+    except (TypeError, ValueError, KeyError) as error:
+        raise RecordingError(f"the recording's configuration makes no sense: {error}") from error
+
+
+class Runner:
+    """Makes recorded calls on a manager.
+
+    Parameters
+    ----------
+    config : dict
+        What the manager is made with, see `make_manager`.
+    policy : str or type, optional
+        Instead of the recording's.
+    is_exact : bool
+        Whether all calls are made, in order; where some are left out, answers of the clock and of tiers stand in for
+        others as well as they can.
+
+    Attributes
+    ----------
+    manager : CPUOffloadingManager or TieredOffloadingManager
+        The manager.
+    groups : dict
+        Key to what stands for its KV-cache group, as far as an arbiter had to know it.
+    """
+
+    def __init__(self, config: dict[str, Any], policy: str | type | None = None, is_exact: bool = True) -> None:
+        self._time = RecordedTime()
+        self.tiers: list[ScriptedTier] = []
+        self.manager = make_manager(config, self.tiers, self._time, policy)
+        self._is_exact = is_exact
+        self._contexts: dict[int, ReqContext] = {}
+        self._about: dict[int, dict[str, Any]] = {}
+        # Hints may name a request that has ended.
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._last_output: Any = None
+        self.groups: dict[bytes, bytes] = {}
+        self._positioned: list[bytes] = []
+        if isinstance(self.manager, TieredOffloadingManager) and self.manager.arbitration is not None:
+            self.manager.arbitration.group_of = self.groups.get
+
+    def note(self, record: Call) -> None:
+        """Take in what is known of a request."""
+        if record.op is Op.CONTEXT:
+            self._about[record.context] = record.keys if isinstance(record.keys, dict) else {}
+            return
+        if record.op is Op.GROUPS:
+            self.groups.update(zip(self._positioned, record.keys, strict=False))
+            return
+        self._positioned = [key for key, _ in record.keys]
+        context = self._context(record.context)
+        if isinstance(context, ReqContext):
+            if context.positions is None or not record.flag:
+                context.set_offload_key_positions({})
+            for key, end_token in record.keys:
+                context.set_offload_key_position(key, end_token)
+
+    def run(self, call: Call) -> tuple[Any, ...]:
+        """Make one call and return its answer as recordings write it."""
+        self._prepare(call)
+        manager: Any = self.manager
+        context = self._context(call.context)
+        keys = list(call.keys) if isinstance(call.keys, list) else call.keys
+        self._last_output = None
+        try:
+            match call.op:
+                case Op.LOOKUP_ONE | Op.LOOKUP:
+                    answer = manager.lookup(keys, context)
+                case Op.STATUS:
+                    answer = manager.status(keys) if context is None else manager.status(keys, context)
+                case Op.IS_COMING:
+                    answer = manager.is_coming(keys, context)
+                case Op.TOUCH:
+                    answer = manager.touch(keys, context)
+                case Op.PREPARE_LOAD:
+                    answer = manager.prepare_load(keys, context)
+                case Op.COMPLETE_LOAD:
+                    answer = manager.complete_load(keys, context)
+                case Op.PREPARE_STORE:
+                    answer = self._last_output = manager.prepare_store(keys, context)
+                case Op.COMPLETE_STORE:
+                    answer = manager.complete_store(keys, context, bool(call.flag))
+                case Op.REORDER:
+                    answer = manager.reorder(context)
+                case Op.REQUEST_FINISHED:
+                    answer = manager.on_request_finished(context, use_positions=bool(call.flag))
+                    self._ended[call.context] = None
+                    if len(self._ended) > _MAX_ENDED:
+                        self._contexts.pop(self._ended.popitem(last=False)[0], None)
+                case Op.HINT:
+                    named, next_use = call.keys
+                    answer = manager.hint(named if context is None else context, next_use)
+                case Op.REPORT_PREFILLS:
+                    answer = manager.report_prefills(*call.keys)
+                case Op.SCHEDULE_END:
+                    answer = manager.on_schedule_end()
+                case Op.RESET:
+                    answer = manager.reset_cache()
+                case Op.TAKE_EVENTS:
+                    return _events(manager.take_events(call.flag - 1) if call.flag else manager.take_events())
+                case _:
+                    raise RecordingError(f"record {call.number} is a call that this kvcache cannot make: {call.op}")
+        except RecordingError:
+            raise
+        except Exception as error:
+            return Answer.ERROR, type(error).__name__
+        return _answer(answer)
+
+    @property
+    def last_output(self) -> PrepareStoreOutput | None:
+        """What the last call, a `prepare_store`, returned."""
+        return self._last_output  # type: ignore[no-any-return]
+
+    def stats(self) -> dict[str, int]:
+        """Return the manager's counters and gauges that recordings hold."""
+        stats = asdict(self.manager.stats())
+        return {one.name: stats[one.name] for one in MANAGER_METRICS if one.unit in _COMPARED_UNITS}
+
+    def _prepare(self, call: Call) -> None:
+        times = [one.value for one in call.inputs if one.op is Op.CLOCK]
+        self._time.answers.clear()
+        if self._is_exact:
+            self._time.answers.extend(times)
+        elif times:
+            self._time.now_s = max(times[0], self._time.now_s)
+        for tier in self.tiers:
+            tier.clear()
+        for one in call.inputs:
+            if not 0 <= one.tier < len(self.tiers):
+                continue
+            tier = self.tiers[one.tier]
+            match one.op:
+                case Op.TIER_LOOKUP:
+                    tier.lookups.append(lookup_answer(one.value[1]))
+                case Op.TIER_SUBMIT:
+                    tier.submits.append((one.value[1], bool(one.value[0] & 1)))
+                case Op.TIER_FINISHED:
+                    tier.reports.append(one.value)
+                case Op.TIER_TIMES:
+                    tier.times.append(one.value)
+                case Op.TIER_RAISED:
+                    tier.raising.append(one.value)
+                case _:
+                    pass
+
+    def _context(self, number: int) -> Any:
+        if number < FIRST_CONTEXT:
+            return object() if number == BAD_CONTEXT else None
+        context = self._contexts.get(number)
+        if context is None:
+            context = self._contexts[number] = context_of(self._about.get(number, {}), str(number))
+        return context
+
+
+def lookup_answer(coded: int) -> int | None:
+    """Return what a tier answered to a look-up, as recordings write it: None, a number of keys, or -2, nonsense."""
+    return None if coded == 0 else -2 if coded == 1 else coded - 2
+
+
+def context_of(about: dict[str, Any], req_id: str = "") -> ReqContext:
+    """Return a request with the hints that a recording has of it."""
+    retention = None
+    hint = about.get("retention")
+    if isinstance(hint, dict):
+        names = {one.name for one in fields(Retention)}
+        try:
+            retention = Retention(**{name: value for name, value in hint.items() if name in names})
+        except (TypeError, ValueError):
+            retention = None
+    params = {"kvcache": about["kvcache"]} if "kvcache" in about else None
+    return ReqContext(req_id, params, retention)
+
+
+def _answer(answer: Any) -> tuple[Any, ...]:
+    if answer is None:
+        return (Answer.NONE,)
+    if answer is False or answer is True:
+        return (Answer.TRUE if answer else Answer.FALSE,)
+    if type(answer) is int and answer >= 0:
+        return Answer.INT, answer
+    if isinstance(answer, PrepareStoreOutput):
+        ids = getattr(answer.store_spec, "block_ids", None)
+        return Answer.OUTPUT, answer.keys_to_store, len(answer.evicted_keys), [] if ids is None else ids.tolist()
+    ids = getattr(answer, "block_ids", None)
+    return (Answer.OTHER,) if ids is None else (Answer.BLOCKS, ids.tolist())
+
+
+def _events(events: Iterable[Any]) -> tuple[Any, ...]:
+    taken = list(events)
+    digest = num_keys = 0
+    for event in taken:
+        num_keys += len(event.keys)
+        digest = digest * 31 + bool(event.removed) + 2 * len(event.keys)
+        for key in event.keys:
+            digest = digest * 1099511628211 & (1 << 64) - 1 ^ int.from_bytes(key, "little")
+    return Answer.EVENTS, len(taken), num_keys, (digest & (1 << 64) - 1).to_bytes(8, "little")
+
+
+def replay_recording(
+    recording: Recording,
+    policy: str | type | None = None,
+    check: Callable[[Runner], Callable[[Call, tuple[Any, ...]], str]] | None = None,
+    keep: list[Call] | None = None,
+) -> ReplayOutcome:
+    """Make the calls of a recording again, up to the first different answer.
+
+    Parameters
+    ----------
+    recording : Recording
+        The recording.
+    policy : str or type, optional
+        A policy instead of the recording's: the same answers are expected of it.
+    check : callable, optional
+        Called with a `Runner` before its first call; returns a function that is called with every call and its
+        answer, and returns what is wrong, or "".
+    keep : list, optional
+        Filled with the records that were replayed since the last reset, for `kvcache.lab.replay.shrink`.
+
+    Raises
+    ------
+    RecordingError
+        The manager cannot be made, or no call of the recording can be made again.
+    """
+    config = recording.header["manager"]
+    is_tiered = "tiers" in config
+    runner: Runner | None = None
+    is_known = recording.is_whole and bool(recording.header.get("is_from_start"))
+    is_from_start = is_known
+    inspect: Callable[[Call, tuple[Any, ...]], str] | None = None
+    if is_known:
+        runner = Runner(config, policy)
+        inspect = None if check is None else check(runner)
+    num_calls = num_skipped = 0
+    for record in recording:
+        if record.op is Op.LOST:
+            runner, is_from_start = None, False
+            continue
+        if runner is None and record.op is Op.RESET and not is_tiered:
+            # From here on, what came before means nothing.
+            runner = Runner(config, policy)
+            inspect = None if check is None else check(runner)
+            if keep is not None:
+                keep.clear()
+        if runner is None:
+            num_skipped += record.op not in NOTES and record.op is not Op.STATS
+            continue
+        if keep is not None and record.op is not Op.STATS:
+            keep.append(record)
+        if record.op in NOTES:
+            runner.note(record)
+            continue
+        if record.op is Op.STATS:
+            if is_from_start and (difference := _compare_stats(runner, record)) is not None:
+                return ReplayOutcome(num_calls, num_skipped, recording.num_lost, difference, recording.end)
+            continue
+        got = runner.run(record)
+        num_calls += 1
+        reason = "" if inspect is None else inspect(record, got)
+        if got != record.answer or reason:
+            difference = Difference(record, record.answer, got, reason if got == record.answer else "")
+            return ReplayOutcome(num_calls, num_skipped, recording.num_lost, difference, recording.end)
+    if not num_calls and num_skipped:
+        where = "with its start lost" if not recording.is_whole else "of a manager that was at work already"
+        raise RecordingError(
+            f"{recording.path} is a recording {where}, and has no reset that a replay could begin at; "
+            "--as-trace reads it as a trace"
+        )
+    return ReplayOutcome(num_calls, num_skipped, recording.num_lost, None, recording.end)
+
+
+def _compare_stats(runner: Runner, record: Call) -> Difference | None:
+    recorded = record.keys if isinstance(record.keys, dict) else {}
+    ours = runner.stats()
+    known = sorted(ours.keys() & recorded.keys())
+    expected, got = {name: recorded[name] for name in known}, {name: ours[name] for name in known}
+    if expected == got:
+        return None
+    return Difference(record, (Answer.OTHER, expected), (Answer.OTHER, got))
+
+
+def is_expected_error(name: str) -> bool:
+    """Return whether an error of this name is one that a manager raises of bad arguments."""
+    return any(name == error.__name__ for error in _EXPECTED_ERRORS)

@@ -1,0 +1,106 @@
+"""A recording read as a trace: the requests that came, for grids and plots of other policies and capacities."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvcache.lab.replay.requests import Request, TraceFile
+from kvcache.recorder.format import Call, Recording, RecordingError
+from kvcache.recorder.ops import FIRST_CONTEXT, Op
+
+_LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.PREPARE_STORE})
+_ID_MASK = (1 << 63) - 1
+
+
+class RecordedTrace(TraceFile):
+    """The requests of a recording, in the order in which they came.
+
+    A request is what was called with one `ReqContext`: its keys by position where the engine gave positions, and
+    otherwise in the order in which they were first named. Of calls without one, a look-up of a list begins a request.
+    Its sizes are counted in requests.
+    """
+
+    format = "recording"
+    num_skipped = 0
+    position_bytes = 0
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        recording = Recording(path)
+        self.path = recording.path
+        self.name = recording.path.name
+        size = recording.header["manager"].get("block_size")
+        if type(size) is not int or size < 1:
+            raise RecordingError(f"{path}: the header names no block size, got {size!r}")
+        self.block_size = size
+        self._requests = _requests(recording)
+        self.end = recording.end
+        if not self._requests:
+            raise RecordingError(f"{path} holds no request" + (f": {recording.end}" if recording.end else ""))
+        self.size_bytes = len(self._requests)
+
+    def close(self) -> None:
+        """Forget the requests."""
+        self._requests = []
+
+    def __iter__(self) -> Iterator[Request]:
+        first_s = min(one.arrival_s for one in self._requests)
+        for one in sorted(self._requests, key=lambda one: one.arrival_s):
+            self.position_bytes += 1
+            ids = np.fromiter((_id(key) for key in one.ordered_keys()), dtype=np.int64)
+            yield Request(ids, len(ids) * self.block_size, 0, one.arrival_s - first_s)
+
+
+class _Recorded:
+    """What is known of one request so far."""
+
+    __slots__ = ("arrival_s", "named", "positions")
+
+    def __init__(self, arrival_s: float) -> None:
+        self.arrival_s = arrival_s
+        self.named: dict[bytes, None] = {}
+        self.positions: dict[bytes, int] = {}
+
+    def ordered_keys(self) -> list[bytes]:
+        if not self.positions:
+            return list(self.named)
+        return sorted({**self.named, **self.positions}, key=lambda key: self.positions.get(key, 1 << 62))
+
+
+def _id(key: bytes) -> int:
+    return int.from_bytes(key, "little") & _ID_MASK
+
+
+def _requests(recording: Recording) -> list[_Recorded]:
+    found: list[_Recorded] = []
+    by_context: dict[int, _Recorded] = {}
+    now_s = 0.0
+    for record in recording:
+        if record.op < Op.CONTEXT:
+            now_s = record.time_s
+        number = record.context
+        if record.op is Op.POSITIONS:
+            request = by_context.setdefault(number, _Recorded(now_s))
+            request.positions.update((key, end) for key, end in record.keys if key)
+        elif record.op in _LISTS:
+            request = by_context.get(number)  # type: ignore[assignment]
+            if request is None or (number < FIRST_CONTEXT and _begins(record, request)):
+                request = by_context[number] = _Recorded(now_s)
+            if not request.named and not request.positions:
+                request.arrival_s = now_s
+            request.named.update((key, None) for key in record.keys if key)
+        elif record.op is Op.REQUEST_FINISHED:
+            found += [by_context.pop(number)] if number in by_context else []
+        if record.op in _LISTS and number < FIRST_CONTEXT and (not found or found[-1] is not by_context[number]):
+            found.append(by_context[number])
+    found += [request for number, request in by_context.items() if number >= FIRST_CONTEXT]
+    return [request for request in found if request.named or request.positions]
+
+
+def _begins(record: Call, request: _Recorded) -> bool:
+    """Return whether a call without a request begins another one than that before it."""
+    if record.op is Op.LOOKUP:
+        return True
+    return bool(record.keys) and record.keys[0] not in request.named

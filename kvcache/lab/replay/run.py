@@ -1,0 +1,165 @@
+"""Run requests through a manager, step by step as a scheduler would, and count what comes of it.
+
+Only the manager's calls are timed, so that neither making keys nor moving bytes is counted as bookkeeping.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kvcache.policies.base import CachePolicy
+from kvcache.registry import POLICIES
+from kvcache.request import ReqContext
+
+if TYPE_CHECKING:
+    from kvcache.control.manager import OffloadingManager
+    from kvcache.lab.replay.requests import Request
+    from kvcache.request import Retention
+
+
+def check_policy(policy: str) -> None:
+    """Raise if a name or path leads to no policy."""
+    found = POLICIES.resolve(policy)
+    if not issubclass(found, CachePolicy):
+        raise ValueError(f"policy {policy!r} must be a CachePolicy, got {found!r}")
+
+
+class Payload(Protocol):
+    """The data plane of a replay: what happens between a manager's prepare and complete calls."""
+
+    def load(self, keys: Sequence[bytes], spec: Any) -> None:
+        """Bring blocks to the device and compare every byte."""
+
+    def store(self, keys: Sequence[bytes], spec: Any) -> None:
+        """Make blocks on the device and store them."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a replay has counted so far; blocks, tokens and requests."""
+
+    requests: int = 0
+    tokens: int = 0
+    hit_tokens: int = 0
+    blocks: int = 0
+    hit_blocks: int = 0
+    stored_blocks: int = 0
+    evicted_blocks: int = 0
+    rejected_requests: int = 0
+    bookkeeping_ns: array[int] = field(default_factory=lambda: array("q"))
+
+    @property
+    def block_hit_rate(self) -> float:
+        """Share of the blocks that were there, as a leading run, when asked for."""
+        return self.hit_blocks / self.blocks if self.blocks else 0.0
+
+    @property
+    def token_hit_rate(self) -> float:
+        """Share of the prompts' tokens that need no prefill."""
+        return self.hit_tokens / self.tokens if self.tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts, rates and bookkeeping times (microseconds per request) for a report."""
+        us = np.asarray(self.bookkeeping_ns, dtype=np.float64) / 1000
+        p50, p99, longest = np.quantile(us, (0.5, 0.99, 1.0)).tolist() if len(us) else (0.0, 0.0, 0.0)
+        return {
+            "requests": self.requests,
+            "tokens": self.tokens,
+            "hit_tokens": self.hit_tokens,
+            "token_hit_rate": self.token_hit_rate,
+            "blocks": self.blocks,
+            "hit_blocks": self.hit_blocks,
+            "block_hit_rate": self.block_hit_rate,
+            "stored_blocks": self.stored_blocks,
+            "loaded_blocks": self.hit_blocks,
+            "evicted_blocks": self.evicted_blocks,
+            "rejected_requests": self.rejected_requests,
+            "bookkeeping_us": {"p50": p50, "p99": p99, "max": longest, "total": float(us.sum())},
+        }
+
+
+class ReplayClock:
+    """The trace's own time, in seconds: that of the request at hand. For policies and hints that need a clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """Return when the request at hand arrived; never less than before."""
+        return self.now_s
+
+
+class Replay:
+    """Take requests one at a time through the calls of a scheduler.
+
+    Parameters
+    ----------
+    manager : OffloadingManager
+        Of one tier; its block size is what one key stands for, in tokens.
+    payload : Payload, optional
+        Moves and compares the bytes; None: bookkeeping alone.
+    clock : callable, optional
+        What bookkeeping is timed with, in nanoseconds; that of a manager which waits stands still meanwhile.
+    arrivals : ReplayClock, optional
+        The manager's clock, which is set to each request's arrival.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        payload: Payload | None = None,
+        clock: Callable[[], int] = perf_counter_ns,
+        arrivals: ReplayClock | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self._arrivals = arrivals or ReplayClock()
+        self._clock = clock
+        self._manager = manager
+        self._payload = payload
+
+    def step(self, request: Request, keys: list[bytes], retention: Retention | None = None) -> int:
+        """Run one request, and return the length of its leading run of hits."""
+        self._arrivals.now_s = max(self._arrivals.now_s, request.arrival_s)
+        manager, payload, tally, clock = self._manager, self._payload, self.tally, self._clock
+        context = ReqContext(retention=retention)
+        start = clock()
+        num_hits: int = manager.lookup(keys, context)  # type: ignore[assignment]
+        manager.touch(keys, context)
+        hits = keys[:num_hits]
+        load_spec = manager.prepare_load(hits, context)
+        spent = clock() - start
+        if payload is not None and hits:
+            payload.load(hits, load_spec)
+        start = clock()
+        manager.complete_load(hits, context)
+        output = manager.prepare_store(keys, context)
+        spent += clock() - start
+        if output is not None:
+            stored = output.keys_to_store
+            if payload is not None and stored:
+                payload.store(stored, output.store_spec)
+            start = clock()
+            manager.complete_store(stored, context)
+            spent += clock() - start
+        start = clock()
+        manager.on_request_finished(context)
+        spent += clock() - start
+
+        if output is None:
+            tally.rejected_requests += 1
+        else:
+            tally.stored_blocks += len(output.keys_to_store)
+            tally.evicted_blocks += len(output.evicted_keys)
+        tally.requests += 1
+        tally.tokens += request.input_length
+        tally.hit_tokens += min(num_hits * manager.block_size, request.input_length)
+        tally.blocks += len(keys)
+        tally.hit_blocks += num_hits
+        tally.bookkeeping_ns.append(spent)
+        return num_hits

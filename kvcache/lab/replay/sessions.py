@@ -1,0 +1,249 @@
+"""Read recorded sessions of agents, and merge them into the traffic of some users.
+
+A file holds one session as JSON: ``block_size``, ``requests`` with ``t`` (seconds since the session began), ``in``,
+``out`` and ``hash_ids``; a request of a sub-agent holds ``requests`` of its own. Ids are the session's own
+(``hash_id_scope: "local"``) but for the system prompt and the tools, which sessions of the same lengths share.
+Only the sessions under way are held in memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import json
+import os
+import random
+import zlib
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kvcache.lab.replay.requests import Request, TraceError, TraceFile
+
+if TYPE_CHECKING:
+    from kvcache.lab.replay.requests import Int64Array
+
+_SUFFIXES = (".json", ".json.gz", ".jsonl", ".jsonl.gz")
+_STAGGER_S = 600.0
+_MAX_S = 1e9
+_MAX_TOKENS = 1 << 40
+
+
+class _Step(NamedTuple):
+    at_s: float
+    ids: Int64Array
+    input_length: int
+    output_length: int
+
+
+class _Session(NamedTuple):
+    where: str
+    steps: list[_Step]
+
+
+class _BadSession(ValueError):
+    """A session is not of the expected form."""
+
+
+class SessionTrace(TraceFile):
+    """The requests of recorded sessions, as of so many users who each begin the next one when theirs ends.
+
+    Parameters
+    ----------
+    path : path-like
+        A folder of session files (``.json``, ``.jsonl``, also packed with gzip), or one such file. Each line of
+        ``.jsonl`` is a session.
+    users : int
+        Users at once, >= 1. They begin within the first ten minutes.
+    seed : int
+        In which order the files come, and when each user begins.
+    skip_bad : bool
+        Pass over sessions that cannot be read and count them in `num_skipped`, instead of raising.
+
+    Raises
+    ------
+    TraceError
+        There is no session, or (also while iterating) one cannot be read.
+    """
+
+    format = "sessions"
+    position_bytes = 0
+
+    def __init__(self, path: str | os.PathLike[str], users: int = 40, seed: int = 0, skip_bad: bool = False) -> None:
+        if type(users) is not int or users < 1:
+            raise ValueError(f"users must be an int >= 1, got {users!r}")
+        self.path = Path(path)
+        self.name = self.path.name or str(path)
+        self.num_skipped = 0
+        self.block_size = 0
+        self._skip_bad = skip_bad
+        self._users = users
+        self._draw = random.Random(seed)
+        self._num_ids = 0
+        self._shared: dict[tuple[int, int, int], int] = {}
+        self._global: dict[int, int] = {}
+        self._files = _session_files(self.path)
+        self.size_bytes = max(1, sum(file.stat().st_size for file in self._files))
+        self._draw.shuffle(self._files)
+        self._sessions = self._read()
+        self._first = next(self._sessions, None)
+        if self._first is None:
+            skipped = f" ({self.num_skipped} bad ones)" if self.num_skipped else ""
+            raise TraceError(f"{self.path} holds no session{skipped}")
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._sessions.close()
+
+    def __iter__(self) -> Iterator[Request]:
+        # (when its next request comes, user, when its session began, the session, which request)
+        due: list[tuple[float, int, float, _Session, int]] = []
+        for user in range(self._users):
+            session = self._next_session()
+            if session is None:
+                break
+            start_s = self._draw.uniform(0.0, _STAGGER_S) if user else 0.0
+            heapq.heappush(due, (start_s + session.steps[0].at_s, user, start_s, session, 0))
+        while due:
+            now_s, user, start_s, session, i = heapq.heappop(due)
+            step = session.steps[i]
+            yield Request(step.ids, step.input_length, step.output_length, now_s)
+            if i + 1 < len(session.steps):
+                heapq.heappush(due, (start_s + session.steps[i + 1].at_s, user, start_s, session, i + 1))
+                continue
+            following = self._next_session()
+            if following is not None:
+                heapq.heappush(due, (now_s + following.steps[0].at_s, user, now_s, following, 0))
+
+    def _next_session(self) -> _Session | None:
+        session, self._first = self._first, None
+        return next(self._sessions, None) if session is None else session
+
+    def _read(self) -> Generator[_Session, None, None]:
+        for file in self._files:
+            for where, text in _documents(file):
+                try:
+                    if isinstance(text, Exception):
+                        raise _BadSession(f"cannot be read: {text}")
+                    session = self._parse(where, text)
+                except _BadSession as error:
+                    if not self._skip_bad:
+                        raise TraceError(f"{where}: {error}") from error
+                    self.num_skipped += 1
+                    continue
+                if session.steps:
+                    yield session
+            self.position_bytes += file.stat().st_size
+
+    def _parse(self, where: str, text: bytes) -> _Session:
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _BadSession(f"not JSON ({error})") from error
+        if not isinstance(record, dict) or not isinstance(record.get("requests"), list):
+            raise _BadSession("must be a JSON object with a list 'requests'")
+        block_size = record.get("block_size")
+        if type(block_size) is not int or not 1 <= block_size <= 1 << 20:
+            raise _BadSession(f"block_size must be an int >= 1, got {block_size!r}")
+        if self.block_size and block_size != self.block_size:
+            raise _BadSession(f"block_size must be {self.block_size} as in the sessions before, got {block_size}")
+        scope = record.get("hash_id_scope", "local")
+        if scope not in ("local", "global"):
+            raise _BadSession(f"hash_id_scope must be 'local' or 'global', got {scope!r}")
+        tools, system = (_tokens(record, name) if name in record else 0 for name in ("tool_tokens", "system_tokens"))
+        ids_of = self._global if scope == "global" else {}
+        num_shared = (tools + system) // block_size if scope == "local" else 0
+        steps: list[_Step] = []
+        for request in _flat(record["requests"], 0.0):
+            named = request.get("hash_ids")
+            if not isinstance(named, list) or any(type(value) is not int for value in named):
+                raise _BadSession("hash_ids must be a list of ints")
+            input_length = _tokens(request, "in")
+            if len(named) > -(-input_length // block_size):
+                raise _BadSession(f"hash_ids must be at most those of {input_length} tokens, got {len(named)}")
+            ids = []
+            for place, value in enumerate(named):
+                found = ids_of.get(value)
+                if found is None:
+                    if place < num_shared:
+                        found = self._shared.setdefault((tools, system, place), self._num_ids)
+                    else:
+                        found = self._num_ids
+                    self._num_ids += found == self._num_ids
+                    ids_of[value] = found
+                ids.append(found)
+            out = _tokens(request, "out") if "out" in request else 0
+            steps.append(_Step(request["at_s"], np.array(ids, dtype=np.int64), input_length, out))
+        steps.sort(key=lambda step: step.at_s)
+        self.block_size = block_size
+        return _Session(where, steps)
+
+
+def is_session(record: Any) -> bool:
+    """Return whether a decoded line is a session and not a request."""
+    return isinstance(record, dict) and isinstance(record.get("requests"), list) and "hash_ids" not in record
+
+
+def holds_sessions(path: Path) -> bool:
+    """Return whether a path names recorded sessions: a folder, or a file whose first document is one."""
+    if path.is_dir():
+        return True
+    if not path.is_file() or not path.name.endswith(_SUFFIXES):
+        return False
+    _, text = next(_documents(path), ("", b""))
+    try:
+        return not isinstance(text, Exception) and is_session(json.loads(text))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _session_files(path: Path) -> list[Path]:
+    try:
+        if not path.is_dir():
+            path.stat()
+            return [path]
+        return sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES))
+    except OSError as error:
+        raise TraceError(f"cannot open sessions {path}: {error.strerror}") from error
+
+
+def _documents(path: Path) -> Iterator[tuple[str, bytes | Exception]]:
+    """Yield what each document of a file is called, and its text, or why it cannot be read."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rb") as file:
+            if ".jsonl" not in path.name:
+                yield str(path), file.read()
+                return
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield f"{path}:{number}", line
+    except (OSError, EOFError, zlib.error) as error:
+        yield str(path), error
+
+
+def _flat(requests: list[Any], base_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the requests of a session and of its sub-agents, with the second of the session at which each comes."""
+    for request in requests:
+        if not isinstance(request, Mapping):
+            raise _BadSession("requests must be JSON objects")
+        at_s: Any = request.get("t")
+        if type(at_s) not in (int, float) or not 0 <= at_s <= _MAX_S:
+            raise _BadSession(f"t must be seconds in 0..1e9, got {at_s!r}")
+        nested = request.get("requests")
+        if isinstance(nested, list):
+            # Recorders count either from the session's beginning, or from the sub-agent's.
+            times = [inner.get("t") for inner in nested if isinstance(inner, Mapping)]
+            begins = [t for t in times if isinstance(t, int | float)]
+            yield from _flat(nested, base_s if begins and min(begins) >= at_s else base_s + at_s)
+        if "hash_ids" in request or not isinstance(nested, list):
+            yield {**request, "at_s": base_s + at_s}
+
+
+def _tokens(record: Mapping[str, Any], name: str) -> int:
+    value = record.get(name)
+    if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
+        raise _BadSession(f"{name} must be an int in 0..2**40, got {value!r}")
+    return value

@@ -1,0 +1,192 @@
+"""Find few calls that still show a fault.
+
+Delta debugging (Zeller & Hildebrandt, TSE '02) over requests, calls and keys, in turn with smaller pools. Once calls
+are left out the recorded answers mean nothing any more; so two managers are compared, under the policy that is
+suspected and under one that is trusted, or one manager is held to what every manager promises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from kvcache.lab.replay.promises import Promises
+from kvcache.lab.replay.recorded import NOTES, Runner
+from kvcache.recorder.format import Call
+
+T = TypeVar("T")
+Oracle = Callable[[Sequence[Call], dict[str, Any]], int]
+"""Makes calls on a fresh manager; returns how many it took until the fault showed, 0 where it did not."""
+
+
+def differs_from(suspect: str | type | None, trusted: str | type) -> Oracle:
+    """Return the oracle that compares two policies, call by call."""
+
+    def oracle(records: Sequence[Call], config: dict[str, Any]) -> int:
+        runners = [Runner(config, policy, is_exact=False) for policy in (suspect, trusted)]
+        for number, record in enumerate(records, 1):
+            if record.op in NOTES:
+                for runner in runners:
+                    runner.note(record)
+                continue
+            answers = [_whole(runner, runner.run(record)) for runner in runners]
+            if answers[0] != answers[1]:
+                return number
+        return 0
+
+    return oracle
+
+
+def breaks_promises(suspect: str | type | None) -> Oracle:
+    """Return the oracle that holds one policy to `Promises`."""
+
+    def oracle(records: Sequence[Call], config: dict[str, Any]) -> int:
+        runner = Runner(config, suspect, is_exact=False)
+        promises = Promises(runner)
+        for number, record in enumerate(records, 1):
+            if record.op in NOTES:
+                runner.note(record)
+            elif promises(record, runner.run(record)):
+                return number
+        return 0
+
+    return oracle
+
+
+def _whole(runner: Runner, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    output = runner.last_output
+    return answer if output is None else (*answer, output.evicted_keys)
+
+
+def minimize(items: Sequence[T], shows: Callable[[list[T]], bool]) -> list[T]:
+    """Return a part of `items`, in order, that still shows a fault, and of which no single item can be left out.
+
+    Parameters
+    ----------
+    items : sequence
+        Show the fault together.
+    shows : callable
+        Whether some of the items do. May raise `TimeoutError` to end the search with the best so far.
+    """
+    kept = list(items)
+    num_parts = 2
+    try:
+        while len(kept) >= 2:
+            size = -(-len(kept) // num_parts)
+            for first in range(0, len(kept), size):
+                rest = kept[:first] + kept[first + size :]
+                if rest and shows(rest):
+                    kept = rest
+                    num_parts = max(2, num_parts - 1)
+                    break
+            else:
+                if size == 1:
+                    break
+                num_parts = min(len(kept), 2 * num_parts)
+    except TimeoutError:
+        pass
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """Few calls that show a fault, the configuration of their manager, and how often calls were tried."""
+
+    records: list[Call]
+    config: dict[str, Any]
+    num_runs: int
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of the manager."""
+        return sum(record.op not in NOTES for record in self.records)
+
+
+def shrink(records: Sequence[Call], config: dict[str, Any], oracle: Oracle, max_s: float = 60.0) -> Shrunk | None:
+    """Return few records that show the fault of an oracle, or None where all of them do not.
+
+    `records` begin with the first call of a manager made with `config`; after `max_s`, looked at between two tries,
+    what was found is enough.
+    """
+    end_s = time.monotonic() + max_s
+    num_runs = 0
+
+    def shown(some: Sequence[Call], with_config: dict[str, Any]) -> int:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs > 1 and time.monotonic() > end_s:
+            raise TimeoutError
+        return oracle(some, with_config)
+
+    last = shown(records, config)
+    if not last:
+        return None
+    kept = list(records[:last])
+    try:
+        while True:
+            before = (len(kept), config["num_blocks"], sum(map(_num_keys, kept)))
+            kept, config = _fewer_blocks(kept, config, shown)
+            kept = _fewer(kept, config, shown, _by_request)
+            kept = _fewer(kept, config, shown, lambda records: [[record] for record in records])
+            kept = _fewer_keys(kept, config, shown)
+            if (len(kept), config["num_blocks"], sum(map(_num_keys, kept))) == before:
+                break
+    except TimeoutError:
+        pass
+    return Shrunk(kept, config, num_runs)
+
+
+Shown = Callable[[Sequence[Call], "dict[str, Any]"], int]
+
+
+def _num_keys(record: Call) -> int:
+    return len(record.keys) if isinstance(record.keys, list) else 0
+
+
+def _fewer_blocks(records: list[Call], config: dict[str, Any], shown: Shown) -> tuple[list[Call], dict[str, Any]]:
+    num_blocks = 1
+    while num_blocks < config["num_blocks"]:
+        smaller = {**config, "num_blocks": num_blocks}
+        if last := shown(records, smaller):
+            return records[:last], smaller
+        # One by one, then by doubling.
+        num_blocks = num_blocks + 1 if num_blocks < 8 else 2 * num_blocks
+    return records, config
+
+
+def _fewer(
+    records: list[Call], config: dict[str, Any], shown: Shown, grouped: Callable[[list[Call]], list[list[Call]]]
+) -> list[Call]:
+    def joined(groups: list[list[Call]]) -> list[Call]:
+        return sorted((record for group in groups for record in group), key=lambda record: record.number)
+
+    kept = joined(minimize(grouped(records), lambda groups: shown(joined(groups), config) > 0))
+    return kept[: shown(kept, config)]
+
+
+def _by_request(records: list[Call]) -> list[list[Call]]:
+    groups: dict[int, list[Call]] = {}
+    for record in records:
+        # What belongs to no request stands alone.
+        groups.setdefault(record.context if record.context > 1 else -record.number - 1, []).append(record)
+    return list(groups.values())
+
+
+def _fewer_keys(records: list[Call], config: dict[str, Any], shown: Shown) -> list[Call]:
+    keys = list(dict.fromkeys(key for record in records if _is_batch(record) for key in record.keys))
+
+    def with_only(some: list[Any]) -> list[Call]:
+        wanted = set(some)
+        return [
+            replace(record, keys=[key for key in record.keys if key in wanted]) if _is_batch(record) else record
+            for record in records
+        ]
+
+    kept = with_only(minimize(keys, lambda some: shown(with_only(some), config) > 0))
+    return kept[: shown(kept, config)]
+
+
+def _is_batch(record: Call) -> bool:
+    return isinstance(record.keys, list) and record.op not in NOTES

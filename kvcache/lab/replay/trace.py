@@ -1,0 +1,271 @@
+"""Read request traces: Mooncake and Qwen-Bailian JSONL, plain or compressed, one line at a time.
+
+A trace may be larger than memory, so nothing is held but the line being read; whoever needs all of it asks
+`kvcache.lab.replay.compact.CompactTrace`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import numpy as np
+
+from kvcache.lab.replay.requests import Request, TraceFile
+from kvcache.lab.replay.requests import TraceError as TraceError
+from kvcache.lab.replay.sessions import SessionTrace, holds_sessions
+
+if TYPE_CHECKING:
+    from kvcache.lab.replay.requests import Int64Array
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_SHOWN_CHARS = 60
+# What no prompt and no clock reaches, and what still adds up in 64 bits.
+_MAX_TOKENS = 1 << 40
+_MAX_TIME = 10**18
+_MOONCAKE_TOKENS = 512
+
+
+class _BadRecord(ValueError):
+    """One line is not a request of the expected format."""
+
+
+def _read_mooncake(record: dict[str, Any]) -> Request:
+    ids = _ids(record)
+    input_length = _length(record, "input_length")
+    num_full, rest = divmod(input_length, _MOONCAKE_TOKENS)
+    # The published files list the partial last block; what others make may leave it out.
+    if len(ids) - num_full not in (0, rest > 0):
+        wanted = f"{num_full}" if not rest else f"{num_full + 1} (or {num_full}, without the partial last one)"
+        raise _BadRecord(
+            f"hash_ids must be {wanted} for {input_length} tokens in blocks of {_MOONCAKE_TOKENS}, got {len(ids)}"
+        )
+    return Request(ids, input_length, _length(record, "output_length"), _time(record) / 1000)
+
+
+def _read_bailian(record: dict[str, Any]) -> Request:
+    for name in ("chat_id", "parent_chat_id", "turn"):
+        if type(_field(record, name)) is not int:
+            raise _BadRecord(f"{name} must be an int, got {_shown(record[name])}")
+    if not isinstance(_field(record, "type"), str):
+        raise _BadRecord(f"type must be a string, got {_shown(record['type'])}")
+    ids = _ids(record)
+    # The published files list the lengths; without them every block counts as full.
+    input_length = _length(record, "input_length") if "input_length" in record else 16 * len(ids)
+    output_length = _length(record, "output_length") if "output_length" in record else 0
+    return Request(ids, input_length, output_length, _time(record))
+
+
+_FORMATS: dict[str, tuple[int, Callable[[dict[str, Any]], Request]]] = {
+    "mooncake": (_MOONCAKE_TOKENS, _read_mooncake),
+    "bailian": (16, _read_bailian),
+}
+
+
+def trace_formats() -> list[str]:
+    """Return the names of the formats that `open_trace` reads."""
+    return [*_FORMATS, SessionTrace.format]
+
+
+def open_trace(
+    path: str | os.PathLike[str], trace_format: str = "auto", skip_bad: bool = False, users: int = 40, seed: int = 0
+) -> TraceFile:
+    """Open a trace of requests, or recorded sessions."""
+    if trace_format not in ("auto", *trace_formats()):
+        raise TraceError(f"unknown trace format {trace_format!r}, known ones: auto, {', '.join(trace_formats())}")
+    is_sessions = trace_format == SessionTrace.format or (trace_format == "auto" and holds_sessions(Path(path)))
+    return SessionTrace(path, users, seed, skip_bad) if is_sessions else Trace(path, trace_format, skip_bad)
+
+
+class Trace(TraceFile):
+    """The requests of a trace file, in file order.
+
+    Parameters
+    ----------
+    path : path-like
+        The file; plain, gzip or zstd, told apart by its first bytes. ``-`` is standard input.
+    trace_format : str
+        ``"auto"`` (by the first line that is a request), ``"mooncake"`` or ``"bailian"``.
+    skip_bad : bool
+        Pass over lines that are no request and count them in `num_skipped`, instead of raising.
+
+    Raises
+    ------
+    TraceError
+        The file cannot be opened, holds no request, or (also while iterating) a line is bad.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], trace_format: str = "auto", skip_bad: bool = False) -> None:
+        if trace_format != "auto" and trace_format not in _FORMATS:
+            raise TraceError(f"unknown trace format {trace_format!r}, known ones: auto, {', '.join(_FORMATS)}")
+        self.path = Path(path)
+        self.name = "standard input" if str(path) == "-" else self.path.name
+        self.num_skipped = 0
+        self._skip_bad = skip_bad
+        self._line = 0
+        self.format = trace_format
+        try:
+            # A copy of the descriptor: closing the trace leaves standard input open.
+            self._raw = os.fdopen(os.dup(0), "rb") if str(path) == "-" else self.path.open("rb")
+        except OSError as error:
+            raise TraceError(f"cannot open trace {self.path}: {error.strerror}") from error
+        try:
+            self.size_bytes = max(1, os.fstat(self._raw.fileno()).st_size)
+            self._lines = _unpacked(self._raw)
+            self._requests = self._read()
+            self._first: Request | None = next(self._requests, None)
+            if self._first is None:
+                skipped = f" ({self.num_skipped} bad lines)" if self.num_skipped else ""
+                raise TraceError(f"trace {self.path} holds no request{skipped}")
+        except OSError as error:
+            self._raw.close()
+            raise TraceError(f"cannot read trace {self.path}: {error.strerror or error}") from error
+        except BaseException:
+            self._raw.close()
+            raise
+        self.block_size = _FORMATS[self.format][0]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._raw.close()
+
+    @property
+    def position_bytes(self) -> int:
+        return 0 if self._raw.closed or not self._raw.seekable() else self._raw.tell()
+
+    def __iter__(self) -> Iterator[Request]:
+        first, self._first = self._first, None
+        if first is not None:
+            yield first
+        yield from self._requests
+
+    def _read(self) -> Iterator[Request]:
+        while True:
+            try:
+                line = self._lines.readline()
+            except (OSError, EOFError, zlib.error) as error:
+                raise TraceError(f"{self.path}:{self._line + 1}: cannot be read: {error}") from error
+            if not line:
+                return
+            self._line += 1
+            if line.isspace():
+                continue
+            try:
+                yield self._parse(line)
+            except _BadRecord as error:
+                if not self._skip_bad:
+                    raise TraceError(f"{self.path}:{self._line}: {error}") from error
+                self.num_skipped += 1
+
+    def _parse(self, line: bytes) -> Request:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            shown = _shown(line.strip().decode("utf-8", "replace"))
+            raise _BadRecord(f"not JSON ({error}): {shown}") from error
+        if not isinstance(record, dict):
+            raise _BadRecord(f"must be a JSON object, got {_shown(record)}")
+        name = self.format
+        if name == "auto":
+            name = "bailian" if "chat_id" in record else "mooncake"
+        request = _FORMATS[name][1](record)
+        self.format = name
+        return request
+
+
+def _unpacked(raw: io.BufferedReader) -> BinaryIO:
+    magic = raw.peek(4)[:4]
+    if magic.startswith(_GZIP_MAGIC):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if magic != _ZSTD_MAGIC:
+        return raw
+    try:
+        import zstandard
+    except ImportError:
+        raise TraceError(f"{raw.name} is zstd: reading it needs zstandard (install kvcache's extra 'cli')") from None
+    return io.BufferedReader(_ZstdFrames(raw, zstandard), 1 << 18)
+
+
+class _ZstdFrames(io.RawIOBase):
+    """The content of zstd frames; unlike zstandard's own reader it raises EOFError where the last one is cut short."""
+
+    def __init__(self, packed: BinaryIO, library: Any) -> None:
+        super().__init__()
+        self._packed = packed
+        # 2 GiB windows: what `zstd --long=31` writes.
+        self._unpacker = library.ZstdDecompressor(max_window_size=1 << 31)
+        self._broken = library.ZstdError
+        self._frame: Any = None
+        self._rest = b""
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            packed = self._rest or self._packed.read(1 << 16)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the zstd frame is cut short")
+                return 0
+            frame = self._frame = self._frame or self._unpacker.decompressobj()
+            try:
+                self._content = memoryview(frame.decompress(packed))
+            except self._broken as error:
+                raise OSError(str(error)) from error
+            self._rest = frame.unused_data
+            if frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    text = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+    return repr(text) if isinstance(value, str) else text
+
+
+def _field(record: dict[str, Any], name: str) -> Any:
+    try:
+        return record[name]
+    except KeyError:
+        raise _BadRecord(f"lacks {name!r}, has {_shown(', '.join(record))}") from None
+
+
+def _ids(record: dict[str, Any]) -> Int64Array:
+    ids = _field(record, "hash_ids")
+    if not isinstance(ids, list):
+        raise _BadRecord(f"hash_ids must be a list of ints, got {_shown(ids)}")
+    for value in ids:
+        if type(value) is not int:
+            raise _BadRecord(f"hash_ids must be ints, got {_shown(value)}")
+    try:
+        return np.array(ids, dtype=np.int64)
+    except OverflowError:
+        wide = next(value for value in ids if not -(1 << 63) <= value < 1 << 63)
+        raise _BadRecord(f"hash_ids must fit 64 bits, got {_shown(wide)}") from None
+
+
+def _length(record: dict[str, Any], name: str) -> int:
+    value = _field(record, name)
+    if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
+        raise _BadRecord(f"{name} must be an int in 0..2**40, got {_shown(value)}")
+    return value
+
+
+def _time(record: dict[str, Any]) -> float:
+    value = _field(record, "timestamp")
+    if type(value) not in (int, float) or not 0 <= value <= _MAX_TIME:
+        raise _BadRecord(f"timestamp must be a number in 0..1e18, got {_shown(value)}")
+    return float(value)

@@ -1,0 +1,115 @@
+"""Checks of a configuration against this machine."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvcache.assembly.check import Finding, check_config
+
+HUGE = "4096TiB"
+
+
+def levels(findings: list[Finding]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for finding in findings:
+        found.setdefault(finding.subject, set()).add(finding.level)
+    return found
+
+
+def text_of(findings: list[Finding], level: str) -> str:
+    return "\n".join(finding.text for finding in findings if finding.level == level)
+
+
+def test_a_pool_that_fits_has_no_errors():
+    findings = check_config({"num_cpu_blocks": 8, "cache_policy": "arc"}, block_bytes=1 << 20)
+    assert findings[0] == Finding("ok", "pool", "8 blocks of 1 MiB, 8 MiB in all, policy arc")
+    assert "error" not in {finding.level for finding in findings}
+
+
+def test_unknown_keys_are_named_with_what_may_be_meant():
+    given = {"num_cpu_blocks": 8, "cache_polcy": "arc", "of the engine": 1}
+    findings = check_config(given, known_keys={"of the engine"})
+    assert text_of(findings, "warning") == (
+        "nobody reads these keys of extra_config: cache_polcy (did you mean 'cache_policy'?)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_cpu_blocks": 0}, "num_cpu_blocks in extra_config must be a whole number >= 1"),
+        ({"num_cpu_blocks": 8, "cache_policy": "lru2"}, "unknown policy 'lru2'"),
+        ({}, "must have one of num_cpu_blocks and cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": "1KiB"}, "at least one block of 1048576 bytes"),
+        ({"cpu_bytes_to_use": HUGE}, "does not fit into host memory"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": HUGE}]}, "are needed below x"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "1KiB"}]}, "less than one block"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "big"}]}, "disk tier must be bytes"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x"}]}, "a disk tier needs 'capacity'"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "valkey"}]}, "a valkey tier needs 'url'"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "memory", "capacity": 0}]}, "tiers need spec_name 'tiering'"),
+        (
+            {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "1MiB", "write_polciy": "x"}]},
+            "unknown options of a disk tier: write_polciy",
+        ),
+    ],
+)
+def test_what_stands_in_the_way_is_an_error(given, message, tmp_path, monkeypatch):
+    if "tiers" in given:
+        importlib.import_module("xxhash")
+    monkeypatch.chdir(tmp_path)
+    assert message in text_of(check_config(given, block_bytes=1 << 20), "error")
+    assert list(tmp_path.iterdir()) == []  # a check creates nothing
+
+
+def test_size_in_bytes_is_accepted_where_no_block_size_is_known():
+    findings = check_config({"cpu_bytes_to_use": "64MiB"})
+    assert findings[0] == Finding("ok", "pool", "64 MiB, policy lru; block size not given")
+
+
+def test_directory_that_others_may_read_is_a_warning(tmp_path: Path):
+    importlib.import_module("xxhash")
+    tmp_path.chmod(0o755)
+    given = {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": str(tmp_path), "capacity": "1MiB"}]}
+    assert "others may read it" in text_of(check_config(given), "warning")
+    tmp_path.chmod(0o700)
+    assert "others may read it" not in text_of(check_config(given), "warning")
+
+
+def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path: Path):
+    importlib.import_module("xxhash")
+    free = shutil.disk_usage(tmp_path).free
+    tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
+    given = {"num_cpu_blocks": 1, "pool_folder": str(tmp_path), "tiers": tiers}
+    findings = check_config(given, block_bytes=2 * free)
+    assert levels(findings)["shared memory"] == {"error"}
+    assert "shared memory" not in levels(check_config({"num_cpu_blocks": 1}, block_bytes=2 * free))
+
+
+def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path: Path):
+    importlib.import_module("xxhash")
+    (tmp_path / "tier").write_text("")
+    tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
+    given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": tiers}
+    assert text_of(check_config(given), "error") == f"{tmp_path / 'tier'} is no directory"
+
+
+def test_exporters_that_cannot_be_opened_are_warned_of(tmp_path: Path) -> None:
+    importlib.import_module("prometheus_client")
+    taken = tmp_path / "file"
+    taken.write_text("data")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        exporters = [{"type": "prometheus", "port": port}, {"type": "status", "path": str(taken)}, "status"]
+        findings = check_config({"num_cpu_blocks": 8, "exporters": exporters})
+    found = [(one.level, one.text) for one in findings if one.subject.startswith("exporter")]
+    assert [level for level, _ in found] == ["warning", "warning", "ok"]
+    assert f"127.0.0.1:{port} cannot be opened" in found[0][1]
+    assert "is no socket" in found[1][1]

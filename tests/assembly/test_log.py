@@ -1,0 +1,83 @@
+"""What is logged at start, and how KVCACHE_LOG sets it up."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+import kvcache
+from kvcache import CPUOffloadingSpec, OffloadingConfig, OffloadingGroup
+from kvcache.assembly.log import set_up_log
+from kvcache.options import without_secrets
+
+
+@pytest.fixture(autouse=True)
+def logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("kvcache")
+    kept = (logger.level, logger.propagate, list(logger.handlers))
+    yield logger
+    logger.level, logger.propagate, logger.handlers = kept[0], kept[1], kept[2]
+
+
+def start(**options: object) -> None:
+    extra_config = {"num_cpu_blocks": 8, **options}
+    CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=extra_config)).get_manager()
+
+
+def test_one_line_per_start_has_the_configuration_in_effect(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVCACHE_LOG", "info")
+    start(cache_policy="arc", retention_share="25%")
+    (line,) = [one.getMessage() for one in caplog.records if one.name.startswith("kvcache")]
+    found = json.loads(line.removeprefix("offloading starts: "))
+    assert (found["block_size"], found["num_blocks"], found["cache_policy"]) == (16, 8, "arc")
+    assert found["retention_share"] == 0.25
+    assert (found["engine"], found["rank"], found["version"]) == ("0", "0", kvcache.__version__)
+    assert found["block_bytes"] == 0  # not known without refs
+
+
+def test_secrets_are_left_out_wherever_they_stand() -> None:
+    given = {
+        "tiers": [{"url": "valkey://user:pw@host:1/0", "password": "pw", "options": {"auth_token": "t"}}],
+        "API_KEY": "k",
+        "num": 1,
+    }
+    assert without_secrets(given) == {
+        "tiers": [{"url": "valkey://***@host:1/0", "password": "***", "options": {"auth_token": "***"}}],
+        "API_KEY": "***",
+        "num": 1,
+    }
+
+
+def test_debug_writes_to_standard_error_where_nobody_logs(
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCACHE_LOG", "DEBUG")
+    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: bool(self.handlers))
+    logger.handlers = []
+    set_up_log()
+    set_up_log()
+    assert logger.level == logging.DEBUG
+    assert len(logger.handlers) == 1
+    assert logging.getLogger("kvcache.tiering.manager").isEnabledFor(logging.DEBUG)
+
+
+def test_a_word_that_is_no_level_is_warned_of(
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = logger.level
+    monkeypatch.setenv("KVCACHE_LOG", "loud")
+    start()
+    assert "KVCACHE_LOG must be one of debug, info, warning, error, got 'loud'" in caplog.text
+    assert logger.level == before
+
+
+def test_without_the_variable_nothing_changes(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVCACHE_LOG", raising=False)
+    before = (logger.level, list(logger.handlers))
+    set_up_log()
+    assert (logger.level, logger.handlers) == before

@@ -1,0 +1,260 @@
+"""One configuration, two halves that agree: sizes that must divide, options that must fit."""
+
+import logging
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import kvcache
+from kvcache import (
+    BlockStateError,
+    CanonicalKVCacheRef,
+    CPULoadStoreSpec,
+    CPUOffloadingSpec,
+    GPULoadStoreSpec,
+    OffloadingConfig,
+    OffloadingEvent,
+    OffloadingGroup,
+    OffloadingSpec,
+    PrepareStoreOutput,
+    TransferResult,
+    make_spec,
+)
+
+
+def config_of(*block_sizes, hash_block_size=16, refs=(), **options):
+    extra = {"num_cpu_blocks": 8} | options.pop("extra", {})
+    groups = tuple(OffloadingGroup(size, (f"layer{i}",), refs) for i, size in enumerate(block_sizes or (16,)))
+    return OffloadingConfig(groups, hash_block_size, extra_config=extra, **options)
+
+
+def test_sizes_follow_from_the_config():
+    config = config_of(
+        16, 16, decode_context_parallel_size=2, prefill_context_parallel_size=3, extra={"block_size": 192}
+    )
+    spec = CPUOffloadingSpec(config)
+    assert spec.gpu_block_size == (96, 96)
+    assert spec.hash_block_size == 16
+    assert spec.block_size_factor == 2
+    assert spec.block_size == 192
+    assert spec.offload_prompt_only is True
+    assert spec.extra_config == {"num_cpu_blocks": 8, "block_size": 192}
+
+
+def test_groups_may_have_different_block_sizes_without_a_factor():
+    spec = CPUOffloadingSpec(config_of(16, 64))
+    assert spec.gpu_block_size == (16, 64)
+    assert spec.block_size_factor == 1
+
+
+def test_the_manager_is_what_the_config_says():
+    spec = CPUOffloadingSpec(
+        config_of(
+            16, extra={"cache_policy": "arc", "enable_events": True, "block_size": 32, "offload_prompt_only": False}
+        )
+    )
+    manager = spec.get_manager()
+    assert spec.get_manager() is manager
+    assert isinstance(manager.policy, kvcache.ARCCachePolicy)
+    assert manager.block_size == 32
+    assert manager.stats().num_blocks == 8
+    assert spec.offload_prompt_only is False
+    manager.prepare_store([b"a"])
+    manager.complete_store([b"a"])
+    assert [event.keys for event in manager.take_events()] == [[b"a"]]
+
+
+def test_bytes_are_shared_by_all_workers():
+    refs = (CanonicalKVCacheRef(0, 100), CanonicalKVCacheRef(1, 28))
+    options = {"refs": refs, "world_size": 4}
+    config = config_of(
+        16, extra={"num_cpu_blocks": None, "cpu_bytes_to_use": 128 * 2 * 4 * 5 + 1, "block_size": 32}, **options
+    )
+    assert CPUOffloadingSpec(config).num_blocks == 5
+    text = config_of(16, extra={"num_cpu_blocks": None, "cpu_bytes_to_use": "5KiB", "block_size": 32}, **options)
+    assert CPUOffloadingSpec(text).num_blocks == 5
+    with pytest.raises(ValueError, match="at least one block of 1024 bytes over all 4 workers, got 1023"):
+        CPUOffloadingSpec(
+            config_of(16, extra={"num_cpu_blocks": None, "cpu_bytes_to_use": 1023, "block_size": 32}, **options)
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: config_of(24), "group 0, 24 tokens on each of 1 context-parallel ranks, must be a multiple of .* 16"),
+        (lambda: config_of(16, 24), "group 1, 24 tokens"),
+        (lambda: config_of(16, extra={"block_size": 24}), "block_size must be a multiple of the device's 16, got 24"),
+        (lambda: config_of(16, extra={"block_size": 0}), "block_size in extra_config must be a whole number >= 1"),
+        (lambda: config_of(16, 32, extra={"block_size": 32}), r"needs one device block size, .* \(16, 32\)"),
+        (lambda: config_of(16, extra={"block_size": "x"}), "block_size in extra_config must be .*, got 'x'"),
+        (lambda: config_of(16, extra={"offload_prompt_only": 1}), "offload_prompt_only in extra_config must be a bool"),
+        (lambda: config_of(16, extra={"num_cpu_blocks": 0}), "num_cpu_blocks in extra_config must be .* >= 1,.* got 0"),
+        (
+            lambda: config_of(16, extra={"num_cpu_blocks": True}),
+            "num_cpu_blocks in extra_config must be a whole number .*, got True",
+        ),
+        (lambda: config_of(16, extra={"num_cpu_blocks": None}), "one of num_cpu_blocks and cpu_bytes_to_use"),
+        (lambda: config_of(16, extra={"cpu_bytes_to_use": 1}), "got num_cpu_blocks=8 and cpu_bytes_to_use=1"),
+        (
+            lambda: config_of(16, extra={"num_cpu_blocks": None, "cpu_bytes_to_use": 1 << 30}),
+            "needs the refs of every group",
+        ),
+        (
+            lambda: config_of(16, extra={"num_cpu_blocks": None, "cpu_bytes_to_use": "4XB"}),
+            "cpu_bytes_to_use in extra_config must be bytes >= 1 or a size such as .*, got '4XB'",
+        ),
+        (lambda: config_of(16, extra={"cache_policy": "lur"}), "unknown policy 'lur', known ones: .*lru"),
+        (lambda: config_of(16, extra={"enable_events": "yes"}), "enable_events in extra_config must be a bool"),
+        (lambda: config_of(16, extra={"num_copy_threads": 0}), "num_copy_threads in extra_config must be .* got 0"),
+        (lambda: config_of(16, extra={"tiers": []}), "tiers need spec_name 'tiering'"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        CPUOffloadingSpec(make())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"groups": ()}, "groups must be OffloadingGroups, at least one"),
+        ({"groups": (16,)}, "groups must be OffloadingGroups"),
+        ({"hash_block_size": 0}, "hash_block_size must be an int >= 1, got 0"),
+        ({"world_size": 0}, "world_size must be an int >= 1, got 0"),
+        ({"decode_context_parallel_size": 1.0}, "decode_context_parallel_size must be an int >= 1, got 1.0"),
+        ({"rank": 1}, r"rank must be in 0\.\.0, got 1"),
+        ({"extra_config": None}, "extra_config must be a dict, got None"),
+    ],
+)
+def test_a_config_out_of_range_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        OffloadingConfig(**({"groups": (OffloadingGroup(16),), "hash_block_size": 16} | arguments))
+
+
+def test_a_group_needs_tokens():
+    with pytest.raises(ValueError, match="block_size of a group must be an int >= 1, got 0"):
+        OffloadingGroup(0)
+
+
+def test_a_groups_names_and_refs_are_sequences_of_their_kind():
+    with pytest.raises(ValueError, match=r"layer_names of a group must be a sequence of str, got 'layer\.0'"):
+        OffloadingGroup(16, "layer.0")
+    with pytest.raises(ValueError, match=r"refs of a group must be .* CanonicalKVCacheRef, got \(\(0, 8\),\)"):
+        OffloadingGroup(16, (), ((0, 8),))
+
+
+def test_a_spec_is_chosen_by_name():
+    assert type(make_spec(config_of())) is CPUOffloadingSpec
+    by_path = config_of(extra={"spec_name": "kvcache.assembly.cpu:CPUOffloadingSpec"})
+    assert type(make_spec(by_path)) is CPUOffloadingSpec
+    with pytest.raises(ValueError, match="unknown spec 'gpu', known ones: cpu"):
+        make_spec(config_of(extra={"spec_name": "gpu"}))
+    with pytest.raises(ValueError, match="must be an OffloadingSpec"):
+        make_spec(config_of(extra={"spec_name": "kvcache.request:ReqContext"}))
+    assert issubclass(CPUOffloadingSpec, OffloadingSpec)
+
+
+def test_unknown_options_are_told_not_swallowed(caplog):
+    with caplog.at_level(logging.WARNING):
+        make_spec(config_of(extra={"cache_polcy": "arc", "zzz": 1, "spec_name": "cpu"}))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "kvcache does not know these keys of extra_config: cache_polcy (did you mean 'cache_policy'?), zzz"
+    )
+    caplog.clear()
+    make_spec(config_of(extra={"block_size": 32, "offload_prompt_only": False, "store_threshold": 2}))
+    assert not caplog.records
+
+
+def test_a_spec_of_others_is_told_of_unknown_options_if_it_says_what_it_reads(caplog):
+    class Silent(CPUOffloadingSpec):
+        pass
+
+    class Speaking(CPUOffloadingSpec):
+        option_names = CPUOffloadingSpec.option_names | {"colour", "tiers"}
+
+    config = config_of(extra={"colour": "red", "shade": 1, "tiers": []})
+    Silent(config)
+    assert not caplog.records
+    Speaking(config)
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvcache does not know these keys of extra_config: shade"
+    ]
+
+
+def test_the_managers_own_options_reach_it():
+    manager = CPUOffloadingSpec(
+        config_of(extra={"store_threshold": 2, "max_tracker_size": 100, "what_if": 4096, "retention_share": 0.25})
+    ).get_manager()
+    assert manager.prepare_store([b"a"]).keys_to_store == []
+    assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]
+    assert list(manager.what_if("lru").hit_ratios) == ["lru"]
+    with pytest.raises(ValueError, match=r"store_threshold in extra_config must be a whole number >= 0, .* got 'two'"):
+        CPUOffloadingSpec(config_of(extra={"store_threshold": "two"}))
+
+
+def test_what_crosses_a_process_boundary_pickles():
+    refs = (CanonicalKVCacheRef(0, 100),)
+    config = config_of(16, refs=refs, model_name="m", dtype="bf16")
+    assert pickle.loads(pickle.dumps(config)) == config
+    output = PrepareStoreOutput([b"a"], CPULoadStoreSpec([3]), [b"b"])
+    assert pickle.loads(pickle.dumps(output)) == output
+    for value in (OffloadingEvent([b"a"], 16, "CPU", True), TransferResult(1, True, 2, 0.5, ("GPU", "CPU"))):
+        assert pickle.loads(pickle.dumps(value)) == value
+    spec = pickle.loads(pickle.dumps(GPULoadStoreSpec([4, 5], [1, 1], [0, 7])))
+    assert (spec.block_ids.tolist(), spec.group_sizes, spec.block_indices) == ([4, 5], (1, 1), (0, 7))
+    assert str(pickle.loads(pickle.dumps(BlockStateError("x")))) == "x"
+
+
+def test_the_schedulers_half_needs_no_torch():
+    code = (
+        "import sys, kvcache\n"
+        "config = kvcache.OffloadingConfig((kvcache.OffloadingGroup(16),), 16, extra_config={'num_cpu_blocks': 4})\n"
+        "kvcache.CPUOffloadingSpec(config).get_manager().lookup([b'a'])\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_worker_built_from_the_config_alone_moves_bytes():
+    torch = pytest.importorskip("torch")
+    refs = (CanonicalKVCacheRef(0, 32), CanonicalKVCacheRef(1, 24))
+    spec = make_spec(pickle.loads(pickle.dumps(config_of(16, refs=refs, extra={"block_size": 32}))))
+    tensors = [torch.randint(-128, 128, (6, 32), dtype=torch.int8) for _ in range(2)]
+    kv_caches = kvcache.CanonicalKVCaches([kvcache.CanonicalKVCacheTensor(t, 32) for t in tensors], [list(refs)])
+    worker = kvcache.OffloadingWorker()
+    for src_type, dst_type, handler in spec.get_handlers(kv_caches):
+        worker.register_handler(src_type, dst_type, handler)
+    assert (spec.pool.num_blocks, spec.pool.block_bytes) == (8, 2 * 56)
+    assert spec.pool.pin_failures == 0
+    before = [t.clone() for t in tensors]
+    worker.transfer_async(1, (GPULoadStoreSpec([5, 0, 3], [3], [1]), CPULoadStoreSpec([7, 2])))
+    worker.wait([1])
+    worker.transfer_async(2, (CPULoadStoreSpec([7, 2]), GPULoadStoreSpec([1, 2, 4], [3], [1])))
+    worker.wait([2])
+    assert [result.success for result in worker.get_finished()] == [True, True]
+    assert torch.equal(tensors[0][[1, 2, 4]], before[0][[5, 0, 3]])
+    assert torch.equal(tensors[1][[1, 2, 4], :24], before[1][[5, 0, 3], :24])
+    assert [handler for *_, handler in spec.get_handlers(kv_caches)] == [h for *_, h in spec.get_handlers(kv_caches)]
+    worker.shutdown()
+
+
+def test_a_kv_cache_that_is_not_the_configs_is_refused():
+    torch = pytest.importorskip("torch")
+    tensors = [kvcache.CanonicalKVCacheTensor(torch.zeros(6, 32, dtype=torch.int8), 32)]
+    spec = CPUOffloadingSpec(config_of(16, refs=(CanonicalKVCacheRef(0, 32),)))
+    with pytest.raises(ValueError, match="the config has 1 KV-cache groups, got 2"):
+        spec.get_handlers(kvcache.CanonicalKVCaches(tensors, [[], []]))
+    with pytest.raises(
+        ValueError, match=r"in group 0, got \[CanonicalKVCacheRef\(tensor_idx=0, page_size_bytes=31\)\]"
+    ):
+        spec.get_handlers(kvcache.CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(0, 31)]]))
+    kv_caches = kvcache.CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(0, 32)]])
+    handlers = list(spec.get_handlers(kv_caches))
+    with pytest.raises(ValueError, match="belong to another KV cache"):
+        spec.get_handlers(kvcache.CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(0, 32)]]))
+    for *_, handler in handlers:
+        handler.shutdown()

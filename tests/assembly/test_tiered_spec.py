@@ -1,0 +1,264 @@
+"""One configuration with tiers: a scheduler's half and workers' halves that share memory and nothing else."""
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    OffloadingConfig,
+    OffloadingGroup,
+    OffloadingWorker,
+    ReqContext,
+    TieredOffloadingManager,
+    make_spec,
+)
+
+PAGE_BYTES = 3000
+
+
+def config_of(tmp_path, rank=0, world_size=1, model_name="m", **extra):
+    tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "2MiB", "deadline_s": 20.0}]
+    options = {
+        "spec_name": "tiering",
+        "num_cpu_blocks": 4,
+        "tiers": tiers,
+        "lookup_deadline_s": 20.0,
+        "pool_path": f"/dev/shm/kvcache-test-{os.getpid()}-{tmp_path.name}",
+    } | extra
+    refs = (CanonicalKVCacheRef(0, PAGE_BYTES), CanonicalKVCacheRef(1, PAGE_BYTES))
+    groups = (OffloadingGroup(16, ("a", "b"), refs),)
+    return OffloadingConfig(groups, 16, 1, 1, rank, world_size, model_name, "bf16", options)
+
+
+class Worker:
+    """A worker with eight device blocks, which are host tensors here."""
+
+    def __init__(self, config):
+        rng = torch.Generator().manual_seed(config.rank)
+        self.tensors = [torch.randint(-128, 128, (8, PAGE_BYTES), dtype=torch.int8, generator=rng) for _ in range(2)]
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in self.tensors],
+            [[CanonicalKVCacheRef(0, PAGE_BYTES), CanonicalKVCacheRef(1, PAGE_BYTES)]],
+        )
+        self.worker = OffloadingWorker()
+        for source, target, handler in make_spec(config).get_handlers(caches):
+            self.worker.register_handler(source, target, handler)
+        self.num_jobs = 0
+
+    def move(self, source, target):
+        self.num_jobs += 1
+        assert self.worker.transfer_async(self.num_jobs, (source, target))
+        self.worker.wait({self.num_jobs})
+        assert [result.success for result in self.worker.get_finished()] == [True]
+
+
+def gpu(*block_ids):
+    return GPULoadStoreSpec(block_ids, (len(block_ids),), (0,))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_blocks_of_all_ranks_come_back_from_disk(tmp_path, world_size):
+    configs = [config_of(tmp_path, rank, world_size) for rank in range(world_size)]
+    manager = make_spec(configs[0]).get_manager()
+    assert isinstance(manager, TieredOffloadingManager)
+    try:
+        workers = [Worker(config) for config in configs]
+        before = [[tensor.clone() for tensor in worker.tensors] for worker in workers]
+        keys = [b"%032d" % i for i in range(8)]
+        for i, key in enumerate(keys):
+            output = manager.prepare_store([key])
+            for worker in workers:
+                worker.move(gpu(i), output.store_spec)
+            manager.complete_store([key])
+            assert manager.settle(20)
+        assert manager.tier_stats()[0].written_blocks == 8
+        for worker in workers:
+            for tensor in worker.tensors:
+                tensor.zero_()
+        for first in (0, 4):
+            context = ReqContext()
+            wanted = keys[first : first + 4]
+            end = time.monotonic() + 20
+            while (num_hits := manager.lookup(wanted, context)) is None and time.monotonic() < end:
+                manager.on_schedule_end()
+                time.sleep(0.001)
+            assert num_hits is not None
+            while num_hits < 4:
+                # Half of the pool is promoted at a time, so that a dead tier cannot keep all of it.
+                manager.on_request_finished(context)
+                assert manager.lookup(wanted, context) is None
+                assert manager.settle(20)
+                num_hits = manager.lookup(wanted, context)
+            spec = manager.prepare_load(wanted, context)
+            for worker in workers:
+                worker.move(spec, gpu(*range(first, first + 4)))
+            manager.complete_load(wanted, context)
+            manager.on_request_finished(context)
+        for worker, tensors in zip(workers, before, strict=True):
+            for tensor, expected in zip(worker.tensors, tensors, strict=True):
+                assert torch.equal(tensor, expected)
+    finally:
+        manager.shutdown()
+    assert not Path(configs[0].extra_config["pool_path"]).exists()
+
+
+def test_second_engine_on_the_same_pool_is_refused(tmp_path):
+    manager = make_spec(config_of(tmp_path)).get_manager()
+    try:
+        with pytest.raises(ValueError, match="belongs to another engine; give this one a pool_path of its own"):
+            make_spec(config_of(tmp_path)).get_manager()
+    finally:
+        manager.shutdown()
+
+
+def test_memory_of_killed_processes_is_given_back_by_the_next(tmp_path):
+    config = config_of(tmp_path)
+    other = Path(f"/dev/shm/kvcache-pool-test-{os.getpid()}-{tmp_path.name}")
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from kvcache.transfer.shared_file import SharedBlocks\n"
+        "blocks = SharedBlocks(Path(sys.argv[1]), 4, 4096, is_owner=False)\n"
+        "blocks.close()\n"
+        "print('mapped', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(other)], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"mapped\n"
+        make_spec(config).get_manager().shutdown()
+        assert other.exists()
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    make_spec(config).get_manager().shutdown()
+    assert not other.exists()
+
+
+def test_worker_of_an_engine_that_is_gone_takes_no_job(tmp_path, caplog):
+    first = make_spec(config_of(tmp_path)).get_manager()
+    worker = Worker(config_of(tmp_path))
+    first.shutdown()
+    del first
+    second = make_spec(config_of(tmp_path)).get_manager()
+    try:
+        output = second.prepare_store([b"a"])
+        assert worker.worker.transfer_async(1, (gpu(0), output.store_spec)) is False
+        assert "no manager owns the host blocks that this worker maps" in caplog.text
+    finally:
+        second.shutdown()
+
+
+def test_another_model_is_refused(tmp_path):
+    make_spec(config_of(tmp_path)).get_manager().shutdown()
+    with pytest.raises(ValueError, match="holds blocks of another fingerprint"):
+        make_spec(config_of(tmp_path, model_name="other")).get_manager()
+    assert not Path(config_of(tmp_path).extra_config["pool_path"]).exists()
+
+
+def test_default_pool_differs_between_configurations(tmp_path):
+    paths = {make_spec(config_of(tmp_path, model_name=name, pool_path="/dev/shm/x"))._identity() for name in ("a", "b")}
+    assert len(paths) == 2
+
+
+def test_memory_of_a_process_that_ends_without_shutdown_is_given_back(tmp_path):
+    config = config_of(tmp_path)
+    path = Path(config.extra_config["pool_path"])
+    code = (
+        "import os, pickle, sys\n"
+        "from pathlib import Path\n"
+        "from kvcache import make_spec\n"
+        "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+        "manager = make_spec(config).get_manager()\n"
+        "child = os.fork()\n"
+        "if not child: sys.exit()\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert Path(config.extra_config['pool_path']).exists()\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, pickle.dumps(config).hex()], check=True, timeout=60)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "fault"),
+    [
+        ({"tiers": None}, "tiers in extra_config must be a list of dicts, got None"),
+        ({"tiers": []}, "tiers in extra_config must be a list of dicts"),
+        ({"tiers": [{"path": "x"}]}, "a tier needs a type, one of disk"),
+        ({"tiers": [{"type": "tape"}]}, "unknown tier 'tape', known ones: disk"),
+        ({"tiers": [{"type": "disk", "write_policy": "never"}]}, "write_policy must be one of write_through"),
+        ({"lookup_deadline_s": -1}, "lookup_deadline_s in extra_config must be a number of seconds > 0 .*, got -1"),
+    ],
+)
+def test_bad_options_name_the_value(tmp_path, extra, fault):
+    with pytest.raises(ValueError, match=fault):
+        make_spec(config_of(tmp_path, **extra))
+
+
+def test_the_host_pools_own_options_reach_it(tmp_path, caplog):
+    manager = make_spec(config_of(tmp_path, store_threshold=2, what_if=True)).get_manager()
+    try:
+        assert not caplog.records
+        assert manager.prepare_store([b"a"]).keys_to_store == []
+        assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]
+        assert list(manager.what_if("lru").hit_ratios) == ["lru"]
+    finally:
+        manager.shutdown()
+
+
+def test_pool_in_use_has_the_size_that_both_sides_agree_on(tmp_path):
+    path = Path(config_of(tmp_path).extra_config["pool_path"])
+    path.write_bytes(bytes(5))
+    path.chmod(0o600)
+    try:
+        with pytest.raises(ValueError, match="must have 32768 bytes, it has 5"):
+            make_spec(config_of(tmp_path)).get_manager()
+    finally:
+        path.unlink()
+
+
+def test_direct_io_works_from_shared_memory(tmp_path):
+    manager = make_spec(config_of(tmp_path)).get_manager()
+    try:
+        tier = manager.controllers[0].tier
+        assert tier.is_direct == _allows_direct(tmp_path)
+    finally:
+        manager.shutdown()
+
+
+def _allows_direct(folder):
+    from kvcache.tiers.disk.tier import DiskTier
+
+    flat = np.zeros(3 * 8192, np.uint8)
+    first = -flat.ctypes.data % 4096
+    blocks = flat[first : first + 8192].reshape(1, 8192)
+    tier = DiskTier(folder / "probe", 1 << 20, blocks)
+    try:
+        return tier.is_direct
+    finally:
+        tier.shutdown()
+
+
+def test_arbiter_is_switched_on_tier_by_tier() -> None:
+    from kvcache.assembly.assemble import OffloadSettings
+
+    tiers = [{"type": "memory", "capacity": "1MiB"}, {"type": "memory", "capacity": "1MiB", "arbiter": True}]
+    settings = OffloadSettings.read({"num_cpu_blocks": 4, "tiers": tiers, "prefill_tokens_per_s": {"0": 10, "9": 5}})
+    assert [tier.config.arbiter for tier in settings.tiers] == [False, True]
+    assert settings.prefill_tokens_per_s == {0: 10.0, 9: 5.0}
+    tiers[1]["arbiter"] = "yes"
+    with pytest.raises(ValueError, match="arbiter in tier 'memory' must be a bool, got 'yes'"):
+        OffloadSettings.read({"num_cpu_blocks": 4, "tiers": tiers})
+    with pytest.raises(ValueError, match="prefill_tokens_per_s in extra_config must be tokens a second > 0"):
+        OffloadSettings.read({"num_cpu_blocks": 4, "tiers": [tiers[0]], "prefill_tokens_per_s": "fast"})

@@ -1,0 +1,305 @@
+"""Fleets in a simulation: the same as in plain Python, step by step; and what the command says of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.lab.replay.agents import AgentWorkload
+from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.replay.compact import CompactTrace
+from kvcache.lab.replay.fleet import ROUTERS, FleetPlan, ScaledTrace, run_fleet
+from kvcache.lab.replay.requests import Request
+from kvcache.lab.replay.trace import Trace
+from kvcache.request import ReqContext
+from kvcache.testing.reference_manager import ReferenceManager
+
+BLOCK = 16
+
+
+class PlainFleet:
+    """The specification: reference managers, and routers that look into every engine."""
+
+    def __init__(self, plan: FleetPlan) -> None:
+        self.plan = plan
+        self.memories = [ReferenceManager(BLOCK, plan.num_blocks, plan.cache_policy) for _ in range(plan.num_engines)]
+        self.store = ReferenceManager(BLOCK, plan.store_blocks, plan.store_policy) if plan.store_blocks else None
+        self.free_s = [0.0] * plan.num_engines
+        self.number = 0
+        self.sent: dict[int, int] = {}
+        # Per block the engines that hold it, the one that took it last at the end.
+        self.holders: dict[int, list[int]] = {}
+        self.totals = dict.fromkeys(
+            ("blocks", "local", "store", "missed", "written", "rejected", "single", "single_remembered"), 0
+        )
+        self.totals |= dict.fromkeys(("batched", "batched_remembered", "keys", "events"), 0)
+        self.ttft_s: list[float] = []
+
+    def choose(self, now_s: float, ids: list[int]) -> int:
+        if self.plan.router == "round_robin":
+            return self.number % self.plan.num_engines
+        idle = min(range(self.plan.num_engines), key=lambda engine: self.free_s[engine])
+        known = self.sent if self.plan.router == "prefix" else {block: of[-1] for block, of in self.holders.items()}
+        depth = 0
+        while depth < len(ids) and ids[depth] in known:
+            depth += 1
+        if not depth:
+            return idle
+        engine = known[ids[depth - 1]]
+        waits_s = max(self.free_s[engine] - now_s, 0) - max(self.free_s[idle] - now_s, 0)
+        return engine if waits_s <= depth * BLOCK * self.plan.token_s else idle
+
+    def serve(self, now_s: float, ids: list[int], input_length: int) -> None:
+        engine = self.choose(now_s, ids)
+        self.number += 1
+        keys = [block.to_bytes(8, "little") for block in ids]
+        memory, context, totals = self.memories[engine], ReqContext(), self.totals
+        local = memory.lookup(keys, context)
+        memory.touch(keys, context)
+        output = memory.prepare_store(keys, context)
+        if output is None:
+            totals["rejected"] += 1
+        else:
+            memory.complete_store(output.keys_to_store, context)
+            for key in output.evicted_keys:
+                block = int.from_bytes(key, "little")
+                self.holders[block].remove(engine)
+                if not self.holders[block]:
+                    del self.holders[block]
+            for key in output.keys_to_store:
+                self.holders.setdefault(int.from_bytes(key, "little"), []).append(engine)
+            totals["events"] += len(output.keys_to_store) + len(output.evicted_keys)
+        memory.on_request_finished(context)
+        found = 0
+        if self.store is not None and local < len(keys):
+            rest, of_store = keys[local:], ReqContext()
+            found = self.store.lookup(rest, of_store)
+            self.store.touch(rest[:found], of_store)
+            put = self.store.prepare_store(rest[found:], of_store)
+            if put is not None:
+                self.store.complete_store(put.keys_to_store, of_store)
+                totals["written"] += len(put.keys_to_store)
+            self.store.on_request_finished(of_store)
+        self.sent.update(dict.fromkeys(ids, engine))
+        computed = max(input_length - min((local + found) * BLOCK, input_length), 1)
+        begin_s = max(now_s, self.free_s[engine])
+        self.free_s[engine] = begin_s + computed * self.plan.token_s + found * self.plan.block_load_s
+        self.ttft_s.append(self.free_s[engine] - now_s)
+        for name, count in (("blocks", len(ids)), ("local", local), ("store", found)):
+            totals[name] += count
+        totals["missed"] += len(ids) - local - found
+        if self.store is not None:
+            self.ask(len(ids) - local, found, begin_s - now_s)
+
+    def ask(self, asked: int, found: int, wait_s: float) -> None:
+        """Count queries, one step of the scheduler after another."""
+        totals = self.totals
+        for _ in range(int(wait_s // 0.05) + 1):
+            totals["single"] += found + (found < asked)
+            totals["batched"] += math.ceil(asked / 1024)
+        held, absent = int(wait_s // 10.0), int(wait_s // 1.0)
+        totals["single_remembered"] += found * (1 + held) + (found < asked) * (1 + absent)
+        totals["batched_remembered"] += (
+            math.ceil(asked / 1024) + held * math.ceil(found / 1024) + absent * math.ceil((asked - found) / 1024)
+        )
+        totals["keys"] += asked + held * found + absent * (asked - found)
+
+
+def traffic(kind: str, num_requests: int) -> CompactTrace:
+    workload = ChatWorkload(num_requests, seed=3, chats_per_s=2.0) if kind == "chats" else AgentWorkload(num_requests)
+    return CompactTrace.of(workload, BLOCK)
+
+
+@pytest.mark.parametrize("kind", ["chats", "agents"])
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    ("num_engines", "num_blocks", "store_blocks", "token_s", "policy"),
+    [(1, 500, 0, 1e-4, "lru"), (4, 300, 2000, 1e-3, "lru"), (7, 900, 1200, 2e-2, "arc")],
+)
+def test_fleet_is_what_plain_python_says(
+    kind: str, router: str, num_engines: int, num_blocks: int, store_blocks: int, token_s: float, policy: str
+) -> None:
+    plan = FleetPlan(num_engines, router, num_blocks, store_blocks, policy, token_s=token_s, block_load_s=1e-3)
+    scaled = ScaledTrace(traffic(kind, 60), 3, seed=5)
+    fleet = PlainFleet(plan)
+    for at_s, ids, input_length in scaled:
+        fleet.serve(at_s, ids.tolist(), input_length)
+    result, totals, span_s = run_fleet(scaled, plan), fleet.totals, scaled.span_s
+    assert (result.blocks, result.local_blocks, result.store_blocks, result.missed_blocks) == (
+        totals["blocks"],
+        totals["local"],
+        totals["store"],
+        totals["missed"],
+    )
+    assert (result.written_blocks, result.rejected_requests) == (totals["written"], totals["rejected"])
+    assert result.ttft_p99_s == pytest.approx(float(np.quantile(fleet.ttft_s, 0.99)))
+    assert {name: load.mean * span_s for name, load in result.queries_per_s.items()} == pytest.approx(
+        {name: totals[name] for name in result.queries_per_s}
+    )
+    assert result.query_keys_per_s.mean * span_s == pytest.approx(totals["keys"])
+    assert result.events_per_s.mean * span_s == pytest.approx(totals["events"])
+    known = {"round_robin": {}, "prefix": fleet.sent, "events": fleet.holders}[router]
+    assert result.router_entries == len(known)
+    assert 0 < result.local_blocks < result.blocks
+
+
+def test_one_engine_hits_what_a_replay_hits(shared: Path) -> None:
+    with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
+        scaled = ScaledTrace(CompactTrace.of(trace, trace.block_size))
+    assert run_fleet(scaled, FleetPlan(1, "events", 3000)).local_blocks == 18_850
+    stored = run_fleet(scaled, FleetPlan(1, "round_robin", 3000, 100_000))
+    assert stored.local_blocks == 18_850
+    # lru at 100,000 blocks hits 104,924; the store does not see what host memory hits.
+    assert abs(stored.local_blocks + stored.store_blocks - 104_924) < 10
+
+
+def test_a_store_for_all_makes_routers_alike_and_prefix_routing_spares_its_traffic(shared: Path) -> None:
+    with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
+        scaled = ScaledTrace(CompactTrace.of(islice(trace, 3000), trace.block_size))
+    found = {router: run_fleet(scaled, FleetPlan(8, router, 2000, 1 << 20)) for router in ROUTERS}
+    assert len({result.missed_blocks for result in found.values()}) == 1
+    assert found["prefix"].store_blocks < found["round_robin"].store_blocks / 2
+    assert found["events"].store_blocks < found["round_robin"].store_blocks / 2
+
+
+def test_copies_share_what_all_users_of_a_trace_share() -> None:
+    # A prompt of two blocks that nine users go on from, each in a way of his own; and one who shares nothing.
+    requests = [Request(np.array([7, 8, 100 + i, 200 + i]), 64, 1, float(i)) for i in range(9)]
+    requests.append(Request(np.array([50, 51]), 32, 1, 9.0))
+    compact = CompactTrace.of(requests, BLOCK)
+    scaled = ScaledTrace(compact, 5, seed=1)
+    assert (scaled.num_shared, scaled.num_ids, len(scaled)) == (2, 2 + 5 * 20, 50)
+    seen = list(scaled)
+    assert [at_s for at_s, _, _ in seen] == sorted(at_s for at_s, _, _ in seen)
+    assert seen[0][0] == 0.0
+    assert seen[-1][0] <= 609.0
+    assert len({block for _, ids, _ in seen for block in ids.tolist()}) == scaled.num_ids
+    heads = {tuple(ids[:2].tolist()) for _, ids, _ in seen if len(ids) == 4}
+    assert len(heads) == 1
+    # One copy is the trace.
+    once = [ids.tolist() for _, ids, _ in ScaledTrace(compact)]
+    pairs = zip(once, requests, strict=True)
+    back = {new: old for ids, request in pairs for new, old in zip(ids, request.hash_ids, strict=True)}
+    assert [[back[new] for new in ids] for ids in once] == [request.hash_ids.tolist() for request in requests]
+
+
+def test_same_seed_gives_the_same_fleet() -> None:
+    plan = FleetPlan(5, "prefix", 300, 1000, token_s=1e-3)
+    compact = traffic("chats", 100)
+    first, again, other = (run_fleet(ScaledTrace(compact, 4, seed), plan) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_empty_trace_and_requests_without_blocks_are_no_trouble() -> None:
+    nothing = run_fleet(ScaledTrace(CompactTrace.of([], BLOCK), 3), FleetPlan(2, "events", 10, 10))
+    assert (nothing.requests, nothing.blocks, nothing.busy) == (0, 0, 0.0)
+    short = [Request(np.empty(0, np.int64), 3, 1, float(i)) for i in range(3)]
+    found = run_fleet(ScaledTrace(CompactTrace.of(short, BLOCK)), FleetPlan(2, "prefix", 10, 10))
+    assert (found.requests, found.blocks, found.imbalance) == (3, 0, pytest.approx(4 / 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_engines": 0}, "num_engines must be an int >= 1, got 0"),
+        ({"router": "random"}, "router must be one of round_robin, prefix, events, got 'random'"),
+        ({"num_blocks": True}, "num_blocks must be an int >= 1, got True"),
+        ({"store_blocks": -1}, "store_blocks must be an int >= 0, got -1"),
+        ({"token_s": math.inf}, "token_s must be a number >= 0, got inf"),
+    ],
+)
+def test_bad_plan_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        FleetPlan(**{"num_engines": 1, "router": "events", "num_blocks": 1, **options})
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path, draw = tmp_path / "trace.jsonl", random.Random(1)
+
+    def lines() -> Iterator[str]:
+        for i in range(200):
+            user = draw.randrange(20)
+            ids = [0, *(1000 * user + turn for turn in range(1, 2 + i // 20))]
+            record = {"timestamp": 500 * i, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+            yield json.dumps(record) + "\n"
+
+    path.write_text("".join(lines()))
+    return path
+
+
+def test_command_shows_hits_traffic_and_what_breaks_first(run: Any, trace_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    target, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    argv = ("replay", trace_file, "--engines", "2,4", "--router", "round_robin,events", "--blocks", 30, "--copies", 2)
+    more = ("--store", "1MiB", "--block-bytes", "1KiB", "--store-server", "10KB/s,1", "--router-events", 100_000)
+    status, out, err = run(*argv, *more, "--json", target, "--plot", picture)
+    assert (status, err) == (0, "")
+    document = json.loads(target.read_text())
+    cells = document["cells"]
+    assert [(cell["engines"], cell["router"]) for cell in cells] == [
+        (2, "round_robin"),
+        (2, "events"),
+        (4, "round_robin"),
+        (4, "events"),
+    ]
+    assert all(cell["copies"] == 2 and cell["requests"] == 400 for cell in cells)
+    assert all(cell["local_share"] + cell["store_share"] + cell["missed_share"] == pytest.approx(1) for cell in cells)
+    assert cells[1]["router_entries"] > 0 == cells[0]["router_entries"]
+    peak = cells[1]["query_keys_per_s"]["peak"]
+    assert cells[1]["limits"]["store_queries"] == pytest.approx(peak)
+    assert set(cells[0]["limits"]) == {"store_bytes", "store_queries"}
+    assert cells[1]["limits"]["router_events"] == pytest.approx(cells[1]["events_per_s"]["peak"] / 100_000)
+    text = " ".join(out.split())
+    assert "4 engines, events: servers needed in the busiest minute:" in text
+    assert "the store's queries break first" in text
+    assert picture.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--router", "events"), "--router needs --engines: how many engines the fleet has, as in --engines 100"),
+        (("--router", "best", "--engines", 2), "--router must be of round_robin, prefix, events, got 'best'"),
+        (("--router", "events", "--engines", "0"), "--engines must be a whole number >= 1"),
+        (("--router", "events", "--engines", "2", "--store", "1TiB"), "--store needs the size of a block, got '1TiB'"),
+        (
+            ("--router", "events", "--engines", "2", "--store", "1B", "--block-bytes", "1K"),
+            "--store must hold at least one block of 1024 bytes, got '1B'",
+        ),
+        (("--router", "events", "--engines", "2", "--copies", "x"), "--copies must be a whole number >= 1"),
+        (("--router", "events", "--engines", "2", "--store-rate", "5"), "--store-rate must be a rate such as 6GB/s"),
+        (("--router", "events", "--engines", "2", "--store-server", "5GB/s"), "--store-server must be a rate and keys"),
+        (("--router", "events", "--engines", "2", "--router-events", "0"), "--router-events must be a whole number"),
+        (("--router", "events", "--engines", "2", "--data"), "--router excludes --data"),
+        (("--router", "events", "--engines", "2", "--csv", "x.csv"), "--router excludes --csv"),
+        (
+            ("--router", "events", "--engines", "2", "--tier", "1T@1GB/s", "--block-bytes", "1K"),
+            "--router excludes --tier",
+        ),
+        (("--router", "events", "--engines", "2", "--sample", "0.5"), "--router excludes --sample"),
+        (("--router", "events", "--engines", "2", "--policy", "lru,arc"), "one policy is needed here, got 'lru,arc'"),
+        (("--router", "events", "--engines", "2", "--blocks", "10,20"), "one capacity is needed here, got '10,20'"),
+        (("--router", "events", "--engines", "1B", "--blocks", "1k"), "a fleet of 1,000,000,000 engines of 1,000"),
+        (("--router", "events", "--engines", "2", "--plot", "x.html"), "--plot of a fleet must end in .png or .svg"),
+        (("--store", "1TiB"), "--store needs --router"),
+        (("--copies", "3"), "--copies needs --router"),
+        (("--policy", "lru,arc", "--engines", "2,3"), "--engines takes several numbers with --router only, got '2,3'"),
+    ],
+)
+def test_bad_option_of_a_fleet_is_named(
+    run: Any, trace_file: Path, options: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run("replay", trace_file, *options)
+    assert err.startswith(f"kvcache: error: {message}")
+    assert status == 2

@@ -1,0 +1,434 @@
+"""Simulation grids: the offline optimum, cells in other processes, and what is written of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.assembly.models import Model, model_names, model_of
+from kvcache.lab.replay.cells import OPTIMUM, Job, Plan, run_job
+from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.replay.grid import Cell, CompactTrace, check_grid, simulate
+from kvcache.lab.replay.optimum import optimal_hits
+from kvcache.lab.replay.requests import Request
+from kvcache.lab.replay.trace import Trace
+
+MIN_HITS = {1000: 55019, 3000: 84953, 5000: 98448, 10000: 105710, 15000: 105710, 100000: 105710}
+
+
+def compact(requests: Sequence[Sequence[int]], block_size: int = 16) -> CompactTrace:
+    return CompactTrace.of(
+        (Request(np.array(ids, dtype=np.int64), block_size * len(ids), 0, 0.0) for ids in requests), block_size
+    )
+
+
+@pytest.fixture(scope="module")
+def conversation(shared: Path) -> CompactTrace:
+    with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
+        return CompactTrace.of(trace, trace.block_size)
+
+
+@pytest.mark.parametrize("num_blocks", MIN_HITS)
+def test_optimum_reproduces_its_prefix_hits(conversation: CompactTrace, num_blocks: int) -> None:
+    assert run_job(conversation, Job(OPTIMUM, num_blocks), Plan(1)).hit_blocks == MIN_HITS[num_blocks]
+
+
+def test_unbounded_cache_reproduces_its_prefix_hits(conversation: CompactTrace) -> None:
+    cell = run_job(conversation, Job(OPTIMUM, None), Plan(1))
+    assert (cell.requests, cell.blocks, cell.hit_blocks) == (12031, 288500, 105710)
+
+
+def optimum_by_the_book(requests: list[list[int]], num_blocks: int) -> list[int]:
+    """Sort every block that could be kept after each request, as the definition says."""
+    kept: set[int] = set()
+    hits_of_requests = []
+    for i, ids in enumerate(requests):
+        hits = 0
+        while hits < len(ids) and ids[hits] in kept:
+            hits += 1
+        hits_of_requests.append(hits)
+        next_uses = {}
+        for block in kept | set(ids):
+            for later in range(i + 1, len(requests)):
+                if block in requests[later]:
+                    next_uses[block] = (later, requests[later].index(block))
+                    break
+        kept = set(sorted(next_uses, key=lambda block: next_uses[block])[:num_blocks])
+    return hits_of_requests
+
+
+requests_of_ids = st.lists(st.lists(st.integers(0, 8), max_size=7), min_size=1, max_size=12)
+
+
+@given(requests_of_ids, st.integers(1, 9))
+def test_optimum_is_its_definition(requests: list[list[int]], num_blocks: int) -> None:
+    assert optimal_hits(compact(requests), num_blocks).tolist() == optimum_by_the_book(requests, num_blocks)
+
+
+@given(requests_of_ids)
+def test_unbounded_hits_are_leading_runs_of_known_ids(requests: list[list[int]]) -> None:
+    known: set[int] = set()
+    expected = []
+    for ids in requests:
+        expected.append(next((i for i, block in enumerate(ids) if block not in known), len(ids)))
+        known.update(ids)
+    assert optimal_hits(compact(requests), None).tolist() == expected
+
+
+def test_split_optimum_keeps_parts_of_a_block() -> None:
+    trace = compact([[1, 2], [3], [1, 2]])
+    assert run_job(trace, Job(OPTIMUM, 1), Plan(1)).hit_blocks == 1
+    split = run_job(trace, Job(OPTIMUM, 3), Plan(2))
+    assert (split.blocks, split.hit_blocks, split.hit_tokens) == (10, 3, 24)
+
+
+def test_grid_in_processes_equals_grid_in_this_one() -> None:
+    workload = ChatWorkload(num_requests=150)
+    shares: list[float] = []
+    grid = (["lru", "min"], [300, 2000])
+    here = simulate(workload, *grid, num_processes=1, progressed=shares.append)
+    there = simulate(workload, *grid, num_processes=2)
+    for cells in (here, there):
+        assert [(cell.policy, cell.num_blocks) for cell in cells] == [
+            ("lru", 300),
+            ("lru", 2000),
+            ("min", 300),
+            ("min", 2000),
+        ]
+    assert [cell.hit_blocks for cell in here] == [cell.hit_blocks for cell in there]
+    assert [cell.evicted_blocks for cell in here] == [cell.evicted_blocks for cell in there]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert here[0].hit_blocks < here[1].hit_blocks <= here[3].hit_blocks
+    assert here[0].hit_blocks < here[2].hit_blocks
+
+
+SLOW_GRID = """
+import os, signal, sys, time
+from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.replay.grid import simulate
+from kvcache.testing.reference import ReferenceLRU
+
+class Slow(ReferenceLRU):
+    def touch(self, keys):
+        time.sleep(0.01)
+        super().touch(keys)
+
+def interrupt(share):
+    os.killpg(0, signal.SIGINT)
+
+if __name__ == "__main__":
+    try:
+        simulate(ChatWorkload(3000), ["slow:Slow"], [100, 200, 300, 400], num_processes=2, progressed=interrupt)
+    except KeyboardInterrupt:
+        print("stopped")
+"""
+
+
+def test_grid_stops_at_once_and_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_GRID)
+    done = subprocess.run(
+        [sys.executable, "slow.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=25,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("stopped\n", "", 0)
+
+
+def test_gate_bears_on_every_policy_but_the_optimum() -> None:
+    workload = ChatWorkload(num_requests=100)
+    open_lru, open_min = simulate(workload, ["lru", "min"], [3000], num_processes=1)
+    gated_lru, gated_min = simulate(workload, ["lru", "min"], [3000], store_threshold=3, num_processes=1)
+    assert gated_lru.hit_blocks < open_lru.hit_blocks
+    assert gated_min == open_min
+
+
+@pytest.mark.parametrize(
+    ("policies", "capacities", "message"),
+    [
+        (["lru", "fifo"], [1], "unknown policy 'fifo', known ones: lru"),
+        (["lru", "arc", "lru"], [1], "policy 'lru' is named twice"),
+        (["lru"], [0], "capacities must be ints >= 1 and ascend, got 0 after 0"),
+        (["lru"], [5, 5], "capacities must be ints >= 1 and ascend, got 5 after 5"),
+        (["lru"], [5, 4], "capacities must be ints >= 1 and ascend, got 4 after 5"),
+        (["lru"], [True], "capacities must be ints >= 1 and ascend, got True after 0"),
+    ],
+)
+def test_bad_grid_is_refused_before_it_runs(policies: list[str], capacities: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_grid(policies, capacities)
+
+
+def test_models_weigh_what_their_shapes_say() -> None:
+    llama = model_of("llama-3.1-8b")
+    assert llama.token_bytes == 2 * 32 * 8 * 128 * 2 == 131072
+    assert model_of("llama-3.1-8b", "fp8").token_bytes == 65536
+    assert model_of("deepseek-v3").token_bytes == 61 * 576 * 2
+    assert llama.saved_prefill_s(1000, 4e14) == 2 * 8e9 * 1000 / 4e14
+    assert Model("own", 2, 256).saved_prefill_s(1000, 4e14) is None
+    assert all(model_of(name).token_bytes > 0 for name in model_names())
+
+
+def test_names_of_the_hub_are_known() -> None:
+    assert len(model_names()) >= 20
+    assert model_of("Qwen/Qwen3-8B-FP8") == model_of("qwen3-8b")
+    assert model_of("meta-llama/Meta-Llama-3.1-8B-Instruct") == model_of("llama-3.1-8b")
+
+
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "token_bytes"),
+    [
+        (LLAMA, 131072),
+        ({"text_config": LLAMA}, 131072),
+        (LLAMA | {"head_dim": 64}, 65536),
+        (LLAMA | {"layer_types": ["linear_attention"] * 24 + ["full_attention"] * 8}, 32768),
+        ({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128}, 70272),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768}, 36864),
+    ],
+)
+def test_config_of_a_model_gives_the_shape(tmp_path: Path, config: dict[str, Any], token_bytes: int) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert model_of(str(path)).token_bytes == model_of(str(tmp_path)).token_bytes == token_bytes
+
+
+def test_config_of_a_model_gives_about_its_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    assert model_of(str(path)).num_params == pytest.approx(7.0e9, rel=0.01)
+    path.write_text(json.dumps(LLAMA | {"num_hidden_layers": "32"}))
+    with pytest.raises(ValueError, match="must hold a positive int 'num_hidden_layers', got '32'"):
+        model_of(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: model_of("llama-3.1-8"), "unknown model 'llama-3.1-8', known ones: llama-3.1-8b, .*did you mean"),
+        (lambda: model_of("qwen3-8b", "int4"), "unknown dtype 'int4', known ones: bf16"),
+        (lambda: Model("own", 0, 256), "num_layers must be an int >= 1, got 0"),
+        (lambda: Model("own", 1, 256, -8e9), "num_params must be a number > 0, got -8000000000.0"),
+    ],
+)
+def test_bad_model_is_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def chart() -> Any:
+    plot = pytest.importorskip("kvcache.lab.replay.plot")
+    cells = [
+        Cell(policy, blocks, 5, 1000, 0, 0.0, 100, hits, hits / 100)
+        for policy, line in (("lru", (10, 30, 50)), ("a<b>:C", (12, 29, 50)), ("min", (40, 55, 55)))
+        for blocks, hits in zip((1000, 5000, 100_000), line, strict=True)
+    ]
+    return plot.Chart("chats & more", cells, Cell("min", None, 5, 1000, 0, 0.0, 100, 55, 0.55), 65536, "5 requests")
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".html", ".SVG"])
+def test_plots_are_drawn(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    from kvcache.lab.replay.plot import check_plot_target, draw
+
+    target = tmp_path / f"out{suffix}"
+    check_plot_target(str(target))
+    draw(chart(), str(target))
+    content = target.read_bytes()
+    if suffix == ".png":
+        assert content.startswith(b"\x89PNG")
+        assert len(content) > 20_000
+    elif suffix == ".html":
+        page = content.decode()
+        assert page.startswith("<!doctype html>")
+        assert page.count("<svg") == page.count("</svg>") == 1
+        assert "<h1>chats &amp; more</h1>" in page
+        assert "<th>a&lt;b&gt;:C</th>" in page
+        assert "<td>5,000</td><td>312.5 MiB</td><td>30.00%</td><td>29.00%</td><td>55.00%</td>" in page
+        assert 'src="' not in page
+    else:
+        assert ET.fromstring(content).tag.endswith("svg")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    requests = [[0, 1], [2, 3], [0, 1, 4], [2, 3], [0, 1]]
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": i, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}) + "\n"
+            for i, ids in enumerate(requests)
+        )
+    )
+    return path
+
+
+def test_grid_command_writes_table_json_csv_and_plot(run: Any, trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    targets = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "svg")}
+    argv = ("--policy", "lru,min", "--blocks", "3,5", "--model", "llama-3.1-8b", "--jobs", 1)
+    outputs = ("--json", targets["json"], "--csv", targets["csv"], "--plot", targets["svg"])
+    status, out, err = run("replay", trace, *argv, *outputs)
+    assert (status, err) == (0, "")
+    assert "blocks hit, of 11 of 512 tokens" in out
+    written = f"json: {targets['json']}, csv: {targets['csv']}, plot: {targets['svg']}"
+    assert out.splitlines()[-1] == written
+    assert "prefill saved, at least, in seconds (llama-3.1-8b, bf16, 400 TFLOP/s)" in out
+
+    document = json.loads(targets["json"].read_text())
+    assert document["block_bytes"] == 512 * 131072
+    assert document["unbounded"]["hit_blocks"] == 6
+    hits = [(cell["policy"], cell["num_blocks"], cell["hit_blocks"]) for cell in document["cells"]]
+    assert hits == [("lru", 3, 2), ("lru", 5, 6), ("min", 3, 5), ("min", 5, 6)]
+    assert document["cells"][1]["memory_bytes"] == 5 * 512 * 131072
+    assert document["cells"][1]["saved_prefill_s"] == 6 * 512 * 2 * 8e9 / 400e12
+    rows = list(csv.DictReader(targets["csv"].read_text().splitlines()))
+    assert [(row["policy"], int(row["num_blocks"]), int(row["hit_blocks"])) for row in rows] == hits
+    assert rows[0]["bookkeeping_p50_us"] != ""
+    assert rows[3]["bookkeeping_p50_us"] == ""
+    assert ET.parse(targets["svg"]).getroot().tag.endswith("svg")
+
+
+def test_grid_shows_rejected_requests_where_there_are_any(run: Any, trace: Path) -> None:
+    # All five name more than one block: the cache of 1 holds none of them, and gittins rejects nothing.
+    status, out, err = run("replay", trace, "--policy", "lru,gittins,min", "--blocks", "1,5", "--jobs", 1)
+    assert (status, err) == (0, "")
+    heading = out.index("requests rejected, of 5: they name more blocks than the cache has")
+    assert [line.split() for line in out[heading:].splitlines()[4:6]] == [["1", "5", "0"], ["5", "0", "0"]]
+    assert "requests rejected" not in run("replay", trace, "--policy", "lru", "--blocks", "3,5", "--jobs", 1)[1]
+
+
+def test_grid_with_tiers_shows_rejected_requests_and_what_the_optimum_is(run: Any, trace: Path) -> None:
+    below = ("--tier", "ssd:16MiB@1GB/s", "--block-bytes", "1MiB")
+    status, out, err = run("replay", trace, "--policy", "lru,min", "--blocks", "1", *below, "--jobs", 1)
+    assert (status, err) == (0, "")
+    assert "rejected" in out
+    assert "min is the optimum of host memory alone: it knows no tiers" in out
+
+
+def test_grid_of_long_names_keeps_its_figures(run: Any, trace: Path, tmp_path: Path) -> None:
+    odd = trace.rename(tmp_path / "a[red]$x_{y$z.jsonl")
+    policies = [
+        "lru",
+        "arc",
+        "mq",
+        "amq",
+        "min",
+        *(f"kvcache.policies.{name}:{name.upper()}CachePolicy" for name in ("lru", "arc", "mq", "amq")),
+    ]
+    plot = tmp_path / "out.svg"
+    status, out, err = run("replay", odd, "--policy", ",".join(policies), "--blocks", 5, "--plot", plot)
+    assert (status, err) == (0, "")
+    assert f"{odd.name} (mooncake): blocks hit" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["5", *["54.55%"] * 9] in lines
+
+
+def test_grid_says_nothing_of_memory_that_nobody_has_sized(run: Any, trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    argv = ("replay", trace, "--policy", "lru", "--jobs", 1)
+    target = tmp_path / "out.html"
+    for sizes, memory_bytes in (
+        (("--blocks", "3,5"), [None, None]),
+        (("--blocks", "3,5", "--block-bytes", "1KiB"), [3072, 5120]),
+        (("--memory", "256KiB,128KiB", "--block-bytes", "64K"), [131072, 262144]),
+    ):
+        cells = json.loads(run(*argv, *sizes, "--json")[1])["cells"]
+        assert [cell["memory_bytes"] for cell in cells] == memory_bytes
+        status, out, err = run(*argv, *sizes, "--plot", target)
+        assert (status, err) == (0, "")
+        assert ("memory" in out) == ("memory" in target.read_text()) == (memory_bytes != [None, None])
+
+
+def test_folder_of_the_call_hides_no_installed_package(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    (tmp_path / "kvcache").mkdir()
+    (tmp_path / "kvcache" / "__init__.py").write_text("raise ImportError('not this one')")
+    argv = ["replay", str(trace), "--policy", "lru,arc", "--blocks", "5", "--jobs", "2"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"from kvcache.cli import main; main({argv})"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_grid_says_how_many_bad_lines_it_skipped(run: Any, trace: Path) -> None:
+    argv = ("replay", trace, "--blocks", "3,5", "--jobs", 1, "--skip-bad")
+    assert "bad lines" not in run(*argv)[1]
+    trace.write_text("oops\n" + trace.read_text())
+    assert run(*argv)[1].splitlines()[-1] == "bad lines skipped: 1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--policy", "lru,fifo"), "unknown policy 'fifo', known ones: lru"),
+        (("--policy", "lru,,min"), "unknown policy '', known ones: lru"),
+        (("--policy", "lru,lru"), "policy 'lru' is named twice"),
+        (("--blocks", "10,0"), "--blocks must be a whole number >= 1, such as 10000 or '10k', got '0'"),
+        (("--blocks", "1,2", "--data"), "--data replays one policy at one capacity"),
+        (("--blocks", "1,2", "--plot", "out.pdf"), "--plot must end in .png, .svg, .html, got 'out.pdf'"),
+        (("--blocks", "1,2", "--csv", "missing/out.csv"), "--csv cannot be written: 'missing/out.csv'"),
+        (("--blocks", "1,2", "--csv", "-", "--json", "-"), "--json and --csv cannot both go to standard output"),
+        (("--jobs", "0"), "--jobs must be >= 1, got 0"),
+        (("--model", "gpt-9"), "unknown model 'gpt-9', known ones: llama-3.1-8b"),
+        (("--model", "qwen3-8b", "--layers", "3"), "--model excludes --layers, got 'qwen3-8b'"),
+        (("--model", "qwen3-8b", "--block-bytes", "1KiB"), "--block-bytes and a model exclude each other, got '1KiB'"),
+        (("--layers", "3", "--heads", "2"), "--layers, --heads needs --head-size, too"),
+        (("--layers", "0", "--heads", "2", "--head-size", "64"), "--layers must be >= 1, got 0"),
+        (("--params", "8e9"), "--params needs --model, or --layers, --heads and --head-size"),
+        (("--model", "none.json"), "model config 'none.json' cannot be read: No such file or directory"),
+        (("--params", "nan"), "--params must be a number > 0, got nan"),
+        (("--flops", "0"), "--flops must be a number > 0, got 0.0"),
+        (
+            ("--policy", "min", "--tier", "1GiB@1GB/s", "--block-bytes", "1MiB"),
+            "--policy min is the optimum of host memory alone and knows no tiers, got --tier '1GiB@1GB/s'",
+        ),
+    ],
+)
+def test_bad_grid_option_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
+    status, _, err = run("replay", trace, *options)
+    (line,) = [line for line in err.splitlines() if "error" in line]
+    assert status == 2
+    assert line.startswith(f"kvcache: error: {message}")
+    assert not Path("out.pdf").exists()
+
+
+def test_model_sizes_the_blocks_of_a_single_replay(run: Any, trace: Path) -> None:
+    shape = ("--layers", 2, "--heads", 1, "--head-size", 8, "--dtype", "fp8", "--params", "1e9")
+    status, out, _ = run("replay", trace, "--blocks", 5, *shape, "--split", 2, "--json")
+    document = json.loads(out)
+    assert status == 0
+    assert document["block_bytes"] == 2 * 2 * 8 * 256
+    assert document["hit_blocks"] == document["data"]["verified_blocks"] > 0
+    assert document["saved_prefill_s"] == document["hit_tokens"] * 2e9 / 400e12

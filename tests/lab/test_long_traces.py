@@ -1,0 +1,182 @@
+"""Grids of long traces: what has finished is kept, memory is bounded, and a sample stands for the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.lab.commands.grid_report import best_policies
+from kvcache.lab.replay.cells import Cell, Job, Plan
+from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.replay.checkpoint import Checkpoint
+from kvcache.lab.replay.compact import CompactTrace
+from kvcache.lab.replay.grid import Grid, cell_bytes, run_grid
+from kvcache.lab.replay.trace import Trace
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    with path.open("w") as file:
+        for i, request in enumerate(ChatWorkload(num_requests=400, seed=1)):
+            record = {
+                "chat_id": i,
+                "parent_chat_id": -1,
+                "timestamp": request.arrival_s,
+                "input_length": request.input_length,
+                "type": "text",
+                "turn": 1,
+                "hash_ids": request.hash_ids.tolist(),
+            }
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+def cell(policy: str, num_blocks: int | None, rate: float = 0.5, tiers: tuple[int, ...] = ()) -> Cell:
+    return Cell(policy, num_blocks, 5, 1000, 0, 0.0, 100, int(100 * rate), rate, tiers=tiers)
+
+
+def test_checkpoint_gives_back_what_it_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "cells"
+    facts = {"trace": "abc", "split": 1}
+    cells = [cell("lru", 10), cell("min", None), cell("arc", 10, tiers=(4, 5))]
+    with Checkpoint(path, facts) as checkpoint:
+        for each in cells:
+            checkpoint.add(each)
+    # As a process leaves it that dies while it writes.
+    with path.open("a") as file:
+        file.write('{"policy": "mq", "num_')
+    with Checkpoint(path, facts) as checkpoint:
+        assert list(checkpoint.cells.values()) == cells
+        assert list(checkpoint.cells) == [Job("lru", 10), Job("min", None), Job("arc", 10, (4, 5))]
+        checkpoint.add(cell("mq", 10))
+    with Checkpoint(path, facts) as checkpoint:
+        assert len(checkpoint.cells) == 4
+
+
+def test_checkpoint_of_another_grid_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cells"
+    Checkpoint(path, {"trace": "abc", "split": 1}).__exit__()
+    with pytest.raises(ValueError, match="is of another trace: name another file, or remove it"):
+        Checkpoint(path, {"trace": "abd", "split": 1})
+    path.write_text("hello\n")
+    with pytest.raises(ValueError, match="is no checkpoint of a grid"):
+        Checkpoint(path, {"trace": "abd"})
+    assert path.read_text() == "hello\n"
+
+
+def test_finished_cells_are_not_replayed_again(run: Any, chats: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cells"
+    argv = ("replay", chats, "--blocks", "500,1000", "--jobs", 1, "--checkpoint", path, "--json")
+    first = json.loads(run(*argv, "--policy", "lru")[1])
+    lines = path.read_text().splitlines()
+    assert len(lines) == 1 + 3
+    # What is in the file is believed.
+    path.write_text(
+        "\n".join([*lines[:1], lines[1].replace('"rejected_requests": 0', '"rejected_requests": 77'), *lines[2:], ""])
+    )
+    second = json.loads(run(*argv, "--policy", "lru,amq")[1])
+    assert [c["hit_blocks"] for c in second["cells"][:2]] == [c["hit_blocks"] for c in first["cells"]]
+    assert 77 in [c["rejected_requests"] for c in second["cells"]]
+    assert len(path.read_text().splitlines()) == 1 + 5
+    status, _, err = run(*argv, "--policy", "lru", "--split", 2)
+    assert status == 2
+    assert "is of another split" in err
+
+
+SLOW = """
+import time
+from kvcache.testing.reference import ReferenceLRU
+
+class Slow(ReferenceLRU):
+    def touch(self, keys):
+        time.sleep(0.05)
+        super().touch(keys)
+"""
+
+
+def test_interrupt_loses_no_finished_cell(chats: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    checkpoint, table = tmp_path / "cells", tmp_path / "out.csv"
+    argv = ["replay", str(chats), "--policy", "lru,slow:Slow", "--blocks", "500,1000", "--jobs", "2"]
+    argv += ["--checkpoint", str(checkpoint), "--csv", str(table)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from kvcache.cli import main; main({argv})"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), *sys.path]))},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (checkpoint.exists() and len(checkpoint.read_text().splitlines()) >= 3):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert err.startswith("kvcache: stopped: 2 of 5 cells have finished")
+    assert [line.split(",")[:2] for line in table.read_text().splitlines()[1:]] == [["lru", "500"], ["lru", "1000"]]
+    assert "lru at 500 blocks" in out
+
+
+def test_cell_that_does_not_fit_into_the_memory_is_refused(run: Any, chats: Path) -> None:
+    argv = ("replay", chats, "--policy", "lru,amq", "--blocks", "10M", "--max-memory", "50MiB")
+    status, _, err = run(*argv)
+    assert status == 2
+    assert "MiB, more than the 50 MiB it may take: sample the trace (--sample 0.1 needs a tenth)" in err
+
+
+def test_cells_run_as_many_at_once_as_memory_allows() -> None:
+    workload = ChatWorkload(num_requests=60)
+    trace = CompactTrace.of(workload, workload.block_size)
+    grid = Grid(["lru", "mq"], [200, 400])
+    room = cell_bytes(Job("lru", 400), len(trace.ids), Plan())
+    one_by_one = list(run_grid(trace, grid, num_processes=2, max_memory_bytes=room))
+    here = list(run_grid(trace, grid, num_processes=1))
+    assert {(c.policy, c.num_blocks): c.hit_blocks for c in one_by_one} == {
+        (c.policy, c.num_blocks): c.hit_blocks for c in here
+    }
+
+
+def test_sample_is_near_the_whole(shared: Path, tmp_path: Path) -> None:
+    grid = Grid(["lru", "min"], [10_000], plan=Plan(num_shards=8))
+    with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
+        sampled = CompactTrace.spool(trace, trace.block_size, tmp_path, 0.1)
+    assert 0.08 < len(sampled.ids) / sampled.num_blocks < 0.12
+    assert (sampled.num_blocks, sampled.num_tokens) == (288_500, 144_793_823)
+    cells = {(c.policy, c.num_blocks): c for c in run_grid(sampled, grid, with_unbounded=True, num_processes=1)}
+    exact = {("lru", 10_000): 61046, ("min", 10_000): 105710, ("min", None): 105710}
+    assert cells.keys() == exact.keys()
+    for place, hits in exact.items():
+        found = cells[place]
+        assert found.block_hit_error is not None
+        assert abs(found.block_hit_rate - hits / 288_500) < max(4 * found.block_hit_error, 0.005)
+        assert found.blocks == 288_500
+
+
+def test_sample_shows_its_error(run: Any, chats: Path) -> None:
+    status, out, err = run("replay", chats, "--blocks", "5000", "--sample", "0.5", "--jobs", 1)
+    assert (status, err) == (0, "")
+    assert "+-" in out
+    assert "estimated from 1 block in 2, in 8 shards: +- is twice the standard error" in out
+
+
+def test_best_policy_is_named_with_its_margin() -> None:
+    cells = [cell("lru", 10, 0.2), cell("amq", 10, 0.3), cell("min", 10, 0.9)]
+    cells += [cell("lru", 20, 0.35), cell("amq", 20, 0.4), cell("lru", 40, 0.5), cell("amq", 40, 0.45)]
+    cells += [cell("lru", 80, 0.6), cell("amq", 80, 0.6)]
+    assert list(best_policies(cells, None)) == [
+        "best at 10 to 20 blocks: amq, by 5.00 to 10.00 points over lru",
+        "best at 40 to 80 blocks: lru, by 0.00 to 5.00 points over amq",
+    ]
+    assert list(best_policies(cells[:1], None)) == []

@@ -1,0 +1,65 @@
+"""A grid on a Dask cluster gives the integers of a grid on this machine, also where a worker dies in mid-run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcache.lab.replay.cells import Job, Plan
+from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.replay.compact import CompactTrace
+from kvcache.lab.replay.grid import Grid, run_grid, simulate
+from kvcache.lab.replay.on_dask import DaskRunner
+from kvcache.lab.replay.requests import ReplayError
+
+distributed = pytest.importorskip("distributed")
+pytestmark = [
+    pytest.mark.slow,
+    # Of dask itself: sockets of workers that were killed, and its own deprecations.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, host="127.0.0.1"
+    ) as cluster:
+        yield cluster
+
+
+def counts(cells: Any) -> list[tuple[Any, ...]]:
+    return sorted((cell.policy, cell.num_blocks, cell.hit_blocks, cell.evicted_blocks or 0) for cell in cells)
+
+
+def test_killed_worker_changes_no_integer(cluster: Any) -> None:
+    workload = ChatWorkload(num_requests=1500)
+    policies, capacities = ["lru", "amq", "mq", "min"], [500, 1000, 2000, 4000]
+    trace = CompactTrace.of(workload, workload.block_size)
+    cells = []
+    for cell in run_grid(trace, Grid(policies, capacities), runner=DaskRunner(cluster.scheduler_address)):
+        if not cells:
+            with distributed.Client(cluster.scheduler_address) as client:
+                os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
+        cells.append(cell)
+    assert counts(cells) == counts(simulate(workload, policies, capacities, num_processes=1))
+
+
+def test_shards_of_a_sample_run_apart(cluster: Any) -> None:
+    workload = ChatWorkload(num_requests=300)
+    trace = CompactTrace.of(workload, workload.block_size)
+    grid = Grid(["lru"], [2000], plan=Plan(num_shards=4))
+    (there,) = run_grid(trace, grid, runner=DaskRunner(cluster.scheduler_address))
+    (here,) = run_grid(trace, grid, num_processes=1)
+    assert (there.hit_blocks, there.block_hit_error) == (here.hit_blocks, here.block_hit_error)
+    assert here.block_hit_error
+
+
+def test_scheduler_out_of_reach_is_named() -> None:
+    trace = CompactTrace.of([], 16)
+    with pytest.raises(ReplayError, match=r"scheduler tcp://127\.0\.0\.1:9 cannot be reached"):
+        list(DaskRunner("tcp://127.0.0.1:9").run(trace, [Job("lru", 1)], Plan()))

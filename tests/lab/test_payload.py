@@ -1,0 +1,146 @@
+"""Real bytes in a replay: what is stored comes back, and whatever does not is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from kvcache import CPUOffloadingManager
+from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.replay.keys import KeyMaker
+from kvcache.lab.replay.payload import VerifiedPayload
+from kvcache.lab.replay.requests import DataMismatchError, TransferFailedError
+from kvcache.lab.replay.run import Replay
+from kvcache.specs import CPULoadStoreSpec, TransferResult
+
+BLOCK_BYTES = 128 * 1024
+NUM_BLOCKS = 100
+
+
+@pytest.fixture
+def payload() -> Iterator[VerifiedPayload]:
+    with VerifiedPayload(NUM_BLOCKS, BLOCK_BYTES) as payload:
+        yield payload
+
+
+@pytest.fixture
+def keys() -> list[bytes]:
+    return KeyMaker()(np.arange(70))
+
+
+SPEC = CPULoadStoreSpec(np.arange(70) + 5)
+
+
+def test_stored_blocks_come_back_in_any_order(payload: VerifiedPayload, keys: list[bytes]) -> None:
+    payload.store(keys, SPEC)
+    payload.load(keys, SPEC)
+    payload.load(keys[::-1], CPULoadStoreSpec(SPEC.block_ids[::-1]))
+    payload.load([], CPULoadStoreSpec([]))
+    report = payload.as_dict()
+    assert report["verified_blocks"] == 140
+    assert (report["store_bytes"], report["load_bytes"]) == (70 * BLOCK_BYTES, 140 * BLOCK_BYTES)
+    assert report["store_gb_per_s"] > 0
+    assert report["load_gb_per_s"] > 0
+
+
+@pytest.mark.parametrize("block", [0, 15, 16, 69])
+@pytest.mark.parametrize("byte", [0, 4097, BLOCK_BYTES - 1])
+def test_one_flipped_bit_is_found_and_named(payload: VerifiedPayload, keys: list[bytes], block: int, byte: int) -> None:
+    payload.store(keys, SPEC)
+    payload.pool.array[5 + block, byte] ^= 4
+    with pytest.raises(DataMismatchError) as caught:
+        payload.load(keys, SPEC)
+    message = str(caught.value)
+    assert message.startswith(f"block {5 + block} of key {keys[block].hex()} differs")
+    assert f"at byte {byte // 8 * 8}: expected " in message
+
+
+def test_blocks_in_each_others_slots_are_found(payload: VerifiedPayload, keys: list[bytes]) -> None:
+    payload.store(keys, SPEC)
+    payload.pool.array[[7, 8]] = payload.pool.array[[8, 7]]
+    with pytest.raises(DataMismatchError, match=f"block 7 of key {keys[2].hex()}"):
+        payload.load(keys, SPEC)
+
+
+def test_copy_that_did_not_happen_is_found(
+    payload: VerifiedPayload, keys: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payload.store(keys, SPEC)
+    payload.load(keys, SPEC)
+    monkeypatch.setattr(payload, "_submit", lambda *args, **kwargs: 1)
+    monkeypatch.setattr(payload, "_finish", lambda *args: None)
+    with pytest.raises(DataMismatchError, match="block 5 "):
+        payload.load(keys, SPEC)
+
+
+def test_failed_transfer_is_reported(
+    payload: VerifiedPayload, keys: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker: Any = payload._worker
+    taken = worker.get_finished
+    failed = [TransferResult(1, False, 0, 0.0, ("GPU", "CPU"))]
+    monkeypatch.setattr(worker, "get_finished", lambda: failed if taken() else [])
+    with pytest.raises(TransferFailedError, match=r"a store of blocks failed \(job 1\)"):
+        payload.store(keys[:1], CPULoadStoreSpec([0]))
+
+
+@pytest.mark.parametrize("block_bytes", [0, 12, True, 64.0])
+def test_bad_block_bytes_are_named(block_bytes: Any) -> None:
+    with pytest.raises(ValueError, match=f"block_bytes must be a multiple of 8, got {block_bytes}"):
+        VerifiedPayload(4, block_bytes)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_chats_survive_eviction_byte_for_byte(policy: str) -> None:
+    make_keys = KeyMaker()
+    with VerifiedPayload(600, 4096) as payload:
+        replay = Replay(CPUOffloadingManager(16, 600, policy), payload)
+        for request in ChatWorkload(num_requests=300):
+            replay.step(request, make_keys(request.hash_ids))
+        report = payload.as_dict()
+    assert replay.tally.evicted_blocks > 1000
+    assert report["verified_blocks"] == replay.tally.hit_blocks > 1000
+    assert report["store_bytes"] == replay.tally.stored_blocks * 4096
+
+
+def test_demo_moves_and_compares_real_bytes(run: Any) -> None:
+    status, out, _ = run("demo", "--requests", 200, "--memory", "4MiB", "--block-bytes", "8KiB", "--json")
+    document = json.loads(out)
+    assert status == 0
+    assert document["num_blocks"] == 512
+    assert document["data"]["verified_blocks"] == document["hit_blocks"] > 0
+    assert document["data"]["store_bytes"] == document["stored_blocks"] * 8192
+
+
+def test_mismatch_ends_the_command_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = VerifiedPayload.store
+
+    def store_and_flip(self: VerifiedPayload, keys: Any, spec: Any) -> None:
+        stored(self, keys, spec)
+        self.pool.array[spec.block_ids[0], 9] ^= 1
+
+    monkeypatch.setattr(VerifiedPayload, "store", store_and_flip)
+    status, _, err = run("demo", "--requests", 50, "--blocks", 5000, "--block-bytes", 4096)
+    assert status == 1
+    (line,) = [line for line in err.splitlines() if "error" in line]
+    assert line.startswith("kvcache: error: block ")
+    assert "differs from what was stored at byte 8: expected " in line
+
+
+def test_block_bytes_that_hold_no_words_are_refused(run: Any, tmp_path: Path) -> None:
+    status, _, err = run("demo", "--block-bytes", 100)
+    assert (status, err) == (2, "kvcache: error: block_bytes must be a multiple of 8, got 100\n")
+
+
+def test_pool_larger_than_memory_is_refused(run: Any) -> None:
+    status, _, err = run("demo", "--memory", "900TiB", "--block-bytes", "1GiB")
+    assert status == 2
+    assert err.startswith("kvcache: error: a pool of ")
+    assert err.count("\n") == 1

@@ -1,0 +1,153 @@
+"""Keys of a replay, its steps, and what it counts; the rows that every policy must reproduce on the real trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import CPUOffloadingManager, get_offload_block_hash, get_offload_group_idx
+from kvcache.lab.replay.keys import KeyMaker, split_block_size
+from kvcache.lab.replay.requests import Request
+from kvcache.lab.replay.run import Replay
+from kvcache.lab.replay.trace import Trace
+from kvcache.registry import POLICIES
+
+CAPACITIES = (1000, 3000, 5000, 10000, 15000, 20000, 30000, 50000, 100000)
+PREFIX_HITS = {
+    "lru": (12847, 18850, 32260, 61046, 73643, 83035, 93978, 102290, 104924),
+    "arc": (14158, 19232, 31653, 56515, 73854, 82345, 88537, 99205, 104755),
+    "mq": (22624, 39376, 47080, 67165, 79224, 86528, 95450, 102560, 104903),
+    "amq": (18535, 36076, 45133, 66748, 79220, 86417, 95200, 102563, 104907),
+    "lfuda": (14255, 25828, 40451, 67195, 78658, 86332, 94672, 102549, 104755),
+}
+
+PREFIX_HITS_LRU_GATE_2 = (16601, 36575, 48183, 59582, 60863, 61108, 61223, 61264, 61264)
+
+
+def request_of(*ids: int, input_length: int = 10**6) -> Request:
+    return Request(np.array(ids, dtype=np.int64), input_length, 0, 0.0)
+
+
+def test_keys_are_fresh_objects_with_stable_content() -> None:
+    first, again = (KeyMaker()(np.array([0, 1, -1])) for _ in range(2))
+    assert first == again
+    assert all(a is not b for a, b in zip(first, again, strict=True))
+    assert [len(key) for key in first] == [36, 36, 36]
+    assert first[0].hex() == "afcd1d7b39a820e267a6d33e82a5fef2c18bb2a7a4d64828737a5367a08f5ab500000000"
+
+
+def test_keys_end_in_the_group_index() -> None:
+    (key,) = KeyMaker(group_idx=258)(np.array([5]))
+    assert get_offload_group_idx(key) == 258
+    assert get_offload_block_hash(key) == get_offload_block_hash(KeyMaker()(np.array([5]))[0])
+
+
+def test_split_keys_differ_from_each_other_and_from_whole_ones() -> None:
+    ids = np.arange(5000)
+    split = KeyMaker(4)(ids)
+    assert len({*split, *KeyMaker(1)(ids)}) == 25_000
+    assert split[4:8] == KeyMaker(4)(np.array([1]))
+
+
+@pytest.mark.parametrize("split", [0, -2, 3, 1024, True, 2.0])
+def test_split_must_divide_the_tokens_of_a_block(split: Any) -> None:
+    with pytest.raises(ValueError, match=f"split must divide the 512 tokens of a block, got {split}"):
+        split_block_size(512, split)
+    assert split_block_size(512, 32) == 16
+
+
+class Recorder:
+    """Stands for a manager, a payload or both, and writes down what is called."""
+
+    block_size = 16
+
+    def __init__(self, inner: Any, calls: list[tuple[str, Any]]) -> None:
+        self._inner = inner
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self._calls.append((name, list(args[0]) if isinstance(args[0], list) else None))
+            return getattr(self._inner, name)(*args) if self._inner is not None else None
+
+        return call
+
+
+def test_steps_are_those_of_a_scheduler() -> None:
+    calls: list[tuple[str, Any]] = []
+    manager: Any = Recorder(CPUOffloadingManager(16, 4), calls)
+    replay = Replay(manager, Recorder(None, calls))
+    a, b, c = KeyMaker()(np.arange(3))
+    assert replay.step(request_of(0, 1), [a, b]) == 0
+    calls.clear()
+    assert replay.step(request_of(0, 1, 2), [a, b, c]) == 2
+    assert calls == [
+        ("lookup", [a, b, c]),
+        ("touch", [a, b, c]),
+        ("prepare_load", [a, b]),
+        ("load", [a, b]),
+        ("complete_load", [a, b]),
+        ("prepare_store", [a, b, c]),
+        ("store", [c]),
+        ("complete_store", [c]),
+        ("on_request_finished", None),
+    ]
+
+
+def test_tally_counts_blocks_tokens_and_rejections() -> None:
+    manager = CPUOffloadingManager(16, 2)
+    replay = Replay(manager)
+    make_keys = KeyMaker()
+    for request in (
+        request_of(0, 1, input_length=20),
+        request_of(0, 1, input_length=20),
+        request_of(2, input_length=16),
+        request_of(0, 3, 4, input_length=48),
+    ):
+        replay.step(request, make_keys(request.hash_ids))
+    counted = replay.tally.as_dict()
+    times = counted.pop("bookkeeping_us")
+    assert counted == {
+        "requests": 4,
+        "tokens": 104,
+        "hit_tokens": 20 + 16,
+        "token_hit_rate": 36 / 104,
+        "blocks": 8,
+        "hit_blocks": 3,
+        "block_hit_rate": 3 / 8,
+        "stored_blocks": 3,
+        "loaded_blocks": 3,
+        "evicted_blocks": 1,
+        "rejected_requests": 1,
+    }
+    assert 0 < times["p50"] <= times["p99"] <= times["max"] <= times["total"]
+    assert manager.stats().num_referenced == manager.stats().num_pending == 0
+
+
+@pytest.fixture(scope="module")
+def conversation(shared: Path) -> list[tuple[Request, list[bytes]]]:
+    make_keys = KeyMaker()
+    with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
+        return [(request, make_keys(request.hash_ids)) for request in trace]
+
+
+@pytest.mark.parametrize("num_blocks", CAPACITIES)
+@pytest.mark.parametrize("policy", [name for name in POLICIES.names() if name in PREFIX_HITS])
+def test_policy_reproduces_its_prefix_hits(
+    conversation: list[tuple[Request, list[bytes]]], policy: str, num_blocks: int
+) -> None:
+    replay = Replay(CPUOffloadingManager(512, num_blocks, policy))
+    for request, keys in conversation:
+        replay.step(request, keys)
+    assert replay.tally.hit_blocks == PREFIX_HITS[policy][CAPACITIES.index(num_blocks)]
+
+
+@pytest.mark.parametrize("num_blocks", CAPACITIES)
+def test_gated_lru_reproduces_its_prefix_hits(conversation: list[tuple[Request, list[bytes]]], num_blocks: int) -> None:
+    replay = Replay(CPUOffloadingManager(512, num_blocks, "lru", store_threshold=2))
+    for request, keys in conversation:
+        replay.step(request, keys)
+    assert replay.tally.hit_blocks == PREFIX_HITS_LRU_GATE_2[CAPACITIES.index(num_blocks)]

@@ -1,0 +1,196 @@
+"""Recorded sessions of agents, merged into the traffic of some users; and generated agents."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.lab.replay.agents import AgentWorkload
+from kvcache.lab.replay.sessions import SessionTrace, holds_sessions
+from kvcache.lab.replay.trace import Trace, TraceError, open_trace
+
+
+def request(t: float, ids: list[int], **more: Any) -> dict[str, Any]:
+    return {"t": t, "type": "n", "in": 64 * len(ids) + 5, "out": 7, "hash_ids": ids, "stop": "", **more}
+
+
+def session(name: str, requests: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    facts = {"id": name, "block_size": 64, "hash_id_scope": "local", "tool_tokens": 100, "system_tokens": 30}
+    return facts | {"requests": requests} | more
+
+
+def write(folder: Path, *sessions: dict[str, Any]) -> Path:
+    for each in sessions:
+        (folder / f"{each['id']}.json").write_text(json.dumps(each))
+    return folder
+
+
+def steps(trace: SessionTrace) -> list[tuple[float, list[int]]]:
+    return [(step.arrival_s, step.hash_ids.tolist()) for step in trace]
+
+
+def test_one_user_takes_sessions_one_after_the_other(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        session("a", [request(0.0, [1, 2, 3]), request(10.0, [1, 2, 3, 4])]),
+        session("b", [request(0.0, [7, 8, 9]), request(5.0, [7, 8, 9, 3])]),
+    )
+    with SessionTrace(tmp_path, users=1) as trace:
+        assert (trace.block_size, trace.format, trace.name) == (64, "sessions", tmp_path.name)
+        found = steps(trace)
+        assert trace.position_bytes == trace.size_bytes
+    times, ids = zip(*found, strict=True)
+    assert times in ((0.0, 10.0, 10.0, 15.0), (0.0, 5.0, 5.0, 15.0))
+    # Two blocks are tools and system prompt, which both sessions have; the rest is their own.
+    assert ids[0][:2] == ids[1][:2] == ids[2][:2] == [0, 1]
+    assert not set(ids[1][2:]) & set(ids[3][2:])
+    assert len({block for named in ids for block in named}) == 2 + 2 + 2
+
+
+def test_other_tools_share_nothing(tmp_path: Path) -> None:
+    write(tmp_path, session("a", [request(0.0, [1, 2])]), session("b", [request(0.0, [1, 2])], tool_tokens=99))
+    assert sorted(block for _, ids in steps(SessionTrace(tmp_path, users=1)) for block in ids) == [0, 1, 2, 3]
+
+
+def test_global_ids_mean_the_same_in_all_sessions(tmp_path: Path) -> None:
+    each = [session(name, [request(0.0, [70, 80])], hash_id_scope="global") for name in "ab"]
+    assert [ids for _, ids in steps(SessionTrace(write(tmp_path, *each), users=1))] == [[0, 1], [0, 1]]
+
+
+def test_subagents_come_in_between(tmp_path: Path) -> None:
+    inner = {"t": 3.0, "type": "subagent", "requests": [request(3.5, [1, 9]), request(8.0, [1, 9, 10])]}
+    relative = {"t": 20.0, "type": "subagent", "requests": [request(1.0, [1, 11])]}
+    write(tmp_path, session("a", [request(0.0, [1, 2]), inner, request(5.0, [1, 2, 3]), relative]))
+    assert [at_s for at_s, _ in steps(SessionTrace(tmp_path, users=1))] == [0.0, 3.5, 5.0, 8.0, 21.0]
+
+
+def test_users_overlap_and_the_seed_settles_all(tmp_path: Path) -> None:
+    write(tmp_path, *(session(f"s{i}", [request(t * 300.0, [1, 2, 3 + t]) for t in range(5)]) for i in range(6)))
+    runs = [steps(SessionTrace(tmp_path, users=3, seed=seed)) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+    assert len(runs[0]) == 30
+    assert all(before[0] <= after[0] for before, after in pairwise(runs[0]))
+
+
+def test_lines_and_packed_files_are_read(tmp_path: Path) -> None:
+    lines = [json.dumps(session(name, [request(0.0, [1, 2, 3])])) for name in "ab"]
+    path = tmp_path / "all.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert holds_sessions(path)
+    with open_trace(path, users=2) as trace:
+        assert isinstance(trace, SessionTrace)
+        assert len(list(trace)) == 2
+
+
+def test_requests_are_not_taken_for_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}\n')
+    assert not holds_sessions(path)
+    with open_trace(path) as trace:
+        assert isinstance(trace, Trace)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("{", "a.json: not JSON"),
+        ([], "a.json: must be a JSON object with a list 'requests'"),
+        (session("a", [], block_size=0), "block_size must be an int >= 1, got 0"),
+        (session("a", [], hash_id_scope="mine"), "hash_id_scope must be 'local' or 'global', got 'mine'"),
+        (session("a", [request(-1.0, [1])]), "t must be seconds in 0..1e9, got -1.0"),
+        (session("a", [request(0.0, [1], **{"in": -5})]), "in must be an int in 0..2\\*\\*40, got -5"),
+        (session("a", [request(0.0, [1, 2], **{"in": 60})]), "hash_ids must be at most those of 60 tokens, got 2"),
+        (session("a", [request(0.0, ["x"])]), "hash_ids must be a list of ints"),
+        (session("a", [7]), "requests must be JSON objects"),
+        (session("a", [], tool_tokens="9"), "tool_tokens must be an int in 0..2\\*\\*40, got '9'"),
+    ],
+)
+def test_bad_session_is_named_or_skipped(tmp_path: Path, document: Any, message: str) -> None:
+    (tmp_path / "a.json").write_text(document if isinstance(document, str) else json.dumps(document))
+    with pytest.raises(TraceError, match=message):
+        list(SessionTrace(tmp_path))
+    with pytest.raises(TraceError, match="holds no session"):
+        list(SessionTrace(tmp_path, skip_bad=True))
+    write(tmp_path, session("b", [request(0.0, [1])]))
+    with SessionTrace(tmp_path, skip_bad=True) as trace:
+        assert len(list(trace)) == 1
+        assert trace.num_skipped == 1
+
+
+def test_missing_folder_and_bad_users_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"cannot open sessions .*: No such file or directory"):
+        SessionTrace(tmp_path / "none")
+    with pytest.raises(ValueError, match="users must be an int >= 1, got 0"):
+        SessionTrace(tmp_path, users=0)
+
+
+def test_command_replays_sessions(run: Any, tmp_path: Path) -> None:
+    write(
+        tmp_path, *(session(f"s{i}", [request(9.0 * t, [1, 2, *range(3, 5 + t)]) for t in range(4)]) for i in range(3))
+    )
+    status, out, err = run("replay", tmp_path, "--no-data", "--users", 2, "--blocks", 40, "--json")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    assert document["source"] == {"kind": "trace", "file": str(tmp_path), "format": "sessions", "skipped_lines": 0}
+    # Of 66 blocks named, 2 are shared and 5 are each session's own.
+    assert (document["requests"], document["blocks"], document["hit_blocks"]) == (12, 66, 66 - 2 - 3 * 5)
+
+
+def test_generated_agents_loop_in_seconds_and_wait_minutes() -> None:
+    workload = AgentWorkload(num_requests=600, seed=3, num_users=1, subagent_share=1e-9)
+    requests = list(workload)
+    assert len(requests) == 600
+    gaps = [after.arrival_s - before.arrival_s for before, after in pairwise(requests)]
+    assert min(gaps) > 0
+    loops = [gap for gap in gaps if gap < 40]
+    assert 0.7 < len(loops) / len(gaps) < 0.98
+    assert max(gaps) > 120
+    grown = sum(
+        after.hash_ids[: len(before.hash_ids)].tolist() == before.hash_ids.tolist()
+        for before, after in pairwise(requests)
+    )
+    assert grown / len(gaps) > 0.9
+
+
+def test_generated_agents_are_those_of_the_seed() -> None:
+    def first(seed: int) -> list[tuple[float, int, list[int]]]:
+        workload = AgentWorkload(num_requests=200, seed=seed)
+        return [(step.arrival_s, step.input_length, step.hash_ids.tolist()) for step in workload]
+
+    assert first(1) == first(1) != first(2)
+    arrivals = [at_s for at_s, _, _ in first(1)]
+    assert arrivals == sorted(arrivals)
+
+
+def test_subagents_share_the_tools_alone() -> None:
+    requests = list(islice(AgentWorkload(num_users=1, num_tool_sets=1, subagent_share=1.0, seed=5), 60))
+    heads = {tuple(step.hash_ids[:50].tolist()) for step in requests}
+    assert len(heads) == 1
+    restarts = sum(len(after.hash_ids) < len(before.hash_ids) for before, after in pairwise(requests))
+    assert restarts > 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_users": 0}, "num_users must be an int >= 1, got 0"),
+        ({"mean_steps": 0.5}, "mean_steps must be >= 1, got 0.5"),
+        ({"subagent_share": 1.5}, "subagent_share must be <= 1, got 1.5"),
+        ({"mean_human_s": 0.0}, "mean_human_s must be a number > 0, got 0.0"),
+    ],
+)
+def test_bad_workload_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AgentWorkload(**options)
+
+
+def test_demo_runs_agents(run: Any) -> None:
+    argv = ("demo", "--traffic", "agents", "--no-data", "--requests", 200, "--json")
+    assert json.loads(run(*argv)[1])["source"] == {"kind": "agents", "seed": 0}
+    status, _, err = run("demo", "--traffic", "bots", "--no-data")
+    assert (status, err) == (2, "kvcache: error: --traffic must be chats or agents, got 'bots'\n")

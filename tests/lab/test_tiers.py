@@ -1,0 +1,258 @@
+"""Tiers in a simulation: the same hits by medium as over real disks, and what they cost and save."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.lab.replay.cells import Job, Plan, run_job
+from kvcache.lab.replay.compact import CompactTrace
+from kvcache.lab.replay.keys import KeyMaker
+from kvcache.lab.replay.run import Replay
+from kvcache.lab.replay.serving import Flow, Medium, Serving, engines_for, price_of, weigh
+from kvcache.lab.replay.tiered import PatientManager, plain_host_blocks
+from kvcache.lab.replay.trace import Trace
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiers.disk.directory import capacity_for
+from kvcache.tiers.disk.tier import DiskTier
+
+BLOCK_BYTES = 4096
+# Whole traces over real disks take minutes: KVCACHE_WHOLE_TRACE=1.
+WHOLE = os.environ.get("KVCACHE_WHOLE_TRACE") == "1"
+
+
+@contextmanager
+def over_disks(folder: Path, block_size: int, num_blocks: int, disks: list[int], policy: str) -> Iterator[Any]:
+    host_blocks = plain_host_blocks(num_blocks, BLOCK_BYTES)
+    config = TierConfig(deadline_s=60.0, max_store_blocks=1024)
+    with ExitStack() as open_now:
+        tiers = []
+        for i, blocks in enumerate(disks):
+            size = capacity_for(blocks, BLOCK_BYTES)
+            tier = DiskTier(folder / str(i), size, host_blocks, cache_policy=policy, preallocate=False)
+            open_now.callback(tier.shutdown)
+            assert tier.num_blocks == blocks
+            tiers.append((tier, config))
+        yield PatientManager(block_size, num_blocks, tiers, policy, deadline_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "num_requests", "num_blocks", "disks"),
+    [
+        ("mooncake_conversation.jsonl", "lru", 1200, 600, [3000, 9000]),
+        ("mooncake_conversation.jsonl", "arc", 600, 300, [2000]),
+        ("agentic_coding.jsonl.gz", "amq", 250, 700, [1500, 4000]),
+    ],
+)
+def test_simulation_hits_what_real_tiers_hit(
+    shared: Path, tmp_path: Path, name: str, policy: str, num_requests: int, num_blocks: int, disks: list[int]
+) -> None:
+    with Trace(shared / "traces" / name) as trace:
+        requests = list(islice(trace, None if WHOLE else num_requests))
+        block_size = trace.block_size
+    make_keys = KeyMaker()
+    with over_disks(tmp_path, block_size, num_blocks, disks, policy) as manager:
+        replay = Replay(manager)
+        for request in requests:
+            replay.step(request, make_keys(request.hash_ids))
+        below = [stats.promoted_blocks for stats in manager.tier_stats()]
+    compact = CompactTrace.of(requests, block_size)
+    plan = Plan(serving=Serving(BLOCK_BYTES, tuple(Medium(f"medium {i}", 1e9) for i in range(1 + len(disks))), None))
+    cell = run_job(compact, Job(policy, num_blocks, tuple(disks)), plan)
+    assert cell.serving is not None
+    simulated = [medium["hit_blocks"] for medium in cell.serving["media"]]
+    real = [replay.tally.hit_blocks - sum(below), *below]
+    assert sum(simulated) == sum(real)
+    assert all(count > 0 for count in simulated)
+    if WHOLE and len(disks) > 1:
+        # Of a prompt that half the pool cannot take, which tier's blocks come first is a matter of the disks' times:
+        # real tiers with one thread and with four differ by 0.6 %.
+        assert simulated == pytest.approx(real, rel=0.03)
+    else:
+        assert simulated == real
+
+
+def test_tier_below_a_small_memory_hits_what_a_large_memory_hits(shared: Path) -> None:
+    with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
+        compact = CompactTrace.of(trace, trace.block_size)
+    cell = run_job(compact, Job("lru", 3000, (20_000,)), Plan())
+    assert cell.serving is not None
+    # The tier holds what memory holds, too: lru at 3,000 blocks, and at 20,000 in all.
+    assert [medium["hit_blocks"] for medium in cell.serving["media"]] == [18_850, 83_035 - 18_850]
+
+
+def flow(hits: list[list[int]], hit_tokens: list[int]) -> Flow:
+    return Flow(np.array(hits), np.zeros_like(hits), np.array(hit_tokens))
+
+
+def test_requests_queue_for_the_link_and_for_an_engine() -> None:
+    serving = Serving(100, (Medium("memory", 1000.0), Medium("disk", 100.0)), 0.01)
+    arrivals, lengths = np.array([0.0, 0.0, 100.0]), np.array([100, 100, 100])
+    # 100 tokens take 1 s; 10 blocks take 1 s from memory, and 10 s from disk before that.
+    facts = weigh(arrivals, lengths, flow([[0, 0], [0, 0], [0, 10]], [0, 0, 50]), serving)
+    # 1 s, 2 s behind the first, and 10 + 1 + 0.5 s.
+    assert (facts["ttft_p50_s"], facts["ttft_p99_s"]) == pytest.approx((2.0, 2 + 0.98 * 9.5))
+    assert facts["load_s"] == pytest.approx(11.0)
+    assert facts["saved_prefill_s"] == pytest.approx(0.5)
+    assert facts["saved_prefill_share"] == pytest.approx(50 / 300)
+    assert facts["engine_busy"] == pytest.approx(2.5 / 100)
+    assert [medium["read_gb_per_s"] for medium in facts["media"]] == pytest.approx([1e-8, 1e-8])
+    assert facts["media"][1]["read_peak_gb_per_s"] == pytest.approx(1000 / 60 / 1e9)
+
+
+def test_two_engines_take_two_requests_at_once() -> None:
+    serving = Serving(100, (Medium("memory", 1e9),), 0.01, num_engines=2)
+    facts = weigh(np.array([0.0, 0.0, 0.0, 1e3]), np.array([100] * 4), flow([[0]] * 4, [0] * 4), serving)
+    assert facts["ttft_p99_s"] == pytest.approx(2.0, rel=0.02)
+    assert facts["ttft_p50_s"] == pytest.approx(1.0)
+
+
+def test_a_trace_without_times_gives_no_rates() -> None:
+    serving = Serving(100, (Medium("memory", 1e9),), 0.01)
+    facts = weigh(np.zeros(2), np.array([100, 100]), flow([[1], [1]], [10, 10]), serving)
+    assert facts["ttft_p50_s"] is None
+    assert facts["media"][0]["read_gb_per_s"] is None
+    assert facts["load_s"] == 200 / 1e9
+
+
+def test_engines_are_enough_for_a_trace_without_a_cache() -> None:
+    assert engines_for(np.array([0.0, 100.0]), 10_000, 0.01) == 2
+    assert engines_for(np.array([0.0]), 10_000, 0.01) == 1
+
+
+def test_price_is_that_of_all_media() -> None:
+    serving = Serving(1 << 30, (Medium("memory", 1.0, 4.0), Medium("disk", 1.0, 0.5)), None)
+    assert price_of((2, 10), serving) == 13.0
+    assert price_of((2,), Serving(1 << 30, (Medium("memory", 1.0),), None)) is None
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    requests = [[0, 1], [2, 3], [4, 5], [0, 1, 6], [2, 3], [4, 5]]
+    lines = [
+        {"timestamp": 1000 * i, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+        for i, ids in enumerate(requests)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_command_shows_hits_by_medium(run: Any, trace: Path, tmp_path: Path) -> None:
+    targets = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "html")}
+    model = ("--layers", 2, "--heads", 1, "--head-size", 8, "--dtype", "fp8", "--params", "1e9")
+    argv = (
+        "replay",
+        trace,
+        "--blocks",
+        "2,3",
+        *model,
+        "--tier",
+        "nvme:32KiB@6GB/s",
+        "--tier",
+        "1MiB@2GB/s",
+        "--price",
+        "4,1,0.5",
+    )
+    pytest.importorskip("matplotlib")
+    outputs = ("--json", targets["json"], "--csv", targets["csv"], "--plot", targets["html"])
+    status, out, err = run(*argv, *outputs, "--jobs", 1)
+    assert (status, err) == (0, "")
+    assert "nvme 32.0 KiB + tier 2 1.0 MiB" in " ".join(out.split())
+    assert "without a cache: TTFT p50" in out
+    assert "what each medium must sustain" in out
+    document = json.loads(targets["json"].read_text())
+    hits = {
+        (cell["num_blocks"], *cell["tiers"]): [medium["hit_blocks"] for medium in cell["serving"]["media"]]
+        for cell in document["cells"]
+    }
+    # 32 KiB are two blocks of 16 KiB; six blocks come round.
+    assert hits == {
+        (2,): [0],
+        (3,): [0],
+        (2, 2): [0, 0],
+        (3, 2): [0, 0],
+        (2, 2, 64): [0, 0, 6],
+        (3, 2, 64): [0, 0, 6],
+    }
+    assert document["cells"][-1]["serving"]["price"] == pytest.approx((3 * 4 + 2 * 1 + 64 * 0.5) / 65536)
+    rows = list(csv.DictReader(targets["csv"].read_text().splitlines()))
+    assert [row["tier2_hit_blocks"] for row in rows] == ["", "", "", "", "6", "6"]
+    assert rows[4]["tier2_read_gb_per_s"] != ""
+    assert "nvme 32 KiB + tier 2 1 MiB" in targets["html"].read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tier", "1TiB@6GB/s"), "--tier needs the size of a block, got '1TiB@6GB/s' alone"),
+        (("--tier", "1TiB", "--block-bytes", "1K"), "--tier must be SIZE@RATE, as in 1TiB@6GB/s or nvme:1TiB@6GB/s"),
+        (("--tier", "1TiB@6GB", "--block-bytes", "1K"), "--tier must be a rate such as 6GB/s, got '6GB'"),
+        (("--tier", "1B@6GB/s", "--block-bytes", "1K"), "--tier must hold at least one block of 1024 bytes, got 1"),
+        (("--tier", "1T@6GB/s", "--block-bytes", "1K", "--price", "4"), "--price must name one price for host memory"),
+        (("--price", "free"), "--price must be numbers >= 0, got 'free'"),
+        (("--memory-rate", "50"), "--memory-rate must be a rate such as 6GB/s, got '50'"),
+        (("--engines", "0"), "--engines must be a whole number >= 1"),
+        (("--sample", "0"), "--sample must be a share > 0 and <= 1, got 0.0"),
+    ],
+)
+def test_bad_tier_option_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
+    status, _, err = run("replay", trace, "--policy", "lru,arc", *options)
+    assert status == 2
+    assert err.startswith(f"kvcache: error: {message}")
+
+
+def test_disk_over_more_memory_than_there_is_names_the_way_out(run: Any, trace: Path, tmp_path: Path) -> None:
+    disk = f"{tmp_path}/kv:1TiB"
+    argv = ("replay", trace, "--no-data", "--disk", disk, "--memory", "512TiB", "--block-bytes", "1GiB")
+    status, _, err = run(*argv)
+    assert status == 2
+    assert "does not fit into host memory" in err
+    assert err.endswith("; --tier 1TiB@6GB/s simulates a tier of any size, and writes nothing\n")
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize(("rate", "loads", "cuts"), [("1GB/s", 3, 0), ("1KB/s", 1, 2)])
+def test_arbiter_computes_what_a_slow_tier_holds(
+    run: Any, trace: Path, tmp_path: Path, rate: str, loads: int, cuts: int
+) -> None:
+    target = tmp_path / "out.json"
+    model = ("--layers", 2, "--heads", 1, "--head-size", 8, "--dtype", "fp8", "--params", "1e9")
+    argv = ("replay", trace, "--blocks", 2, *model, "--tier", f"1MiB@{rate}", "--arbiter", "--jobs", 1)
+    status, out, err = run(*argv, "--json", target)
+    assert (status, err) == (0, "")
+    alone, over = json.loads(target.read_text())["cells"]
+    assert alone["arbiter"] is None
+    # 512 tokens take 2.56 ms; a block of 16 KiB takes 16 us, or 16 s. The first load is to learn.
+    assert (over["arbiter"]["loads"], over["arbiter"]["cuts"]) == (loads, cuts)
+    assert over["arbiter"]["cut_blocks"] == 2 * cuts
+    assert over["hit_blocks"] == 2 * loads
+    last = "computes: loading 32.8 s" if cuts else "loads 2 of 2 blocks"
+    assert over["arbiter"]["decisions"][-1].startswith(last)
+    assert f"requests loaded all, {cuts} were cut by {2 * cuts} blocks; the last {last}" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--arbiter",), "--arbiter weighs loading from a tier against computing: it needs --tier"),
+        (("--arbiter", "--tier", "1T@1GB/s", "--block-bytes", "1K"), "--arbiter weighs loading from a tier against"),
+        (
+            ("--arbiter", "--tier", "1T@1GB/s", "--model", "llama-3.1-8b", "--sample", "0.5"),
+            "--arbiter needs whole prefixes: leave out --sample, got 0.5",
+        ),
+    ],
+)
+def test_bad_use_of_the_arbiter_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
+    status, _, err = run("replay", trace, *options)
+    assert status == 2
+    assert err.startswith(f"kvcache: error: {message}")

@@ -1,0 +1,196 @@
+"""Readers of request traces: formats, compression, and what they say of bad lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.lab.replay.trace import Trace, TraceError
+
+zstandard = pytest.importorskip("zstandard")
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},
+    {"timestamp": 2500, "input_length": 30, "output_length": 0, "hash_ids": [7]},
+]
+BAILIAN = [
+    {"chat_id": 3, "parent_chat_id": -1, "timestamp": 61.5, "type": "text", "turn": 1, "hash_ids": [4, 5]},
+    {
+        "chat_id": 4,
+        "parent_chat_id": 3,
+        "timestamp": 62,
+        "input_length": 33,
+        "output_length": 9,
+        "type": "search",
+        "turn": 2,
+        "hash_ids": [4, 5, 6],
+    },
+]
+
+
+def lines_of(records: list[Any]) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def write(folder: Path, content: bytes, name: str = "trace.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def read(path: Path, **options: Any) -> list[tuple[list[int], int, int, float]]:
+    with Trace(path, **options) as trace:
+        return [(r.hash_ids.tolist(), r.input_length, r.output_length, r.arrival_s) for r in trace]
+
+
+MOONCAKE_READ = [([0, 1, 2], 1100, 5, 0.0), ([7], 30, 0, 2.5)]
+
+
+def test_mooncake_is_told_by_its_first_line(tmp_path: Path) -> None:
+    path = write(tmp_path, lines_of(MOONCAKE))
+    with Trace(path) as trace:
+        assert (trace.format, trace.block_size) == ("mooncake", 512)
+    assert read(path) == MOONCAKE_READ
+
+
+def test_bailian_counts_full_blocks_where_lengths_are_missing(tmp_path: Path) -> None:
+    path = write(tmp_path, lines_of(BAILIAN))
+    with Trace(path) as trace:
+        assert (trace.format, trace.block_size) == ("bailian", 16)
+    assert read(path) == [([4, 5], 32, 0, 61.5), ([4, 5, 6], 33, 9, 62.0)]
+
+
+@pytest.mark.parametrize(("ids", "input_length"), [([], 0), ([], 511), ([1], 512), ([1], 513), ([1, 2], 513)])
+def test_mooncake_may_leave_the_partial_block_out(tmp_path: Path, ids: list[int], input_length: int) -> None:
+    line = {**MOONCAKE[0], "hash_ids": ids, "input_length": input_length}
+    assert read(write(tmp_path, lines_of([line]))) == [(ids, input_length, 5, 0.0)]
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        gzip.compress,
+        zstandard.compress,
+        lambda content: b"".join(zstandard.compress(line) for line in content.splitlines(keepends=True)),
+        lambda content: b"\n" + content.replace(b"\n", b"\r\n\n") + b" ",
+    ],
+    ids=["gzip", "zstd", "zstd frames", "blank lines"],
+)
+def test_packing_is_told_by_content_not_by_name(tmp_path: Path, pack: Any) -> None:
+    assert read(write(tmp_path, pack(lines_of(MOONCAKE)))) == MOONCAKE_READ
+
+
+def test_pipe_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(lines_of(MOONCAKE),))
+    writer.start()
+    assert read(path) == MOONCAKE_READ
+    writer.join()
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**MOONCAKE[1], **fields}
+
+
+def lacking(record: dict[str, Any], field: str) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != field}
+
+
+BAD_LINES = [
+    (b"{oops", "not JSON", "'{oops'"),
+    (b"\xff\xfe{", "not JSON", "trace.jsonl:2"),
+    (b"[" * 100_000, "not JSON", "[[["),
+    (b"[1]", "must be a JSON object", "[1]"),
+    (json.dumps(lacking(MOONCAKE[0], "hash_ids")).encode(), "lacks 'hash_ids'", "timestamp"),
+    (json.dumps(lacking(MOONCAKE[0], "timestamp")).encode(), "lacks 'timestamp'", "hash_ids"),
+    (json.dumps(changed(hash_ids=7)).encode(), "hash_ids must be a list of ints", "got 7"),
+    (json.dumps(changed(hash_ids=[1, True])).encode(), "hash_ids must be ints", "got true"),
+    (json.dumps(changed(hash_ids=[1, "2"])).encode(), "hash_ids must be ints", "got '2'"),
+    (json.dumps(changed(hash_ids=[1, 2.0])).encode(), "hash_ids must be ints", "got 2.0"),
+    (json.dumps(changed(hash_ids=[1 << 63])).encode(), "hash_ids must fit 64 bits", "got 9223372036854775808"),
+    (json.dumps(changed(timestamp=-1)).encode(), "timestamp must be a number in 0..1e18", "got -1"),
+    (json.dumps(changed(timestamp=float("nan"))).encode(), "timestamp must be a number in 0..1e18", "got NaN"),
+    (json.dumps(changed(timestamp=10**400)).encode(), "timestamp must be a number in 0..1e18", "got 1000000"),
+    (json.dumps(changed(input_length=1 << 64)).encode(), "input_length must be an int in 0..2**40", "got 1844"),
+    (json.dumps(changed(timestamp=True)).encode(), "timestamp must be a number in 0..1e18", "got true"),
+    (json.dumps(changed(input_length=-3)).encode(), "input_length must be an int in 0..2**40", "got -3"),
+    (json.dumps(changed(hash_ids=[7, 8])).encode(), "hash_ids must be 1 (or 0, without the partial", "got 2"),
+    (json.dumps(changed(input_length=1024)).encode(), "hash_ids must be 2 for 1024 tokens in blocks of 512", "got 1"),
+    (json.dumps(changed(output_length=None)).encode(), "output_length must be an int in 0..2**40", "got null"),
+]
+
+
+@pytest.mark.parametrize(("line", "fault", "value"), BAD_LINES, ids=[fault for _, fault, _ in BAD_LINES])
+def test_bad_line_is_named_or_skipped(tmp_path: Path, line: bytes, fault: str, value: str) -> None:
+    path = write(tmp_path, lines_of(MOONCAKE[:1]) + line + b"\n" + lines_of(MOONCAKE[1:]))
+    with pytest.raises(TraceError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:2: ")
+    assert fault in message
+    assert value in message
+    assert len(message) < len(str(path)) + 300
+
+    with Trace(path, skip_bad=True) as trace:
+        assert [request.hash_ids.tolist() for request in trace] == [[0, 1, 2], [7]]
+        assert trace.num_skipped == 1
+
+
+@pytest.mark.parametrize("field", ["parent_chat_id", "type", "turn"])
+def test_bailian_line_without_a_field_is_named(tmp_path: Path, field: str) -> None:
+    with pytest.raises(TraceError, match=f"trace.jsonl:1: lacks '{field}'"):
+        read(write(tmp_path, lines_of([lacking(BAILIAN[0], field)])))
+
+
+def test_format_can_be_forced(tmp_path: Path) -> None:
+    path = write(tmp_path, lines_of(MOONCAKE))
+    with pytest.raises(TraceError, match="lacks 'chat_id'"):
+        read(path, trace_format="bailian")
+    with pytest.raises(TraceError, match="unknown trace format 'csv', known ones: auto, mooncake, bailian"):
+        read(path, trace_format="csv")
+
+
+def test_leading_bad_lines_do_not_settle_the_format(tmp_path: Path) -> None:
+    path = write(tmp_path, b'{"chat_id": 1}\n' + lines_of(MOONCAKE))
+    assert read(path, skip_bad=True) == MOONCAKE_READ
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
+def test_cut_file_is_an_error_not_a_short_trace(tmp_path: Path, pack: Any) -> None:
+    packed = pack(lines_of(MOONCAKE * 2000))
+    with pytest.raises(TraceError, match="cannot be read"):
+        read(write(tmp_path, packed[:-9]))
+
+
+@pytest.mark.parametrize("magic", [b"\x1f\x8b", b"\x28\xb5\x2f\xfd"], ids=["gzip", "zstd"])
+def test_noise_behind_a_magic_is_an_error(tmp_path: Path, magic: bytes) -> None:
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1: cannot be read"):
+        read(write(tmp_path, magic + b"\xee" * 100))
+
+
+def test_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"cannot open trace .*missing: No such file"):
+        read(tmp_path / "missing")
+    with pytest.raises(TraceError, match=r"cannot open trace .*: Is a directory"):
+        read(tmp_path)
+
+
+def test_trace_without_requests_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"holds no request$"):
+        read(write(tmp_path, b""))
+    with pytest.raises(TraceError, match=r"holds no request \(2 bad lines\)"):
+        read(write(tmp_path, b"x\ny\n"), skip_bad=True)
+
+
+def test_trace_tells_how_far_it_has_been_read(tmp_path: Path) -> None:
+    path = write(tmp_path, lines_of(MOONCAKE))
+    with Trace(path) as trace:
+        list(trace)
+        assert trace.position_bytes == trace.size_bytes == path.stat().st_size

@@ -1,0 +1,60 @@
+"""The generated chats: seeded, in order, and prefix-chained as a trace's requests are."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from kvcache.lab.replay.chats import ChatWorkload
+
+
+def ids_of(workload: ChatWorkload) -> list[list[int]]:
+    return [request.hash_ids.tolist() for request in workload]
+
+
+def test_same_seed_gives_the_same_requests() -> None:
+    first, again = (list(ChatWorkload(num_requests=200, seed=3)) for _ in range(2))
+    assert [r.arrival_s for r in first] == [r.arrival_s for r in again]
+    assert [r.hash_ids.tolist() for r in first] == [r.hash_ids.tolist() for r in again]
+    assert ids_of(ChatWorkload(num_requests=200, seed=4)) != [r.hash_ids.tolist() for r in first]
+
+
+def test_requests_arrive_in_order_and_list_full_blocks_only() -> None:
+    requests = list(ChatWorkload(num_requests=500, block_size=16))
+    assert len(requests) == 500
+    assert all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(requests))
+    assert all(len(r.hash_ids) == r.input_length // 16 for r in requests)
+    assert max(r.input_length for r in requests) <= 16384
+
+
+def test_an_id_always_follows_the_same_prefix() -> None:
+    parent: dict[int, int] = {}
+    for ids in ids_of(ChatWorkload(num_requests=500)):
+        for before, after in itertools.pairwise([-1, *ids]):
+            assert parent.setdefault(after, before) == before
+
+
+def test_chats_share_system_prompts_and_grow() -> None:
+    prompts = ids_of(ChatWorkload(num_requests=500, num_system_prompts=2))
+    assert len({ids[0] for ids in prompts}) == 2
+    extended = sum(any(ids[: len(old)] == old for old in prompts[:i]) for i, ids in enumerate(prompts))
+    assert extended > 250
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_requests", 0),
+        ("seed", -1),
+        ("seed", 0.5),
+        ("block_size", True),
+        ("mean_turns", 0.5),
+        ("mean_think_s", float("inf")),
+        ("chats_per_s", 0),
+    ],
+)
+def test_bad_setting_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{field} must be .*, got {value}"):
+        ChatWorkload(**{field: value})
