@@ -93,7 +93,7 @@ class Cell:
     """One policy at one capacity; the counts that the optimum does not have are None.
 
     `tiers` are the blocks of each tier below host memory, `serving` is the answer of
-    `kvcache.lab.replay.serving.weigh`, and `block_hit_error` the standard error of `block_hit_rate`, which a sample has;
+    `kvcache.lab.replay.serving.weigh`, and `block_hit_error` the standard error of `block_hit_rate` (samples only);
     `arbiter` counts its decisions and has
     the last few in words.
     """
