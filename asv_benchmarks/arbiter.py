@@ -2,8 +2,8 @@
 
 ``python -m asv_benchmarks.arbiter`` needs a Valkey or Redis server and prints every length of prefix; asv tracks the
 worst.
-What an engine computes is a pause: a block takes `FIRST_S`, and as much longer as attention takes further back. So
-computing is faster for short prefixes and loading for long ones.
+The engine computes by sleeping: `FIRST_S` for the first block, longer for later blocks, as with attention. So computing
+is faster for short prefixes, and loading for long ones.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ThrottledLink:
                     with self._lock:
                         self._free_s = max(self._free_s, time.monotonic()) + len(data) / self._bytes_per_s
                         wait_s = self._free_s - time.monotonic()
-                    # Short pauses take longer than asked for; what is owed is slept off together.
+                    # Short sleeps overrun, so small pauses are added up and slept together.
                     if wait_s > STEP_S:
                         time.sleep(wait_s)
                 target.sendall(data)
@@ -149,7 +149,7 @@ def measure(num_rounds: int, progress: Callable[[str], None] = lambda _: None) -
     num_rounds : int
         Prompts of each length, each asked of every engine. One more round goes before, to learn from.
     progress : callable
-        Called with what is being done.
+        Called with the name of the current step.
 
     Returns
     -------
@@ -184,7 +184,7 @@ def measure(num_rounds: int, progress: Callable[[str], None] = lambda _: None) -
                 for way, engine in engines.items():
                     took_s[way] = engine.first_token_s(keys)
                     if number < 0:
-                        # What no store holds is computed: from it an engine's own rate is learned.
+                        # The arbiter learns the prefill rate from blocks that no store holds.
                         engine.first_token_s([b"%08d-%08d" % (next(names), i) for i in range(length)])
                 client.flushdb()
                 if number >= 0:

@@ -1,10 +1,10 @@
-"""What one manager call of 1,024 keys costs: per call, at worst, and in memory, at 10k, 100k and 1M blocks.
+"""Cost of one manager call of 1,024 keys: mean, worst case and memory, at 10k, 100k and 1M blocks.
 
 ``python -m asv_benchmarks.calls`` prints the worst call of each kind at 1,000,000 blocks, with and without the oldest
 half of all blocks referenced: for each call the minimum over five identical replays, with the garbage collector frozen,
-so that the machine's own hiccups are left out. Figures in microseconds. For a policy that reads the clock, as many keys
-are remembered as it can, and three cases more are shown: an hour after the last request; then with the oldest half
-referenced; then with the last block of every request referenced, so that no block may leave.
+which excludes hiccups of the machine. Figures in microseconds. For a policy that reads the clock, its key memory is
+full, and three more cases are shown: an hour after the last request; then with the oldest half referenced; then with the
+last block of every request referenced, so that no block can be evicted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast blocks move between an engine's tensors and the host pool, and what a transfer costs beside its bytes."""
+"""Copy rates between an engine's tensors and the host pool, and the fixed cost of a transfer."""
 
 from time import perf_counter
 
@@ -65,7 +65,7 @@ class Copy:
 
 
 class Transfer:
-    """What a job costs the caller, with next to no bytes to move: 1,000 blocks of 32 layers."""
+    """The caller's cost of a job that moves almost no bytes: 1,000 blocks of 32 layers."""
 
     num_blocks = 1000
     num_layers = 32

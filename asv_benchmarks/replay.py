@@ -1,4 +1,4 @@
-"""What a replay costs and hits, per policy, and beside a manager in plain Python in the same run."""
+"""Time and hits of a replay, per policy, and beside a plain-Python manager in the same run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What reporting costs the scheduler's thread: CPU time of a trace's bookkeeping with telemetry, over that without.
+"""Cost of telemetry to the scheduler's thread: CPU time of a trace's bookkeeping with telemetry over that without.
 
 ``python -m asv_benchmarks.telemetry TRACE.jsonl`` replays a trace (``hash_ids`` in each line) through managers
-that nobody reports, that are timed, and that are scraped as well, turn by turn in one process, and prints each one's
-CPU time over that of the first: the median over all turns.
+without telemetry, with timed calls, and with scrapes as well, turn by turn in one process. It prints each CPU time
+over that of the first: the median over all turns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def scrape(path: Path, stop: threading.Event) -> None:
 
 
 def ratios(requests: list[list[bytes]]) -> dict[str, float]:
-    """Return the cost of each way of reporting, over that of none."""
+    """Return the cost of each kind of telemetry over the cost without telemetry."""
     stop = threading.Event()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "status.sock"

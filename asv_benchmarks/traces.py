@@ -1,6 +1,6 @@
-"""Where the benchmarks take their requests from: a trace that is named, or generated chats.
+"""The benchmarks' requests: a given trace, or generated chats.
 
-The trace is no part of the project; without it the benchmarks run on chats, and say so.
+The trace is not part of the project. Without it the benchmarks run on chats and print that.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from kvcache.lab.replay.trace import Trace
 NUM_REQUESTS = 2000
 SPLIT = 32
 NUM_BLOCKS = 100_000
-# Keys of one store: what a scheduler step of 8,192 tokens computes, in blocks of 16.
+# Keys of one store: a scheduler step computes 8,192 tokens in blocks of 16.
 STEP_KEYS = 512
 LONG_REQUEST_KEYS = 65_536
 KINDS = ("new", "lookup", "load", "store", "end")

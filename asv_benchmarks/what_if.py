@@ -1,4 +1,4 @@
-"""What the live what-if costs a scheduler, what it takes to answer, and how far off it is."""
+"""Cost of the live what-if to a scheduler, its time to answer, and its error."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class WhatIfAnswer:
         self.manager.what_if(policy)
 
     def track_error_here(self, policy: str) -> float:
-        """Return how far the estimate at the manager's own capacity is from what it hit."""
+        """Return the error of the estimate at the manager's own capacity."""
         estimated = self.manager.what_if(policy).hit_ratios[policy][2]
         return abs(estimated - self.hits / sum(map(len, self.keys)))
 
 
 class WhatIfMeanwhile:
-    """How often a scheduler that sleeps between its steps comes to run while all policies are asked for."""
+    """Steps per second of a scheduler that sleeps between its steps, while all policies are estimated."""
 
     def setup(self) -> None:
         self.manager = CPUOffloadingManager(16, 20_000, what_if=True)
@@ -58,7 +58,7 @@ class WhatIfMeanwhile:
         replay(self.manager, self.keys)
 
     def track_share_of_steps(self) -> float:
-        """Return its steps a second, over those while nobody asks."""
+        """Return the steps per second over those without a what-if running."""
         alone = self._steps_a_second(lambda: sleep(2.0))
         return self._steps_a_second(self.manager.what_if) / alone
 

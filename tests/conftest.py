@@ -1,4 +1,4 @@
-"""What every test may lean on: which package is under test, and the folder of shared traces."""
+"""Fixtures and hooks of all tests: the package under test, and the folder of shared traces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ settings.register_profile(
 )
 PROFILE = "ci" if os.environ.get("CI") else "default"
 settings.load_profile(PROFILE)
-# For a second build of what has been tested in full: pytest --hypothesis-profile=few.
+# For builds whose code another stage tests in full: pytest --hypothesis-profile=few.
 settings.register_profile("few", settings.get_profile(PROFILE), max_examples=20)
 
 # Where only the control plane is installed, tests of the rest have nothing to run on; anywhere else a missing package
@@ -115,8 +115,8 @@ def pytest_runtest_call() -> object:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the `kvcache` command in this process; its exit status, and what it wrote to standard output and error."""
-    # Told here, where a missing one may be a reason to skip: the command itself makes an exit status of it.
+    """Run the `kvcache` command in this process; return exit status, standard output and standard error."""
+    # Import here, so that a missing package can skip the test; the command would turn it into an exit status.
     for name in ("rich", "typer"):
         importlib.import_module(name)
 

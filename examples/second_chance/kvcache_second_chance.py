@@ -1,4 +1,4 @@
-"""second-chance: first in, first out, but a block that was used since it came is let past once (Corbató, 1968)."""
+"""second-chance: first in, first out; a block used since its insertion is passed over once (Corbató, 1968)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcache import BlockStatus, CachePolicy
 
 
 class SecondChancePolicy(CachePolicy):
-    """Evict the oldest block that nobody has used since it came, or since it was last let past."""
+    """Evict the oldest block without a use since its insertion or since it was last passed over."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)

@@ -22,7 +22,7 @@ MAX_BLOCKS = 40
 
 
 def chats(num_requests: int, seed: int) -> Iterator[Request]:
-    """Yield the turns of chats that go on: each prompt repeats what was said before and adds some tokens."""
+    """Yield the turns of chats: each prompt repeats its chat's history and adds some tokens."""
     rng = random.Random(seed)
     systems = [[rng.randrange(50_000) for _ in range(SYSTEM_PROMPT_BLOCKS * BLOCK_TOKENS)] for _ in range(3)]
     histories: list[list[int]] = [list(rng.choice(systems)) for _ in range(8)]

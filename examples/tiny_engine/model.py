@@ -1,6 +1,6 @@
-"""What this engine computes instead of a transformer: KV bytes that follow from the tokens before them.
+"""The engine's stand-in for a transformer: KV bytes derived from all tokens before them.
 
-A block's bytes depend on its whole prefix, its group and its layer, so that one in the wrong place is always seen.
+A block's bytes depend on its whole prefix, its group and its layer, so a misplaced block is always detected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, OffloadingConfig, OffloadingGroup
 
 BLOCK_TOKENS = 16
-# Per KV-cache group the bytes of each layer's page; behind each come 16 bytes of padding that nobody may copy.
+# Per KV-cache group the bytes of each layer's page; 16 bytes of padding follow each page, untouched by copies.
 GROUPS = ((240, 240, 496), (112, 112))
 PADDING_BYTES = 16
 PADDING = 0x5A
@@ -23,7 +23,7 @@ PADDING = 0x5A
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What scheduler and worker are both told."""
+    """Configuration shared by scheduler and worker."""
 
     num_device_blocks: int
     offloading: OffloadingConfig
@@ -66,7 +66,7 @@ def layer_bytes(block_hash: bytes, group_idx: int, layer_idx: int, page: int) ->
 
 
 class Model:
-    """Writes blocks into a KV cache, and says which of them are not what was written."""
+    """Writes blocks into a KV cache and verifies them."""
 
     def __init__(self, kv_caches: CanonicalKVCaches) -> None:
         self._groups = [
@@ -80,7 +80,7 @@ class Model:
             rows[block_id, :page] = layer_bytes(block_hash, group_idx, layer_idx, page)
 
     def fault_in(self, group_idx: int, block_id: int, block_hash: bytes) -> str | None:
-        """Return what is wrong with one device block of one group, or None: every byte is as it was written."""
+        """Describe the first difference in one device block of one group; None if every byte is as written."""
         for layer_idx, (rows, page) in enumerate(self._groups[group_idx]):
             where = f"block {block_hash.hex()} of group {group_idx}, layer {layer_idx}, in device block {block_id}"
             if not np.array_equal(rows[block_id, :page], layer_bytes(block_hash, group_idx, layer_idx, page)):

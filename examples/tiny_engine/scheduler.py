@@ -1,6 +1,6 @@
-"""The engine's scheduler: which request runs, which blocks it has, and what is offloaded and loaded.
+"""The engine's scheduler: it chooses requests, assigns device blocks, and plans stores and loads.
 
-It has no KV data. It asks the manager what is in the pool, and sends the worker one message per step.
+It holds no KV data. It looks keys up in the manager and sends the worker one message per step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def num_prompt(self) -> int:
-        """Full device blocks of what is known so far."""
+        """Full device blocks of the known tokens."""
         return len(self.tokens) // BLOCK_TOKENS
 
 
@@ -94,7 +94,7 @@ class Scheduler:
         return bool(self._waiting or self._running or self._loads or self._stores)
 
     def step(self) -> None:
-        """Send the worker what can be done now, and take its answer."""
+        """Send the worker this step's work and process its answer."""
         step = Step()
         self._admit(step)
         for request in list(self._running):
@@ -142,7 +142,7 @@ class Scheduler:
         self.counts["loads"] += 1
 
     def _run(self, request: Request, step: Step) -> None:
-        """Compute what is missing of the known tokens, or one more block."""
+        """Compute the missing known tokens, or one more block."""
         if request.num_computed == request.num_prompt:
             if not self._grow(request, step):
                 return
@@ -169,7 +169,7 @@ class Scheduler:
 
     def _preempt(self, victim: Request, step: Step) -> None:
         """Take a request's blocks; the worker waits for the stores that still read them."""
-        # What the victim was to do in this step is undone: its blocks may belong to another request by then.
+        # Drop the victim's work of this step: its blocks may belong to another request by then.
         gone = {block for blocks in victim.blocks for block in blocks}
         step.compute = [block for block in step.compute if block[1] not in gone]
         step.verify = [block for block in step.verify if block[1] not in gone]
@@ -196,7 +196,7 @@ class Scheduler:
             return
         if not output.keys_to_store:
             return
-        # What is stored already splits a group's blocks: one job for each stretch that is left.
+        # Blocks that are stored already split a group into stretches; each stretch is a job.
         places = {key: (group, first + i) for group, names in enumerate(keys) for i, key in enumerate(names)}
         slots = dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
         for stretch in _stretches(output.keys_to_store, places):
@@ -233,7 +233,7 @@ class Scheduler:
                 self._release(request)
             return
         self.manager.complete_load(job.keys, request.context)
-        # After a failed load nothing is known of the blocks: they are computed again.
+        # After a failed load the blocks hold unknown bytes and are computed again.
         request.num_computed = job.num_blocks if result.success else 0
         request.state = State.RUNNING
         self._running.append(request)

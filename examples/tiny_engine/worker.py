@@ -41,14 +41,14 @@ class Step:
 
 @dataclass
 class Answer:
-    """What came of it."""
+    """The worker's answer to a step."""
 
     finished: list[TransferResult]
     faults: list[str]
 
 
 class UnreliableHandler(OffloadingHandler):
-    """Passes jobs on; tells their ends some steps late, and fails some of them without moving a byte.
+    """Forwards jobs, reports their ends some steps late, and fails some without moving a byte.
 
     Parameters
     ----------
@@ -109,9 +109,9 @@ def run_worker(
     failure_rate : float
         Share of the transfers that are made to fail.
     seed : int
-        Which ones, and how late the ends of all are told.
+        Decides which transfers fail, and how late each end is reported.
     corrupt_store : int, optional
-        After how many stores one byte of the pool is changed, to see that it is noticed.
+        Number of stores after which one byte of the pool is changed, to test the detection.
     """
     rng = random.Random(seed)
     kv_caches = make_kv_caches(config)

@@ -1,4 +1,4 @@
-"""The README and the documentation tell the truth: every Python block runs, every cheap command too."""
+"""Every Python block and every cheap command of the README and the documentation runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_python(block: Block, page: str, names: dict[str, Any]) -> None:
 
 
 def run_console(block: Block, page: str) -> None:
-    """Run the block's `$` commands and compare what they print with the lines below them, if there are any."""
+    """Run the block's `$` commands and compare their output with the lines below each."""
     commands: list[tuple[str, list[str]]] = []
     for line in block.text.splitlines(keepends=True):
         if line.startswith("$ "):

@@ -1,4 +1,4 @@
-"""Public callables say what they take and what they return: once, in a sentence or in a section."""
+"""Docstrings of public callables describe parameters and return values, in a sentence or in a section."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def target_of(wanted: Import, known: set[str]) -> str | None:
 
 
 def fault_of(module: str, wanted: Import, known: set[str], table: list[Room]) -> str | None:
-    """Say what is wrong with one import, or None."""
+    """Describe the fault of one import, or return None."""
     own = room_of(module, table)
     top = wanted.module.split(".")[0]
     if top != "kvcache":
@@ -174,7 +174,7 @@ def private_uses(text: str) -> Iterator[str]:
             yield f"{node.lineno}: {ast.unparse(node)}"
 
 
-# Names that belong to others, for which there is no public way.
+# Names of other packages that have no public equivalent.
 FOREIGN_PRIVATE = {"connection._sock", "t._version", "req_context._offload_key_positions", "sys._current_frames"}
 
 

@@ -1,4 +1,4 @@
-"""What a third party's test file looks like: the shipped contract, and one test of the policy's own idea."""
+"""Test file of a third-party policy: the shipped contract, and one test of the policy's own idea."""
 
 from kvcache_second_chance import SecondChancePolicy
 
