@@ -3,8 +3,8 @@
 ``python -m asv_benchmarks.calls`` prints the worst call of each kind at 1,000,000 blocks, with and without the oldest
 half of all blocks referenced: for each call the minimum over five identical replays, with the garbage collector frozen,
 which excludes hiccups of the machine. Figures in microseconds. For a policy that reads the clock, its key memory is
-full, and three more cases are shown: an hour after the last request; then with the oldest half referenced; then with the
-last block of every request referenced, so that no block can be evicted.
+full, and three more cases are shown: an hour after the last request; then with the oldest half referenced; then with
+the last block of every request referenced, so that no block can be evicted.
 """
 
 from __future__ import annotations
