@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvcache.lab.replay.requests import TraceFile
 
 _OF_ONE_REPLAY = ("data", "what_if", "store_threshold", "disk")
-_OF_A_GRID = ("tier", "price", "arbiter", "csv", "sample", "hints", "checkpoint", "dask")
+_OF_A_GRID = ("tier", "price", "arbiter", "csv", "sample", "checkpoint", "dask")
 _TOKENS_PER_S = 10_000
 # Of one engine's pool and of the store's, as measured with 1,000 pools of 3,000 blocks (docs/scale.md).
 _ROW_BYTES = 160

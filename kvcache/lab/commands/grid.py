@@ -122,7 +122,7 @@ def run(trace: TraceFile, options: Options, weights: Weights | None) -> Result:
 
         compact = CompactTrace.spool(read(), trace.block_size, folder, given.sample, given.seed)
         serving = _serving(options, weights, compact)
-        plan = Plan(given.split, given.store_threshold, num_shards, serving, given.hints, given.seed, given.arbiter)
+        plan = Plan(given.split, given.store_threshold, num_shards, serving, given.arbiter)
         grid = Grid(given.policies, options.capacities, stacks, plan)
         wanted, unbounded = grid.cells(), Job(OPTIMUM, None)
         found: dict[Job, Cell] = {}

@@ -76,7 +76,6 @@ def _write(result: Result, trace: TraceFile, targets: Targets) -> None:
         "block_size": block_size,
         "store_threshold": options.given.store_threshold,
         "sample": options.given.sample,
-        "hint_error": options.given.hints,
         "elapsed_s": result.elapsed_s,
         "model": weights.as_dict() if weights else None,
         "tiers": [{"name": tier.name, "bytes_per_s": tier.bytes_per_s} for tier in options.tiers],

@@ -117,7 +117,6 @@ def _is_grid(given: ReplayOptions, capacities: list[int], tiers: list[TierChoice
         or given.policies == ["min"]
         or bool(tiers)
         or given.sample < 1
-        or given.hints is not None
         or any(target is not None for target in (given.csv, given.plot, given.checkpoint, given.dask))
     )
 
@@ -127,7 +126,7 @@ def _refuse_in_grid(given: ReplayOptions, num_capacities: int, real_tier: TierEn
     got = f"got {','.join(given.policies)!r}"
     if given.data:
         raise ValueError(
-            "--data replays one policy at one capacity, without --csv, --plot, --tier, --sample and --hints; "
+            "--data replays one policy at one capacity, without --csv, --plot, --tier and --sample; "
             f"{got} and {num_capacities} capacities"
         )
     if given.what_if:

@@ -156,14 +156,6 @@ class ReplayOptions:
     sample: Annotated[float, typer.Option(help="Replay this share of the blocks, with error bars.")] = 1.0
     users: Annotated[int, typer.Option(help="Users whose sessions are merged.")] = 40
     seed: Annotated[int, typer.Option(help="Which sessions come when, and which blocks a sample holds.")] = 0
-    hints: Annotated[
-        float | None,
-        typer.Option(
-            help="Simulate clients that say when they come back, and are wrong in this share of the requests.",
-            metavar="ERROR",
-            show_default=False,
-        ),
-    ] = None
     checkpoint: Annotated[
         str | None,
         typer.Option(
@@ -243,8 +235,6 @@ def check(given: ReplayOptions) -> None:
             common.at_least(option, value, least)
     if not 0 < given.sample <= 1:
         raise ValueError(f"--sample must be a share > 0 and <= 1, got {given.sample}")
-    if given.hints is not None and not 0 <= given.hints <= 1:
-        raise ValueError(f"--hints must be a share of wrong hints in 0..1, got {given.hints}")
     if given.arbiter and given.sample < 1:
         raise ValueError(f"--arbiter needs whole prefixes: leave out --sample, got {given.sample}")
     if given.router is not None:

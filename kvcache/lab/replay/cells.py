@@ -11,18 +11,13 @@ import numpy as np
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.core.policy_adapter import PolicyAdapter
 from kvcache.core.sampler import pass_requests
-from kvcache.lab.replay.compact import next_uses
-from kvcache.lab.replay.hints import derive_hints
 from kvcache.lab.replay.keys import KeyMaker, split_block_size
 from kvcache.lab.replay.optimum import optimal_hits
 from kvcache.lab.replay.run import Replay, ReplayClock
 from kvcache.lab.replay.serving import Flow, Serving, price_of, weigh
 from kvcache.lab.replay.simulated_tier import SimulatedTieredManager
-from kvcache.request import NEXT_USES, Retention
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from kvcache.lab.replay.compact import CompactTrace
     from kvcache.lab.replay.requests import Int64Array
     from kvcache.policies.base import CachePolicy
@@ -71,10 +66,6 @@ class Plan:
         Parts of a sample that are replayed apart, so that they tell how far sampling is off.
     serving : Serving, optional
         What to weigh hits by.
-    hint_error : float, optional
-        Share of the requests whose hint of next use is wrong; None: no request gives one.
-    seed : int
-        Which those are.
     arbiter : bool
         Whether what is slower to load from a tier than to compute is computed; needs `serving` with a rate of prefill.
     """
@@ -83,8 +74,6 @@ class Plan:
     store_threshold: int = 0
     num_shards: int = 1
     serving: Serving | None = None
-    hint_error: float | None = None
-    seed: int = 0
     arbiter: bool = False
 
 
@@ -146,7 +135,7 @@ def run_job(
     if job.policy == OPTIMUM:
         cell = _optimum(trace, _scaled(job.num_blocks, trace.rate), plan.split, report, nexts)
     else:
-        cell = _replayed(trace, job, plan, report, nexts)
+        cell = _replayed(trace, job, plan, report)
     report(len(trace.ids))
     return replace(_estimated(cell, trace, plan.split), num_blocks=job.num_blocks, tiers=job.tiers)
 
@@ -174,9 +163,7 @@ def _scaled(num_blocks: int | None, rate: float) -> int | None:
     return num_blocks if num_blocks is None or rate == 1 else max(1, round(num_blocks * rate))
 
 
-def _replayed(
-    trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int], None], nexts: Int64Array | None
-) -> Cell:
+def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int], None]) -> Cell:
     block_size = split_block_size(trace.block_size, plan.split)
     num_blocks = _scaled(job.num_blocks, trace.rate)
     assert num_blocks is not None
@@ -203,11 +190,6 @@ def _replayed(
     needs_flow = plan.serving is not None and trace.rate == 1
     # Per request: hits, blocks stored, and of each tier blocks loaded and stored, since the start.
     counts = np.zeros((len(trace) + 1 if needs_flow else 1, 3 + 2 * len(below)), dtype=np.int64)
-    hints: npt.NDArray[np.int8] | None = None
-    told: list[Retention | None] = []
-    if plan.hint_error is not None:
-        told = [Retention(next_use=name) for name in NEXT_USES]
-        hints = derive_hints(trace, next_uses(trace)[0] if nexts is None else nexts, plan.hint_error, plan.seed)
     # A whole trace is replayed to the letter; of a sample, the requests that name nothing only pass the time.
     steps = trace.filled() if trace.rate < 1 else ((1, request) for request in trace)
     policies = [manager.policy, *(tier.policy for tier in below)]
@@ -218,7 +200,7 @@ def _replayed(
             report(done)
         if gap > 1:
             _pass(policies, gap - 1)
-        replay.step(request, make_keys(request.hash_ids), None if hints is None else told[hints[number - 1]])
+        replay.step(request, make_keys(request.hash_ids))
         done += len(request.hash_ids)
         if needs_flow:
             row = [tally.hit_blocks, tally.stored_blocks, tally.hit_tokens]

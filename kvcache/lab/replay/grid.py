@@ -235,8 +235,8 @@ def _check_memory(needs: Mapping[Job, int], max_memory_bytes: int | None) -> Non
         )
 
 
-def _asks_the_future(jobs: Sequence[Job], plan: Plan) -> bool:
-    return plan.hint_error is not None or any(job.policy == OPTIMUM for job in jobs)
+def _asks_the_future(jobs: Sequence[Job]) -> bool:
+    return any(job.policy == OPTIMUM for job in jobs)
 
 
 def _work_of(job: Job) -> float:
@@ -248,7 +248,7 @@ def _run_here(
 ) -> Iterator[tuple[Job, Cell]]:
     work = np.cumsum([0.0, *map(_work_of, jobs)])
     nexts: Int64Array | None = None
-    if plan.num_shards == 1 and _asks_the_future(jobs, plan):
+    if plan.num_shards == 1 and _asks_the_future(jobs):
         nexts, _ = next_uses(trace)
     for i, job in enumerate(jobs):
 
@@ -282,7 +282,7 @@ def _run_processes(
     else:
         trace.save(folder)
     distinct = len(trace.ids)
-    if plan.num_shards == 1 and (len(trace.ids) > _MANY_IDS or _asks_the_future(jobs, plan)):
+    if plan.num_shards == 1 and (len(trace.ids) > _MANY_IDS or _asks_the_future(jobs)):
         sort_bytes = None if max_memory_bytes is None else max_memory_bytes // 2
         nexts, distinct = next_uses(CompactTrace.load(folder), folder, sort_bytes)
         del nexts
@@ -354,6 +354,5 @@ def facts_of(grid: Grid) -> Mapping[str, Any]:
         "split": plan.split,
         "store_threshold": plan.store_threshold,
         "num_shards": plan.num_shards,
-        "hints": None if plan.hint_error is None else [plan.hint_error, plan.seed],
         "arbiter": plan.arbiter,
     }

@@ -20,7 +20,6 @@ from kvcache.request import ReqContext
 if TYPE_CHECKING:
     from kvcache.control.manager import OffloadingManager
     from kvcache.lab.replay.requests import Request
-    from kvcache.request import Retention
 
 
 def check_policy(policy: str) -> None:
@@ -123,11 +122,11 @@ class Replay:
         self._manager = manager
         self._payload = payload
 
-    def step(self, request: Request, keys: list[bytes], retention: Retention | None = None) -> int:
+    def step(self, request: Request, keys: list[bytes]) -> int:
         """Run one request, and return the length of its leading run of hits."""
         self._arrivals.now_s = max(self._arrivals.now_s, request.arrival_s)
         manager, payload, tally, clock = self._manager, self._payload, self.tally, self._clock
-        context = ReqContext(retention=retention)
+        context = ReqContext()
         start = clock()
         num_hits: int = manager.lookup(keys, context)  # type: ignore[assignment]
         manager.touch(keys, context)
