@@ -8,14 +8,38 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
+from functools import partial
 from typing import Any, TypeGuard
 
 from kvcache.registry import POLICIES, did_you_mean
 
 Parser = Callable[[str, Any], Any]
-"""Takes an option's name and value, and returns the value that is meant; ValueError naming both where there is none."""
+"""Parse one option: takes its name and value. Raise ValueError naming both if the value is invalid."""
+
+
+class OptionError(ValueError):
+    """One or more invalid options; `problems` has one message each."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def run_all(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Return the result of every call; raise one OptionError with the messages of all that raise ValueError."""
+    results: list[Any] = []
+    problems: list[str] = []
+    for call in calls:
+        try:
+            results.append(call())
+        except ValueError as error:
+            problems += error.problems if isinstance(error, OptionError) else [str(error)]
+    if problems:
+        raise OptionError(*problems)
+    return results
+
 
 # A bare letter is binary, as `free`, `ls` and `truncate` read it.
 _SIZE_UNITS = {"": 1, "b": 1}
@@ -202,11 +226,9 @@ class OptionTable:
         ValueError
             A value is bad; the message names the key, `where` and the value.
         """
-        return {
-            name: parse(f"{name} in {where}", given[name])
-            for name, parse in self.parsers.items()
-            if given.get(name) is not None
-        }
+        names = [name for name in self.parsers if given.get(name) is not None]
+        parsed = run_all(partial(self.parsers[name], f"{name} in {where}", given[name]) for name in names)
+        return dict(zip(names, parsed, strict=True))
 
     def read_all(self, where: str, given: Mapping[str, Any], required: Collection[str] = ()) -> dict[str, Any]:
         """Return the options of `given`, parsed, where all of them are in this table; None counts as left out.

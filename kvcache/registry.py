@@ -111,10 +111,39 @@ class Registry:
             for part in attribute.split("."):
                 found = getattr(found, part)
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"{self.kind} {choice!r} cannot be imported: {error}") from error
+            raise ValueError(f"{self.kind} {choice!r} cannot be imported: {error}{how_to_install(error)}") from error
         if not isinstance(found, type):
             raise ValueError(f"{self.kind} {choice!r} must name a class, got {found!r}")
         return found
+
+
+_EXTRAS = {
+    "dask": "dask",
+    "distributed": "dask",
+    "matplotlib": "plot",
+    "mooncake": "mooncake",
+    "msgspec": "events",
+    "opentelemetry": "otel",
+    "prometheus_client": "prometheus",
+    "rich": "cli",
+    "transformers": "transformers",
+    "typer": "cli",
+    "valkey": "valkey",
+    "xxhash": "disk",
+    "zmq": "events",
+    "zstandard": "zstd",
+}
+"""Top-level module of each optional package, and the extra of kvcache that installs it."""
+
+
+def how_to_install(error: BaseException | None) -> str:
+    """Return the pip command for the optional package whose import raised `error`, to end a message with; or ""."""
+    while error is not None:
+        extra = _EXTRAS.get((getattr(error, "name", None) or "").partition(".")[0])
+        if extra is not None:
+            return f"; pip install 'kvcache[{extra}]', or in a checkout: pip install '.[{extra}]'"
+        error = error.__cause__
+    return ""
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:

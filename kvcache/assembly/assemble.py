@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,6 +32,7 @@ from kvcache.options import (
     parse_share,
     parse_size,
     parse_text,
+    run_all,
     without_secrets,
 )
 from kvcache.recorder.recorder import DEFAULT_MAX_BYTES, Recorder
@@ -185,12 +187,16 @@ class OffloadSettings:
         ValueError
             A value is bad, or an option of tiers is given without any; the message names key and value.
         """
-        found = POOL_OPTIONS.read(where, given)
-        of_tiers = TIERING_OPTIONS.read(where, given)
-        tiers = () if given.get("tiers") is None else read_tiers(given["tiers"], where)
+        found, of_tiers, tiers, exporters = run_all(
+            (
+                partial(POOL_OPTIONS.read, where, given),
+                partial(TIERING_OPTIONS.read, where, given),
+                partial(read_tiers, given.get("tiers"), where),
+                partial(read_exporters, given.get("exporters"), where),
+            )
+        )
         if of_tiers and not tiers:
             raise ValueError(f"{', '.join(of_tiers)} in {where} mean nothing without 'tiers'")
-        exporters = () if given.get("exporters") is None else read_exporters(given["exporters"], where)
         options = {name: found.pop(name) for name in MANAGER_OPTIONS if name in found}
         return cls(**found, **of_tiers, manager_options=options, tiers=tiers, exporters=exporters)
 
@@ -247,57 +253,68 @@ class OffloadSettings:
 
 
 def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, ...]:
-    """Read and check a list of tiers.
+    """Read and check a list of tiers, with the options of each; None: no tiers.
 
     Parameters
     ----------
     given : list of dict
         Per tier its ``type`` (a name, a class or ``"package.module:Class"``), the options of `TierConfig`, and the
-        tier's own, which are checked when it is opened.
+        tier's own.
     where : str
-        Where the list stands, for errors.
+        The mapping that holds the list, for errors.
     """
+    if given is None:
+        return ()
     if not isinstance(given, list | tuple) or not given or not all(isinstance(entry, Mapping) for entry in given):
-        raise ValueError(f"tiers in {where} must be a list of dicts, at least one, got {given!r}")
-    settings = []
-    for entry in given:
-        if "type" not in entry:
-            raise ValueError(f"a tier needs a type, one of {', '.join(TIERS.names())}, got {dict(entry)!r}")
-        tier = TIERS.resolve(entry["type"])
-        if not issubclass(tier, Tier):
-            raise ValueError(f"tier {tier.__name__} must be a Tier")
-        config = TierConfig(**_TIER_CONFIG_OPTIONS.read(f"tier {entry['type']!r}", entry))
-        own = {name: value for name, value in entry.items() if name != "type" and name not in _TIER_CONFIG_OPTIONS}
-        if own.get("codec") is not None:
-            # Not imported where it is not used: it needs packages of extras.
-            tier, own = TIERS.resolve("kvcache.tiers.codecs.tier:CodecTier"), {"type": entry["type"], **own}
-        settings.append(TierSettings(tier, config, own))
-    return tuple(settings)
+        raise ValueError(f"tiers in {where} must be a list of dicts, at least one, got {without_secrets(given)!r}")
+    return tuple(run_all(partial(_read_tier, entry) for entry in given))
+
+
+def _read_tier(entry: Mapping[str, Any]) -> TierSettings:
+    if "type" not in entry:
+        raise ValueError(f"a tier needs a type, one of {', '.join(TIERS.names())}, got {without_secrets(entry)!r}")
+    tier: Any = TIERS.resolve(entry["type"])
+    if not issubclass(tier, Tier):
+        raise ValueError(f"tier {tier.__name__} must be a Tier")
+    own = {name: value for name, value in entry.items() if name != "type" and name not in _TIER_CONFIG_OPTIONS}
+    if own.get("codec") is not None:
+        # Not imported where it is not used: it needs packages of extras.
+        tier, own = TIERS.resolve("kvcache.tiers.codecs.tier:CodecTier"), {"type": entry["type"], **own}
+    config, _ = run_all(
+        (
+            lambda: TierConfig(**_TIER_CONFIG_OPTIONS.read(f"tier {entry['type']!r}", entry)),
+            lambda: tier.check_options(own),
+        )
+    )
+    return TierSettings(tier, config, own)
 
 
 def read_exporters(given: Any, where: str = "extra_config") -> tuple[ExporterSettings, ...]:
-    """Read and check a list of exporters.
+    """Read and check a list of exporters, with the options of each; None: no exporters.
 
     Parameters
     ----------
     given : list of str or dict
         Per exporter its name, or its ``type`` (a name, a class or ``"package.module:Class"``) and its options.
     where : str
-        Where the list stands, for errors.
+        The mapping that holds the list, for errors.
     """
+    if given is None:
+        return ()
     if not isinstance(given, list | tuple):
         raise ValueError(f"exporters in {where} must be a list of names or dicts, got {given!r}")
-    settings = []
-    for entry in given:
-        options = dict(entry) if isinstance(entry, Mapping) else {"type": entry}
-        if "type" not in options:
-            raise ValueError(f"an exporter needs a type, one of {', '.join(EXPORTERS.names())}, got {options!r}")
-        exporter = EXPORTERS.resolve(options.pop("type"))
-        if not issubclass(exporter, Exporter):
-            raise ValueError(f"exporter {exporter.__name__} must be an Exporter")
-        exporter.check_options(options)
-        settings.append(ExporterSettings(exporter, options))
-    return tuple(settings)
+    return tuple(run_all(partial(_read_exporter, entry) for entry in given))
+
+
+def _read_exporter(entry: Any) -> ExporterSettings:
+    options = dict(entry) if isinstance(entry, Mapping) else {"type": entry}
+    if "type" not in options:
+        raise ValueError(f"an exporter needs a type, one of {', '.join(EXPORTERS.names())}, got {options!r}")
+    exporter = EXPORTERS.resolve(options.pop("type"))
+    if not issubclass(exporter, Exporter):
+        raise ValueError(f"exporter {exporter.__name__} must be an Exporter")
+    exporter.check_options(options)
+    return ExporterSettings(exporter, options)
 
 
 def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:

@@ -1,7 +1,6 @@
 """Check a configuration against this machine before an engine is started.
 
-It lists what the configuration would use, and what stands in the way.
-An engine finds out after it has loaded its weights, a minute or more into its start.
+An engine finds the same faults after it has loaded its weights, a minute or more into its start.
 """
 
 from __future__ import annotations
@@ -9,21 +8,24 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcache.assembly.assemble import OPTION_NAMES, ExporterSettings, OffloadSettings, TierSettings
 from kvcache.assembly.base import OffloadingSpec
-from kvcache.options import format_size, name_unknown, parse_size
+from kvcache.options import OptionError, format_size, name_unknown, parse_size
+from kvcache.registry import SPECS
 
 LEVELS = ("ok", "warning", "error")
+DEFAULT_KEYS = frozenset({*OPTION_NAMES, *OffloadingSpec.option_names})
+"""Keys of `extra_config` that the built-in specs read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a check: its level (``"ok"``, ``"warning"`` or ``"error"``), what it is about, and what was found."""
+    """One line of a check: its level (``"ok"``, ``"warning"`` or ``"error"``), its subject, and the text."""
 
     level: str
     subject: str
@@ -35,38 +37,43 @@ def check_config(
     *,
     block_bytes: int = 0,
     world_size: int = 1,
-    known_keys: Collection[str] = (),
+    known_keys: Collection[str] = DEFAULT_KEYS,
     where: str = "extra_config",
+    read: Callable[[Mapping[str, Any]], OffloadSettings] | None = None,
 ) -> list[Finding]:
-    """Return what a configuration would use on this machine.
+    """Return what a configuration would use on this machine, and its faults.
 
     Parameters
     ----------
     given : mapping
-        As `OffloadSettings.read` takes it.
+        The configuration.
     block_bytes : int
-        Bytes of one offloaded block on one worker; 0: not known, then sizes are not checked.
+        Bytes of one offloaded block on one worker; 0: unknown, then sizes are not checked.
     world_size : int
         Workers that share the host memory.
     known_keys : collection of str
-        Keys that somebody else reads from the same mapping.
+        Keys that kvcache or the engine reads from `given`; others are warned about.
     where : str
         What `given` is, for messages.
+    read : callable, optional
+        Reads `given` as the engine's adapter does, or raises ValueError; None: as the built-in specs do.
 
     Returns
     -------
     list of Finding
-        Errors do not raise; nothing is opened or created.
+        Faults are findings, not exceptions. Nothing is created; shared stores are connected to, and wait for their
+        ``timeout_s`` at most.
     """
     findings = []
-    if unknown := name_unknown(given, {*OPTION_NAMES, *OffloadingSpec.option_names, *known_keys}):
+    if unknown := name_unknown(given, known_keys):
         findings.append(Finding("warning", "options", f"nobody reads these keys of {where}: {unknown}"))
     try:
-        settings = OffloadSettings.read(given, where)
+        settings = OffloadSettings.read(given, where) if read is None else read(given)
     except ValueError as error:
-        return [*findings, Finding("error", "options", str(error))]
-    if where == "extra_config" and settings.tiers and given.get("spec_name") != "tiering":
-        findings.append(Finding("error", "options", "tiers need spec_name 'tiering'"))
+        problems = error.problems if isinstance(error, OptionError) else [str(error)]
+        return [*findings, *(Finding("error", "options", problem) for problem in problems)]
+    if read is None:
+        findings += _check_spec(given.get("spec_name", "cpu"), settings)
     pool_bytes = 0
     try:
         num_blocks = settings.num_blocks(block_bytes, world_size, where)
@@ -87,6 +94,15 @@ def check_config(
     for tier in settings.tiers:
         findings += _check_tier(tier, block_bytes * world_size)
     return findings
+
+
+def _check_spec(spec_name: object, settings: OffloadSettings) -> Iterator[Finding]:
+    try:
+        SPECS.resolve(spec_name)
+    except ValueError as error:
+        yield Finding("error", "options", str(error))
+    if settings.tiers and spec_name == "cpu":
+        yield Finding("error", "options", "tiers need spec_name 'tiering'")
 
 
 def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Finding]:
@@ -111,21 +127,16 @@ def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Findin
 
 def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
     subject = f"tier {tier.tier.__name__}"
-    try:
-        tier.tier.check_options(tier.options)
-    except ValueError as error:
-        yield Finding("error", subject, str(error))
-        return
-    yield Finding("ok", subject, f"written by {tier.config.write_policy}, jobs of at most {tier.config.deadline_s:g} s")
+    if reason := tier.tier.unavailable_reason(tier.options):
+        yield Finding("error", subject, reason)
+    else:
+        text = f"written by {tier.config.write_policy}, jobs of at most {tier.config.deadline_s:g} s"
+        yield Finding("ok", subject, text)
     if "path" not in tier.options or "capacity" not in tier.options:
         # Only a tier that names a directory and a capacity keeps its blocks on this machine.
         return
     path = Path(tier.options["path"])
-    try:
-        capacity_bytes = parse_size("capacity", tier.options["capacity"])
-    except ValueError as error:
-        yield Finding("error", subject, str(error))
-        return
+    capacity_bytes = parse_size("capacity", tier.options["capacity"])
     if block_bytes and capacity_bytes < block_bytes:
         text = f"capacity {format_size(capacity_bytes)} is less than one block of {format_size(block_bytes)}"
         yield Finding("error", subject, text)
@@ -138,7 +149,7 @@ def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
         used_bytes = sum(entry.stat().st_blocks * 512 for entry in path.iterdir() if entry.is_file())
         yield Finding("ok", subject, f"{path} exists and takes {format_size(used_bytes)} on disk")
     elif path.exists():
-        yield Finding("error", subject, f"{path} is no directory")
+        yield Finding("error", subject, f"{path} is not a directory")
         return
     yield _room(subject, path, max(0, capacity_bytes - used_bytes))
 
@@ -146,7 +157,7 @@ def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
 def _check_exporter(one: ExporterSettings) -> Finding:
     subject = f"exporter {one.exporter.__name__}"
     reason = one.exporter.unavailable_reason(one.options)
-    # The engine starts without it.
+    # The engine starts without the exporter, so this is not an error.
     return Finding("warning", subject, reason) if reason else Finding("ok", subject, "can be opened")
 
 

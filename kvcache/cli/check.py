@@ -32,21 +32,29 @@ def check(
         str | None, typer.Option(help="Bytes of an offloaded block on one worker.", metavar="SIZE", show_default=False)
     ] = None,
     workers: Annotated[int, typer.Option(help="Workers (ranks) of the engine.")] = 1,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings, too.")] = False,
     json: common.JsonOption = None,
 ) -> None:
-    """Check a configuration against this machine: options, blocks, memory, room on disk."""
+    """Check a configuration against this machine: options, packages, memory, disk, stores."""
     from kvcache.assembly.check import check_config
 
     common.check_writable("--json", json)
     common.at_least("--workers", workers, 1)
-    given, where, known = _read(config)
-    findings = check_config(
-        given,
-        block_bytes=_block_bytes(model, dtype, block_tokens, block_bytes, workers),
-        world_size=workers,
-        known_keys=known,
-        where=where,
-    )
+    given, is_vllm = _read(config)
+    num_bytes = _block_bytes(model, dtype, block_tokens, block_bytes, workers)
+    if is_vllm:
+        from kvcache.integrations.vllm import settings
+
+        findings = check_config(
+            given,
+            block_bytes=num_bytes,
+            world_size=workers,
+            known_keys=settings.KNOWN_KEYS,
+            where=settings.WHERE,
+            read=settings.read_settings,
+        )
+    else:
+        findings = check_config(given, block_bytes=num_bytes, world_size=workers)
     if json != "-":
         from rich.table import Table
         from rich.text import Text
@@ -56,15 +64,14 @@ def check(
             table.add_row(Text(finding.level, style=_STYLES[finding.level]), finding.subject, Text(finding.text))
         common.console(json).print(table)
     common.write_json(json, {"config": str(config), "findings": [asdict(finding) for finding in findings]})
-    num_errors = sum(finding.level == "error" for finding in findings)
-    if num_errors:
-        raise common.CommandError(f"{num_errors} of {len(findings)} checks of {config} failed")
+    failing = {"error", "warning"} if strict else {"error"}
+    num_failed = sum(finding.level in failing for finding in findings)
+    if num_failed:
+        raise common.CommandError(f"{num_failed} of {len(findings)} checks of {config} failed")
 
 
-def _read(config: Path) -> tuple[Mapping[str, Any], str, frozenset[str]]:
-    """Return the options, what they are called there, and the keys that the engine reads itself."""
-    from kvcache.integrations.vllm.settings import DEFAULT_POLICY, ENGINE_KEYS
-
+def _read(config: Path) -> tuple[Mapping[str, Any], bool]:
+    """Return the options, and whether they are vLLM's: then a kv_transfer_config was around them."""
     source = "standard input" if str(config) == "-" else str(config)
     try:
         text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
@@ -72,16 +79,14 @@ def _read(config: Path) -> tuple[Mapping[str, Any], str, frozenset[str]]:
     except OSError as error:
         raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is no JSON: {error}") from error
-    where, known = "extra_config", frozenset[str]()
+        raise ValueError(f"{source} is not JSON: {error}") from error
+    where = "extra_config"
     for name in _WRAPPERS:
         if isinstance(given, Mapping) and name in given:
-            given, where, known = given[name], name, ENGINE_KEYS
+            given, where = given[name], name
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
-    if where != "extra_config":
-        given = {"cache_policy": DEFAULT_POLICY, **given}
-    return given, where, known
+    return given, where != "extra_config" or "spec_module_path" in given
 
 
 def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, workers: int) -> int:

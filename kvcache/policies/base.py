@@ -308,9 +308,7 @@ class BlockCacheOps(Protocol):
     def keep_events(self, events: EventLog, medium: str) -> None:
         """Add what comes to `medium` and leaves it to `events`, in the same step as it does; called once, at first."""
 
-    def open_request(
-        self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0
-    ) -> Any:
+    def open_request(self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0) -> Any:
         """Return the (empty) keys of a new request, with its retention hint (`ttl_ns` 0: no end).
 
         `num_keys` is about how many it will name, as far as is known.

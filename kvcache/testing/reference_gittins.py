@@ -305,9 +305,7 @@ class ReferenceGittins(CachePolicy):
                 cls = 0 if _is_last(key, offered, request) else 2
                 self._join(key, _hinted(cls, request), groups, _length(offered, request))
 
-    def _without_holes(
-        self, keys: list[bytes], offered: Sequence[bytes], request: RequestUses | None
-    ) -> list[bytes]:
+    def _without_holes(self, keys: list[bytes], offered: Sequence[bytes], request: RequestUses | None) -> list[bytes]:
         taken: dict[bytes, None] = {}
         for key in keys:
             predecessor = _predecessor(key, offered, request)

@@ -129,6 +129,11 @@ class Tier(ABC):
         """
 
     @classmethod
+    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
+        """Return why a tier with these `options`, checked, cannot be used now, or "". May wait; changes nothing."""
+        return ""
+
+    @classmethod
     def from_config(cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Tier:
         """Return the tier that a user configured, opened.
 

@@ -206,6 +206,16 @@ class MooncakeTier(JobTier):
         _read(options)
 
     @classmethod
+    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
+        values = _read(options)
+        try:
+            load_client(values.get("timeout_s", 2.0))
+            with socket.create_connection(_address(values["master"]), timeout=values.get("timeout_s", 2.0)):
+                return ""
+        except (OSError, ImportError) as error:
+            return f"{values['master']} cannot be used: {error}"
+
+    @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> MooncakeTier:

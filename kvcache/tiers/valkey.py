@@ -26,7 +26,15 @@ from valkey.backoff import NoBackoff
 from valkey.exceptions import AuthenticationError, AuthorizationError, ValkeyError
 from valkey.retry import Retry
 
-from kvcache.options import OptionTable, parse_count, parse_duration, parse_flag, parse_size, parse_text
+from kvcache.options import (
+    OptionTable,
+    parse_count,
+    parse_duration,
+    parse_flag,
+    parse_size,
+    parse_text,
+    without_secrets,
+)
 from kvcache.tiering.checksum import checksum, namespace_of
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiering.tier import checked_host_blocks
@@ -43,9 +51,20 @@ _EPOCH_INTERVAL_S = 5.0
 # Of blocks to be stored, so many are sent before it is asked again which of the next ones another engine has stored.
 _WINDOW_BYTES = 1 << 20
 _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
+
+
+def _parse_url(name: str, value: object) -> str:
+    url = parse_text(name, value)
+    scheme = urlsplit(url).scheme
+    if scheme not in _SCHEMES or "//" not in url:
+        shown = without_secrets(url) if "//" in url else url.rpartition("@")[2]
+        raise ValueError(f"{name} must begin with one of {', '.join(f'{one}://' for one in _SCHEMES)}, got {shown!r}")
+    return url
+
+
 _OPTIONS = OptionTable(
     {
-        "url": parse_text,
+        "url": _parse_url,
         "cluster": parse_flag,
         "salt": parse_text,
         "ttl_s": parse_duration,
@@ -114,21 +133,9 @@ class ValkeyTier(JobTier):
         password: str | None = None,
         ca_file: str | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in _SCHEMES:
-            raise ValueError(f"url must begin with one of {', '.join(_SCHEMES)}, got scheme {parts.scheme!r}")
-        options: dict[str, Any] = {
-            "socket_timeout": timeout_s,
-            "socket_connect_timeout": timeout_s,
-            # The breaker above decides when to try again.
-            "retry": Retry(NoBackoff(), 0),
-        }
-        password = password or os.environ.get(PASSWORD_VARIABLE)
-        options |= {name: value for name, value in (("username", username), ("password", password)) if value}
-        if ca_file is not None:
-            options["ssl_ca_certs"] = ca_file
-        self._url, self._options, self._is_cluster, self._timeout_s = url, options, cluster, timeout_s
-        self._address = f"{parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
+        self._address = _address(_parse_url("url", url))
+        self._options = _client_options(timeout_s, username, password, ca_file)
+        self._url, self._is_cluster, self._timeout_s = url, cluster, timeout_s
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._block_bytes = checked_host_blocks(host_blocks).shape[1]
         namespace, self._seed = namespace_of(_FORMAT, fingerprint or {}, self._block_bytes, salt)
@@ -150,6 +157,21 @@ class ValkeyTier(JobTier):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         _read(options)
+
+    @classmethod
+    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
+        values = _read(options)
+        credentials = (values.get(name) for name in ("username", "password", "ca_file"))
+        make = ValkeyCluster.from_url if values.get("cluster") else Valkey.from_url
+        try:
+            client: Any = make(values["url"], **_client_options(values.get("timeout_s", 5.0), *credentials))
+            try:
+                client.ping()
+            finally:
+                client.close()
+        except (ValkeyError, OSError, ValueError) as error:
+            return f"{_address(values['url'])} cannot be used: {_shown(error)}"
+        return ""
 
     @classmethod
     def from_config(
@@ -343,6 +365,26 @@ class ValkeyTier(JobTier):
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
     return _OPTIONS.read_all("a valkey tier", options, required=["url"])
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
+
+
+def _client_options(
+    timeout_s: float, username: str | None, password: str | None, ca_file: str | None
+) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        # The breaker above decides when to try again.
+        "retry": Retry(NoBackoff(), 0),
+        "username": username,
+        "password": password or os.environ.get(PASSWORD_VARIABLE),
+        "ssl_ca_certs": ca_file,
+    }
+    return {name: value for name, value in options.items() if value}
 
 
 def _shown(error: Exception) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvcache.assembly.check import Finding, check_config
+from kvcache.assembly.check import DEFAULT_KEYS, Finding, check_config
 
 HUGE = "4096TiB"
 
@@ -33,7 +36,7 @@ def test_a_pool_that_fits_has_no_errors():
 
 def test_unknown_keys_are_named_with_what_may_be_meant():
     given = {"num_cpu_blocks": 8, "cache_polcy": "arc", "of the engine": 1}
-    findings = check_config(given, known_keys={"of the engine"})
+    findings = check_config(given, known_keys={*DEFAULT_KEYS, "of the engine"})
     assert text_of(findings, "warning") == (
         "nobody reads these keys of extra_config: cache_polcy (did you mean 'cache_policy'?)"
     )
@@ -52,7 +55,7 @@ def test_unknown_keys_are_named_with_what_may_be_meant():
         ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "big"}]}, "disk tier must be bytes"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x"}]}, "a disk tier needs 'capacity'"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "valkey"}]}, "a valkey tier needs 'url'"),
-        ({"num_cpu_blocks": 8, "tiers": [{"type": "memory", "capacity": 0}]}, "tiers need spec_name 'tiering'"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "memory", "capacity": 64}]}, "tiers need spec_name 'tiering'"),
         (
             {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "1MiB", "write_polciy": "x"}]},
             "unknown options of a disk tier: write_polciy",
@@ -65,6 +68,69 @@ def test_what_stands_in_the_way_is_an_error(given, message, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert message in text_of(check_config(given, block_bytes=1 << 20), "error")
     assert list(tmp_path.iterdir()) == []  # a check creates nothing
+
+
+def test_check_mistyped_spec_name_is_error():
+    findings = check_config({"num_cpu_blocks": 8, "spec_name": "teiring"})
+    assert "unknown spec 'teiring', known ones: cpu, tiering; did you mean 'tiering'?" in text_of(findings, "error")
+
+
+def test_check_directory_in_use_is_error(tmp_path: Path):
+    importlib.import_module("xxhash")
+    from kvcache import DiskTier
+
+    path = tmp_path / "tier"
+    entry = {"type": "disk", "path": str(path), "capacity": "1MiB"}
+    given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [entry]}
+    tier = DiskTier(path, 1 << 20, np.zeros((8, 4096), np.uint8))
+    try:
+        found = text_of(check_config(given), "error")
+        assert f"disk tier directory {path} is in use by process {os.getpid()}" in found
+        reading = {**given, "tiers": [{**entry, "read_only": True}]}
+        assert text_of(check_config(reading), "error") == ""
+    finally:
+        tier.shutdown()
+    assert text_of(check_config(given), "error") == ""
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost:6379", "user:secret@localhost"])
+def test_check_valkey_url_without_scheme_is_error(url):
+    importlib.import_module("valkey")
+    given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [{"type": "valkey", "url": url}]}
+    found = text_of(check_config(given), "error")
+    assert found.startswith("url in a valkey tier must begin with one of valkey://, ")
+    assert "secret" not in found
+
+
+@pytest.mark.parametrize("kind", ["valkey", "mooncake"])
+def test_check_unreachable_store_is_error(kind):
+    importlib.import_module(kind)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        entry = {"type": kind, "url": f"valkey://{address}"} if kind == "valkey" else {"type": kind, "master": address}
+        findings = check_config({"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [entry]})
+    assert text_of(findings, "error").startswith(f"{address} cannot be used: ")
+
+
+def test_check_missing_packages_all_are_named_with_their_extra(monkeypatch):
+    for module in ("valkey", "prometheus_client"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in ("kvcache.tiers.valkey", "kvcache.exporters.prometheus"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    given = {"num_cpu_blocks": 8, "tiers": [{"type": "valkey", "url": "x"}], "exporters": ["prometheus"]}
+    found = text_of(check_config(given), "error")
+    assert "tier 'valkey' cannot be imported" in found
+    for extra in ("valkey", "prometheus"):
+        assert f"pip install 'kvcache[{extra}]', or in a checkout: pip install '.[{extra}]'" in found
+
+
+def test_check_every_invalid_option_is_an_error_of_its_own(tmp_path: Path):
+    importlib.import_module("xxhash")
+    tiers = [{"type": "disk", "path": "x", "capacity": "big", "deadline_s": 0}, {"type": "dusk"}]
+    given = {"num_cpu_blocks": 0, "record_max_bytes": "no", "tiers": tiers}
+    findings = check_config(given)
+    assert [finding.level for finding in findings] == ["error"] * 5
 
 
 def test_size_in_bytes_is_accepted_where_no_block_size_is_known():
@@ -96,7 +162,7 @@ def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path: Path):
     (tmp_path / "tier").write_text("")
     tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
     given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": tiers}
-    assert text_of(check_config(given), "error") == f"{tmp_path / 'tier'} is no directory"
+    assert text_of(check_config(given), "error") == f"{tmp_path / 'tier'} is not a directory"
 
 
 def test_exporters_that_cannot_be_opened_are_warned_of(tmp_path: Path) -> None:

@@ -50,3 +50,28 @@ def test_what_is_no_configuration_is_bad_input(tmp_path: Path, capsys, text):
 def test_missing_file_is_bad_input(capsys):
     assert run("nowhere.json") == 2
     assert capsys.readouterr().err == "kvcache: error: nowhere.json cannot be read: No such file or directory\n"
+
+
+def test_check_warning_fails_with_strict_only(tmp_path: Path, capsys):
+    config = tmp_path / "c.json"
+    config.write_text('{"num_cpu_blocks": 8, "colour": "red"}')
+    assert run(str(config)) == 0
+    assert run(str(config), "--strict") == 1
+    assert "1 of 2 checks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"spec_name": "KVCacheOfloadingSpec"}, "must be 'KVCacheOffloadingSpec', got 'KVCacheOfloadingSpec'"),
+        ({"exporters": ["kv_events"]}, "the exporter 'kv_events' does not work under vLLM"),
+        ({"num_cpu_blocks": 8, "cpu_bytes_to_use": None}, "must have 'cpu_bytes_to_use'"),
+        ({"eviction_policy": "arc"}, "kvcache reads 'cache_policy', not 'eviction_policy'"),
+    ],
+)
+def test_check_vllm_fault_is_error(tmp_path: Path, capsys, extra, message):
+    config = tmp_path / "c.json"
+    inner = {"spec_module_path": "kvcache.integrations.vllm", "cpu_bytes_to_use": "64MiB", **extra}
+    config.write_text(json.dumps({"kv_connector_extra_config": inner}))
+    assert run(str(config)) == 1
+    assert message in " ".join(capsys.readouterr().out.split())

@@ -88,7 +88,14 @@ def test_match_prefix_returns_the_end_of_the_run_from_its_start(make: Any) -> No
     cache.reserve(keys(30), None, None)
     asked = keys(*range(40))
     assert [cache.match_prefix(asked, None, start) for start in (0, 2, 3, 4, 5, 29, 30, 40)] == [
-        3, 3, 3, 4, 30, 30, 30, 40,
+        3,
+        3,
+        3,
+        4,
+        30,
+        30,
+        30,
+        40,
     ]
     for start in (-1, 41):
         with pytest.raises(ValueError, match=r"start must be in 0\.\.40"):

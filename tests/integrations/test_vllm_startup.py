@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import tomllib
@@ -41,6 +42,23 @@ def test_bad_policy_is_refused_while_the_command_line_is_parsed(option: str, ask
     for words in ([option, config], [f"{option}={config}"]):
         with pytest.raises(ValueError, match="unknown policy 'lur'"):
             startup.check_command_line(["vllm", "serve", "model", *words])
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tiers": [{"type": "disk", "path": "x", "capacity": "1GiB", "num_thraeds": 2}]},
+        {"tiers": [{"type": "disk", "path": "x"}]},
+        {"tiers": [{"type": "valkey", "url": "localhost:6379"}]},
+        {"exporters": ["kv_events"]},
+        {"spec_name": "KVCacheOfloadingSpec"},
+    ],
+)
+def test_command_line_invalid_entry_is_refused(extra: dict[str, Any], asked: list[str]) -> None:
+    importlib.import_module("valkey")
+    with pytest.raises(ValueError, match=r"num_thraeds|needs 'capacity'|valkey://|kv-events-config|KVCacheOfloading"):
+        startup.check_command_line(["--kv-transfer-config", json.dumps(transfer_config({**GOOD, **extra}))])
     assert asked == []
 
 

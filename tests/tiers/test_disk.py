@@ -336,9 +336,7 @@ def test_disk_too_small_is_an_error_at_start_and_is_not_filled(bench, tmp_path, 
         ("recency", 0, 5),
     ],
 )
-def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(
-    bench, tmp_path, caplog, name, length, kept, read_only
-):
+def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(bench, tmp_path, caplog, name, length, kept, read_only):
     tier = bench.open(num_blocks=8)
     for key in range(5):
         bench.store(tier, bench.keys(key))

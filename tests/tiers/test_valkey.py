@@ -463,7 +463,7 @@ def test_tls_server_must_be_signed_by_the_given_authority(make_server, opened, t
     ("options", "message"),
     [
         ({}, "a valkey tier needs 'url'"),
-        ({"url": "http://127.0.0.1"}, "url must begin with one of valkey, .* got scheme 'http'"),
+        ({"url": "http://127.0.0.1"}, "url in a valkey tier must begin with one of valkey://, .* got 'http://"),
         ({"url": "valkey://127.0.0.1", "ttl": 5}, "unknown options of a valkey tier: ttl"),
         ({"url": "valkey://127.0.0.1", "timeout_s": 0}, "timeout_s in a valkey tier must be a number of seconds > 0"),
     ],

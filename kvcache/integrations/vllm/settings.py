@@ -13,6 +13,7 @@ from kvcache.assembly.assemble import MANAGER_OPTIONS, OffloadSettings
 from kvcache.options import name_unknown
 
 WHERE = "kv_connector_extra_config"
+SPEC_NAME = "KVCacheOffloadingSpec"
 # Of this adapter; the library's is lru.
 DEFAULT_POLICY = "gittins"
 
@@ -46,6 +47,7 @@ OUR_KEYS = frozenset(
         *MANAGER_OPTIONS,
     }
 )
+KNOWN_KEYS = ENGINE_KEYS | OUR_KEYS
 _RENAMED_KEYS = {"eviction_policy": "cache_policy", "cache_policy_module_path": "cache_policy"}
 
 
@@ -58,16 +60,21 @@ def read_settings(extra_config: Mapping[str, Any], num_groups: int = 1) -> Offlo
     Raises
     ------
     ValueError
-        ``cpu_bytes_to_use`` is missing, a value is bad, or a key means something that kvcache calls otherwise or
-        cannot do; the message names it.
+        ``cpu_bytes_to_use`` is missing, an option is invalid (also one of a tier or an exporter), or vLLM's name of an
+        option that kvcache calls otherwise is given; the message names it.
     """
     for key, ours in _RENAMED_KEYS.items():
         if key in extra_config:
             raise ValueError(f"kvcache reads {ours!r}, not {key!r}={extra_config[key]!r}")
     if extra_config.get("canonical_layout"):
         raise ValueError("kvcache keeps each rank's own bytes; 'canonical_layout' is not supported")
+    spec_name = extra_config.get("spec_name", SPEC_NAME)
+    if spec_name != SPEC_NAME and extra_config.get("spec_module_path") == __package__:
+        raise ValueError(f"spec_name of {__package__} must be {SPEC_NAME!r}, got {spec_name!r}")
     given = {key: extra_config[key] for key in OUR_KEYS & extra_config.keys()}
     settings = OffloadSettings.read({"cache_policy": DEFAULT_POLICY if num_groups == 1 else "lru", **given}, WHERE)
+    if any(one.exporter.needs_events for one in settings.exporters):
+        raise ValueError("the exporter 'kv_events' does not work under vLLM; use vLLM's --kv-events-config")
     if settings.cpu_bytes_to_use is None:
         raise ValueError(f"{WHERE} must have 'cpu_bytes_to_use', the host memory of all ranks: bytes, or '64GiB'")
     if settings.tiers and not Path(settings.pool_folder).is_dir():
@@ -77,7 +84,7 @@ def read_settings(extra_config: Mapping[str, Any], num_groups: int = 1) -> Offlo
 
 def unknown_keys(extra_config: Mapping[str, Any]) -> str:
     """Return the keys that neither kvcache nor vLLM reads, each with the known one it resembles; "" for none."""
-    return name_unknown(extra_config, ENGINE_KEYS | OUR_KEYS)
+    return name_unknown(extra_config, KNOWN_KEYS)
 
 
 def blocks_per_rank(settings: OffloadSettings, world_size: int, bytes_per_block: int, num_stages: int = 1) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 _OPTION = "--kv-transfer-config"
-_MODULE = "kvcache.integrations.vllm"
 
 
 def check_command_line(arguments: Sequence[str] | None = None) -> None:
@@ -77,7 +76,7 @@ def _of_adapter(config: Any) -> Iterator[dict[str, Any]]:
     extra_config = config.get("kv_connector_extra_config") if isinstance(config, dict) else None
     if not isinstance(extra_config, dict):
         return
-    if extra_config.get("spec_module_path") == _MODULE:
+    if extra_config.get("spec_module_path") == __package__:
         yield extra_config
     connectors = extra_config.get("connectors")  # of a MultiConnector
     for connector in connectors if isinstance(connectors, list) else ():

@@ -168,6 +168,28 @@ def shared_names(path: Path) -> list[str]:
     return names
 
 
+def writer_of(path: str | os.PathLike[str]) -> str:
+    """Return which process writes to a directory, as an error says it; "" if none does, or it cannot be told."""
+    try:
+        fd = os.open(Path(path) / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _in_use(path, fd)
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+    return ""
+
+
+def _in_use(path: str | os.PathLike[str], lock_fd: int) -> str:
+    owner = os.pread(lock_fd, _MARK_OFFSET, 0).decode(errors="replace").strip(" \n\0") or "another process"
+    return f"disk tier directory {path} is in use by {owner}; one process may write to it, others may open it read-only"
+
+
 def _new_salt() -> int:
     # Not 0, which is what a lock file without a mark says.
     return secrets.randbits(64) | 1
@@ -391,11 +413,7 @@ class TierDirectory:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(fd, _MARK_OFFSET, 0).decode(errors="replace").strip(" \n\0") or "another process"
-            raise TierDirectoryError(
-                f"disk tier directory {self.path} is in use by {owner}; one process may write to it, others may open "
-                f"it read-only"
-            ) from None
+            raise TierDirectoryError(_in_use(self.path, fd)) from None
         owner = f"process {os.getpid()} on {socket.gethostname()[:64]}\n"
         write_all(fd, owner.encode()[:_MARK_OFFSET].ljust(_MARK_OFFSET, b"\0"), 0)
 

@@ -35,7 +35,14 @@ from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierConte
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.tier import checked_host_blocks
 from kvcache.tiers.disk.block_store import BlockStore
-from kvcache.tiers.disk.directory import Header, TierDirectory, TierDirectoryError, capacity_for, num_slots_within
+from kvcache.tiers.disk.directory import (
+    Header,
+    TierDirectory,
+    TierDirectoryError,
+    capacity_for,
+    num_slots_within,
+    writer_of,
+)
 from kvcache.tiers.disk.slot_table import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
@@ -171,6 +178,11 @@ class DiskTier(JobTier):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         _read(options)
+
+    @classmethod
+    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
+        values = _read(options)
+        return "" if values.get("read_only") else writer_of(values["path"])
 
     @classmethod
     def from_config(
