@@ -206,7 +206,6 @@ COMMANDS = Registry(
         "status": "kvcache.exporters.commands:StatusCommand",
         "samples": "kvcache.exporters.commands:SamplesCommand",
         "what_if": "kvcache.exporters.commands:WhatIfCommand",
-        "hint": "kvcache.exporters.commands:HintCommand",
         "record": "kvcache.recorder.command:RecordCommand",
     },
 )

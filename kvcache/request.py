@@ -1,7 +1,7 @@
-"""What is known of one request: its context, its positions, and its retention hint.
+"""One request's state: its context, its key positions, and its retention hint.
 
-A hint comes with the context, or through the engine in `kv_transfer_params["kvcache"]`, where a client may have written
-anything: what is no hint is ignored and counted, never raised in the engine's thread.
+A hint comes with the context, or from a client through `kv_transfer_params["kvcache"]`. Clients may send anything:
+types and lengths are checked before a value is read or formatted, and invalid hints are ignored and counted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import islice
 from operator import index
 from typing import Any, TypeVar
 
@@ -19,78 +20,82 @@ T = TypeVar("T")
 _CENTURY_S = 100 * 365 * 86_400
 
 NEXT_USES = ("end", "soon", "later")
-"""What a request may say of the next use of its blocks."""
+"""Values of `Retention.next_use`."""
 
 SOON_S = 60.0
-"""What comes back within so many seconds comes soon: tools do, people mostly do not."""
+"""Seconds until the next use that ``"soon"`` promises: a tool answers within that time, a person mostly does not."""
 
-_MAX_TENANT_CHARS = 256
+_MAX_SHOWN_CHARS = 80
+_MAX_SHOWN_BITS = 256
 _PRIORITY_OF = {"end": -1, "soon": 1, "later": 0}
 
 
 def check_next_use(next_use: object) -> str:
     """Return `next_use` if it is one of `NEXT_USES`; ValueError otherwise."""
     if type(next_use) is not str or next_use not in NEXT_USES:
-        raise ValueError(f"next_use must be one of {', '.join(map(repr, NEXT_USES))}, got {next_use!r}")
+        raise ValueError(f"next_use must be one of {', '.join(map(repr, NEXT_USES))}, got {_shown(next_use)}")
     return next_use
+
+
+def _shown(value: object) -> str:
+    """Return `value` for an error message in constant time: long texts are cut, containers only named."""
+    if isinstance(value, str | bytes):
+        text = repr(value[:_MAX_SHOWN_CHARS])
+        return text if len(value) <= _MAX_SHOWN_CHARS else f"{text}... of length {len(value):,}"
+    if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _MAX_SHOWN_BITS):
+        return repr(value)
+    return f"{'an' if isinstance(value, int) else 'a'} {type(value).__name__}"
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long a request's blocks deserve to stay: a soft hint, never a pin.
+    """How long a request's blocks should stay: a soft hint, never a pin.
 
     Parameters
     ----------
     priority : int
-        -1 (one-shot: first out), 0 (normal), 1, 2 or 3 (last out).
+        -1 (one-shot: evicted first), 0 (normal), 1, 2 or 3 (evicted last).
     ttl_s : float, optional
-        Seconds for which a raised priority holds after the request's last call; None: until it is crowded out.
+        Seconds for which a raised priority holds after the request's last call. None: no limit.
     next_use : str, optional
         When the request's blocks will be used next: ``"end"`` (never: the session is over), ``"soon"`` (within a
         minute: a tool is at work) or ``"later"`` (a person answers).
-    tenant : str
-        Whose hint it is, at most 256 characters; set it in the gateway, not in the client. The next use that a named
-        tenant says is passed over while it mostly turns out false; without a name it is always taken.
 
     Raises
     ------
     ValueError
-        The priority is out of range, the time is not a positive finite number, the next use is none of the three, or
-        the tenant is not such a str.
+        The priority is out of range, `ttl_s` is not a positive finite number, or the next use is not one of the three.
 
     Notes
     -----
-    `gittins` learns what each next use is worth and ignores priorities; the other compiled policies keep blocks by
-    priority. For them a next use without a priority stands for one: -1 (end), 1 for `ttl_s` or 60 seconds (soon), or
+    `gittins` learns the value of each next use and ignores priorities. The other compiled policies keep blocks by
+    priority. For them a next use without a priority implies one: -1 (end), 1 for `ttl_s` or 60 seconds (soon), or
     0 (later).
     """
 
     priority: int = 0
     ttl_s: float | None = None
     next_use: str | None = None
-    tenant: str = ""
 
     def __post_init__(self) -> None:
         if type(self.priority) is not int or not -1 <= self.priority <= 3:
-            raise ValueError(f"priority must be an int in -1..3, got {self.priority!r}")
+            raise ValueError(f"priority must be an int in -1..3, got {_shown(self.priority)}")
         ttl_s = self.ttl_s
         if ttl_s is not None and (
             isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf
         ):
-            raise ValueError(f"ttl_s must be a positive number of seconds or None, got {ttl_s!r}")
+            raise ValueError(f"ttl_s must be a positive number of seconds or None, got {_shown(ttl_s)}")
         if self.next_use is not None:
             check_next_use(self.next_use)
-        if not isinstance(self.tenant, str) or len(self.tenant) > _MAX_TENANT_CHARS:
-            raise ValueError(f"tenant must be a str of at most {_MAX_TENANT_CHARS} characters, got {self.tenant!r}")
 
     @property
     def priority_class(self) -> int:
-        """The priority that was given, or else that which the next use stands for."""
+        """The explicit priority, or the one implied by `next_use`."""
         return _PRIORITY_OF[self.next_use] if self.priority == 0 and self.next_use is not None else self.priority
 
     @property
     def ttl_ns(self) -> int:
-        """The time in whole nanoseconds, at least 1 and at most a century, which nobody outlives; 0: none."""
+        """The TTL in whole nanoseconds, 1 to a century; 0: no limit."""
         ttl_s = self.ttl_s
         if ttl_s is None:
             if self.priority != 0 or self.next_use != "soon":
@@ -100,29 +105,27 @@ class Retention:
 
 
 class ReqContext:
-    """What is known of one request; hashed by identity.
+    """State of one request; hashed by identity.
 
     Parameters
     ----------
     req_id : str
         The engine's name for the request.
     kv_transfer_params : dict, optional
-        What the client sent along for KV transfer.
+        The client's parameters for KV transfer.
     retention : Retention, optional
-        How long the request's blocks deserve to stay.
+        How long the request's blocks should stay.
 
     Notes
     -----
-    A manager keeps what it must remember of a request in its context, so a context that is dropped is forgotten.
+    A manager keeps its state of a request in the request's context, and drops it with the context.
 
     Attributes
     ----------
     positions : mapping of bytes to int, or None
-        Where in the prompt each key's block ends, in tokens, as far as the engine has said.
+        Where in the prompt each key's block ends, in tokens, if the engine reports it.
     request_keys : dict
-        For pools only: which keys this request has named in each of them, and those of the request that ended last.
-    promise : tuple of (str, str, float), or None
-        For pools only: the tenant, what it said of the next use, and when the request began, in seconds.
+        For pools only: the keys that this request has named in each pool, and those of the request that ended last.
     """
 
     __slots__ = (
@@ -130,7 +133,6 @@ class ReqContext:
         "_state",
         "kv_transfer_params",
         "positions",
-        "promise",
         "req_id",
         "request_keys",
         "retention",
@@ -150,16 +152,14 @@ class ReqContext:
         self._state: dict[type, Any] | None = None
         self.positions: dict[bytes, int] | None = None
         self.request_keys: dict[Any, Any] = {}
-        self.promise: tuple[str, str, float] | None = None
 
     def __repr__(self) -> str:
         return f"ReqContext(req_id={self.req_id!r})"
 
     def __getstate__(self) -> Any:
         state: Any = super().__getstate__()
-        # A copy, perhaps in another process, is a request that no manager has met.
+        # A copy, perhaps in another process, is a request that is new to every manager.
         state[1]["request_keys"] = {}
-        state[1]["promise"] = None
         return state
 
     def set_state(self, value: object) -> None:
@@ -169,11 +169,11 @@ class ReqContext:
         self._state[type(value)] = value
 
     def get_state(self, cls: type[T]) -> T | None:
-        """Return what `set_state` kept under `cls`, or None."""
+        """Return the value that `set_state` kept under `cls`, or None."""
         return None if self._state is None else self._state.get(cls)
 
     def set_offload_key_position(self, key: bytes, end_token: int) -> None:
-        """Set where in the prompt a key's block ends, in tokens; ValueError where that is no int.
+        """Set where in the prompt a key's block ends, in tokens; ValueError if `end_token` is not an int.
 
         Parameters
         ----------
@@ -192,12 +192,12 @@ class ReqContext:
         self.positions[key] = end_token
 
     def set_offload_key_positions(self, positions: dict[bytes, int]) -> None:
-        """Set where in the prompt the blocks of keys end, in tokens, in place of what was set before.
+        """Set where in the prompt the blocks of keys end, in tokens; replaces earlier positions.
 
         Parameters
         ----------
         positions : dict of bytes to int
-            Kept, not copied: what the caller adds to it later is known, too.
+            Kept, not copied: the caller may add keys later.
         """
         if not isinstance(positions, dict):
             raise ValueError(f"positions must be a dict of keys to ints, got {positions!r}")
@@ -208,8 +208,14 @@ class ReqContext:
         return None if self.positions is None else self.positions.get(key)
 
 
+_HINT_FIELDS = {field.name: None for field in fields(Retention)}
+
+
 class HintReader:
-    """Read the hints of one manager's requests, and count those that are none."""
+    """Read the hints of one manager's requests, and count the invalid ones.
+
+    Any hint costs microseconds: nothing longer than a field's name or value is formatted, hashed or copied.
+    """
 
     def __init__(self) -> None:
         self.num_ignored = 0
@@ -225,12 +231,22 @@ class HintReader:
         if not isinstance(params, dict) or "kvcache" not in params:
             return None
         try:
-            return Retention(**params["kvcache"])
-        except (TypeError, ValueError) as error:
+            return _parse_hint(params["kvcache"])
+        except ValueError as error:
             if self.num_ignored == 0:
-                _logger.warning("ignoring the retention hint %.200r: %.200s", params["kvcache"], error)
+                _logger.warning("ignoring a retention hint: %s", error)
             self.num_ignored += 1
             return None
+
+
+def _parse_hint(hint: object) -> Retention:
+    """Return a client's hint; ValueError names the first invalid field."""
+    if type(hint) is not dict:
+        raise ValueError(f"it must be a dict, got {_shown(hint)}")
+    for name in islice(hint, len(_HINT_FIELDS) + 1):
+        if type(name) is not str or name not in _HINT_FIELDS:
+            raise ValueError(f"it may hold {', '.join(_HINT_FIELDS)}, got {_shown(name)}")
+    return Retention(**hint)
 
 
 class OffloadPolicy(enum.Enum):

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
-from kvcache.control.recent import RecentRequests
-from kvcache.control.trust import HintTrust
 from kvcache.core.cache import BlockCache
 from kvcache.core.event_log import EventLog
 from kvcache.core.request_keys import RequestKeys
@@ -157,8 +155,6 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         self.observer = observer
         self._ended = object()  # what the keys of a request that has ended are kept under, in the request
         self._hints = HintReader()
-        self._recent: RecentRequests | None = None
-        self._trust = HintTrust()
         self._max_raised = int(retention_share * num_blocks)
         self._clock = clock
         self._start_s = 0.0
@@ -335,10 +331,6 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if hint is None:
             request_keys = self._cache.open_request(num_keys=num_keys)
         else:
-            if hint.tenant and hint.next_use is not None:
-                req_context.promise = hint.tenant, hint.next_use, self._clock()
-                if not self._trust.believes(hint.tenant, hint.next_use):
-                    hint = Retention(hint.priority, hint.ttl_s)
             priority = hint.priority_class
             if priority != 0 and self._now_s is None:
                 self._start_clock()
@@ -406,17 +398,9 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             request_keys = self._open(req_context)
             request_keys_by_pool.pop(self, None)
         if request_keys is not None:
-            promise = req_context.promise
-            now_s = 0.0 if promise is None else self._clock()
             self._ops.end_request(request_keys, req_context.positions, use_positions)
             if request_keys.num_seen:
                 request_keys_by_pool[self._ended] = request_keys
-                if self._recent is not None:
-                    self._recent.add(req_context, request_keys.num_seen)
-                if promise is not None:
-                    tenant, next_use, began_s = promise
-                    self._trust.settle(tenant, request_keys, began_s)
-                    self._watch(tenant, next_use, request_keys, now_s)
             if self.observer is not None:
                 self.observer.take(request_keys)
         else:
@@ -440,38 +424,12 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if isinstance(request_or_keys, ReqContext):
             kept = self._keys_last_used(request_or_keys)
             positions = request_or_keys.positions
-            if request_or_keys.promise is not None and not self._is_believed(request_or_keys, next_use, kept):
-                return
         else:
             keys = as_key_list(request_or_keys)
         priority = said.priority_class
         if self._keeps_time or priority != 0:
             self._advance()
         self._cache.take_hint(keys, kept, positions, next_use, priority, said.ttl_ns)
-
-    def _is_believed(self, req_context: ReqContext, next_use: str, kept: Any) -> bool:
-        """Take in what a named tenant says later, and return whether it counts."""
-        assert req_context.promise is not None
-        tenant, _, began_s = req_context.promise
-        req_context.promise = tenant, next_use, began_s
-        if self not in req_context.request_keys:
-            self._watch(tenant, next_use, kept, self._clock())
-        return self._trust.believes(tenant, next_use)
-
-    def _watch(self, tenant: str, next_use: str, request_keys: Any, now_s: float) -> None:
-        # A prompt's last block may be a partial one, which nobody names again.
-        num_used = request_keys.num_seen
-        if num_used:
-            self._trust.watch(tenant, next_use, request_keys.used_key(max(0, num_used - 2)), now_s)
-
-    def keep_ended_requests(self) -> None:
-        """Remember requests that end from now on for `ended_request`: as many as name the pool's number of keys."""
-        if self._recent is None:
-            self._recent = RecentRequests(self.num_blocks)
-
-    def ended_request(self, req_id: str) -> ReqContext | None:
-        """Return a request that ended not long ago, by its id or the part before a dash; callable in any thread."""
-        return None if self._recent is None else self._recent.find(req_id)
 
     def _keys_last_used(self, req_context: ReqContext) -> Any:
         """Return the keys of a request that runs, or of the same context's that ended last if this one used none."""
@@ -659,9 +617,6 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         self._ops.reset()
         if self._admission is not None:
             self._admission.clear()
-        if self._recent is not None:
-            self._recent.clear()
-        self._trust.clear()
         if self.observer is not None:
             self.observer.reset()
 

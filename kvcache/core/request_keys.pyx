@@ -53,12 +53,6 @@ cdef class RequestKeys:
     def __contains__(self, key):
         return type(key) is bytes and self.locate(<PyObject*> key, hash_of(<PyObject*> key)) >= 0
 
-    def used_key(self, Py_ssize_t i):
-        """Return the key that the request used as number `i`, 0 <= i < num_seen."""
-        if not 0 <= i < self.num_seen:
-            raise IndexError(f"key must be in 0..{self.num_seen - 1}, got {i}")
-        return <object> self.named[self.used[i]].key
-
     def __reduce__(self):
         raise TypeError("a request's request_keys belongs to one manager and cannot be pickled")
 

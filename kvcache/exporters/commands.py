@@ -9,8 +9,7 @@ from typing import Any
 
 from kvcache.control.telemetry import Command
 from kvcache.metrics import HistogramData
-from kvcache.options import OptionTable, choice_of, name_unknown, parse_text
-from kvcache.request import NEXT_USES
+from kvcache.options import OptionTable, name_unknown, parse_text
 
 
 def run_command(command: Command, given: Mapping[str, Any]) -> Any:
@@ -67,26 +66,6 @@ class WhatIfCommand(Command):
         if estimate is None:
             raise ValueError(f"a {type(self.telemetry.manager).__name__} has no what-if")
         return estimate(None if policies is None else policies.split(",")).as_dict()
-
-
-class HintCommand(Command):
-    """When the blocks of a request that has ended will be used next."""
-
-    options = OptionTable({"request": parse_text, "next_use": choice_of(*NEXT_USES)})
-
-    def run(self, **options: Any) -> Any:
-        """Pass `next_use` on for the request of id `request`; return ``{"found": false}`` if that is not known."""
-        missing = [name for name in self.options if name not in options]
-        if missing:
-            raise ValueError(f"hint needs {' and '.join(missing)}")
-        manager = self.telemetry.manager
-        ended_request = getattr(manager, "ended_request", None)
-        if manager is None or ended_request is None:
-            raise ValueError(f"a {type(manager).__name__} keeps no requests")
-        context = ended_request(options["request"])
-        if context is not None:
-            manager.hint(context, options["next_use"])
-        return {"found": context is not None}
 
 
 def _plain(value: Any) -> Any:

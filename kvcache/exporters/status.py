@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache.control.telemetry import Command, Exporter
 from kvcache.exporters.commands import run_command
 from kvcache.metrics import Part, counter
-from kvcache.options import OptionTable, parse_flag, parse_text
+from kvcache.options import OptionTable, parse_text
 from kvcache.registry import COMMANDS
 from kvcache.transfer.shared_file import private_folder
 
@@ -46,7 +46,7 @@ _CLOSE_S = 2.0
 _LOCK_S = 5.0
 _MAX_PATH_BYTES = 107  # sun_path, without its closing zero
 _PEER = struct.Struct("3i")
-_OPTIONS = OptionTable({"path": parse_text, "hints": parse_flag})
+_OPTIONS = OptionTable({"path": parse_text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +145,6 @@ class StatusServer(Exporter):
         Of the engine; the server's own counters are added to its sources.
     path : str or Path, optional
         The socket, in a folder that only this user may enter; left out: ``status-<pid>.sock`` in `default_folder`.
-    hints : bool
-        Whether the manager is to remember requests that have ended, so that the command ``hint`` finds them; that costs
-        its calls about a tenth.
 
     Raises
     ------
@@ -157,7 +154,7 @@ class StatusServer(Exporter):
         Another process serves this path, or the socket cannot be made.
     """
 
-    def __init__(self, telemetry: Telemetry, path: str | Path | None = None, *, hints: bool = False) -> None:
+    def __init__(self, telemetry: Telemetry, path: str | Path | None = None) -> None:
         self.path = default_folder() / f"status-{os.getpid()}.sock" if path is None else Path(path).absolute()
         if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
             raise ValueError(f"the path of a socket must have at most {_MAX_PATH_BYTES} bytes, got {self.path}")
@@ -172,8 +169,6 @@ class StatusServer(Exporter):
         self._file = self.path.lstat().st_ino
         self._wake, self._woken = os.pipe()
         telemetry.sources.append(self._parts)
-        if hints:
-            getattr(telemetry.manager, "keep_ended_requests", lambda: None)()
         self._thread = threading.Thread(target=self._serve, name="kvcache-status", daemon=True)
         self._thread.start()
         _SERVERS.add(self)

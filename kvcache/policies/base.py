@@ -72,10 +72,6 @@ class RequestUses:
     def __contains__(self, key: object) -> bool:
         return key in self.keys
 
-    def used_key(self, i: int) -> bytes:
-        """Return the key that the request used as number `i`, 0 <= `i` < `num_seen`."""
-        return next(islice(self.keys, i, None))
-
     def read_positions(self) -> None:
         """Read the positions added since the last time; changed ones are not seen."""
         if self.positions is not None:

@@ -353,14 +353,6 @@ class TieredOffloadingManager(OffloadingManager):
         if not self._is_draining:
             self.pool.hint(request_or_keys, next_use)
 
-    def keep_ended_requests(self) -> None:
-        """Remember the requests that end from now on; see `BlockPool.keep_ended_requests`."""
-        self.pool.keep_ended_requests()
-
-    def ended_request(self, req_id: str) -> ReqContext | None:
-        """Return a request that ended not long ago, by its `req_id`; see `BlockPool.ended_request`."""
-        return self.pool.ended_request(req_id)
-
     def on_schedule_end(self) -> None:
         """Take in what the tiers have done, and send them what the step asked for."""
         now_s = self._clock()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -392,11 +394,22 @@ def test_a_hint_from_the_engine_counts_like_one_from_the_context(manager: CPUOff
 
 
 @pytest.mark.parametrize(
-    "hint",
-    ["soon", None, 3, [2, 300], {"priority": 9}, {"priority": "2"}, {"ttl_s": 0}, {"priority": 1, "until": 5}, {1: 2}],
+    ("hint", "named"),
+    [
+        ("soon", "'soon'"),
+        (None, "None"),
+        (3, "3"),
+        ([2, 300], "a list"),
+        ({"priority": 9}, "9"),
+        ({"priority": "2"}, "'2'"),
+        ({"priority": {}}, "a dict"),
+        ({"ttl_s": 0}, "0"),
+        ({"priority": 1, "until": 5}, "'until'"),
+        ({1: 2}, "1"),
+    ],
 )
-def test_a_hint_from_the_engine_that_is_none_is_ignored_counted_and_warned_about_once(
-    hint: Any, manager: CPUOffloadingManager, caplog: pytest.LogCaptureFixture
+def test_invalid_hint_of_client_is_ignored_counted_and_logged_once(
+    hint: Any, named: str, manager: CPUOffloadingManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         for key in (A, B, C):
@@ -408,14 +421,51 @@ def test_a_hint_from_the_engine_that_is_none_is_ignored_counted_and_warned_about
     assert manager.stats().ignored_hints == 3
     assert raised(manager) == 0
     assert len(caplog.records) == 1
-    assert repr(hint) in caplog.text
+    assert re.search(f"ignoring a retention hint: .*got {re.escape(named)}$", caplog.messages[0])
 
 
-def test_a_long_hint_from_the_engine_is_cut_short_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+MANY = 1_000_000
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        "x" * MANY,
+        ["x"] * MANY,
+        {"x" * MANY: 1},
+        {str(number): 1 for number in range(MANY // 10)},
+        {"next_use": "x" * MANY},
+        {"next_use": b"x" * MANY},
+        {"priority": 1 << (8 * MANY)},
+        {"ttl_s": -(1 << (8 * MANY))},
+        {"ttl_s": "9" * MANY},
+        {"priority": nested(5_000)},
+        nested(5_000),
+    ],
+    ids=lambda hint: type(hint).__name__,
+)
+def test_huge_hint_of_client_is_ignored_without_reading_it(hint: Any, caplog: pytest.LogCaptureFixture) -> None:
     manager = CPUOffloadingManager(16, 8)
-    manager.touch([A], ReqContext(kv_transfer_params={"kvcache": {"x" * 10_000: 1}}))
+    contexts = [ReqContext(kv_transfer_params={"kvcache": one}) for one in ({"priority": 9}, hint)]
+    manager.touch([A], contexts[0])
+    tracemalloc.start()
+    try:
+        manager.touch([A], contexts[1])
+        assert tracemalloc.get_traced_memory()[1] < 20_000, "the hint was copied or formatted"
+    finally:
+        tracemalloc.stop()
 
-    assert len(caplog.messages[0]) < 500
+    assert manager.stats().ignored_hints == 2
+    caplog.clear()
+    CPUOffloadingManager(16, 8).touch([A], contexts[1])
+    assert len(caplog.messages[0]) < 300
 
 
 def test_a_hint_of_the_wrong_type_set_on_a_context_is_an_error(manager: CPUOffloadingManager) -> None:

@@ -1,8 +1,9 @@
-"""The worst cases of retention at a million blocks: half of them raised, and the time of all over at once."""
+"""Retention at a million blocks: half of them are raised, and the TTL of all of them expires at once."""
 
 from __future__ import annotations
 
 import gc
+from statistics import median
 from time import thread_time
 
 import pytest
@@ -11,11 +12,12 @@ from kvcache import CPUOffloadingManager, ReqContext, Retention
 
 NUM_BLOCKS = 1_000_000
 CALL = 1024
-LONGEST_MS = 2.0
+MAX_RATIO = 60
+"""Longest call to median call: up to 20 as built. If one call lowered every expired block, it would be hundreds."""
 
 
 def calls_ms(policy: str) -> dict[str, list[float]]:
-    """Fill, raise half, let the time of all end, and return the milliseconds of every call from then on."""
+    """Fill the pool, raise half of it, let all TTLs expire, and return the milliseconds of every call by name."""
     now_s = 0.0
     manager = CPUOffloadingManager(16, NUM_BLOCKS, policy, clock=lambda: now_s)
     keys = [b"%d" % i for i in range(NUM_BLOCKS)]
@@ -29,7 +31,7 @@ def calls_ms(policy: str) -> dict[str, list[float]]:
 
     gc.collect()
     gc.disable()
-    # Raised and plain requests take turns, so that those that fall back stand between the others.
+    # Raised and plain requests alternate, so blocks whose TTL expires lie between others.
     for start in range(0, NUM_BLOCKS, CALL):
         named = keys[start : start + CALL]
         context = ReqContext(retention=Retention(1, 600) if start // CALL % 2 else None)
@@ -55,13 +57,13 @@ def calls_ms(policy: str) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "arc", "mq", "amq", "lfuda"])
-def test_no_call_of_1024_keys_takes_2_ms(policy: str) -> None:
-    # Identical replays: the least that a call took is what it costs, the rest is the machine's noise.
+def test_call_after_all_ttls_expired_takes_a_bounded_multiple_of_the_median(policy: str) -> None:
+    # The replays are identical: the least time of each call is its cost, the rest is noise of the machine.
     least: dict[str, list[float]] = {}
-    for _ in range(5):
+    for _ in range(4):
         for name, times in calls_ms(policy).items():
             least[name] = [min(pair) for pair in zip(times, least.get(name, times), strict=True)]
-        longest = {name: max(times) for name, times in least.items()}
-        if max(longest.values()) < LONGEST_MS:
+        ratios = {name: max(times) / median(times) for name, times in least.items()}
+        if max(ratios.values()) < MAX_RATIO:
             return
-    pytest.fail(f"calls of 1,024 keys took, in milliseconds: {longest}")
+    pytest.fail(f"longest call of 1,024 keys, in multiples of the median call: {ratios}")

@@ -18,13 +18,12 @@ from typing import Any
 
 import pytest
 
-from kvcache import CPUOffloadingManager, ReqContext
+from kvcache import CPUOffloadingManager
 from kvcache.control.telemetry import Command, Telemetry
 from kvcache.exporters import status as status_module
 from kvcache.exporters.status import StatusServer, ask, live_sockets
 from kvcache.options import OptionTable, parse_count
 from kvcache.registry import COMMANDS
-from kvcache.request import NEXT_USES
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def manager() -> CPUOffloadingManager:
 @pytest.fixture
 def server(manager: CPUOffloadingManager, folder: Path) -> Iterator[StatusServer]:
     telemetry = Telemetry(manager, block_bytes=4096, config={"password_file": Path("/x")})
-    server = StatusServer(telemetry, folder / "s.sock", hints=True)
+    server = StatusServer(telemetry, folder / "s.sock")
     yield server
     server.close()
 
@@ -421,79 +420,3 @@ def test_engine_runs_on_while_clients_attack(server: StatusServer, manager: CPUO
     for thread in threads:
         thread.join()
     assert manager.stats().lookups == 2_000
-
-
-def ended(manager: CPUOffloadingManager, req_id: str, keys: list[bytes]) -> None:
-    context = ReqContext(req_id)
-    output = manager.prepare_store(keys, context)
-    assert output is not None
-    manager.complete_store(output.keys_to_store, context)
-    manager.on_request_finished(context)
-
-
-def test_a_hint_reaches_a_request_that_has_ended(server: StatusServer, manager: CPUOffloadingManager) -> None:
-    ended(manager, "chatcmpl-7-1a2b3c4d", [b"c", b"d"])
-    assert ask(server.path, "hint", request="chatcmpl-7", next_use="soon") == {"found": True}
-    assert manager.stats().retained_blocks == 2
-    assert ask(server.path, "hint", request="chatcmpl-7-1a2b3c4d", next_use="later") == {"found": True}
-    assert manager.stats().retained_blocks == 0
-    assert ask(server.path, "hint", request="chatcmpl", next_use="soon") == {"found": True}
-    assert ask(server.path, "hint", request="chat", next_use="soon") == {"found": False}
-    manager.reset_cache()
-    assert ask(server.path, "hint", request="chatcmpl-7", next_use="soon") == {"found": False}
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "hint needs request and next_use"),
-        ({"request": "a"}, "hint needs next_use"),
-        ({"request": "a", "next_use": "never"}, "next_use in the request must be one of end, soon, later, got 'never'"),
-        ({"request": 7, "next_use": "end"}, "request in the request must be a str that is not empty, got 7"),
-    ],
-)
-def test_a_bad_hint_is_named(server: StatusServer, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ask(server.path, "hint", **given)
-
-
-def test_hints_from_many_threads_and_a_busy_scheduler_do_no_harm(
-    server: StatusServer, manager: CPUOffloadingManager
-) -> None:
-    failures: list[BaseException] = []
-
-    def give(next_use: str) -> None:
-        try:
-            for number in range(60):
-                while True:
-                    try:
-                        ask(server.path, "hint", request=f"r{number % 20}", next_use=next_use)
-                        break
-                    except ValueError as refusal:  # a loaded machine closes connections later than new ones come
-                        if "try again" not in str(refusal):
-                            raise
-                        time.sleep(0.01)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=give, args=(next_use,)) for next_use in NEXT_USES]
-    for thread in threads:
-        thread.start()
-    number = 0
-    while any(thread.is_alive() for thread in threads):
-        ended(manager, f"r{number % 20}", [b"%d" % (number % 5), b"%d-%d" % (number % 5, number % 7)])
-        number += 1
-    for thread in threads:
-        thread.join()
-    manager.policy.check()  # type: ignore[attr-defined]
-    assert failures == []
-    assert manager.stats().num_pending == manager.stats().num_referenced == 0
-
-
-def test_without_hints_the_manager_remembers_no_requests(manager: CPUOffloadingManager, folder: Path) -> None:
-    server = StatusServer(Telemetry(manager), folder / "plain.sock")
-    context = ReqContext("chatcmpl-9")
-    manager.lookup([b"a"], context)
-    manager.on_request_finished(context)
-    assert ask(server.path, "hint", request="chatcmpl-9", next_use="soon") == {"found": False}
-    server.close()

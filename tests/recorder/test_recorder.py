@@ -283,7 +283,7 @@ def test_look_ups_one_by_one_are_written_as_runs(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
-def test_promises_of_tenants_and_clocks_that_go_back_replay(tmp_path, policy):
+def test_hints_and_clocks_that_go_back_replay(tmp_path, policy):
     rng = random.Random(3)
     clock = [5.0]
     manager = CPUOffloadingManager(16, 60, policy, True, clock=lambda: clock[0])
@@ -292,7 +292,7 @@ def test_promises_of_tenants_and_clocks_that_go_back_replay(tmp_path, policy):
         running = []
         for number in range(600):
             clock[0] += rng.random()
-            said = Retention(next_use=rng.choice(("soon", "later", "end")), tenant=rng.choice("abc"))
+            said = Retention(next_use=rng.choice(("soon", "later", "end")))
             context = ReqContext(str(number), None, rng.choice((said, None)))
             keys = [key(100 * rng.randrange(30) + i) for i in range(rng.randrange(1, 14))]
             if rng.random() < 0.05:

@@ -256,16 +256,13 @@ def test_hint_in_kv_transfer_params_keeps_blocks_longer() -> None:
 def test_next_use_is_said_by_the_request_by_the_next_one_or_after_its_end() -> None:
     adapter = manager(num_blocks=4)
     ours = adapter._manager
-    ours.keep_ended_requests()
     keys = keys_of("a", 3)
     for req_id, num_keys, next_use, num_raised in (("c-1-0f", 2, "soon", 2), ("c-2-1f", 3, "later", 2)):
         context = request(adapter, req_id, keys[:num_keys], {"kvcache": {"next_use": next_use}})
         adapter.complete_store(set(adapter.prepare_store(keys[:num_keys], context).keys_to_store), context)
         adapter.on_request_finished(context)
         assert ours.stats().retained_blocks == num_raised, "a later request lowers nothing"
-    ended = ours.ended_request("c-2")
-    assert ended is not None
-    ours.hint(ended, "end")
+    ours.hint(context, "end")
     assert ours.stats().retained_blocks == 0
     serve(adapter, "other", [b"x"])
     assert serve(adapter, "more", keys_of("b", 3)) == [b"a2", b"a1", b"a0"], "the tail first, and x after them"
