@@ -1,9 +1,10 @@
-"""Digests that all tiers share: the checksum of a block outside of host memory, and the namespace of a shared store."""
+"""Checksums of blocks outside of host memory, and names and seals of blocks in a store that engines share."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,12 @@ except ImportError as error:
 if TYPE_CHECKING:
     Buffer = bytes | bytearray | memoryview
 
+SEAL_BYTES = 16
 _PREFIX = struct.Struct("<IQ")
 
 
 def checksum(key: bytes, payload: Buffer, num_bytes: int, seed: int) -> int:
-    """Return the xxh3 of key, length and payload, 64 bits.
+    """Return the 64-bit xxh3 of key, length and payload.
 
     Parameters
     ----------
@@ -31,17 +33,56 @@ def checksum(key: bytes, payload: Buffer, num_bytes: int, seed: int) -> int:
     num_bytes : int
         Bytes of a whole block.
     seed : int
-        What makes a block of one store differ from the same block of another: a generation, a namespace.
+        Distinguishes a block of one store from the same block of another.
     """
     digest = xxhash.xxh3_64(_PREFIX.pack(len(key), num_bytes) + key, seed)
     digest.update(payload)
     return digest.intdigest()
 
 
-def namespace_of(store_format: bytes, fingerprint: Mapping[str, Any], block_bytes: int, salt: str) -> tuple[str, int]:
-    """Return what a shared store's names begin with, and the seed of its checksums: a digest of all of these."""
-    digest = hashlib.blake2b(digest_size=16)
-    described = json.dumps(dict(fingerprint), sort_keys=True, default=str).encode()
-    for part in (store_format, described, str(block_bytes).encode(), salt.encode()):
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return f"kvcache:{digest.hexdigest()}", int.from_bytes(digest.digest()[:8], "big")
+def draw_epoch() -> str:
+    """Return a random epoch of a shared store, 16 hexadecimal digits. No other draw returns the same one."""
+    return secrets.token_hex(8)
+
+
+class Namespace:
+    """Names and seals of one model's blocks in a shared store.
+
+    Engines agree on both if they agree on the format, the fingerprint, the size of a block and the salt. A seal covers
+    the block's name, epoch included, and its payload. With a salt it is a keyed BLAKE3 digest, which no client forges
+    that does not know the salt. Without one it is an xxh3 that detects accidents. Its key cannot be derived from names.
+
+    Attributes
+    ----------
+    prefix : str
+        What each name in the store begins with.
+    """
+
+    def __init__(self, store_format: bytes, fingerprint: Mapping[str, Any], block_bytes: int, salt: str) -> None:
+        described = json.dumps(dict(fingerprint), sort_keys=True, default=str).encode()
+        parts = b"".join(
+            len(part).to_bytes(8, "big") + part for part in (store_format, described, str(block_bytes).encode())
+        )
+        secret = hashlib.blake2b(salt.encode()).digest()
+        self.prefix = "kvcache:" + hashlib.blake2b(parts, key=secret, digest_size=16, person=b"name").hexdigest()
+        self._key = hashlib.blake2b(parts, key=secret, digest_size=32, person=b"seal").digest()
+        self._blake3: Any = None
+        if salt:
+            try:
+                from blake3 import blake3
+            except ImportError as error:
+                raise ImportError(
+                    f"a salt needs the package blake3: install kvcache's extra 'valkey' or 'mooncake' ({error})"
+                ) from error
+            self._blake3 = blake3
+
+    def seal(self, name: bytes, payload: Buffer) -> bytes:
+        """Return the seal of the block that is stored as `name`, `SEAL_BYTES` bytes."""
+        start = _PREFIX.pack(len(name), len(payload)) + name
+        if self._blake3 is not None:
+            digest = self._blake3(start, key=self._key)
+            digest.update(payload)
+            return bytes(digest.digest(SEAL_BYTES))
+        digest = xxhash.xxh3_128(start, int.from_bytes(self._key[:8], "big"))
+        digest.update(payload)
+        return bytes(digest.digest())

@@ -2,10 +2,10 @@
 
 Mooncake keeps blocks in memory that nodes lend to the store; its master knows where each one lies. Blocks go straight
 from the host pool into that memory and back (RDMA, or TCP), so nothing here copies them. A value is the payload and
-behind it a checksum of namespace, key and payload: what is not ours, short, long or torn is a counted miss.
+behind it a seal over name and payload. A value that is foreign, short, long or torn is a counted miss.
 
-Names in the store are ``kvcache:<namespace>:<epoch>:<block key>``, as of `kvcache.tiers.valkey`. A reset draws a new
-epoch and removes what the old one holds; an engine keeps the epoch that it found at its start or drew itself.
+Names in the store are ``kvcache:<namespace>:<epoch>:<block key>``. Namespaces and epochs follow the rules of
+`kvcache.tiers.valkey`.
 
 The native client gives up on a master or a node that does not answer after `timeout_s` (a load may wait for both, one
 after the other), and never touches host memory after that. Two of its calls keep the interpreter's lock: connecting
@@ -21,12 +21,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hmac import compare_digest
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -41,17 +41,15 @@ from kvcache.options import (
     parse_size,
     parse_text,
 )
-from kvcache.tiering.checksum import checksum, namespace_of
+from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiering.tier import checked_host_blocks
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
 
-_FORMAT = b"kvcache mooncake 1"
-_CHECKSUM_BYTES = 8
+_FORMAT = b"kvcache mooncake 2"
 _EPOCH_BYTES = 8
-_NO_EPOCH = "0"
 _BUFFER_BYTES = 1 << 20
 _MAINTAIN_INTERVAL_S = 2.0
 _MAX_DISCARDS = 4096
@@ -171,7 +169,7 @@ class MooncakeTier(JobTier):
         self._hostname, self._timeout_s = hostname, timeout_s
         self._setup = (metadata_server, lend_bytes, _BUFFER_BYTES, protocol, device, master)
         self._tenant = tenant
-        self._namespace, self._seed = namespace_of(_FORMAT, fingerprint or {}, self._block_bytes, salt)
+        self._namespace = Namespace(_FORMAT, fingerprint or {}, self._block_bytes, salt)
         self._config = self._native.ReplicateConfig()
         self._config.replica_num = num_replicas
         self._config.data_type = self._native.ObjectDataType.KVCACHE
@@ -181,9 +179,10 @@ class MooncakeTier(JobTier):
                 self._config.soft_pin_ttl_ms = max(1, int(soft_pin_ttl_s * 1000))
         self._pinned = self._native.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        # One checksum per host block, registered like the pool; the last row carries the epoch.
-        self._checksums = np.zeros(len(host_blocks) + 1, np.uint64)
-        self._epoch: str | None = None
+        # One seal per host block, registered like the pool; the last row carries the epoch.
+        self._seals = np.zeros((len(host_blocks) + 1, SEAL_BYTES), np.uint8)
+        self._epoch = ""
+        self._old_epochs: list[str] = []
         self._store: Any = None
         self._setup_of_store: tuple[Any, ...] = ()
         # One for each direction: a lock has no order, and loads would keep stores from it for ever.
@@ -236,7 +235,7 @@ class MooncakeTier(JobTier):
 
     def name_of(self, key: bytes) -> str:
         """Return the name that a block has in the store."""
-        return f"{self._namespace}:{self._epoch}:{key.hex()}"
+        return f"{self._namespace.prefix}:{self._epoch}:{key.hex()}"
 
     def exists(self, keys: list[bytes]) -> Sequence[bool]:
         return self._are_held(self._connected(), [self.name_of(key) for key in keys])
@@ -252,7 +251,7 @@ class MooncakeTier(JobTier):
         absent = [i for i, is_held in enumerate(held) if not is_held]
         addresses, buffers = batch.addresses, batch.buffers
         for i in absent:
-            self._checksums[batch.block_ids[i]] = checksum(batch.keys[i], buffers[i], self._block_bytes, self._seed)
+            self._seals[batch.block_ids[i]].data[:] = self._namespace.seal(names[i].encode(), buffers[i])
         answers: Sequence[int] = ()
         if absent:
             parts = self._parts([(addresses[i], batch.block_ids[i]) for i in absent])
@@ -282,9 +281,9 @@ class MooncakeTier(JobTier):
             answers = store.batch_get_into_multi_buffers(names, *parts)
         outcomes, bad = [], []
         for i, answer in enumerate(answers):
-            if answer == self._block_bytes + _CHECKSUM_BYTES:
-                stored = int(self._checksums[batch.block_ids[i]])
-                is_good = stored == checksum(batch.keys[i], buffers[i], self._block_bytes, self._seed)
+            if answer == self._block_bytes + SEAL_BYTES:
+                stored = self._seals[batch.block_ids[i]].data
+                is_good = compare_digest(stored, self._namespace.seal(names[i].encode(), buffers[i]))
                 outcomes.append(BlockOutcome.DONE if is_good else BlockOutcome.CORRUPT)
             elif answer in (_NOT_FOUND, _NOT_READY):
                 outcomes.append(BlockOutcome.ABSENT)
@@ -299,19 +298,23 @@ class MooncakeTier(JobTier):
         return outcomes
 
     def clear(self, generation: int) -> None:
-        """Draw a new epoch and remove the old one's blocks."""
-        store = self._store or self._connect()
-        old, self._epoch = self._epoch, secrets.token_hex(_EPOCH_BYTES)
-        self._write_epoch(store)
-        num_removed = store.remove_by_regex(f"^{self._namespace}:{old}:", True)
-        if num_removed < 0:
-            raise self._error("remove", num_removed)
+        """Announce a fresh epoch and remove the blocks of older ones."""
+        store, fresh = self._store or self._connect(), draw_epoch()
+        self._write_epoch(store.upsert_from, fresh)
+        self._old_epochs.append(self._epoch)
+        self._epoch = fresh
+        while self._old_epochs:
+            num_removed = store.remove_by_regex(f"^{self._namespace.prefix}:{self._old_epochs[-1]}:", True)
+            if num_removed < 0:
+                raise self._error("remove", num_removed)
+            self._old_epochs.pop()
 
     def maintain(self) -> None:
         if self._store is None:
             self._connect()
-        elif self._epoch != _NO_EPOCH and self._store.get_size(self._epoch_name) == _NOT_FOUND:
-            self._write_epoch(self._store)
+        elif self._store.get_size(self._epoch_name) == _NOT_FOUND:
+            # Engines that start later join it; this one keeps its own.
+            self._write_epoch(self._store.put_from, draw_epoch())
         if self._discards:
             names, self._discards = list(self._discards), {}
             self._discard(self._store, names)
@@ -322,12 +325,12 @@ class MooncakeTier(JobTier):
 
     @property
     def _epoch_name(self) -> str:
-        return f"{self._namespace}:epoch"
+        return f"{self._namespace.prefix}:epoch"
 
     def _parts(self, blocks: list[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
-        start = self._checksums.ctypes.data
-        pairs = [[address, start + _CHECKSUM_BYTES * block_id] for address, block_id in blocks]
-        return pairs, [[self._block_bytes, _CHECKSUM_BYTES]] * len(blocks)
+        start = self._seals.ctypes.data
+        pairs = [[address, start + SEAL_BYTES * block_id] for address, block_id in blocks]
+        return pairs, [[self._block_bytes, SEAL_BYTES]] * len(blocks)
 
     def _are_held(self, store: Any, names: list[str]) -> list[bool]:
         answers = store.batch_is_exist(names)
@@ -337,7 +340,7 @@ class MooncakeTier(JobTier):
 
     def _is_of_another_size(self, store: Any, name: str) -> bool:
         num_bytes: int = store.get_size(name)
-        return num_bytes >= 0 and num_bytes != self._block_bytes + _CHECKSUM_BYTES
+        return num_bytes >= 0 and num_bytes != self._block_bytes + SEAL_BYTES
 
     def _discard(self, store: Any, names: list[str]) -> None:
         """Remove values that nobody can use; one that another engine holds a lease on is removed later."""
@@ -345,20 +348,23 @@ class MooncakeTier(JobTier):
             if answer not in (0, _NOT_FOUND) and len(self._discards) < _MAX_DISCARDS:
                 self._discards[name] = None
 
-    def _write_epoch(self, store: Any) -> None:
-        self._checksums[-1] = int(self._epoch or _NO_EPOCH, 16)
-        answer = store.upsert_from(self._epoch_name, self._checksums[-1:].ctypes.data, _EPOCH_BYTES, self._pinned)
-        if answer != 0:
-            raise self._error("upsert", answer)
+    def _write_epoch(self, write: Callable[..., int], epoch: str) -> None:
+        """Announce an epoch: `upsert_from` replaces another one, `put_from` leaves it."""
+        carrier = self._seals[-1, :_EPOCH_BYTES]
+        carrier[:] = np.frombuffer(bytes.fromhex(epoch), np.uint8)
+        if (answer := write(self._epoch_name, carrier.ctypes.data, _EPOCH_BYTES, self._pinned)) not in (0, _EXISTS):
+            raise self._error("write of the epoch", answer)
 
-    def _read_epoch(self, store: Any) -> str:
-        self._checksums[-1] = 0
-        answer = store.get_into(self._epoch_name, self._checksums[-1:].ctypes.data, _EPOCH_BYTES)
+    def _join_epoch(self, store: Any) -> str:
+        """Return the announced epoch. If there is none, announce one; of engines that start together, one does."""
+        carrier = self._seals[-1, :_EPOCH_BYTES]
+        answer = store.get_into(self._epoch_name, carrier.ctypes.data, _EPOCH_BYTES)
         if answer == _NOT_FOUND:
-            return _NO_EPOCH
+            self._write_epoch(store.put_from, draw_epoch())
+            answer = store.get_into(self._epoch_name, carrier.ctypes.data, _EPOCH_BYTES)
         if answer != _EPOCH_BYTES:
             raise self._error("get", answer)
-        return f"{int(self._checksums[-1]):016x}"
+        return carrier.tobytes().hex()
 
     @contextmanager
     def _turn(self, lock: Lock) -> Iterator[None]:
@@ -389,8 +395,7 @@ class MooncakeTier(JobTier):
             for address, num_bytes in self._regions():
                 if (answer := store.register_buffer(address, num_bytes)) != 0:
                     raise self._error("register_buffer", answer)
-            if self._epoch is None:
-                self._epoch = self._read_epoch(store)
+            self._epoch = self._epoch or self._join_epoch(store)
         except BaseException:
             self._keep(store, (*arguments, self._tenant))
             raise
@@ -413,7 +418,7 @@ class MooncakeTier(JobTier):
         """Return address and size of what the client reads and writes."""
         rows = self.host_rows
         num_bytes = (len(rows) - 1) * rows.strides[0] + self._block_bytes
-        return [(rows.ctypes.data, num_bytes), (self._checksums.ctypes.data, self._checksums.nbytes)]
+        return [(rows.ctypes.data, num_bytes), (self._seals.ctypes.data, self._seals.nbytes)]
 
     def _keep(self, store: Any, setup: tuple[Any, ...]) -> None:
         """Leave a client to the next tier that is set up like this one, without this tier's memory."""

@@ -1,12 +1,14 @@
 """A tier on Valkey or Redis: blocks that one engine stores are hits for every other engine on the same server.
 
-Keys on the server are ``kvcache:<namespace>:<epoch>:<block key>``. The namespace is a digest of the fingerprint (model,
-dtype, geometry), the format and a tenant's salt, so that engines share blocks only where the bytes mean the same. A
-value is a checksum of namespace, key and payload, then the payload: what is not ours, short, long or torn is a counted
-miss, and is deleted.
+Keys on the server are ``kvcache:<namespace>:<epoch>:<block key>``. The namespace is a keyed digest of the fingerprint
+(model, dtype, geometry), the format and a tenant's salt, so engines share blocks only if the bytes mean the same. A
+value is a seal over name and payload, then the payload. A value that is foreign, short, long or torn is a counted miss
+and is deleted.
 
-A reset begins a new epoch and deletes what the old one holds. An engine keeps the epoch that it found at its start or
-made by its own reset, because another engine's reset may mean other weights: who starts later joins the latest epoch.
+A reset announces a fresh random epoch and deletes the blocks of the old one. An engine keeps the epoch that it found
+when it started or drew in its own reset, because another engine's reset may mean other weights. Engines that start
+later join the announced epoch. If the server has forgotten it, a running engine announces a fresh one for them and
+keeps its own, so an epoch is announced once and never again.
 
 Values are read and written one command each, pipelined, straight from and into host memory (`valkey_wire`). What the
 server holds already is not sent again. Memory limits, eviction and persistence are the server's.
@@ -15,9 +17,10 @@ server holds already is not sent again. Memory limits, eviction and persistence 
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from hmac import compare_digest
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -35,7 +38,7 @@ from kvcache.options import (
     parse_text,
     without_secrets,
 )
-from kvcache.tiering.checksum import checksum, namespace_of
+from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiering.tier import checked_host_blocks
 from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
@@ -44,8 +47,7 @@ if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
 
 PASSWORD_VARIABLE = "KVCACHE_VALKEY_PASSWORD"
-_FORMAT = b"kvcache valkey 1"
-_CHECKSUM = struct.Struct("<Q")
+_FORMAT = b"kvcache valkey 2"
 _EPOCH_INTERVAL_S = 5.0
 # Answers that a server has not sent yet pile up in its memory: twice as many are awaited at most, on each connection.
 # Of blocks to be stored, so many are sent before it is asked again which of the next ones another engine has stored.
@@ -138,10 +140,11 @@ class ValkeyTier(JobTier):
         self._url, self._is_cluster, self._timeout_s = url, cluster, timeout_s
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._block_bytes = checked_host_blocks(host_blocks).shape[1]
-        namespace, self._seed = namespace_of(_FORMAT, fingerprint or {}, self._block_bytes, salt)
-        self._namespace = namespace.encode()
-        self._epoch = 0
-        self._has_epoch = False
+        self._namespace = Namespace(_FORMAT, fingerprint or {}, self._block_bytes, salt)
+        self._prefix = self._namespace.prefix.encode()
+        self._epoch = b""
+        self._old_epochs: list[bytes] = []
+        self._connecting = Lock()
         self._client: Any = None
         super().__init__(
             host_blocks,
@@ -185,12 +188,12 @@ class ValkeyTier(JobTier):
 
     def open(self) -> None:
         try:
-            self._connect()
+            self._server()
         except (AuthenticationError, AuthorizationError) as error:
             raise ValueError(f"{self._address} refuses the credentials: {_shown(error)}") from None
         except (ValkeyError, OSError, ValueError):
             # The engine starts without it; each job tries again.
-            self._client = None
+            pass
 
     def exists(self, keys: list[bytes]) -> Sequence[bool]:
         names = [self._name(key) for key in keys]
@@ -230,8 +233,8 @@ class ValkeyTier(JobTier):
                     else:
                         absent.append(i)
                 for i in absent:
-                    head = _CHECKSUM.pack(checksum(batch.keys[i], buffers[i], self._block_bytes, self._seed))
-                    before, after = pack_set(names[i], head, self._block_bytes, self._ttl_ms)
+                    seal = self._namespace.seal(names[i], buffers[i])
+                    before, after = pack_set(names[i], seal, self._block_bytes, self._ttl_ms)
                     waiting += [before, buffers[i], after]
                 server.send([*waiting, *ask(positions[first + size : first + 2 * size])])
                 for i in absent:
@@ -252,13 +255,13 @@ class ValkeyTier(JobTier):
         window = max(1, _WINDOW_BYTES // self._block_bytes)
 
         def load(server: Channel, positions: Sequence[int]) -> None:
-            head = memoryview(bytearray(_CHECKSUM.size))
+            seal = memoryview(bytearray(SEAL_BYTES))
             for number, i in enumerate(positions):
                 if number % window == 0:
                     # The first half of what is awaited has come.
                     first = number + window if number else 0
                     server.send([pack(b"GET", names[j]) for j in positions[first : number + 2 * window]])
-                outcomes[i] = self._receive(server, batch.keys[i], head, buffers[i])
+                outcomes[i] = self._receive(server, names[i], seal, buffers[i])
 
         self._converse(names, load)
         for name, outcome in zip(names, outcomes, strict=True):
@@ -267,22 +270,24 @@ class ValkeyTier(JobTier):
         return outcomes
 
     def clear(self, generation: int) -> None:
-        """Begin a new epoch and delete the old one's blocks."""
-        server = self._server()
-        old = b"%b:%d:*" % (self._namespace, self._epoch)
-        self._epoch = max(self._epoch + 1, int(server.incr(self._epoch_name)))
-        server.set(self._epoch_name, self._epoch)
-        names: list[bytes] = []
-        for name in server.scan_iter(match=old, count=1000):
-            names.append(name)
-            if len(names) == 1000:
-                self._delete(server, names)
-        self._delete(server, names)
+        """Announce a fresh epoch and delete the blocks of older ones."""
+        server, fresh = self._server(), draw_epoch().encode()
+        server.set(self._epoch_name, fresh)
+        self._old_epochs.append(self._epoch)
+        self._epoch = fresh
+        while self._old_epochs:
+            names: list[bytes] = []
+            for name in server.scan_iter(match=b"%b:%b:*" % (self._prefix, self._old_epochs[-1]), count=1000):
+                names.append(name)
+                if len(names) == 1000:
+                    self._delete(server, names)
+            self._delete(server, names)
+            self._old_epochs.pop()
 
     def maintain(self) -> None:
-        # A server that evicts any key must not forget the epoch; reading it keeps it recent.
-        if self._client is not None and self._epoch and self._client.get(self._epoch_name) is None:
-            self._client.set(self._epoch_name, self._epoch, nx=True)
+        # Reading the epoch keeps it recent on a server that evicts any key.
+        if self._client is not None and self._client.get(self._epoch_name) is None:
+            self._client.set(self._epoch_name, draw_epoch(), nx=True)
 
     def close(self) -> None:
         if self._client is not None:
@@ -290,10 +295,10 @@ class ValkeyTier(JobTier):
 
     @property
     def _epoch_name(self) -> bytes:
-        return self._namespace + b":epoch"
+        return self._prefix + b":epoch"
 
     def _name(self, key: bytes) -> bytes:
-        return b"%b:%d:%b" % (self._namespace, self._epoch, key)
+        return b"%b:%b:%b" % (self._prefix, self._epoch, key)
 
     def _delete(self, server: Any, names: list[bytes]) -> None:
         with server.pipeline(transaction=False) as pipeline:
@@ -303,24 +308,31 @@ class ValkeyTier(JobTier):
         names.clear()
 
     def _server(self) -> Any:
-        return self._client or self._connect()
+        # One thread connects at a time: another one must not join the epoch that a reset has just left.
+        with self._connecting:
+            return self._client or self._connect()
 
     def _connect(self) -> Any:
         make = ValkeyCluster.from_url if self._is_cluster else Valkey.from_url
         client: Any = make(self._url, **self._options)
         try:
-            found = int(client.get(self._epoch_name) or 0)
+            found = client.get(self._epoch_name)
+            if found is None and not self._epoch:
+                # Of engines that start together, one announces an epoch and all join it.
+                client.set(self._epoch_name, draw_epoch(), nx=True)
+                found = client.get(self._epoch_name)
+            self._epoch = self._epoch or found
+            if not self._epoch:
+                raise OSError(f"{self._address} does not keep the epoch")
         except BaseException:
             client.close()
             raise
-        if not self._has_epoch:
-            self._epoch, self._has_epoch = found, True
         self._client = client
         return client
 
-    def _receive(self, server: Channel, key: bytes, head: memoryview, buffer: memoryview) -> BlockOutcome:
+    def _receive(self, server: Channel, name: bytes, seal: memoryview, buffer: memoryview) -> BlockOutcome:
         try:
-            num_bytes = server.read_value((head, buffer))
+            num_bytes = server.read_value((seal, buffer))
         except ServerError as error:
             # Somebody's list or set under our name.
             if not str(error).startswith("WRONGTYPE "):
@@ -328,8 +340,8 @@ class ValkeyTier(JobTier):
             return BlockOutcome.CORRUPT
         if num_bytes == MISSING:
             return BlockOutcome.ABSENT
-        is_whole = num_bytes == len(head) + self._block_bytes
-        if is_whole and _CHECKSUM.unpack(head)[0] == checksum(key, buffer, self._block_bytes, self._seed):
+        is_whole = num_bytes == SEAL_BYTES + self._block_bytes
+        if is_whole and compare_digest(seal, self._namespace.seal(name, buffer)):
             return BlockOutcome.DONE
         return BlockOutcome.CORRUPT
 

@@ -23,6 +23,7 @@ import numpy as np
 from stores import Impostor, MooncakeStore, Proxy, ProxyProcess, ValkeyServer, blocks, pause, resume, store_as_is
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
+from kvcache.tiering.checksum import SEAL_BYTES
 from kvcache.tiering.tier import Tier
 
 BLOCK_BYTES = 1 << 16
@@ -402,7 +403,7 @@ class MooncakeFaults(ProxyFaults):
 
     def another_tenants_values(self) -> End:
         """Put other bytes of the same length in the place of each value."""
-        value = bytes(BLOCK_BYTES + 8)
+        value = bytes(BLOCK_BYTES + SEAL_BYTES)
         for chain in range(_NUM_CHAINS):
             for i in range(_CHAIN_BLOCKS):
                 name = self._name_of(key_of(chain, i))

@@ -19,6 +19,7 @@ import stores
 from stores import KEYS, Impostor, MooncakeStore, found, load, store, store_until_done, wait_for, wait_for_reset
 
 from kvcache.testing.tier_contract import TierContract
+from kvcache.tiering.checksum import SEAL_BYTES
 from kvcache.tiers.mooncake import MooncakeTier
 
 try:
@@ -128,7 +129,7 @@ def test_damaged_values_are_counted_misses_that_are_removed(shared_store, opened
     tier = open_tier(opened, shared_store.master, host, salt=str(tmp_path))
     store_until_done(tier, host, KEYS[:6])
     names = [tier.name_of(key) for key in KEYS[:6]]
-    whole = BLOCK_BYTES + 8
+    whole = BLOCK_BYTES + SEAL_BYTES
     for name, source, num_bytes in (
         (names[0], names[0], whole - 1),  # short
         (names[1], names[1], whole + 1),  # long
@@ -165,6 +166,26 @@ def test_reset_is_not_undone_by_a_restart(shared_store, opened, tmp_path):
     again = open_tier(opened, shared_store.master, blocks(), salt=str(tmp_path))
     assert found(again, KEYS[:4]) == 0
     assert found(again, KEYS[4:6]) == 2
+
+
+def test_epoch_that_the_store_lost_is_not_announced_again(shared_store, opened, client, tmp_path):
+    salt = str(tmp_path)
+    host = blocks()
+    before, after = (open_tier(opened, shared_store.master, blocks(), salt=salt) for _ in range(2))
+    store_until_done(before, before.host_rows, KEYS[:1])
+    store_until_done(after, after.host_rows, KEYS[1:2])
+    own = {tier.name_of(b"").split(":")[2] for tier in (before, after)}
+    assert len(own) == 1, "engines that start one after the other share an epoch"
+    after.reset()
+    wait_for_reset(after)
+    own.add(after.name_of(b"").split(":")[2])
+    assert client.native.remove(f"{before.name_of(b'').rpartition(':')[0].rpartition(':')[0]}:epoch", True) == 0
+    before.maintain()
+    # The engine that was not reset announces an epoch for later ones, and joins neither it nor the lost one.
+    store_until_done(before, before.host_rows, KEYS[2:4])
+    late = open_tier(opened, shared_store.master, host, salt=salt)
+    assert late.name_of(b"").split(":")[2] not in own
+    assert found(late, KEYS[:4]) == 0
 
 
 def test_full_store_refuses_or_evicts_and_never_errs(make_store, opened):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import threading
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
+from blake3 import blake3
 from stores import (
     KEYS,
     VALKEY_BINARY,
@@ -23,7 +26,9 @@ from stores import (
     found,
     free_port,
     load,
+    load_as_is,
     store,
+    store_until_done,
     wait_for,
     wait_for_reset,
 )
@@ -31,6 +36,8 @@ from valkey import Valkey
 
 from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.testing.tier_contract import TierContract
+from kvcache.tiering import job_tier as control_thread
+from kvcache.tiering.checksum import Namespace
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyTier
 
@@ -186,6 +193,123 @@ def test_reset_is_not_undone_by_a_restart(server, opened):
     client = Valkey(port=server.port)
     assert [name for name in client.scan_iter(match="kvcache:*") if not name.endswith(b":epoch")] == []
     client.close()
+
+
+def epoch_of(tier: ValkeyTier) -> bytes:
+    return tier._name(b"").split(b":")[2]
+
+
+def test_engines_that_start_on_an_empty_server_share_an_epoch(server, opened):
+    tiers = [open_tier(opened, server.url, blocks()) for _ in range(3)]
+    assert len({epoch_of(tier) for tier in tiers}) == 1
+    assert len(epoch_of(tiers[0])) == 16
+
+
+def test_resets_after_the_server_lost_its_memory_reach_different_epochs(server, opened):
+    hosts = [blocks() for _ in range(4)]
+    first, second = (open_tier(opened, server.url, host) for host in hosts[:2])
+    own = {epoch_of(first)}
+    first.reset()
+    wait_for_reset(first)
+    server.kill()
+    server.start()
+    # The second one stores with the weights of before, and is reset only then.
+    store_until_done(second, hosts[1], KEYS[:4])
+    assert load(first, hosts[0], KEYS[:4]).done == []
+    second.maintain()
+    own |= {epoch_of(first), epoch_of(second)}
+    # An engine that starts now joins none of those, which are all older than the server's loss.
+    third = open_tier(opened, server.url, hosts[2])
+    assert epoch_of(third) not in own
+    assert found(third, KEYS[:4]) == 0
+    for tier in (second, first):
+        tier.reset()
+        wait_for_reset(tier)
+    assert len({epoch_of(tier) for tier in (first, second, third)} | own) == 5
+    assert epoch_of(open_tier(opened, server.url, hosts[3])) == epoch_of(first)
+
+
+def test_reset_that_failed_half_way_deletes_the_old_blocks_later(server, opened, monkeypatch):
+    monkeypatch.setattr(control_thread, "_RETRY_S", 0.01)
+    host = blocks()
+    tier = open_tier(opened, server.url, host)
+    store(tier, host, KEYS[:4])
+    delete, calls = tier._delete, []
+
+    def fail_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError("the cable")
+        delete(*args)
+
+    tier._delete = fail_once
+    tier.reset()
+    wait_for_reset(tier)
+    with Valkey(port=server.port) as client:
+        assert [name for name in client.scan_iter() if not name.endswith(b":epoch")] == []
+
+
+NUM_FORGED = 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("salt", ["", "0123456789abcdef"])
+def test_value_of_a_client_without_salt_and_fingerprint_is_never_accepted(server, opened, salt):
+    host = blocks(block_bytes=512)
+    tier = open_tier(opened, server.url, host, fingerprint={"model": "m"}, salt=salt)
+    store(tier, host, KEYS)
+    client = Valkey(port=server.port, socket_timeout=10)
+    old = {key: client.get(tier._name(key)) for key in KEYS}
+    tier.reset()
+    wait_for_reset(tier)
+    store(tier, host, KEYS, job_id=3)
+    names = {key: tier._name(key) for key in KEYS}
+    own = {key: client.get(name) for key, name in names.items()}
+    dice = np.random.default_rng(0)
+    num_forged = 0
+    while num_forged < NUM_FORGED:
+        for i, key in enumerate(KEYS):
+            client.set(names[key], forged(names[key], key, own, old, (num_forged + i) % 9, dice))
+        result = load_as_is(tier, KEYS, 10 + num_forged)
+        assert (result.done, result.error) == ([], "")
+        num_forged += len(KEYS)
+        # Or it would not read these keys again.
+        tier._bad.clear()
+    assert tier.stats().corrupt_blocks == num_forged
+    for key, value in own.items():
+        client.set(names[key], value)
+    assert sorted(load(tier, host, KEYS, job_id=6).done) == KEYS
+    client.close()
+
+
+def forged(name: bytes, key: bytes, own: dict, old: dict, way: int, dice: np.random.Generator) -> bytes:
+    """Return a value that a client makes from what stands on the server, and from the source of the tier."""
+    payload = dice.bytes(512)
+    digest = bytes.fromhex(name.split(b":")[1].decode())
+    header = struct.pack("<IQ", len(name), len(payload)) + name
+    other = KEYS[(KEYS.index(key) + 1) % len(KEYS)]
+    if way == 0:
+        return own[key][:16] + payload
+    if way == 1:
+        # The seal of another name, or of an older epoch.
+        return own[other]
+    if way == 2:
+        return old[key]
+    if way == 3:
+        # The seed of the tier's first format stood in each name.
+        return xxhash.xxh3_128(header + payload, int.from_bytes(digest[:8], "big")).digest() + payload
+    if way == 4:
+        return xxhash.xxh3_128(header + payload, 0).digest() + payload
+    if way == 5:
+        return blake3(header + payload, key=digest * 2).digest(16) + payload
+    if way == 6:
+        stranger = Namespace(b"kvcache valkey 2", {}, 512, "")
+        return stranger.seal(name, payload) + payload
+    if way == 7:
+        flipped = bytearray(own[key])
+        flipped[int(dice.integers(len(flipped)))] ^= 1 << int(dice.integers(8))
+        return bytes(flipped)
+    return dice.bytes(16 + 512)
 
 
 def test_full_server_refuses_blocks_and_keeps_the_rest(make_server, opened):
@@ -386,7 +510,8 @@ def test_cluster_holds_blocks_on_all_its_servers(cluster, opened):
     for server in cluster:
         with Valkey(port=server.port) as client:
             sizes.append(client.dbsize())
-    assert sum(sizes) == len(KEYS)
+    # The blocks and the epoch.
+    assert sum(sizes) == len(KEYS) + 1
     assert min(sizes) > 0
     second = open_tier(opened, cluster[1].url, host_b, cluster=True)
     assert found(second, KEYS) == len(KEYS)

@@ -1,0 +1,131 @@
+"""No engine loads a block from before a reset, whatever engines and servers do meanwhile.
+
+Four processes reset their tier or start a new one, and the server is restarted empty. 1,000 resets and starts in CI;
+``KVCACHE_STRESS=10`` makes it 10,000.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stores import KEYS, VALKEY_BINARY, ValkeyServer, blocks, load_as_is, store_as_is
+
+from kvcache.tiers import valkey
+
+NUM_ENGINES = 4
+NUM_ROUNDS = int(1000 * float(os.environ.get("KVCACHE_STRESS", "1")))
+ROUNDS_PER_SERVER = 50
+LIMIT_S = 60 + NUM_ROUNDS / 5
+pytestmark = pytest.mark.slow
+
+
+class Counts:
+    """What the engines share.
+
+    A reset is numbered when it begins. `begun` is the last number, `done` the largest number of a reset that is done.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        make = context.Value
+        self.begun: Synchronized[int] = make("q", 0)
+        self.done: Synchronized[int] = make("q", 0)
+        self.rounds: Synchronized[int] = make("q", 0)
+        self.loaded_from_others: Synchronized[int] = make("q", 0)
+        self.stale: Synchronized[int] = make("q", 0)
+
+
+def add(counter: Synchronized[int], number: int) -> int:
+    with counter.get_lock():
+        counter.value += number
+        return counter.value
+
+
+def run_engine(engine: int, url: str, counts: Counts) -> None:
+    """Reset or start again, store, load; each block says which resets its writer has seen, and who that is."""
+    dice = random.Random(engine)
+    host = blocks(8, 64)
+    words = host.view(np.int64)
+    tier = None
+    job_id = 0
+    while counts.rounds.value < NUM_ROUNDS:
+        if tier is not None and dice.random() < 0.5:
+            oldest = add(counts.begun, 1)
+            tier.reset()
+            # Not until it is available: stores that failed without a server keep it unavailable until one succeeds.
+            while tier.stats().unavailable_reason.startswith("reset"):
+                tier.get_finished()
+                time.sleep(0.001)
+            with counts.done.get_lock():
+                counts.done.value = max(counts.done.value, oldest)
+        else:
+            if tier is not None:
+                tier.shutdown()
+            oldest = counts.done.value
+            # Whether it soon notices that the server has lost the epoch.
+            valkey._EPOCH_INTERVAL_S = dice.choice([0.02, 5.0])
+            tier = valkey.ValkeyTier(url, host, fingerprint={"model": "m"}, timeout_s=2.0)
+        # It may have found no server. Once a store has succeeded it has an epoch.
+        while store_as_is(tier, [b"engine %d" % engine], job_id).error:
+            job_id += 1
+            time.sleep(0.02)
+        # A block of this engine is stale for a reset that begins from now on.
+        stamp = counts.begun.value
+        for _ in range(4):
+            job_id += 2
+            words[:, 0], words[:, 1] = stamp, engine
+            store_as_is(tier, dice.sample(KEYS[:16], 8), job_id)
+            keys = dice.sample(KEYS[:16], 8)
+            host[:] = 0
+            done = set(load_as_is(tier, keys, job_id + 1).done)
+            for i, key in enumerate(keys):
+                if key in done:
+                    add(counts.stale, int(words[i, 0] < oldest))
+                    add(counts.loaded_from_others, int(words[i, 1] != engine))
+        add(counts.rounds, 1)
+    if tier is not None:
+        tier.shutdown()
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_blocks_from_before_a_reset_are_never_served(tmp_path: Path) -> None:
+    if VALKEY_BINARY is None:
+        pytest.skip("needs valkey-server or redis-server")
+    server = ValkeyServer(tmp_path)
+    server.start()
+    counts = Counts()
+    context = multiprocessing.get_context("spawn")
+    engines = [
+        context.Process(target=run_engine, args=(number, server.url, counts), daemon=True)
+        for number in range(NUM_ENGINES)
+    ]
+    end_s = time.monotonic() + LIMIT_S
+    num_servers = 1
+    try:
+        for engine in engines:
+            engine.start()
+        while any(engine.is_alive() for engine in engines):
+            assert time.monotonic() < end_s, f"{counts.rounds.value} rounds of {NUM_ROUNDS}"
+            if counts.rounds.value >= num_servers * ROUNDS_PER_SERVER:
+                num_servers += 1
+                server.kill()
+                server.start()
+            time.sleep(0.01)
+    finally:
+        for engine in engines:
+            if engine.is_alive():
+                engine.kill()
+            engine.join()
+        server.kill()
+    assert [engine.exitcode for engine in engines] == [0] * NUM_ENGINES
+    assert num_servers > NUM_ROUNDS // ROUNDS_PER_SERVER
+    # They do share, or nothing was tested.
+    assert counts.loaded_from_others.value > NUM_ROUNDS
+    assert counts.stale.value == 0
