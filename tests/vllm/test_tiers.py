@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_options import BLOCK_BYTES
+from safetensors.torch import load_file, save_file
 
 
 def extra_config(folder: Path, capacity: Any = "64MiB") -> dict[str, Any]:
@@ -69,6 +71,38 @@ def test_blocks_come_back_from_disk_and_after_a_restart(
         assert (stats.promoted_blocks, engine.stats.stored_blocks) == (140, 0)
         engine.drop_device_cache(host_too=True)
         assert ask_each(engine, crowd[:1]) == (expected(crowd[:1]), [0])
+
+
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [({"hf_overrides": {"rope_parameters": LLAMA_3_ROPE}}, "config"), ("weights", "weights")]
+)
+def test_directory_restart_with_changed_model_is_refused(
+    boot: Any, models: Any, crowd: Any, tmp_path: Path, change: Any, named: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models["llama"], folder)
+    config = extra_config(tmp_path / "kv")
+    with boot(folder, config) as engine:
+        answers = ask_each(engine, crowd)
+    with boot(folder, config) as engine:
+        assert ask_each(engine, crowd) == (answers[0], [640] * 7)
+    options = {} if change == "weights" else change
+    if change == "weights":
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.0.self_attn.k_proj.weight"] *= 2
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"fingerprint.*{named}"), boot(folder, config, **options) as engine:
+        pytest.fail(f"served with {engine.manager._tiered.tier_stats()[0].tier.num_held} blocks of another model")
 
 
 def test_capacity_below_one_block_is_refused_at_start(boot: Any, models: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvcache.assembly.assemble import open_manager
 from kvcache.assembly.tiered import rank_bytes_of
+from kvcache.integrations.vllm.identity import engine_config, fingerprint
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
@@ -19,7 +20,6 @@ from kvcache.integrations.vllm.tiered import (
     SharedPool,
     TieredKVCacheOffloadingManager,
     TieredKVCacheOffloadingWorker,
-    fingerprint,
 )
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
@@ -57,6 +57,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
         parallel = config.parallel
         self.num_blocks = blocks_per_rank(self.settings, parallel.world_size, self.bytes_per_block, parallel.pp_size)
         self._config = config
+        self._engine_config = engine_config()
         self._manager: KVCacheOffloadingManager | None = None
         self._worker: KVCacheOffloadingWorker | None = None
 
@@ -99,7 +100,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
             num_blocks=self.num_blocks,
             enable_events=enable_events,
             shared=shared,
-            fingerprint=fingerprint(self._config),
+            fingerprint=fingerprint(self._config, self._engine_config) if shared else None,
             clock=self.clock,
             block_bytes=self.bytes_per_block * self._config.parallel.world_size,
             labels={"engine": str(self._config.engine_id), "rank": str(self._config.parallel.data_parallel_index)},

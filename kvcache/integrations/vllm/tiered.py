@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-import vllm
-from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 
 from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager
@@ -27,23 +25,6 @@ from kvcache.tiering.manager import ASK_AGAIN, PENDING, TieredOffloadingManager
 from kvcache.transfer.free_memory import check_memory
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
 from kvcache.transfer.shared_pool import SharedHostPool
-
-
-def fingerprint(config: Any) -> dict[str, Any]:
-    """Return what makes these blocks different from another model's, geometry's or release's."""
-    parallel = config.parallel
-    return {
-        "engine": f"vllm {vllm.__version__}",
-        "device": current_platform.device_type,
-        "model": config.model.name,
-        "dtype": config.model.dtype,
-        "layout": config.kv_cache_layout,
-        "groups": [[group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups],
-        "blocks_per_chunk": config.cache.blocks_per_chunk,
-        "tokens_per_hash": config.cache.tokens_per_hash,
-        "bytes_per_block": config.worker_kv_bytes_per_block,
-        "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
-    }
 
 
 class SharedPool(SharedBlocks):

@@ -1,0 +1,196 @@
+"""What identifies an engine's KV data: the fingerprint that its tiers and shared stores are opened with.
+
+A tier outlives its engine, and vLLM's block keys cover token ids only. So everything else that decides a block's bytes
+is part of the fingerprint: the weights, the resolved configuration, and how a block is laid out. The release of vLLM is
+not part of it: an upgrade keeps what was stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+# vLLM shows what is logged below its own name.
+logger = init_logger(f"vllm.{__name__}")
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+# Of a Hugging Face config: where it came from and how text is generated, not what the model computes.
+_NOT_OF_MODEL = frozenset(
+    {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+    | {f"{kind}_token_id" for kind in ("bos", "eos", "pad")}
+)
+_OF_MULTIMODAL = ("media_io_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "mm_processor_kwargs")
+_OF_VIDEO = ("video_pruning_rate", "video_pruning_method")
+_OF_LORA = ("default_mm_loras", "lora_dtype")
+_MAX_TEXT = 200
+_NUM_SAMPLES, _MIN_SAMPLES, _SAMPLE_BYTES = 4096, 16, 4096
+
+
+def fingerprint(config: Any, vllm_config: Any = None) -> dict[str, Any]:
+    """Return what distinguishes an engine's blocks from those of another model, configuration or geometry.
+
+    Parameters
+    ----------
+    config : vllm.v1.kv_offload.config.OffloadingConfig
+        Geometry and parallel layout.
+    vllm_config : vllm.config.VllmConfig, optional
+        The whole configuration. None: the model is known by its name only, and a warning is logged.
+    """
+    parallel = config.parallel
+    if vllm_config is None:
+        logger.warning("kvcache cannot read vLLM's configuration: blocks in tiers are known by the model's name only")
+        model: dict[str, Any] = {"name": config.model.name}
+    else:
+        model = _model_of(vllm_config.model_config, vllm_config.load_config)
+        model["kv_skip_layers"] = _plain(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", []))
+        model["lora"] = _some(vllm_config.lora_config, _OF_LORA)
+        draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+        if draft is not None and draft is not vllm_config.model_config:
+            # The blocks hold the keys and values of its layers, too.
+            model["draft"] = _plain(_model_of(draft, vllm_config.load_config))
+    return {
+        "engine": "vllm",
+        "device": current_platform.device_type,
+        **model,
+        "dtype": config.model.dtype,
+        "layout": config.kv_cache_layout,
+        "groups": [[group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups],
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "bytes_per_block": config.worker_kv_bytes_per_block,
+        "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+    }
+
+
+def engine_config() -> Any:
+    """Return the `VllmConfig` of the engine that is making a spec, or None.
+
+    vLLM hands a spec a summary without the overrides, and sets its current configuration in workers only. In the
+    scheduler the connector that makes the spec has it: a local variable of a caller.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("vllm_config")
+        if hasattr(found, "model_config"):
+            return found
+        frame = frame.f_back
+    return get_current_vllm_config_or_none()
+
+
+def _model_of(model_config: Any, load_config: Any) -> dict[str, Any]:
+    hf_config = _without(_NOT_OF_MODEL, model_config.hf_config.to_diff_dict())
+    found: dict[str, Any] = {
+        "weights": _weights_of(model_config, load_config),
+        "quantization": [model_config.quantization, _plain(getattr(model_config, "quantization_config", None))],
+        "compute_dtype": str(model_config.dtype),
+        "sliding_window": not model_config.disable_sliding_window,
+        "multimodal": _some(model_config.multimodal_config, _OF_MULTIMODAL + _OF_VIDEO),
+        "config": {name: _plain(value) for name, value in sorted(hf_config.items())},
+    }
+    if any(rope_type in json.dumps(hf_config, default=str) for rope_type in ("longrope", "dynamic")):
+        # The rotary embedding is chosen by the longest prompt that the engine allows.
+        found["max_model_len"] = model_config.max_model_len
+    return found
+
+
+def _weights_of(model_config: Any, load_config: Any) -> str:
+    """Return a digest of the weight files, or the model's name and revision if they cannot be read."""
+    files = [] if load_config.load_format == "dummy" else _weight_files(model_config, load_config)
+    if files:
+        with suppress(OSError):
+            return _digest_of(files)
+    named = f"{model_config.model}@{model_config.revision}, format {load_config.load_format}, seed {model_config.seed}"
+    logger.warning(
+        "kvcache cannot read the weights of %s: tiers know them by this name only. Give other weights of this name "
+        "a directory or a salt of their own",
+        named,
+    )
+    return named
+
+
+def _weight_files(model_config: Any, load_config: Any) -> list[Path]:
+    path = Path(model_config.model)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            # Of the cache that the engine has loaded them from; asks no server.
+            path = Path(
+                snapshot_download(
+                    model_config.model,
+                    revision=model_config.revision,
+                    cache_dir=load_config.download_dir,
+                    local_files_only=True,
+                )
+            )
+        except Exception:  # of the hub's client: the name stands for the weights then
+            return []
+    for pattern in _WEIGHT_FILES:
+        if files := sorted(path.glob(pattern)):
+            return files
+    return []
+
+
+def _digest_of(files: list[Path]) -> str:
+    """Return a digest of each file's size, its first bytes (a safetensors header) and samples of the rest.
+
+    The samples distinguish fine-tuned models, whose headers and sizes are equal.
+    """
+    digest = hashlib.sha256()
+    num_samples = max(_MIN_SAMPLES, _NUM_SAMPLES // len(files))
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{size};".encode())
+        with path.open("rb", buffering=0) as file:
+            start = file.read(8)
+            header = int.from_bytes(start, "little") if path.suffix == ".safetensors" and len(start) == 8 else 0
+            digest.update(start + file.read(min(header, 1 << 26)))
+            for i in range(num_samples):
+                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, size * i // num_samples))
+    return f"sha256:{digest.hexdigest()[:32]}"
+
+
+def _some(config: Any, names: tuple[str, ...]) -> Any:
+    """Return those of a config's fields that are set; None without a config."""
+    if config is None:
+        return None
+    return {name: _plain(value) for name in names if (value := getattr(config, name, None)) is not None}
+
+
+def _without(names: frozenset[str], config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without these names, and without those that are None, at any depth."""
+    return {
+        name: _without(names, value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in names and value is not None
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it, a long one as a digest."""
+    text = json.dumps(value, sort_keys=True, default=_named)
+    if len(text) > _MAX_TEXT:
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return json.loads(text)
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return vars(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -1,0 +1,163 @@
+"""The fingerprint of an engine's tiers: it changes with the keys and values, and with nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from kvcache.integrations.vllm.identity import fingerprint
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+
+
+def model_config(folder: Path, **changes: Any) -> Any:
+    fields = {
+        "model": str(folder),
+        "revision": None,
+        "seed": 0,
+        "dtype": torch.float32,
+        "quantization": None,
+        "quantization_config": None,
+        "disable_sliding_window": False,
+        "max_model_len": 2048,
+        "multimodal_config": None,
+        "hf_config": LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2),
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_weights(tmp_path / "model", seed=0)
+
+
+def write_weights(folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    folder.mkdir(exist_ok=True)
+    for i in range(2):
+        save_file({f"layer.{i}.weight": torch.randn(64, 64)}, folder / f"model-{i}.safetensors")
+    return folder
+
+
+def engine(model: Any, **changes: Any) -> Any:
+    fields = {
+        "model_config": model,
+        "load_config": SimpleNamespace(load_format="auto", download_dir=None),
+        "cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=[]),
+        "lora_config": None,
+        "speculative_config": None,
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def taken(vllm_config: Any, **changes: Any) -> dict[str, Any]:
+    """Return the fingerprint of an engine of one group on one rank."""
+    fields = {
+        "model": SimpleNamespace(name="name", dtype="float32"),
+        "kv_cache_layout": "LBHNC",
+        "groups": [SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("layer",))],
+        "cache": SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=16),
+        "worker_kv_bytes_per_block": 4096,
+        "parallel": SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1),
+    }
+    found = fingerprint(SimpleNamespace(**{**fields, **changes}), vllm_config)
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+@pytest.mark.parametrize(
+    ("of_model", "field"),
+    [
+        ({"dtype": torch.bfloat16}, "compute_dtype"),
+        ({"quantization": "fp8"}, "quantization"),
+        ({"quantization_config": {"linear": "int8"}}, "quantization"),
+        ({"disable_sliding_window": True}, "sliding_window"),
+        ({"multimodal_config": SimpleNamespace(mm_processor_kwargs={"num_crops": 4})}, "multimodal"),
+        ({"hf_config": LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=3)}, "config"),
+        (
+            {
+                "hf_config": LlamaConfig(
+                    hidden_size=64, num_attention_heads=2, num_hidden_layers=2, rope_parameters=YARN
+                )
+            },
+            "config",
+        ),
+    ],
+)
+def test_fingerprint_model_setting_changed_differs_in_its_field(folder: Path, of_model: Any, field: str) -> None:
+    before, after = taken(engine(model_config(folder))), taken(engine(model_config(folder, **of_model)))
+    assert differing(before, after) == {field}
+
+
+@pytest.mark.parametrize(
+    ("of_engine", "field"),
+    [
+        ({"cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=["0"])}, "kv_skip_layers"),
+        ({"lora_config": SimpleNamespace(lora_dtype=torch.float16, default_mm_loras=None)}, "lora"),
+    ],
+)
+def test_fingerprint_engine_setting_changed_differs_in_its_field(folder: Path, of_engine: Any, field: str) -> None:
+    model = model_config(folder)
+    assert differing(taken(engine(model)), taken(engine(model, **of_engine))) == {field}
+
+
+def test_fingerprint_draft_model_is_part(folder: Path, tmp_path: Path) -> None:
+    drafts = [model_config(write_weights(tmp_path / f"draft{seed}", seed)) for seed in (1, 2)]
+    found = [
+        taken(engine(model_config(folder), speculative_config=SimpleNamespace(draft_model_config=draft)))
+        for draft in drafts
+    ]
+    assert differing(*found) == {"draft"}
+    assert "draft" not in taken(engine(model_config(folder)))
+
+
+def test_fingerprint_other_weights_of_equal_shapes_differ(folder: Path, tmp_path: Path) -> None:
+    before = taken(engine(model_config(folder)))
+    assert taken(engine(model_config(write_weights(tmp_path / "copy", seed=0)))) == before
+    assert differing(taken(engine(model_config(write_weights(tmp_path / "tuned", seed=1)))), before) == {"weights"}
+    write_weights(folder, seed=1)
+    assert differing(taken(engine(model_config(folder))), before) == {"weights"}
+
+
+def test_fingerprint_what_generates_text_is_left_out(folder: Path) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, eos_token_id=7)
+    config.transformers_version, config._name_or_path = "9.9", "elsewhere"
+    changed = model_config(folder, hf_config=config, max_model_len=1024, seed=5)
+    assert taken(engine(changed)) == taken(engine(model_config(folder)))
+
+
+def test_fingerprint_longest_prompt_counts_for_longrope_only(folder: Path) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2)
+    config.rope_parameters = LONG
+    found = [taken(engine(model_config(folder, hf_config=config, max_model_len=n))) for n in (1024, 2048)]
+    assert differing(*found) == {"max_model_len"}
+
+
+@pytest.mark.parametrize("case", ["dummy", "hub", "no config"])
+def test_fingerprint_unreadable_weights_uses_name_and_warns(
+    folder: Path, case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    load_config = SimpleNamespace(load_format="dummy" if case == "dummy" else "auto", download_dir=str(folder))
+    model = model_config(folder) if case == "dummy" else model_config(Path("org/none"), revision="1")
+    found = taken(None if case == "no config" else engine(model, load_config=load_config))
+    assert "by the model's name only" in caplog.text if case == "no config" else "by this name only" in caplog.text
+    if case == "hub":
+        assert found["weights"] == "org/none@1, format auto, seed 0"
+        other = copy.copy(model)
+        other.revision = "2"
+        assert differing(taken(engine(other, load_config=load_config)), found) == {"weights"}
