@@ -94,7 +94,9 @@ class CPUOffloadingSpec(OffloadingSpec):
         from kvcache.transfer.geometry import host_block_bytes
         from kvcache.transfer.host_pool import HostPool
 
-        self.pool = HostPool(self.num_blocks, max(1, host_block_bytes(kv_caches, self.block_size_factor)))
+        block_bytes = max(1, host_block_bytes(kv_caches, self.block_size_factor))
+        device = kv_caches.tensors[0].tensor.device if kv_caches.tensors else None
+        self.pool = HostPool(self.num_blocks, block_bytes, device=device)
         store, load = cpu_gpu_handlers(kv_caches, self.pool, self.block_size_factor, self.settings.num_copy_threads)
         return [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
 

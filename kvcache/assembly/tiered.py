@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcache.assembly.assemble import OPTION_NAMES, OffloadSettings, open_manager, read_pool_path
@@ -20,7 +19,7 @@ from kvcache.specs import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks
 
 if TYPE_CHECKING:
-    from kvcache.transfer.shared_pool import SharedHostPool
+    pass
 
 _ALIGN_BYTES = 4096
 
@@ -28,31 +27,6 @@ _ALIGN_BYTES = 4096
 def rank_bytes_of(num_bytes: int) -> int:
     """Return the bytes that one rank's part of a shared block takes: `num_bytes`, and what aligns the next part."""
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def worker_pool(
-    path: Path, num_blocks: int, block_bytes: int, rank_bytes: int, rank: int, world_size: int
-) -> tuple[SharedHostPool, SharedBlocks]:
-    """Return one rank's part of the host blocks, and the whole; manager and workers may be made in any order.
-
-    Parameters
-    ----------
-    path : Path
-        The pool's file.
-    num_blocks : int
-        Blocks of the pool.
-    block_bytes : int
-        Bytes of one block of this rank, at most `rank_bytes`.
-    rank_bytes : int
-        Bytes from one rank's part of a block to the next.
-    rank, world_size : int
-        Which part this is, of how many.
-    """
-    from kvcache.transfer.shared_pool import SharedHostPool
-
-    shared = SharedBlocks(path, num_blocks, rank_bytes * world_size, is_owner=False)
-    pool = SharedHostPool(shared.mapping, num_blocks, block_bytes, rank * rank_bytes, rank_bytes * world_size)
-    return pool, shared
 
 
 class TieringOffloadingSpec(CPUOffloadingSpec):
@@ -114,21 +88,13 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         )
 
     def _make_handlers(self, kv_caches: CanonicalKVCaches) -> list[HandlerOf]:
-        from kvcache.transfer.factory import cpu_gpu_handlers
-        from kvcache.transfer.geometry import host_block_bytes
-        from kvcache.transfer.guarded import GuardedHandler
+        from kvcache.transfer.shared_pool import shared_pool_handlers
 
-        needed = host_block_bytes(kv_caches, self.block_size_factor)
-        if needed > self._part_bytes:
-            raise ValueError(f"an offloaded block has {needed} bytes, the config's refs make it {self._part_bytes}")
         config = self.config
-        self.pool, shared = worker_pool(
-            self._pool_path, self.num_blocks, needed, self._part_bytes, config.rank, config.world_size
+        shared = SharedBlocks(self._pool_path, self.num_blocks, self._part_bytes * config.world_size, is_owner=False)
+        self.pool, store, load = shared_pool_handlers(
+            kv_caches, shared, config.rank, self._part_bytes, self.block_size_factor, self.settings.num_copy_threads
         )
-        handlers = cpu_gpu_handlers(kv_caches, self.pool, self.block_size_factor, self.settings.num_copy_threads)
-        # A file of an engine that ended meanwhile is nobody's: what is copied there would never reach a tier.
-        complaint = f"no manager owns the host blocks that this worker maps as {self._pool_path}; start it anew"
-        store, load = (GuardedHandler(handler, shared.has_owner, complaint) for handler in handlers)
         return [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
 
     def _identity(self) -> str:

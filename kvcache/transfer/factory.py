@@ -1,14 +1,14 @@
-"""The handlers for an engine's tensors, wherever those lie."""
+"""Makes the two handlers for an engine's tensors, in host memory or on an accelerator."""
 
 from __future__ import annotations
 
 from kvcache.specs import CanonicalKVCaches
 from kvcache.transfer.base import OffloadingHandler
 from kvcache.transfer.cpu import CPUCopyHandler
-from kvcache.transfer.cuda import STAGING_BYTES, StagedCopyHandler
 from kvcache.transfer.geometry import KVGeometry
 from kvcache.transfer.host_pool import HostPool
-from kvcache.transfer.streams import CudaStream
+from kvcache.transfer.staged import STAGING_BYTES, StagedCopyHandler
+from kvcache.transfer.streams import DeviceStream
 
 
 def cpu_gpu_handlers(
@@ -29,14 +29,14 @@ def cpu_gpu_handlers(
     block_size_factor : int
         Device blocks in one offloaded block.
     num_threads : int, optional
-        At most so many copy threads per direction, where the tensors are in host memory.
+        Maximum number of copy threads per direction, if the tensors are in host memory.
     staging_bytes : int
-        Device memory per direction for gathering layers, where the tensors are in CUDA memory.
+        Device memory per direction for gathering layers, if the tensors are on an accelerator.
 
     Returns
     -------
     tuple of (OffloadingHandler, OffloadingHandler)
-        The one that stores (``"GPU"`` to ``"CPU"``) and the one that loads.
+        The handler of stores (``"GPU"`` to ``"CPU"``) and the handler of loads.
 
     Raises
     ------
@@ -45,9 +45,9 @@ def cpu_gpu_handlers(
         the pool.
     """
     geometry = KVGeometry(kv_caches, pool, block_size_factor)
-    if geometry.device.type == "cuda":
-        return (
-            StagedCopyHandler(geometry, True, CudaStream(geometry.device), staging_bytes),
-            StagedCopyHandler(geometry, False, CudaStream(geometry.device), staging_bytes),
-        )
-    return CPUCopyHandler(geometry, True, num_threads), CPUCopyHandler(geometry, False, num_threads)
+    if geometry.device.type == "cpu":
+        return CPUCopyHandler(geometry, True, num_threads), CPUCopyHandler(geometry, False, num_threads)
+    return (
+        StagedCopyHandler(geometry, True, DeviceStream(geometry.device), staging_bytes),
+        StagedCopyHandler(geometry, False, DeviceStream(geometry.device), staging_bytes),
+    )

@@ -1,6 +1,6 @@
-"""An engine's KV tensors and the host pool, checked once and handed to the compiled planner.
+"""An engine's KV tensors and the host pool, checked once and passed to the compiled planner.
 
-Every job relies on these checks: what moves bytes later has only addresses.
+Every job relies on these checks: the copying code has only addresses.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from kvcache.specs import CanonicalKVCaches
 from kvcache.transfer._native.plan import Geometry
 from kvcache.transfer.host_pool import HostPool
+from kvcache.transfer.streams import is_accelerator
 
 
 def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -> int:
@@ -20,7 +21,7 @@ def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -
     Returns
     -------
     int
-        Those of the largest KV-cache group: the unpadded bytes of its layers, times the factor.
+        The unpadded bytes of all layers of the largest KV-cache group, times the factor.
     """
     _check_factor(block_size_factor)
     sizes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
@@ -28,12 +29,12 @@ def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -
 
 
 class KVGeometry:
-    """Where a block's bytes lie: in the engine's tensors, and in the pool.
+    """The layout of a block, in the engine's tensors and in the pool.
 
     Notes
     -----
-    A host block holds its device blocks one after the other, and in each of them the layers of its group in the order
-    of the refs. So a part of a host block is one stretch of bytes, too.
+    A host block holds its device blocks one after the other, and each device block the layers of its group in the
+    order of the refs. So a part of a host block is contiguous, too.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, pool: HostPool, block_size_factor: int = 1) -> None:
@@ -60,14 +61,14 @@ class KVGeometry:
             pool.stride_bytes,
             pool.num_blocks,
             block_size_factor,
-            # A tuple: the garbage collector empties the lists of a cycle, whoever still needs them.
+            # A tuple: the garbage collector empties the lists of a cycle, even while they are used.
             tuple(_held_memory(tensor) for tensor in (*self.tensors, pool.tensor)),
         )
 
     def segments(self, group_idx: int) -> list[tuple[torch.Tensor, int]]:
         """Return the pieces of a group's device blocks as tensors, each with its offset in the host block.
 
-        Layers that lie side by side are one piece; a tensor has shape (num_blocks, bytes).
+        Adjacent layers are one piece; a tensor has shape (num_blocks, bytes).
         """
         owners = {tensor.data_ptr(): tensor for tensor in reversed(self.tensors)}
         num_blocks = min(
@@ -93,14 +94,14 @@ class KVGeometry:
 
 
 def _held_memory(tensor: torch.Tensor) -> object:
-    """Return what keeps a tensor's memory where it is: copies in flight know its address only.
+    """Return an object that keeps a tensor's memory in place: copies in flight know its address only.
 
-    A tensor can be given other memory (``set_``, ``data``): its storage is held. A storage can be resized, unless
-    numpy has a view of it: so one is made, of host memory. And the garbage collector, which empties every tensor that
-    it finds in a cycle, whoever else holds it, does not look into an array.
+    A tensor can get other memory (``set_``, ``data``), so its storage is referenced. A storage can be resized, unless
+    numpy has a view of it, so host memory gets one. The garbage collector empties the tensors of a cycle even if they
+    are referenced elsewhere, but it does not look into an array.
     """
     whole = torch.empty(0, dtype=torch.int8, device=tensor.device).set_(tensor.untyped_storage())
-    return whole if whole.is_cuda else whole.numpy()
+    return whole.numpy() if whole.is_cpu else whole
 
 
 def _check_factor(block_size_factor: int) -> None:
@@ -118,12 +119,12 @@ def _checked_tensor(index: int, tensor: torch.Tensor, page_size_bytes: int) -> t
         raise ValueError(f"{name} must be int8 (view it as bytes), got {tensor.dtype}")
     if tensor.dim() != 2 or tensor.shape[1] != page_size_bytes:
         raise ValueError(f"{name} must have shape (num_blocks, {page_size_bytes}), got {tuple(tensor.shape)}")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} must be in host or CUDA memory, got {tensor.device}")
+    if not tensor.is_cpu and not is_accelerator(tensor.device):
+        raise ValueError(f"{name} must be in host memory or on the accelerator, got {tensor.device}")
     if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        raise ValueError(f"{name} must have a block's bytes side by side, got strides {tensor.stride()}")
+        raise ValueError(f"{name} must have contiguous blocks, got strides {tensor.stride()}")
     if tensor.shape[0] > 1 and tensor.stride(0) < page_size_bytes:
-        raise ValueError(f"{name} has blocks that overlap: {page_size_bytes} bytes at stride {tensor.stride(0)}")
+        raise ValueError(f"{name} has overlapping blocks: {page_size_bytes} bytes at stride {tensor.stride(0)}")
     return tensor
 
 

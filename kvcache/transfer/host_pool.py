@@ -1,7 +1,7 @@
-"""The pool of blocks in host memory: allocated once, backed by real pages at once, and pinned where CUDA is.
+"""The pool of blocks in host memory: allocated once, backed by pages at once, and pinned if there is an accelerator.
 
-Paying for every page at start keeps page faults out of the first copies, and turns too little memory into an error
-that can be read instead of a process that is killed an hour later.
+Touching every page at start keeps page faults out of the first copies. If memory is short, the start fails with a
+clear error; otherwise the kernel might kill the process an hour later.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import contextlib
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvcache.transfer import pinning
 from kvcache.transfer._native.pages import touch_pages
 from kvcache.transfer.free_memory import check_memory
 
@@ -25,14 +26,13 @@ if TYPE_CHECKING:
 
 _HUGE_PAGE_BYTES = 2 << 20
 _TOUCH_BYTES = 1 << 30
-_PIN_BYTES = 16 << 30
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done (``"touch"``, ``"pin"``), the bytes done and the bytes in all."""
+"""Called with the step (``"touch"`` or ``"pin"``), the bytes done and the bytes in total."""
 
 
 class HostPool:
-    """Blocks of host memory, all bytes of one block side by side.
+    """Blocks of host memory, each one contiguous.
 
     Parameters
     ----------
@@ -41,37 +41,44 @@ class HostPool:
     block_bytes : int
         Bytes of one block, >= 1.
     pin : bool, optional
-        Whether to page-lock the memory for CUDA; None: if CUDA is there. Where it cannot be locked, one warning is
-        given and the pool stays unpinned.
+        Whether to page-lock the memory for an accelerator; None: if the machine has one. If the lock is refused, the
+        pool warns once and stays unpinned.
     align_bytes : int
-        Every block starts at a multiple of it; 4096 lets blocks be written to disk past the page cache.
+        Every block starts at a multiple of it; with 4096, direct I/O can write blocks to disk.
     num_threads : int, optional
-        Threads that touch the pages; None: one per CPU this process may use, at most 16.
+        Threads that touch the pages; None: one per CPU of this process, at most 16.
     progress : callable, optional
-        Called while pages are touched and pinned, about once a GiB.
+        Called after each GiB touched and each 16 GiB pinned.
+    device : torch.device, optional
+        The accelerator's device that copies the blocks; None: the current one.
 
     Attributes
     ----------
     tensor : torch.Tensor
         All blocks: int8, shape (num_blocks, block_bytes).
     flat : torch.Tensor
-        All bytes, those between blocks included: int8, one dimension.
+        All bytes, including those between blocks: int8, one dimension.
     stride_bytes : int
         From one block to the next.
+    piece_bytes : int
+        A copy of a device must not cross a multiple of it: memory is locked in pieces.
     pinned_bytes : int
-        Bytes that CUDA has page-locked.
+        Bytes that are page-locked.
     pin_failures : int
         How often locking was refused (a metric: 0 or 1).
 
     Raises
     ------
     ValueError
-        A size is not positive, or more memory is asked for than the machine or its cgroup has left.
+        A size is not positive, or the machine or its cgroup has less memory left.
 
     Notes
     -----
-    The memory belongs to the pool's tensor, and to every view of it: it goes when the last of them goes.
+    The memory belongs to the pool's tensor and its views, and is freed with the last of them.
     """
+
+    # One call for hundreds of GiB fails, and reports no progress.
+    piece_bytes = 16 << 30
 
     def __init__(
         self,
@@ -82,6 +89,7 @@ class HostPool:
         align_bytes: int = 1,
         num_threads: int | None = None,
         progress: Progress | None = None,
+        device: torch.device | None = None,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_bytes", block_bytes), ("align_bytes", align_bytes)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -91,14 +99,20 @@ class HostPool:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.stride_bytes = -(-block_bytes // align_bytes) * align_bytes
-        self.pinned_bytes = 0
-        self.pin_failures = 0
         num_bytes = num_blocks * self.stride_bytes
         check_memory(num_bytes)
         self.flat = _map(num_bytes)
         self.tensor = self.flat.view(num_blocks, self.stride_bytes)[:, :block_bytes]
         self._touch(min(16, len(os.sched_getaffinity(0))) if num_threads is None else num_threads, progress)
-        if torch.cuda.is_available() if pin is None else pin:
+        self.set_up_pinning(pin, device, progress)
+
+    def set_up_pinning(self, pin: bool | None, device: torch.device | None, progress: Progress | None = None) -> None:
+        """Start unpinned, and pin as the constructor's arguments say; for subclasses with other memory."""
+        self.pinned_bytes = 0
+        self.pin_failures = 0
+        device = pinning.accelerator() if device is None else device
+        self._device = None if device is None or device.type == "cpu" else device
+        if self._device is not None if pin is None else pin:
             self.pin(progress)
 
     def __repr__(self) -> str:
@@ -106,7 +120,7 @@ class HostPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole pool, alignment included."""
+        """Bytes of the whole pool, including alignment."""
         return self.flat.numel()
 
     @property
@@ -116,7 +130,7 @@ class HostPool:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether CUDA can copy from and to all of it without a stop."""
+        """Whether all of it is page-locked, so that a device copies without blocking the caller."""
         return self.pinned_bytes == self.num_bytes
 
     @property
@@ -133,19 +147,11 @@ class HostPool:
         """Return the block in slot `block_id` as a writable buffer of unsigned bytes; no copy."""
         return memoryview(self.array[self._checked(block_id)]).cast("B")
 
-    def pieces(self, first: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield `num_bytes` of the pool from byte `first` on as flat tensors, each of which CUDA can copy at once.
-
-        CUDA refuses a copy that reaches from one locked chunk into the next.
-        """
-        for start, length in _stretches(first, num_bytes, _PIN_BYTES):
-            yield self.flat[start : start + length]
-
     def close(self) -> None:
-        """Unlock what was pinned; the memory itself goes with the last view of it."""
+        """Unlock pinned memory; the memory itself is freed with the last view of it."""
         if self.pinned_bytes:
-            for first, _ in _stretches(0, self.pinned_bytes, _PIN_BYTES):
-                _unregister(self.address + first)
+            for first in range(0, self.pinned_bytes, self.piece_bytes):
+                pinning.unlock(self.address + first, self._device)
             self.pinned_bytes = 0
 
     def __del__(self) -> None:
@@ -158,22 +164,23 @@ class HostPool:
         return block_id
 
     def _touch(self, num_threads: int, progress: Progress | None) -> None:
-        for first, num_bytes in _stretches(0, self.num_bytes, _TOUCH_BYTES):
+        for first in range(0, self.num_bytes, _TOUCH_BYTES):
+            num_bytes = min(_TOUCH_BYTES, self.num_bytes - first)
             touch_pages(self.address + first, num_bytes, num_threads)
             if progress is not None:
                 progress("touch", first + num_bytes, self.num_bytes)
 
     def pin(self, progress: Progress | None = None) -> None:
-        """Page-lock the memory for CUDA; where that is refused, warn once and leave it unpinned.
+        """Page-lock the memory; if that is refused, warn once and leave it unpinned.
 
         Parameters
         ----------
         progress : callable, optional
-            Called with the bytes pinned so far, and all.
+            Called with ``"pin"``, the bytes pinned so far and the bytes in total.
         """
-        # One call over hundreds of GiB fails, and nothing is seen of its progress.
-        for first, num_bytes in _stretches(0, self.num_bytes, _PIN_BYTES):
-            error = _register(self.address + first, num_bytes)
+        for first in range(0, self.num_bytes, self.piece_bytes):
+            num_bytes = min(self.piece_bytes, self.num_bytes - first)
+            error = pinning.lock(self.address + first, num_bytes, self._device)
             if error:
                 self.close()
                 self.pin_failures += 1
@@ -189,24 +196,15 @@ class HostPool:
                 progress("pin", first + num_bytes, self.num_bytes)
 
 
-def _stretches(first: int, num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut bytes at the multiples of a chunk's size: yield where each stretch starts, and how long it is."""
-    end = first + num_bytes
-    while first < end:
-        stop = min(end, (first // chunk_bytes + 1) * chunk_bytes)
-        yield first, stop - first
-        first = stop
-
-
 def _map(num_bytes: int) -> torch.Tensor:
-    """Return fresh zeroed memory that starts at a huge page, where the system has them."""
+    """Return zeroed memory that starts at a huge page, if the system has them."""
     mapped_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     slack = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else 0
     mapping = mmap.mmap(-1, mapped_bytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = bytes_of(mapping)
     first = -whole.data_ptr() % _HUGE_PAGE_BYTES if slack else 0
     if slack and hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without huge pages refuses; small ones serve.
+        # A kernel without huge pages refuses; small pages work too.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return whole[first : first + num_bytes]
@@ -216,21 +214,3 @@ def bytes_of(mapping: mmap.mmap) -> torch.Tensor:
     """Return a mapping as an int8 tensor, which can be written to in and out of inference mode."""
     with torch.inference_mode(False):
         return torch.frombuffer(mapping, dtype=torch.int8)
-
-
-def _register(address: int, num_bytes: int) -> str:
-    """Page-lock memory for CUDA; return what went wrong, or an empty string."""
-    try:
-        code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError, AttributeError) as error:
-        return str(error) or type(error).__name__
-    if int(code) == 0:
-        return ""
-    # CUDA tells a refusal once more, to the thread's next kernel: this one takes it, before one of the engine's does.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-    return f"CUDA error {int(code)}"
-
-
-def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

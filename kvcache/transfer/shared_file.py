@@ -84,7 +84,7 @@ class SharedBlocks:
 
     def __init__(self, path: Path, num_blocks: int, block_bytes: int, is_owner: bool) -> None:
         num_bytes = num_blocks * block_bytes
-        self._path = path
+        self.path = path
         self._is_owner = is_owner
         self._owner_fd = -1
         _check_folder(path.parent)

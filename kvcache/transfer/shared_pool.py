@@ -1,16 +1,29 @@
-"""A host pool in memory that other processes map, too."""
+"""A host pool in memory that other processes map, too, and a worker's handlers over its part of it."""
 
 from __future__ import annotations
 
+import logging
 import mmap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
+from kvcache.transfer.base import OffloadingHandler
+from kvcache.transfer.factory import cpu_gpu_handlers
+from kvcache.transfer.geometry import host_block_bytes
 from kvcache.transfer.host_pool import HostPool, bytes_of
+
+if TYPE_CHECKING:
+    from kvcache.specs import CanonicalKVCaches, TransferResult
+    from kvcache.transfer.base import TransferSpec
+    from kvcache.transfer.shared_file import SharedBlocks
+
+_LOG = logging.getLogger(__name__)
 
 
 class SharedHostPool(HostPool):
-    """A host pool over a mapping that exists, of which its blocks may be one part each.
+    """A host pool over an existing mapping; its blocks may be one part each of the mapping's blocks.
 
     Parameters
     ----------
@@ -22,7 +35,7 @@ class SharedHostPool(HostPool):
         Where the first block starts.
     stride_bytes : int
         From one block to the next.
-    pin : bool, optional
+    pin, device : optional
         As for `HostPool`.
     """
 
@@ -34,6 +47,7 @@ class SharedHostPool(HostPool):
         first_byte: int,
         stride_bytes: int,
         pin: bool | None = None,
+        device: torch.device | None = None,
     ) -> None:
         num_bytes = (num_blocks - 1) * stride_bytes + block_bytes
         if first_byte < 0 or block_bytes > stride_bytes or first_byte + num_bytes > len(mapping):
@@ -44,11 +58,79 @@ class SharedHostPool(HostPool):
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.stride_bytes = stride_bytes
-        self.pinned_bytes = 0
-        self.pin_failures = 0
         self.flat = bytes_of(mapping)[first_byte : first_byte + num_bytes]
         self.tensor = self.flat.as_strided((num_blocks, block_bytes), (stride_bytes, 1))
-        # Every page is read, not written: another process may keep its blocks there already.
+        # Read, not written: another process may keep its blocks there already.
         self.flat[:: mmap.PAGESIZE].count_nonzero()
-        if torch.cuda.is_available() if pin is None else pin:
-            self.pin()
+        self.set_up_pinning(pin, device)
+
+
+class _OwnedBlocksHandler(OffloadingHandler):
+    """Another handler, which takes no job until a process owns the shared blocks: nothing else would read them."""
+
+    def __init__(self, handler: OffloadingHandler, shared: SharedBlocks) -> None:
+        self._handler = handler
+        self._shared = shared
+        self._has_owner = False
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        # Once owned is enough: an owner that ends takes the engine with it.
+        self._has_owner = self._has_owner or self._shared.has_owner()
+        if not self._has_owner:
+            _LOG.error(
+                "job %d is refused: no manager owns the host blocks that this worker maps as %s; restart the worker",
+                job_id,
+                self._shared.path,
+            )
+            return False
+        return self._handler.transfer_async(job_id, spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        return self._handler.get_finished()
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self._handler.wait(job_ids)
+
+    def shutdown(self, wait: bool = True) -> None:
+        self._handler.shutdown(wait)
+
+
+def shared_pool_handlers(
+    kv_caches: CanonicalKVCaches,
+    shared: SharedBlocks,
+    rank: int,
+    rank_bytes: int,
+    block_size_factor: int = 1,
+    num_threads: int | None = None,
+) -> tuple[SharedHostPool, OffloadingHandler, OffloadingHandler]:
+    """Make a worker's pool, its rank's part of every shared block, and the two handlers over it.
+
+    Parameters
+    ----------
+    kv_caches : CanonicalKVCaches
+        The engine's tensors, all on one device.
+    shared : SharedBlocks
+        The blocks of all ranks. Jobs are refused until a process owns them.
+    rank : int
+        The part of this worker.
+    rank_bytes : int
+        Bytes from one rank's part of a block to the next.
+    block_size_factor, num_threads : optional
+        As for `cpu_gpu_handlers`.
+
+    Raises
+    ------
+    ValueError
+        A block of this worker has more than `rank_bytes`; or as `cpu_gpu_handlers`.
+    """
+    num_bytes = host_block_bytes(kv_caches, block_size_factor)
+    if num_bytes > rank_bytes:
+        raise ValueError(f"a block of rank {rank} has {num_bytes} bytes, the engine's config says {rank_bytes}")
+    num_blocks, stride_bytes = shared.array.shape
+    device = kv_caches.tensors[0].tensor.device if kv_caches.tensors else None
+    pool = SharedHostPool(shared.mapping, num_blocks, num_bytes, rank * rank_bytes, stride_bytes, device=device)
+    store, load = (
+        _OwnedBlocksHandler(handler, shared)
+        for handler in cpu_gpu_handlers(kv_caches, pool, block_size_factor, num_threads)
+    )
+    return pool, store, load

@@ -1,11 +1,11 @@
-"""Streams of a device: they run copies in order, and record events that say how far they are.
+"""The accelerator's stream on which the copies of one direction run.
 
-The CUDA handler uses this interface only, so that its arithmetic is tested where there is no device.
+Only `torch.accelerator` is used, so any device with streams and events works: CUDA, ROCm, XPU, NPU, PrivateUse1.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -13,86 +13,64 @@ import numpy.typing as npt
 import torch
 
 
-class StreamEvent(ABC):
-    """An event recorded in a stream: done once the stream has done everything that was queued before it."""
+class DeviceStream:
+    """A stream of an accelerator, beside the streams of the engine.
 
-    @abstractmethod
-    def is_done(self) -> bool:
-        """Return whether the stream has reached the event; raise what the device raised."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return once the stream has reached the event."""
-
-    @abstractmethod
-    def elapsed_s(self, earlier: StreamEvent) -> float:
-        """Return the seconds between an earlier event of the same stream and this one; both are done."""
-
-
-class DeviceStream(ABC):
-    """Runs copies one after the other, off the caller's thread."""
-
-    device: torch.device
-
-    @abstractmethod
-    def wait_for_compute(self) -> None:
-        """Order what is queued from here on after everything that the engine has queued on its own stream."""
-
-    @abstractmethod
-    def queueing(self) -> AbstractContextManager[object]:
-        """Return a context within which torch queues its work on this stream."""
-
-    @abstractmethod
-    def record_event(self) -> StreamEvent:
-        """Record an event behind everything that is queued now."""
-
-    @abstractmethod
-    def send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Return an array on the device, copied there in the stream's order without blocking."""
-
-
-class CudaStreamEvent(StreamEvent):
-    """An event of a CUDA stream."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def is_done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    def elapsed_s(self, earlier: StreamEvent) -> float:
-        if not isinstance(earlier, CudaStreamEvent):
-            raise ValueError(f"earlier must be an event of a CUDA stream, got {earlier!r}")
-        return float(earlier._event.elapsed_time(self._event)) * 1e-3
-
-
-class CudaStream(DeviceStream):
-    """A stream of a CUDA device beside the engine's own."""
+    Parameters
+    ----------
+    device : torch.device
+        A device of the accelerator, with its index.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device=device)
 
     def wait_for_compute(self) -> None:
-        # A stream that waits for one under capture is captured with it, and the copies would run at every replay.
-        with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("a transfer cannot be captured into a CUDA graph: submit it before or after")
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        """Order the work queued from here on after all work on the engine's current stream.
+
+        Raises
+        ------
+        RuntimeError
+            A graph is being captured: the transfer would become part of it, and run again at every replay.
+        """
+        compute = torch.accelerator.current_stream(self.device)
+        # torch hands out streams from a pool of 32, so the captured stream may be ours.
+        if _is_capturing(compute) or _is_capturing(self._stream):
+            raise RuntimeError("a transfer cannot be captured into a graph: submit it before or after the capture")
+        self._stream.wait_stream(compute)
 
     def queueing(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
+        """Return a context in which torch queues its work on this stream; one thread at a time may enter it."""
+        return self._stream
 
-    def record_event(self) -> StreamEvent:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def record_event(self, timing: bool = False) -> torch.Event:
+        """Record an event behind all work queued so far; only events with `timing` can be subtracted."""
+        event = torch.Event(device=self.device, enable_timing=timing)
         event.record(self._stream)
-        return CudaStreamEvent(event)
+        return event
 
     def send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        # The allocator of pinned memory keeps it from being reused until the stream has read it.
+        """Return a copy of an array on the device; call it in `queueing`, it does not block."""
+        # torch does not reuse pinned memory before the stream has read it.
         pinned = torch.empty(len(values), dtype=torch.int64, pin_memory=True)
         pinned.numpy()[:] = values
         return pinned.to(self.device, non_blocking=True)
+
+    def copy_many(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queue one copy per pair of tensors; call it in `queueing`, it does not block on pinned memory."""
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device belongs to the accelerator of this torch."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == device.type
+
+
+def _is_capturing(stream: torch.Stream) -> bool:
+    if hasattr(stream, "is_capturing"):  # torch >= 2.13
+        return bool(stream.is_capturing())
+    with stream:
+        return stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -34,22 +34,18 @@ class NoisyPool:
     block_bytes: int
     stride_bytes: int
     is_pinned: bool = False
+    piece_bytes: int = 100
+    flat: torch.Tensor = field(init=False)
     tensor: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        flat = torch.from_numpy(self.memory)[GUARD:-GUARD]
-        self.tensor = flat.view(self.num_blocks, self.stride_bytes)[:, : self.block_bytes]
+        self.flat = torch.from_numpy(self.memory)[GUARD:-GUARD]
+        self.tensor = self.flat.view(self.num_blocks, self.stride_bytes)[:, : self.block_bytes]
 
     @property
     def address(self) -> int:
         """Address of the first block."""
         return self.tensor.data_ptr()
-
-    def pieces(self, first: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield a stretch of the blocks' bytes in flat tensors of at most 100 bytes."""
-        flat = torch.from_numpy(self.memory)[GUARD:-GUARD]
-        for start in range(first, first + num_bytes, 100):
-            yield flat[start : min(start + 100, first + num_bytes)]
 
 
 @dataclass

@@ -13,11 +13,11 @@ from kvcache.specs import (
     GPULoadStoreSpec,
 )
 from kvcache.transfer import host_pool as memory
-from kvcache.transfer.cuda import StagedCopyHandler
 from kvcache.transfer.factory import cpu_gpu_handlers
 from kvcache.transfer.geometry import KVGeometry, host_block_bytes
 from kvcache.transfer.host_pool import HostPool
-from kvcache.transfer.streams import CudaStream
+from kvcache.transfer.staged import StagedCopyHandler
+from kvcache.transfer.streams import DeviceStream
 
 pytestmark = [
     pytest.mark.cuda,
@@ -231,12 +231,12 @@ def test_both_directions_overlap(kv_caches, pool):
 def test_staging_that_finds_no_memory_shrinks_or_is_done_without(kv_caches, pool):
     geometry = KVGeometry(kv_caches, pool, 2)
     huge = torch.cuda.get_device_properties(0).total_memory * 2
-    handler = StagedCopyHandler(geometry, True, CudaStream(geometry.device), huge)
+    handler = StagedCopyHandler(geometry, True, DeviceStream(geometry.device), huge)
     assert handler._staging.numel() < huge
     handler.transfer_async(1, spec_of([1, 2], [0]))
     finish(handler, 1)
     with pytest.warns(RuntimeWarning, match="no device memory for a staging buffer"):
-        direct = StagedCopyHandler(geometry, True, CudaStream(geometry.device), 1)
+        direct = StagedCopyHandler(geometry, True, DeviceStream(geometry.device), 1)
     expected = pool.block(0).clone()
     pool.block(0).zero_()
     direct.transfer_async(2, spec_of([1, 2], [0]))

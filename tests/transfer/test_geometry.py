@@ -16,8 +16,8 @@ from kvcache.specs import (
 )
 from kvcache.transfer._native.plan import Geometry
 from kvcache.transfer.cpu import CPUCopyHandler
-from kvcache.transfer.cuda import StagedCopyHandler
 from kvcache.transfer.geometry import KVGeometry, host_block_bytes
+from kvcache.transfer.staged import StagedCopyHandler
 
 
 def copied_at_once(geometry, to_host):
@@ -177,9 +177,9 @@ def test_a_host_block_of_no_device_blocks_has_no_size(factor):
         (kv_caches_of(torch.zeros(4, 8), 8), 1, r"tensor 0 must be int8 .*, got torch.float32"),
         (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 9), 1, r"shape \(num_blocks, 9\), got \(4, 8\)"),
         (kv_caches_of(torch.zeros(32, dtype=torch.int8), 8), 1, r"shape \(num_blocks, 8\), got \(32,\)"),
-        (kv_caches_of(torch.zeros(8, 4, dtype=torch.int8).t(), 8), 1, r"side by side, got strides \(1, 4\)"),
-        (kv_caches_of(torch.zeros(1, 8, dtype=torch.int8).expand(4, 8), 8), 1, r"overlap: 8 bytes at stride 0"),
-        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8, device="meta"), 8), 1, r"host or CUDA memory, got meta"),
+        (kv_caches_of(torch.zeros(8, 4, dtype=torch.int8).t(), 8), 1, r"contiguous blocks, got strides \(1, 4\)"),
+        (kv_caches_of(torch.zeros(1, 8, dtype=torch.int8).expand(4, 8), 8), 1, r"overlapping blocks: 8 bytes"),
+        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8, device="meta"), 8), 1, r"on the accelerator, got meta"),
         (kv_caches_of(np.zeros((4, 8), np.int8), 8), 1, r"must be a torch.Tensor, got ndarray"),
         (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(1, 8)]), 1, r"names tensor 1, there are 1"),
         (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(0, 9)]), 1, r"copies 9 bytes .* has 1\.\.8"),

@@ -1,12 +1,13 @@
 """A pool that is there at once, or says clearly why it is not."""
 
 import mmap
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from kvcache.transfer import host_pool as memory
+from kvcache.transfer import pinning
 from kvcache.transfer.host_pool import HostPool
 
 
@@ -96,77 +97,78 @@ def test_a_block_that_is_not_there_is_refused(block_id):
         pool.buffer(block_id)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA can pin here")
-def test_memory_that_cannot_be_pinned_stays_and_is_counted():
-    with pytest.warns(RuntimeWarning, match="stays unpinned") as caught:
+@pytest.fixture
+def locked(monkeypatch):
+    """Memory that a simulated platform has locked, as {address: bytes}; it locks at most `locked.limit` pieces."""
+
+    class Locked(dict):
+        limit = 100
+
+        def lock(self, address, num_bytes, device):
+            assert device == torch.device("cuda", 3)
+            if len(self) == self.limit:
+                return "out of memory"
+            self[address] = num_bytes
+            return ""
+
+    locked = Locked()
+    monkeypatch.setitem(pinning.PLATFORMS, "cuda", pinning.Pinning(locked.lock, locked.pop))
+    monkeypatch.setattr(HostPool, "piece_bytes", 4096)
+    return locked
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine can pin")
+def test_pool_without_accelerator_stays_unpinned_and_counts_it():
+    with pytest.warns(RuntimeWarning, match="stays unpinned.*no accelerator") as caught:
         pool = HostPool(2, 8, pin=True)
     assert len(caught) == 1
     assert (pool.pin_failures, pool.pinned_bytes, pool.is_pinned) == (1, 0, False)
     assert pool.block(1).tolist() == [0] * 8
 
 
-def test_pinning_goes_chunk_by_chunk_and_is_undone(monkeypatch):
-    locked, told = [], []
-    monkeypatch.setattr(memory, "_PIN_BYTES", 4096)
-    monkeypatch.setattr(memory, "_register", lambda address, n: locked.append((address, n)) or "")
-    monkeypatch.setattr(memory, "_unregister", lambda address: locked.append(address))
-    pool = HostPool(10, 1000, pin=True, progress=lambda *step: told.append(step))
-    assert [n for _, n in locked] == [4096, 4096, 1808]
+def test_pool_on_a_platform_without_pinning_stays_unpinned():
+    with pytest.warns(RuntimeWarning, match="cannot lock memory for 'xpu' devices"):
+        pool = HostPool(2, 8, device=torch.device("xpu", 0))
+    assert pool.pin_failures == 1
+
+
+def test_pool_pins_its_pieces_for_the_given_device_and_close_unpins_them(locked):
+    told = []
+    pool = HostPool(10, 1000, progress=lambda *step: told.append(step), device=torch.device("cuda", 3))
+    assert locked == {pool.address: 4096, pool.address + 4096: 4096, pool.address + 8192: 1808}
     assert told[1:] == [("pin", 4096, 10000), ("pin", 8192, 10000), ("pin", 10000, 10000)]
     assert pool.is_pinned
-    first = pool.address
     pool.close()
-    assert locked[3:] == [first, first + 4096, first + 8192]
+    assert not locked
     assert not pool.is_pinned
 
 
-def test_a_chunk_that_cannot_be_pinned_unpins_the_others(monkeypatch):
-    locked = set()
+def test_pool_of_a_cpu_device_is_not_pinned(locked):
+    assert not HostPool(10, 1000, device=torch.device("cpu")).is_pinned
+    assert not locked
 
-    def register(address, n):
-        if len(locked) == 2:
-            return "out of memory"
-        locked.add(address)
-        return ""
 
-    monkeypatch.setattr(memory, "_PIN_BYTES", 4096)
-    monkeypatch.setattr(memory, "_register", register)
-    monkeypatch.setattr(memory, "_unregister", locked.remove)
+def test_pool_piece_that_is_refused_unpins_the_others(locked):
+    locked.limit = 2
     with pytest.warns(RuntimeWarning, match="1808 bytes at offset 8192 cannot be locked: out of memory"):
-        pool = HostPool(10, 1000, pin=True)
+        pool = HostPool(10, 1000, device=torch.device("cuda", 3))
     assert not locked
     assert pool.pin_failures == 1
 
 
-def test_a_refusal_to_pin_is_taken_from_the_engines_next_kernel(monkeypatch):
+def test_refusal_to_pin_is_not_left_to_the_engines_next_kernel(monkeypatch):
     class Runtime:
         def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
             return 2
 
-    kernels, zeros = [], torch.zeros
+    kernels = []
 
-    def kernel(*shape, device=None, **options):
-        if device is None:
-            return zeros(*shape, **options)
+    def kernel(*shape, device):
         kernels.append(device)
         raise torch.OutOfMemoryError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch, "zeros", kernel)
-    with pytest.warns(RuntimeWarning, match="cannot be locked: CUDA error 2"):
-        pool = HostPool(2, 8, pin=True)
-    assert kernels == ["cuda"]
-    assert pool.pin_failures == 1
-
-
-def test_a_stretch_is_cut_where_one_locked_chunk_ends(monkeypatch):
-    monkeypatch.setattr(memory, "_PIN_BYTES", 4096)
-    pool = HostPool(10, 1000, pin=False)
-    pieces = list(pool.pieces(3000, 6000))
-    assert [(piece.data_ptr() - pool.address, piece.numel()) for piece in pieces] == [
-        (3000, 1096),
-        (4096, 4096),
-        (8192, 808),
-    ]
-    assert [piece.numel() for piece in pool.pieces(4096, 4096)] == [4096]
-    assert list(pool.pieces(0, 0)) == []
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(pinning.torch, "zeros", kernel)
+    assert pinning.lock(4096, 8, torch.device("cuda", 1)) == "CUDA error 2"
+    assert kernels == [torch.device("cuda", 1)]
