@@ -1,17 +1,19 @@
-"""Options as users write them: one grammar of sizes, counts, durations and shares, and one check of unknown keys.
+"""Options as users write them: one grammar of sizes, counts, durations and shares, and one base class of tables.
 
-A spec's ``extra_config``, an engine's, a tier's entry and the command line are all read with these functions, so that
-one text means the same everywhere. Reading has no side effects: whoever reads decides what to log.
+``extra_config``, an engine's mapping, an entry of ``tiers`` and the command line are all parsed with these functions,
+so a value means the same everywhere. Parsing has no side effects: the caller decides what to log.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from fractions import Fraction
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, Self, TypeGuard
 
 from kvcache.registry import POLICIES, did_you_mean
 
@@ -41,6 +43,8 @@ def run_all(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     return results
 
 
+ADVANCED = "advanced"
+"""The key of the mapping that holds options which only a few users need."""
 # A bare letter is binary, as `free`, `ls` and `truncate` read it.
 _SIZE_UNITS = {"": 1, "b": 1}
 _SIZE_UNITS |= {f"{letter}{tail}": 1 << 10 * power for power, letter in enumerate("kmgtp", 1) for tail in ("", "ib")}
@@ -188,12 +192,18 @@ def choice_of(*choices: str) -> Parser:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
         return value
 
+    parse_choice.__name__ = ", ".join(f"`{choice}`" for choice in choices)
     return parse_choice
 
 
 def count_from(least: int) -> Parser:
     """Return the parser of a whole number that is at least `least`."""
-    return lambda name, value: parse_count(name, value, least)
+
+    def parse(name: str, value: object) -> int:
+        return parse_count(name, value, least)
+
+    parse.__name__ = "parse_count"
+    return parse
 
 
 class OptionTable:
@@ -246,7 +256,128 @@ class OptionTable:
         return self.read(where, given)
 
 
-def name_unknown(given: Mapping[str, Any], known: Collection[str]) -> str:
+def option(parse: Parser, default: Any = MISSING, *, when: str, advanced: bool = False) -> Any:
+    """Declare an option as a field of an `Options` class.
+
+    Parameters
+    ----------
+    parse : Parser
+        Parses the value.
+    default : object
+        Used if the option is left out or None; without a default the option is required.
+    when : str
+        Ends the sentence "set it when ..." in the documentation.
+    advanced : bool
+        Whether users write it inside the mapping ``advanced``.
+    """
+    return field(default=default, metadata={"parse": parse, "when": when, "advanced": advanced})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base of a component's options: a dataclass whose fields are declared with `option`.
+
+    The parser, the check of unknown keys and the table in the documentation are generated from the fields.
+    """
+
+    where: ClassVar[str] = "the options"
+    """What errors call the mapping that a user wrote: ``"a disk tier"``."""
+
+    @classmethod
+    def declared(cls) -> dict[str, Field[Any]]:
+        """Return the fields that are options, by name."""
+        return {one.name: one for one in fields(cls) if "parse" in one.metadata}
+
+    @classmethod
+    def keys(cls) -> frozenset[str]:
+        """Return the keys that `take` reads from the mapping that a user wrote."""
+        return frozenset(ADVANCED if one.metadata["advanced"] else name for name, one in cls.declared().items())
+
+    @classmethod
+    def take(cls, given: Mapping[str, Any], where: str = "") -> Self:
+        """Parse the options of `given` that this class declares, and ignore the `rest`.
+
+        Parameters
+        ----------
+        given : mapping
+            The options as the user wrote them; None counts as left out.
+        where : str
+            What errors call `given`, in place of the class's `where`.
+
+        Raises
+        ------
+        OptionError
+            Options are missing, invalid, or not in their place; each message names the option, `where` and the value.
+        """
+        where = where or cls.where
+        inside = _advanced_of(given, where)
+
+        def parse(one: Field[Any]) -> Any:
+            home, other = (inside, given) if one.metadata["advanced"] else (given, inside)
+            if other.get(one.name) is not None:
+                place = f"inside {ADVANCED!r}" if home is inside else f"beside {ADVANCED!r}"
+                raise ValueError(f"{one.name} in {where} must be written {place}, got {other[one.name]!r}")
+            if home.get(one.name) is not None:
+                return one.metadata["parse"](f"{one.name} in {where}", home[one.name])
+            if one.default is MISSING:
+                raise ValueError(f"{where} needs {one.name!r}, got {without_secrets(given)!r}")
+            return one.default
+
+        declared = cls.declared()
+        parsed = run_all([partial(parse, one) for one in declared.values()])
+        return cls(**dict(zip(declared, parsed, strict=True)))
+
+    @classmethod
+    def rest(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `given` without the options that this class declares."""
+        declared = cls.declared()
+        rest = {name: value for name, value in given.items() if name not in declared and name != ADVANCED}
+        inside = {name: value for name, value in _advanced_of(given, cls.where).items() if name not in declared}
+        return {**rest, ADVANCED: inside} if inside else rest
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], where: str = "") -> Self:
+        """Parse `given` like `take`, and refuse keys that this class does not declare."""
+        values, _ = run_all((partial(cls.take, given, where), partial(cls.refuse_unknown, given, where)))
+        found: Self = values
+        return found
+
+    @classmethod
+    def refuse_unknown(cls, given: Mapping[str, Any], where: str = "") -> None:
+        """Raise ValueError if `given` holds keys that this class does not declare."""
+        names = [*(name for name in given if name != ADVANCED), *_advanced_of(given, where or cls.where)]
+        if unknown := name_unknown(names, cls.declared()):
+            known = ", ".join(cls.declared()) or "none"
+            raise ValueError(f"unknown options of {where or cls.where}: {unknown}; known ones: {known}")
+
+    def arguments(self, *left_out: str) -> dict[str, Any]:
+        """Return the options by name, without those in `left_out`."""
+        return {name: getattr(self, name) for name in self.declared() if name not in left_out}
+
+    @classmethod
+    def as_markdown(cls) -> str:
+        """Return a table of the options: name, kind of value, default, and when to set it."""
+        lines = ["| option | value | default | set it when |", "|---|---|---|---|"]
+        for name, one in cls.declared().items():
+            kind = one.metadata["parse"].__name__
+            for prefix in ("_", "parse_", "check_"):
+                kind = kind.removeprefix(prefix)
+            if not kind.startswith("`"):
+                kind = kind.replace("_", " ")
+            default = "required" if one.default is MISSING else f"`{json.dumps(one.default)}`"
+            shown = f"`{ADVANCED}.{name}`" if one.metadata["advanced"] else f"`{name}`"
+            lines.append(f"| {shown} | {kind} | {'' if one.default is None else default} | {one.metadata['when']} |")
+        return "\n".join(lines) + "\n"
+
+
+def _advanced_of(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    inside = given.get(ADVANCED)
+    if inside is not None and not isinstance(inside, Mapping):
+        raise ValueError(f"{ADVANCED} in {where} must be a dict of options, got {inside!r}")
+    return inside or {}
+
+
+def name_unknown(given: Iterable[str], known: Collection[str]) -> str:
     """Return the keys of `given` that are not `known`, each with the known one it resembles; "" if there are none.
 
     >>> name_unknown({"cache_polcy": "arc", "zzz": 1}, ["cache_policy", "tiers"])

@@ -11,19 +11,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from kvcache.assembly.log import set_up_log
 from kvcache.control.arbiter import check_prefill_rate
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.telemetry import Exporter, JobTracer, Telemetry
 from kvcache.options import (
-    OptionTable,
-    Parser,
+    ADVANCED,
+    Options,
     count_from,
+    option,
     parse_count,
     parse_duration,
     parse_flag,
@@ -49,52 +50,7 @@ if TYPE_CHECKING:
     from kvcache.transfer.worker import OffloadingWorker
 
 _LOG = logging.getLogger(__name__)
-MANAGER_OPTIONS = OptionTable(
-    {
-        "store_threshold": count_from(0),
-        "max_tracker_size": parse_count,
-        "what_if": parse_flag_or_count,
-        "retention_share": parse_share,
-    }
-)
-"""What goes to the manager as it is."""
-POOL_OPTIONS = MANAGER_OPTIONS | OptionTable(
-    {
-        "cache_policy": parse_policy,
-        "cpu_bytes_to_use": parse_size,
-        "enable_events": parse_flag,
-        "num_copy_threads": parse_count,
-        "num_cpu_blocks": parse_count,
-        "time_calls": parse_flag,
-        "record": parse_text,
-        "record_max_bytes": parse_size,
-        "record_salt": parse_text,
-    }
-)
-"""What a pool in host memory is described by."""
-TIERING_OPTIONS = OptionTable(
-    {
-        "lookup_deadline_s": parse_duration,
-        "pool_folder": parse_text,
-        "pool_path": parse_text,
-        "prefill_tokens_per_s": check_prefill_rate,
-    }
-)
-"""What means something with ``tiers`` only."""
-OPTION_NAMES = frozenset({*POOL_OPTIONS, *TIERING_OPTIONS, "exporters", "tiers"})
-"""Every key that `OffloadSettings.read` reads."""
-
-
-def _parser_of(option: str) -> Parser:
-    # A name says its unit.
-    if option == "arbiter":
-        return parse_flag
-    if option.endswith("_s"):
-        return parse_duration
-    return parse_count if option.startswith(("num_", "max_")) else parse_text
-
-
-_TIER_CONFIG_OPTIONS = OptionTable({option.name: _parser_of(option.name) for option in fields(TierConfig)})
+_NEED_TIERS = ("lookup_deadline_s", "pool_folder", "pool_path", "prefill_tokens_per_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,91 +70,130 @@ class ExporterSettings:
     options: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadSettings:
-    """What users write to describe a pool and what lies below it, in `extra_config` or an engine's own mapping.
+def _parse_tiers(name: str, given: Any) -> tuple[TierSettings, ...]:
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(entry, Mapping) for entry in given):
+        raise ValueError(f"{name} must be a list of dicts, at least one, got {without_secrets(given)!r}")
+    return tuple(run_all(partial(_parse_tier, entry) for entry in given))
 
-    Parameters
-    ----------
-    cpu_bytes_to_use : int, optional
-        Bytes of host memory, over all workers.
-    num_cpu_blocks : int, optional
-        Or: blocks of the pool.
-    cache_policy : str or type
-        A policy's name, class or ``"package.module:Class"``.
-    enable_events : bool
-        Whether the manager reports events.
-    num_copy_threads : int, optional
-        Copy threads per direction; None: by the CPUs.
-    manager_options : dict
-        ``store_threshold``, ``max_tracker_size``, ``what_if`` and ``retention_share``, where given.
-    tiers : tuple of TierSettings
-        What lies below host memory, in the order in which it is looked into.
-    lookup_deadline_s : float
-        With tiers: how long a request waits for them at most.
-    pool_folder : str
-        With tiers: the folder in shared memory where the host blocks are.
-    pool_path : str, optional
-        With tiers: the file itself.
-    exporters : tuple of ExporterSettings
-        What reports the manager.
-    prefill_tokens_per_s : dict of int to float, optional
-        With tiers: how fast the engine computes a prompt, by position, for tiers with an arbiter.
-    time_calls : bool
-        Whether the manager's calls are timed, and the ages of blocks at eviction measured.
-    record : str, optional
-        The file that the manager's calls are recorded to.
-    record_max_bytes : int
-        Bytes of all files of the recording.
-    record_salt : str, optional
-        What its keys are hashed with; None: at random.
+
+def _parse_tier(entry: Mapping[str, Any]) -> TierSettings:
+    if "type" not in entry:
+        raise ValueError(f"a tier needs a type, one of {', '.join(TIERS.names())}, got {without_secrets(entry)!r}")
+    tier: Any = TIERS.resolve(entry["type"])
+    if not issubclass(tier, Tier):
+        raise ValueError(f"tier {tier.__name__} must be a Tier")
+    own = TierConfig.rest(entry)
+    if own.get("codec") is None:
+        del own["type"]
+    else:
+        # Imported only if it is used, because it needs packages of extras.
+        tier = TIERS.resolve("kvcache.tiers.codecs.tier:CodecTier")
+    where = f"tier {entry['type']!r}"
+    config, _ = run_all((partial(TierConfig.take, entry, where), partial(tier.check_options, own)))
+    return TierSettings(tier, config, own)
+
+
+def _parse_exporters(name: str, given: Any) -> tuple[ExporterSettings, ...]:
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{name} must be a list of names or dicts, got {given!r}")
+    return tuple(run_all(partial(_parse_exporter, entry) for entry in given))
+
+
+def _parse_exporter(entry: Any) -> ExporterSettings:
+    options = dict(entry) if isinstance(entry, Mapping) else {"type": entry}
+    if "type" not in options:
+        raise ValueError(f"an exporter needs a type, one of {', '.join(EXPORTERS.names())}, got {options!r}")
+    exporter = EXPORTERS.resolve(options.pop("type"))
+    if not issubclass(exporter, Exporter):
+        raise ValueError(f"exporter {exporter.__name__} must be an Exporter")
+    exporter.check_options(options)
+    return ExporterSettings(exporter, options)
+
+
+@dataclass(frozen=True)
+class OffloadSettings(Options):
+    """The options of a pool in host memory, and of the tiers and exporters around it.
+
+    Users write them in `extra_config`, or in an engine's own mapping; `kvcache options` prints what they mean.
     """
 
-    cpu_bytes_to_use: int | None = None
-    num_cpu_blocks: int | None = None
-    cache_policy: str | type = "lru"
-    enable_events: bool = False
-    num_copy_threads: int | None = None
-    manager_options: dict[str, Any] = field(default_factory=dict)
-    tiers: tuple[TierSettings, ...] = ()
-    lookup_deadline_s: float = 5.0
-    pool_folder: str = "/dev/shm"
-    pool_path: str | None = None
-    exporters: tuple[ExporterSettings, ...] = ()
-    prefill_tokens_per_s: dict[int, float] | None = None
-    time_calls: bool = True
-    record: str | None = None
-    record_max_bytes: int = DEFAULT_MAX_BYTES
-    record_salt: str | None = None
+    where: ClassVar[str] = "extra_config"
+
+    cpu_bytes_to_use: int | None = option(
+        parse_size, None, when="always, or `num_cpu_blocks`: the host memory of all workers"
+    )
+    num_cpu_blocks: int | None = option(parse_count, None, when="you count the pool in blocks instead of bytes")
+    cache_policy: str | type = option(
+        parse_policy, "lru", when="another policy hits more on your traffic; under vLLM the default is `gittins`"
+    )
+    store_threshold: int = option(
+        count_from(0), 0, when="most prompts are used once: 2 stores a block only when it is offered a second time"
+    )
+    what_if: bool | int = option(
+        parse_flag_or_count, False, when="you want to know the hits of other capacities and policies on live traffic"
+    )
+    enable_events: bool = option(parse_flag, False, when="your engine calls `take_events`")
+    exporters: tuple[ExporterSettings, ...] = option(
+        _parse_exporters, (), when="metrics, spans, events or `kvcache top` are to show this engine"
+    )
+    record: str | None = option(
+        parse_text, None, when="you want the calls of this engine in a file, for `kvcache replay`"
+    )
+    tiers: tuple[TierSettings, ...] = option(
+        _parse_tiers, (), when="blocks are to outlive host memory, the process or the machine"
+    )
+    lookup_deadline_s: float = option(
+        parse_duration, 5.0, when="with tiers: a request must not wait that long for them before it is computed"
+    )
+    pool_folder: str = option(parse_text, "/dev/shm", when="with tiers: shared memory is mounted elsewhere")
+    prefill_tokens_per_s: dict[int, float] | None = option(
+        check_prefill_rate, None, when="a tier has an `arbiter`, and its first decisions must not wait for measurements"
+    )
+    max_tracker_size: int = option(
+        parse_count, 64_000, when="`store_threshold` must remember more keys that were offered", advanced=True
+    )
+    retention_share: float = option(
+        parse_share, 0.5, when="hints may raise the priority of more, or fewer, of all blocks", advanced=True
+    )
+    num_copy_threads: int | None = option(
+        parse_count, None, when="copies without an accelerator are to use more or fewer threads", advanced=True
+    )
+    time_calls: bool = option(
+        parse_flag, True, when="histograms of calls and of block ages are not worth their cost", advanced=True
+    )
+    record_max_bytes: int = option(
+        parse_size, DEFAULT_MAX_BYTES, when="a recording must take less disk, or reach further back", advanced=True
+    )
+    record_salt: str | None = option(
+        parse_text, None, when="recordings of several engines must hash a key alike", advanced=True
+    )
+    pool_path: str | None = option(
+        parse_text, None, when="with tiers: manager and workers must agree on the file of the pool", advanced=True
+    )
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], where: str = "extra_config") -> OffloadSettings:
-        """Read and check what a user wrote; this has no side effects, and passes over keys that it does not know.
-
-        Parameters
-        ----------
-        given : mapping
-            Sizes, counts and durations as `kvcache.options` parses them. A key whose value is None counts as left out.
-        where : str
-            What `given` is, for errors.
+    def read(cls, given: Mapping[str, Any], where: str = "") -> OffloadSettings:
+        """Parse the options of `given`; keys that this class does not declare are ignored.
 
         Raises
         ------
-        ValueError
-            A value is bad, or an option of tiers is given without any; the message names key and value.
+        OptionError
+            Options are invalid, or an option of tiers is given without ``tiers``.
         """
-        found, of_tiers, tiers, exporters = run_all(
-            (
-                partial(POOL_OPTIONS.read, where, given),
-                partial(TIERING_OPTIONS.read, where, given),
-                partial(read_tiers, given.get("tiers"), where),
-                partial(read_exporters, given.get("exporters"), where),
-            )
-        )
-        if of_tiers and not tiers:
-            raise ValueError(f"{', '.join(of_tiers)} in {where} mean nothing without 'tiers'")
-        options = {name: found.pop(name) for name in MANAGER_OPTIONS if name in found}
-        return cls(**found, **of_tiers, manager_options=options, tiers=tiers, exporters=exporters)
+        inside = {ADVANCED: given.get(ADVANCED)}
+        settings: OffloadSettings
+        settings, _ = run_all((partial(cls.take, given, where), partial(cls.refuse_unknown, inside, where)))
+        declared = cls.declared()
+        useless = [name for name in _NEED_TIERS if getattr(settings, name) != declared[name].default]
+        if useless and not settings.tiers:
+            raise ValueError(f"{', '.join(useless)} in {where or cls.where} mean nothing without 'tiers'")
+        return settings
+
+    @property
+    def manager_options(self) -> dict[str, Any]:
+        """The options that every manager takes as they are."""
+        names = ("store_threshold", "max_tracker_size", "what_if", "retention_share")
+        return {name: getattr(self, name) for name in names}
 
     def describe(self) -> dict[str, Any]:
         """Return what is in effect, for people to read; secrets are left out."""
@@ -253,7 +248,7 @@ class OffloadSettings:
 
 
 def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, ...]:
-    """Read and check a list of tiers, with the options of each; None: no tiers.
+    """Parse and check a list of tiers, with the options of each.
 
     Parameters
     ----------
@@ -263,34 +258,11 @@ def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, .
     where : str
         The mapping that holds the list, for errors.
     """
-    if given is None:
-        return ()
-    if not isinstance(given, list | tuple) or not given or not all(isinstance(entry, Mapping) for entry in given):
-        raise ValueError(f"tiers in {where} must be a list of dicts, at least one, got {without_secrets(given)!r}")
-    return tuple(run_all(partial(_read_tier, entry) for entry in given))
-
-
-def _read_tier(entry: Mapping[str, Any]) -> TierSettings:
-    if "type" not in entry:
-        raise ValueError(f"a tier needs a type, one of {', '.join(TIERS.names())}, got {without_secrets(entry)!r}")
-    tier: Any = TIERS.resolve(entry["type"])
-    if not issubclass(tier, Tier):
-        raise ValueError(f"tier {tier.__name__} must be a Tier")
-    own = {name: value for name, value in entry.items() if name != "type" and name not in _TIER_CONFIG_OPTIONS}
-    if own.get("codec") is not None:
-        # Not imported where it is not used: it needs packages of extras.
-        tier, own = TIERS.resolve("kvcache.tiers.codecs.tier:CodecTier"), {"type": entry["type"], **own}
-    config, _ = run_all(
-        (
-            lambda: TierConfig(**_TIER_CONFIG_OPTIONS.read(f"tier {entry['type']!r}", entry)),
-            lambda: tier.check_options(own),
-        )
-    )
-    return TierSettings(tier, config, own)
+    return _parse_tiers(f"tiers in {where}", given)
 
 
 def read_exporters(given: Any, where: str = "extra_config") -> tuple[ExporterSettings, ...]:
-    """Read and check a list of exporters, with the options of each; None: no exporters.
+    """Parse and check a list of exporters, with the options of each.
 
     Parameters
     ----------
@@ -299,22 +271,7 @@ def read_exporters(given: Any, where: str = "extra_config") -> tuple[ExporterSet
     where : str
         The mapping that holds the list, for errors.
     """
-    if given is None:
-        return ()
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"exporters in {where} must be a list of names or dicts, got {given!r}")
-    return tuple(run_all(partial(_read_exporter, entry) for entry in given))
-
-
-def _read_exporter(entry: Any) -> ExporterSettings:
-    options = dict(entry) if isinstance(entry, Mapping) else {"type": entry}
-    if "type" not in options:
-        raise ValueError(f"an exporter needs a type, one of {', '.join(EXPORTERS.names())}, got {options!r}")
-    exporter = EXPORTERS.resolve(options.pop("type"))
-    if not issubclass(exporter, Exporter):
-        raise ValueError(f"exporter {exporter.__name__} must be an Exporter")
-    exporter.check_options(options)
-    return ExporterSettings(exporter, options)
+    return _parse_exporters(f"exporters in {where}", given)
 
 
 def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:

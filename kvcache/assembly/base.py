@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.assembly.config import OffloadingConfig
 from kvcache.control.manager import OffloadingManager
-from kvcache.options import OptionTable, name_unknown, parse_count, parse_flag
+from kvcache.options import Options, name_unknown, option, parse_count, parse_flag
 from kvcache.registry import SPECS
 from kvcache.specs import CanonicalKVCaches, LoadStoreSpec
 
@@ -22,8 +23,23 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-SPEC_OPTIONS = OptionTable({"block_size": parse_count, "offload_prompt_only": parse_flag})
-"""What every spec reads of `extra_config`, beside the name by which it is chosen."""
+
+def _parse_spec(name: str, value: Any) -> Any:
+    return SPECS.resolve(value) and value
+
+
+@dataclass(frozen=True)
+class SpecOptions(Options):
+    """The options that every spec reads."""
+
+    where: ClassVar[str] = "extra_config"
+
+    spec_name: str | type = option(_parse_spec, "cpu", when="there are `tiers`: `tiering`; or the spec is your own")
+    block_size: int | None = option(
+        parse_count, None, when="longer copies are worth prefixes that are found less finely: tokens of a block"
+    )
+    offload_prompt_only: bool = option(parse_flag, True, when="generated tokens are used again, too")
+
 
 HandlerOf = tuple[type[LoadStoreSpec], type[LoadStoreSpec], "OffloadingHandler"]
 """Source and destination of a handler's jobs, and the handler."""
@@ -63,7 +79,7 @@ class OffloadingSpec(ABC):
         that this class does not read.
     """
 
-    option_names: ClassVar[Set[str]] = frozenset({"spec_name", *SPEC_OPTIONS})
+    option_names: ClassVar[Set[str]] = SpecOptions.keys()
 
     def __init__(self, config: OffloadingConfig) -> None:
         if not isinstance(config, OffloadingConfig):
@@ -84,9 +100,9 @@ class OffloadingSpec(ABC):
                     f"the device block size of group {i}, {config.groups[i].block_size} tokens on each of {spread} "
                     f"context-parallel ranks, must be a multiple of hash_block_size {self.hash_block_size}"
                 )
-        options = SPEC_OPTIONS.read("extra_config", self.extra_config)
-        self.block_size_factor = self._factor(options.get("block_size"))
-        self.offload_prompt_only: bool = options.get("offload_prompt_only", True)
+        options = SpecOptions.take(self.extra_config)
+        self.block_size_factor = self._factor(options.block_size)
+        self.offload_prompt_only = options.offload_prompt_only
 
     @property
     def block_size(self) -> int:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache.assembly.assemble import OPTION_NAMES, ExporterSettings, OffloadSettings, TierSettings
-from kvcache.assembly.base import OffloadingSpec
+from kvcache.assembly.assemble import ExporterSettings, OffloadSettings, TierSettings
+from kvcache.assembly.base import SpecOptions
 from kvcache.options import OptionError, format_size, name_unknown, parse_size
 from kvcache.registry import SPECS
 
 LEVELS = ("ok", "warning", "error")
-DEFAULT_KEYS = frozenset({*OPTION_NAMES, *OffloadingSpec.option_names})
+DEFAULT_KEYS = OffloadSettings.keys() | SpecOptions.keys()
 """Keys of `extra_config` that the built-in specs read."""
 
 

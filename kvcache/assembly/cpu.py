@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from kvcache.assembly.assemble import POOL_OPTIONS, OffloadSettings, open_manager, trace_worker
+from kvcache.assembly.assemble import OffloadSettings, open_manager, trace_worker
 from kvcache.assembly.base import HandlerOf, OffloadingSpec
 from kvcache.assembly.config import OffloadingConfig
 from kvcache.control.manager import OffloadingManager
@@ -43,7 +43,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         See `OffloadingSpec`; or the pool's size is missing, given twice, or less than one block.
     """
 
-    option_names = OffloadingSpec.option_names | set(POOL_OPTIONS) | {"exporters"}
+    option_names = (OffloadingSpec.option_names | OffloadSettings.keys()) - {"tiers"}
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -72,8 +72,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         trace_worker(self.settings, worker, labels)
 
     def _read_settings(self) -> OffloadSettings:
-        # Tiers are another spec's.
-        return OffloadSettings.read({name: self.extra_config.get(name) for name in (*POOL_OPTIONS, "exporters")})
+        return OffloadSettings.read({**self.extra_config, "tiers": None})
 
     def rank_bytes(self) -> int:
         """Return the bytes of an offloaded block on one worker, or 0 where the config has no refs to tell."""

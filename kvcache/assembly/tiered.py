@@ -10,7 +10,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvcache.assembly.assemble import OPTION_NAMES, OffloadSettings, open_manager, read_pool_path
+from kvcache.assembly.assemble import OffloadSettings, open_manager, read_pool_path
 from kvcache.assembly.base import HandlerOf, OffloadingSpec
 from kvcache.assembly.config import OffloadingConfig
 from kvcache.assembly.cpu import CPUOffloadingSpec
@@ -46,7 +46,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         See `CPUOffloadingSpec`; or a tier's options are bad.
     """
 
-    option_names = OffloadingSpec.option_names | OPTION_NAMES
+    option_names = OffloadingSpec.option_names | OffloadSettings.keys()
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)

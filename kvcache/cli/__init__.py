@@ -22,7 +22,7 @@ def build_app() -> typer.Typer:
     """Return the Typer application with every command mounted."""
     import typer
 
-    from kvcache.cli import check, common, metrics, record, status, tier, top
+    from kvcache.cli import check, common, metrics, options, record, status, tier, top
 
     app = typer.Typer(
         help="Offload the KV cache of large language models: try it, replay traces, measure.",
@@ -34,6 +34,7 @@ def build_app() -> typer.Typer:
     for name in ("demo", "chat-demo", "fleet-demo", "replay"):
         common.add_command(app, name, _lab_command(name))
     common.add_command(app, "check", check.check)
+    common.add_command(app, "options", options.options)
     common.add_command(app, "status", status.status)
     common.add_command(app, "top", top.top)
     bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)

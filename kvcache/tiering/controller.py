@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvcache.control.arbiter import LinkRate
 from kvcache.core.histogram import Histogram
 from kvcache.metrics import JOB_EXPONENTS, HistogramData, counter, gauge, histogram, state
-from kvcache.options import check_int, check_seconds, parse_flag
+from kvcache.options import (
+    Options,
+    check_int,
+    check_seconds,
+    choice_of,
+    option,
+    parse_count,
+    parse_duration,
+    parse_flag,
+)
 from kvcache.tiering.breaker import BREAKER_STATES, Breaker
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.tier import TierResult, TierStats
@@ -35,8 +44,8 @@ MAX_STEP_BLOCKS = 1024
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class TierConfig:
+@dataclass(frozen=True)
+class TierConfig(Options):
     """How a manager uses one tier.
 
     Parameters
@@ -63,13 +72,24 @@ class TierConfig:
         A value is out of range.
     """
 
-    write_policy: str = "write_through"
-    num_uses: int = 2
-    deadline_s: float = 5.0
-    max_store_blocks: int = 64
-    max_failures: int = 3
-    pause_s: float = 5.0
-    arbiter: bool = False
+    write_policy: str = option(
+        choice_of(*WRITE_POLICIES), "write_through", when="the tier wears out, or is slower than what is computed"
+    )
+    num_uses: int = option(parse_count, 2, when="`write_through_selective` is to wait for more uses than two")
+    deadline_s: float = option(parse_duration, 5.0, when="a job of a healthy tier may take longer, or must take less")
+    max_store_blocks: int = option(
+        parse_count,
+        64,
+        when="writes need more blocks under way to be fast, or must hold less of the pool",
+        advanced=True,
+    )
+    max_failures: int = option(
+        parse_count, 3, when="the tier must be left alone after fewer, or more, failed jobs in a row", advanced=True
+    )
+    pause_s: float = option(
+        parse_duration, 5.0, when="a tier that failed must be tried again sooner, or later", advanced=True
+    )
+    arbiter: bool = option(parse_flag, False, when="loading from this tier may take longer than computing the blocks")
 
     def __post_init__(self) -> None:
         if self.write_policy not in WRITE_POLICIES:

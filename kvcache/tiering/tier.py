@@ -26,7 +26,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from kvcache.metrics import counter, flag, gauge
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from kvcache.options import Options
     from kvcache.request import ReqContext
 
     HostBlocks = npt.NDArray[np.uint8] | npt.NDArray[np.int8]
@@ -104,6 +105,8 @@ class Tier(ABC):
 
     Attributes
     ----------
+    options_type : type of Options or None
+        Of the class: the options that `from_config` reads.
     medium : str
         The medium's name in events: ``"DISK"``.
     max_queued_blocks : int or None
@@ -115,18 +118,21 @@ class Tier(ABC):
     thread may call meanwhile.
     """
 
+    options_type: ClassVar[type[Options] | None] = None
     medium: str
     max_queued_blocks: int | None = None
 
-    @classmethod  # noqa: B027
+    @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check `options` as `from_config` does, without opening anything.
+        """Check `options` as `from_config` does, without opening anything; by default with `options_type`.
 
         Raises
         ------
         ValueError
-            An option is missing, unknown or bad.
+            An option is missing, unknown or invalid.
         """
+        if cls.options_type is not None:
+            cls.options_type.read(options)
 
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:

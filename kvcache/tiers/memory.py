@@ -6,22 +6,28 @@ What it stores is lost with the process. A tier on another medium looks like it:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvcache.options import OptionTable, check_int, parse_count, parse_policy, parse_size
+from kvcache.options import Options, check_int, option, parse_count, parse_policy, parse_size
 from kvcache.tiering.job_tier import JobTier, TierBatch
 from kvcache.tiering.tier import checked_host_blocks
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
 
-_OPTIONS = OptionTable({"capacity": parse_size, "cache_policy": parse_policy, "num_threads": parse_count})
 
+@dataclass(frozen=True)
+class MemoryOptions(Options):
+    """The options of a `MemoryTier`."""
 
-def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    return _OPTIONS.read_all("a memory tier", options, required=["capacity"])
+    where: ClassVar[str] = "a memory tier"
+
+    capacity: int = option(parse_size, when="always: bytes of memory at most")
+    cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
+    num_threads: int = option(parse_count, 2, when="copies are to use more, or fewer, threads", advanced=True)
 
 
 class MemoryTier(JobTier):
@@ -39,6 +45,8 @@ class MemoryTier(JobTier):
         Batches that are copied at the same time.
     """
 
+    options_type = MemoryOptions
+
     def __init__(
         self, num_blocks: int, host_blocks: HostBlocks, *, cache_policy: str | type = "lru", num_threads: int = 2
     ) -> None:
@@ -49,16 +57,12 @@ class MemoryTier(JobTier):
         )
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        _read(options)
-
-    @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> MemoryTier:
-        values = _read(options)
+        values = MemoryOptions.read(options)
         block_bytes = checked_host_blocks(host_blocks).shape[1]
-        return cls(values.pop("capacity") // block_bytes, host_blocks, **values)
+        return cls(values.capacity // block_bytes, host_blocks, **values.arguments("capacity"))
 
     def put(self, batch: TierBatch) -> None:
         for slot, buffer in zip(batch.slots or (), batch.buffers, strict=True):

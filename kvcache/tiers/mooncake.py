@@ -26,15 +26,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hmac import compare_digest
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from kvcache.options import (
-    OptionTable,
+    Options,
     choice_of,
+    option,
     parse_count,
     parse_duration,
     parse_flag,
@@ -65,25 +67,54 @@ _ERRORS = {
     -900: "the master cannot be reached",
     -901: "the master does not answer",
 }
-_OPTIONS = OptionTable(
-    {
-        "master": parse_text,
-        "salt": parse_text,
-        "num_replicas": parse_count,
-        "soft_pin": parse_flag,
-        "soft_pin_ttl_s": parse_duration,
-        "protocol": choice_of("tcp", "rdma"),
-        "device": parse_text,
-        "metadata_server": parse_text,
-        "hostname": parse_text,
-        "tenant": parse_text,
-        "lend_bytes": parse_size,
-        "timeout_s": parse_duration,
-        "num_threads": parse_count,
-        "max_queued_bytes": parse_size,
-        "max_batch_blocks": parse_count,
-    }
-)
+
+
+def _address(master: str, name: str = "master") -> tuple[str, int]:
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{name} must be 'host:port', got {master!r}")
+    return host.strip("[]"), int(port)
+
+
+def _parse_master(name: str, value: object) -> str:
+    master = parse_text(name, value)
+    _address(master, name)
+    return master
+
+
+@dataclass(frozen=True)
+class MooncakeOptions(Options):
+    """The options of a `MooncakeTier`."""
+
+    where: ClassVar[str] = "a mooncake tier"
+
+    master: str = option(_parse_master, when="always: `host:port` of the store's master")
+    salt: str = option(parse_text, "", when="tenants share the store: a secret of one tenant's engines")
+    num_replicas: int = option(parse_count, 1, when="a block must outlive the node that holds it")
+    protocol: str = option(choice_of("tcp", "rdma"), "tcp", when="the nodes have RDMA devices")
+    device: str = option(parse_text, "", when="with `rdma`: the names of the devices, comma-separated")
+    lend_bytes: int = option(parse_size, 0, when="this process lends memory to the store until it ends")
+    timeout_s: float = option(parse_duration, 2.0, when="a healthy master or node may take longer to answer")
+    soft_pin: bool = option(parse_flag, False, when="the store must evict other values before these", advanced=True)
+    soft_pin_ttl_s: float | None = option(
+        parse_duration, None, when="a soft pin must end at another time than the master's", advanced=True
+    )
+    metadata_server: str = option(
+        parse_text, "P2PHANDSHAKE", when="your nodes find each other through a metadata server", advanced=True
+    )
+    hostname: str | None = option(
+        parse_text, None, when="other nodes reach this one under another address than the master does", advanced=True
+    )
+    tenant: str = option(parse_text, "default", when="the master itself separates tenants", advanced=True)
+    num_threads: int = option(parse_count, 2, when="checksums are to use more threads", advanced=True)
+    max_queued_bytes: int = option(
+        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", advanced=True
+    )
+    max_batch_blocks: int = option(
+        parse_count, 16, when="`kvcache bench tier` is faster with another number", advanced=True
+    )
+
+
 # Connects and ends: 0 if there is a master.
 _TRIAL = (
     "import json, os, sys\nfrom mooncake.store import MooncakeDistributedStore\n"
@@ -142,6 +173,8 @@ class MooncakeTier(JobTier):
         The master's address is none. A master that cannot be reached is no error: the tier works once it can.
     """
 
+    options_type = MooncakeOptions
+
     def __init__(
         self,
         master: str,
@@ -158,10 +191,10 @@ class MooncakeTier(JobTier):
         hostname: str | None = None,
         tenant: str = "default",
         lend_bytes: int = 0,
-        timeout_s: float = 2.0,
-        num_threads: int = 2,
-        max_queued_bytes: int = 256 << 20,
-        max_batch_blocks: int = 16,
+        timeout_s: float = MooncakeOptions.timeout_s,
+        num_threads: int = MooncakeOptions.num_threads,
+        max_queued_bytes: int = MooncakeOptions.max_queued_bytes,
+        max_batch_blocks: int = MooncakeOptions.max_batch_blocks,
     ) -> None:
         self._master = _address(master)
         self._block_bytes = checked_host_blocks(host_blocks).shape[1]
@@ -201,25 +234,21 @@ class MooncakeTier(JobTier):
         )
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        _read(options)
-
-    @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        values = _read(options)
+        values = MooncakeOptions.read(options)
         try:
-            load_client(values.get("timeout_s", 2.0))
-            with socket.create_connection(_address(values["master"]), timeout=values.get("timeout_s", 2.0)):
+            load_client(values.timeout_s)
+            with socket.create_connection(_address(values.master), timeout=values.timeout_s):
                 return ""
         except (OSError, ImportError) as error:
-            return f"{values['master']} cannot be used: {error}"
+            return f"{values.master} cannot be used: {error}"
 
     @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> MooncakeTier:
-        values = _read(options)
-        return cls(values.pop("master"), host_blocks, fingerprint=fingerprint, **values)
+        values = MooncakeOptions.read(options)
+        return cls(values.master, host_blocks, fingerprint=fingerprint, **values.arguments("master"))
 
     def __repr__(self) -> str:
         return f"MooncakeTier({self._setup[-1]!r})"
@@ -428,19 +457,6 @@ class MooncakeTier(JobTier):
 
     def _error(self, call: str, answer: int) -> OSError:
         return OSError(f"{self._setup[-1]}: {call} failed: {_ERRORS.get(answer, 'error')} ({answer})")
-
-
-def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    values = _OPTIONS.read_all("a mooncake tier", options, required=["master"])
-    _address(values["master"])
-    return values
-
-
-def _address(master: str) -> tuple[str, int]:
-    host, _, port = master.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"master must be 'host:port', got {master!r}")
-    return host.strip("[]"), int(port)
 
 
 def _try_in_a_process(setup: tuple[Any, ...]) -> None:

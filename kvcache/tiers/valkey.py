@@ -19,9 +19,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hmac import compare_digest
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from valkey import Valkey, ValkeyCluster
@@ -30,7 +31,8 @@ from valkey.exceptions import AuthenticationError, AuthorizationError, ValkeyErr
 from valkey.retry import Retry
 
 from kvcache.options import (
-    OptionTable,
+    Options,
+    option,
     parse_count,
     parse_duration,
     parse_flag,
@@ -64,21 +66,31 @@ def _parse_url(name: str, value: object) -> str:
     return url
 
 
-_OPTIONS = OptionTable(
-    {
-        "url": _parse_url,
-        "cluster": parse_flag,
-        "salt": parse_text,
-        "ttl_s": parse_duration,
-        "timeout_s": parse_duration,
-        "num_threads": parse_count,
-        "max_queued_bytes": parse_size,
-        "max_batch_blocks": parse_count,
-        "username": parse_text,
-        "password": parse_text,
-        "ca_file": parse_text,
-    }
-)
+@dataclass(frozen=True)
+class ValkeyOptions(Options):
+    """The options of a `ValkeyTier`."""
+
+    where: ClassVar[str] = "a valkey tier"
+
+    url: str = option(_parse_url, when="always: `valkey://host:port/db`, `valkeys://...` for TLS, `unix:///path`")
+    cluster: bool = option(parse_flag, False, when="the server is a cluster")
+    salt: str = option(parse_text, "", when="tenants share the server: a secret of one tenant's engines")
+    ttl_s: float | None = option(parse_duration, None, when="the server must forget blocks after some time")
+    timeout_s: float = option(parse_duration, 5.0, when="a command of a healthy server may take longer, or must not")
+    password: str | None = option(
+        parse_text, None, when="the server needs one, and the environment does not hold `KVCACHE_VALKEY_PASSWORD`"
+    )
+    ca_file: str | None = option(
+        parse_text, None, when="the certificate of a TLS server is signed by an authority of your own"
+    )
+    username: str | None = option(parse_text, None, when="the server needs one that is not in `url`", advanced=True)
+    num_threads: int = option(parse_count, 2, when="one connection each way does not fill the link", advanced=True)
+    max_queued_bytes: int = option(
+        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", advanced=True
+    )
+    max_batch_blocks: int = option(
+        parse_count, 16, when="`kvcache bench tier` is faster with another number", advanced=True
+    )
 
 
 class ValkeyTier(JobTier):
@@ -118,6 +130,8 @@ class ValkeyTier(JobTier):
         The URL or the credentials are refused. A server that cannot be reached is no error: the tier works once it can.
     """
 
+    options_type = ValkeyOptions
+
     def __init__(
         self,
         url: str,
@@ -127,10 +141,10 @@ class ValkeyTier(JobTier):
         salt: str = "",
         cluster: bool = False,
         ttl_s: float | None = None,
-        timeout_s: float = 5.0,
-        num_threads: int = 2,
-        max_queued_bytes: int = 256 << 20,
-        max_batch_blocks: int = 16,
+        timeout_s: float = ValkeyOptions.timeout_s,
+        num_threads: int = ValkeyOptions.num_threads,
+        max_queued_bytes: int = ValkeyOptions.max_queued_bytes,
+        max_batch_blocks: int = ValkeyOptions.max_batch_blocks,
         username: str | None = None,
         password: str | None = None,
         ca_file: str | None = None,
@@ -158,30 +172,26 @@ class ValkeyTier(JobTier):
         )
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        _read(options)
-
-    @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        values = _read(options)
-        credentials = (values.get(name) for name in ("username", "password", "ca_file"))
-        make = ValkeyCluster.from_url if values.get("cluster") else Valkey.from_url
+        values = ValkeyOptions.read(options)
+        make = ValkeyCluster.from_url if values.cluster else Valkey.from_url
+        credentials = _client_options(values.timeout_s, values.username, values.password, values.ca_file)
         try:
-            client: Any = make(values["url"], **_client_options(values.get("timeout_s", 5.0), *credentials))
+            client: Any = make(values.url, **credentials)
             try:
                 client.ping()
             finally:
                 client.close()
         except (ValkeyError, OSError, ValueError) as error:
-            return f"{_address(values['url'])} cannot be used: {_shown(error)}"
+            return f"{_address(values.url)} cannot be used: {_shown(error)}"
         return ""
 
     @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> ValkeyTier:
-        values = _read(options)
-        return cls(values.pop("url"), host_blocks, fingerprint=fingerprint, **values)
+        values = ValkeyOptions.read(options)
+        return cls(values.url, host_blocks, fingerprint=fingerprint, **values.arguments("url"))
 
     def __repr__(self) -> str:
         return f"ValkeyTier({self._address!r})"
@@ -373,10 +383,6 @@ class ValkeyTier(JobTier):
             nodes[node.name] = node
             positions.setdefault(node.name, []).append(i)
         return [(client.get_valkey_connection(node), positions[name]) for name, node in nodes.items()]
-
-
-def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    return _OPTIONS.read_all("a valkey tier", options, required=["url"])
 
 
 def _address(url: str) -> str:

@@ -128,7 +128,7 @@ def test_check_missing_packages_all_are_named_with_their_extra(monkeypatch):
 def test_check_every_invalid_option_is_an_error_of_its_own(tmp_path: Path):
     importlib.import_module("xxhash")
     tiers = [{"type": "disk", "path": "x", "capacity": "big", "deadline_s": 0}, {"type": "dusk"}]
-    given = {"num_cpu_blocks": 0, "record_max_bytes": "no", "tiers": tiers}
+    given = {"num_cpu_blocks": 0, "advanced": {"record_max_bytes": "no"}, "tiers": tiers}
     findings = check_config(given)
     assert [finding.level for finding in findings] == ["error"] * 5
 

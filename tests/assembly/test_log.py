@@ -31,7 +31,7 @@ def test_one_line_per_start_has_the_configuration_in_effect(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("KVCACHE_LOG", "info")
-    start(cache_policy="arc", retention_share="25%")
+    start(cache_policy="arc", advanced={"retention_share": "25%"})
     (line,) = [one.getMessage() for one in caplog.records if one.name.startswith("kvcache")]
     found = json.loads(line.removeprefix("offloading starts: "))
     assert (found["block_size"], found["num_blocks"], found["cache_policy"]) == (16, 8, "arc")

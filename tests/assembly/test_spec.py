@@ -108,7 +108,10 @@ def test_bytes_are_shared_by_all_workers():
         ),
         (lambda: config_of(16, extra={"cache_policy": "lur"}), "unknown policy 'lur', known ones: .*lru"),
         (lambda: config_of(16, extra={"enable_events": "yes"}), "enable_events in extra_config must be a bool"),
-        (lambda: config_of(16, extra={"num_copy_threads": 0}), "num_copy_threads in extra_config must be .* got 0"),
+        (
+            lambda: config_of(16, extra={"advanced": {"num_copy_threads": 0}}),
+            "num_copy_threads in extra_config must be .* got 0",
+        ),
         (lambda: config_of(16, extra={"tiers": []}), "tiers need spec_name 'tiering'"),
     ],
 )
@@ -187,7 +190,13 @@ def test_a_spec_of_others_is_told_of_unknown_options_if_it_says_what_it_reads(ca
 
 def test_the_managers_own_options_reach_it():
     manager = CPUOffloadingSpec(
-        config_of(extra={"store_threshold": 2, "max_tracker_size": 100, "what_if": 4096, "retention_share": 0.25})
+        config_of(
+            extra={
+                "store_threshold": 2,
+                "what_if": 4096,
+                "advanced": {"max_tracker_size": 100, "retention_share": 0.25},
+            }
+        )
     ).get_manager()
     assert manager.prepare_store([b"a"]).keys_to_store == []
     assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]

@@ -34,7 +34,7 @@ def config_of(tmp_path, rank=0, world_size=1, model_name="m", **extra):
         "num_cpu_blocks": 4,
         "tiers": tiers,
         "lookup_deadline_s": 20.0,
-        "pool_path": f"/dev/shm/kvcache-test-{os.getpid()}-{tmp_path.name}",
+        "advanced": {"pool_path": f"/dev/shm/kvcache-test-{os.getpid()}-{tmp_path.name}"},
     } | extra
     refs = (CanonicalKVCacheRef(0, PAGE_BYTES), CanonicalKVCacheRef(1, PAGE_BYTES))
     groups = (OffloadingGroup(16, ("a", "b"), refs),)
@@ -110,7 +110,7 @@ def test_blocks_of_all_ranks_come_back_from_disk(tmp_path, world_size):
                 assert torch.equal(tensor, expected)
     finally:
         manager.shutdown()
-    assert not Path(configs[0].extra_config["pool_path"]).exists()
+    assert not Path(configs[0].extra_config["advanced"]["pool_path"]).exists()
 
 
 def test_second_engine_on_the_same_pool_is_refused(tmp_path):
@@ -164,17 +164,20 @@ def test_another_model_is_refused(tmp_path):
     make_spec(config_of(tmp_path)).get_manager().shutdown()
     with pytest.raises(ValueError, match="holds blocks of another fingerprint"):
         make_spec(config_of(tmp_path, model_name="other")).get_manager()
-    assert not Path(config_of(tmp_path).extra_config["pool_path"]).exists()
+    assert not Path(config_of(tmp_path).extra_config["advanced"]["pool_path"]).exists()
 
 
 def test_default_pool_differs_between_configurations(tmp_path):
-    paths = {make_spec(config_of(tmp_path, model_name=name, pool_path="/dev/shm/x"))._identity() for name in ("a", "b")}
+    paths = {
+        make_spec(config_of(tmp_path, model_name=name, advanced={"pool_path": "/dev/shm/x"}))._identity()
+        for name in ("a", "b")
+    }
     assert len(paths) == 2
 
 
 def test_memory_of_a_process_that_ends_without_shutdown_is_given_back(tmp_path):
     config = config_of(tmp_path)
-    path = Path(config.extra_config["pool_path"])
+    path = Path(config.extra_config["advanced"]["pool_path"])
     code = (
         "import os, pickle, sys\n"
         "from pathlib import Path\n"
@@ -184,7 +187,7 @@ def test_memory_of_a_process_that_ends_without_shutdown_is_given_back(tmp_path):
         "child = os.fork()\n"
         "if not child: sys.exit()\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
-        "assert Path(config.extra_config['pool_path']).exists()\n"
+        "assert Path(config.extra_config['advanced']['pool_path']).exists()\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code, pickle.dumps(config).hex()], check=True, timeout=60)
     assert not path.exists()
@@ -197,7 +200,10 @@ def test_memory_of_a_process_that_ends_without_shutdown_is_given_back(tmp_path):
         ({"tiers": []}, "tiers in extra_config must be a list of dicts"),
         ({"tiers": [{"path": "x"}]}, "a tier needs a type, one of disk"),
         ({"tiers": [{"type": "tape"}]}, "unknown tier 'tape', known ones: disk"),
-        ({"tiers": [{"type": "disk", "write_policy": "never"}]}, "write_policy must be one of write_through"),
+        (
+            {"tiers": [{"type": "disk", "write_policy": "never"}]},
+            "write_policy in tier 'disk' must be one of write_through",
+        ),
         ({"lookup_deadline_s": -1}, "lookup_deadline_s in extra_config must be a number of seconds > 0 .*, got -1"),
     ],
 )
@@ -218,7 +224,7 @@ def test_the_host_pools_own_options_reach_it(tmp_path, caplog):
 
 
 def test_pool_in_use_has_the_size_that_both_sides_agree_on(tmp_path):
-    path = Path(config_of(tmp_path).extra_config["pool_path"])
+    path = Path(config_of(tmp_path).extra_config["advanced"]["pool_path"])
     path.write_bytes(bytes(5))
     path.chmod(0o600)
     try:

@@ -50,12 +50,8 @@ def test_refusal_names_what_is_missing(found: str) -> None:
 
 
 def test_settings_read_numbers_as_json_writes_them() -> None:
-    settings = read_settings(
-        {"spec_name": "X", "cpu_bytes_to_use": 1e9, "cache_policy": "arc", "store_threshold": 2, "num_copy_threads": 1}
-    )
-    assert settings == OffloadSettings(
-        cpu_bytes_to_use=10**9, cache_policy="arc", num_copy_threads=1, manager_options={"store_threshold": 2}
-    )
+    settings = read_settings({"spec_name": "X", "cpu_bytes_to_use": 1e9, "cache_policy": "arc", "store_threshold": 2.0})
+    assert settings == OffloadSettings(cpu_bytes_to_use=10**9, cache_policy="arc", store_threshold=2)
 
 
 def test_the_policy_is_gittins_unless_another_is_named() -> None:
@@ -67,12 +63,12 @@ def test_the_policy_is_gittins_unless_another_is_named() -> None:
 
 
 def test_sizes_and_durations_are_read_as_everywhere() -> None:
-    settings = read_settings({"cpu_bytes_to_use": "1.5GiB", "retention_share": "25%", "what_if": True})
+    settings = read_settings({"cpu_bytes_to_use": "1.5GiB", "advanced": {"retention_share": "25%"}, "what_if": True})
     assert settings.cpu_bytes_to_use == 3 << 29
-    assert settings.manager_options == {"retention_share": 0.25, "what_if": True}
+    assert (settings.retention_share, settings.what_if) == (0.25, True)
 
 
-@pytest.mark.parametrize("key", ["num_cpu_blocks", "enable_events", "pool_path"])
+@pytest.mark.parametrize("key", ["num_cpu_blocks", "enable_events"])
 def test_options_that_the_engine_decides_are_not_read(key: str) -> None:
     given = {"cpu_bytes_to_use": 1, "cache_policy": "lru"}
     assert read_settings({**given, key: "nonsense"}) == OffloadSettings(cpu_bytes_to_use=1)
@@ -99,6 +95,14 @@ def test_cpu_bytes_to_use_must_be_a_size(value: Any) -> None:
             "kvcache reads 'cache_policy', not 'eviction_policy'='arc'",
         ),
         ({"cpu_bytes_to_use": 1, "canonical_layout": True}, "'canonical_layout' is not supported"),
+        (
+            {"cpu_bytes_to_use": 1, "advanced": {"pool_path": "/x"}, "tiers": [{"type": "memory", "capacity": 1}]},
+            "pool_path",
+        ),
+        (
+            {"cpu_bytes_to_use": 1, "num_copy_threads": 2},
+            "num_copy_threads in .* must be written inside 'advanced', got 2",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
@@ -148,7 +152,7 @@ def test_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("extra_config", "message"),
     [
-        ({"tiers": [{**DISK, "write_policy": "never"}]}, "write_policy must be one of .*, got 'never'"),
+        ({"tiers": [{**DISK, "write_policy": "never"}]}, "write_policy in tier 'disk' must be one of .*, got 'never'"),
         (
             {"tiers": [DISK], "lookup_deadline_s": 0},
             "lookup_deadline_s in .* must be a number of seconds > 0 .*, got 0",

@@ -210,7 +210,7 @@ def test_codecs_share_nothing():
         ({"type": "fp8"}, "codec fp8 needs 'dtype'"),
         ({"type": "fp8", "dtype": "int8"}, "dtype in codec fp8 must be one of bfloat16, .* got 'int8'"),
         (
-            {"type": "fp8", "dtype": "bf16", "group": 1000},
+            {"type": "fp8", "dtype": "bf16", "advanced": {"group": 1000}},
             "whole groups of 1000 bf16 values, 2000 bytes, got 16384 bytes",
         ),
     ],

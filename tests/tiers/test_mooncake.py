@@ -356,7 +356,7 @@ def test_another_protocol_on_the_port_is_no_hang(opened, greeting):
     ("options", "message"),
     [
         ({}, "a mooncake tier needs 'master'"),
-        ({"master": "nowhere"}, "master must be 'host:port', got 'nowhere'"),
+        ({"master": "nowhere"}, "master in a mooncake tier must be 'host:port', got 'nowhere'"),
         ({"master": "127.0.0.1:1", "replicas": 2}, "unknown options of a mooncake tier: replicas"),
         ({"master": "127.0.0.1:1", "num_replicas": 0}, "num_replicas in a mooncake tier must be a whole number >= 1"),
         ({"master": "127.0.0.1:1", "protocol": "ib"}, "protocol in a mooncake tier must be one of tcp, rdma, got 'ib'"),

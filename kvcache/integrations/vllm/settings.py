@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcache.assembly.assemble import MANAGER_OPTIONS, OffloadSettings
+from kvcache.assembly.assemble import OffloadSettings
 from kvcache.options import name_unknown
 
 WHERE = "kv_connector_extra_config"
@@ -30,23 +30,8 @@ ENGINE_KEYS = frozenset(
         "sync_load_budget_bytes",
     }
 )
-OUR_KEYS = frozenset(
-    {
-        "cache_policy",
-        "cpu_bytes_to_use",
-        "exporters",
-        "lookup_deadline_s",
-        "num_copy_threads",
-        "pool_folder",
-        "prefill_tokens_per_s",
-        "record",
-        "record_max_bytes",
-        "record_salt",
-        "tiers",
-        "time_calls",
-        *MANAGER_OPTIONS,
-    }
-)
+_DECIDED_BY_ENGINE = frozenset({"num_cpu_blocks", "enable_events"})
+OUR_KEYS = OffloadSettings.keys() - _DECIDED_BY_ENGINE
 KNOWN_KEYS = ENGINE_KEYS | OUR_KEYS
 _RENAMED_KEYS = {"eviction_policy": "cache_policy", "cache_policy_module_path": "cache_policy"}
 
@@ -71,12 +56,14 @@ def read_settings(extra_config: Mapping[str, Any], num_groups: int = 1) -> Offlo
     spec_name = extra_config.get("spec_name", SPEC_NAME)
     if spec_name != SPEC_NAME and extra_config.get("spec_module_path") == __package__:
         raise ValueError(f"spec_name of {__package__} must be {SPEC_NAME!r}, got {spec_name!r}")
-    given = {key: extra_config[key] for key in OUR_KEYS & extra_config.keys()}
+    given = {key: value for key, value in extra_config.items() if key not in _DECIDED_BY_ENGINE}
     settings = OffloadSettings.read({"cache_policy": DEFAULT_POLICY if num_groups == 1 else "lru", **given}, WHERE)
     if any(one.exporter.needs_events for one in settings.exporters):
         raise ValueError("the exporter 'kv_events' does not work under vLLM; use vLLM's --kv-events-config")
     if settings.cpu_bytes_to_use is None:
         raise ValueError(f"{WHERE} must have 'cpu_bytes_to_use', the host memory of all ranks: bytes, or '64GiB'")
+    if settings.pool_path is not None:
+        raise ValueError(f"'pool_path' does not work under vLLM; use 'pool_folder', got {settings.pool_path!r}")
     if settings.tiers and not Path(settings.pool_folder).is_dir():
         raise ValueError(f"pool_folder must be a folder in shared memory, got {settings.pool_folder!r}")
     return settings

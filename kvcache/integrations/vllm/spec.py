@@ -105,7 +105,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
             block_bytes=self.bytes_per_block * self._config.parallel.world_size,
             labels={"engine": str(self._config.engine_id), "rank": str(self._config.parallel.data_parallel_index)},
         )
-        what_if_log = WhatIfLog(manager) if self.settings.manager_options.get("what_if") else None
+        what_if_log = WhatIfLog(manager) if self.settings.what_if else None
         if isinstance(manager, TieredOffloadingManager):
             return TieredKVCacheOffloadingManager(manager, installed_release(), what_if_log, self.clock)
         return KVCacheOffloadingManager(manager, installed_release(), what_if_log)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from kvcache.options import Options
 
 
 class CannotEncodeError(ValueError):
@@ -16,10 +19,13 @@ class Codec(ABC):
 
     Attributes
     ----------
+    options_type : type of Options or None
+        Of the class: the options that `from_config` reads.
     is_lossy : bool
         Whether a decoded block may differ from what was encoded. Decoding itself always gives the same bytes.
     """
 
+    options_type: ClassVar[type[Options] | None] = None
     is_lossy = False
 
     @classmethod

@@ -8,18 +8,28 @@ largest. A model's answers may change.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from kvcache.options import OptionTable, choice_of, parse_count
+from kvcache.options import Options, choice_of, option, parse_count
 from kvcache.tiers.codecs.base import CannotEncodeError, Codec
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MAX_E4M3 = 448.0
 _SCALE_BYTES = 4
-_OPTIONS = OptionTable({"dtype": choice_of(*_DTYPES, *_SHORT), "group": parse_count})
+
+
+@dataclass(frozen=True)
+class Fp8Options(Options):
+    """The options of an `Fp8Codec`."""
+
+    where: ClassVar[str] = "codec fp8"
+
+    dtype: str = option(choice_of(*_DTYPES, *_SHORT), when="always: the dtype of the KV cache")
+    group: int = option(parse_count, 128, when="fewer values must share a scale, for accuracy", advanced=True)
 
 
 class Fp8Codec(Codec):
@@ -37,7 +47,7 @@ class Fp8Codec(Codec):
 
     is_lossy = True
 
-    def __init__(self, block_bytes: int, dtype: str, group: int = 128) -> None:
+    def __init__(self, block_bytes: int, dtype: str, group: int = Fp8Options.group) -> None:
         self._dtype = _DTYPES[_SHORT.get(dtype, dtype)]
         group_bytes = group * self._dtype.itemsize
         if block_bytes % group_bytes:
@@ -48,14 +58,11 @@ class Fp8Codec(Codec):
         self._group = group
         self._num_groups = block_bytes // group_bytes
 
+    options_type = Fp8Options
+
     @classmethod
     def from_config(cls, options: Mapping[str, Any], block_bytes: int) -> Fp8Codec:
-        values = _OPTIONS.read_all("codec fp8", options)
-        if "dtype" not in values:
-            raise ValueError(
-                f"codec fp8 needs 'dtype' of the KV cache, one of {', '.join(_DTYPES)}, got {dict(options)!r}"
-            )
-        return cls(block_bytes, **values)
+        return cls(block_bytes, **Fp8Options.read(options).arguments())
 
     @property
     def max_bytes(self) -> int:

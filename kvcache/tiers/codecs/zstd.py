@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 try:
     import zstandard
 except ImportError as error:
     raise ImportError("the zstd codec needs the package zstandard: install kvcache's extra 'zstd'") from error
 
-from kvcache.options import OptionTable, parse_count, parse_share
+from kvcache.options import Options, option, parse_count, parse_share
 from kvcache.tiers.codecs.base import CannotEncodeError, Codec
 
 _MAX_LEVEL = 22
-_OPTIONS = OptionTable({"level": parse_count, "share": parse_share})
+
+
+@dataclass(frozen=True)
+class ZstdOptions(Options):
+    """The options of a `ZstdCodec`."""
+
+    where: ClassVar[str] = "codec zstd"
+
+    level: int = option(parse_count, 1, when="less space is worth more time: up to 22")
+    share: float = option(parse_share, 0.8, when="blocks compress to another share of their size")
 
 
 class ZstdCodec(Codec):
@@ -42,9 +52,11 @@ class ZstdCodec(Codec):
         # A context serves one thread at a time.
         self._contexts = threading.local()
 
+    options_type = ZstdOptions
+
     @classmethod
     def from_config(cls, options: Mapping[str, Any], block_bytes: int) -> ZstdCodec:
-        return cls(block_bytes, **_OPTIONS.read_all("codec zstd", options))
+        return cls(block_bytes, **ZstdOptions.read(options).arguments())
 
     @property
     def max_bytes(self) -> int:

@@ -14,16 +14,18 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from kvcache.options import (
-    OptionTable,
+    Options,
     check_int,
     check_seconds,
+    option,
     parse_count,
     parse_duration,
     parse_flag,
@@ -54,20 +56,32 @@ _LOG = logging.getLogger(__name__)
 _MARK_S = 0.02
 """How long `reset` waits for its mark: it is there within a fraction of that, unless the disk hangs."""
 _CLOSE_S = 5.0
-_OPTIONS = OptionTable(
-    {
-        "path": parse_text,
-        "capacity": parse_size,
-        "cache_policy": parse_policy,
-        "num_threads": parse_count,
-        "flush_interval_s": parse_duration,
-        "max_queued_blocks": parse_count,
-        "max_io_bytes": parse_size,
-        "preallocate": parse_flag,
-        "read_only": parse_flag,
-        "open_timeout_s": parse_duration,
-    }
-)
+
+
+@dataclass(frozen=True)
+class DiskOptions(Options):
+    """The options of a `DiskTier`."""
+
+    where: ClassVar[str] = "a disk tier"
+
+    path: str = option(parse_text, when="always: the tier's directory, made if it is missing")
+    capacity: int = option(parse_size, when="always: bytes on disk at most, metadata included")
+    cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
+    read_only: bool = option(parse_flag, False, when="the tier serves what the directory holds and must not change it")
+    num_threads: int = option(parse_count, 4, when="`kvcache bench disk` is faster with another number", advanced=True)
+    flush_interval_s: float = option(
+        parse_duration, 1.0, when="a loss of power may cost more, or less, than the last second", advanced=True
+    )
+    max_queued_blocks: int = option(
+        parse_count, 65536, when="more, or fewer, blocks may be under way at a time", advanced=True
+    )
+    max_io_bytes: int = option(parse_size, 2 << 20, when="the disk needs larger, or smaller, operations", advanced=True)
+    preallocate: bool = option(
+        parse_flag, True, when="the tier must not take its whole capacity at its start", advanced=True
+    )
+    open_timeout_s: float = option(
+        parse_duration, 10.0, when="the engine's start must wait longer, or shorter, for the directory", advanced=True
+    )
 
 
 class DiskTier(JobTier):
@@ -110,6 +124,8 @@ class DiskTier(JobTier):
         An argument is out of range, or the capacity is below one block.
     """
 
+    options_type = DiskOptions
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -118,13 +134,13 @@ class DiskTier(JobTier):
         *,
         fingerprint: Mapping[str, Any] | None = None,
         cache_policy: str | type = "lru",
-        num_threads: int = 4,
-        flush_interval_s: float = 1.0,
-        max_queued_blocks: int = 65536,
-        max_io_bytes: int = 2 << 20,
+        num_threads: int = DiskOptions.num_threads,
+        flush_interval_s: float = DiskOptions.flush_interval_s,
+        max_queued_blocks: int = DiskOptions.max_queued_blocks,
+        max_io_bytes: int = DiskOptions.max_io_bytes,
         preallocate: bool = True,
         read_only: bool = False,
-        open_timeout_s: float = 10.0,
+        open_timeout_s: float = DiskOptions.open_timeout_s,
     ) -> None:
         block_bytes = checked_host_blocks(host_blocks).shape[1]
         for name, value in (
@@ -176,20 +192,17 @@ class DiskTier(JobTier):
             )
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        _read(options)
-
-    @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        values = _read(options)
-        return "" if values.get("read_only") else writer_of(values["path"])
+        values = DiskOptions.read(options)
+        return "" if values.read_only else writer_of(values.path)
 
     @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> DiskTier:
-        values = _read(options)
-        return cls(values.pop("path"), values.pop("capacity"), host_blocks, fingerprint=fingerprint, **values)
+        values = DiskOptions.read(options)
+        others = values.arguments("path", "capacity")
+        return cls(values.path, values.capacity, host_blocks, fingerprint=fingerprint, **others)
 
     @staticmethod
     def capacity_for(num_blocks: int, block_bytes: int) -> int:
@@ -384,10 +397,6 @@ class DiskTier(JobTier):
                 num_bad - num_short,
                 first_slot,
             )
-
-
-def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    return _OPTIONS.read_all("a disk tier", options, required=["path", "capacity"])
 
 
 def _first_slot(batch: TierBatch) -> int:
