@@ -83,11 +83,7 @@ def _parse_tier(entry: Mapping[str, Any]) -> TierSettings:
     if not issubclass(tier, Tier):
         raise ValueError(f"tier {tier.__name__} must be a Tier")
     own = TierConfig.rest(entry)
-    if own.get("codec") is None:
-        del own["type"]
-    else:
-        # Imported only if it is used, because it needs packages of extras.
-        tier = TIERS.resolve("kvcache.tiers.codecs.tier:CodecTier")
+    del own["type"]
     where = f"tier {entry['type']!r}"
     config, _ = run_all((partial(TierConfig.take, entry, where), partial(tier.check_options, own)))
     return TierSettings(tier, config, own)

@@ -22,7 +22,7 @@ from kvcache.metrics import (
 )
 from kvcache.tiering.controller import TierControllerStats
 from kvcache.tiering.manager import PromotionStats
-from kvcache.tiering.tier import TierStats
+from kvcache.tiering.tier import CodecTierStats
 
 
 def every_sample(with_transfers: bool = True) -> list[Sample]:
@@ -33,7 +33,7 @@ def every_sample(with_transfers: bool = True) -> list[Sample]:
     calls, jobs = (HistogramData(*Histogram(1e-9, *exponents).data()) for exponents in (CALL_EXPONENTS, JOB_EXPONENTS))
     ages = HistogramData(*Histogram(1e-2, 0, 26).data())
     sizes = HistogramData(*Histogram(1.0, *JOB_EXPONENTS).data())
-    tier = TierControllerStats(TierStats("DISK", 0, 0), promotion_seconds=jobs, write_seconds=jobs)
+    tier = TierControllerStats(CodecTierStats("DISK", 0, 0), promotion_seconds=jobs, write_seconds=jobs)
     parts = [
         Part("", ManagerStats()),
         Part("policy", PolicyStats(0.0), (("name", "t1_blocks"),)),

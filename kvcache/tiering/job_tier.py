@@ -1,19 +1,19 @@
 """JobTier: everything of a tier but the I/O. A subclass moves buffers; see `kvcache.tiers.memory` for the smallest one.
 
-It keeps jobs and their results, threads, refusals, cancelling, reset, quarantine of bad blocks, existence queries and
-removals that no job caused, so that a tier on another medium is `get` and `put`, and `exists` or `open`.
+It keeps jobs and their results, threads, refusals, cancelling, reset, quarantine of bad blocks, codecs, existence
+queries and removals without a job. A tier on another medium is `get` and `put`, and `exists` or `open`.
 
 Which thread calls what
 -----------------------
 The caller's thread (the scheduler's) calls the methods of `Tier` and the hooks `cut`, `mark_reset`, `on_stored`,
 `on_loaded` and `on_used`, which must not wait. I/O threads call `get`, `put` and `exists`, a batch at a time and
 several at once. One control thread, which never waits behind a batch that hangs, calls `open`, `clear`, `maintain` and
-`close`. What any of the I/O methods raises fails the batch and is reported; it never reaches the scheduler.
+`close`. An exception in an I/O method fails the batch and is reported; it never reaches the scheduler.
 
 Two kinds of media
 ------------------
-A tier that owns its space (`open` returns `TierContents`, or `num_blocks` is given) has an index here: which block
-lies in which slot, and what leaves when it is full. A medium that keeps its own index is asked with `exists`.
+A tier that owns its space (`open` returns `TierContents`, or `num_blocks` is given) has an index here: the slot of
+each block, and which block is evicted when the tier is full. A medium that keeps its own index is asked with `exists`.
 """
 
 from __future__ import annotations
@@ -21,61 +21,50 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
-from queue import Empty, SimpleQueue
-from threading import TIMEOUT_MAX, Event, Lock, Thread
+from dataclasses import asdict, dataclass, field
+from queue import SimpleQueue
+from threading import TIMEOUT_MAX, Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvcache.tiering.control_thread import ControlThread
 from kvcache.tiering.existence import ExistenceCache
 from kvcache.tiering.io_threads import LOAD, QUERY, STORE, IOThreads
+from kvcache.tiering.job_table import CANCELLED, BlockOutcome, JobTable, Move, TierBatch
 from kvcache.tiering.slot_index import SlotIndex
-from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks
+from kvcache.tiering.tier import CodecTierStats, Tier, TierResult, TierStats, checked_host_blocks
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvcache.request import ReqContext
     from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.codecs.base import Codec
+    from kvcache.tiers.codecs.stage import CodecStage
+
+__all__ = ["BlockOutcome", "JobTier", "TierBatch", "TierContents"]
 
 MAX_STEP_BLOCKS = 1024
-"""Blocks whose end one call of `get_finished` takes in; the scheduler waits for it."""
+"""Blocks whose end one call of `get_finished` handles at most, because the scheduler waits for it."""
 _SHUTDOWN_S = 5.0
-_RETRY_S = 1.0
 _MAX_REMEMBERED_KEYS = 1 << 20
-_CANCELLED = "cancelled"
-
-
-class BlockOutcome(IntEnum):
-    """What became of one block of a batch."""
-
-    DONE = 0
-    ABSENT = 1
-    """To be loaded, and not there (any more)."""
-    CORRUPT = 2
-    """Loaded, and not what was stored: quarantined until its key is stored again."""
-    REFUSED = 3
-    """Not stored, for want of room or permission; no I/O failure."""
-    HELD = 4
-    """To be stored, and there already: another engine was first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierContents:
-    """What `open` found.
+    """The blocks that `open` found.
 
     Parameters
     ----------
     num_blocks : int
         Slots of the tier.
     keys : list of bytes
-        The blocks that are there, each once, least recently used first.
+        The blocks in the tier, each once, least recently used first.
     slots : sequence of int
-        Where they lie.
+        Their slots.
     last_seq : int
-        The largest number that was given to a block so far; the next store gets the one after it.
+        The largest sequence number of a block so far; the next store gets the one after it.
     """
 
     num_blocks: int
@@ -84,87 +73,8 @@ class TierContents:
     last_seq: int = 0
 
 
-class TierBatch:
-    """Blocks of one job that are moved by one call of `get` or `put`.
-
-    Attributes
-    ----------
-    is_load : bool
-        Whether host blocks are written to.
-    keys : list of bytes
-        Whose blocks these are.
-    block_ids : list of int
-        The host blocks, in the same order.
-    slots : list of int or None
-        Where they lie in a tier that owns its space.
-    seqs : list of int or None
-        For a store to such a tier: a number per block that only grows over its life.
-    generation : int
-        Resets before the batch was made; what an older batch leaves behind must not count.
-    """
-
-    def __init__(
-        self,
-        tier: JobTier,
-        job_id: int,
-        is_load: bool,
-        keys: list[bytes],
-        block_ids: list[int],
-        slots: list[int] | None,
-        seqs: list[int] | None,
-    ) -> None:
-        self.job_id = job_id
-        self.is_load = is_load
-        self.keys = keys
-        self.block_ids = block_ids
-        self.slots = slots
-        self.seqs = seqs
-        self.generation = tier.generation
-        self.outcomes: Sequence[int] | None = None
-        self.is_all_done = False
-        self.error = ""
-        self.end_s = 0.0
-        self._tier = tier
-        self._unclaimed = [True]
-
-    @property
-    def buffers(self) -> list[memoryview]:
-        """The host blocks as buffers."""
-        rows = self._tier.host_rows
-        return [rows[block_id].data for block_id in self.block_ids]
-
-    @property
-    def addresses(self) -> list[int]:
-        """The host blocks' addresses; each is `block_bytes` of contiguous memory."""
-        rows = self._tier.host_rows
-        start, stride = rows.ctypes.data, rows.strides[0]
-        return [start + block_id * stride for block_id in self.block_ids]
-
-    def claim(self) -> bool:
-        """Return True to one caller: the thread that moves the batch, or whoever cancels it before."""
-        try:
-            return self._unclaimed.pop()
-        except IndexError:
-            return False
-
-    def run(self) -> None:
-        """Move the blocks, in an I/O thread."""
-        if not self.claim():
-            return
-        try:
-            outcomes = (self._tier.get if self.is_load else self._tier.put)(self)
-        finally:
-            self.end_s = time.monotonic()
-        if outcomes is None:
-            self.is_all_done = True
-            return
-        if len(outcomes) != len(self.keys):
-            raise ValueError(f"{len(outcomes)} outcomes for {len(self.keys)} blocks")
-        self.outcomes = [BlockOutcome(outcome) for outcome in outcomes]
-
-
 class _Query:
-    """Keys to be asked for."""
+    """An existence query as a task of an I/O thread."""
 
     def __init__(self, tier: JobTier, keys: list[bytes]) -> None:
         self.keys = keys
@@ -180,21 +90,6 @@ class _Query:
         self.is_held = answer
 
 
-class _Job:
-    """What is left of a job: batches under way, and the outcome so far."""
-
-    __slots__ = ("batches", "done", "end_s", "error", "failed", "num_batches", "removed", "start_s")
-
-    def __init__(self, failed: list[bytes], removed: list[bytes]) -> None:
-        self.batches: list[TierBatch] = []
-        self.num_batches = 0
-        self.done: list[bytes] = []
-        self.failed = failed
-        self.removed = removed
-        self.error = ""
-        self.start_s = self.end_s = time.monotonic()
-
-
 class JobTier(Tier):
     """A tier whose subclass only moves buffers.
 
@@ -204,10 +99,13 @@ class JobTier(Tier):
         The pool, uint8 or int8, shape (num_blocks, block_bytes).
     medium : str
         The medium's name in events.
+    codec : Codec, optional
+        Encodes blocks on their way to the medium. The batches of `get` and `put` then hold encoded rows in place of
+        host blocks; `kvcache.tiers.codecs.base.stored_form` says how long these are.
     num_blocks : int, optional
         Blocks that the tier holds, if it owns its space and starts empty.
     cache_policy : str or type
-        What leaves when it is full.
+        Which block is evicted when the tier is full.
     num_threads : int
         Batches in flight.
     max_queued_blocks : int
@@ -217,9 +115,9 @@ class JobTier(Tier):
     max_key_bytes : int, optional
         Longer keys are not stored.
     open_timeout_s : float
-        How long the constructor waits for `open`; the tier is unavailable until it has ended.
+        How long the constructor waits for `open`; the tier is unavailable until `open` has ended.
     maintain_interval_s : float, optional
-        How often `maintain` is called; None: only at the end.
+        Time between calls of `maintain`; None: it is called at the end only.
     query_deadline_s : float
         How long an existence query may take.
     held_s, absent_s : float
@@ -240,6 +138,7 @@ class JobTier(Tier):
         host_blocks: HostBlocks,
         medium: str,
         *,
+        codec: Codec | None = None,
         num_blocks: int | None = None,
         cache_policy: str | type = "lru",
         num_threads: int = 4,
@@ -254,47 +153,56 @@ class JobTier(Tier):
         max_query_keys: int = 1024,
         read_only: bool = False,
     ) -> None:
-        self.host_rows = checked_host_blocks(host_blocks).view(np.uint8)
+        self._pool_rows = self.host_rows = checked_host_blocks(host_blocks).view(np.uint8)
+        self._stage: CodecStage | None = None
+        self._codec = codec
+        if codec is not None:
+            # Not imported without a codec: it needs a package of an extra.
+            from kvcache.tiers.codecs.stage import CodecStage
+
+            self._stage = CodecStage(codec, self._pool_rows, num_threads, max_batch_blocks)
+            self.host_rows = self._stage.rows
         self.medium = medium
         self.num_blocks = 0 if num_blocks is None else num_blocks
         self.max_batch_blocks = max_batch_blocks
         self.generation = 0
-        self._cache_policy = cache_policy
         self.max_queued_blocks: int = max_queued_blocks
+        self._cache_policy = cache_policy
         self._max_key_bytes = max_key_bytes
-        self._maintain_interval_s = maintain_interval_s
         self._max_query_keys = max_query_keys
         self._read_only = read_only
         self._existence = ExistenceCache(held_s, absent_s, query_deadline_s, _MAX_REMEMBERED_KEYS)
         self._index: SlotIndex | None = None
+        self._owns_space = False
         self._bad: set[bytes] = set()
         self._last_seq = 0
-        self._jobs: dict[int, _Job] = {}
-        self._results: list[TierResult] = []
-        self._num_queued = 0
+        self._jobs = JobTable()
         self._counts = dict.fromkeys(("stored", "loaded", "evicted", "missed", "corrupt", "refused", "io_errors"), 0)
         self._last_error = ""
         self._store_error = ""
         self._reason = ""
         self._state = "opening"
         self._reset_error = ""
-        self._old_jobs: set[int] = set()
-        self._owns_space = False
+        # The generation that a reset has made durable, and its index.
+        self._cleared: tuple[int, SlotIndex | None] | None = None
         self._found: list[bytes] = []
         self._num_announced = 0
         self._removals: SimpleQueue[list[bytes]] = SimpleQueue()
-        self._lock = Lock()
-        self._threads: IOThreads[TierBatch | _Query] = IOThreads(num_threads, f"kvcache-{medium.lower()}")
-        self._orders: SimpleQueue[int | None] = SimpleQueue()
-        self._fresh: SimpleQueue[tuple[int, SlotIndex | None, str]] = SimpleQueue()
         self._is_shut = False
-        self._is_opened = Event()
-        self._open_error: BaseException | None = None
-        self._control = Thread(target=self._run_control, name=f"kvcache-{medium.lower()}-control", daemon=True)
-        self._control.start()
-        if self._is_opened.wait(open_timeout_s) and self._open_error is not None:
+        self._lock = Lock()
+        name = f"kvcache-{medium.lower()}"
+        self._threads: IOThreads[Move | _Query] = IOThreads(num_threads, name)
+        self._control = ControlThread(
+            f"{name}-control",
+            maintain_interval_s,
+            self._run_open,
+            self._run_clear,
+            lambda: self._try("maintenance", self.maintain),
+            self._run_close,
+        )
+        if self._control.wait_until_open(open_timeout_s) and self._control.open_error is not None:
             self.shutdown()
-            raise self._open_error
+            raise self._control.open_error
 
     # What a subclass writes.
 
@@ -311,20 +219,20 @@ class JobTier(Tier):
         raise NotImplementedError(f"{type(self).__name__} neither opens with contents nor answers exists")
 
     def open(self) -> TierContents | None:
-        """Connect, and return what a tier that owns its space found; None: the medium keeps its own index.
+        """Connect, and return the contents of a tier that owns its space; None: the medium keeps its own index.
 
-        What it has opened when it raises is its own to close.
+        If it raises, it closes what it has opened.
         """
         return TierContents(self.num_blocks) if self.num_blocks else None
 
     def clear(self, generation: int) -> None:
-        """Forget every block for good, before `generation` begins; what is raised is tried again until it is not."""
+        """Forget every block for good, before `generation` begins; called again until it does not raise."""
 
     def maintain(self) -> None:
-        """Do what is due now and then, and once at the end."""
+        """Do periodic work; called every `maintain_interval_s` and once at the end."""
 
     def close(self) -> None:
-        """Release resources; called once, when no thread uses them any more."""
+        """Release resources; called once, after the last batch."""
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
         """Return the positions 0 .. `num_blocks` - 1 in groups, one for each batch.
@@ -332,7 +240,7 @@ class JobTier(Tier):
         Parameters
         ----------
         slots : list of int or None
-            Where the blocks lie, in a tier that owns its space.
+            The blocks' slots, in a tier that owns its space.
         num_blocks : int
             Blocks of the job.
         """
@@ -340,7 +248,7 @@ class JobTier(Tier):
         return [positions[first : first + size] for first in range(0, num_blocks, size)]
 
     def mark_reset(self) -> None:
-        """Do the little of a reset that must be done before `reset` returns; the tier serves nothing by then."""
+        """Do the part of a reset that must be done before `reset` returns; the tier serves nothing by then."""
 
     def on_stored(self, batch: TierBatch) -> None:
         """Called when `batch` was written without an error."""
@@ -354,11 +262,11 @@ class JobTier(Tier):
     # What a subclass calls, from any thread.
 
     def report_removed(self, keys: list[bytes]) -> None:
-        """Answer keys as absent, since they left the medium without a job."""
+        """Report that blocks left the medium without a job."""
         self._removals.put(list(keys))
 
     def set_unavailable(self, reason: str) -> None:
-        """Answer and take nothing, for this `reason`; empty: work again."""
+        """Find, store and load nothing, for this `reason`; empty: work again."""
         self._reason = reason
 
     # What a manager calls.
@@ -398,7 +306,7 @@ class JobTier(Tier):
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         with self._lock:
-            self._check_job(job_id, keys, block_ids)
+            self._jobs.check(job_id, keys, block_ids)
             if self._read_only or not self._has_room(len(keys)):
                 self._counts["refused"] += len(keys)
                 return False
@@ -421,12 +329,12 @@ class JobTier(Tier):
             first_seq = self._last_seq + 1
             self._last_seq += len(placed)
             seqs = list(range(first_seq, self._last_seq + 1))
-            self._start(job_id, _Job(refused, removed), False, placed, source, slots, seqs)
+            self._start(job_id, False, placed, source, slots, seqs, refused, removed)
             return True
 
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         with self._lock:
-            self._check_job(job_id, keys, block_ids)
+            self._jobs.check(job_id, keys, block_ids)
             if not self._has_room(len(keys)):
                 self._counts["refused"] += len(keys)
                 return False
@@ -439,31 +347,26 @@ class JobTier(Tier):
                 held, missed = self._index.split_held(list(target))
                 slots = self._index.pin(held)
             self._counts["missed"] += len(missed)
-            self._start(job_id, _Job(missed, []), True, held, target, slots, None)
+            self._start(job_id, True, held, target, slots, None, missed, [])
             return True
 
     def cancel(self, job_id: int) -> None:
         with self._lock:
-            job = self._jobs.get(job_id)
-            if job is not None:
-                for batch in [batch for batch in job.batches if batch.claim()]:
-                    batch.error = _CANCELLED
-                    self._end_batch(batch)
+            for move in self._jobs.claim_waiting(job_id):
+                self._end_move(move)
 
     def get_finished(self) -> list[TierResult]:
         with self._lock:
             num_blocks = 0
             while num_blocks < MAX_STEP_BLOCKS and (task := self._threads.get_finished()) is not None:
                 num_blocks += len(task.keys)
-                if isinstance(task, TierBatch):
-                    # One that was cancelled has been reported.
-                    if task.error != _CANCELLED:
-                        self._end_batch(task)
-                else:
+                if isinstance(task, _Query):
                     self._end_query(task)
+                elif task.error != CANCELLED:
+                    self._end_move(task)
             self._take_removals()
-            self._take_fresh_index()
-            results, self._results = self._results, []
+            self._take_cleared()
+            results = self._jobs.take_results()
             if self._found:
                 self._announce(results)
             return results
@@ -477,18 +380,16 @@ class JobTier(Tier):
             self._existence.clear()
             if self._state != "opening":
                 self._state = "resetting"
-            for job_id in list(self._jobs):
-                for batch in [batch for batch in self._jobs[job_id].batches if batch.claim()]:
-                    batch.error = _CANCELLED
-                    self._end_batch(batch)
-            self._old_jobs.update(self._jobs)
+            for move in self._jobs.claim_waiting():
+                self._end_move(move)
+            self._jobs.mark_old()
         self._try("mark_reset", self.mark_reset)
-        self._orders.put(self.generation)
+        self._control.order_clear(self.generation)
 
     def stats(self) -> TierStats:
         with self._lock:
             index, counts = self._index, self._counts
-            return TierStats(
+            stats = TierStats(
                 medium=self.medium,
                 num_blocks=self.num_blocks,
                 num_held=self._existence.num_held if index is None else index.num_held,
@@ -500,8 +401,12 @@ class JobTier(Tier):
                 refused_blocks=counts["refused"],
                 io_errors=counts["io_errors"],
                 last_error=self._last_error,
-                unavailable_reason=self._unavailable_reason() or self._store_error,
+                unavailable_reason=self._reason_now() or self._store_error,
             )
+            if self._stage is None or self._codec is None:
+                return stats
+            counters: dict[str, Any] = self._stage.counts
+            return CodecTierStats(**asdict(stats), codec=str(self._codec.fingerprint["codec"]), **counters)
 
     def shutdown(self) -> None:
         with self._lock:
@@ -511,74 +416,58 @@ class JobTier(Tier):
             self._reason = "shut down"
             self._state = "shut"
         self._threads.close(_SHUTDOWN_S)
-        self._orders.put(None)
-        self._control.join(_SHUTDOWN_S)
+        self._control.stop(_SHUTDOWN_S)
 
     def _is_unavailable(self) -> bool:
         return bool(self._reason) or self._state != "open"
 
-    def _unavailable_reason(self) -> str:
+    def _reason_now(self) -> str:
         if self._reason or self._state == "open":
             return self._reason
         if self._state == "opening":
             return "opening"
         return f"reset failed: {self._reset_error}" if self._reset_error else "reset under way"
 
-    def _check_job(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> None:
-        if job_id in self._jobs:
-            raise ValueError(f"job {job_id} is still under way")
-        if len(keys) != len(block_ids):
-            raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
-
     def _has_room(self, num_blocks: int) -> bool:
-        return not self._is_unavailable() and self._num_queued + num_blocks <= self.max_queued_blocks
+        return not self._is_unavailable() and self._jobs.num_queued + num_blocks <= self.max_queued_blocks
 
     def _start(
         self,
         job_id: int,
-        job: _Job,
         is_load: bool,
         keys: list[bytes],
         host: dict[bytes, int],
         slots: list[int] | None,
         seqs: list[int] | None,
+        failed: list[bytes],
+        removed: list[bytes],
     ) -> None:
-        self._jobs[job_id] = job
         block_ids = [host[key] for key in keys]
+        whole = TierBatch(self._pool_rows, job_id, is_load, keys, block_ids, slots, seqs, self.generation)
         in_order = list(range(len(keys)))
         groups = self._cut(slots, in_order) if keys else []
-        if groups == [in_order]:
-            job.batches.append(TierBatch(self, job_id, is_load, keys, block_ids, slots, seqs))
-        else:
-            for positions in groups:
-                job.batches.append(
-                    TierBatch(
-                        self,
-                        job_id,
-                        is_load,
-                        [keys[i] for i in positions],
-                        [block_ids[i] for i in positions],
-                        None if slots is None else [slots[i] for i in positions],
-                        None if seqs is None else [seqs[i] for i in positions],
-                    )
-                )
-        job.num_batches = len(job.batches)
-        self._num_queued += len(keys)
-        for batch in job.batches:
-            self._threads.submit(batch, LOAD if is_load else STORE)
-        self._end_job_if_done(job_id, job)
+        batches = [whole] if groups == [in_order] else [whole.part(positions) for positions in groups]
+        moves = [Move(batch, self._run_batch) for batch in batches]
+        self._jobs.start(job_id, moves, failed, removed)
+        for move in moves:
+            self._threads.submit(move, LOAD if is_load else STORE)
+
+    def _run_batch(self, batch: TierBatch) -> Sequence[int] | None:
+        if self._stage is None:
+            return self.get(batch) if batch.is_load else self.put(batch)
+        return self._stage.get(batch, self.get) if batch.is_load else self._stage.put(batch, self.put)
 
     def _cut(self, slots: list[int] | None, in_order: list[int]) -> list[list[int]]:
-        """Return what `cut` says if it names every position once, and batches of `max_batch_blocks` otherwise."""
+        """Return the groups of `cut` if they name every position once, or else batches of `max_batch_blocks`."""
         num_blocks = len(in_order)
         groups: list[list[int]] = self._call_hook("cut", lambda: self.cut(slots, num_blocks))
         try:
-            if groups == [in_order]:
-                return groups
-            if sorted(position for group in groups for position in group) == in_order:
+            # A codec has rows for so many blocks of a batch.
+            is_small = self._stage is None or max(map(len, groups)) <= self.max_batch_blocks
+            if is_small and sorted(position for group in groups for position in group) == in_order:
                 return [group for group in groups if group]
             self._note_error(f"cut: {groups!r} does not name each of {num_blocks} positions once")
-        except TypeError:
+        except (TypeError, ValueError):
             pass
         return JobTier.cut(self, slots, num_blocks)
 
@@ -590,56 +479,48 @@ class JobTier(Tier):
             self._note_error(f"{name}: {type(error).__name__}: {error}")
             return None
 
-    def _end_batch(self, batch: TierBatch) -> None:
-        job = self._jobs[batch.job_id]
-        self._num_queued -= len(batch.keys)
-        if batch.error and batch.error != _CANCELLED:
-            self._note_error(batch.error)
-        (self._end_load if batch.is_load else self._end_store)(batch, job)
-        job.num_batches -= 1
-        job.end_s = max(job.end_s, batch.end_s)
-        if batch.error != _CANCELLED:
-            job.error = job.error or batch.error
-        self._end_job_if_done(batch.job_id, job)
+    def _end_move(self, move: Move) -> None:
+        if move.error and move.error != CANCELLED:
+            self._note_error(move.error)
+        if move.batch.is_load:
+            self._end_load(move)
+        else:
+            self._end_store(move)
 
-    def _end_store(self, batch: TierBatch, job: _Job) -> None:
-        done, held = _keys_with(batch, BlockOutcome.DONE), _keys_with(batch, BlockOutcome.HELD)
-        there = done + held if held else done
+    def _end_store(self, move: Move) -> None:
+        keys, batch = move.keys, move.batch
+        done = move.keys_with(BlockOutcome.DONE)
+        there = done + move.keys_with(BlockOutcome.HELD)
         if self._index is not None:
-            self._index.end_store(batch.keys, there)
+            self._index.end_store(keys, there)
         elif batch.generation == self.generation:
             self._bad.difference_update(there)
             self._existence.learn(there, True, time.monotonic())
-        job.done += done
-        if len(there) < len(batch.keys):
-            written = set(there)
-            job.failed += [key for key in batch.keys if key not in written]
         self._counts["stored"] += len(done)
-        if not batch.error:
-            self._counts["refused"] += len(batch.keys) - len(there)
+        if not move.error:
+            self._counts["refused"] += len(keys) - len(there)
             self._store_error = ""
             self._call_hook("on_stored", lambda: self.on_stored(batch))
-        elif batch.error != _CANCELLED:
-            self._store_error = f"stores fail: {batch.error}"
+        elif move.error != CANCELLED:
+            self._store_error = f"stores fail: {move.error}"
+        self._jobs.end(move, done, _without(keys, there))
 
-    def _end_load(self, batch: TierBatch, job: _Job) -> None:
+    def _end_load(self, move: Move) -> None:
+        keys, batch = move.keys, move.batch
         if self._index is not None:
-            self._index.unpin(batch.keys)
-        if batch.error:
-            # Nothing is known of blocks that were not read, so they stay.
-            job.failed += batch.keys
+            self._index.unpin(keys)
+        if move.error:
+            # Blocks that were not read may be whole, so they stay.
+            self._jobs.end(move, [], keys)
             return
-        done, corrupt = _keys_with(batch, BlockOutcome.DONE), _keys_with(batch, BlockOutcome.CORRUPT)
-        job.done += done
+        done, corrupt = move.keys_with(BlockOutcome.DONE), move.keys_with(BlockOutcome.CORRUPT)
+        lost = _without(keys, done)
         self._counts["loaded"] += len(done)
-        if len(done) < len(batch.keys):
-            arrived = set(done)
-            lost = [key for key in batch.keys if key not in arrived]
-            job.failed += lost
-            self._counts["corrupt"] += len(corrupt)
-            self._counts["missed"] += len(lost) - len(corrupt)
-            job.removed += self._forget(lost, corrupt)
+        self._counts["corrupt"] += len(corrupt)
+        self._counts["missed"] += len(lost) - len(corrupt)
+        removed = self._forget(lost, corrupt) if lost else []
         self._call_hook("on_loaded", lambda: self.on_loaded(batch))
+        self._jobs.end(move, done, lost, removed)
 
     def _forget(self, lost: list[bytes], corrupt: list[bytes]) -> list[bytes]:
         """Answer blocks as absent; return those that counted as held."""
@@ -651,14 +532,6 @@ class JobTier(Tier):
         self._bad.update(corrupt)
         return known
 
-    def _end_job_if_done(self, job_id: int, job: _Job) -> None:
-        if not job.num_batches:
-            del self._jobs[job_id]
-            self._old_jobs.discard(job_id)
-            self._results.append(
-                TierResult(job_id, job.done, job.failed, job.removed, job.error, job.start_s, job.end_s)
-            )
-
     def _end_query(self, query: _Query) -> None:
         if query.error:
             self._note_error(f"exists: {query.error}")
@@ -669,12 +542,12 @@ class JobTier(Tier):
 
     def _take_removals(self) -> None:
         num_blocks = 0
-        # Nobody else takes any out: what is seen here is there.
+        # Single consumer, so a queue that is not empty stays so until `get`.
         while num_blocks < MAX_STEP_BLOCKS and not self._removals.empty():
             keys = self._removals.get()
             num_blocks += len(keys)
             if removed := self._forget(keys, []):
-                self._results.append(TierResult(None, [], removed=removed))
+                self._jobs.report(TierResult(None, [], removed=removed))
 
     def _announce(self, results: list[TierResult]) -> None:
         """Report some of what was found at the start, and is still held; it belongs to no job."""
@@ -685,35 +558,26 @@ class JobTier(Tier):
         if self._index is not None and (held := self._index.split_held(keys)[0]):
             results.append(TierResult(None, held))
 
-    def _take_fresh_index(self) -> None:
+    def _take_cleared(self) -> None:
         """Go on with an empty index once a reset is durable and the last job from before it was reported."""
-        if self._old_jobs or self._state not in {"opening", "resetting"}:
+        if self._cleared is None or self._jobs.has_old or self._cleared[0] != self.generation:
             return
-        while True:
-            try:
-                generation, index, error = self._fresh.get_nowait()
-            except Empty:
-                return
-            if generation != self.generation:
-                continue
-            self._reset_error = error
-            if error:
-                self._note_error(f"reset: {error}")
-                continue
-            if self._index is not None:
-                # The fresh one counts from 0, and counters never go back.
-                self._counts["evicted"] += self._index.num_evicted
-            self._index = index
-            self._bad.clear()
+        if self._index is not None:
+            # The new index counts from 0, and counters never go back.
+            self._counts["evicted"] += self._index.num_evicted
+        self._index = self._cleared[1]
+        self._cleared = None
+        self._bad.clear()
+        if self._state != "shut":
             self._state = "open"
-            return
 
     def _note_error(self, error: str) -> None:
         self._counts["io_errors"] += 1
         self._last_error = error
 
-    def _run_control(self) -> None:
-        """Open, then clear and maintain until the end."""
+    # What the control thread calls.
+
+    def _run_open(self) -> None:
         try:
             contents = self.open()
             try:
@@ -722,10 +586,8 @@ class JobTier(Tier):
                 self._try("close", self.close)
                 raise
         except BaseException as error:
-            self._open_error = error
             self._reason = f"opening failed: {type(error).__name__}: {error}"
-            self._is_opened.set()
-            return
+            raise
         with self._lock:
             self._owns_space = contents is not None
             if contents is not None:
@@ -737,36 +599,26 @@ class JobTier(Tier):
                 self._state = "open"
             elif self._state == "opening":
                 self._state = "resetting"
-        self._is_opened.set()
-        wanted: int | None = None
-        while True:
-            interval_s = self._maintain_interval_s if wanted is None else _RETRY_S
-            try:
-                order = self._orders.get(timeout=interval_s)
-                if order is None:
-                    break
-                wanted = order
-            except Empty:
-                pass
-            if wanted is not None:
-                wanted = self._try_clear(wanted)
-            else:
-                self._try("maintenance", self.maintain)
-        self._try("maintenance", self.maintain)
-        # A thread that hangs still uses what would be closed, and `shutdown` does not wait for this one for ever.
-        if self._threads.close(TIMEOUT_MAX):
-            self._try("close", self.close)
 
-    def _try_clear(self, generation: int) -> int | None:
-        """Make a reset durable; return the generation if it has to be tried again."""
+    def _run_clear(self, generation: int) -> bool:
+        """Make a reset durable; return whether it has to be tried again."""
         try:
             self.clear(generation)
             index = self._new_index(TierContents(self.num_blocks) if self._owns_space else None)
         except BaseException as error:
-            self._fresh.put((generation, None, f"{type(error).__name__}: {error}"))
-            return generation
-        self._fresh.put((generation, index, ""))
-        return None
+            with self._lock:
+                self._reset_error = f"{type(error).__name__}: {error}"
+                self._note_error(f"reset: {self._reset_error}")
+            return True
+        with self._lock:
+            self._reset_error = ""
+            self._cleared = (generation, index)
+        return False
+
+    def _run_close(self) -> None:
+        # A thread that hangs still uses what would be closed, and `shutdown` waits for this one for a bounded time.
+        if self._threads.close(TIMEOUT_MAX):
+            self._try("close", self.close)
 
     def _new_index(self, contents: TierContents | None) -> SlotIndex | None:
         if contents is None:
@@ -781,9 +633,8 @@ class JobTier(Tier):
                 self._note_error(f"{what}: {type(error).__name__}: {error}")
 
 
-def _keys_with(batch: TierBatch, outcome: BlockOutcome) -> list[bytes]:
-    if batch.is_all_done and not batch.error:
-        return batch.keys if outcome == BlockOutcome.DONE else []
-    if batch.error or batch.outcomes is None:
+def _without(keys: list[bytes], found: list[bytes]) -> list[bytes]:
+    if len(found) == len(keys):
         return []
-    return [key for key, one in zip(batch.keys, batch.outcomes, strict=True) if one == outcome]
+    left_out = set(found)
+    return [key for key in keys if key not in left_out]

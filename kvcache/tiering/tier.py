@@ -100,6 +100,23 @@ class TierStats:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CodecTierStats(TierStats):
+    """`TierStats` of a tier with a codec, and the codec's name and counters.
+
+    `raw_bytes` divided by `code_bytes` is the ratio.
+    """
+
+    codec: str = ""
+    encoded_blocks: int = counter("blocks", "Blocks that a codec encoded.")
+    unencodable_blocks: int = counter("blocks", "Blocks that a codec could not encode; they are not stored.")
+    decoded_blocks: int = counter("blocks", "Blocks that a codec decoded and that verified.")
+    raw_bytes: int = counter("bytes", "Bytes of the encoded blocks before encoding.")
+    code_bytes: int = counter("bytes", "Bytes of the encoded blocks after encoding.")
+    encode_s: float = counter("seconds", "Time of I/O threads in the encoder.", exported="encode_seconds")
+    decode_s: float = counter("seconds", "Time of I/O threads in the decoder.", exported="decode_seconds")
+
+
 class Tier(ABC):
     """A place below host memory.
 

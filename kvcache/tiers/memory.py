@@ -13,7 +13,7 @@ import numpy as np
 
 from kvcache.options import Options, check_int, option, parse_count, parse_policy, parse_size
 from kvcache.tiering.job_tier import JobTier, TierBatch
-from kvcache.tiering.tier import checked_host_blocks
+from kvcache.tiers.codecs.base import Codec, CodecMaker, make_codec, parse_codec, stored_form
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -28,6 +28,7 @@ class MemoryOptions(Options):
     capacity: int = option(parse_size, when="always: bytes of memory at most")
     cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
     num_threads: int = option(parse_count, 2, when="copies are to use more, or fewer, threads", advanced=True)
+    codec: CodecMaker | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
 class MemoryTier(JobTier):
@@ -39,8 +40,10 @@ class MemoryTier(JobTier):
         Blocks that it holds; the memory is taken as they are first written.
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes).
+    codec : Codec, optional
+        Encodes the blocks.
     cache_policy : str or type
-        What leaves when it is full.
+        Which block is evicted when it is full.
     num_threads : int
         Batches that are copied at the same time.
     """
@@ -48,12 +51,23 @@ class MemoryTier(JobTier):
     options_type = MemoryOptions
 
     def __init__(
-        self, num_blocks: int, host_blocks: HostBlocks, *, cache_policy: str | type = "lru", num_threads: int = 2
+        self,
+        num_blocks: int,
+        host_blocks: HostBlocks,
+        *,
+        codec: Codec | None = None,
+        cache_policy: str | type = "lru",
+        num_threads: int = 2,
     ) -> None:
-        block_bytes = checked_host_blocks(host_blocks).shape[1]
+        block_bytes, _ = stored_form(codec, host_blocks, None)
         self._blocks = np.empty((check_int("num_blocks", num_blocks), block_bytes), np.uint8)
         super().__init__(
-            host_blocks, "MEMORY", num_blocks=num_blocks, cache_policy=cache_policy, num_threads=num_threads
+            host_blocks,
+            "MEMORY",
+            codec=codec,
+            num_blocks=num_blocks,
+            cache_policy=cache_policy,
+            num_threads=num_threads,
         )
 
     @classmethod
@@ -61,13 +75,15 @@ class MemoryTier(JobTier):
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> MemoryTier:
         values = MemoryOptions.read(options)
-        block_bytes = checked_host_blocks(host_blocks).shape[1]
-        return cls(values.capacity // block_bytes, host_blocks, **values.arguments("capacity"))
+        codec = make_codec(values.codec, host_blocks)
+        block_bytes, _ = stored_form(codec, host_blocks, None)
+        others = values.arguments("capacity", "codec")
+        return cls(values.capacity // block_bytes, host_blocks, codec=codec, **others)
 
     def put(self, batch: TierBatch) -> None:
         for slot, buffer in zip(batch.slots or (), batch.buffers, strict=True):
             self._blocks[slot] = buffer
 
     def get(self, batch: TierBatch) -> None:
-        for slot, block_id in zip(batch.slots or (), batch.block_ids, strict=True):
-            self.host_rows[block_id] = self._blocks[slot]
+        for slot, buffer in zip(batch.slots or (), batch.buffers, strict=True):
+            buffer[:] = self._blocks[slot].data

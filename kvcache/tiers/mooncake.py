@@ -45,7 +45,7 @@ from kvcache.options import (
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
-from kvcache.tiering.tier import checked_host_blocks
+from kvcache.tiers.codecs.base import Codec, CodecMaker, make_codec, parse_codec, stored_form
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -113,6 +113,7 @@ class MooncakeOptions(Options):
     max_batch_blocks: int = option(
         parse_count, 16, when="`kvcache bench tier` is faster with another number", advanced=True
     )
+    codec: CodecMaker | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
 # Connects and ends: 0 if there is a master.
@@ -166,6 +167,8 @@ class MooncakeTier(JobTier):
         Bytes under way at most; more are refused.
     max_batch_blocks : int
         Blocks of one call of the client.
+    codec : Codec, optional
+        Encodes the blocks.
 
     Raises
     ------
@@ -195,14 +198,15 @@ class MooncakeTier(JobTier):
         num_threads: int = MooncakeOptions.num_threads,
         max_queued_bytes: int = MooncakeOptions.max_queued_bytes,
         max_batch_blocks: int = MooncakeOptions.max_batch_blocks,
+        codec: Codec | None = None,
     ) -> None:
         self._master = _address(master)
-        self._block_bytes = checked_host_blocks(host_blocks).shape[1]
+        self._block_bytes, fingerprint = stored_form(codec, host_blocks, fingerprint)
         self._native = load_client(timeout_s)
         self._hostname, self._timeout_s = hostname, timeout_s
         self._setup = (metadata_server, lend_bytes, _BUFFER_BYTES, protocol, device, master)
         self._tenant = tenant
-        self._namespace = Namespace(_FORMAT, fingerprint or {}, self._block_bytes, salt)
+        self._namespace = Namespace(_FORMAT, fingerprint, self._block_bytes, salt)
         self._config = self._native.ReplicateConfig()
         self._config.replica_num = num_replicas
         self._config.data_type = self._native.ObjectDataType.KVCACHE
@@ -212,8 +216,6 @@ class MooncakeTier(JobTier):
                 self._config.soft_pin_ttl_ms = max(1, int(soft_pin_ttl_s * 1000))
         self._pinned = self._native.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        # One seal per host block, registered like the pool; the last row carries the epoch.
-        self._seals = np.zeros((len(host_blocks) + 1, SEAL_BYTES), np.uint8)
         self._epoch = ""
         self._old_epochs: list[str] = []
         self._store: Any = None
@@ -225,6 +227,7 @@ class MooncakeTier(JobTier):
         super().__init__(
             host_blocks,
             "MOONCAKE",
+            codec=codec,
             num_threads=num_threads,
             max_queued_blocks=max(1, max_queued_bytes // self._block_bytes),
             max_batch_blocks=max_batch_blocks,
@@ -248,12 +251,16 @@ class MooncakeTier(JobTier):
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> MooncakeTier:
         values = MooncakeOptions.read(options)
-        return cls(values.master, host_blocks, fingerprint=fingerprint, **values.arguments("master"))
+        codec = make_codec(values.codec, host_blocks)
+        others = values.arguments("master", "codec")
+        return cls(values.master, host_blocks, fingerprint=fingerprint, codec=codec, **others)
 
     def __repr__(self) -> str:
         return f"MooncakeTier({self._setup[-1]!r})"
 
     def open(self) -> None:
+        # One seal per host row, registered like the rows; the last one carries the epoch.
+        self._seals = np.zeros((len(self.host_rows) + 1, SEAL_BYTES), np.uint8)
         try:
             self._connect()
         except OSError:

@@ -42,7 +42,7 @@ from kvcache.options import (
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
-from kvcache.tiering.tier import checked_host_blocks
+from kvcache.tiers.codecs.base import Codec, CodecMaker, make_codec, parse_codec, stored_form
 from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class ValkeyOptions(Options):
     max_batch_blocks: int = option(
         parse_count, 16, when="`kvcache bench tier` is faster with another number", advanced=True
     )
+    codec: CodecMaker | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
 class ValkeyTier(JobTier):
@@ -123,6 +124,8 @@ class ValkeyTier(JobTier):
         Credentials; the password may also come from the environment variable ``KVCACHE_VALKEY_PASSWORD``.
     ca_file : str, optional
         Certificates that a TLS server must be signed by, in place of the system's.
+    codec : Codec, optional
+        Encodes the blocks.
 
     Raises
     ------
@@ -148,13 +151,14 @@ class ValkeyTier(JobTier):
         username: str | None = None,
         password: str | None = None,
         ca_file: str | None = None,
+        codec: Codec | None = None,
     ) -> None:
         self._address = _address(_parse_url("url", url))
         self._options = _client_options(timeout_s, username, password, ca_file)
         self._url, self._is_cluster, self._timeout_s = url, cluster, timeout_s
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
-        self._block_bytes = checked_host_blocks(host_blocks).shape[1]
-        self._namespace = Namespace(_FORMAT, fingerprint or {}, self._block_bytes, salt)
+        self._block_bytes, fingerprint = stored_form(codec, host_blocks, fingerprint)
+        self._namespace = Namespace(_FORMAT, fingerprint, self._block_bytes, salt)
         self._prefix = self._namespace.prefix.encode()
         self._epoch = b""
         self._old_epochs: list[bytes] = []
@@ -163,6 +167,7 @@ class ValkeyTier(JobTier):
         super().__init__(
             host_blocks,
             "VALKEY",
+            codec=codec,
             num_threads=num_threads,
             max_queued_blocks=max(1, max_queued_bytes // self._block_bytes),
             max_batch_blocks=max_batch_blocks,
@@ -191,7 +196,8 @@ class ValkeyTier(JobTier):
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> ValkeyTier:
         values = ValkeyOptions.read(options)
-        return cls(values.url, host_blocks, fingerprint=fingerprint, **values.arguments("url"))
+        codec = make_codec(values.codec, host_blocks)
+        return cls(values.url, host_blocks, fingerprint=fingerprint, codec=codec, **values.arguments("url", "codec"))
 
     def __repr__(self) -> str:
         return f"ValkeyTier({self._address!r})"

@@ -1,7 +1,8 @@
-"""Codecs around tiers: what comes back, what is refused, what is counted, and what damage costs."""
+"""Codecs of tiers: blocks that come back, refused blocks, counters, damage, and formats that must not change."""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,15 @@ import pytest
 import torch
 from stores import load_as_is, store_as_is
 
+from kvcache import TierConfig, TieredOffloadingManager
 from kvcache.assembly.assemble import read_tiers
+from kvcache.metrics import samples_of
 from kvcache.registry import CODECS
 from kvcache.testing.tier_contract import TierContract
+from kvcache.tiering.checksum import checksum
+from kvcache.tiering.tier import CodecTierStats, Tier
 from kvcache.tiers.codecs.base import CannotEncodeError, Codec
 from kvcache.tiers.codecs.fp8 import Fp8Codec
-from kvcache.tiers.codecs.tier import CodecTier
 from kvcache.tiers.codecs.zstd import ZstdCodec
 from kvcache.tiers.memory import MemoryTier
 
@@ -47,9 +51,8 @@ class InvertingCodec(Codec):
 
 
 class TestContract(TierContract):
-    def open_tier(self, path: Path, host_blocks, num_blocks: int) -> CodecTier:
-        codec = InvertingCodec(host_blocks.shape[1])
-        return CodecTier(codec, "inverting", lambda rows, _: MemoryTier(num_blocks, rows), host_blocks)
+    def open_tier(self, path: Path, host_blocks, num_blocks: int) -> MemoryTier:
+        return MemoryTier(num_blocks, host_blocks, codec=InvertingCodec(host_blocks.shape[1]))
 
 
 def compressible(num_blocks: int = 40, block_bytes: int = 1 << 14) -> np.ndarray:
@@ -57,10 +60,10 @@ def compressible(num_blocks: int = 40, block_bytes: int = 1 << 14) -> np.ndarray
     return np.ascontiguousarray(blocks)
 
 
-def open_configured(entry: dict, host: np.ndarray) -> CodecTier:
+def open_configured(entry: dict, host: np.ndarray) -> Tier:
     (settings,) = read_tiers([entry])
     tier = settings.tier.from_config(settings.options, host, {"model": "m"})
-    assert isinstance(tier, CodecTier)
+    assert isinstance(tier.stats(), CodecTierStats)
     return tier
 
 
@@ -156,7 +159,7 @@ def test_damage_of_what_is_stored_is_a_counted_miss(at):
             super().get(batch)
             self.host_rows[batch.block_ids[batch.keys.index(KEYS[0])], at] ^= 1
 
-    tier = CodecTier(ZstdCodec(host.shape[1]), "zstd", lambda rows, _: DamagingTier(16, rows), host)
+    tier = DamagingTier(16, host, codec=ZstdCodec(host.shape[1]))
     assert store_as_is(tier, KEYS[:2]).failed == []
     host[:] = 0
     result = load_as_is(tier, KEYS[:2])
@@ -171,17 +174,110 @@ def test_damage_of_what_is_stored_is_a_counted_miss(at):
     tier.shutdown()
 
 
-def test_staging_area_bounds_what_is_under_way_and_serves_any_job():
-    host = compressible(40)
-    codec = InvertingCodec(host.shape[1])
-    # 16 rows, the least there are, for a job of 40.
-    tier = CodecTier(codec, "inverting", lambda rows, _: MemoryTier(64, rows), host, staging_bytes=1)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_codec_job_of_more_blocks_than_rows_comes_back_whole(num_threads):
+    host = np.concatenate([compressible(40)] * 5)
+    keys = [b"codec-%03d" % number for number in range(200)]
+    tier = MemoryTier(256, host, codec=InvertingCodec(host.shape[1]), num_threads=num_threads)
+    assert len(tier.host_rows) == 32 * num_threads
     before = host.copy()
-    assert sorted(store_as_is(tier, KEYS).done) == KEYS
+    assert sorted(store_as_is(tier, keys).done) == keys
     host[:] = 0
-    assert sorted(load_as_is(tier, KEYS).done) == KEYS
+    assert sorted(load_as_is(tier, keys).done) == keys
     assert (host == before).all()
-    assert not tier.submit_store(3, KEYS * 200, [0] * 8000)
+    tier.shutdown()
+
+
+@pytest.mark.parametrize("codec", [None, "inverting"])
+def test_codec_tier_after_a_failed_store_serves_loads_and_stores(codec):
+    host = compressible(4)
+
+    class FailingTier(MemoryTier):
+        is_failing = False
+
+        def put(self, batch) -> None:
+            if self.is_failing:
+                raise OSError("full")
+            super().put(batch)
+
+    tier = FailingTier(16, host, codec=InvertingCodec(host.shape[1]) if codec else None)
+    assert store_as_is(tier, KEYS[:2]).failed == []
+    tier.is_failing = True
+    assert store_as_is(tier, KEYS[2:4], 2).error == "OSError: full"
+    assert tier.stats().unavailable_reason == "stores fail: OSError: full"
+    assert load_as_is(tier, KEYS[:2], 3).failed == []
+    tier.is_failing = False
+    assert store_as_is(tier, KEYS[2:4], 4).failed == []
+    assert tier.stats().unavailable_reason == ""
+    tier.shutdown()
+
+
+def test_codec_that_raises_fails_the_job_and_keeps_the_tier():
+    host = compressible(4)
+
+    class RaisingCodec(InvertingCodec):
+        is_raising = True
+
+        def encode(self, block, target) -> int:
+            if self.is_raising:
+                raise RuntimeError("bug")
+            return super().encode(block, target)
+
+    codec = RaisingCodec(host.shape[1])
+    tier = MemoryTier(16, host, codec=codec, num_threads=1)
+    for job_id in range(40):
+        assert store_as_is(tier, KEYS[:2], job_id).error == "RuntimeError: bug"
+    codec.is_raising = False
+    assert store_as_is(tier, KEYS[:2], 50).failed == []
+    tier.shutdown()
+
+
+def test_codec_counters_reach_the_exported_samples():
+    host = compressible(8)
+    tier = open_configured({"type": "memory", "capacity": "1MiB", "codec": {"type": "zstd"}}, host)
+    manager = TieredOffloadingManager(16, 8, [(tier, TierConfig())])
+    keys = KEYS[:8]
+    manager.prepare_store(keys)
+    manager.complete_store(keys)
+    assert manager.settle()
+    (part,) = manager.tier_parts()
+    samples = {sample.name: sample.value for sample in samples_of(part)}
+    assert samples["tier_encoded_blocks"] == 8
+    assert samples["tier_raw_bytes"] == host.nbytes
+    assert 0 < samples["tier_code_bytes"] < host.nbytes
+    assert samples["tier_encode_seconds"] > 0
+    assert (samples["tier_unencodable_blocks"], samples["tier_decoded_blocks"]) == (0, 0)
+    manager.shutdown()
+
+
+def test_disk_tier_with_an_unencodable_block_in_a_run_keeps_its_neighbours(tmp_path):
+    pytest.importorskip("xxhash")
+    host = compressible(8)
+    host[3] = np.random.default_rng(2).integers(0, 256, host.shape[1], np.uint8)
+    entry = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB", "codec": {"type": "zstd"}}
+    before = host.copy()
+    tier = open_configured(entry, host)
+    result = store_as_is(tier, KEYS[:8])
+    assert (result.failed, result.error) == ([KEYS[3]], "")
+    tier.shutdown()
+    tier = open_configured(entry, host)
+    host[:] = 0
+    result = load_as_is(tier, KEYS[:8])
+    assert sorted(result.done) == KEYS[:3] + KEYS[4:8]
+    before[3] = 0
+    assert (host == before).all()
+    tier.shutdown()
+
+
+def test_codec_row_has_the_format_that_older_versions_wrote():
+    host = np.arange(4096, dtype=np.uint16).view(np.uint8).reshape(1, 8192).copy()
+    tier = MemoryTier(1, host, codec=InvertingCodec(8192))
+    assert store_as_is(tier, [b"key"]).done == [b"key"]
+    # A header of 32 bytes and the code, padded with zeros to a multiple of 4096.
+    row = tier._blocks[0].tobytes()
+    code_sum, block_sum = checksum(b"key", (~host[0]).data, 8192, 0), checksum(b"key", host[0].data, 8192, 0)
+    assert row[:32] == struct.pack("<8sQQQ", b"kvcodec1", 8192, code_sum, block_sum)
+    assert row[32:] == (~host[0]).tobytes() + bytes(4096 - 32)
     tier.shutdown()
 
 
@@ -203,7 +299,7 @@ def test_codecs_share_nothing():
 @pytest.mark.parametrize(
     ("codec", "message"),
     [
-        ("zstd", "codec must be a dict with a type, one of fp8, zstd, got 'zstd'"),
+        ("zstd", "codec in a memory tier must be a dict with a type, one of fp8, zstd, got 'zstd'"),
         ({"type": "lz5"}, "unknown codec 'lz5', known ones: fp8, zstd"),
         ({"type": "zstd", "level": 40}, "level of zstd must be in 1..22, got 40"),
         ({"type": "zstd", "levle": 1}, "unknown options of codec zstd: levle"),

@@ -36,7 +36,7 @@ from valkey import Valkey
 
 from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.testing.tier_contract import TierContract
-from kvcache.tiering import job_tier as control_thread
+from kvcache.tiering import control_thread
 from kvcache.tiering.checksum import Namespace
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyTier

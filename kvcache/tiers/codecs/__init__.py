@@ -1,1 +1,1 @@
-"""Codecs: blocks made smaller on their way to a tier. `base` says what a codec must do; `tier` wraps any tier."""
+"""Codecs encode blocks for tiers: `base` is the interface, `stage` runs a codec in the I/O threads."""

@@ -35,7 +35,7 @@ from kvcache.options import (
 )
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiering.log_limiter import LogLimiter
-from kvcache.tiering.tier import checked_host_blocks
+from kvcache.tiers.codecs.base import Codec, CodecMaker, make_codec, parse_codec, stored_form
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import (
     Header,
@@ -82,6 +82,7 @@ class DiskOptions(Options):
     open_timeout_s: float = option(
         parse_duration, 10.0, when="the engine's start must wait longer, or shorter, for the directory", advanced=True
     )
+    codec: CodecMaker | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
 class DiskTier(JobTier):
@@ -115,6 +116,8 @@ class DiskTier(JobTier):
     open_timeout_s : float
         How long to wait for the directory to open. After that the tier is unavailable, `stats` says so, until it opens
         after all; if it then cannot be used, it stays unavailable and the reason is logged.
+    codec : Codec, optional
+        Encodes the blocks.
 
     Raises
     ------
@@ -141,8 +144,9 @@ class DiskTier(JobTier):
         preallocate: bool = True,
         read_only: bool = False,
         open_timeout_s: float = DiskOptions.open_timeout_s,
+        codec: Codec | None = None,
     ) -> None:
-        block_bytes = checked_host_blocks(host_blocks).shape[1]
+        block_bytes, given = stored_form(codec, host_blocks, fingerprint)
         for name, value in (
             ("num_threads", num_threads),
             ("max_queued_blocks", max_queued_blocks),
@@ -152,7 +156,7 @@ class DiskTier(JobTier):
         for name, seconds in (("flush_interval_s", flush_interval_s), ("open_timeout_s", open_timeout_s)):
             check_seconds(name, seconds)
         try:
-            plain = json.loads(json.dumps(dict(fingerprint or {}), allow_nan=False))
+            plain = json.loads(json.dumps(given, allow_nan=False))
         except RecursionError:
             raise ValueError("fingerprint must be what JSON can say, got one nested too deeply") from None
         except (TypeError, ValueError) as error:
@@ -160,7 +164,6 @@ class DiskTier(JobTier):
         self.path = Path(path)
         self.capacity_bytes = capacity_bytes
         self._header = Header.fresh(block_bytes, num_slots_within(capacity_bytes, block_bytes), plain)
-        self._pool = host_blocks
         self._is_read_only = read_only
         self._preallocate = preallocate
         is_packed = self._header.slot_bytes == block_bytes
@@ -174,10 +177,12 @@ class DiskTier(JobTier):
         super().__init__(
             host_blocks,
             "DISK",
+            codec=codec,
             num_blocks=self._header.num_slots,
             cache_policy=cache_policy,
             num_threads=num_threads,
             max_queued_blocks=max_queued_blocks,
+            max_batch_blocks=self._max_run,
             max_key_bytes=MAX_KEY_BYTES,
             open_timeout_s=open_timeout_s,
             maintain_interval_s=flush_interval_s,
@@ -201,8 +206,9 @@ class DiskTier(JobTier):
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
     ) -> DiskTier:
         values = DiskOptions.read(options)
-        others = values.arguments("path", "capacity")
-        return cls(values.path, values.capacity, host_blocks, fingerprint=fingerprint, **others)
+        codec = make_codec(values.codec, host_blocks)
+        others = values.arguments("path", "capacity", "codec")
+        return cls(values.path, values.capacity, host_blocks, fingerprint=fingerprint, codec=codec, **others)
 
     @staticmethod
     def capacity_for(num_blocks: int, block_bytes: int) -> int:
@@ -332,7 +338,7 @@ class DiskTier(JobTier):
                 undo.callback(directory.close)
                 if self._preallocate and not self._is_read_only:
                     directory.allocate()
-                store = BlockStore(directory, self._pool, self._is_read_only)
+                store = BlockStore(directory, self.host_rows, self._is_read_only)
                 undo.callback(store.close)
                 keys, slots, seqs, times = store.table.load()
             except (OSError, MemoryError, OverflowError) as error:
