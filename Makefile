@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help build stress demo fleet-demo test lint typecheck docs bench-site docs-alone bench-smoke test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean
+.PHONY: help build stress demo fleet-demo test lint typecheck docs bench-site docs-alone bench-smoke test-all test-rest test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean
 
 VENV := .venv
 comma := ,
@@ -12,10 +12,8 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 PYTEST_ARGS ?=
 PYTEST := $(CURDIR)/$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations=10 $(PYTEST_ARGS)
-# What `make test` alone runs: long, and no more is learnt from them on a second build, nor from as many examples.
-export ONCE := -m 'not slow' --hypothesis-profile=few $(foreach name,cli/test_chat_demo.py stress \
-	policies/test_policy_trace.py tiering/test_interleavings.py project/test_tiny_engine.py integrations/test_transformers*,--ignore-glob='tests/$(name)') \
-	--ignore-glob=tests/vllm
+# What a second build (debug, sanitized, another Python) runs: slow tests and more examples find no more on it.
+export ONCE := -m 'not slow' --hypothesis-profile=few --ignore-glob=tests/vllm
 
 # Build environments follow the constraints too: old pips read the first variable there, new ones the second.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -30,10 +28,11 @@ SOURCES := setup.py pyproject.toml MANIFEST.in README.md $(shell find kvcache -n
 help:
 	@echo "make demo    install into .venv and run the main job"
 	@echo "make fleet-demo  1 to 8 engines in processes over one real server"
-	@echo "make test    install into .venv and run all tests"
+	@echo "make test    install into .venv and run the tests that take under 2 s each: about three minutes"
+	@echo "make test-all  all tests: also slow ones, all policies, more examples"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
-	@echo "Others: lint typecheck docs bench-site docs-alone bench-smoke test-debug test-asan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
+	@echo "Others: lint typecheck docs bench-site docs-alone bench-smoke test-rest test-debug test-asan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
 	@echo "By hand: tsan"
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -76,7 +75,13 @@ fleet-demo: $(VENV)/extra-cli,disk,plot,valkey.stamp
 	$(BIN)/kvcache fleet-demo --plot build/fleet-demo.png
 
 test: $(VENV)/extra-test.stamp
-	KVCACHE_EXPECT_IN=$(VENV) $(PYTEST)
+	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_MAX_TEST_CPU_S=4 $(PYTEST) --hypothesis-profile=few -m 'not slow and not other_policy'
+
+# Everything that `make test` leaves out, and its property tests with all examples.
+test-rest: $(VENV)/extra-test.stamp
+	KVCACHE_EXPECT_IN=$(VENV) $(PYTEST) -m 'slow or other_policy or hypothesis'
+
+test-all: test test-rest
 
 # --- development -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Fixtures and hooks of all tests: the package under test, and the folder of shared traces."""
+"""Fixtures and hooks of all tests: the package under test, the selection of `make test`, and the shared traces."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -108,9 +109,65 @@ def pytest_runtest_setup() -> object:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> object:
+def pytest_runtest_call(item: pytest.Item) -> object:
+    before_s = _cpu_s()
     with _optional_packages():
-        return (yield)
+        result = yield
+    used_s = _cpu_s() - before_s
+    if used_s > MAX_CPU_S and not item.get_closest_marker("slow"):
+        pytest.fail(f"the test took {used_s:.1f} s of CPU, more than {MAX_CPU_S:g}: mark it slow", pytrace=False)
+    return result
+
+
+# `make test` sets it to twice the 2 s of CONTRIBUTING.md. CPU time, so that a loaded machine fails no test.
+MAX_CPU_S = float(os.environ.get("KVCACHE_MAX_TEST_CPU_S", "inf"))
+PROCESS_NAMES = {"subprocess", "multiprocessing", "ProcessPoolExecutor", "Popen", "fork"}
+OTHER_POLICIES = {"arc", "mq", "amq", "lfuda"}
+
+
+def _cpu_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that start processes `slow`, and tests of four of the six policies `other_policy`."""
+    known: dict[CodeType, bool] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        fixtures = [one.func for found in item._fixtureinfo.name2fixturedefs.values() for one in found]
+        if any(_starts_process(function, known) for function in (item.function, *fixtures)):
+            item.add_marker("slow")
+        params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        owner = item.cls.__name__.removeprefix("Test").lower() if item.cls else ""
+        if owner in OTHER_POLICIES or any(isinstance(param, str) and param in OTHER_POLICIES for param in params):
+            item.add_marker("other_policy")
+
+
+def _starts_process(function: object, known: dict[CodeType, bool]) -> bool:
+    """Return whether a function or class of the tests names a way to start a process, or another one that does."""
+    if isinstance(function, type):
+        return any(_starts_process(member, known) for member in vars(function).values())
+    function = getattr(function, "__func__", function)
+    if hasattr(function, "hypothesis"):
+        function = function.hypothesis.inner_test
+    if not isinstance(function, FunctionType) or not function.__code__.co_filename.startswith(str(ROOT / "tests")):
+        return False
+    code = function.__code__
+    if code not in known:
+        known[code] = False  # a recursive call adds nothing
+        names = set(_names(code))
+        called = [function.__globals__.get(name) for name in names]
+        known[code] = bool(names & PROCESS_NAMES) or any(_starts_process(one, known) for one in called)
+    return known[code]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from kvcache.lab.replay.recorded import replay_recording
 from kvcache.lab.replay.recorded_trace import RecordedTrace
 from kvcache.recorder.format import Recording
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 199
 SIZES = {
     "vocab_size": VOCAB,

@@ -8,6 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvcache.integrations.transformers import PrefixCache
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "vocab_size": 199,
     "hidden_size": 64,

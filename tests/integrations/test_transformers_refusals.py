@@ -10,6 +10,8 @@ import transformers
 
 from kvcache.integrations.transformers import PrefixCache
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 32,

@@ -14,6 +14,8 @@ import typer
 
 from kvcache.integrations.transformers import PrefixCache
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--users", "2", "--turns", "2", "--system-tokens", "32", "--message-tokens", "16", "--answer-tokens", "4"]
 NEEDED = (matplotlib, transformers, typer)
 

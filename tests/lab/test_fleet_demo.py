@@ -15,6 +15,7 @@ needs_server = pytest.mark.skipif(
 
 
 @needs_server
+@pytest.mark.slow
 def test_second_engine_hits_what_the_first_computed_and_nothing_is_wrong(run, tmp_path):
     plot = tmp_path / "fleet.png"
     status, out, _ = run("fleet-demo", "--widths", "3", "--requests", "6", "--json", "-", "--plot", plot, "--quiet")

@@ -94,6 +94,7 @@ def test_split_optimum_keeps_parts_of_a_block() -> None:
     assert (split.blocks, split.hit_blocks, split.hit_tokens) == (10, 3, 24)
 
 
+@pytest.mark.slow
 def test_grid_in_processes_equals_grid_in_this_one() -> None:
     workload = ChatWorkload(num_requests=150)
     shares: list[float] = []
@@ -331,6 +332,7 @@ def test_grid_with_tiers_shows_rejected_requests_and_what_the_optimum_is(run: An
     assert "min is the optimum of host memory alone: it knows no tiers" in out
 
 
+@pytest.mark.slow
 def test_grid_of_long_names_keeps_its_figures(run: Any, trace: Path, tmp_path: Path) -> None:
     odd = trace.rename(tmp_path / "a[red]$x_{y$z.jsonl")
     policies = [

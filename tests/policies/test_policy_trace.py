@@ -11,6 +11,8 @@ import pytest
 from kvcache import CPUOffloadingManager, OffloadingManager, ReqContext
 from kvcache.testing.reference_manager import ReferenceManager
 
+pytestmark = pytest.mark.slow
+
 # Every row was checked once at all nine capacities; the compiled policies are, in test_replay.py.
 PREFIX_HITS_AT_1000 = {"lru": 12847, "arc": 14158, "mq": 22624, "amq": 18535, "lfuda": 14255}
 

@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,16 +76,27 @@ def run_console(block: Block, page: str) -> None:
             assert matches, f"{page}:{block.line}: {command} printed\n{done.stdout}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def run_blocks(page: Path, runners: dict[str, Callable[[Block, str, dict[str, Any]], None]]) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    name = str(page.relative_to(ROOT))
     for block in blocks_of(page.read_text()):
-        if block.language == "python":
-            run_python(block, name, names)
-        elif block.language == "console":
-            run_console(block, name)
+        if block.language in runners:
+            runners[block.language](block, str(page.relative_to(ROOT)), names)
+
+
+WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
+PYTHON_ONLY = [page for page in PAGES if page not in WITH_COMMANDS]
+
+
+@pytest.mark.parametrize("page", PYTHON_ONLY, ids=[str(page.relative_to(ROOT)) for page in PYTHON_ONLY])
+def test_blocks_of_a_page_without_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_blocks(page, {"python": run_python})
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=[str(page.relative_to(ROOT)) for page in WITH_COMMANDS])
+def test_blocks_of_a_page_with_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_blocks(page, {"python": run_python, "console": lambda block, name, _: run_console(block, name)})
 
 
 def test_blocks_are_found_with_their_language_and_line() -> None:

@@ -4,8 +4,15 @@ import os
 import random
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker("slow")
 
 
 @pytest.fixture

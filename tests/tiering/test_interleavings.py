@@ -18,6 +18,8 @@ from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 
+pytestmark = pytest.mark.slow
+
 KEYS = [b"a", b"b", b"c", b"d", b"e"]
 DEADLINE_S = 5.0
 MAX_ROUNDS = 16
