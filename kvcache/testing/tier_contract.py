@@ -1,7 +1,7 @@
-"""The contract of all tiers, as tests: subclass `TierContract`, say how a tier is opened, and run it under pytest.
+"""The contract of all tiers, as tests: subclass `TierContract`, override `open_tier`, and run it under pytest.
 
-Every failure says what was expected and what came, whether or not pytest rewrites this module's assertions, and every
-call of the tier is watched, so that one that hangs is a failure and not a test run without an end.
+Each failure names the expected and the actual value, with or without pytest's rewriting of assertions. A call of the
+tier that hangs is a failure; it does not hang the test run.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcache.request import ReqContext
+from kvcache.tiering.job_tier import JobTier
+from kvcache.tiering.tier import Tier
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks, Tier, TierResult
+    from kvcache.tiering.tier import HostBlocks, TierResult
 
 _NUM_HOST_BLOCKS = 64
 
 
 class TierContract(ABC):
-    """What every tier must do.
+    """Tests that each tier must pass.
 
     Attributes
     ----------
     block_bytes : int
         Bytes of the blocks that the tests use.
     evicts : bool
-        Whether a tier that is full makes room for new blocks and names those that left.
+        Whether a full tier evicts blocks for new ones and reports them.
     is_bounded : bool
-        Whether the tier, not its medium, keeps the number of blocks within what it was opened with.
+        Whether the tier, not its medium, bounds the number of blocks.
     survives_restart : bool
         Whether a tier that is shut down and opened again at the same place still holds its blocks.
     timeout_s : float
@@ -66,6 +68,36 @@ class TierContract(ABC):
         Tier
             Shut down by the contract.
         """
+
+    def options(self, path: Path, num_blocks: int) -> dict[str, Any]:
+        """Return the options with which `from_config` opens the tier; tested if the tier has a `from_config`.
+
+        Parameters
+        ----------
+        path : Path
+            As for `open_tier`.
+        num_blocks : int
+            Blocks of `block_bytes` that the tier must hold.
+        """
+        return {}
+
+    def test_from_config_returns_an_open_tier(self, tmp_path: Path) -> None:
+        with _Bench(self, tmp_path, 16) as bench:
+            tier_type = bench.tier.tier_type
+        if tier_type.from_config.__func__ is Tier.from_config.__func__:
+            return
+        with _Bench(self, tmp_path / "configured", 16, tier_type) as bench:
+            _expect("keys stored", bench.store(_keys(0, 1)).done, _keys(0, 1))
+            _expect("keys loaded", sorted(bench.load(_keys(0, 1)).done), _keys(0, 1))
+
+    def test_exists_answers_key_by_key_in_order(self, tmp_path: Path) -> None:
+        with _Bench(self, tmp_path, 16) as bench:
+            tier_type = bench.tier.tier_type
+            if not issubclass(tier_type, JobTier) or tier_type.exists is JobTier.exists:
+                return
+            bench.store(_keys(0, 1))
+            answer = [bool(one) for one in bench.tier.exists(_keys(0, 7, 1, 8, 9))]
+            _expect("exists of keys 0, 7, 1, 8, 9 if 0 and 1 are held", answer, [True, False, True, False, False])
 
     def test_stored_blocks_are_found_and_come_back_as_they_were(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:
@@ -211,7 +243,7 @@ def _expect(what: str, actual: object, expected: object) -> None:
 
 
 class _Watched:
-    """Call a tier in a thread of its own; a call that takes too long is a failure."""
+    """Calls a tier in a thread of its own; a call that takes too long is a failure."""
 
     def __init__(self, open_tier: Callable[[], Tier], timeout_s: float) -> None:
         self._calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
@@ -220,6 +252,12 @@ class _Watched:
         self._hangs = ""
         Thread(target=self._serve, name="tier-contract", daemon=True).start()
         self._tier = self._call("open_tier", open_tier)
+        if not isinstance(self._tier, Tier):
+            raise AssertionError(f"expected a Tier to be opened, got {self._tier!r}")
+
+    @property
+    def tier_type(self) -> Any:
+        return type(self._tier)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args: self._call(name, getattr(self._tier, name), *args)
@@ -251,14 +289,23 @@ class _Watched:
 class _Bench:
     """A tier under test and its pool of host blocks."""
 
-    def __init__(self, contract: TierContract, path: Path, num_blocks: int) -> None:
+    def __init__(self, contract: TierContract, path: Path, num_blocks: int, configured: Any = None) -> None:
         block_bytes = contract.block_bytes
         flat = np.frombuffer(mmap.mmap(-1, _NUM_HOST_BLOCKS * block_bytes), np.uint8)
         self.host_blocks = flat.reshape(_NUM_HOST_BLOCKS, block_bytes)
         self._timeout_s = contract.timeout_s
-        self.tier = _Watched(
-            lambda: contract.open_tier(path / "tier", self.host_blocks, num_blocks), contract.timeout_s
-        )
+
+        def open_tier() -> Tier:
+            if configured is None:
+                return contract.open_tier(path / "tier", self.host_blocks, num_blocks)
+            options = contract.options(path / "tier", num_blocks)
+            try:
+                tier: Tier = configured.from_config(options, self.host_blocks, {"model": "contract"})
+            except (TypeError, ValueError) as error:
+                raise AssertionError(f"from_config raised {error!r} for {options}; override TierContract.options") from error
+            return tier
+
+        self.tier = _Watched(open_tier, contract.timeout_s)
         self.last_job = 1000
         self._early: list[TierResult] = []
 

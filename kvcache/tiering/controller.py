@@ -406,7 +406,7 @@ class TierController:
                 _LOG.info("tier %s: %s go on", self.medium, "reads" if job.is_load else "writes")
         if job.is_overdue:
             self._stuck_blocks -= len(job.keys)
-        (self._promotion_s if job.is_load else self._write_s).observe(now_s - job.deadline_s + self.config.deadline_s)
+        (self._promotion_s if job.is_load else self._write_s).observe(now_s - job.sent_s)
         if job.is_load:
             if self.link is not None and not job.is_overdue:
                 self._learn(self.link, job, result, now_s)

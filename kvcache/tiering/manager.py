@@ -677,7 +677,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._end_draining()
 
     def _trace(self, job: TierJob, result: TierResult, now_s: float) -> None:
-        seconds = now_s - job.deadline_s + job.controller.config.deadline_s
+        seconds = now_s - job.sent_s
         name = "promotion" if job.is_load else "write"
         if _LOG.isEnabledFor(logging.DEBUG):
             text = "%s of %d blocks, tier %s: %d done in %.1f ms%s"

@@ -24,6 +24,9 @@ class TestDiskTier(TierContract):
     def open_tier(self, path, host_blocks, num_blocks):
         return DiskTier(path, capacity_for(num_blocks, self.block_bytes), host_blocks)
 
+    def options(self, path, num_blocks):
+        return {"path": str(path), "capacity": capacity_for(num_blocks, self.block_bytes)}
+
 
 class TestBufferedDiskTier(TestDiskTier):
     block_bytes = 1000
@@ -37,6 +40,9 @@ class TestManualTier(TierContract):
 class TestMemoryTier(TierContract):
     def open_tier(self, path, host_blocks, num_blocks):
         return MemoryTier(num_blocks, host_blocks)
+
+    def options(self, path, num_blocks):
+        return {"capacity": num_blocks * self.block_bytes}
 
 
 class RemoteTier(JobTier):
@@ -191,10 +197,33 @@ class Scribbling(ManualTier):
         self._host_blocks[60] = 1
 
 
+class Unmade(ManualTier):
+    @classmethod
+    def from_config(cls, options, host_blocks, fingerprint):
+        return None
+
+
+class Picky(ManualTier):
+    @classmethod
+    def from_config(cls, options, host_blocks, fingerprint):
+        raise ValueError("needs 'size'")
+
+
+class Reversed(RemoteTier):
+    def __init__(self, num_blocks, host_blocks, is_automatic):
+        super().__init__(host_blocks)
+
+    def exists(self, keys):
+        return super().exists(keys)[::-1]
+
+
 @pytest.mark.parametrize(
     ("tier_class", "complaint"),
     [
         (ManualTier, ""),
+        (Unmade, "expected a Tier to be opened, got None"),
+        (Picky, r"from_config raised ValueError\(.* for {}; override TierContract.options"),
+        (Reversed, "exists of keys 0, 7, 1, 8, 9 if 0 and 1 are held: expected"),
         (WrongCount, "absent one|blocks found|reset|whether"),
         (Endless, "lookup did not return within 0.3 s"),
         (Silent, r"jobs \[\d+(, \d+)*\] did not all end in 0.3 s, but \[\]"),

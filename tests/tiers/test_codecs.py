@@ -54,6 +54,9 @@ class TestContract(TierContract):
     def open_tier(self, path: Path, host_blocks, num_blocks: int) -> MemoryTier:
         return MemoryTier(num_blocks, host_blocks, codec=InvertingCodec(host_blocks.shape[1]))
 
+    def options(self, path: Path, num_blocks: int) -> dict:
+        return {"capacity": 2 * num_blocks * self.block_bytes, "codec": {"type": InvertingCodec}}
+
 
 def compressible(num_blocks: int = 40, block_bytes: int = 1 << 14) -> np.ndarray:
     blocks = np.random.default_rng(1).integers(0, 16, (num_blocks, block_bytes), np.uint8)

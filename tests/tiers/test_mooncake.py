@@ -101,6 +101,9 @@ class TestContract(TierContract):
     def open_tier(self, path: Path, host_blocks, num_blocks: int) -> MooncakeTier:
         return MooncakeTier(self.master, host_blocks, salt=str(path), timeout_s=TIMEOUT_S)
 
+    def options(self, path: Path, num_blocks: int) -> dict:
+        return {"master": self.master, "salt": str(path), "timeout_s": TIMEOUT_S}
+
 
 def test_second_engine_finds_what_the_first_stored(shared_store, opened, tmp_path):
     host_a, host_b = blocks(), blocks()

@@ -92,6 +92,9 @@ class TestContract(TierContract):
     def open_tier(self, path: Path, host_blocks, num_blocks: int) -> ValkeyTier:
         return ValkeyTier(self.url, host_blocks, salt=str(path))
 
+    def options(self, path: Path, num_blocks: int) -> dict:
+        return {"url": self.url, "salt": str(path)}
+
 
 def test_second_engine_finds_what_the_first_stored(server, opened):
     host_a, host_b = blocks(), blocks()
