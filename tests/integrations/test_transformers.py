@@ -106,7 +106,8 @@ def test_ten_turns_give_the_tokens_of_the_model_alone(kind):
         assert torch.equal(cached(cache, ids), expected)
         assert cache.stats().loaded_tokens == loaded, turn
         # The last token of a turn was never fed to the model, so it has no keys and values yet.
-        loaded += (expected.shape[1] - 1) // 16 * 16
+        # Of a hit, the last block is computed again.
+        loaded += (expected.shape[1] - 1) // 16 * 16 - 16
         ids = torch.cat([expected, prompt_of(5 + turn, seed=turn)], dim=1)
     assert_idle(cache)
 
@@ -144,8 +145,11 @@ def test_loaded_keys_and_values_are_the_computed_ones_bit_for_bit(kind, dtype):
     past, n = cache.load(ids)
     assert n == past.get_seq_length() == 64
     for ours, theirs in zip(past.layers, computed.layers, strict=True):
-        assert torch.equal(ours.keys, theirs.keys[:, :, :64])
-        assert torch.equal(ours.values, theirs.values[:, :, :64])
+        # The last block was computed again, to be compared with the stored one.
+        for mine, stored in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert torch.equal(mine[:, :, :48], stored[:, :, :48])
+            error = (mine[:, :, 48:] - stored[:, :, 48:64]).float().norm() / stored[:, :, 48:64].float().norm()
+            assert error <= 4 * torch.finfo(dtype).eps ** 0.75
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +164,7 @@ def test_tokens_are_exactly_those_of_the_same_split_without_a_store(kind, dtype)
     split = cache.new_past()
     with torch.no_grad():
         model(ids[:, :66], past_key_values=split)
-    split.crop(-2)
+    split.crop(-18)
     assert cache.load(ids)[1] == 64
     for _ in range(2):
         scores = [
@@ -168,7 +172,7 @@ def test_tokens_are_exactly_those_of_the_same_split_without_a_store(kind, dtype)
             for run in (functools.partial(cached, cache), functools.partial(plain, model, past_key_values=split))
         ]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*scores, strict=True))
-        split.crop(64 - split.get_seq_length())
+        split.crop(48 - split.get_seq_length())
         cache.clear()
         cached(cache, ids[:, :66], new=1)
 
@@ -236,7 +240,7 @@ def test_few_blocks_are_enough_to_be_right(policy):
 
 def test_stored_bytes_decide_the_tokens():
     model = model_of()
-    cache = PrefixCache(model, num_blocks=64)
+    cache = PrefixCache(model, num_blocks=64, verify=False)
     ids = prompt_of(60)
     expected = cached(cache, ids, new=12)
     assert torch.equal(cached(cache, ids, new=12), expected)
@@ -307,15 +311,16 @@ def test_whatever_generate_reads_is_part_of_the_identity(change, name):
     assert cache.load(ids)[1] == 48
 
 
-def test_what_changed_back_is_found_again():
+def test_identity_attribute_changed_back_finds_blocks_again():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
     cache = PrefixCache(model, num_blocks=64)
     ids = prompt_of(50)
     cached(cache, ids)
-    model.model.rotary_emb.inv_freq.mul_(2)
+    model.model.layers[0].self_attn.scaling *= 2
     assert cache.load(ids)[1] == 0
-    model.model.rotary_emb.inv_freq.div_(2)
+    model.model.layers[0].self_attn.scaling /= 2
     assert cache.load(ids)[1] == 48
+    assert cache.stats().rejected_hits == 0
 
 
 def test_active_adapters_are_part_of_the_identity():
@@ -345,7 +350,7 @@ def test_a_batch_with_padding_gives_the_tokens_of_the_model_alone(kind):
     # Rows begin at columns 0, 17, 6 and 50, and end whole blocks at 64, 65, 70 and 66.
     assert cache.load(ids, mask)[1] == 64
     assert torch.equal(cached(cache, ids, mask), expected)
-    assert cache.stats().loaded_tokens == 2 * (64 + 47 + 58 + 14)
+    assert cache.stats().loaded_tokens == 2 * (48 + 31 + 42 + 0)
     assert_idle(cache)
 
 
@@ -488,7 +493,7 @@ def test_a_generate_that_ignores_the_prefix_is_an_error(monkeypatch):
         return torch.cat([input_ids, input_ids[:, :1]], dim=1)
 
     monkeypatch.setattr(model, "generate", ignore)
-    with pytest.raises(RuntimeError, match="left 108 columns of keys and values for 61 tokens"):
+    with pytest.raises(RuntimeError, match="left 92 columns of keys and values for 61 tokens"):
         cached(cache, ids)
     assert cache.stats().blocks.stored_blocks == stored
     assert_idle(cache)
@@ -509,7 +514,7 @@ def test_stats_tell_what_was_spared():
     cached(cache, ids)
     cached(cache, ids)
     stats = cache.stats()
-    assert (stats.prompt_tokens, stats.loaded_tokens, stats.hit_rate) == (128, 63, 63 / 128)
+    assert (stats.prompt_tokens, stats.loaded_tokens, stats.hit_rate) == (128, 47, 47 / 128)
     assert (stats.blocks.hit_blocks, stats.blocks.loaded_blocks) == (4, 4)
 
 

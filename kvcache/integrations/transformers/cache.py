@@ -5,6 +5,7 @@ The bookkeeping is a manager's, the bytes are in a `HostPool`; here stands only 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -15,19 +16,20 @@ import numpy as np
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.generation import LogitsProcessorList
 
-from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.assembly.assemble import OffloadSettings, open_manager
 from kvcache.integrations.transformers.identity import ModelIdentity
-from kvcache.integrations.transformers.layout import KVLayout, new_past
+from kvcache.integrations.transformers.layout import Hit, KVLayout, new_past, run
 from kvcache.integrations.transformers.rows import Row, checked_generation, read_rows
 from kvcache.keys import block_keys, key_seed
 from kvcache.metrics import ManagerStats
 from kvcache.options import check_int, parse_size
-from kvcache.recorder.recorder import Recorder
 from kvcache.registry import POLICIES
 from kvcache.request import ReqContext, Retention, check_next_use
 from kvcache.transfer.host_pool import HostPool
 
+_LOG = logging.getLogger(__name__)
 # Before 5.21, generate(prefill_chunk_size=...) computes the prompt anew behind a prefix that it is given.
 OLDEST, NEWEST = (5, 21), (5, 23)
 """The first and the last release (major, minor) of transformers that this was tried with."""
@@ -43,12 +45,15 @@ class PrefixCacheStats:
         Tokens of all prompts that `load` and `generate` were asked for, padding excluded.
     loaded_tokens : int
         Those of them whose keys and values were loaded, not computed.
+    rejected_hits : int
+        Hits whose last block, computed again, differed from the stored one: the model had changed.
     blocks : ManagerStats
         The manager's own counters.
     """
 
     prompt_tokens: int
     loaded_tokens: int
+    rejected_hits: int
     blocks: ManagerStats
 
     @property
@@ -76,8 +81,11 @@ class PrefixCache:
     record : path-like, optional
         The file that the manager's calls are recorded to (`kvcache.Recorder`).
     fingerprint : str, optional
-        What names the weights, such as ``"org/model@revision"``; None: a digest of all of them. Config, buffers and
-        attributes of the modules are looked at in either case.
+        Identifies the weights, such as ``"org/model@revision"``; parameters are not looked at then. Needed if they are
+        not in memory between forwards.
+    verify : bool
+        Whether the last block of every hit is computed again, in the same forward as the rest of the prompt, and
+        compared with what was stored. If it differs, nothing that was stored before is used any more.
 
     Raises
     ------
@@ -89,7 +97,7 @@ class PrefixCache:
     Notes
     -----
     A key is a SHA-256 over all token ids up to its block's end, and over the model's fingerprint, dtype and layout, the
-    block size, the adapter and the salt: whatever differs in one of them is a miss. Methods may be called from several
+    block size, the adapter and the salt: a difference in one of them is a miss. Methods may be called from several
     threads. What is stored lives as long as this object: nothing is kept over a restart.
     """
 
@@ -103,6 +111,7 @@ class PrefixCache:
         block_size: int = 16,
         fingerprint: str | None = None,
         record: str | os.PathLike[str] | None = None,
+        verify: bool = True,
     ) -> None:
         _check_release(transformers.__version__)
         check_int("block_size", block_size)
@@ -114,21 +123,24 @@ class PrefixCache:
         if model.training:
             raise ValueError("the model is in training mode, and dropout would be stored: call model.eval() first")
         self.model = model
+        self.verify = verify
         self.block_size = block_size
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._layout = KVLayout(model, block_size)
         self._identity = ModelIdentity(model, fingerprint)
         self.num_blocks = _num_blocks(num_blocks, memory, self._layout.block_bytes, block_size)
-        policy = POLICIES.resolve(policy)
+        path = None if record is None else os.fspath(record)
+        settings = OffloadSettings.read({"cache_policy": POLICIES.resolve(policy), "record": path}, "PrefixCache")
         # The pool looks first whether there is so much memory; a policy's own tables are a small part of it.
-        self._pool = HostPool(self.num_blocks, self._layout.block_bytes)
-        self.manager = CPUOffloadingManager(block_size, self.num_blocks, policy)
-        if record is not None:
-            Recorder(self.manager, record)
+        self._pool = HostPool(self.num_blocks, self.block_bytes)
+        self.manager = open_manager(
+            settings, block_size=block_size, num_blocks=self.num_blocks, block_bytes=self.block_bytes
+        )
         # A block found must still be there when it is pinned.
         self._lock = threading.Lock()
         self._prompt_tokens = 0
         self._loaded_tokens = 0
+        self._rejected_hits = 0
 
     @property
     def block_bytes(self) -> int:
@@ -180,8 +192,15 @@ class PrefixCache:
             three.
         """
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         with _Requests(self, rows, salt, adapter, next_use) as requests:
-            return self._load(rows, requests)
+            hit = self._load(rows, requests)
+            if hit.start < hit.length:
+                run(self.model, input_ids[:, : hit.length], mask[:, : hit.length], hit.past)
+                if not self._layout.agrees(hit):
+                    self._reject(hit, requests)
+                    return self.new_past(), 0
+            return hit.past, hit.length
 
     def store(
         self,
@@ -256,10 +275,27 @@ class PrefixCache:
         """
         config = checked_generation(self.model, input_ids, attention_mask, kwargs)
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(input_ids) if attention_mask is None else attention_mask,
+        }
         with _Requests(self, rows, salt, adapter, next_use) as requests:
-            past, _ = self._load(rows, requests)
-            output = self.model.generate(input_ids=input_ids, attention_mask=mask, past_key_values=past, **kwargs)
+            hit = self._load(rows, requests)
+            past = hit.past
+            try:
+                processors = kwargs.get("logits_processor") or []
+                if hit.start < hit.length:
+                    # It is called after the prompt was computed and before a token is chosen.
+                    processors = LogitsProcessorList([_Check(self._layout, hit), *processors])
+                output = self.model.generate(
+                    **inputs, **{**kwargs, "past_key_values": past, "logits_processor": processors}
+                )
+            except _Differs:
+                self._reject(hit, requests)
+                past = self.new_past()
+                if kwargs.get("streamer") is not None:
+                    kwargs["streamer"] = _AfterPrompt(kwargs["streamer"])
+                output = self.model.generate(**inputs, **{**kwargs, "past_key_values": past})
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             # The last token is never fed to the model. Any other length: it did not go on from where `past` ended.
             if past.get_seq_length() != sequences.shape[1] - 1:
@@ -312,32 +348,45 @@ class PrefixCache:
 
     def stats(self) -> PrefixCacheStats:
         """Return counters since the start."""
-        return PrefixCacheStats(self._prompt_tokens, self._loaded_tokens, self.manager.stats())
+        return PrefixCacheStats(self._prompt_tokens, self._loaded_tokens, self._rejected_hits, self.manager.stats())
 
-    def _load(self, rows: list[Row], requests: _Requests) -> tuple[DynamicCache, int]:
+    def _load(self, rows: list[Row], requests: _Requests) -> Hit:
         self._prompt_tokens += sum(len(row.ids) for row in rows)
         found: list[list[bytes]] = []
         specs: list[Any] = []
-        columns = rows[0].num_pads + len(rows[0].ids)
+        columns, num_pads = rows[0].num_pads + len(rows[0].ids), [row.num_pads for row in rows]
         try:
             with self._lock:
-                ready = [self.manager.lookup(keys, context) for keys, context in requests.each()]
-                length = min(row.num_pads + hits * self.block_size for row, hits in zip(rows, ready, strict=True))
+                ready = [self.manager.lookup(keys, context) or 0 for keys, context in requests.each()]
+                length = min(pads + hits * self.block_size for pads, hits in zip(num_pads, ready, strict=True))
                 length = min(length, columns - 1)
-                widths = [max(0, length - row.num_pads) for row in rows]
-                if not any(widths):
-                    return self.new_past(), 0
-                for width, (keys, context) in zip(widths, requests.each(), strict=True):
-                    wanted = keys[: -(-width // self.block_size)]
+                if length <= min(num_pads):
+                    return Hit(self.new_past(), 0, 0, num_pads, [])
+                for pads, (keys, context) in zip(num_pads, requests.each(), strict=True):
+                    wanted = keys[: -(-max(0, length - pads) // self.block_size)]
                     specs.append(self.manager.prepare_load(wanted, context))
                     found.append(wanted)
             blocks = [self._read(spec) for spec in specs]
-            past = self._layout.unpack(blocks, [row.num_pads for row in rows], length)
+            start = max(0, length - self.block_size) if self.verify else length
+            hit = self._layout.unpack(blocks, num_pads, start, length)
         finally:
             for keys, (_, context) in zip(found, requests.each(), strict=False):
                 self.manager.complete_load(keys, context)
-        self._loaded_tokens += sum(widths)
-        return past, length
+        self._loaded_tokens += hit.num_tokens
+        return hit
+
+    def _reject(self, hit: Hit, requests: _Requests) -> None:
+        """Count a hit that differs from what the model computes now, and let no older block be found again."""
+        if not self._rejected_hits:
+            _LOG.warning(
+                "%s no longer computes the keys and values that were stored: it has changed in a way that its config, "
+                "tensors and attributes do not show. What was stored is dropped; this is counted in rejected_hits",
+                type(self.model).__name__,
+            )
+        self._rejected_hits += 1
+        self._loaded_tokens -= hit.num_tokens
+        self._identity.forget(requests.generation)
+        requests.rekey()
 
     def _store(self, rows: list[Row], requests: _Requests, past: DynamicCache) -> int:
         length = self._layout.check(past, len(rows))
@@ -385,16 +434,28 @@ class _Requests:
             raise ValueError(f"salt must be str or bytes, got {salt!r}")
         if type(adapter) is not str:
             raise ValueError(f"adapter must be a str, got {adapter!r}")
-        self._manager = cache.manager
-        self._block_size = cache.block_size
-        self._seed = key_seed(cache._identity.fingerprint(), cache._layout.describe(), cache.block_size, adapter, salt)
+        self._cache = cache
+        self._rows = rows
+        self._names = adapter, salt
         retention = None if next_use is None else Retention(next_use=next_use)
         self._contexts = [ReqContext(retention=retention) for _ in rows]
-        self.extend(rows)
+        self.rekey()
+
+    def rekey(self) -> None:
+        """Make the rows' keys by what the model is now."""
+        fingerprint = self._cache._identity.fingerprint()
+        self.generation = self._cache._identity.generation
+        parts = fingerprint, self._cache._layout.describe(), self._cache.block_size, *self._names
+        matters = self._cache._layout.padding_matters
+        self._seeds = [key_seed(*parts, row.num_pads if matters else 0) for row in self._rows]
+        self.extend(self._rows)
 
     def extend(self, rows: list[Row]) -> None:
-        """Take the rows' keys anew: they have grown."""
-        self._keys = [block_keys(row.ids, self._block_size, self._seed) for row in rows]
+        """Make the keys of rows that have grown."""
+        self._rows = rows
+        self._keys = [
+            block_keys(row.ids, self._cache.block_size, seed) for row, seed in zip(rows, self._seeds, strict=True)
+        ]
 
     def each(self) -> list[tuple[list[bytes], ReqContext]]:
         """Return each row's keys and context."""
@@ -402,12 +463,46 @@ class _Requests:
 
     def __enter__(self) -> _Requests:
         for context in self._contexts:
-            self._manager.on_new_request(context)
+            self._cache.manager.on_new_request(context)
         return self
 
     def __exit__(self, *_: object) -> None:
         for context in self._contexts:
-            self._manager.on_request_finished(context)
+            self._cache.manager.on_request_finished(context)
+
+
+class _Differs(Exception):
+    """The model has computed something else than what was stored."""
+
+
+class _Check:
+    """A logits processor that raises `_Differs` before the first token is chosen if the model disagrees with a hit."""
+
+    def __init__(self, layout: KVLayout, hit: Hit) -> None:
+        self._layout = layout
+        self._hit: Hit | None = hit
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        hit, self._hit = self._hit, None
+        if hit is not None and not self._layout.agrees(hit):
+            raise _Differs
+        return scores
+
+
+class _AfterPrompt:
+    """A streamer without the prompt, which `generate` has handed over already."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._has_begun = False
+
+    def put(self, value: Any) -> None:
+        if self._has_begun:
+            self._streamer.put(value)
+        self._has_begun = True
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 def _runs(ids: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, int]]:

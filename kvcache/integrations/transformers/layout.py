@@ -6,6 +6,7 @@ every architecture what its cache holds.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +47,55 @@ class Piece:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A cache built from blocks, and the end of them, which the model computes again.
+
+    Parameters
+    ----------
+    past : DynamicCache
+        Holds `start` columns before the model runs.
+    start, length : int
+        The columns that are computed again.
+    num_pads : list of int
+        Columns of padding that each row begins with.
+    stored : list of torch.Tensor
+        Per piece what was stored for those columns.
+    """
+
+    past: DynamicCache
+    start: int
+    length: int
+    num_pads: list[int]
+    stored: list[torch.Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not computed again, over all rows."""
+        return sum(max(0, self.start - pads) for pads in self.num_pads)
+
+
 def new_past(config: Any) -> DynamicCache:
     """Return an empty cache for a model, whose sliding-window layers keep what has left their window."""
     past = DynamicCache(config=config)
     past.activate_past_recording()
     return past
+
+
+@torch.no_grad()
+def run(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, past: DynamicCache) -> None:
+    """Compute the columns that `past` lacks, as `generate` does."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # peft's wrapper does not name positions
+    options = {} if attention_mask.all() else {"attention_mask": attention_mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        options["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_(min=0)
+    missing = input_ids.shape[1] - past.get_seq_length()
+    model(
+        **model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=missing, past_key_values=past, use_cache=True, **options
+        )
+    )
 
 
 class KVLayout:
@@ -63,6 +108,11 @@ class KVLayout:
     block_size : int
         Tokens of one block.
 
+    Attributes
+    ----------
+    padding_matters : bool
+        Whether a prompt's keys and values depend on how much padding stands before it.
+
     Raises
     ------
     ValueError
@@ -72,6 +122,7 @@ class KVLayout:
     def __init__(self, model: Any, block_size: int) -> None:
         self.config = model.config.get_text_config(decoder=True)
         self.block_size = block_size
+        self.padding_matters = False
         past = self._probe(model)
         self.num_layers = len(past.layers)
         pieces: list[Piece] = []
@@ -89,7 +140,7 @@ class KVLayout:
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     def _probe(self, model: Any) -> DynamicCache:
-        """Run two prompts that differ in their last token, and return what the model keeps of them."""
+        """Run two prompts that differ in their last token, and one with padding; return the cache of the two."""
         name = type(model).__name__
         if model.config.is_encoder_decoder:
             raise ValueError(f"{name} is an encoder-decoder: its keys and values depend on more than a prefix")
@@ -107,10 +158,11 @@ class KVLayout:
                 "length of the whole prompt"
             )
         device = model.get_input_embeddings().weight.device
-        with torch.no_grad():
-            model(input_ids=torch.tensor([[0, 1], [0, 0]], device=device), past_key_values=past, use_cache=True)
+        run(model, torch.tensor([[0, 1], [0, 0]], device=device), torch.ones(2, 2, device=device), past)
+        padded = new_past(model.config)
+        run(model, torch.tensor([[0, 0, 1]], device=device), torch.tensor([[0, 1, 1]], device=device), padded)
         for i, layer in enumerate(past.layers):
-            for states in _kept(layer):
+            for states, after_pad in zip(_kept(layer), _kept(padded.layers[i]), strict=True):
                 if states is None or states.ndim != 4 or states.shape[0] != 2 or states.shape[2] != 2:
                     shape = None if states is None else tuple(states.shape)
                     raise ValueError(f"layer {i} of {name} keeps {shape} of two prompts of two tokens each")
@@ -118,6 +170,8 @@ class KVLayout:
                 tolerance = torch.finfo(states.dtype).eps ** 0.5 * float(states.abs().max())
                 if not torch.allclose(first, second, rtol=0.0, atol=tolerance):
                     raise ValueError(f"{name} is not causal: layer {i} changes a prefix with what follows it")
+                if not torch.allclose(states[:1].float(), after_pad[:, :, 1:].float(), rtol=0.0, atol=tolerance):
+                    self.padding_matters = True
         return past
 
     def describe(self) -> str:
@@ -180,7 +234,7 @@ class KVLayout:
             self._view(blocks, piece).copy_(self._cut(tokens))
         return blocks
 
-    def unpack(self, rows: list[torch.Tensor], num_pads: list[int], length: int) -> DynamicCache:
+    def unpack(self, rows: list[torch.Tensor], num_pads: list[int], start: int, length: int) -> Hit:
         """Build a cache from blocks.
 
         Parameters
@@ -189,8 +243,8 @@ class KVLayout:
             Each row's blocks, int8, shape (num_blocks, block_bytes): as many as reach `length`.
         num_pads : list of int
             Columns of padding that each row begins with.
-        length : int
-            Columns of the cache.
+        start, length : int
+            Columns that the cache holds at first, and that it is compared up to.
         """
         past = new_past(self.config)
         states: list[torch.Tensor] = []
@@ -210,9 +264,31 @@ class KVLayout:
                     tokens = tensor[row, :, pad : pad + num_blocks * self.block_size]
                     self._cut(tokens).copy_(self._view(blocks, piece))
             states.append(tensor[:, :, :length])
-            if piece.part:
-                past.update(states[-2], states[-1], piece.layer)
-        return past
+            if piece.part and start:
+                past.update(states[-2][:, :, :start], states[-1][:, :, :start], piece.layer)
+        return Hit(past, start, length, num_pads, [tensor[:, :, start:] for tensor in states])
+
+    def agrees(self, hit: Hit) -> bool:
+        """Return whether what the model has computed in the cache of a hit is what was stored, but for rounding.
+
+        In every layer and row, half of the tokens may differ by more: rounding sends a token to another expert now
+        and then.
+        """
+        columns = torch.arange(hit.start, hit.length)
+        is_token = torch.stack([columns >= pads for pads in hit.num_pads])
+        verdicts = []
+        for piece, stored in zip(self.pieces, hit.stored, strict=True):
+            layer = hit.past.layers[piece.layer]
+            computed = (layer.values if piece.part else layer.keys)[:, :, hit.start : hit.length]
+            if computed.shape != stored.shape:
+                return False
+            error = torch.linalg.vector_norm(computed.float() - stored.float(), dim=(1, 3))
+            size = torch.linalg.vector_norm(stored.float(), dim=(1, 3))
+            # Not a comparison by >: what is no number differs.
+            tokens = is_token.to(error.device)
+            differs = ~(error <= _tolerance(piece.dtype) * size) & tokens
+            verdicts.append((2 * differs.sum(1) > tokens.sum(1)).any().to(self._device))
+        return not torch.stack(verdicts).any().item()
 
     def _view(self, blocks: torch.Tensor, piece: Piece) -> torch.Tensor:
         """See one layer's keys or values in blocks: shape (num_blocks, num_heads, block_size, head_dim)."""
@@ -223,6 +299,17 @@ class KVLayout:
         """See tokens, shape (num_heads, n * block_size, head_dim), in the same shape; no copy."""
         num_heads, _, head_dim = tokens.shape
         return tokens.view(num_heads, -1, self.block_size, head_dim).transpose(0, 1)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Return how far, relative to its length, a vector may be from one whose sums were taken in another order.
+
+    In 32 random layers the distance is a sixth of this in float32, bfloat16 and float16.
+    """
+    eps = torch.finfo(dtype).eps
+    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        eps = 2.0**-10  # of TF32; products of bfloat16 are not so exact, nor allowed by default
+    return float(4 * eps**0.75)
 
 
 def _kept(layer: Any) -> tuple[Any, ...]:
