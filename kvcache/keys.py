@@ -12,6 +12,8 @@ from typing import Any, NewType
 
 import numpy as np
 
+from kvcache.options import check_int
+
 OffloadKey = NewType("OffloadKey", bytes)
 """A block hash followed by its KV-cache group index (4 bytes, big-endian, unsigned), as exact `bytes`."""
 KEY_BYTES = 32
@@ -138,8 +140,7 @@ def block_keys(token_ids: Any, block_size: int, seed: bytes) -> list[bytes]:
         The ids are not a one-dimensional sequence of ints in range, the block size is not an int >= 1, or the seed is
         not 32 bytes.
     """
-    if type(block_size) is not int or block_size < 1:
-        raise ValueError(f"block_size must be an int >= 1, got {block_size!r}")
+    check_int("block_size", block_size)
     if not isinstance(seed, bytes) or len(seed) != KEY_BYTES:
         raise ValueError(f"seed must be {KEY_BYTES} bytes, got {seed!r}")
     ids = np.asarray(token_ids)

@@ -412,10 +412,11 @@ def without_secrets(given: Any) -> Any:
     return given
 
 
-def check_int(name: str, value: object, least: int = 1) -> int:
-    """Return `value` if it is an int (no bool, no text) of at least `least`; ValueError naming it otherwise."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
+def check_int(name: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """Return `value` if it is an int (not a bool, not text) from `least` to `most`; raise ValueError otherwise."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        limits = f">= {least}" if most is None else f"in {least}..{most}"
+        raise ValueError(f"{name} must be an int {limits}, got {value!r}")
     return value
 
 

@@ -78,7 +78,6 @@ class OffloadingConfig:
             raise ValueError(f"groups must be OffloadingGroups, at least one, got {self.groups!r}")
         for name in ("hash_block_size", "decode_context_parallel_size", "prefill_context_parallel_size", "world_size"):
             check_int(name, getattr(self, name))
-        if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {self.rank!r}")
+        check_int("rank", self.rank, 0, self.world_size - 1)
         if not isinstance(self.extra_config, Mapping):
             raise ValueError(f"extra_config must be a dict, got {self.extra_config!r}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcache.options import check_int
 from kvcache.registry import did_you_mean
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
@@ -45,9 +46,7 @@ class Model:
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "values_per_layer"):
-            value = getattr(self, field)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{field} must be an int >= 1, got {value!r}")
+            check_int(field, getattr(self, field))
         if self.num_params is not None and not 0 < self.num_params < math.inf:
             raise ValueError(f"num_params must be a number > 0, got {self.num_params!r}")
         if self.dtype not in _DTYPE_BYTES:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kvcache.background import Background
 from kvcache.cli import common
 from kvcache.cli.frames import Frame, History, WhatIf, socket_reader, url_reader, what_if_reader
 from kvcache.cli.status import SocketOption, find_socket
@@ -88,16 +89,15 @@ class _Estimate:
     def __init__(self, ask: Callable[[], WhatIf | None]) -> None:
         self._ask = ask
         self._found: WhatIf | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Background | None = None
         self._due_s = 0.0
 
     def latest(self) -> WhatIf | None:
         """Return the last estimate that has come."""
-        if (self._thread is None or not self._thread.is_alive()) and time.monotonic() >= self._due_s:
+        if (self._thread is None or not self._thread.is_alive) and time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + _WHAT_IF_S
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
+            self._thread = Background("top", self._run)
         return self._found
 
-    def _run(self) -> None:
+    def _run(self, stopping: threading.Event) -> None:
         self._found = self._ask()

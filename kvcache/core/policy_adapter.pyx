@@ -18,6 +18,7 @@ import ctypes
 from kvcache.block import BlockStateError, BlockStatus
 from kvcache.core.cache import BlockCache
 from kvcache.core.policy import DEBUG
+from kvcache.options import check_int
 
 __all__ = ["DEBUG", "BlockStatusView", "ListView", "PolicyAdapter"]
 
@@ -189,8 +190,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
         cdef int32_t row
         with cython.critical_section(table):
             self._refuse_native("evict")
-            if type(n) is not int or n < 0:
-                raise ValueError(f"n must be an int >= 0, got {n!r}")
+            check_int("n", n, 0)
             table.find(names, 0, len(names), self.batch)
             if n > table.num_resident:
                 return None

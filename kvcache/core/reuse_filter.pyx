@@ -13,6 +13,8 @@ from kvcache.core.table cimport (
     PyByteArray_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE, PyList_GET_ITEM,
 )
 
+from kvcache.options import check_int
+
 
 @cython.final
 cdef class ReuseFilter:
@@ -39,10 +41,8 @@ cdef class ReuseFilter:
     cdef uint32_t call
 
     def __cinit__(self, threshold, max_tracker_size=64_000):
-        if type(threshold) is not int or not 2 <= threshold < 1 << 31:
-            raise ValueError(f"store_threshold must be an int >= 2, got {threshold!r}")
-        if type(max_tracker_size) is not int or not 1 <= max_tracker_size < 1 << 29:
-            raise ValueError(f"max_tracker_size must be an int >= 1, got {max_tracker_size!r}")
+        check_int("store_threshold", threshold, 2, (1 << 31) - 1)
+        check_int("max_tracker_size", max_tracker_size, 1, (1 << 29) - 1)
         self.threshold = threshold
         self.max_tracker_size = max_tracker_size
         self.clear()

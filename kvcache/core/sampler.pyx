@@ -16,6 +16,8 @@ from kvcache.core.request_keys cimport Named, RequestKeys
 
 import numpy as np
 
+from kvcache.options import check_int
+
 cdef extern from "Python.h":
     PyObject* PyList_GET_ITEM(object keys, Py_ssize_t i) noexcept
 
@@ -53,10 +55,8 @@ cdef class Sampler:
     cdef uint32_t* requests                 # [max_uses + 1]: the request's number, modulo 2**32
 
     def __cinit__(self, max_uses, max_halvings):
-        if type(max_uses) is not int or not 2 <= max_uses < 1 << 30:
-            raise ValueError(f"max_uses must be an int >= 2 and < 2**30, got {max_uses!r}")
-        if type(max_halvings) is not int or not 0 <= max_halvings <= 63:
-            raise ValueError(f"max_halvings must be an int in 0..63, got {max_halvings!r}")
+        check_int("max_uses", max_uses, 2, (1 << 30) - 1)
+        check_int("max_halvings", max_halvings, 0, 63)
         self.max_uses = max_uses
         self.max_halvings = max_halvings
         cdef size_t size = max_uses + 1

@@ -20,6 +20,7 @@ from kvcache.core.key_hash cimport hash_of
 from kvcache.core.memory cimport new_list
 
 from kvcache.block import BlockStateError
+from kvcache.options import check_int
 
 cdef extern from *:
     """
@@ -54,8 +55,7 @@ cdef class BlockTable:
 
     def __cinit__(self, cache_capacity, int32_t num_lists=1, bint ranked=False, bint keeps_queues=True):
         cdef int32_t queue
-        if type(cache_capacity) is not int or not 1 <= cache_capacity < 1 << 30:
-            raise ValueError(f"cache_capacity must be an int >= 1 and < 2**30, got {cache_capacity!r}")
+        check_int("cache_capacity", cache_capacity, 1, (1 << 30) - 1)
         if not 1 <= num_lists <= MAX_LISTS:
             raise ValueError(f"num_lists must be in 1..{MAX_LISTS}, got {num_lists}")
         self.cache_capacity = cache_capacity

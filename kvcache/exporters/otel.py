@@ -5,7 +5,6 @@ The engine's thread appends a line to a bounded log; spans are made from it in a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ try:
 except ImportError as error:
     raise ImportError("spans need the package opentelemetry-api: install kvcache's extra 'otel'") from error
 
+from kvcache.background import Background
 from kvcache.control.telemetry import JobTracer
 from kvcache.events import FinishedJob, JobLog
 from kvcache.metrics import Part, counter
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from kvcache.control.telemetry import Telemetry
 
 _INTERVAL_S = 0.25
-_CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,7 @@ class SpanExporter(JobTracer):
         if getattr(self._manager, "job_log", self) is None:
             self._manager.job_log = self.job_log
         telemetry.sources.append(self._parts)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcache-otel", daemon=True)
-        self._thread.start()
+        self._thread = Background.every(_INTERVAL_S, "otel", self._flush)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -87,21 +84,15 @@ class SpanExporter(JobTracer):
         return "the process's tracer provider"
 
     def close(self) -> None:
-        if self._stop.is_set():
+        if self._thread.stopping.is_set():
             return
         if getattr(self._manager, "job_log", None) is self.job_log:
             self._manager.job_log = None
-        self._stop.set()
-        self._thread.join(_CLOSE_S)
+        self._thread.stop()
         self._telemetry.sources.remove(self._parts)
 
     def _parts(self) -> Iterable[Part]:
         return [Part("otel", SpanStats(self.job_log.num_dropped))]
-
-    def _run(self) -> None:
-        while not self._stop.wait(_INTERVAL_S):
-            self._flush()
-        self._flush()
 
     def _flush(self) -> None:
         for job in self.job_log.take():

@@ -11,6 +11,8 @@ from collections.abc import Container, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from kvcache.options import check_int
+
 if TYPE_CHECKING:
     from kvcache.block import BlockStatus
     from kvcache.core.event_log import EventLog
@@ -133,7 +135,7 @@ class CachePolicy(ABC):
     """Whether the manager sets `now_ms`, a time in milliseconds, before the first use that a request counts."""
 
     def __init__(self, cache_capacity: int) -> None:
-        self.cache_capacity = checked_capacity(cache_capacity)
+        self.cache_capacity = check_int("cache_capacity", cache_capacity)
 
     @abstractmethod
     def get(self, key: bytes) -> BlockStatus | None:
@@ -257,13 +259,6 @@ class CachePolicy(ABC):
         Compiled policies own their pool and answer with themselves.
         """
         return None
-
-
-def checked_capacity(cache_capacity: object) -> int:
-    """Return `cache_capacity` if it is a positive int; ValueError otherwise."""
-    if type(cache_capacity) is not int or cache_capacity < 1:
-        raise ValueError(f"cache_capacity must be an int >= 1, got {cache_capacity!r}")
-    return cache_capacity
 
 
 class BlockCacheOps(Protocol):

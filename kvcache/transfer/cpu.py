@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from kvcache.options import check_int
 from kvcache.specs import TransferResult
 from kvcache.transfer._native.copy import CopyQueue
 from kvcache.transfer.base import OffloadingHandler, TransferSpec, check_job_id, checked_specs
@@ -38,8 +39,8 @@ class CPUCopyHandler(OffloadingHandler):
         num_threads: int | None = None,
         inline_bytes: int = 128 << 10,
     ) -> None:
-        if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
-            raise ValueError(f"num_threads must be an int >= 1, got {num_threads!r}")
+        if num_threads is not None:
+            check_int("num_threads", num_threads)
         self._geometry = geometry
         self._to_host = to_host
         self._queue = CopyQueue(geometry.compiled, to_host, num_threads or 0, inline_bytes)

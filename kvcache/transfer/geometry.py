@@ -9,6 +9,7 @@ from numbers import Integral
 
 import torch
 
+from kvcache.options import check_int
 from kvcache.specs import CanonicalKVCaches
 from kvcache.transfer._native.plan import Geometry
 from kvcache.transfer.host_pool import HostPool
@@ -23,7 +24,7 @@ def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -
     int
         The unpadded bytes of all layers of the largest KV-cache group, times the factor.
     """
-    _check_factor(block_size_factor)
+    check_int("block_size_factor", block_size_factor)
     sizes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
     return max(sizes, default=0) * block_size_factor
 
@@ -38,7 +39,7 @@ class KVGeometry:
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, pool: HostPool, block_size_factor: int = 1) -> None:
-        _check_factor(block_size_factor)
+        check_int("block_size_factor", block_size_factor)
         self.kv_caches = kv_caches
         self.pool = pool
         self.block_size_factor = block_size_factor
@@ -102,11 +103,6 @@ def _held_memory(tensor: torch.Tensor) -> object:
     """
     whole = torch.empty(0, dtype=torch.int8, device=tensor.device).set_(tensor.untyped_storage())
     return whole.numpy() if whole.is_cpu else whole
-
-
-def _check_factor(block_size_factor: int) -> None:
-    if type(block_size_factor) is not int or block_size_factor < 1:
-        raise ValueError(f"block_size_factor must be an int >= 1, got {block_size_factor!r}")
 
 
 def _checked_tensor(index: int, tensor: torch.Tensor, page_size_bytes: int) -> torch.Tensor:

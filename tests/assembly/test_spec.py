@@ -128,7 +128,7 @@ def test_a_config_that_does_not_fit_is_refused(make, message):
         ({"hash_block_size": 0}, "hash_block_size must be an int >= 1, got 0"),
         ({"world_size": 0}, "world_size must be an int >= 1, got 0"),
         ({"decode_context_parallel_size": 1.0}, "decode_context_parallel_size must be an int >= 1, got 1.0"),
-        ({"rank": 1}, r"rank must be in 0\.\.0, got 1"),
+        ({"rank": 1}, r"rank must be an int in 0\.\.0, got 1"),
         ({"extra_config": None}, "extra_config must be a dict, got None"),
     ],
 )

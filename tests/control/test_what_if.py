@@ -364,7 +364,7 @@ def test_nothing_hit_and_nothing_to_gain() -> None:
 
 @pytest.mark.parametrize("wrong", [0, 1, 1023, -5, 1 << 30, 2.5, "yes", None])
 def test_bad_sample_sizes_are_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="what_if must be a bool, or an int >= 1024 and < ") as caught:
+    with pytest.raises(ValueError, match="what_if, unless it is a bool, must be an int in 1024") as caught:
         CPUOffloadingManager(16, 100, what_if=wrong)
     assert repr(wrong) in str(caught.value)
 
@@ -375,9 +375,9 @@ def test_bad_sample_sizes_are_refused(wrong: Any) -> None:
         ({"policies": "lur"}, "'lur'"),
         ({"policies": []}, "policies must name at least one policy, got none"),
         ({"policies": ["builtins:dict"]}, "policy 'builtins:dict' must be a CachePolicy"),
-        ({"capacities": []}, r"capacities must be ints >= 1 and < 2\*\*30, at least one, got \(\)"),
-        ({"capacities": [0, 1]}, r"got \(0, 1\)"),
-        ({"capacities": [1.5]}, r"got \(1.5,\)"),
+        ({"capacities": []}, "capacities must not be empty"),
+        ({"capacities": [0, 1]}, "a capacity must be an int in 1..1073741823, got 0"),
+        ({"capacities": [1.5]}, "a capacity must be .*, got 1.5"),
         ({"capacities": [20, 10]}, r"capacities must ascend, got \(20, 10\)"),
         ({"capacities": [10, 10]}, r"capacities must ascend, got \(10, 10\)"),
     ],

@@ -53,8 +53,7 @@ def sampler_for(what_if: bool | int, num_blocks: int) -> Sampler | None:
     if what_if is False:
         return None
     max_uses = DEFAULT_USES if what_if is True else what_if
-    if type(max_uses) is not int or not _MIN_USES <= max_uses < 1 << 30:
-        raise ValueError(f"what_if must be a bool, or an int >= {_MIN_USES} and < 2**30, got {what_if!r}")
+    check_int("what_if, unless it is a bool,", max_uses, _MIN_USES, (1 << 30) - 1)
     check_int("num_blocks", num_blocks)
     return Sampler(max_uses, max(0, (num_blocks // _MIN_SCALED_BLOCKS).bit_length() - 1))
 
@@ -112,8 +111,7 @@ class WhatIf:
         ValueError
             The policy has not been estimated, or the capacity is out of range.
         """
-        if type(capacity) is not int or capacity < 1:
-            raise ValueError(f"capacity must be an int >= 1, got {capacity!r}")
+        check_int("capacity", capacity)
         if policy == "lru":
             return self._lru.at(capacity)
         ratios = self.hit_ratios.get(policy)
@@ -316,8 +314,10 @@ def _checked_capacities(num_blocks: int, capacities: Iterable[int] | None) -> tu
     if capacities is None:
         return tuple(sorted({max(1, int(num_blocks * multiple)) for multiple in _MULTIPLES}))
     at = tuple(capacities)
-    if not at or any(type(capacity) is not int or not 1 <= capacity < 1 << 30 for capacity in at):
-        raise ValueError(f"capacities must be ints >= 1 and < 2**30, at least one, got {at!r}")
+    if not at:
+        raise ValueError("capacities must not be empty")
+    for capacity in at:
+        check_int("a capacity", capacity, 1, (1 << 30) - 1)
     if any(after <= before for before, after in pairwise(at)):
         raise ValueError(f"capacities must ascend, got {at!r}")
     return at

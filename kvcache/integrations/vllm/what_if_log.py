@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import TYPE_CHECKING
+
+from kvcache.background import Background
 
 if TYPE_CHECKING:
     from kvcache.control.cpu import CPUOffloadingManager
@@ -31,15 +32,8 @@ class WhatIfLog:
 
     def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, interval_s: float = INTERVAL_S) -> None:
         self._manager = manager
-        self._interval_s = interval_s
         self._last = ""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcache-what-if", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            self._write()
+        self._thread = Background.every(interval_s, "what-if", self._write)
 
     def _write(self) -> None:
         found = self._manager.what_if()
@@ -50,8 +44,4 @@ class WhatIfLog:
 
     def close(self) -> None:
         """Log once more, and end the thread."""
-        if self._stop.is_set():
-            return
-        self._stop.set()
-        self._thread.join()
-        self._write()
+        self._thread.stop(None)

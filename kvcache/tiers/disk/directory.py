@@ -545,9 +545,7 @@ class TierDirectory:
         for name in ("block_bytes", "num_slots"):
             check_int(name, getattr(header, name))
         for name, most in (("epoch", _MAX_EPOCH), ("salt", _MAX_SALT)):
-            value = getattr(header, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"{name} must be an int from 1 to {most}, got {value!r}")
+            check_int(name, getattr(header, name), 1, most)
         if max(header.file_bytes().values()) > _MAX_FILE_BYTES:
             raise ValueError(f"num_slots {header.num_slots} of block_bytes {header.block_bytes} fit into no file")
         if type(header.resizing) is not bool:

@@ -1,0 +1,66 @@
+"""Background: a daemon thread with a stop signal and a bounded join, for everything that works beside the scheduler.
+
+The scheduler's thread must neither wait for such work nor end because of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+STOP_S = 5.0
+_LOG = logging.getLogger(__name__)
+
+
+class Background:
+    """Run a function in a daemon thread until it returns.
+
+    Parameters
+    ----------
+    name : str
+        The thread's name, after ``kvcache-``.
+    run : callable
+        Called once in the thread, with an event that is set when the thread is to end. What it raises is logged.
+    """
+
+    def __init__(self, name: str, run: Callable[[threading.Event], object]) -> None:
+        self.stopping = threading.Event()
+        self._run = run
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._main, name=f"kvcache-{name}", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def every(cls, interval_s: float, name: str, step: Callable[[], object]) -> Background:
+        """Call `step` every `interval_s` seconds, and once more at the end. A step that raises is logged."""
+
+        def run(stopping: threading.Event) -> None:
+            is_stopping = False
+            while not is_stopping:
+                is_stopping = stopping.wait(interval_s)
+                try:
+                    step()
+                except Exception:
+                    _LOG.exception("a step of the thread kvcache-%s failed", name)
+
+        return cls(name, run)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs. A forked child has no thread."""
+        return self._thread.is_alive() and os.getpid() == self._pid
+
+    def stop(self, timeout_s: float | None = STOP_S) -> bool:
+        """Ask the thread to end; return whether it has ended within `timeout_s` (None: wait without limit)."""
+        self.stopping.set()
+        if self.is_alive and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self.is_alive
+
+    def _main(self) -> None:
+        try:
+            self._run(self.stopping)
+        except Exception:
+            _LOG.exception("the thread %s ended", threading.current_thread().name)
