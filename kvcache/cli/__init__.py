@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -23,37 +21,25 @@ def build_app() -> typer.Typer:
     import typer
 
     from kvcache.cli import check, common, metrics, options, record, status, tier, top
+    from kvcache.cli.lab import LabGroup
 
     app = typer.Typer(
         help="Offload the KV cache of large language models: try it, replay traces, measure.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        cls=LabGroup,
     )
     app.callback()(common.root)
-    for name in ("demo", "chat-demo", "fleet-demo", "replay"):
-        common.add_command(app, name, _lab_command(name))
     common.add_command(app, "check", check.check)
     common.add_command(app, "options", options.options)
     common.add_command(app, "status", status.status)
     common.add_command(app, "top", top.top)
-    bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
-    bench.callback()(lambda: None)
-    for name in ("copy", "disk", "tier"):
-        common.add_command(bench, name, _lab_command(f"bench-{name}"))
-    app.add_typer(bench, name="bench")
+    app.add_typer(typer.Typer(help="Measure this machine.", no_args_is_help=True, cls=LabGroup), name="bench")
     app.add_typer(record.build_app(), name="record")
     app.add_typer(tier.build_app(), name="tier")
     app.add_typer(metrics.build_app(), name="metrics")
     return app
-
-
-def _lab_command(name: str) -> Callable[..., None]:
-    """Return a command of the laboratory, which nothing outside it imports."""
-    module = name.replace("-", "_")
-    command = import_module(f"kvcache.lab.commands.{module}")
-    run: Callable[..., None] = getattr(command, module.removeprefix("bench_"))
-    return run
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcache.cli import common
-from kvcache.cli.model import DtypeOption, ModelOption, weights_of
+from kvcache.cli.model import DtypeOption, ModelOption, read_weights
 from kvcache.options import parse_size
 
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
@@ -94,7 +94,7 @@ def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, w
         if model is not None:
             raise ValueError(f"--block-bytes excludes --model, got {text!r} and {model!r}")
         return parse_size("--block-bytes", text)
-    weights = weights_of(model, None, None, None, dtype, None, 1.0)
+    weights = read_weights(model if model is None or dtype == "bf16" else f"{model},{dtype}")
     if weights is None:
         return 0
     # Every worker keeps its share of the heads.

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -19,16 +20,13 @@ from kvcache.options import in_binary_unit, parse_count, parse_size
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+    from typer.core import TyperCommand
 
 Number = TypeVar("Number", int, float)
 Options = TypeVar("Options")
 
-HOW_TO_SIZE = (
-    "name a model (--model llama-3.1-8b, or its config.json), give its shape (--layers, --heads, --head-size), or say "
-    "--block-bytes"
-)
-"""How a block's size is given, for errors."""
-TEST_BLOCK_BYTES = "64KiB"  # of a block whose real size nobody has said
+TEST_BLOCK_BYTES = "64KiB"
+"""Bytes of a block of test data if the user names no size."""
 _MOST_BLOCKS = 1 << 30  # what a table's rows can number
 # Where nobody bounds it, a simulation takes so much of the memory that is free.
 _MEMORY_SHARE = 0.8
@@ -62,8 +60,11 @@ MemoryOption = Annotated[
     str | None, typer.Option(help="Capacity in bytes instead, as in 4GiB or 4G.", metavar="SIZE", show_default=False)
 ]
 BlockBytesOption = Annotated[str, typer.Option(help="Bytes of one block.", metavar="SIZE")]
-ReplayBlockBytesOption = Annotated[
-    str | None, typer.Option(help="Bytes of one block [default: 64KiB].", metavar="SIZE", show_default=False)
+TestBlockBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--block-bytes", help="Bytes of a block of test data [default: 64KiB].", metavar="SIZE", show_default=False
+    ),
 ]
 DataOption = Annotated[
     bool, typer.Option("--data/--no-data", help="Move and compare real bytes, or do the bookkeeping alone.")
@@ -94,10 +95,14 @@ def root(
     """Offload the KV cache of large language models: try it, replay traces, measure."""
 
 
-def add_command(app: typer.Typer, name: str, run: Callable[..., None]) -> None:
-    """Mount a command; a list of commands shows the whole first sentence of its help, however narrow the terminal."""
+def add_command(
+    app: typer.Typer, name: str, run: Callable[..., None], cls: type[TyperCommand] | None = None, examples: str = ""
+) -> None:
+    """Mount a command; lists of commands show the first paragraph of its docstring, `examples` end its help."""
     summary = inspect.cleandoc(run.__doc__ or "").partition("\n\n")[0]
-    app.command(name, short_help=" ".join(summary.split()))(run)
+    # \b keeps the lines of a paragraph as they are.
+    epilog = f"\b\nExamples:\n{textwrap.indent(inspect.cleandoc(examples), '  ')}" if examples else None
+    app.command(name, short_help=" ".join(summary.split()), cls=cls, epilog=epilog)(run)
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
@@ -125,9 +130,9 @@ def at_least(option: str, value: Number, least: int) -> Number:
 def one_policy(choice: str) -> str:
     """Return `choice` where only one policy can be used; ValueError with a hint where it is a list or the optimum."""
     if choice == "min":
-        raise ValueError("--policy min is the optimum of a trace: kvcache replay FILE --policy min")
+        raise ValueError("--policy min is the optimum of a trace: kvcache plan FILE --policy min")
     if "," in choice:
-        raise ValueError(f"one policy is needed here, got {choice!r}: kvcache replay FILE compares several")
+        raise ValueError(f"--policy must name one policy, got {choice!r}: kvcache plan FILE compares several")
     return choice
 
 
@@ -135,7 +140,7 @@ def parse_capacity(blocks: str | None, memory: str | None, block_bytes: int, def
     """Return the one capacity in blocks that `--blocks` or `--memory` says; ValueError if it is a list."""
     capacities = parse_capacities(blocks, memory, block_bytes, default)
     if len(capacities) > 1:
-        raise ValueError(f"one capacity is needed here, got {blocks or memory!r}")
+        raise ValueError(f"one capacity is needed here, got {blocks or memory!r}: kvcache plan FILE compares several")
     return capacities[0]
 
 
@@ -173,11 +178,18 @@ def report_console(json_target: str | None) -> Console:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time with three digits, in its unit.
+    """Return a time in units that a person reads: three digits up to two minutes, then the two largest units.
 
-    >>> format_seconds(0.00419)
-    '4.19 ms'
+    >>> format_seconds(0.00419), format_seconds(9864)
+    ('4.19 ms', '2 h 44 min')
     """
+    if seconds >= 120:
+        minutes, left_s = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        days, left_h = divmod(hours, 24)
+        if days:
+            return f"{days:,} d {left_h} h"
+        return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {left_s:02} s"
     if seconds >= 1 or not seconds:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

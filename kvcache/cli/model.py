@@ -1,14 +1,26 @@
-"""The options that say which model a trace is weighed for."""
+"""The option that names a model: what a token's KV weighs, and how long computing it takes."""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcache.options import parse_size
+
 if TYPE_CHECKING:
     from kvcache.assembly.models import Model
+
+HOW_TO_SIZE = (
+    "--model names it: llama-3.1-8b, a config.json, a shape such as 32x8x128, or the bytes of a token's KV, 128KiB"
+)
+"""How the size of a block is given, for errors."""
+_FLOPS_PER_S = 400e12
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+_SIZE = re.compile(r"\d[\d.]*\s*[kmg]?i?b?", re.IGNORECASE)
 
 
 def complete_models(incomplete: str) -> list[str]:
@@ -29,19 +41,15 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Weigh blocks for this model: a name, e.g. llama-3.1-8b, or the path of its config.json.",
+        help="The model: a name, a config.json, LAYERSxHEADSxSIZE, or the bytes of a token's KV. Behind commas: the "
+        "dtype of the KV, params=8e9, and flops=400e12 (FLOP/s of prefill).",
+        metavar="MODEL,...",
         autocompletion=complete_models,
+        show_default=False,
     ),
 ]
-LayersOption = Annotated[int | None, typer.Option("--layers", help="Or say its shape: layers that keep KV.")]
-HeadsOption = Annotated[int | None, typer.Option("--heads", help="KV heads.")]
-HeadSizeOption = Annotated[int | None, typer.Option("--head-size", help="Size of a head.")]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="KV dtype: bf16, fp16, fp32, fp8 or int8.", autocompletion=complete_dtypes)
-]
-ParamsOption = Annotated[float | None, typer.Option("--params", help="Parameters a token passes through, e.g. 8e9.")]
-FlopsOption = Annotated[
-    float, typer.Option("--flops", help="FLOP/s of prefill, for the time that hits save.", show_default="400e12")
 ]
 
 
@@ -50,14 +58,14 @@ class Weights:
     """A model and the rate at which it prefills."""
 
     model: Model
-    flops_per_s: float
+    flops_per_s: float = _FLOPS_PER_S
 
     def saved_s(self, hit_tokens: int) -> float | None:
-        """Return the seconds of prefill that hits have saved, at least; None where the parameters are not known."""
+        """Return the least seconds of prefill that hits save, or None if the number of parameters is unknown."""
         return self.model.saved_prefill_s(hit_tokens, self.flops_per_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what a report says of the model."""
+        """Return the fields for a report."""
         return {
             "name": self.model.name,
             "token_bytes": self.model.token_bytes,
@@ -70,37 +78,48 @@ class Weights:
         return f"{self.model.name}, {self.model.dtype}, {self.flops_per_s / 1e12:g} TFLOP/s"
 
 
-def weights_of(
-    model: str | None,
-    layers: int | None,
-    heads: int | None,
-    head_size: int | None,
-    dtype: str,
-    params: float | None,
-    flops: float,
-) -> Weights | None:
-    """Return the model and its rate of prefill, or None where no option names one."""
-    from kvcache.assembly.models import Model, model_of
-    from kvcache.cli.common import at_least
+def read_weights(text: str | None) -> Weights | None:
+    """Return the model that `--model` names, or None if the option is not given.
 
-    shape = {"--layers": layers, "--heads": heads, "--head-size": head_size}
-    given = [option for option, value in shape.items() if value is not None]
-    for option, value in (("--flops", flops), ("--params", params)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{option} must be a number > 0, got {value}")
-    if model is not None:
-        if given:
-            raise ValueError(f"--model excludes {', '.join(given)}, got {model!r}")
-        known = model_of(model, dtype)
-        return Weights(known if params is None else replace(known, num_params=params), flops)
-    if not given:
-        if params is not None:
-            raise ValueError("--params needs --model, or --layers, --heads and --head-size")
+    >>> read_weights("llama-3.1-8b,fp8").model.token_bytes
+    65536
+    """
+    from kvcache.assembly.models import Model, dtype_names, model_of
+
+    if text is None:
         return None
-    if layers is None or heads is None or head_size is None:
-        missing = [option for option, value in shape.items() if value is None]
-        raise ValueError(f"{', '.join(given)} needs {', '.join(missing)}, too")
-    for option, count in (("--layers", layers), ("--heads", heads), ("--head-size", head_size)):
-        at_least(option, count, 1)
-    name = f"{layers} layers x {heads} heads x {head_size}"
-    return Weights(Model(name, layers, 2 * heads * head_size, params, dtype), flops)
+    name, *parts = (part.strip() for part in text.split(","))
+    dtype, numbers = None, dict.fromkeys(("params", "flops"), 0.0)
+    for part in parts:
+        key, _, value = part.partition("=")
+        if key in numbers:
+            numbers[key] = _number(key, value, text)
+        elif part in dtype_names():
+            dtype = part
+        else:
+            known = ", ".join(dtype_names())
+            raise ValueError(f"--model takes {known}, params=N and flops=N behind the name, got {part!r} in {text!r}")
+    if shape := _SHAPE.fullmatch(name):
+        layers, heads, head_size = map(int, shape.groups())
+        shown = f"{layers} layers x {heads} heads x {head_size}"
+        model = Model(shown, layers, 2 * heads * head_size, None, dtype or "bf16")
+    elif _SIZE.fullmatch(name):
+        if dtype is not None:
+            raise ValueError(f"--model takes no dtype behind the bytes of a token, got {text!r}")
+        # A value of int8 is one byte.
+        model = Model(f"{name} a token", 1, parse_size("--model", name), None, "int8")
+    else:
+        model = model_of(name, dtype or "bf16")
+    if numbers["params"]:
+        model = replace(model, num_params=numbers["params"])
+    return Weights(model, numbers["flops"] or _FLOPS_PER_S)
+
+
+def _number(key: str, value: str, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"--model: {key} must be a number > 0, got {text!r}")
+    return number

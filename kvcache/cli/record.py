@@ -15,7 +15,7 @@ from kvcache.options import format_size, parse_size
 
 def build_app() -> typer.Typer:
     """Return the group of commands."""
-    app = typer.Typer(help="Record the calls of a running engine, for `kvcache replay`.", no_args_is_help=True)
+    app = typer.Typer(help="Record the calls of a running engine, for `kvcache rerun`.", no_args_is_help=True)
     app.callback()(lambda: None)
     common.add_command(app, "start", start)
     common.add_command(app, "stop", stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 import kvcache
-from kvcache.cli.common import complete_policies, parse_capacities
+from kvcache.cli.common import complete_policies, format_seconds, parse_capacities
+from kvcache.lab.commands.mount import RENAMED, build_command
 
 TRACE = [
     {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [0, 1]},
@@ -51,7 +53,7 @@ def test_size_of_test_data_is_not_taken_for_memory(run: Any, trace: Path) -> Non
     argv = ("replay", trace, "--blocks", 2)
     _, out, _ = run(*argv)
     assert "(128.0 KiB)" not in out
-    assert "64.0 KiB a block (--model tells real sizes)" in out
+    assert "64.0 KiB a block (--model gives real sizes)" in out
     assert "test data" not in run(*argv, "--no-data")[1]
     assert json.loads(run(*argv, "--no-data", "--json")[1])["block_bytes"] is None
     assert "2 blocks of 512 tokens (128.0 KiB)" in run(*argv, "--block-bytes", "64KiB")[1]
@@ -66,7 +68,7 @@ def test_pool_without_room_is_told_the_way_out(run: Any, trace: Path) -> None:
 
 def test_replay_writes_json_to_a_file_or_to_standard_output(run: Any, trace: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
-    argv = ("replay", trace, "--no-data", "--split", 2, "--limit", 2)
+    argv = ("replay", trace, "--no-data", "--block-size", ":256", "--limit", 2)
     assert run(*argv, "--json", target)[0] == 0
     written = json.loads(target.read_text())
     _, out, _ = run(*argv, "--json")
@@ -116,7 +118,7 @@ def test_bad_lines_can_be_skipped_and_are_counted(run: Any, trace: Path) -> None
         (("--policy", "collections:OrderedDict"), "policy 'collections:OrderedDict' must be a CachePolicy, got <class"),
         (("--blocks", "0"), "--blocks must be a whole number >= 1, such as 10000 or '10k', got '0'"),
         (("--blocks", "ten"), "--blocks must be a whole number >= 1, such as 10000 or '10k', got 'ten'"),
-        (("--memory", "256GiB"), "--memory needs the size of a block, got '256GiB' alone: name a model (--model"),
+        (("--memory", "256GiB"), "--memory needs the size of a block, got '256GiB' alone: --model names it"),
         (
             ("--memory", "4GiX", "--block-bytes", "64K"),
             "--memory must be bytes >= 1 or a size such as '64GiB', '64GB' or '1.5TiB', got '4GiX'",
@@ -125,16 +127,21 @@ def test_bad_lines_can_be_skipped_and_are_counted(run: Any, trace: Path) -> None
             ("--memory", "1KiB", "--block-bytes", "64KiB"),
             "--memory must hold at least one block of 65536 bytes, got '1KiB'",
         ),
-        (("--memory", "1GiB", "--blocks", "4"), "--blocks and --memory exclude each other, got '4' and '1GiB'"),
+        (
+            ("--memory", "1GiB", "--blocks", "4", "--block-bytes", "1K"),
+            "--blocks and --memory exclude each other, got '4' and '1GiB'",
+        ),
         (
             ("--block-bytes", "-1"),
             "--block-bytes must be bytes >= 1 or a size such as '64GiB', '64GB' or '1.5TiB', got '-1'",
         ),
-        (("--split", "7"), "split must divide the 512 tokens of a block, got 7"),
+        (("--block-size", ":7"), "--block-size: 7 tokens must divide the 512 of a listed block, got ':7'"),
         (("--store-threshold", "-1"), "--store-threshold must be >= 0, got -1"),
-        (("--what-if", "--policy", "lru,arc"), "--what-if is for one policy at one capacity, got 'lru,arc' and 1"),
+        (("--policy", "lru,arc"), "--policy must name one policy, got 'lru,arc': kvcache plan FILE compares several"),
+        (("--blocks", "1,2"), "one capacity is needed here, got '1,2': kvcache plan FILE compares several"),
+        (("--tier", "1TiB@6GB/s"), "--tier SIZE@RATE is simulated by kvcache plan; a replay takes PATH:SIZE or JSON"),
         (("--limit", "0"), "--limit must be >= 1, got 0"),
-        (("--format", "csv"), "unknown trace format 'csv', known ones: auto, mooncake, bailian"),
+        (("--block-size", "x"), "--block-size must be a whole number >= 1, such as 10000 or '10k', got 'x'"),
         (("--json", "missing/out.json"), "--json cannot be written: 'missing/out.json': No such file or directory"),
     ],
 )
@@ -150,8 +157,8 @@ def test_bad_option_is_named(run: Any, trace: Path, options: tuple[str, ...], me
         (("--turns", "nan"), "--turns must be >= 1, got nan"),
         (("--memory", "99999TiB"), "--memory must be less than 2**30 blocks (65536 bytes each), got '99999TiB'"),
         (("--blocks", "1073741824"), "--blocks must be less than 2**30 blocks (65536 bytes each), got '1073741824'"),
-        (("--policy", "lru,arc"), "one policy is needed here, got 'lru,arc': kvcache replay FILE compares several"),
-        (("--policy", "min"), "--policy min is the optimum of a trace: kvcache replay FILE --policy min"),
+        (("--policy", "lru,arc"), "--policy must name one policy, got 'lru,arc': kvcache plan FILE compares several"),
+        (("--policy", "min"), "--policy min is the optimum of a trace: kvcache plan FILE --policy min"),
     ],
 )
 def test_bad_demo_option_is_named(run: Any, options: tuple[str, ...], message: str) -> None:
@@ -160,7 +167,7 @@ def test_bad_demo_option_is_named(run: Any, options: tuple[str, ...], message: s
 
 def test_refused_command_leaves_no_output_behind(run: Any, trace: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
-    error_of(run, "replay", trace, "--no-data", "--json", target, "--split", 7)
+    error_of(run, "replay", trace, "--no-data", "--json", target, "--block-size", ":7")
     assert not target.exists()
 
 
@@ -231,7 +238,7 @@ def test_version_is_that_of_the_package(run: Any) -> None:
 
 def test_shell_completes_policies(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     monkeypatch.setenv("_KVCACHE_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "kvcache replay --policy lru,a")
+    monkeypatch.setenv("COMP_WORDS", "kvcache plan --policy lru,a")
     monkeypatch.setenv("COMP_CWORD", "3")
     status, out, _ = run()
     assert status == 0
@@ -241,6 +248,29 @@ def test_shell_completes_policies(monkeypatch: pytest.MonkeyPatch, run: Any) -> 
 def test_completion_goes_on_behind_a_comma() -> None:
     assert complete_policies("l")[0] == "lru"
     assert complete_policies("lru,ar") == ["lru,arc"]
+
+
+@pytest.mark.parametrize("option", sorted(RENAMED))
+def test_old_option_of_replay_is_answered_with_the_new_spelling(run: Any, trace: Path, option: str) -> None:
+    if option in ("--store-threshold", "--limit", "--block-bytes"):
+        argv = ("plan", trace, option, "1")
+    else:
+        argv = ("replay", trace, option, "1")
+    assert error_of(run, *argv) == f"{option} of the old kvcache replay is now {RENAMED[option]}"
+    assert error_of(run, *argv[:2], f"{option}=1").endswith(RENAMED[option])
+
+
+@pytest.mark.parametrize("name", ["replay", "plan", "fleet", "rerun"])
+def test_lab_command_has_at_most_16_options_and_examples_that_parse(run: Any, name: str) -> None:
+    command = build_command(name, name)
+    assert sum(param.param_type_name == "option" for param in command.params) <= 16
+    _, out, _ = run(name, "--help")
+    lines = out.partition("Examples:")[2].replace("\\\n", " ").splitlines()
+    examples = [shlex.split(line) for line in lines if line.strip()]
+    assert len(examples) >= 2
+    for program, called, *words in examples:
+        assert (program, called) == ("kvcache", name)
+        build_command(name, name).make_context(name, words)
 
 
 def imported_by(code: str) -> set[str]:
@@ -253,6 +283,19 @@ def imported_by(code: str) -> set[str]:
 def test_building_the_command_line_imports_nothing_heavy() -> None:
     modules = imported_by("from kvcache.cli import build_app; build_app()")
     assert not modules & {"torch", "numpy", "rich", "matplotlib", "kvcache.control.cpu"}
+
+
+def test_building_the_command_line_imports_no_command_of_the_lab() -> None:
+    modules = imported_by("from kvcache.cli import build_app; import typer.main; typer.main.get_command(build_app())")
+    assert not {name for name in modules if name.startswith("kvcache.lab")}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.0, "0 s"), (2e-6, "2 us"), (119.6, "120 s"), (125, "2 min 05 s"), (9864, "2 h 44 min"), (187_000, "2 d 3 h")],
+)
+def test_format_seconds_uses_units_that_a_person_reads(seconds: float, shown: str) -> None:
+    assert format_seconds(seconds) == shown
 
 
 def test_missing_extra_is_named() -> None:

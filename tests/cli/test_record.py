@@ -37,7 +37,7 @@ def test_a_running_engine_is_recorded_and_its_file_replays(
     found = json.loads(out)
     assert (code, found["file"], found["num_lost"], found["error"]) == (0, str(tmp_path / "run.kvlog"), 0, "")
     assert found["num_records"] >= 2
-    code, out, _ = run("replay", tmp_path / "run.kvlog")
+    code, out, _ = run("rerun", tmp_path / "run.kvlog")
     assert code == 0
     assert "every answer is the same" in out
 

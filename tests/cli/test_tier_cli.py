@@ -162,20 +162,20 @@ def test_replay_over_a_disk_tier_finds_what_left_host_memory(run, tmp_path, data
     trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
     argv = ["replay", trace, "--blocks", 4, "--block-bytes", "4KiB", data, "--json", "-"]
     assert json.loads(run(*argv)[1])["hit_blocks"] == 1
-    status, out, _ = run(*argv, "--disk", f"{tmp_path / 'tier'}:1MiB")
+    status, out, _ = run(*argv, "--tier", f"{tmp_path / 'tier'}:1MiB")
     document = json.loads(out)
     assert status == 0
     assert (document["hit_blocks"], document["disk"]["promoted_blocks"]) == (3, 2)
     assert document["disk"]["found_blocks"] == 0
-    again = json.loads(run(*argv, "--disk", f"{tmp_path / 'tier'}:1MiB")[1])
+    again = json.loads(run(*argv, "--tier", f"{tmp_path / 'tier'}:1MiB")[1])
     assert (again["hit_blocks"], again["disk"]["found_blocks"], again["disk"]["tier"]["stored_blocks"]) == (9, 6, 0)
-    status, out, _ = run(*argv[:-2], "--disk", f"{tmp_path / 'tier'}:1MiB")
+    status, out, _ = run(*argv[:-2], "--tier", f"{tmp_path / 'tier'}:1MiB")
     assert status == 0
     assert "6 blocks found, 0 stored" in out
 
 
 def test_another_trace_is_refused_in_the_same_folder(run, tmp_path):
-    argv = ["--blocks", 4, "--block-bytes", "4KiB", "--disk", f"{tmp_path / 'tier'}:1MiB"]
+    argv = ["--blocks", 4, "--block-bytes", "4KiB", "--tier", f"{tmp_path / 'tier'}:1MiB"]
     for name, records in (("one", TRACE), ("other", TRACE[:2])):
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     assert run("replay", tmp_path / "one", *argv)[0] == 0
@@ -185,15 +185,19 @@ def test_another_trace_is_refused_in_the_same_folder(run, tmp_path):
     assert run("replay", tmp_path / "one", *argv)[0] == 0
 
 
-def test_bad_disk_option_names_the_value(run, tmp_path):
+@pytest.mark.parametrize(
+    ("tier", "message"),
+    [
+        ("5GiB", "--tier must be PATH:SIZE, as in /mnt/nvme/kv:100GiB, or JSON, got '5GiB'"),
+        ("x:y", "--tier must be bytes >= 1 or a size"),
+        ("new:1KiB", "hold one block of 65536 bytes"),
+    ],
+)
+def test_replay_bad_tier_is_named(run, tmp_path, monkeypatch, tier, message):
+    monkeypatch.chdir(tmp_path)
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps(TRACE[0]) + "\n")
-    assert (
-        "--disk must be PATH:SIZE, as in /mnt/nvme/kv:100GiB, got '5GiB'" in run("replay", trace, "--disk", "5GiB")[2]
-    )
-    assert "--disk must be bytes >= 1 or a size" in run("replay", trace, "--disk", "x:y")[2]
-    assert "hold one block of 65536 bytes" in run("replay", trace, "--disk", f"{tmp_path / 'new'}:1KiB")[2]
-    assert "--disk replays one policy" in run("replay", trace, "--blocks", "1,2", "--disk", "x:1GiB")[2]
+    assert message in run("replay", trace, "--tier", tier)[2]
 
 
 def test_replay_over_a_configured_tier_finds_what_left_host_memory(run, tmp_path):
@@ -210,9 +214,6 @@ def test_replay_over_a_configured_tier_finds_what_left_host_memory(run, tmp_path
     # 32 blocks in turn, three times, through a pool of 8: all but the first round come from the tier.
     assert (document["hit_blocks"], document["disk"]["tier"]["medium"]) == (64, "MEMORY")
     assert document["data"]["verified_blocks"] == 64
-    status, _, err = run("replay", trace, *options, "--tier", entry, "--disk", f"{tmp_path / 'kv'}:1MiB")
-    assert status == 2
-    assert "--tier takes one real tier" in err
     status, _, err = run("replay", trace, *options, "--tier", '{"type": "tape"}')
     assert status == 2
     assert "unknown tier 'tape'" in err

@@ -471,11 +471,6 @@ def test_command_line_tells_what_if(capsys: pytest.CaptureFixture[str], tmp_path
     document = json.loads(run(*demo, "--json", "-")[1])
     assert document["what_if"]["capacities"] == [250, 500, 1000, 2000, 4000, 8000]
     assert document["what_if"]["hit_ratios"]["lru"][2] == pytest.approx(document["block_hit_rate"])
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(json.dumps({"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}) + "\n")
-    status, _, err = run("replay", trace, "--blocks", "1,2", "--what-if")
-    assert status == 2
-    assert "--what-if is for one policy at one capacity" in err
 
 
 def test_policies_that_read_the_clock_are_left_out_and_refused_by_name() -> None:

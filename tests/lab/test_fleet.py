@@ -240,8 +240,8 @@ def trace_file(tmp_path: Path) -> Path:
 def test_command_shows_hits_traffic_and_what_breaks_first(run: Any, trace_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     target, picture = tmp_path / "out.json", tmp_path / "out.svg"
-    argv = ("replay", trace_file, "--engines", "2,4", "--router", "round_robin,events", "--blocks", 30, "--copies", 2)
-    more = ("--store", "1MiB", "--block-bytes", "1KiB", "--store-server", "10KB/s,1", "--router-events", 100_000)
+    argv = ("fleet", trace_file, "--engines", "2,4", "--router", "round_robin,events", "--blocks", 30, "--copies", 2)
+    more = ("--store", "1MiB", "--model", "2", "--server", "10KB/s,1,100k")
     status, out, err = run(*argv, *more, "--json", target, "--plot", picture)
     assert (status, err) == (0, "")
     document = json.loads(target.read_text())
@@ -268,38 +268,25 @@ def test_command_shows_hits_traffic_and_what_breaks_first(run: Any, trace_file: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--router", "events"), "--router needs --engines: how many engines the fleet has, as in --engines 100"),
-        (("--router", "best", "--engines", 2), "--router must be of round_robin, prefix, events, got 'best'"),
-        (("--router", "events", "--engines", "0"), "--engines must be a whole number >= 1"),
-        (("--router", "events", "--engines", "2", "--store", "1TiB"), "--store needs the size of a block, got '1TiB'"),
-        (
-            ("--router", "events", "--engines", "2", "--store", "1B", "--block-bytes", "1K"),
-            "--store must hold at least one block of 1024 bytes, got '1B'",
-        ),
-        (("--router", "events", "--engines", "2", "--copies", "x"), "--copies must be a whole number >= 1"),
-        (("--router", "events", "--engines", "2", "--store-rate", "5"), "--store-rate must be a rate such as 6GB/s"),
-        (("--router", "events", "--engines", "2", "--store-server", "5GB/s"), "--store-server must be a rate and keys"),
-        (("--router", "events", "--engines", "2", "--router-events", "0"), "--router-events must be a whole number"),
-        (("--router", "events", "--engines", "2", "--data"), "--router excludes --data"),
-        (("--router", "events", "--engines", "2", "--csv", "x.csv"), "--router excludes --csv"),
-        (
-            ("--router", "events", "--engines", "2", "--tier", "1T@1GB/s", "--block-bytes", "1K"),
-            "--router excludes --tier",
-        ),
-        (("--router", "events", "--engines", "2", "--sample", "0.5"), "--router excludes --sample"),
-        (("--router", "events", "--engines", "2", "--policy", "lru,arc"), "one policy is needed here, got 'lru,arc'"),
-        (("--router", "events", "--engines", "2", "--blocks", "10,20"), "one capacity is needed here, got '10,20'"),
-        (("--router", "events", "--engines", "1B", "--blocks", "1k"), "a fleet of 1,000,000,000 engines of 1,000"),
-        (("--router", "events", "--engines", "2", "--plot", "x.html"), "--plot of a fleet must end in .png or .svg"),
-        (("--store", "1TiB"), "--store needs --router"),
-        (("--copies", "3"), "--copies needs --router"),
-        (("--policy", "lru,arc", "--engines", "2,3"), "--engines takes several numbers with --router only, got '2,3'"),
+        (("--router", "best"), "--router must be of round_robin, prefix, events, got 'best'"),
+        (("--engines", "0"), "--engines must be a whole number >= 1"),
+        (("--memory", "1TiB"), "--memory needs the size of a block, got '1TiB' alone"),
+        (("--store", "1TiB"), "--store needs the size of a block, got '1TiB'"),
+        (("--store", "1B", "--model", "2"), "--store must hold at least one block of 1024 bytes, got '1B'"),
+        (("--store", "1TiB@5", "--model", "2"), "--store must be a rate such as 6GB/s"),
+        (("--copies", "0"), "--copies must be >= 1, got 0"),
+        (("--server", "5GB/s"), "--server must be RATE,KEYS[,EVENTS], as in 2.5GB/s,900k,690k, got '5GB/s'"),
+        (("--server", "5GB/s,1k,0"), "--server must be a whole number >= 1"),
+        (("--policy", "lru,arc"), "--policy must name one policy, got 'lru,arc'"),
+        (("--blocks", "10,20"), "one capacity is needed here, got '10,20'"),
+        (("--engines", "1B", "--blocks", "1k"), "a fleet of 1,000,000,000 engines of 1,000"),
+        (("--plot", "x.html"), "--plot of a fleet must end in .png or .svg"),
     ],
 )
 def test_bad_option_of_a_fleet_is_named(
     run: Any, trace_file: Path, options: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, _, err = run("replay", trace_file, *options)
+    status, _, err = run("fleet", trace_file, "--engines", 2, *options)
     assert err.startswith(f"kvcache: error: {message}")
     assert status == 2

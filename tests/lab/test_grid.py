@@ -293,13 +293,15 @@ def test_grid_command_writes_table_json_csv_and_plot(run: Any, trace: Path, tmp_
     pytest.importorskip("matplotlib")
     targets = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "svg")}
     argv = ("--policy", "lru,min", "--blocks", "3,5", "--model", "llama-3.1-8b", "--jobs", 1)
-    outputs = ("--json", targets["json"], "--csv", targets["csv"], "--plot", targets["svg"])
-    status, out, err = run("replay", trace, *argv, *outputs)
+    outputs = ("--json", targets["json"], "--save", targets["csv"], "--save", targets["svg"])
+    status, out, err = run("plan", trace, *argv, *outputs)
     assert (status, err) == (0, "")
     assert "blocks hit, of 11 of 512 tokens" in out
     written = f"json: {targets['json']}, csv: {targets['csv']}, plot: {targets['svg']}"
     assert out.splitlines()[-1] == written
-    assert "prefill saved, at least, in seconds (llama-3.1-8b, bf16, 400 TFLOP/s)" in out
+    assert "71 engines over one link of 50 GB/s to host memory" in out
+    assert "time to first token, p50 / p99" in out
+    assert "prefill saved, at least (llama-3.1-8b, bf16, 400 TFLOP/s)" in out
 
     document = json.loads(targets["json"].read_text())
     assert document["block_bytes"] == 512 * 131072
@@ -317,16 +319,16 @@ def test_grid_command_writes_table_json_csv_and_plot(run: Any, trace: Path, tmp_
 
 def test_grid_shows_rejected_requests_where_there_are_any(run: Any, trace: Path) -> None:
     # All five name more than one block: the cache of 1 holds none of them, and gittins rejects nothing.
-    status, out, err = run("replay", trace, "--policy", "lru,gittins,min", "--blocks", "1,5", "--jobs", 1)
+    status, out, err = run("plan", trace, "--policy", "lru,gittins,min", "--blocks", "1,5", "--jobs", 1)
     assert (status, err) == (0, "")
     heading = out.index("requests rejected, of 5: they name more blocks than the cache has")
     assert [line.split() for line in out[heading:].splitlines()[4:6]] == [["1", "5", "0"], ["5", "0", "0"]]
-    assert "requests rejected" not in run("replay", trace, "--policy", "lru", "--blocks", "3,5", "--jobs", 1)[1]
+    assert "requests rejected" not in run("plan", trace, "--policy", "lru", "--blocks", "3,5", "--jobs", 1)[1]
 
 
 def test_grid_with_tiers_shows_rejected_requests_and_what_the_optimum_is(run: Any, trace: Path) -> None:
-    below = ("--tier", "ssd:16MiB@1GB/s", "--block-bytes", "1MiB")
-    status, out, err = run("replay", trace, "--policy", "lru,min", "--blocks", "1", *below, "--jobs", 1)
+    below = ("--tier", "ssd:16MiB@1GB/s", "--model", "2KiB")
+    status, out, err = run("plan", trace, "--policy", "lru,min", "--blocks", "1", *below, "--jobs", 1)
     assert (status, err) == (0, "")
     assert "rejected" in out
     assert "min is the optimum of host memory alone: it knows no tiers" in out
@@ -344,7 +346,7 @@ def test_grid_of_long_names_keeps_its_figures(run: Any, trace: Path, tmp_path: P
         *(f"kvcache.policies.{name}:{name.upper()}CachePolicy" for name in ("lru", "arc", "mq", "amq")),
     ]
     plot = tmp_path / "out.svg"
-    status, out, err = run("replay", odd, "--policy", ",".join(policies), "--blocks", 5, "--plot", plot)
+    status, out, err = run("plan", odd, "--policy", ",".join(policies), "--blocks", 5, "--save", plot)
     assert (status, err) == (0, "")
     assert f"{odd.name} (mooncake): blocks hit" in out
     lines = [line.split() for line in out.splitlines()]
@@ -353,16 +355,16 @@ def test_grid_of_long_names_keeps_its_figures(run: Any, trace: Path, tmp_path: P
 
 def test_grid_says_nothing_of_memory_that_nobody_has_sized(run: Any, trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    argv = ("replay", trace, "--policy", "lru", "--jobs", 1)
+    argv = ("plan", trace, "--policy", "lru", "--jobs", 1)
     target = tmp_path / "out.html"
     for sizes, memory_bytes in (
         (("--blocks", "3,5"), [None, None]),
-        (("--blocks", "3,5", "--block-bytes", "1KiB"), [3072, 5120]),
-        (("--memory", "256KiB,128KiB", "--block-bytes", "64K"), [131072, 262144]),
+        (("--blocks", "3,5", "--model", "2"), [3072, 5120]),
+        (("--memory", "256KiB,128KiB", "--model", "128"), [131072, 262144]),
     ):
         cells = json.loads(run(*argv, *sizes, "--json")[1])["cells"]
         assert [cell["memory_bytes"] for cell in cells] == memory_bytes
-        status, out, err = run(*argv, *sizes, "--plot", target)
+        status, out, err = run(*argv, *sizes, "--save", target)
         assert (status, err) == (0, "")
         assert ("memory" in out) == ("memory" in target.read_text()) == (memory_bytes != [None, None])
 
@@ -371,7 +373,7 @@ def test_folder_of_the_call_hides_no_installed_package(trace: Path, tmp_path: Pa
     pytest.importorskip("typer")
     (tmp_path / "kvcache").mkdir()
     (tmp_path / "kvcache" / "__init__.py").write_text("raise ImportError('not this one')")
-    argv = ["replay", str(trace), "--policy", "lru,arc", "--blocks", "5", "--jobs", "2"]
+    argv = ["plan", str(trace), "--policy", "lru,arc", "--blocks", "5", "--jobs", "2"]
     done = subprocess.run(
         [sys.executable, "-P", "-c", f"from kvcache.cli import main; main({argv})"],
         cwd=tmp_path,
@@ -385,7 +387,7 @@ def test_folder_of_the_call_hides_no_installed_package(trace: Path, tmp_path: Pa
 
 
 def test_grid_says_how_many_bad_lines_it_skipped(run: Any, trace: Path) -> None:
-    argv = ("replay", trace, "--blocks", "3,5", "--jobs", 1, "--skip-bad")
+    argv = ("plan", trace, "--blocks", "3,5", "--jobs", 1, "--skip-bad")
     assert "bad lines" not in run(*argv)[1]
     trace.write_text("oops\n" + trace.read_text())
     assert run(*argv)[1].splitlines()[-1] == "bad lines skipped: 1"
@@ -398,28 +400,25 @@ def test_grid_says_how_many_bad_lines_it_skipped(run: Any, trace: Path) -> None:
         (("--policy", "lru,,min"), "unknown policy '', known ones: lru"),
         (("--policy", "lru,lru"), "policy 'lru' is named twice"),
         (("--blocks", "10,0"), "--blocks must be a whole number >= 1, such as 10000 or '10k', got '0'"),
-        (("--blocks", "1,2", "--data"), "--data replays one policy at one capacity"),
-        (("--blocks", "1,2", "--plot", "out.pdf"), "--plot must end in .png, .svg, .html, got 'out.pdf'"),
-        (("--blocks", "1,2", "--csv", "missing/out.csv"), "--csv cannot be written: 'missing/out.csv'"),
-        (("--blocks", "1,2", "--csv", "-", "--json", "-"), "--json and --csv cannot both go to standard output"),
-        (("--jobs", "0"), "--jobs must be >= 1, got 0"),
+        (("--save", "out.pdf"), "--save must end in .csv, .png, .svg, .html, got 'out.pdf'"),
+        (("--save", "missing/out.csv"), "--save cannot be written: 'missing/out.csv'"),
+        (("--jobs", "0"), "--jobs must be a whole number >= 1, such as 10000 or '10k', got '0'"),
         (("--model", "gpt-9"), "unknown model 'gpt-9', known ones: llama-3.1-8b"),
-        (("--model", "qwen3-8b", "--layers", "3"), "--model excludes --layers, got 'qwen3-8b'"),
-        (("--model", "qwen3-8b", "--block-bytes", "1KiB"), "--block-bytes and a model exclude each other, got '1KiB'"),
-        (("--layers", "3", "--heads", "2"), "--layers, --heads needs --head-size, too"),
-        (("--layers", "0", "--heads", "2", "--head-size", "64"), "--layers must be >= 1, got 0"),
-        (("--params", "8e9"), "--params needs --model, or --layers, --heads and --head-size"),
+        (("--model", "qwen3-8b,int4"), "--model takes bf16, fp16, fp32, fp8, int8, params=N and flops=N behind the"),
+        (("--model", "0x2x64"), "num_layers must be an int >= 1, got 0"),
+        (("--model", "4KiB,fp8"), "--model takes no dtype behind the bytes of a token, got '4KiB,fp8'"),
+        (("--memory", "1GiB"), "--memory needs the size of a block, got '1GiB' alone: --model names it"),
         (("--model", "none.json"), "model config 'none.json' cannot be read: No such file or directory"),
-        (("--params", "nan"), "--params must be a number > 0, got nan"),
-        (("--flops", "0"), "--flops must be a number > 0, got 0.0"),
+        (("--model", "qwen3-8b,params=nan"), "--model: params must be a number > 0, got"),
+        (("--model", "qwen3-8b,flops=0"), "--model: flops must be a number > 0, got"),
         (
-            ("--policy", "min", "--tier", "1GiB@1GB/s", "--block-bytes", "1MiB"),
+            ("--policy", "min", "--tier", "1GiB@1GB/s", "--model", "2KiB"),
             "--policy min is the optimum of host memory alone and knows no tiers, got --tier '1GiB@1GB/s'",
         ),
     ],
 )
 def test_bad_grid_option_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
-    status, _, err = run("replay", trace, *options)
+    status, _, err = run("plan", trace, *options)
     (line,) = [line for line in err.splitlines() if "error" in line]
     assert status == 2
     assert line.startswith(f"kvcache: error: {message}")
@@ -427,8 +426,8 @@ def test_bad_grid_option_is_named(run: Any, trace: Path, options: tuple[str, ...
 
 
 def test_model_sizes_the_blocks_of_a_single_replay(run: Any, trace: Path) -> None:
-    shape = ("--layers", 2, "--heads", 1, "--head-size", 8, "--dtype", "fp8", "--params", "1e9")
-    status, out, _ = run("replay", trace, "--blocks", 5, *shape, "--split", 2, "--json")
+    shape = ("--model", "2x1x8,fp8,params=1e9")
+    status, out, _ = run("replay", trace, "--blocks", 5, *shape, "--block-size", ":256", "--json")
     document = json.loads(out)
     assert status == 0
     assert document["block_bytes"] == 2 * 2 * 8 * 256

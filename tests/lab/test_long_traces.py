@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.lab.commands.grid_report import best_policies
+from kvcache.lab.report.plan_tables import best_policies
 from kvcache.lab.replay.cells import Cell, Job, Plan
 from kvcache.lab.replay.chats import ChatWorkload
 from kvcache.lab.replay.checkpoint import Checkpoint
@@ -40,8 +40,11 @@ def chats(tmp_path: Path) -> Path:
     return path
 
 
-def cell(policy: str, num_blocks: int | None, rate: float = 0.5, tiers: tuple[int, ...] = ()) -> Cell:
-    return Cell(policy, num_blocks, 5, 1000, 0, 0.0, 100, int(100 * rate), rate, tiers=tiers)
+def cell(
+    policy: str, num_blocks: int | None, rate: float = 0.5, tiers: tuple[int, ...] = (), ttft_s: float | None = None
+) -> Cell:
+    serving = None if ttft_s is None else {"ttft_mean_s": ttft_s}
+    return Cell(policy, num_blocks, 5, 1000, 0, 0.0, 100, int(100 * rate), rate, tiers=tiers, serving=serving)
 
 
 def test_checkpoint_gives_back_what_it_was_given(tmp_path: Path) -> None:
@@ -75,7 +78,7 @@ def test_checkpoint_of_another_grid_is_refused(tmp_path: Path) -> None:
 
 def test_finished_cells_are_not_replayed_again(run: Any, chats: Path, tmp_path: Path) -> None:
     path = tmp_path / "cells"
-    argv = ("replay", chats, "--blocks", "500,1000", "--jobs", 1, "--checkpoint", path, "--json")
+    argv = ("plan", chats, "--blocks", "500,1000", "--jobs", 1, "--checkpoint", path, "--json")
     first = json.loads(run(*argv, "--policy", "lru")[1])
     lines = path.read_text().splitlines()
     assert len(lines) == 1 + 3
@@ -87,7 +90,7 @@ def test_finished_cells_are_not_replayed_again(run: Any, chats: Path, tmp_path: 
     assert [c["hit_blocks"] for c in second["cells"][:2]] == [c["hit_blocks"] for c in first["cells"]]
     assert 77 in [c["rejected_requests"] for c in second["cells"]]
     assert len(path.read_text().splitlines()) == 1 + 5
-    status, _, err = run(*argv, "--policy", "lru", "--split", 2)
+    status, _, err = run(*argv, "--policy", "lru", "--block-size", ":8")
     assert status == 2
     assert "is of another split" in err
 
@@ -106,8 +109,8 @@ class Slow(ReferenceLRU):
 def test_interrupt_loses_no_finished_cell(chats: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     checkpoint, table = tmp_path / "cells", tmp_path / "out.csv"
-    argv = ["replay", str(chats), "--policy", "lru,slow:Slow", "--blocks", "500,1000", "--jobs", "2"]
-    argv += ["--checkpoint", str(checkpoint), "--csv", str(table)]
+    argv = ["plan", str(chats), "--policy", "lru,slow:Slow", "--blocks", "500,1000", "--jobs", "2"]
+    argv += ["--checkpoint", str(checkpoint), "--save", str(table)]
     process = subprocess.Popen(
         [sys.executable, "-c", f"from kvcache.cli import main; main({argv})"],
         cwd=tmp_path,
@@ -129,11 +132,13 @@ def test_interrupt_loses_no_finished_cell(chats: Path, tmp_path: Path) -> None:
     assert "lru at 500 blocks" in out
 
 
-def test_cell_that_does_not_fit_into_the_memory_is_refused(run: Any, chats: Path) -> None:
-    argv = ("replay", chats, "--policy", "lru,amq", "--blocks", "10M", "--max-memory", "50MiB")
-    status, _, err = run(*argv)
-    assert status == 2
-    assert "MiB, more than the 50 MiB it may take: sample the trace (--sample 0.1 needs a tenth)" in err
+def test_cell_that_does_not_fit_into_the_memory_is_refused() -> None:
+    workload = ChatWorkload(num_requests=60)
+    trace = CompactTrace.of(workload, workload.block_size)
+    with pytest.raises(
+        ValueError, match=r"MiB, more than the 50 MiB .*: sample the trace \(--sample 0.1 needs a tenth"
+    ):
+        list(run_grid(trace, Grid(["lru"], [10_000_000]), num_processes=1, max_memory_bytes=50 << 20))
 
 
 def test_cells_run_as_many_at_once_as_memory_allows() -> None:
@@ -165,10 +170,10 @@ def test_sample_is_near_the_whole(shared: Path, tmp_path: Path) -> None:
 
 
 def test_sample_shows_its_error(run: Any, chats: Path) -> None:
-    status, out, err = run("replay", chats, "--blocks", "5000", "--sample", "0.5", "--jobs", 1)
+    status, out, err = run("plan", chats, "--blocks", "5000", "--sample", "0.5", "--jobs", 1)
     assert (status, err) == (0, "")
     assert "+-" in out
-    assert "estimated from 1 block in 2, in 8 shards: +- is twice the standard error" in out
+    assert "estimated from 1 block in 2: +- is twice the standard error of 8 shards" in out
 
 
 def test_best_policy_is_named_with_its_margin() -> None:
@@ -180,3 +185,10 @@ def test_best_policy_is_named_with_its_margin() -> None:
         "best at 40 to 80 blocks: lru, by 0.00 to 5.00 points over amq",
     ]
     assert list(best_policies(cells[:1], None)) == []
+
+
+def test_best_policies_with_times_prefers_the_shorter_time_to_more_hits() -> None:
+    cells = [cell("lru", 10, 0.2, ttft_s=3.0), cell("amq", 10, 0.3, ttft_s=4.0)]
+    assert list(best_policies(cells, None)) == [
+        "best at 10 blocks: lru, mean TTFT 25.00 % below amq, hits -10.00 points above"
+    ]

@@ -104,7 +104,10 @@ def test_requests_are_not_taken_for_sessions(tmp_path: Path) -> None:
         (session("a", [], hash_id_scope="mine"), "hash_id_scope must be 'local' or 'global', got 'mine'"),
         (session("a", [request(-1.0, [1])]), "t must be seconds in 0..1e9, got -1.0"),
         (session("a", [request(0.0, [1], **{"in": -5})]), "in must be an int in 0..2\\*\\*40, got -5"),
-        (session("a", [request(0.0, [1, 2], **{"in": 60})]), "hash_ids must be at most those of 60 tokens, got 2"),
+        (
+            session("a", [request(0.0, [1, 2], **{"in": 60})]),
+            "hash_ids must be those of 60 tokens in blocks of 64, got 2",
+        ),
         (session("a", [request(0.0, ["x"])]), "hash_ids must be a list of ints"),
         (session("a", [7]), "requests must be JSON objects"),
         (session("a", [], tool_tokens="9"), "tool_tokens must be an int in 0..2\\*\\*40, got '9'"),

@@ -149,9 +149,9 @@ def trace(tmp_path: Path) -> Path:
 
 def test_command_shows_hits_by_medium(run: Any, trace: Path, tmp_path: Path) -> None:
     targets = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "html")}
-    model = ("--layers", 2, "--heads", 1, "--head-size", 8, "--dtype", "fp8", "--params", "1e9")
+    model = ("--model", "2x1x8,fp8,params=1e9")
     argv = (
-        "replay",
+        "plan",
         trace,
         "--blocks",
         "2,3",
@@ -160,11 +160,11 @@ def test_command_shows_hits_by_medium(run: Any, trace: Path, tmp_path: Path) -> 
         "nvme:32KiB@6GB/s",
         "--tier",
         "1MiB@2GB/s",
-        "--price",
-        "4,1,0.5",
+        "--serving",
+        "price=4/1/0.5",
     )
     pytest.importorskip("matplotlib")
-    outputs = ("--json", targets["json"], "--csv", targets["csv"], "--plot", targets["html"])
+    outputs = ("--json", targets["json"], "--save", targets["csv"], "--save", targets["html"])
     status, out, err = run(*argv, *outputs, "--jobs", 1)
     assert (status, err) == (0, "")
     assert "nvme 32.0 KiB + tier 2 1.0 MiB" in " ".join(out.split())
@@ -195,44 +195,51 @@ def test_command_shows_hits_by_medium(run: Any, trace: Path, tmp_path: Path) -> 
     ("options", "message"),
     [
         (("--tier", "1TiB@6GB/s"), "--tier needs the size of a block, got '1TiB@6GB/s' alone"),
-        (("--tier", "1TiB", "--block-bytes", "1K"), "--tier must be SIZE@RATE, as in 1TiB@6GB/s or nvme:1TiB@6GB/s"),
-        (("--tier", "1TiB@6GB", "--block-bytes", "1K"), "--tier must be a rate such as 6GB/s, got '6GB'"),
-        (("--tier", "1B@6GB/s", "--block-bytes", "1K"), "--tier must hold at least one block of 1024 bytes, got 1"),
-        (("--tier", "1T@6GB/s", "--block-bytes", "1K", "--price", "4"), "--price must name one price for host memory"),
-        (("--price", "free"), "--price must be numbers >= 0, got 'free'"),
-        (("--memory-rate", "50"), "--memory-rate must be a rate such as 6GB/s, got '50'"),
-        (("--engines", "0"), "--engines must be a whole number >= 1"),
+        (("--tier", "1TiB", "--model", "2"), "--tier must be SIZE@RATE, as in 1TiB@6GB/s or nvme:1TiB@6GB/s"),
+        (("--tier", "1TiB@6GB", "--model", "2"), "--tier must be a rate such as 6GB/s, got '6GB'"),
+        (("--tier", "1B@6GB/s,fast", "--model", "2"), "--tier takes arbiter, write_through, write_back, selective"),
+        (("--tier", "1B@6GB/s,write_back,selective", "--model", "2"), "--tier takes one write policy, got"),
+        (("--tier", '{"type": "disk"}', "--model", "2"), "--tier of a plan is simulated: SIZE@RATE; kvcache replay"),
+        (("--tier", "1B@6GB/s", "--model", "2"), "--tier must hold at least one block of 1024 bytes, got 1"),
+        (
+            ("--tier", "1T@6GB/s", "--model", "2", "--serving", "price=4"),
+            "--serving price must name one price for host",
+        ),
+        (("--serving", "price=free"), "--serving price must be numbers >= 0, got 'free'"),
+        (("--serving", "link=50"), "--serving link must be a rate such as 6GB/s, got '50'"),
+        (("--serving", "engines=0"), "--serving engines must be a whole number >= 1"),
+        (("--serving", "nodes=2"), "--serving takes engines=N, link=RATE and price=HOST/TIER/..., got 'nodes=2'"),
         (("--sample", "0"), "--sample must be a share > 0 and <= 1, got 0.0"),
     ],
 )
 def test_bad_tier_option_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
-    status, _, err = run("replay", trace, "--policy", "lru,arc", *options)
+    status, _, err = run("plan", trace, "--policy", "lru,arc", *options)
     assert status == 2
     assert err.startswith(f"kvcache: error: {message}")
 
 
 def test_disk_over_more_memory_than_there_is_names_the_way_out(run: Any, trace: Path, tmp_path: Path) -> None:
     disk = f"{tmp_path}/kv:1TiB"
-    argv = ("replay", trace, "--no-data", "--disk", disk, "--memory", "512TiB", "--block-bytes", "1GiB")
+    argv = ("replay", trace, "--no-data", "--tier", disk, "--memory", "512TiB", "--block-bytes", "1GiB")
     status, _, err = run(*argv)
     assert status == 2
     assert "does not fit into host memory" in err
-    assert err.endswith("; --tier 1TiB@6GB/s simulates a tier of any size, and writes nothing\n")
+    assert err.endswith("; kvcache plan --tier 1TiB@6GB/s simulates a tier of any size\n")
     assert not (tmp_path / "kv").exists()
 
 
-@pytest.mark.parametrize(("rate", "loads", "cuts"), [("1GB/s", 3, 0), ("1KB/s", 1, 2)])
+@pytest.mark.parametrize(("rate", "loads", "cuts"), [("1GB/s", 3, 0), ("1KB/s", 0, 3)])
 def test_arbiter_computes_what_a_slow_tier_holds(
     run: Any, trace: Path, tmp_path: Path, rate: str, loads: int, cuts: int
 ) -> None:
     target = tmp_path / "out.json"
-    model = ("--layers", 2, "--heads", 1, "--head-size", 8, "--dtype", "fp8", "--params", "1e9")
-    argv = ("replay", trace, "--blocks", 2, *model, "--tier", f"1MiB@{rate}", "--arbiter", "--jobs", 1)
+    model = ("--model", "2x1x8,fp8,params=1e9")
+    argv = ("plan", trace, "--blocks", 2, *model, "--tier", f"1MiB@{rate},arbiter", "--jobs", 1)
     status, out, err = run(*argv, "--json", target)
     assert (status, err) == (0, "")
     alone, over = json.loads(target.read_text())["cells"]
     assert alone["arbiter"] is None
-    # 512 tokens take 2.56 ms; a block of 16 KiB takes 16 us, or 16 s. The first load is to learn.
+    # 512 tokens take 2.56 ms; a block of 16 KiB takes 16 us, or 16 s.
     assert (over["arbiter"]["loads"], over["arbiter"]["cuts"]) == (loads, cuts)
     assert over["arbiter"]["cut_blocks"] == 2 * cuts
     assert over["hit_blocks"] == 2 * loads
@@ -241,18 +248,49 @@ def test_arbiter_computes_what_a_slow_tier_holds(
     assert f"requests loaded all, {cuts} were cut by {2 * cuts} blocks; the last {last}" in " ".join(out.split())
 
 
+def test_arbiter_counts_the_loads_that_wait_for_the_link(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    # 20 prompts, and a minute later all of them at once: their blocks are in the tier.
+    lines = [
+        {"timestamp": at_ms, "input_length": 1024, "output_length": 1, "hash_ids": [2 * i, 2 * i + 1]}
+        for at_ms in (0, 60_000)
+        for i in range(20)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # Two blocks of 16 KiB load in 2.05 ms and compute in 5.12 ms: the third waits longer than that.
+    argv = ("plan", path, "--blocks", 2, "--model", "2x1x8,fp8,params=1e9", "--jobs", 1, "--json", "-")
+    serving = ("--serving", "engines=20")
+    cells = [
+        json.loads(run(*argv, *serving, "--tier", f"1MiB@16MB/s{rule}")[1])["cells"][1] for rule in ("", ",arbiter")
+    ]
+    assert [cell["hit_blocks"] for cell in cells] == [40, 4]
+    assert (cells[1]["arbiter"]["loads"], cells[1]["arbiter"]["cuts"]) == (2, 18)
+    assert cells[1]["serving"]["ttft_p99_s"] < 0.3 * cells[0]["serving"]["ttft_p99_s"]
+
+
+@pytest.mark.parametrize(("policy", "stored"), [("write_through", 6), ("write_back", 5), ("selective", 0)])
+def test_simulated_tier_is_written_by_its_policy(run: Any, trace: Path, policy: str, stored: int) -> None:
+    argv = ("plan", trace, "--blocks", 2, "--model", "2x1x8,fp8,params=1e9", "--jobs", 1, "--json", "-")
+    _, over = json.loads(run(*argv, "--tier", f"1MiB@1GB/s,{policy}")[1])["cells"]
+    tier = over["serving"]["media"][1]
+    assert round(tier["write_bytes_per_day"] * 5 / 86_400 / 16384) == stored
+    assert tier["drive_writes_per_day"] == pytest.approx(tier["write_bytes_per_day"] / (1 << 20))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--arbiter",), "--arbiter weighs loading from a tier against computing: it needs --tier"),
-        (("--arbiter", "--tier", "1T@1GB/s", "--block-bytes", "1K"), "--arbiter weighs loading from a tier against"),
         (
-            ("--arbiter", "--tier", "1T@1GB/s", "--model", "llama-3.1-8b", "--sample", "0.5"),
-            "--arbiter needs whole prefixes: leave out --sample, got 0.5",
+            ("--tier", "1T@1GB/s,arbiter", "--model", "2"),
+            "--tier ...,arbiter weighs loading against computing: it needs",
+        ),
+        (
+            ("--tier", "1T@1GB/s,arbiter", "--model", "llama-3.1-8b", "--sample", "0.5"),
+            "--tier ...,arbiter needs whole prefixes: leave out --sample, got 0.5",
         ),
     ],
 )
 def test_bad_use_of_the_arbiter_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
-    status, _, err = run("replay", trace, *options)
+    status, _, err = run("plan", trace, *options)
     assert status == 2
     assert err.startswith(f"kvcache: error: {message}")

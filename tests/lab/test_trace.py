@@ -149,12 +149,23 @@ def test_bailian_line_without_a_field_is_named(tmp_path: Path, field: str) -> No
         read(write(tmp_path, lines_of([lacking(BAILIAN[0], field)])))
 
 
-def test_format_can_be_forced(tmp_path: Path) -> None:
-    path = write(tmp_path, lines_of(MOONCAKE))
-    with pytest.raises(TraceError, match="lacks 'chat_id'"):
-        read(path, trace_format="bailian")
-    with pytest.raises(TraceError, match="unknown trace format 'csv', known ones: auto, mooncake, bailian"):
-        read(path, trace_format="csv")
+def test_trace_of_another_block_size_is_refused_and_the_fitting_one_is_named(tmp_path: Path) -> None:
+    line = {**BAILIAN[1], "input_length": 200, "hash_ids": [1, 2, 3, 4]}
+    path = write(tmp_path, lines_of([line]))
+    with pytest.raises(
+        TraceError, match=r"hash_ids must be 13 \(or 12, .* blocks of 16, got 4; they fit --block-size 64"
+    ):
+        read(path)
+    assert read(path, block_size=64) == [([1, 2, 3, 4], 200, 9, 62.0)]
+
+
+def test_block_size_holds_for_any_format(tmp_path: Path) -> None:
+    line = {**MOONCAKE[0], "input_length": 100, "hash_ids": [1, 2]}
+    path = write(tmp_path, lines_of([line]))
+    with Trace(path, block_size=64) as trace:
+        assert (trace.format, trace.block_size) == ("mooncake", 64)
+    path = write(tmp_path, lines_of(BAILIAN[:1]))
+    assert read(path, block_size=64) == [([4, 5], 128, 0, 61.5)]
 
 
 def test_leading_bad_lines_do_not_settle_the_format(tmp_path: Path) -> None:

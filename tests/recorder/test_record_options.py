@@ -83,34 +83,33 @@ def recorded(tmp_path):
 
 
 def test_command_replays_a_recording(run, recorded):
-    status, out, _ = run("replay", recorded)
+    status, out, _ = run("rerun", recorded)
     assert status == 0
     assert "120 calls made again under lru" in out
-    status, out, _ = run("replay", recorded, "--json", "-", "--quiet")
+    status, out, _ = run("rerun", recorded, "--json", "-", "--quiet")
     assert status == 0
     assert json.loads(out)["is_same"] is True
 
 
 def test_command_names_the_first_difference_and_shrinks_it(run, recorded):
-    status, out, err = run("replay", recorded, "--policy", "mq")
+    status, out, err = run("rerun", recorded, "--policy", "mq")
     assert status == 1
     assert "expected" in out
     assert "the answer differs" in err
-    status, out, err = run("replay", recorded, "--policy", "mq", "--shrink")
+    status, out, err = run("rerun", recorded, "--policy", "mq", "--shrink")
     assert status == 1
     assert "def test_recorded_calls():" in out
     assert "CPUOffloadingManager(16, " in out
     report = recorded.parent / "report.json"
-    status, out, err = run("replay", recorded, "--policy", "mq", "--json", report, "--quiet")
+    status, out, err = run("rerun", recorded, "--policy", "mq", "--json", report, "--quiet")
     assert json.loads(report.read_text())["difference"]["call"].startswith(("prepare_store", "lookup"))
 
 
 def test_command_reads_a_recording_as_a_trace(run, recorded):
     report = recorded.parent / "grid.json"
     status, _, _ = run(
-        "replay",
+        "plan",
         recorded,
-        "--as-trace",
         "--policy",
         "lru,min",
         "--blocks",
@@ -128,11 +127,12 @@ def test_command_reads_a_recording_as_a_trace(run, recorded):
 
 def test_command_refuses_what_is_no_recording(run, tmp_path, recorded):
     (tmp_path / "trace.jsonl").write_text("{}")
-    assert run("replay", tmp_path / "trace.jsonl", "--shrink")[0] == 2
-    assert run("replay", tmp_path / "trace.jsonl", "--as-trace")[0] == 2
+    assert run("rerun", tmp_path / "trace.jsonl")[0] == 2
+    status, _, err = run("replay", recorded)
+    assert (status, "kvcache rerun makes its calls again" in err) == (2, True)
     damaged = recorded.read_bytes()[:20]
     recorded.write_bytes(damaged)
-    status, _, err = run("replay", recorded)
+    status, _, err = run("rerun", recorded)
     assert status == 2
     assert "header" in err
 
@@ -140,22 +140,22 @@ def test_command_refuses_what_is_no_recording(run, tmp_path, recorded):
 def test_a_recording_without_a_call_is_no_success(run, tmp_path):
     manager = CPUOffloadingManager(16, 10)
     Recorder(manager, tmp_path / "empty.kvlog").stop()
-    status, out, err = run("replay", tmp_path / "empty.kvlog")
+    status, out, err = run("rerun", tmp_path / "empty.kvlog")
     assert (status, "there is nothing to compare" in out) == (1, True)
     assert f"{tmp_path / 'empty.kvlog'} has no call to compare: nothing was recorded" in err
 
 
 def test_a_long_replay_of_a_recording_shows_how_far_it_is(run, recorded, monkeypatch):
-    assert run("replay", recorded)[2] == ""
+    assert run("rerun", recorded)[2] == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    status, out, err = run("replay", recorded)
+    status, out, err = run("rerun", recorded)
     assert (status, "records" in err, "records" in out) == (0, True, False)
-    assert run("replay", recorded, "--quiet")[2] == ""
+    assert run("rerun", recorded, "--quiet")[2] == ""
 
 
 @pytest.mark.parametrize("name", ["run.kvlog", "run.kvlog.3"])
-@pytest.mark.parametrize("options", [(), ("--as-trace",)])
-def test_a_file_that_only_is_named_as_a_recording_is_named(run, tmp_path, name, options):
+@pytest.mark.parametrize("command", ["replay", "plan", "rerun"])
+def test_a_file_that_only_is_named_as_a_recording_is_named(run, tmp_path, name, command):
     path = tmp_path / name
     path.write_bytes(b"\xff\x00garbage\n")
-    assert run("replay", path, *options) == (2, "", f"kvcache: error: {path} is no recording of kvcache\n")
+    assert run(command, path) == (2, "", f"kvcache: error: {path} is not a recording of kvcache\n")

@@ -19,12 +19,12 @@ from kvcache.recorder.ops import Op
 
 @pytest.fixture
 def replay(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """A function that runs `kvcache replay` and returns what it prints."""
+    """A function that runs `kvcache rerun`, or another command, and returns what it prints."""
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str, command: str = "rerun") -> str:
         capfd.readouterr()
         with pytest.raises(SystemExit) as end:
-            main(["replay", *arguments])
+            main([command, *arguments])
         output = capfd.readouterr()
         assert end.value.code == 0, output
         return output.out
@@ -75,7 +75,7 @@ def test_engine_is_recorded_by_configuration_and_on_request(
     if not tiers:
         assert "every answer is the same" in replay(second)
         assert replay_recording(Recording(first), "lru").difference is not None
-    replay(second, "--as-trace", "--policy", "lru,arc,min", "--blocks", "20,50", "--quiet")
+    replay(second, "--policy", "lru,arc,min", "--blocks", "20,50", "--quiet", command="plan")
 
 
 def test_recording_of_a_killed_engine_replays_to_its_last_whole_frame(

@@ -1,1 +1,1 @@
-"""The commands of the laboratory, one file each; `kvcache.cli` mounts them."""
+"""The commands of the laboratory, one file each; `mount` builds them for `kvcache.cli`."""

@@ -16,7 +16,7 @@ def demo(
     policy: common.PolicyOption = "lru",
     blocks: common.BlocksOption = None,
     memory: common.MemoryOption = None,
-    block_bytes: common.ReplayBlockBytesOption = None,
+    block_bytes: common.TestBlockBytesOption = None,
     block_tokens: Annotated[int, typer.Option(help="Tokens of one block.")] = 16,
     traffic: Annotated[
         str, typer.Option(help="chats, or agents: tool loops of seconds, people of minutes, sub-agents.")

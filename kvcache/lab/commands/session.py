@@ -41,7 +41,7 @@ class Settings:
     weights: Weights | None = None
     store_threshold: int = 0
     what_if: bool = False
-    disk: DiskChoice | TierEntry | None = None
+    tier: DiskChoice | TierEntry | None = None
     is_quiet: bool = False
 
 
@@ -70,7 +70,7 @@ def run(
 
     started = monotonic()
     with ExitStack() as open_now:
-        if settings.data or settings.disk is not None:
+        if settings.data or settings.tier is not None:
             _check_memory(settings)
         payload = None
         if settings.data:
@@ -78,7 +78,7 @@ def run(
 
             payload = open_now.enter_context(VerifiedPayload(settings.num_blocks, settings.block_bytes))
         tiered = None
-        if settings.disk is None:
+        if settings.tier is None:
             arrivals = ReplayClock()
             manager = CPUOffloadingManager(
                 block_size,
@@ -90,7 +90,7 @@ def run(
             )
             replay = Replay(manager, payload, arrivals=arrivals)
         else:
-            tiered = open_now.enter_context(_tiered_manager(settings, settings.disk, block_size, title, payload))
+            tiered = open_now.enter_context(_tiered_manager(settings, settings.tier, block_size, title, payload))
             replay = Replay(tiered, payload, tiered.clock)
         try:
             _drive(replay, requests, make_keys, settings.is_quiet, progressed)
@@ -105,7 +105,7 @@ def run(
         "source": facts(),
         "policy": settings.policy,
         "num_blocks": settings.num_blocks,
-        "block_bytes": settings.block_bytes if settings.sized or settings.data or settings.disk else None,
+        "block_bytes": settings.block_bytes if settings.sized or settings.data or settings.tier else None,
         "block_size": block_size,
         "elapsed_s": elapsed_s,
         **counted,
@@ -167,8 +167,8 @@ def _check_memory(settings: Settings) -> None:
     try:
         check_memory(settings.num_blocks * settings.block_bytes)
     except ValueError as error:
-        if settings.disk is not None:
-            raise ValueError(f"{error}; --tier 1TiB@6GB/s simulates a tier of any size, and writes nothing") from error
+        if settings.tier is not None:
+            raise ValueError(f"{error}; kvcache plan --tier 1TiB@6GB/s simulates a tier of any size") from error
         raise ValueError(f"{error}; --no-data needs none") from error
 
 
@@ -242,5 +242,5 @@ def _sizes(document: dict[str, Any], settings: Settings) -> Iterator[tuple[str, 
         return
     yield "capacity", blocks
     if document["block_bytes"] is not None:
-        hint = " (--model tells real sizes)" if document["source"]["kind"] == "trace" else ""
+        hint = " (--model gives real sizes)" if document["source"]["kind"] == "trace" else ""
         yield "test data", f"{common.human_bytes(settings.block_bytes)} a block{hint}"

@@ -66,15 +66,16 @@ class Plan:
         Parts of a sample that are replayed apart, so that they tell how far sampling is off.
     serving : Serving, optional
         What to weigh hits by.
-    arbiter : bool
-        Whether what is slower to load from a tier than to compute is computed; needs `serving` with a rate of prefill.
+    rules : tuple of (str, bool)
+        For each tier its write policy, and whether an arbiter decides what is loaded, which needs `serving` with a rate
+        of prefill. Empty: write-through without an arbiter.
     """
 
     split: int = 1
     store_threshold: int = 0
     num_shards: int = 1
     serving: Serving | None = None
-    arbiter: bool = False
+    rules: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +177,14 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
     if job.tiers:
         tiers = [min(_scaled(blocks, trace.rate) or 1, most) for blocks in job.tiers]
         serving = plan.serving
-        if plan.arbiter and serving is not None and serving.token_prefill_s is not None:
+        if serving is not None:
             options["block_s"] = [
                 serving.block_bytes / medium.bytes_per_s for medium in serving.media[1 : 1 + len(tiers)]
             ]
-            options["prefill_tokens_per_s"] = 1 / serving.token_prefill_s
+            options["host_block_s"] = serving.block_bytes / serving.media[0].bytes_per_s
+            if serving.token_prefill_s is not None and any(arbiter for _, arbiter in plan.rules):
+                options["prefill_tokens_per_s"] = 1 / serving.token_prefill_s
+        options["rules"] = plan.rules[: len(tiers)]
         simulated = SimulatedTieredManager(block_size, min(num_blocks, most), tiers, job.policy, **options)
         manager: CPUOffloadingManager | TieredOffloadingManager = simulated
         below = simulated.simulated
@@ -220,6 +224,9 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
         used = replace(plan.serving, media=plan.serving.media[: 1 + len(below)])
         weighed = weigh(np.asarray(trace.arrivals_s), np.asarray(trace.input_lengths), flow, used)
         weighed["price"] = price_of((job.num_blocks or 0, *job.tiers), used)
+        for medium, blocks in zip(weighed["media"][1:], job.tiers, strict=True):
+            written = medium["write_bytes_per_day"]
+            medium["drive_writes_per_day"] = None if written is None else written / (blocks * used.block_bytes)
     elif below:
         lower = [tier.loaded_blocks for tier in below]
         hits = [tally.hit_blocks - sum(lower), *lower]

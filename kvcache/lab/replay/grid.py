@@ -315,7 +315,7 @@ def _run_processes(
                     job = running.pop(future)
                     yield job, future.result()
         except BrokenProcessPool as error:
-            raise ReplayError("a process of the grid died (out of memory? --max-memory bounds it)") from error
+            raise ReplayError("a process of the grid died (out of memory?)") from error
         finally:
             done[-1] = 1
             pool.shutdown(wait=True, cancel_futures=True)
@@ -354,5 +354,5 @@ def facts_of(grid: Grid) -> Mapping[str, Any]:
         "split": plan.split,
         "store_threshold": plan.store_threshold,
         "num_shards": plan.num_shards,
-        "arbiter": plan.arbiter,
+        "rules": [list(rule) for rule in plan.rules],
     }

@@ -129,6 +129,7 @@ def weigh(arrivals_s: Float64Array, input_lengths: Int64Array, flow: Flow, servi
         "saved_prefill_s": None,
         "saved_prefill_share": int(flow.hit_tokens.sum()) / max(1, int(input_lengths.sum())),
         "engine_busy": None,
+        "ttft_mean_s": None,
         "ttft_p50_s": None,
         "ttft_p99_s": None,
     }
@@ -137,6 +138,7 @@ def weigh(arrivals_s: Float64Array, input_lengths: Int64Array, flow: Flow, servi
         if span_s:
             waits, busy_s = _first_tokens(arrivals_s, input_lengths, flow, serving)
             facts["engine_busy"] = busy_s / (span_s * serving.num_engines)
+            facts["ttft_mean_s"] = float(waits.mean())
             facts["ttft_p50_s"], facts["ttft_p99_s"] = np.quantile(waits, (0.5, 0.99)).tolist()
     return facts
 

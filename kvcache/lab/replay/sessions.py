@@ -161,8 +161,11 @@ class SessionTrace(TraceFile):
             if not isinstance(named, list) or any(type(value) is not int for value in named):
                 raise _BadSession("hash_ids must be a list of ints")
             input_length = _tokens(request, "in")
-            if len(named) > -(-input_length // block_size):
-                raise _BadSession(f"hash_ids must be at most those of {input_length} tokens, got {len(named)}")
+            num_full, rest = divmod(input_length, block_size)
+            if len(named) - num_full not in (0, rest > 0):
+                raise _BadSession(
+                    f"hash_ids must be those of {input_length} tokens in blocks of {block_size}, got {len(named)}"
+                )
             ids = []
             for place, value in enumerate(named):
                 found = ids_of.get(value)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.lab.replay.links import Queue, QueuedLink
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier, TierResult, TierStats
@@ -31,19 +32,15 @@ class SimulatedTier(Tier):
         Blocks of the tier.
     cache_policy : str
         What leaves when it is full.
-    block_s : float
-        Seconds that loading a block is said to take, for an arbiter; each job finds the link idle.
     **options
         For the manager of its index.
     """
 
     medium = "SIMULATED"
 
-    def __init__(self, num_blocks: int, cache_policy: str = "lru", block_s: float = 0.0, **options: Any) -> None:
+    def __init__(self, num_blocks: int, cache_policy: str = "lru", **options: Any) -> None:
         self._index = CPUOffloadingManager(1, num_blocks, cache_policy, **options)
         self._num_blocks = num_blocks
-        self._block_s = block_s
-        self._link_s = 0.0
         self._ended: list[TierResult] = []
         self._loading: list[bytes] = []
         self._storing: list[bytes] = []
@@ -82,9 +79,7 @@ class SimulatedTier(Tier):
         self._index.prepare_load(held)
         self._loading += held
         missed = [key for key in keys if key not in set(held)] if len(held) < len(keys) else []
-        start_s, end_s = self._link_s, self._link_s + self._block_s * len(held)
-        self._link_s = end_s + 1.0
-        self._ended.append(TierResult(job_id, held, failed=missed, start_s=start_s, end_s=end_s))
+        self._ended.append(TierResult(job_id, held, failed=missed))
         return True
 
     def get_finished(self) -> list[TierResult]:
@@ -128,7 +123,11 @@ class SimulatedTieredManager(TieredOffloadingManager):
     clock : callable
         The trace's own time, in seconds.
     block_s : sequence of float, optional
-        Seconds that each tier takes to load a block: an arbiter decides what is loaded. None: everything is.
+        Seconds that each tier takes to load a block, for an arbiter.
+    host_block_s : float
+        Seconds that a block takes from host memory to the device, for an arbiter.
+    rules : sequence of (str, bool)
+        For each tier its write policy, and whether an arbiter decides what is loaded.
     **host_options
         For the host pool's manager.
     """
@@ -142,21 +141,31 @@ class SimulatedTieredManager(TieredOffloadingManager):
         *,
         clock: Callable[[], float],
         block_s: Sequence[float] | None = None,
+        host_block_s: float = 0.0,
+        rules: Sequence[tuple[str, bool]] = (),
         **host_options: Any,
     ) -> None:
-        times_s = [0.0] * len(tier_blocks) if block_s is None else block_s
-        self.simulated = [
-            SimulatedTier(blocks, cache_policy, seconds, clock=clock)
-            for blocks, seconds in zip(tier_blocks, times_s, strict=True)
+        self.simulated = [SimulatedTier(blocks, cache_policy, clock=clock) for blocks in tier_blocks]
+        rules = rules or [("write_through", False)] * len(tier_blocks)
+        configs = [
+            TierConfig(write_policy=policy, max_store_blocks=_MAX_STORE_BLOCKS, arbiter=arbiter)
+            for policy, arbiter in rules
         ]
-        rule = TierConfig(max_store_blocks=_MAX_STORE_BLOCKS, arbiter=block_s is not None)
-        tiers = [(tier, rule) for tier in self.simulated]
+        tiers = list(zip(self.simulated, configs, strict=True))
         super().__init__(block_size, num_blocks, tiers, cache_policy, clock=clock, **host_options)
+        self._host_link, self._trace_clock = Queue(host_block_s), clock
+        for controller, seconds in zip(self.controllers, block_s or [0.0] * len(tiers), strict=True):
+            if controller.link is not None:
+                controller.link = QueuedLink(seconds, self._host_link)
 
     def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int:
         while (answer := super().lookup(keys, req_context, key=key)) is None:
             self._settle()
         return answer
+
+    def prepare_load(self, keys: Any, req_context: ReqContext | None = None) -> Any:
+        self._host_link.move(len(keys), self._trace_clock())
+        return super().prepare_load(keys, req_context)
 
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
         super().on_request_finished(req_context, use_positions=use_positions)

@@ -30,58 +30,46 @@ _SHOWN_CHARS = 60
 # What no prompt and no clock reaches, and what still adds up in 64 bits.
 _MAX_TOKENS = 1 << 40
 _MAX_TIME = 10**18
-_MOONCAKE_TOKENS = 512
+_SIZES = [1 << power for power in range(2, 14)]
 
 
 class _BadRecord(ValueError):
     """One line is not a request of the expected format."""
 
 
-def _read_mooncake(record: dict[str, Any]) -> Request:
-    ids = _ids(record)
-    input_length = _length(record, "input_length")
-    num_full, rest = divmod(input_length, _MOONCAKE_TOKENS)
-    # The published files list the partial last block; what others make may leave it out.
-    if len(ids) - num_full not in (0, rest > 0):
-        wanted = f"{num_full}" if not rest else f"{num_full + 1} (or {num_full}, without the partial last one)"
-        raise _BadRecord(
-            f"hash_ids must be {wanted} for {input_length} tokens in blocks of {_MOONCAKE_TOKENS}, got {len(ids)}"
-        )
+def _read_mooncake(record: dict[str, Any], block_size: int) -> Request:
+    ids, input_length = _ids(record), _length(record, "input_length")
+    _check_blocks(len(ids), input_length, block_size)
     return Request(ids, input_length, _length(record, "output_length"), _time(record) / 1000)
 
 
-def _read_bailian(record: dict[str, Any]) -> Request:
+def _read_bailian(record: dict[str, Any], block_size: int) -> Request:
     for name in ("chat_id", "parent_chat_id", "turn"):
         if type(_field(record, name)) is not int:
             raise _BadRecord(f"{name} must be an int, got {_shown(record[name])}")
     if not isinstance(_field(record, "type"), str):
         raise _BadRecord(f"type must be a string, got {_shown(record['type'])}")
     ids = _ids(record)
-    # The published files list the lengths; without them every block counts as full.
-    input_length = _length(record, "input_length") if "input_length" in record else 16 * len(ids)
+    # Some published files list no lengths: then every block counts as full.
+    input_length = _length(record, "input_length") if "input_length" in record else block_size * len(ids)
+    _check_blocks(len(ids), input_length, block_size)
     output_length = _length(record, "output_length") if "output_length" in record else 0
     return Request(ids, input_length, output_length, _time(record))
 
 
-_FORMATS: dict[str, tuple[int, Callable[[dict[str, Any]], Request]]] = {
-    "mooncake": (_MOONCAKE_TOKENS, _read_mooncake),
+_FORMATS: dict[str, tuple[int, Callable[[dict[str, Any], int], Request]]] = {
+    "mooncake": (512, _read_mooncake),
     "bailian": (16, _read_bailian),
 }
 
 
-def trace_formats() -> list[str]:
-    """Return the names of the formats that `open_trace` reads."""
-    return [*_FORMATS, SessionTrace.format]
-
-
 def open_trace(
-    path: str | os.PathLike[str], trace_format: str = "auto", skip_bad: bool = False, users: int = 40, seed: int = 0
+    path: str | os.PathLike[str], block_size: int | None = None, skip_bad: bool = False, users: int = 40, seed: int = 0
 ) -> TraceFile:
-    """Open a trace of requests, or recorded sessions."""
-    if trace_format not in ("auto", *trace_formats()):
-        raise TraceError(f"unknown trace format {trace_format!r}, known ones: auto, {', '.join(trace_formats())}")
-    is_sessions = trace_format == SessionTrace.format or (trace_format == "auto" and holds_sessions(Path(path)))
-    return SessionTrace(path, users, seed, skip_bad) if is_sessions else Trace(path, trace_format, skip_bad)
+    """Open a trace of requests, or recorded sessions; `block_size` is that of a listed block, None: the format's."""
+    if holds_sessions(Path(path)):
+        return SessionTrace(path, users, seed, skip_bad)
+    return Trace(path, block_size, skip_bad)
 
 
 class Trace(TraceFile):
@@ -91,8 +79,9 @@ class Trace(TraceFile):
     ----------
     path : path-like
         The file; plain, gzip or zstd, told apart by its first bytes. ``-`` is standard input.
-    trace_format : str
-        ``"auto"`` (by the first line that is a request), ``"mooncake"`` or ``"bailian"``.
+    block_size : int, optional
+        Tokens of a listed block; None: 512 for Mooncake, 16 for Qwen-Bailian. Lines whose ids and tokens do not agree
+        with it are bad.
     skip_bad : bool
         Pass over lines that are no request and count them in `num_skipped`, instead of raising.
 
@@ -102,15 +91,14 @@ class Trace(TraceFile):
         The file cannot be opened, holds no request, or (also while iterating) a line is bad.
     """
 
-    def __init__(self, path: str | os.PathLike[str], trace_format: str = "auto", skip_bad: bool = False) -> None:
-        if trace_format != "auto" and trace_format not in _FORMATS:
-            raise TraceError(f"unknown trace format {trace_format!r}, known ones: auto, {', '.join(_FORMATS)}")
+    def __init__(self, path: str | os.PathLike[str], block_size: int | None = None, skip_bad: bool = False) -> None:
         self.path = Path(path)
         self.name = "standard input" if str(path) == "-" else self.path.name
         self.num_skipped = 0
         self._skip_bad = skip_bad
         self._line = 0
-        self.format = trace_format
+        self.format = ""
+        self.block_size = block_size or 0
         try:
             # A copy of the descriptor: closing the trace leaves standard input open.
             self._raw = os.fdopen(os.dup(0), "rb") if str(path) == "-" else self.path.open("rb")
@@ -130,7 +118,6 @@ class Trace(TraceFile):
         except BaseException:
             self._raw.close()
             raise
-        self.block_size = _FORMATS[self.format][0]
 
     def close(self) -> None:
         """Close the file."""
@@ -172,11 +159,11 @@ class Trace(TraceFile):
             raise _BadRecord(f"not JSON ({error}): {shown}") from error
         if not isinstance(record, dict):
             raise _BadRecord(f"must be a JSON object, got {_shown(record)}")
-        name = self.format
-        if name == "auto":
-            name = "bailian" if "chat_id" in record else "mooncake"
-        request = _FORMATS[name][1](record)
-        self.format = name
+        # The first good line settles the format.
+        name = self.format or ("bailian" if "chat_id" in record else "mooncake")
+        default_size, read = _FORMATS[name]
+        request = read(record, self.block_size or default_size)
+        self.format, self.block_size = name, self.block_size or default_size
         return request
 
 
@@ -255,6 +242,19 @@ def _ids(record: dict[str, Any]) -> Int64Array:
     except OverflowError:
         wide = next(value for value in ids if not -(1 << 63) <= value < 1 << 63)
         raise _BadRecord(f"hash_ids must fit 64 bits, got {_shown(wide)}") from None
+
+
+def _check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
+    """Raise unless `num_ids` blocks are those of so many tokens, with the partial last block or without it."""
+    num_full, rest = divmod(num_tokens, block_size)
+    if num_ids - num_full in (0, rest > 0):
+        return
+    wanted = f"{num_full}" if not rest else f"{num_full + 1} (or {num_full}, without the partial last one)"
+    fitting = [size for size in _SIZES if num_ids - num_tokens // size in (0, num_tokens % size > 0)]
+    hint = f"; they fit --block-size {' or '.join(map(str, fitting))}" if fitting else ""
+    raise _BadRecord(
+        f"hash_ids must be {wanted} for {num_tokens} tokens in blocks of {block_size}, got {num_ids}{hint}"
+    )
 
 
 def _length(record: dict[str, Any], name: str) -> int:

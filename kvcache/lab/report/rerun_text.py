@@ -1,72 +1,20 @@
-"""`kvcache replay` of a recording: run its calls again, show the first different answer, and shrink what led to it."""
+"""The texts of `kvcache rerun`: calls and answers in words, the summary, the test that shows a difference."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
-from kvcache.cli.common import CommandError
-from kvcache.recorder.format import Call, Recording
 from kvcache.recorder.ops import Answer, Op
 
 if TYPE_CHECKING:
     from kvcache.lab.replay.recorded import Runner
+    from kvcache.recorder.format import Call
 
 
-def run(
-    path: Path, policy: str | None, json_target: str | None, wants_shrunk: bool, shrink_s: float, is_quiet: bool
-) -> None:
-    """Replay one recording and report; a difference is a failure."""
-    from kvcache.lab.replay.recorded import replay_recording
-
-    recording = Recording(path)
-    kept: list[Call] | None = [] if wants_shrunk else None
-    # How many records there are is not known before the last.
-    with common.Bar("replay", "records", is_quiet, total=None) as bar:
-        outcome = replay_recording(recording, policy, partial(_watched, bar), kept)
-    difference = outcome.difference
-    config = recording.header["manager"]
-    report: dict[str, Any] = {
-        "file": str(path),
-        "manager": config,
-        "policy": policy or config.get("cache_policy"),
-        "calls": outcome.num_calls,
-        "skipped_calls": outcome.num_skipped,
-        "lost_records": outcome.num_lost,
-        "end": outcome.end,
-        "is_same": difference is None,
-    }
-    if difference is not None:
-        report["difference"] = {
-            "record": difference.call.number,
-            "call": _call_text(difference.call),
-            "expected": _answer_text(difference.expected),
-            "got": _answer_text(difference.got),
-            "reason": difference.reason,
-        }
-    if json_target is not None:
-        common.write_json(json_target, report)
-    if not is_quiet or difference is not None:
-        out = sys.stderr if json_target == "-" else sys.stdout
-        print(_summary(report), file=out)
-        if difference is not None and wants_shrunk:
-            with common.Bar("shrink", "records", is_quiet, total=None) as bar:
-                bar.show(0, len(kept or []), f"for {shrink_s:g} s at most")
-                text = _shrunk_text(kept or [], config, policy, bool(difference.reason), shrink_s)
-            print(text, file=out)
-    if not outcome.num_calls:
-        raise CommandError(f"{path} has no call to compare: {outcome.end or 'nothing was recorded'}")
-    if difference is not None:
-        what = difference.reason or "the answer differs"
-        raise CommandError(f"record {difference.call.number}, {difference.call.op.name.lower()}: {what}")
-
-
-def _watched(bar: common.Bar, runner: Runner) -> Callable[[Call, tuple[Any, ...]], str]:
-    """Return what holds every call to its promises, and shows how far the replay has come."""
+def watched(bar: common.Bar, runner: Runner) -> Callable[[Call, tuple[Any, ...]], str]:
+    """Return a function that checks the promises of each call and shows the progress."""
     from kvcache.lab.replay.promises import Promises
 
     inspect = Promises(runner)
@@ -79,7 +27,7 @@ def _watched(bar: common.Bar, runner: Runner) -> Callable[[Call, tuple[Any, ...]
     return look
 
 
-def _summary(report: dict[str, Any]) -> str:
+def summary(report: dict[str, Any]) -> str:
     lines = [f"{report['file']}: {report['calls']:,} calls made again under {report['policy']}"]
     if report["skipped_calls"]:
         lines.append(f"  {report['skipped_calls']:,} calls passed over: what the manager held before them is not known")
@@ -96,7 +44,7 @@ def _summary(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _shrunk_text(
+def shrunk_text(
     records: list[Call], config: dict[str, Any], policy: str | None, is_broken: bool, shrink_s: float
 ) -> str:
     from kvcache.lab.replay.reproduction import as_test
@@ -126,7 +74,7 @@ def _shrunk_text(
     return made + as_test(shrunk, policy, trusted)
 
 
-def _call_text(call: Call) -> str:
+def call_text(call: Call) -> str:
     keys = "" if call.keys is None else _keys_text(call.keys)
     request = f", request {call.context}" if call.context > 1 else ""
     return f"{call.op.name.lower()}({keys}{request})"
@@ -141,7 +89,7 @@ def _keys_text(keys: Any) -> str:
     return f"[{shown}]" if len(keys) <= 3 else f"[{shown}, ... {len(keys)} keys]"
 
 
-def _answer_text(answer: tuple[Any, ...]) -> str:
+def answer_text(answer: tuple[Any, ...]) -> str:
     kind, *rest = answer
     if kind is Answer.OUTPUT:
         return f"{len(rest[0])} blocks to store in {_ids_text(rest[2])}, {rest[1]} evicted"

@@ -1,0 +1,34 @@
+"""Mount the commands of `kvcache.lab`: a module is imported when its command is called, completed or listed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from typer.core import TyperGroup
+
+_COMMANDS = {
+    "bench": ("copy", "disk", "tier"),
+    None: ("demo", "replay", "plan", "fleet", "rerun", "chat-demo", "fleet-demo"),
+}
+
+
+class LabGroup(TyperGroup):
+    """A group of the laboratory's commands, followed by those that were added to it."""
+
+    @property
+    def _lab_names(self) -> tuple[str, ...]:
+        return _COMMANDS.get(self.name, _COMMANDS[None])
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return [*self._lab_names, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, which is built when it is asked for."""
+        if cmd_name not in self._lab_names:
+            return super().get_command(ctx, cmd_name)
+        group = "bench_" if self.name == "bench" else ""
+        # By name: no file outside `lab` imports it.
+        lab: Any = import_module("kvcache.lab.commands.mount")
+        return lab.build_command(cmd_name, group + cmd_name.replace("-", "_"))

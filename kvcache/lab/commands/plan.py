@@ -1,0 +1,155 @@
+"""`kvcache plan`: many policies at many capacities, with simulated tiers or without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcache.cli import common, model
+from kvcache.lab.commands import options, tiers
+from kvcache.options import parse_count
+
+if TYPE_CHECKING:
+    from kvcache.cli.model import Weights
+    from kvcache.lab.simulate.choices import TierChoice
+
+EXAMPLES = """
+kvcache plan trace.jsonl --policy lru,amq,gittins,min --blocks 1k,10k,100k
+kvcache plan trace.jsonl --model llama-3.1-8b --memory 256GiB,1TiB --save plan.html
+kvcache plan trace.jsonl --model qwen3-8b,fp8 --memory 64GiB \\
+    --tier nvme:1TiB,4TiB@6GB/s,write_back --serving engines=8,price=4/0.1
+kvcache plan huge.jsonl.zst --sample 0.01 --checkpoint cells.jsonl
+"""
+
+
+def complete_policies(incomplete: str) -> list[str]:
+    """Return what `common.complete_policies` does, and the offline optimum."""
+    done, comma, last = incomplete.rpartition(",")
+    return common.complete_policies(incomplete) + [f"{done}{comma}min"] * "min".startswith(last)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The command line, in the order of ``--help``."""
+
+    file: options.TraceArgument
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Policies to compare: names or package.module:Class, and min for the offline optimum.",
+            metavar="NAME,...",
+            autocompletion=complete_policies,
+        ),
+    ] = "lru"
+    blocks: options.CapacitiesOption = None
+    memory: options.MemoryOption = None
+    model_text: model.ModelOption = None
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A tier below host memory, as in 1TiB@6GB/s or nvme:1TiB,4TiB@6GB/s; again for the next one. Behind "
+            "the rate: write_through, write_back or selective, and arbiter (compute what would take longer to load).",
+            metavar="[NAME:]SIZE,...@RATE[,RULE]",
+            show_default=False,
+        ),
+    ] = None
+    serving: Annotated[
+        str | None,
+        typer.Option(
+            help="engines=N that prefill [default: as many as are busy for 80 % without a cache], link=RATE between "
+            "host memory and device [default: 50GB/s], price=HOST/TIER/... of a GiB.",
+            metavar="KEY=VALUE,...",
+            show_default=False,
+        ),
+    ] = None
+    block_size: options.BlockSizeOption = None
+    sample: Annotated[float, typer.Option(help="Replay this share of the blocks, with error bars.")] = 1.0
+    seed: Annotated[int, typer.Option(help="Order of recorded sessions, and which blocks a sample holds.")] = 0
+    users: options.UsersOption = 40
+    skip_bad: options.SkipBadOption = False
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep finished cells in this file, and continue from it.", metavar="FILE", show_default=False
+        ),
+    ] = None
+    jobs: Annotated[
+        str | None,
+        typer.Option(
+            help="Processes [default: one per CPU], or the address of a Dask scheduler.",
+            metavar="N|tcp://HOST:PORT",
+            show_default=False,
+        ),
+    ] = None
+    save: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Write the cells to FILE.csv, or a plot to FILE.png, .svg or .html; again for another file.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+    json: common.JsonOption = None
+    quiet: common.QuietOption = False
+
+
+@common.takes(PlanOptions)
+def plan(given: PlanOptions) -> None:
+    """Compare policies, capacities and simulated tiers on a trace, on all cores.
+
+    Only the bookkeeping is done: capacities may be larger than anything that this machine has.
+    """
+    from kvcache.lab.report import plan_files
+    from kvcache.lab.simulate.plan import Settings, run
+
+    weights = model.read_weights(given.model_text)
+    targets = plan_files.Targets.read(given.json, given.save, given.checkpoint)
+    source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
+    given_tiers = tiers.parse_tiers(given.tier)
+    _check(given, given_tiers, weights)
+    serving = tiers.parse_serving(given.serving, 1 + len(given_tiers))
+    with source.open() as trace:
+        split = source.split_of(trace)
+        block_bytes = options.block_bytes_of(weights, trace, split)
+        settings = Settings(
+            policies=given.policy.split(","),
+            capacities=common.parse_capacities(given.blocks, given.memory, block_bytes or 1, default="10000"),
+            tiers=given_tiers,
+            serving=serving,
+            split=split,
+            block_bytes=block_bytes,
+            sample=given.sample,
+            seed=given.seed,
+            checkpoint=given.checkpoint,
+            jobs=_read_jobs(given.jobs),
+            is_quiet=given.quiet,
+        )
+        plan_files.report(run(trace, settings, weights), trace, targets)
+
+
+def _check(given: PlanOptions, given_tiers: list[TierChoice], weights: Weights | None) -> None:
+    if not 0 < given.sample <= 1:
+        raise ValueError(f"--sample must be a share > 0 and <= 1, got {given.sample}")
+    for option, text in (("--memory", given.memory), ("--tier", given.tier[0] if given.tier else None)):
+        if text is not None and weights is None:
+            raise ValueError(f"{option} needs the size of a block, got {text!r} alone: {model.HOW_TO_SIZE}")
+    if given_tiers and given.policy == "min":
+        raise ValueError(
+            "--policy min is the optimum of host memory alone and knows no tiers, got --tier "
+            f"{(given.tier or [''])[0]!r}: name a policy beside it, or leave --tier out"
+        )
+    if any(tier.arbiter for tier in given_tiers):
+        if weights is None or not weights.saved_s(1):
+            shown = weights.model.name if weights else "no model"
+            raise ValueError(
+                "--tier ...,arbiter weighs loading against computing: it needs a model with a known number of "
+                f"parameters, such as --model llama-3.1-8b, got {shown}"
+            )
+        if given.sample < 1:
+            raise ValueError(f"--tier ...,arbiter needs whole prefixes: leave out --sample, got {given.sample}")
+
+
+def _read_jobs(text: str | None) -> int | str | None:
+    return text if text is None or "://" in text else parse_count("--jobs", text)

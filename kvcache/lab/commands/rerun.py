@@ -1,0 +1,84 @@
+"""`kvcache rerun`: make the calls of a recording again, show the first different answer, and shrink what led to it."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcache.cli import common
+from kvcache.cli.common import CommandError
+
+EXAMPLES = """
+kvcache rerun run.kvlog
+kvcache rerun run.kvlog --policy mq --shrink
+"""
+
+
+def rerun(
+    file: Annotated[Path, typer.Argument(help="A recording of a manager (.kvlog).")],
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Replacement policy [default: the recorded one].",
+            autocompletion=common.complete_policies,
+            show_default=False,
+        ),
+    ] = None,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Print the few calls that show a difference, as a test.")
+    ] = False,
+    shrink_seconds: Annotated[float, typer.Option("--shrink-seconds", help="How long to look for fewer calls.")] = 60.0,
+    json: common.JsonOption = None,
+    quiet: common.QuietOption = False,
+) -> None:
+    """Make the calls of a recorded manager again, up to the first different answer or broken promise."""
+    from kvcache.lab.commands.options import is_recording
+    from kvcache.lab.replay.recorded import replay_recording
+    from kvcache.lab.report import rerun_text
+    from kvcache.recorder.format import Call, Recording
+
+    if not is_recording(file):
+        raise ValueError(f"{file} is not a recording of kvcache: kvcache replay and kvcache plan read traces")
+    recorded = Recording(file)
+    kept: list[Call] | None = [] if shrink else None
+    with common.Bar("replay", "records", quiet, total=None) as bar:
+        outcome = replay_recording(recorded, policy, partial(rerun_text.watched, bar), kept)
+    difference = outcome.difference
+    config = recorded.header["manager"]
+    report: dict[str, Any] = {
+        "file": str(file),
+        "manager": config,
+        "policy": policy or config.get("cache_policy"),
+        "calls": outcome.num_calls,
+        "skipped_calls": outcome.num_skipped,
+        "lost_records": outcome.num_lost,
+        "end": outcome.end,
+        "is_same": difference is None,
+    }
+    if difference is not None:
+        report["difference"] = {
+            "record": difference.call.number,
+            "call": rerun_text.call_text(difference.call),
+            "expected": rerun_text.answer_text(difference.expected),
+            "got": rerun_text.answer_text(difference.got),
+            "reason": difference.reason,
+        }
+    if json is not None:
+        common.write_json(json, report)
+    if not quiet or difference is not None:
+        out = sys.stderr if json == "-" else sys.stdout
+        print(rerun_text.summary(report), file=out)
+        if difference is not None and shrink:
+            with common.Bar("shrink", "records", quiet, total=None) as bar:
+                bar.show(0, len(kept or []), f"for {shrink_seconds:g} s at most")
+                text = rerun_text.shrunk_text(kept or [], config, policy, bool(difference.reason), shrink_seconds)
+            print(text, file=out)
+    if not outcome.num_calls:
+        raise CommandError(f"{file} has no call to compare: {outcome.end or 'nothing was recorded'}")
+    if difference is not None:
+        what = difference.reason or "the answer differs"
+        raise CommandError(f"record {difference.call.number}, {difference.call.op.name.lower()}: {what}")

@@ -1,0 +1,89 @@
+"""Read the simulated tiers of `--tier`, and the rates and prices of `--serving`."""
+
+from __future__ import annotations
+
+import re
+
+from kvcache.lab.simulate.choices import ServingChoice, TierChoice
+from kvcache.options import parse_count, parse_size
+
+_TIER = re.compile(r"(?:(?P<name>[^:@]+):)?(?P<sizes>[^:@]+)@(?P<rate>[^:@,]+)(?P<rules>(?:,[^:@,]+)*)")
+_WRITE_POLICIES = {
+    "write_through": "write_through",
+    "write_back": "write_back",
+    "selective": "write_through_selective",
+    "write_through_selective": "write_through_selective",
+}
+
+
+def parse_rate(option: str, text: str) -> float:
+    """Return the bytes per second of a rate such as ``6GB/s``."""
+    size, slash, unit = text.strip().rpartition("/")
+    if not slash or unit.strip() != "s":
+        raise ValueError(f"{option} must be a rate such as 6GB/s, got {text!r}")
+    return float(parse_size(option, size))
+
+
+def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
+    """Return the tiers that the options name, the one to ask first in front."""
+    tiers: list[TierChoice] = []
+    for number, text in enumerate(texts or (), 1):
+        if text.lstrip().startswith("{"):
+            raise ValueError(f"--tier of a plan is simulated: SIZE@RATE; kvcache replay takes a real one, got {text!r}")
+        match = _TIER.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"--tier must be SIZE@RATE, as in 1TiB@6GB/s or nvme:1TiB@6GB/s,write_back, got {text!r}")
+        sizes = sorted({parse_size("--tier", part) for part in match["sizes"].split(",")})
+        name = (match["name"] or f"tier {number}").strip()
+        if name in [tier.name for tier in tiers]:
+            raise ValueError(f"--tier {name!r} is named twice")
+        rules = [rule.strip() for rule in match["rules"].split(",")[1:]]
+        for rule in rules:
+            if rule != "arbiter" and rule not in _WRITE_POLICIES:
+                known = ", ".join(["arbiter", *_WRITE_POLICIES])
+                raise ValueError(f"--tier takes {known} behind the rate, got {rule!r} in {text!r}")
+        policies = [_WRITE_POLICIES[rule] for rule in rules if rule != "arbiter"]
+        if len(policies) > 1:
+            raise ValueError(f"--tier takes one write policy, got {text!r}")
+        tiers.append(
+            TierChoice(
+                name,
+                tuple(sizes),
+                parse_rate("--tier", match["rate"]),
+                policies[0] if policies else "write_through",
+                "arbiter" in rules,
+            )
+        )
+    return tiers
+
+
+def parse_serving(text: str | None, num_media: int) -> ServingChoice:
+    """Return what ``engines=4,link=50GB/s,price=4/0.1`` says; prices are those of host memory and of each tier."""
+    engines, link_bytes_per_s = None, 50e9
+    prices: tuple[float | None, ...] = (None,) * num_media
+    for part in text.split(",") if text else ():
+        key, _, value = part.strip().partition("=")
+        if key == "engines":
+            engines = parse_count("--serving engines", value)
+        elif key == "link":
+            link_bytes_per_s = parse_rate("--serving link", value)
+        elif key == "price":
+            prices = tuple(_price(one, value) for one in value.split("/"))
+            if len(prices) != num_media:
+                raise ValueError(
+                    f"--serving price must name one price for host memory and one for each tier, as in 4/0.1 for one "
+                    f"tier, got {value!r} for {num_media - 1} tiers"
+                )
+        else:
+            raise ValueError(f"--serving takes engines=N, link=RATE and price=HOST/TIER/..., got {part!r}")
+    return ServingChoice(engines, link_bytes_per_s, prices)
+
+
+def _price(text: str, whole: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        raise ValueError(f"--serving price must be numbers >= 0, got {whole!r}")
+    return price

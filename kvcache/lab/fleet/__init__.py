@@ -1,0 +1,1 @@
+"""Simulate many engines behind a router over one shared store."""

@@ -1,0 +1,61 @@
+"""Links of a simulation as an arbiter sees them: loads wait for those before them, as `serving.weigh` charges them."""
+
+from __future__ import annotations
+
+import math
+
+from kvcache.control.arbiter import LinkRate
+
+
+class Queue:
+    """A link that moves one block after the other.
+
+    Attributes
+    ----------
+    block_s : float
+        Seconds of a block.
+    """
+
+    def __init__(self, block_s: float) -> None:
+        self.block_s = block_s
+        self._free_s = -math.inf
+
+    def wait_s(self, num_blocks: int, now_s: float) -> float:
+        """Return in how many seconds so many more blocks would have been moved."""
+        return max(self._free_s - now_s, 0.0) + self.block_s * num_blocks
+
+    def move(self, num_blocks: int, now_s: float) -> None:
+        """Move blocks behind those that wait."""
+        self._free_s = now_s + self.wait_s(num_blocks, now_s)
+
+
+class QueuedLink(LinkRate):
+    """The link of a simulated tier, whose rate is given; its blocks then wait for the link of host memory.
+
+    The simulated tier ends every job at once, so the queue is kept here and not learned from jobs.
+    """
+
+    def __init__(self, block_s: float, host: Queue) -> None:
+        super().__init__()
+        self.fit.set(block_s, 0.0)
+        self._queue = Queue(block_s)
+        self._host = host
+
+    def load_s(self, num_blocks: int, now_s: float) -> float:
+        """Return in how many seconds so many more blocks would be on the device."""
+        arrived_s = self._queue.wait_s(num_blocks, now_s)
+        return max(arrived_s, self._host.wait_s(0, now_s)) + self._host.block_s * num_blocks
+
+    def sent(self, num_blocks: int, now_s: float) -> None:
+        """Queue a job."""
+        self._queue.move(num_blocks, now_s)
+
+    def looked(self, now_s: float) -> None:
+        """Do nothing: jobs end as the queue says."""
+
+    def ended(self, num_blocks: int, num_done: int, start_s: float, end_s: float, now_s: float) -> None:
+        """Do nothing: the rate is given."""
+
+    def is_probe_due(self, now_s: float) -> bool:
+        """Return False: there is nothing to learn."""
+        return False

@@ -1,0 +1,1 @@
+"""Show results: tables on the console, JSON and CSV files, plots."""

@@ -1,0 +1,116 @@
+"""The tables of simulated fleets: hits, the store's traffic, and which limit is reached first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvcache.cli import common
+
+if TYPE_CHECKING:
+    from kvcache.lab.fleet.settings import FleetSettings
+    from kvcache.lab.replay.fleet import FleetResult
+
+
+def facts_of(copies: int, result: FleetResult, settings: FleetSettings) -> dict[str, Any]:
+    """Return the figures of one fleet for a report."""
+    facts = result.as_dict()
+    plan = facts.pop("plan")
+    blocks = max(1, result.blocks)
+    facts = {"engines": plan["num_engines"], "router": plan["router"], "copies": copies, **facts}
+    facts["num_blocks"], facts["store_capacity_blocks"] = plan["num_blocks"], plan["store_blocks"]
+    for name in ("local", "store", "missed"):
+        facts[f"{name}_share"] = facts[f"{name}_blocks"] / blocks
+    queries = facts["queries_per_s"]
+    facts["queries_saved"] = {
+        "remembering": _saved(queries["single"]["mean"], queries["single_remembered"]["mean"]),
+        "batching": _saved(queries["single"]["mean"], queries["batched"]["mean"]),
+        "both": _saved(queries["single"]["mean"], queries["batched_remembered"]["mean"]),
+    }
+    facts["limits"] = dict(_limits(result, settings))
+    return facts
+
+
+def _saved(before: float, after: float) -> float:
+    return 1 - after / before if before else 0.0
+
+
+def _limits(result: FleetResult, settings: FleetSettings) -> Iterator[tuple[str, float]]:
+    """Yield how many servers of the store, or routers, the busiest minute takes, by what they bear."""
+    read, written = result.read_blocks_per_s.peak, result.written_blocks_per_s.peak
+    if settings.block_bytes is not None and result.plan.store_blocks:
+        yield "store_bytes", (read + written) * settings.block_bytes / settings.server_bytes_per_s
+    if result.plan.store_blocks:
+        yield "store_queries", result.query_keys_per_s.peak / settings.server_keys_per_s
+    if result.plan.router == "events":
+        yield "router_events", result.events_per_s.peak / settings.router_events_per_s
+
+
+_LIMITS = {"store_bytes": "the store's bytes", "store_queries": "the store's queries", "router_events": "events"}
+
+
+def print_fleets(title: str, cells: list[dict[str, Any]], document: dict[str, Any], settings: FleetSettings) -> None:
+    """Print the tables of several fleets."""
+    console = common.console(settings.json)
+    store = "no store"
+    if settings.store_blocks:
+        store = f"a store of {settings.store_blocks:,} blocks"
+        if settings.block_bytes:
+            store += f" ({common.human_bytes(settings.store_blocks * settings.block_bytes)})"
+    console.print(
+        f"{title}: {settings.num_blocks:,} blocks of {document['block_size']} tokens an engine, {store}, "
+        f"{1 / document['token_prefill_s']:,.0f} tokens/s of prefill",
+        soft_wrap=True,
+        markup=False,
+    )
+    heads = ("engines", "router", "copies", "host memory", "store", "computed", "TTFT p50", "p99", "busy", "imbalance")
+    lines: list[tuple[str, ...]] = [
+        (
+            f"{cell['engines']:,}",
+            cell["router"],
+            f"{cell['copies']:,}",
+            f"{cell['local_share']:.2%}",
+            f"{cell['store_share']:.2%}",
+            f"{cell['missed_share']:.2%}",
+            common.format_seconds(cell["ttft_p50_s"]),
+            common.format_seconds(cell["ttft_p99_s"]),
+            f"{cell['busy']:.0%}",
+            f"{cell['imbalance']:.2f}",
+        )
+        for cell in cells
+    ]
+    console.print(common.plain_table(heads, lines), crop=False)
+    console.print("a second, in the busiest minute: the store's traffic, existence queries, blocks in events")
+    unit = settings.block_bytes
+    heads = ("engines", "router", "read", "written", "queries", "remembered", "batched", "both", "keys", "events")
+    lines = [
+        (
+            f"{cell['engines']:,}",
+            cell["router"],
+            *(_traffic(cell[name]["peak"], unit) for name in ("read_blocks_per_s", "written_blocks_per_s")),
+            *(f"{load['peak']:,.0f}" for load in cell["queries_per_s"].values()),
+            f"{cell['query_keys_per_s']['peak']:,.0f}",
+            f"{cell['events_per_s']['peak']:,.0f}",
+        )
+        for cell in cells
+    ]
+    console.print(common.plain_table(heads, lines), crop=False)
+    for cell in cells:
+        console.print(_breaks(cell), soft_wrap=True)
+
+
+def _breaks(cell: dict[str, Any]) -> str:
+    limits: dict[str, float] = cell["limits"]
+    fleet = f"{cell['engines']:,} engines, {cell['router']}"
+    if not limits:
+        return f"{fleet}: no store and no events to bear"
+    needs = ", ".join(f"{share:.3g} for {_LIMITS[name]}" for name, share in limits.items())
+    first = max(limits, key=lambda name: limits[name])
+    verdict = "one of each bears it" if limits[first] <= 1 else f"{_LIMITS[first]} break first"
+    return f"{fleet}: servers needed in the busiest minute: {needs}; {verdict}"
+
+
+def _traffic(blocks_per_s: float, block_bytes: int | None) -> str:
+    if block_bytes is None:
+        return f"{blocks_per_s:,.1f} blocks"
+    return f"{blocks_per_s * block_bytes / 1e9:,.2f} GB"

@@ -1,0 +1,156 @@
+"""Write what a plan found: JSON, CSV and plots, and the tables on the console."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from kvcache.cli import common
+from kvcache.lab.report.plan_tables import print_result
+
+if TYPE_CHECKING:
+    from kvcache.lab.replay.cells import Cell
+    from kvcache.lab.replay.requests import TraceFile
+    from kvcache.lab.simulate.plan import Result
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Where the results go."""
+
+    json: str | None
+    csv: tuple[str, ...] = ()
+    plots: tuple[str, ...] = ()
+    checkpoint: str | None = None
+
+    @classmethod
+    def read(cls, json: str | None, save: list[str] | None, checkpoint: str | None) -> Targets:
+        """Return the targets of ``--json`` and ``--save``; ValueError if one cannot be written."""
+        from kvcache.lab.replay.plot import PLOT_SUFFIXES, check_plot_target
+
+        files = {"csv": [], "plots": []}  # type: dict[str, list[str]]
+        for target in save or ():
+            common.check_writable("--save", target)
+            if target.lower().endswith(".csv"):
+                files["csv"].append(target)
+            elif target.lower().endswith(PLOT_SUFFIXES):
+                check_plot_target(target)
+                files["plots"].append(target)
+            else:
+                raise ValueError(f"--save must end in .csv, {', '.join(PLOT_SUFFIXES)}, got {target!r}")
+        common.check_writable("--json", json)
+        return cls(json, tuple(files["csv"]), tuple(files["plots"]), checkpoint)
+
+    def __str__(self) -> str:
+        named = [("json", self.json), *(("csv", one) for one in self.csv), *(("plot", one) for one in self.plots)]
+        named.append(("checkpoint", self.checkpoint))
+        return ", ".join(f"{kind}: {target}" for kind, target in named if target is not None)
+
+
+def report(result: Result, trace: TraceFile, targets: Targets) -> None:
+    """Write the files, print the tables, and exit with `INTERRUPTED` if the plan was stopped before its end."""
+    settings = result.settings
+    unbounded = result.found.get(result.unbounded)
+    facts = [_facts(cell, result) for cell in result.cells]
+    block_size = trace.block_size // settings.split
+    if facts:
+        for target in targets.csv:
+            common.write_text("--save", target, _csv(facts))
+    if facts and unbounded is not None:
+        for target in targets.plots:
+            _draw(result, unbounded, block_size, target)
+    common.write_json(targets.json, _document(result, trace, facts, block_size))
+    if targets.json != "-":
+        console = common.console(targets.json)
+        if facts and unbounded is not None:
+            print_result(console, result, unbounded, block_size)
+        else:
+            for cell in result.cells:
+                console.print(f"{cell.policy} at {cell.num_blocks:,} blocks: {cell.block_hit_rate:.2%}", soft_wrap=True)
+        if trace.num_skipped:
+            console.print(f"bad lines skipped: {trace.num_skipped:,}")
+        if written := str(targets):
+            console.print(written, soft_wrap=True, markup=False)
+    if not result.is_complete:
+        total = len(result.wanted) + 1
+        print(f"kvcache: stopped: {len(result.found):,} of {total:,} cells have finished", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], block_size: int) -> dict[str, Any]:
+    settings, weights = result.settings, result.weights
+    unbounded = result.found.get(result.unbounded)
+    return {
+        "source": {
+            "kind": "trace",
+            "file": str(trace.path),
+            "format": trace.format,
+            "skipped_lines": trace.num_skipped,
+        },
+        "complete": result.is_complete,
+        "block_bytes": settings.block_bytes,
+        "block_size": block_size,
+        "sample": settings.sample,
+        "elapsed_s": result.elapsed_s,
+        "model": weights.as_dict() if weights else None,
+        "tiers": [
+            {"name": tier.name, "bytes_per_s": tier.bytes_per_s, "write_policy": tier.write_policy}
+            for tier in settings.tiers
+        ],
+        "no_cache": result.baseline,
+        "cells": facts,
+        "unbounded": _facts(unbounded, result) if unbounded else None,
+    }
+
+
+def _facts(cell: Cell, result: Result) -> dict[str, Any]:
+    facts = cell.as_dict()
+    block_bytes, weights = result.settings.block_bytes, result.weights
+    facts["memory_bytes"] = None if cell.num_blocks is None or block_bytes is None else cell.num_blocks * block_bytes
+    facts["tier_bytes"] = [blocks * (block_bytes or 0) for blocks in cell.tiers]
+    facts["saved_prefill_s"] = weights.saved_s(cell.hit_tokens) if weights else None
+    return facts
+
+
+def _draw(result: Result, unbounded: Cell, block_size: int, target: str) -> None:
+    from kvcache.lab.replay.plot import Chart, draw
+
+    compact, weights, settings = result.compact, result.weights, result.settings
+    footnote = f"{len(compact):,} requests, {compact.num_blocks * settings.split:,} blocks of {block_size} tokens"
+    if compact.rate < 1:
+        footnote += f", 1 in {1 / compact.rate:g} sampled"
+    if weights is not None:
+        footnote += f"; {weights.model.name}, {weights.model.dtype}"
+    names = tuple(tier.name for tier in settings.tiers)
+    draw(Chart(result.title, result.cells, unbounded, settings.block_bytes, footnote, names), target)
+
+
+def _csv(cells: list[dict[str, Any]]) -> str:
+    rows = []
+    for cell in cells:
+        row = {name: value for name, value in cell.items() if not isinstance(value, dict | list | tuple)}
+        row.pop("bookkeeping_us", None)
+        row.pop("serving", None)
+        for name in ("p50", "p99", "max"):
+            row[f"bookkeeping_{name}_us"] = (cell["bookkeeping_us"] or {}).get(name)
+        for i, size in enumerate(cell["tier_bytes"], 1):
+            row[f"tier{i}_bytes"] = size
+        serving = cell["serving"] or {}
+        row |= {name: value for name, value in serving.items() if name != "media"} | {
+            "saved_prefill_s": cell["saved_prefill_s"]
+        }
+        for i, medium in enumerate(serving.get("media", ())):
+            prefix = f"tier{i}" if i else "memory"
+            row |= {f"{prefix}_{name}": value for name, value in medium.items()}
+        rows.append(row)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,38 @@
+"""What a plan lets a user choose: simulated tiers, engines, the link to host memory, prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True, slots=True)
+class TierChoice:
+    """One simulated tier: its name, the capacities to try, its rate, and how the manager uses it."""
+
+    name: str
+    capacities_bytes: tuple[int, ...]
+    bytes_per_s: float
+    write_policy: str = "write_through"
+    arbiter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServingChoice:
+    """Engines (None: as many as the trace needs), the rate of the link to host memory, and prices of a GiB."""
+
+    engines: int | None = None
+    link_bytes_per_s: float = 50e9
+    prices: tuple[float | None, ...] = ()
+
+
+def stacks_of(tiers: list[TierChoice], block_bytes: int) -> list[tuple[int, ...]]:
+    """Return the stacks to compare, in blocks: host memory alone, then one tier more each time, in all capacities."""
+    stacks: list[tuple[int, ...]] = []
+    for depth in range(len(tiers) + 1):
+        for sizes in product(*(tier.capacities_bytes for tier in tiers[:depth])):
+            blocks = tuple(size // block_bytes for size in sizes)
+            if 0 in blocks:
+                raise ValueError(f"--tier must hold at least one block of {block_bytes} bytes, got {min(sizes)} bytes")
+            stacks.append(blocks)
+    return stacks
