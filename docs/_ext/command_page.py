@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +16,10 @@ from kvcache.cli import build_app
 
 def pages_of(name: str, command: Any) -> Iterator[str]:
     """Yield the lines of Markdown for a command and those below it."""
-    commands = getattr(command, "commands", None)
     yield from (f"## `{name}`" if name.count(" ") < 2 else f"### `{name}`", "", command.help or "", "")
-    if commands:
-        for child_name, child in commands.items():
-            yield from pages_of(f"{name} {child_name}", child)
+    if hasattr(command, "list_commands"):
+        for child in command.list_commands(None):
+            yield from pages_of(f"{name} {child}", command.get_command(None, child))
         return
     words = [argument(param) for param in command.params if param.param_type_name == "argument"]
     yield from ("```text", " ".join([name, *words, "[OPTIONS]"]), "```", "")
@@ -31,6 +31,9 @@ def pages_of(name: str, command: Any) -> Iterator[str]:
         yield f"{', '.join(names)}{value}"
         yield f": {param.help or ''}{default_of(param)}"
         yield ""
+    if command.epilog:
+        _, _, examples = command.epilog.partition("Examples:\n")
+        yield from ("Examples:", "", "```text", *textwrap.dedent(examples).splitlines(), "```", "")
 
 
 def argument(param: Any) -> str:

@@ -133,7 +133,7 @@ class OffloadSettings(Options):
         _parse_exporters, (), when="metrics, spans, events or `kvcache top` are to show this engine"
     )
     record: str | None = option(
-        parse_text, None, when="you want the calls of this engine in a file, for `kvcache replay`"
+        parse_text, None, when="you want the calls of this engine in a file, for `kvcache rerun`"
     )
     tiers: tuple[TierSettings, ...] = option(
         _parse_tiers, (), when="blocks are to outlive host memory, the process or the machine"

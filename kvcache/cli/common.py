@@ -286,7 +286,7 @@ def usable_bytes() -> int | None:
 def say_next(json_target: str | None) -> None:
     """Print how to go on after a demo."""
     if json_target != "-":
-        console(json_target).print("Next: kvcache replay --help, docs/quickstart.md")
+        console(json_target).print("Next: kvcache plan --help, docs/quickstart.md")
 
 
 def write_json(target: str | None, document: dict[str, Any]) -> None:

@@ -132,7 +132,9 @@ def check_command(line: str) -> None:
     words = list(itertools.takewhile(lambda word: word not in (">", "|", "&&", ";"), words))
     command: Any = get_command(build_app())
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
-        command, words = command.commands[words[0]], words[1:]
+        found, words = command.get_command(None, words[0]), words[1:]
+        assert found is not None, f"no such command: {line}"
+        command = found
     if not hasattr(command, "commands") and "--help" not in words:
         command.make_context(line, _with_json_target(words))
 
