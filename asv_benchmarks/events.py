@@ -26,8 +26,8 @@ import numpy as np
 from asv_benchmarks.traces import conversation_path, fresh_keys, serve
 from kvcache import CPUOffloadingManager
 from kvcache.control.telemetry import Telemetry
-from kvcache.lab.replay.requests import Request
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.traces.requests import Request
+from kvcache.lab.traces.trace import Trace
 
 CASES = ("off", "kept", "read", "published", "followed", "subscriber and scrapes", "subscriber stands still")
 NUM_ROUNDS = 25

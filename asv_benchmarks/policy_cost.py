@@ -15,9 +15,9 @@ from typing import Any
 
 from asv_benchmarks.traces import agents_path, conversation_path, fresh_keys, serve
 from kvcache import CPUOffloadingManager
-from kvcache.lab.replay.chats import ChatWorkload
-from kvcache.lab.replay.run import ReplayClock
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.simulate.run import ReplayClock
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.trace import Trace
 from kvcache.registry import POLICIES
 
 NUM_ROUNDS = 5

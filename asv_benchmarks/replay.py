@@ -7,10 +7,10 @@ from typing import Any
 from asv_benchmarks.plain_manager import PlainManager
 from asv_benchmarks.traces import conversation_path, fresh_keys, replay
 from kvcache import CPUOffloadingManager
-from kvcache.lab.replay.chats import ChatWorkload
-from kvcache.lab.replay.compact import CompactTrace
-from kvcache.lab.replay.fleet import FleetPlan, ScaledTrace, run_fleet
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.fleet.simulation import FleetPlan, ScaledTrace, run_fleet
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.compact import CompactTrace
+from kvcache.lab.traces.trace import Trace
 from kvcache.registry import POLICIES
 
 

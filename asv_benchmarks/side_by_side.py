@@ -16,8 +16,8 @@ from typing import Any
 from asv_benchmarks.plain_manager import PlainManager
 from asv_benchmarks.traces import conversation_path, fresh_keys, replay
 from kvcache import CPUOffloadingManager
-from kvcache.lab.replay.requests import Request
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.traces.requests import Request
+from kvcache.lab.traces.trace import Trace
 
 # policy, requests (None: all), keys per listed block, capacity, the ratio that is asked for
 CASES: tuple[tuple[str, int | None, int, int, float], ...] = (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcache import ReqContext
-from kvcache.lab.replay.keys import KeyMaker
-from kvcache.lab.replay.requests import Request
+from kvcache.lab.traces.keys import KeyMaker
+from kvcache.lab.traces.requests import Request
 
 _CONVERSATION = Path("traces") / "mooncake_conversation.jsonl"
 _AGENTS = Path("traces") / "agentic_coding.jsonl.gz"

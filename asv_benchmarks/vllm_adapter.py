@@ -21,9 +21,9 @@ from typing import Any
 
 from asv_benchmarks.traces import conversation_path
 from kvcache import CPUOffloadingManager
-from kvcache.lab.replay.keys import KeyMaker
-from kvcache.lab.replay.requests import Request
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.traces.keys import KeyMaker
+from kvcache.lab.traces.requests import Request
+from kvcache.lab.traces.trace import Trace
 
 NUM_REQUESTS = 2000
 SPLIT = 32

@@ -8,7 +8,7 @@ from time import perf_counter, sleep
 
 from asv_benchmarks.traces import fresh_keys, replay
 from kvcache import CPUOffloadingManager
-from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.registry import POLICIES
 
 

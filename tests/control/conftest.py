@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.run import ReplayClock
+    from kvcache.lab.simulate.run import ReplayClock
 
 
 @pytest.fixture
 def clock() -> ReplayClock:
     """Return a clock of a manager; its `now_s` is set by hand."""
-    from kvcache.lab.replay.run import ReplayClock
+    from kvcache.lab.simulate.run import ReplayClock
 
     clock = ReplayClock()
     clock.now_s = 100.0

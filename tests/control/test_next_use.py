@@ -10,7 +10,7 @@ import pytest
 from kvcache import CPUOffloadingManager, LRUCachePolicy, OffloadingManager, ReqContext, Retention
 from kvcache.control.backend import CPUBackend
 from kvcache.control.cpu import BackendOffloadingManager
-from kvcache.lab.replay.run import ReplayClock
+from kvcache.lab.simulate.run import ReplayClock
 from kvcache.request import NEXT_USES
 from kvcache.specs import CPULoadStoreSpec
 from kvcache.testing.reference import ReferenceLRU

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcache import CachePolicy, CPUOffloadingManager, ReqContext, Retention
-from kvcache.lab.replay.run import ReplayClock
+from kvcache.lab.simulate.run import ReplayClock
 from kvcache.testing import REFERENCE_POLICIES
 
 POLICIES = ["lru", "arc", "mq", "amq", "lfuda"]

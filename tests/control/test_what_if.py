@@ -34,8 +34,8 @@ from kvcache.control.observers.what_if import sampler_for
 from kvcache.core.key_hash import key_hash
 from kvcache.core.policy_adapter import PolicyAdapter
 from kvcache.core.sampler import Sampler, pass_requests
-from kvcache.lab.replay.chats import ChatWorkload
-from kvcache.lab.replay.keys import KeyMaker
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.keys import KeyMaker
 from kvcache.registry import POLICIES
 from kvcache.testing.reference import ReferenceLRU
 
@@ -50,10 +50,10 @@ ACCURACY = """
 import json, sys
 from pathlib import Path
 from kvcache import CPUOffloadingManager
-from kvcache.lab.replay.chats import ChatWorkload
-from kvcache.lab.replay.keys import KeyMaker
-from kvcache.lab.replay.run import Replay
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.keys import KeyMaker
+from kvcache.lab.simulate.run import Replay
+from kvcache.lab.traces.trace import Trace
 
 def hit_ratio(manager, requests):
     replay, make_keys = Replay(manager), KeyMaker()

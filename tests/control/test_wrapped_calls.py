@@ -15,7 +15,7 @@ import pytest
 from kvcache import CPUOffloadingManager, Recorder
 from kvcache.control.telemetry import Telemetry
 from kvcache.control.wrapped_calls import WrappedCalls
-from kvcache.lab.replay.recorded import replay_recording
+from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder.format import Recording
 from kvcache.testing.reference import REFERENCE_POLICIES
 

@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvcache.integrations.transformers import PrefixCache
 from kvcache.integrations.transformers import cache as cache_module
-from kvcache.lab.replay.recorded import replay_recording
-from kvcache.lab.replay.recorded_trace import RecordedTrace
+from kvcache.lab.rerun.recorded import replay_recording
+from kvcache.lab.traces.recorded_trace import RecordedTrace
 from kvcache.recorder.format import Recording
 
 pytestmark = pytest.mark.slow

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.lab.replay.agents import AgentWorkload
-from kvcache.lab.replay.chats import ChatWorkload
-from kvcache.lab.replay.compact import CompactTrace
-from kvcache.lab.replay.fleet import ROUTERS, FleetPlan, ScaledTrace, run_fleet
-from kvcache.lab.replay.requests import Request
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.fleet.simulation import ROUTERS, FleetPlan, ScaledTrace, run_fleet
+from kvcache.lab.traces.agents import AgentWorkload
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.compact import CompactTrace
+from kvcache.lab.traces.requests import Request
+from kvcache.lab.traces.trace import Trace
 from kvcache.request import ReqContext
 from kvcache.testing.reference_manager import ReferenceManager
 

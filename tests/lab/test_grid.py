@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.assembly.models import Model, model_names, model_of
-from kvcache.lab.replay.cells import OPTIMUM, Job, Plan, run_job
-from kvcache.lab.replay.chats import ChatWorkload
-from kvcache.lab.replay.grid import Cell, CompactTrace, check_grid, simulate
-from kvcache.lab.replay.optimum import optimal_hits
-from kvcache.lab.replay.requests import Request
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.simulate.cells import OPTIMUM, Job, Plan, run_job
+from kvcache.lab.simulate.grid import Cell, CompactTrace, check_grid, simulate
+from kvcache.lab.simulate.optimum import optimal_hits
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.requests import Request
+from kvcache.lab.traces.trace import Trace
 
 MIN_HITS = {1000: 55019, 3000: 84953, 5000: 98448, 10000: 105710, 15000: 105710, 100000: 105710}
 
@@ -118,8 +118,8 @@ def test_grid_in_processes_equals_grid_in_this_one() -> None:
 
 SLOW_GRID = """
 import os, signal, sys, time
-from kvcache.lab.replay.chats import ChatWorkload
-from kvcache.lab.replay.grid import simulate
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.simulate.grid import simulate
 from kvcache.testing.reference import ReferenceLRU
 
 class Slow(ReferenceLRU):
@@ -243,7 +243,7 @@ def test_bad_model_is_named(make: Any, message: str) -> None:
 
 
 def chart() -> Any:
-    plot = pytest.importorskip("kvcache.lab.replay.plot")
+    plot = pytest.importorskip("kvcache.lab.report.plot")
     cells = [
         Cell(policy, blocks, 5, 1000, 0, 0.0, 100, hits, hits / 100)
         for policy, line in (("lru", (10, 30, 50)), ("a<b>:C", (12, 29, 50)), ("min", (40, 55, 55)))
@@ -255,7 +255,7 @@ def chart() -> Any:
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".html", ".SVG"])
 def test_plots_are_drawn(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
-    from kvcache.lab.replay.plot import check_plot_target, draw
+    from kvcache.lab.report.plot import check_plot_target, draw
 
     target = tmp_path / f"out{suffix}"
     check_plot_target(str(target))

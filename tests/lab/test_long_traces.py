@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from kvcache.lab.report.plan_tables import best_policies
-from kvcache.lab.replay.cells import Cell, Job, Plan
-from kvcache.lab.replay.chats import ChatWorkload
-from kvcache.lab.replay.checkpoint import Checkpoint
-from kvcache.lab.replay.compact import CompactTrace
-from kvcache.lab.replay.grid import Grid, cell_bytes, run_grid
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.simulate.cells import Cell, Job, Plan
+from kvcache.lab.simulate.checkpoint import Checkpoint
+from kvcache.lab.simulate.grid import Grid, cell_bytes, run_grid
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.compact import CompactTrace
+from kvcache.lab.traces.trace import Trace
 
 
 @pytest.fixture

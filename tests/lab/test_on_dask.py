@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvcache.lab.replay.cells import Job, Plan
-from kvcache.lab.replay.chats import ChatWorkload
-from kvcache.lab.replay.compact import CompactTrace
-from kvcache.lab.replay.grid import Grid, run_grid, simulate
-from kvcache.lab.replay.on_dask import DaskRunner
-from kvcache.lab.replay.requests import ReplayError
+from kvcache.lab.simulate.cells import Job, Plan
+from kvcache.lab.simulate.grid import Grid, run_grid, simulate
+from kvcache.lab.simulate.on_dask import DaskRunner
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.compact import CompactTrace
+from kvcache.lab.traces.requests import ReplayError
 
 distributed = pytest.importorskip("distributed")
 pytestmark = [

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.lab.replay import compact as compact_module
-from kvcache.lab.replay.compact import CompactTrace, next_uses
-from kvcache.lab.replay.nearest import NearestUses, NextUses
-from kvcache.lab.replay.optimum import optimal_hits
-from kvcache.lab.replay.requests import Request
+from kvcache.lab.simulate.optimum import optimal_hits
+from kvcache.lab.traces import compact as compact_module
+from kvcache.lab.traces.compact import CompactTrace, next_uses
+from kvcache.lab.traces.nearest import NearestUses, NextUses
+from kvcache.lab.traces.requests import Request
 
 requests_of_ids = st.lists(st.lists(st.integers(0, 8), max_size=7), min_size=1, max_size=12)
 
@@ -112,8 +112,8 @@ PEAK = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from kvcache.lab.replay.compact import CompactTrace, next_uses
-from kvcache.lab.replay.optimum import optimal_hits
+from kvcache.lab.traces.compact import CompactTrace, next_uses
+from kvcache.lab.simulate.optimum import optimal_hits
 folder = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 trace = CompactTrace.load(folder)

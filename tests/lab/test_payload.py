@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("torch")
 
 from kvcache import CPUOffloadingManager
-from kvcache.lab.replay.chats import ChatWorkload
-from kvcache.lab.replay.keys import KeyMaker
-from kvcache.lab.replay.payload import VerifiedPayload
-from kvcache.lab.replay.requests import DataMismatchError, TransferFailedError
-from kvcache.lab.replay.run import Replay
+from kvcache.lab.simulate.payload import VerifiedPayload
+from kvcache.lab.simulate.run import Replay
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.keys import KeyMaker
+from kvcache.lab.traces.requests import DataMismatchError, TransferFailedError
 from kvcache.specs import CPULoadStoreSpec, TransferResult
 
 BLOCK_BYTES = 128 * 1024

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvcache import CPUOffloadingManager, get_offload_block_hash, get_offload_group_idx
-from kvcache.lab.replay.keys import KeyMaker, split_block_size
-from kvcache.lab.replay.requests import Request
-from kvcache.lab.replay.run import Replay
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.simulate.run import Replay
+from kvcache.lab.traces.keys import KeyMaker, split_block_size
+from kvcache.lab.traces.requests import Request
+from kvcache.lab.traces.trace import Trace
 from kvcache.registry import POLICIES
 
 CAPACITIES = (1000, 3000, 5000, 10000, 15000, 20000, 30000, 50000, 100000)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.lab.replay.agents import AgentWorkload
-from kvcache.lab.replay.sessions import SessionTrace, holds_sessions
-from kvcache.lab.replay.trace import Trace, TraceError, open_trace
+from kvcache.lab.traces.agents import AgentWorkload
+from kvcache.lab.traces.sessions import SessionTrace, holds_sessions
+from kvcache.lab.traces.trace import Trace, TraceError, open_trace
 
 
 def request(t: float, ids: list[int], **more: Any) -> dict[str, Any]:

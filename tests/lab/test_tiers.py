@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.lab.replay.cells import Job, Plan, run_job
-from kvcache.lab.replay.compact import CompactTrace
-from kvcache.lab.replay.keys import KeyMaker
-from kvcache.lab.replay.run import Replay
-from kvcache.lab.replay.serving import Flow, Medium, Serving, engines_for, price_of, weigh
-from kvcache.lab.replay.tiered import PatientManager, plain_host_blocks
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.simulate.cells import Job, Plan, run_job
+from kvcache.lab.simulate.run import Replay
+from kvcache.lab.simulate.serving import Flow, Medium, Serving, engines_for, price_of, weigh
+from kvcache.lab.simulate.tiered import PatientManager, plain_host_blocks
+from kvcache.lab.traces.compact import CompactTrace
+from kvcache.lab.traces.keys import KeyMaker
+from kvcache.lab.traces.trace import Trace
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiers.disk.directory import capacity_for
 from kvcache.tiers.disk.tier import DiskTier

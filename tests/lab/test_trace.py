@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.lab.replay.trace import Trace, TraceError
+from kvcache.lab.traces.trace import Trace, TraceError
 
 zstandard = pytest.importorskip("zstandard")
 

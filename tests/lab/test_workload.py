@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.lab.replay.chats import ChatWorkload
+from kvcache.lab.traces.chats import ChatWorkload
 
 
 def ids_of(workload: ChatWorkload) -> list[list[int]]:

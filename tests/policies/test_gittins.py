@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvcache import CPUOffloadingManager, OffloadingManager, ReqContext, RequestUses
-from kvcache.lab.replay.run import Replay, ReplayClock
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.simulate.run import Replay, ReplayClock
+from kvcache.lab.traces.trace import Trace
 from kvcache.testing import ReferenceManager
 from kvcache.testing.reference_gittins import EDGES, ReferenceGittins
 

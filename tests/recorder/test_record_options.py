@@ -9,7 +9,7 @@ import pytest
 from kvcache import CPUOffloadingManager, OffloadingConfig, OffloadingGroup, Recorder, make_spec
 from kvcache.control.telemetry import Telemetry
 from kvcache.integrations.vllm.settings import OUR_KEYS
-from kvcache.lab.replay.recorded import replay_recording
+from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder.command import RecordCommand
 from kvcache.recorder.format import Recording
 

@@ -30,8 +30,8 @@ from kvcache import (
     TieredOffloadingManager,
 )
 from kvcache.control.backend import Backend
-from kvcache.lab.replay.recorded import replay_recording
-from kvcache.lab.replay.recorded_trace import RecordedTrace
+from kvcache.lab.rerun.recorded import replay_recording
+from kvcache.lab.traces.recorded_trace import RecordedTrace
 from kvcache.recorder import call_log, ops
 from kvcache.recorder.format import Recording, RecordingError, frame_bytes, header_bytes
 from kvcache.recorder.recorder import Recorder
@@ -797,9 +797,9 @@ def test_configuration_of_strangers_is_not_trusted(tmp_path):
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_part_of_the_conversation_trace_replays_to_the_same_integers(tmp_path, shared, policy):
-    from kvcache.lab.replay.keys import KeyMaker
-    from kvcache.lab.replay.run import Replay, ReplayClock
-    from kvcache.lab.replay.trace import Trace
+    from kvcache.lab.simulate.run import Replay, ReplayClock
+    from kvcache.lab.traces.keys import KeyMaker
+    from kvcache.lab.traces.trace import Trace
 
     clock = ReplayClock()
     manager = CPUOffloadingManager(512, 3_000, policy, True, clock=clock)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcache import CPUOffloadingManager, ReqContext, Retention
-from kvcache.lab.replay.recorded import replay_recording
+from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder.format import Recording, RecordingError
 from kvcache.recorder.ops import Op
 from kvcache.recorder.recorder import Recorder

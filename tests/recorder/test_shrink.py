@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
-from kvcache.lab.replay.promises import Promises
-from kvcache.lab.replay.recorded import replay_recording
-from kvcache.lab.replay.reproduction import as_test
-from kvcache.lab.replay.shrink import breaks_promises, differs_from, minimize, shrink
+from kvcache.lab.rerun.promises import Promises
+from kvcache.lab.rerun.recorded import replay_recording
+from kvcache.lab.rerun.reproduction import as_test
+from kvcache.lab.rerun.shrink import breaks_promises, differs_from, minimize, shrink
 from kvcache.recorder.format import Recording
 from kvcache.recorder.recorder import Recorder
 from kvcache.testing.reference import REFERENCE_POLICIES

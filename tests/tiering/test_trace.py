@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from kvcache.control.cpu import CPUOffloadingManager
-from kvcache.lab.replay import tiered
-from kvcache.lab.replay.keys import KeyMaker
-from kvcache.lab.replay.run import Replay
-from kvcache.lab.replay.tiered import DiskChoice, PatientManager, patient_manager
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.simulate import tiered
+from kvcache.lab.simulate.run import Replay
+from kvcache.lab.simulate.tiered import DiskChoice, PatientManager, patient_manager
+from kvcache.lab.traces.keys import KeyMaker
+from kvcache.lab.traces.trace import Trace
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiers.disk.directory import capacity_for, directory_bytes

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from scheduling import BLOCK_TOKENS, ModelFreeEngine, write_config
 
 from kvcache import CPUOffloadingManager
-from kvcache.lab.replay.keys import KeyMaker
-from kvcache.lab.replay.run import Replay, ReplayClock
-from kvcache.lab.replay.trace import Trace
+from kvcache.lab.simulate.run import Replay, ReplayClock
+from kvcache.lab.traces.keys import KeyMaker
+from kvcache.lab.traces.trace import Trace
 
 NUM_DEVICE_BLOCKS = 20_000
 

@@ -12,7 +12,7 @@ from serve_until_killed import serve
 
 from kvcache.cli import main
 from kvcache.exporters.status import ask
-from kvcache.lab.replay.recorded import replay_recording
+from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder.format import Recording
 from kvcache.recorder.ops import Op
 

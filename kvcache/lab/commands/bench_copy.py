@@ -86,7 +86,7 @@ def _measure(
 
 
 def _draw(rates: list[CopyRate], target: str, title: str) -> None:
-    from kvcache.lab.replay.style import (
+    from kvcache.lab.report.style import (
         COLOURS,
         INK,
         MARKERS,

@@ -57,7 +57,7 @@ def chat_demo(
             raise
         raise common.CommandError("the chat demo needs transformers: install kvcache's extra 'transformers'") from error
     if plot is not None:
-        from kvcache.lab.replay.style import check_matplotlib
+        from kvcache.lab.report.style import check_matplotlib
 
         check_matplotlib()
 
@@ -154,7 +154,7 @@ def _table(document: dict[str, Any], title: str) -> Any:
 def _save_plot(path: Path, done: list[Turn], document: dict[str, Any]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    from kvcache.lab.replay.style import COLOURS, INK, caption, machine, new_figure, plain_axes
+    from kvcache.lab.report.style import COLOURS, INK, caption, machine, new_figure, plain_axes
 
     gray = "#8a8f98"
     rows = document["turns"]

@@ -35,8 +35,8 @@ def demo(
 ) -> None:
     """Store, evict, load back and verify the blocks of generated chats that share system prompts, or of agents."""
     from kvcache.lab.commands import session
-    from kvcache.lab.replay.agents import AgentWorkload
-    from kvcache.lab.replay.chats import ChatWorkload
+    from kvcache.lab.traces.agents import AgentWorkload
+    from kvcache.lab.traces.chats import ChatWorkload
 
     if traffic not in ("chats", "agents"):
         raise ValueError(f"--traffic must be chats or agents, got {traffic!r}")

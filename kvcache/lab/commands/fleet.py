@@ -16,9 +16,9 @@ from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
-    from kvcache.lab.replay.compact import CompactTrace
-    from kvcache.lab.replay.fleet import FleetPlan, FleetResult
-    from kvcache.lab.replay.requests import TraceFile
+    from kvcache.lab.fleet.simulation import FleetPlan, FleetResult
+    from kvcache.lab.traces.compact import CompactTrace
+    from kvcache.lab.traces.requests import TraceFile
 
 EXAMPLES = """
 kvcache fleet trace.jsonl --model llama-3.1-8b --memory 512GiB --engines 10,100
@@ -95,8 +95,8 @@ def fleet(given: FleetOptions) -> None:
 
 def read_options(given: FleetOptions, split: int, block_bytes: int | None) -> FleetSettings:
     """Check and parse the command line."""
-    from kvcache.lab.replay.fleet import ROUTERS
-    from kvcache.lab.replay.run import check_policy
+    from kvcache.lab.fleet.simulation import ROUTERS
+    from kvcache.lab.simulate.run import check_policy
 
     routers = [part.strip() for part in given.router.split(",")]
     for name in routers:
@@ -111,7 +111,7 @@ def read_options(given: FleetOptions, split: int, block_bytes: int | None) -> Fl
         common.at_least("--copies", given.copies, 1)
     common.check_writable("--json", given.json)
     if given.plot is not None:
-        from kvcache.lab.replay.plot import check_plot_target
+        from kvcache.lab.report.plot import check_plot_target
 
         check_plot_target(given.plot)
         if given.plot.lower().endswith(".html"):
@@ -150,10 +150,10 @@ def _store_blocks(text: str, block_bytes: int | None) -> int:
 
 def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> None:
     """Simulate each number of engines behind each router, and report."""
-    from kvcache.lab.replay.compact import CompactTrace
-    from kvcache.lab.replay.fleet import FleetPlan, ScaledTrace, run_fleet
-    from kvcache.lab.replay.serving import engines_for
+    from kvcache.lab.fleet.simulation import FleetPlan, ScaledTrace, run_fleet
     from kvcache.lab.report.fleet_tables import facts_of, print_fleets
+    from kvcache.lab.simulate.serving import engines_for
+    from kvcache.lab.traces.compact import CompactTrace
 
     started = monotonic()
     compact = CompactTrace.of(trace, trace.block_size)
@@ -210,7 +210,7 @@ def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> N
     if settings.json != "-":
         print_fleets(f"{trace.name} ({trace.format})", cells, document, settings)
     if settings.plot is not None:
-        from kvcache.lab.replay.fleet_plot import draw_fleet
+        from kvcache.lab.report.fleet_plot import draw_fleet
 
         store = "no store" if not settings.store_blocks else f"a store of {settings.store_blocks:,} blocks"
         footnote = (

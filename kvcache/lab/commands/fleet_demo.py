@@ -14,7 +14,7 @@ from kvcache.lab.bench.servers import find_valkey, running_valkey
 from kvcache.lab.commands.bench_tier import read_entry
 
 if TYPE_CHECKING:
-    from kvcache.lab.bench.fleet import FleetReport
+    from kvcache.lab.demos.fleet import FleetReport
 
 
 def fleet_demo(
@@ -33,7 +33,7 @@ def fleet_demo(
     """Let one engine compute and a second one hit; then let 1 to 8 engines share prefixes through one server."""
     from rich.table import Table
 
-    from kvcache.lab.bench.fleet import Workload, run_fleet
+    from kvcache.lab.demos.fleet import Workload, run_fleet
 
     try:
         counts = [int(part) for part in widths.split(",")]
@@ -115,7 +115,7 @@ def _store(entry: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _draw(path: str, reports: list[FleetReport]) -> None:
-    from kvcache.lab.replay import style
+    from kvcache.lab.report import style
 
     figure = style.new_figure(10.5, 3.8)
     axes = figure.subplots(1, 3)

@@ -13,7 +13,7 @@ from kvcache.options import parse_count
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
-    from kvcache.lab.replay.requests import TraceFile
+    from kvcache.lab.traces.requests import TraceFile
 
 FileArgument = Annotated[
     Path,
@@ -65,8 +65,8 @@ class TraceOptions:
 
     def open(self) -> TraceFile:
         """Open the trace, or a recording of a manager as one."""
-        from kvcache.lab.replay.recorded_trace import RecordedTrace
-        from kvcache.lab.replay.trace import open_trace
+        from kvcache.lab.traces.recorded_trace import RecordedTrace
+        from kvcache.lab.traces.trace import open_trace
 
         common.at_least("--users", self.users, 1)
         common.at_least("--seed", self.seed, 0)

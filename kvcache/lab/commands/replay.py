@@ -13,7 +13,7 @@ from kvcache.lab.commands import options
 from kvcache.options import parse_size
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.tiered import DiskChoice, TierEntry
+    from kvcache.lab.simulate.tiered import DiskChoice, TierEntry
 
 EXAMPLES = """
 kvcache replay trace.jsonl --blocks 10k
@@ -122,7 +122,7 @@ def replay(given: ReplayOptions) -> None:
 def _read_tier(text: str) -> DiskChoice | TierEntry:
     """Return the real tier that is below host memory."""
     from kvcache.lab.commands.bench_tier import read_entry
-    from kvcache.lab.replay.tiered import DiskChoice, TierEntry
+    from kvcache.lab.simulate.tiered import DiskChoice, TierEntry
 
     if text.lstrip().startswith("{"):
         return TierEntry(read_entry(text, "--tier"))

@@ -37,8 +37,8 @@ def rerun(
 ) -> None:
     """Make the calls of a recorded manager again, up to the first different answer or broken promise."""
     from kvcache.lab.commands.options import is_recording
-    from kvcache.lab.replay.recorded import replay_recording
     from kvcache.lab.report import rerun_text
+    from kvcache.lab.rerun.recorded import replay_recording
     from kvcache.recorder.format import Call, Recording
 
     if not is_recording(file):

@@ -17,10 +17,10 @@ from kvcache.cli import common
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
     from kvcache.control.observers.what_if import WhatIf
-    from kvcache.lab.replay.payload import VerifiedPayload
-    from kvcache.lab.replay.requests import Request, RequestSource
-    from kvcache.lab.replay.run import Replay
-    from kvcache.lab.replay.tiered import DiskChoice, PatientManager, TierEntry
+    from kvcache.lab.simulate.payload import VerifiedPayload
+    from kvcache.lab.simulate.run import Replay
+    from kvcache.lab.simulate.tiered import DiskChoice, PatientManager, TierEntry
+    from kvcache.lab.traces.requests import Request, RequestSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ def run(
     end, what the JSON says of the source.
     """
     from kvcache.control.cpu import CPUOffloadingManager
-    from kvcache.lab.replay.keys import KeyMaker, split_block_size
-    from kvcache.lab.replay.requests import ReplayError
-    from kvcache.lab.replay.run import Replay, ReplayClock, check_policy
+    from kvcache.lab.simulate.run import Replay, ReplayClock, check_policy
+    from kvcache.lab.traces.keys import KeyMaker, split_block_size
+    from kvcache.lab.traces.requests import ReplayError
 
     block_size = split_block_size(source.block_size, settings.split)
     make_keys = KeyMaker(settings.split)
@@ -74,7 +74,7 @@ def run(
             _check_memory(settings)
         payload = None
         if settings.data:
-            from kvcache.lab.replay.payload import VerifiedPayload
+            from kvcache.lab.simulate.payload import VerifiedPayload
 
             payload = open_now.enter_context(VerifiedPayload(settings.num_blocks, settings.block_bytes))
         tiered = None
@@ -124,7 +124,7 @@ def run(
 def _tiered_manager(
     settings: Settings, disk: DiskChoice | TierEntry, block_size: int, title: str, payload: VerifiedPayload | None
 ) -> AbstractContextManager[PatientManager]:
-    from kvcache.lab.replay.tiered import patient_manager, plain_host_blocks
+    from kvcache.lab.simulate.tiered import patient_manager, plain_host_blocks
 
     host_blocks = payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
     return patient_manager(

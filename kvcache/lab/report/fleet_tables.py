@@ -9,7 +9,7 @@ from kvcache.cli import common
 
 if TYPE_CHECKING:
     from kvcache.lab.fleet.settings import FleetSettings
-    from kvcache.lab.replay.fleet import FleetResult
+    from kvcache.lab.fleet.simulation import FleetResult
 
 
 def facts_of(copies: int, result: FleetResult, settings: FleetSettings) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from kvcache.cli import common
 from kvcache.lab.report.plan_tables import print_result
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.cells import Cell
-    from kvcache.lab.replay.requests import TraceFile
+    from kvcache.lab.simulate.cells import Cell
     from kvcache.lab.simulate.plan import Result
+    from kvcache.lab.traces.requests import TraceFile
 
 INTERRUPTED = 130
 
@@ -31,7 +31,7 @@ class Targets:
     @classmethod
     def read(cls, json: str | None, save: list[str] | None, checkpoint: str | None) -> Targets:
         """Return the targets of ``--json`` and ``--save``; ValueError if one cannot be written."""
-        from kvcache.lab.replay.plot import PLOT_SUFFIXES, check_plot_target
+        from kvcache.lab.report.plot import PLOT_SUFFIXES, check_plot_target
 
         files = {"csv": [], "plots": []}  # type: dict[str, list[str]]
         for target in save or ():
@@ -118,7 +118,7 @@ def _facts(cell: Cell, result: Result) -> dict[str, Any]:
 
 
 def _draw(result: Result, unbounded: Cell, block_size: int, target: str) -> None:
-    from kvcache.lab.replay.plot import Chart, draw
+    from kvcache.lab.report.plot import Chart, draw
 
     compact, weights, settings = result.compact, result.weights, result.settings
     footnote = f"{len(compact):,} requests, {compact.num_blocks * settings.split:,} blocks of {block_size} tokens"

@@ -9,7 +9,7 @@ from kvcache.cli import common
 from kvcache.lab.simulate.plan import NUM_SHARDS
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.cells import Cell
+    from kvcache.lab.simulate.cells import Cell
     from kvcache.lab.simulate.plan import Result
 
 _LEAST_BLOCKS = 8
@@ -18,7 +18,7 @@ _LEAST_BLOCKS = 8
 
 def print_result(console: Any, result: Result, unbounded: Cell, block_size: int) -> None:
     """Print the tables of a plan, and the best policies."""
-    from kvcache.lab.replay.cells import OPTIMUM
+    from kvcache.lab.simulate.cells import OPTIMUM
 
     _print_serving(console, result)
     if result.settings.tiers:
@@ -32,7 +32,8 @@ def print_result(console: Any, result: Result, unbounded: Cell, block_size: int)
     if result.compact.rate < 1:
         least = _LEAST_BLOCKS * NUM_SHARDS / result.compact.rate
         console.print(
-            f"estimated from 1 block in {1 / result.compact.rate:g}: +- is twice the standard error of {NUM_SHARDS} shards",
+            f"estimated from 1 block in {1 / result.compact.rate:g}: +- is twice the standard error of {NUM_SHARDS} "
+            "shards",
             soft_wrap=True,
         )
         if any(cell.num_blocks and cell.num_blocks < least for cell in result.cells):
@@ -44,7 +45,7 @@ def best_policies(cells: list[Cell], stack_name: Callable[[Cell], str] | None) -
 
     The best policy has the shortest mean time to first token; if no model is given, the most hits.
     """
-    from kvcache.lab.replay.cells import OPTIMUM
+    from kvcache.lab.simulate.cells import OPTIMUM
 
     places: dict[tuple[tuple[int, ...], int], list[Cell]] = {}
     for cell in cells:

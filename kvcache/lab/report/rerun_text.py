@@ -9,13 +9,13 @@ from kvcache.cli import common
 from kvcache.recorder.ops import Answer, Op
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.recorded import Runner
+    from kvcache.lab.rerun.recorded import Runner
     from kvcache.recorder.format import Call
 
 
 def watched(bar: common.Bar, runner: Runner) -> Callable[[Call, tuple[Any, ...]], str]:
     """Return a function that checks the promises of each call and shows the progress."""
-    from kvcache.lab.replay.promises import Promises
+    from kvcache.lab.rerun.promises import Promises
 
     inspect = Promises(runner)
 
@@ -47,8 +47,8 @@ def summary(report: dict[str, Any]) -> str:
 def shrunk_text(
     records: list[Call], config: dict[str, Any], policy: str | None, is_broken: bool, shrink_s: float
 ) -> str:
-    from kvcache.lab.replay.reproduction import as_test
-    from kvcache.lab.replay.shrink import breaks_promises, differs_from, shrink
+    from kvcache.lab.rerun.reproduction import as_test
+    from kvcache.lab.rerun.shrink import breaks_promises, differs_from, shrink
     from kvcache.testing.reference import REFERENCE_POLICIES
 
     recorded = config["cache_policy"]

@@ -16,12 +16,12 @@ from kvcache.lab.simulate.choices import stacks_of
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
-    from kvcache.lab.replay.cells import Cell, Job
-    from kvcache.lab.replay.compact import CompactTrace
-    from kvcache.lab.replay.grid import Grid
-    from kvcache.lab.replay.requests import Request, TraceFile
-    from kvcache.lab.replay.serving import Serving
+    from kvcache.lab.simulate.cells import Cell, Job
     from kvcache.lab.simulate.choices import ServingChoice, TierChoice
+    from kvcache.lab.simulate.grid import Grid
+    from kvcache.lab.simulate.serving import Serving
+    from kvcache.lab.traces.compact import CompactTrace
+    from kvcache.lab.traces.requests import Request, TraceFile
 
 _REFRESH_REQUESTS = 1000
 _PLAIN_S = 30.0
@@ -84,10 +84,10 @@ class Result:
 
 def run(trace: TraceFile, settings: Settings, weights: Weights | None) -> Result:
     """Simulate the grid; after Ctrl-C the result holds the cells that have finished."""
-    from kvcache.lab.replay.cells import OPTIMUM, Job, Plan
-    from kvcache.lab.replay.checkpoint import Checkpoint
-    from kvcache.lab.replay.compact import CompactTrace
-    from kvcache.lab.replay.grid import Grid, check_grid
+    from kvcache.lab.simulate.cells import OPTIMUM, Job, Plan
+    from kvcache.lab.simulate.checkpoint import Checkpoint
+    from kvcache.lab.simulate.grid import Grid, check_grid
+    from kvcache.lab.traces.compact import CompactTrace
 
     check_grid(settings.policies, settings.capacities)
     stacks = stacks_of(settings.tiers, settings.block_bytes) if settings.block_bytes else [()]
@@ -141,9 +141,9 @@ def _simulate(
     progress: _Progress,
 ) -> bool:
     """Replay the cells that `found` lacks, `total` in all, into it; return False if Ctrl-C stopped it."""
-    from kvcache.lab.replay.cells import Job
-    from kvcache.lab.replay.grid import run_grid
-    from kvcache.lab.replay.requests import ReplayError
+    from kvcache.lab.simulate.cells import Job
+    from kvcache.lab.simulate.grid import run_grid
+    from kvcache.lab.traces.requests import ReplayError
 
     before = len(found)
 
@@ -202,7 +202,7 @@ class _Progress:
 def _runner(jobs: int | str | None) -> Any:
     if not isinstance(jobs, str):
         return None
-    from kvcache.lab.replay.on_dask import DaskRunner
+    from kvcache.lab.simulate.on_dask import DaskRunner
 
     return DaskRunner(jobs)
 
@@ -210,7 +210,7 @@ def _runner(jobs: int | str | None) -> Any:
 def _serving(settings: Settings, weights: Weights | None, compact: CompactTrace) -> Serving | None:
     if settings.block_bytes is None:
         return None
-    from kvcache.lab.replay.serving import Medium, Serving, engines_for
+    from kvcache.lab.simulate.serving import Medium, Serving, engines_for
 
     rates = [settings.serving.link_bytes_per_s, *(tier.bytes_per_s for tier in settings.tiers)]
     names = ["memory", *(tier.name for tier in settings.tiers)]
@@ -226,13 +226,13 @@ def _baseline(compact: CompactTrace, serving: Serving | None) -> dict[str, Any] 
     """Return the figures of serving without any cache, or None if they are unknown."""
     if serving is None or serving.token_prefill_s is None or compact.rate < 1:
         return None
-    from kvcache.lab.replay.serving import weigh_nothing
+    from kvcache.lab.simulate.serving import weigh_nothing
 
     return weigh_nothing(compact.arrivals_s, compact.input_lengths, serving)
 
 
 def _facts_of(compact: CompactTrace, grid: Grid) -> dict[str, Any]:
-    from kvcache.lab.replay.grid import facts_of
+    from kvcache.lab.simulate.grid import facts_of
 
     weighed = repr(grid.plan.serving)
     return {"trace": compact.digest, **facts_of(grid), "weighed_by": weighed}

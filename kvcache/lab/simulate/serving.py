@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvcache.lab.replay.requests import Int64Array
+    from kvcache.lab.traces.requests import Int64Array
 
     Float64Array = npt.NDArray[np.float64]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcache.lab.replay.cells import Cell, Job
+from kvcache.lab.simulate.cells import Cell, Job
 
 
 class Checkpoint:

@@ -454,7 +454,7 @@ def replay_recording(
         Called with a `Runner` before its first call; returns a function that is called with every call and its
         answer, and returns what is wrong, or "".
     keep : list, optional
-        Filled with the records that were replayed since the last reset, for `kvcache.lab.replay.shrink`.
+        Filled with the records that were replayed since the last reset, for `kvcache.lab.rerun.shrink`.
 
     Raises
     ------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcache.lab.replay.recorded import Runner, is_expected_error
+from kvcache.lab.rerun.recorded import Runner, is_expected_error
 from kvcache.recorder.format import Call
 from kvcache.recorder.ops import Answer, Op
 

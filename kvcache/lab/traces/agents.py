@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.lab.replay.chats import check_workload, log_normal
-from kvcache.lab.replay.requests import Request
+from kvcache.lab.traces.chats import check_workload, log_normal
+from kvcache.lab.traces.requests import Request
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcache.control.cpu import CPUOffloadingManager
-from kvcache.lab.replay.links import Queue, QueuedLink
+from kvcache.lab.simulate.links import Queue, QueuedLink
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier, TierResult, TierStats

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvcache.lab.replay.requests import Request, TraceError, TraceFile
+from kvcache.lab.traces.requests import Request, TraceError, TraceFile
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.requests import Int64Array
+    from kvcache.lab.traces.requests import Int64Array
 
 _SUFFIXES = (".json", ".json.gz", ".jsonl", ".jsonl.gz")
 _STAGGER_S = 600.0

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache.lab.replay.cells import OPTIMUM
-from kvcache.lab.replay.style import COLOURS, INK, MARKERS, caption, check_matplotlib, new_figure, plain_axes, save
+from kvcache.lab.report.style import COLOURS, INK, MARKERS, caption, check_matplotlib, new_figure, plain_axes, save
+from kvcache.lab.simulate.cells import OPTIMUM
 from kvcache.options import format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvcache.lab.replay.cells import Cell
+    from kvcache.lab.simulate.cells import Cell
 
 PLOT_SUFFIXES = (".png", ".svg", ".html")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.lab.replay.requests import Closable, DataMismatchError, TransferFailedError
+from kvcache.lab.traces.requests import Closable, DataMismatchError, TransferFailedError
 from kvcache.specs import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,

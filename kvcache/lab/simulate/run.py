@@ -19,7 +19,7 @@ from kvcache.request import ReqContext
 
 if TYPE_CHECKING:
     from kvcache.control.manager import OffloadingManager
-    from kvcache.lab.replay.requests import Request
+    from kvcache.lab.traces.requests import Request
 
 
 def check_policy(policy: str) -> None:

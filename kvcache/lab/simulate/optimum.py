@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.lab.replay.compact import give_back, next_uses
-from kvcache.lab.replay.nearest import NearestUses
+from kvcache.lab.traces.compact import give_back, next_uses
+from kvcache.lab.traces.nearest import NearestUses
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.compact import CompactTrace
-    from kvcache.lab.replay.requests import Int64Array
+    from kvcache.lab.traces.compact import CompactTrace
+    from kvcache.lab.traces.requests import Int64Array
 
 
 def optimal_hits(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.lab.replay.requests import Request
+from kvcache.lab.traces.requests import Request
 
 _SPREAD = 0.6
 """Of lengths and pauses, which are drawn log-normally."""

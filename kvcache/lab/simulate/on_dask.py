@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.lab.replay.cells import Cell, Job, Plan, run_job
-from kvcache.lab.replay.requests import ReplayError
+from kvcache.lab.simulate.cells import Cell, Job, Plan, run_job
+from kvcache.lab.traces.requests import ReplayError
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.compact import CompactTrace
+    from kvcache.lab.traces.compact import CompactTrace
 
 _MAX_ROUNDS = 5
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvcache.lab.replay.cells import OPTIMUM, Cell, Job, Plan, joined, run_job
-from kvcache.lab.replay.compact import CompactTrace, next_uses
-from kvcache.lab.replay.keys import split_block_size
-from kvcache.lab.replay.requests import ReplayError
-from kvcache.lab.replay.run import check_policy
+from kvcache.lab.simulate.cells import OPTIMUM, Cell, Job, Plan, joined, run_job
+from kvcache.lab.simulate.run import check_policy
+from kvcache.lab.traces.compact import CompactTrace, next_uses
+from kvcache.lab.traces.keys import split_block_size
+from kvcache.lab.traces.requests import ReplayError
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.requests import Int64Array, RequestSource
+    from kvcache.lab.traces.requests import Int64Array, RequestSource
 
 __all__ = ["OPTIMUM", "Cell", "CompactTrace", "Grid", "check_grid", "simulate"]
 

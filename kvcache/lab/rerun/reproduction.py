@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcache.lab.replay.promises import Promises
-from kvcache.lab.replay.recorded import NOTES, Runner, lookup_answer
-from kvcache.lab.replay.shrink import Shrunk
+from kvcache.lab.rerun.promises import Promises
+from kvcache.lab.rerun.recorded import NOTES, Runner, lookup_answer
+from kvcache.lab.rerun.shrink import Shrunk
 from kvcache.recorder.format import Call
 from kvcache.recorder.ops import Answer, Op
 
@@ -193,7 +193,7 @@ def _test_text(lines: list[str], config: dict[str, Any], suspect: str | None, ha
     if has_time:
         head.append("    now = [0.0]")
     if tiers:
-        imports.append("from kvcache.lab.replay.recorded import ScriptedTier")
+        imports.append("from kvcache.lab.rerun.recorded import ScriptedTier")
         media = ", ".join(f"ScriptedTier({one['medium']!r})" for one in tiers)
         head.append(f"    tiers = [{media}]")
         rules = []

@@ -1,7 +1,7 @@
 """Read request traces: Mooncake and Qwen-Bailian JSONL, plain or compressed, one line at a time.
 
 A trace may be larger than memory, so nothing is held but the line being read; whoever needs all of it asks
-`kvcache.lab.replay.compact.CompactTrace`.
+`kvcache.lab.traces.compact.CompactTrace`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
-from kvcache.lab.replay.requests import Request, TraceFile
-from kvcache.lab.replay.requests import TraceError as TraceError
-from kvcache.lab.replay.sessions import SessionTrace, holds_sessions
+from kvcache.lab.traces.requests import Request, TraceFile
+from kvcache.lab.traces.requests import TraceError as TraceError
+from kvcache.lab.traces.sessions import SessionTrace, holds_sessions
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.requests import Int64Array
+    from kvcache.lab.traces.requests import Int64Array
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"

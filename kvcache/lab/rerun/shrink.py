@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kvcache.lab.replay.promises import Promises
-from kvcache.lab.replay.recorded import NOTES, Runner
+from kvcache.lab.rerun.promises import Promises
+from kvcache.lab.rerun.recorded import NOTES, Runner
 from kvcache.recorder.format import Call
 
 T = TypeVar("T")

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.lab.replay.keys import mixed, split_block_size
-from kvcache.lab.replay.nearest import NextUses
-from kvcache.lab.replay.requests import Request
+from kvcache.lab.traces.keys import mixed, split_block_size
+from kvcache.lab.traces.nearest import NextUses
+from kvcache.lab.traces.requests import Request
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvcache.lab.replay.requests import Int64Array
+    from kvcache.lab.traces.requests import Int64Array
 
     Float64Array = npt.NDArray[np.float64]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.lab.replay.style import COLOURS, MARKERS, caption, new_figure, plain_axes, save
+from kvcache.lab.report.style import COLOURS, MARKERS, caption, new_figure, plain_axes, save
 
 _NAMES = {"round_robin": "round robin", "prefix": "prefix-affine", "events": "by events"}
 

@@ -11,15 +11,15 @@ import numpy as np
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.core.policy_adapter import PolicyAdapter
 from kvcache.core.sampler import pass_requests
-from kvcache.lab.replay.keys import KeyMaker, split_block_size
-from kvcache.lab.replay.optimum import optimal_hits
-from kvcache.lab.replay.run import Replay, ReplayClock
-from kvcache.lab.replay.serving import Flow, Serving, price_of, weigh
-from kvcache.lab.replay.simulated_tier import SimulatedTieredManager
+from kvcache.lab.simulate.optimum import optimal_hits
+from kvcache.lab.simulate.run import Replay, ReplayClock
+from kvcache.lab.simulate.serving import Flow, Serving, price_of, weigh
+from kvcache.lab.simulate.simulated_tier import SimulatedTieredManager
+from kvcache.lab.traces.keys import KeyMaker, split_block_size
 
 if TYPE_CHECKING:
-    from kvcache.lab.replay.compact import CompactTrace
-    from kvcache.lab.replay.requests import Int64Array
+    from kvcache.lab.traces.compact import CompactTrace
+    from kvcache.lab.traces.requests import Int64Array
     from kvcache.policies.base import CachePolicy
     from kvcache.tiering.manager import TieredOffloadingManager
 
@@ -83,7 +83,7 @@ class Cell:
     """One policy at one capacity; the counts that the optimum does not have are None.
 
     `tiers` are the blocks of each tier below host memory, `serving` is the answer of
-    `kvcache.lab.replay.serving.weigh`, and `block_hit_error` the standard error of `block_hit_rate` (samples only);
+    `kvcache.lab.simulate.serving.weigh`, and `block_hit_error` the standard error of `block_hit_rate` (samples only);
     `arbiter` counts its decisions and has
     the last few in words.
     """

@@ -18,8 +18,8 @@ from kvcache.request import ReqContext
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvcache.lab.replay.compact import CompactTrace
-    from kvcache.lab.replay.requests import Int64Array
+    from kvcache.lab.traces.compact import CompactTrace
+    from kvcache.lab.traces.requests import Int64Array
 
     Float64Array = npt.NDArray[np.float64]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvcache.lab.replay.requests import Request, TraceFile
+from kvcache.lab.traces.requests import Request, TraceFile
 from kvcache.recorder.format import Call, Recording, RecordingError
 from kvcache.recorder.ops import FIRST_CONTEXT, Op
 

@@ -1,0 +1,1 @@
+"""Make the calls of a recording again, compare the answers, and shrink what differs."""

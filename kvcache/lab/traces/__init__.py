@@ -1,0 +1,1 @@
+"""Read, generate and hold traces of requests."""
