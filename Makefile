@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help build stress demo fleet-demo test lint typecheck docs bench-site docs-alone bench-smoke test-all test-rest test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean
+.PHONY: help build stress demo fleet-demo test lint typecheck docs bench-site docs-alone bench-smoke test-all test-rest test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
 
 VENV := .venv
 comma := ,
@@ -159,6 +159,10 @@ test-asan: build/address-undefined/sanitized.stamp
 tsan: build/thread/sanitized.stamp
 	$(call SANITIZED,thread) KVCACHE_STRESS=$${KVCACHE_STRESS:-5} LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
 		TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 $(BIN)/pytest tests/stress/test_copy_threads.py -k copies
+
+# The files that a release publishes, checked, in dist/.
+release:
+	.ci/release
 
 sdist-test: build/wheel/stamp
 	.ci/sdist-test
