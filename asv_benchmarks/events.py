@@ -1,10 +1,10 @@
 """What events cost the scheduler: off; kept, read or published after each request; and followed by a publisher.
 
 ``python -m asv_benchmarks.events`` prints, per case, nanoseconds a key for the whole cycle of a request and the 50th
-and 99th percentile of a cycle, in microseconds: CPU time of the scheduler's thread, turn about. Each is the lowest
-decile of many short rounds, and the ratios are the medians of a round's to that without events beside it, which changes
-least from run to run. Metrics are on from "published" on. In the last two cases the publisher follows the manager, and
-a subscriber is a process of its own, as a router is; what scrapes is a thread here. Needs the extra ``events``.
+and 99th percentile of a cycle, in microseconds: CPU time of the scheduler's thread, in turns. Each figure is the lowest
+decile of many short rounds. The ratios are medians over the rounds, of each case to the case "off" of the same round.
+Metrics are on in every case. In the last two cases the publisher follows the manager, and a subscriber is a process of
+its own, as a router is; a thread of this process scrapes. Needs the extra ``events``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def one_round(case: str, requests: list[Request]) -> tuple[float, float, float]:
     manager = CPUOffloadingManager(512 // _SPLIT, _NUM_BLOCKS, _POLICY, case != "off")
     cycles = np.empty(len(keys))
     with contextlib.ExitStack() as stack:
-        publisher = _publisher(case, manager, stack) if case in CASES[3:] else None
+        telemetry = Telemetry(manager, time_calls=True)
+        stack.callback(telemetry.close)
+        publisher = _publisher(case, telemetry, stack) if case in CASES[3:] else None
         if publisher is not None and case != "published":
             publisher.follow(manager)
         step = _STEPS.get(case)
@@ -58,7 +60,7 @@ def one_round(case: str, requests: list[Request]) -> tuple[float, float, float]:
     return float(cycles.sum()) / sum(map(len, keys)), p50, p99
 
 
-# What is done with a request's events, where they are taken.
+# What the engine does with a request's events.
 _STEPS: dict[str, Callable[[Any, Any], object]] = {
     "off": lambda events, publisher: None,
     "kept": lambda events, publisher: None,
@@ -67,14 +69,12 @@ _STEPS: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-def _publisher(case: str, manager: CPUOffloadingManager, stack: contextlib.ExitStack) -> Any:
-    """Return a publisher, and start who listens to it until the stack is left."""
+def _publisher(case: str, telemetry: Telemetry, stack: contextlib.ExitStack) -> Any:
+    """Return a publisher; its subscriber, if the case has one, runs until the stack is left."""
     from kvcache.exporters.kv_events import KVEventPublisher
 
     publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=512 // _SPLIT)
     stack.callback(publisher.close)
-    telemetry = Telemetry(manager, time_calls=True)
-    stack.callback(telemetry.close)
     if case in ("published", "followed"):
         return publisher
     subscriber = subprocess.Popen(
@@ -100,8 +100,8 @@ def _publisher(case: str, manager: CPUOffloadingManager, stack: contextlib.ExitS
     return publisher
 
 
-# It prints a line when its first message has come. One that stands still reads nothing more: what it is sent piles up
-# to the high-water mark, and is then dropped for it. Both end with the benchmark.
+# A subscriber prints a line when its first message has come. One that stands still reads nothing more: messages to it
+# pile up to the high-water mark, and are then dropped. Both end with the benchmark.
 _SUBSCRIBER = """
 import sys, threading, zmq
 socket = zmq.Context().socket(zmq.SUB)
@@ -124,7 +124,7 @@ socket.context.destroy(linger=0)
 
 
 def _scrape(telemetry: Telemetry, stop: threading.Event) -> None:
-    """Take a snapshot of all that is counted once a second; the first one at once, as a round may be shorter."""
+    """Take a snapshot of all counters once a second; the first one at once, as a round may be shorter."""
     while True:
         telemetry.snapshot().as_dict()
         if stop.wait(1.0):

@@ -26,7 +26,7 @@ class OffloadingEvent:
     removed : bool
         Whether they left.
     number : int
-        Place in the manager's log, from 1 on without gaps: a gap says that events were dropped. Not compared.
+        Place in the manager's log, from 1 on. A gap means that events were dropped, or a reset. Not compared.
     """
 
     keys: list[bytes]

@@ -275,7 +275,7 @@ def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
     for one in settings.exporters:
         try:
             exporter = one.exporter.from_config(one.options, telemetry)
-        except (OSError, ImportError) as error:
+        except (OSError, ImportError, ValueError) as error:
             _LOG.error("exporter %s is not available: %s", one.exporter.__name__, error)
             continue
         telemetry.exporters.append(exporter)

@@ -30,7 +30,6 @@ cdef class Batch:
     cdef Py_ssize_t* picked_places
     cdef int32_t* picked_rows
     cdef int32_t* victims           # rows that leave
-    cdef uint64_t* victim_hashes    # of their keys
     cdef Position* in_prompt        # used keys of the request, in the order of the prompt
 
     cdef int reserve(self, Py_ssize_t n) except -1

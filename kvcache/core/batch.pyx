@@ -31,7 +31,6 @@ cdef class Batch:
         PyMem_Free(self.picked_places)
         PyMem_Free(self.picked_rows)
         PyMem_Free(self.victims)
-        PyMem_Free(self.victim_hashes)
         PyMem_Free(self.in_prompt)
 
     def __reduce__(self):
@@ -53,7 +52,6 @@ cdef class Batch:
         self.picked_places = <Py_ssize_t*> resized(self.picked_places, size * sizeof(Py_ssize_t))
         self.picked_rows = <int32_t*> resized(self.picked_rows, size * sizeof(int32_t))
         self.victims = <int32_t*> resized(self.victims, size * sizeof(int32_t))
-        self.victim_hashes = <uint64_t*> resized(self.victim_hashes, size * sizeof(uint64_t))
         self.in_prompt = <Position*> resized(self.in_prompt, size * sizeof(Position))
         self.size = size
         return 0

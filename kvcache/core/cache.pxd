@@ -1,5 +1,5 @@
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from kvcache.core.batch cimport Batch
 from kvcache.core.event_log cimport EventLog
@@ -39,8 +39,7 @@ cdef class BlockCache:
     cdef int _begin(self, RequestKeys request_keys) except -1
     cdef int _resolve(self, list keys, RequestKeys request_keys, bint add) except -1
     cdef list _reserve_event(self, Py_ssize_t n)
-    cdef void _announce(
-        self, list announced, list keys, Py_ssize_t n, bint removed, const uint64_t* hashes) noexcept
+    cdef void _announce(self, list announced, list keys, Py_ssize_t n, bint removed) noexcept
     cdef int _end(self) except -1
     cdef int _reorder(self, RequestKeys request_keys, dict positions) except -1
     cdef int32_t _state_of(self, int32_t row) noexcept nogil

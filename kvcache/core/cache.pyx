@@ -9,7 +9,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
-from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint8_t, uint32_t
 
 from kvcache.core.batch cimport Batch
 from kvcache.core.event_log cimport EventLog
@@ -122,32 +122,24 @@ cdef class BlockCache:
         return request_keys.resolve(self.table, keys, self.batch, add)
 
     cdef list _reserve_event(self, Py_ssize_t n):
-        """Return a list for `_announce`, before anything changes; None where it needs none."""
-        if self.events is None or self.events.sink is not None:
+        """Return a list for `_announce`, before anything changes; None without events."""
+        if self.events is None:
             return None
         self.events.reserve()
         return new_list(n)
 
-    cdef void _announce(
-        self, list announced, list keys, Py_ssize_t n, bint removed, const uint64_t* hashes,
-    ) noexcept:
-        """Make an event of the first `n` of `keys`, with the list that `_reserve_event` returned; no key, no event.
-
-        `hashes` are the keys', or NULL.
-        """
+    cdef void _announce(self, list announced, list keys, Py_ssize_t n, bint removed) noexcept:
+        """Append an event of the first `n` of `keys`, with the list that `_reserve_event` returned; none if n is 0."""
         cdef Py_ssize_t i
         cdef PyObject* key
-        if self.events is None or n == 0:
-            return
-        if announced is None:
-            self.events.forward(keys, n, self.medium, removed, True, hashes)
+        if announced is None or n == 0:
             return
         for i in range(n):
             key = PyList_GET_ITEM(keys, i)
             Py_INCREF(<object> key)
             PyList_SET_ITEM(announced, i, key)
         Py_SET_SIZE(announced, n)
-        self.events.append(announced, self.medium, removed, True)
+        self.events.append(announced, self.medium, removed)
 
     cdef int _end(self) except -1:
         if KV_DEBUG and self.policy.is_check_due():
@@ -645,7 +637,7 @@ cdef class BlockCache:
                     table.rows[batch.picked_rows[i]].priority = ONE_SHOT
         if is_use:
             self.priorities.apply(batch.rows, n, names.priority, names.ttl_ns)
-        self._announce(announced, evicted, needed, True, batch.victim_hashes)
+        self._announce(announced, evicted, needed, True)
         self._end()
         return output
 
@@ -699,18 +691,14 @@ cdef class BlockCache:
         Py_SET_SIZE(evicted, num_victims)
         self.declined_blocks += num_new - num_taken
         self.gated_blocks += num_gated + num_new - num_taken
-        self._announce(announced, evicted, num_victims, True, batch.victim_hashes)
+        self._announce(announced, evicted, num_victims, True)
         self._end()
         if num_taken < num_new:
             output.store_spec.block_ids = output.store_spec.block_ids[:num_taken]
         return output
 
     cdef void _release(self, const int32_t* victims, Py_ssize_t n, list evicted) noexcept:
-        """Free the rows of evicted blocks; `evicted` takes their keys over, and the batch their hashes, for events."""
-        cdef Py_ssize_t i
-        if self.events is not None:
-            for i in range(n):
-                self.batch.victim_hashes[i] = self.table.rows[victims[i]].hash
+        """Free the rows of evicted blocks; `evicted` receives their keys."""
         self.priorities.forget(victims, n)
         self.table.release(victims, n, evicted)
         self.table.num_evictable -= n
@@ -773,7 +761,7 @@ cdef class BlockCache:
                     key = PyList_GET_ITEM(keys, batch.picked[i])
                     Py_INCREF(<object> key)
                     PyList_SET_ITEM(ready, i, key)
-            self._announce(announced, ready, num_ready, False, NULL)
+            self._announce(announced, ready, num_ready, False)
             self._end()
             return ready
 

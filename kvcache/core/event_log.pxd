@@ -2,21 +2,12 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
-# Blocks that came to a medium or left it; no object of Python's until somebody reads it.
+# Blocks that came to a medium or left it. `TakenEvents` makes the Python object when it is read.
 cdef struct Event:
     PyObject* keys          # strong: a list, the event's own
     PyObject* medium        # strong
     Py_ssize_t num_keys
     bint removed
-    bint are_exact          # the keys are bytes and of no subclass, as a compiled cache's are
-
-
-# Who takes every event as it happens. Its functions are called in the log's critical section, and run no Python.
-cdef class EventSink:
-    cdef bint put_event(
-        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, const uint64_t* hashes,
-        uint64_t number) noexcept
-    cdef bint put_reset(self) noexcept
 
 
 @cython.final
@@ -30,14 +21,11 @@ cdef class EventLog:
     cdef Py_ssize_t oldest          # where in the ring
     cdef Py_ssize_t num_events
     cdef Py_ssize_t num_keys
-    cdef EventSink sink             # or None: events wait to be taken
+    cdef public object reader       # the only one that takes events, or None
     cdef object lock                # its critical section guards the log: the table of the cache that has it
 
     cdef int reserve(self) except -1
-    cdef void append(self, list keys, medium, bint removed, bint are_exact) noexcept
-    cdef void forward(
-        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, const uint64_t* hashes) noexcept
-    cdef void flush(self) noexcept
+    cdef void append(self, list keys, medium, bint removed) noexcept
     cdef void forget(self) noexcept
     cdef void drop(self, Py_ssize_t num_events) noexcept
 

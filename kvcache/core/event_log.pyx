@@ -1,9 +1,7 @@
-"""EventLog: the only maker of events: it numbers what came to a medium or left it, and bounds what nobody takes.
+"""EventLog: a bounded, numbered queue of the blocks that came to a medium or left it.
 
-Events wait until `take`, or go to a sink, a publisher's queue, in the very operation: then nothing is made per key.
-
-Compiled because a compiled cache appends to it inside the very operation that changes the cache: then no finalizer and
-no other thread ever sees a block that has come and is not announced, and neither a lock nor a pause is needed for it.
+Compiled because a compiled cache appends to it inside the operation that changes the cache: no finalizer and no other
+thread ever sees a block that has come and is not announced, without a lock or a pause of its own.
 """
 
 cimport cython
@@ -13,60 +11,36 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uint64_t
 from libc.string cimport memcpy
 
-from kvcache.core.memory cimport new_list, pause_collector, resume_collector
+from kvcache.core.memory cimport pause_collector, resume_collector
 
 from kvcache.events import OffloadingEvent
 from kvcache.options import check_int
 
-cdef extern from "Python.h":
-    PyObject* PyList_GET_ITEM(object keys, Py_ssize_t i) noexcept
-    void PyList_SET_ITEM(object keys, Py_ssize_t i, PyObject* key) noexcept
-
 cdef enum:
     LEAST_EVENTS = 16       # room of a new ring
-    FLUSHED_KEYS = 4096     # that waited, in one call at most
-
-
-cdef class EventSink:
-    """EventSink()
-
-    Where a log's events go in the very operation that makes them; see `EventLog.forward_to`.
-    """
-
-    cdef bint put_event(
-        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, const uint64_t* hashes, uint64_t number,
-    ) noexcept:
-        """Copy an event of the first `n` keys, n > 0; False: there is no room for it now, and nothing has changed.
-
-        `hashes` are `key_hash.hash_of` of each, or NULL.
-
-        Numbers before it that are missing were dropped. What can never be put is dropped, too, and returns True.
-        """
-        return False
-
-    cdef bint put_reset(self) noexcept:
-        """Copy that everything was forgotten; False: there is no room."""
-        return False
 
 
 cdef class EventLog:
     """EventLog(block_size, max_keys=262144)
 
-    The events of one manager that nobody has taken yet; the only maker of events.
+    The events of one manager that wait to be taken. Every event is made here.
 
     Parameters
     ----------
     block_size : int
         Tokens of one block.
     max_keys : int
-        Keys that wait to be taken at most; beyond it the oldest events are dropped, down to the latest one.
+        Keys that may wait. Beyond it the oldest events are dropped, but never the latest one.
 
     Attributes
     ----------
     last_number : int
-        Of the latest event.
+        Number of the latest event, or of the latest `clear`. A gap in the numbers of taken events means that events
+        were dropped.
     num_dropped : int
-        Events that were dropped because nobody took them.
+        Events that were dropped because too many keys waited.
+    reader : object
+        If not None, `take` returns events to this reader only.
     """
 
     def __cinit__(self, block_size, max_keys=1 << 18):
@@ -87,7 +61,7 @@ cdef class EventLog:
         return self.num_events
 
     def add(self, list keys not None, str medium not None, bint removed):
-        """Append an event of a copy of `keys`; nothing where there are none."""
+        """Append an event of a copy of `keys`; an empty list appends nothing."""
         cdef bint was_on
         cdef list copy
         if not keys:
@@ -98,47 +72,28 @@ cdef class EventLog:
         finally:
             resume_collector(was_on)
         with cython.critical_section(self.lock):
-            if self.sink is not None:
-                self.forward(copy, len(copy), medium, removed, False, NULL)
-                return
             self.reserve()
-            self.append(copy, medium, removed, False)
+            self.append(copy, medium, removed)
 
-    def forward_to(self, EventSink sink):
-        """Give every event from now on to `sink`, after those that wait; None: let them wait to be taken again.
+    def take(self, max_events=None, reader=None):
+        """Take the events out, or the first `max_events` of them, oldest first.
 
-        What the sink has no room for waits, bounded by `max_keys`, and follows with later events. Nothing can be taken.
-
-        Raises
-        ------
-        ValueError
-            The events go to a sink already.
-        """
-        with cython.critical_section(self.lock):
-            if sink is not None and self.sink is not None:
-                raise ValueError("the manager's events go to a publisher already")
-            self.sink = sink
-            self.flush()
-
-    def push(self):
-        """Give the sink the first part of what it had no room for; return whether more waits for it."""
-        with cython.critical_section(self.lock):
-            self.flush()
-            return self.sink is not None and self.num_events > 0
-
-    def take(self, max_events=None):
-        """Take out the events, or the first `max_events` of them, oldest first.
+        Parameters
+        ----------
+        max_events : int, optional
+            The most events to take.
+        reader : object
+            Who takes them. If the log has another `reader`, nothing is taken.
 
         Returns
         -------
         TakenEvents
-            An iterator; O(1) for each event, whether or not it is read.
+            An iterator. Taking costs O(1) for each event, whether or not it is read.
         """
         cdef TakenEvents taken = TakenEvents.__new__(TakenEvents)
         cdef Py_ssize_t i, n
         with cython.critical_section(self.lock):
-            self.flush()
-            n = self.num_events if self.sink is None else 0
+            n = self.num_events if self.reader is None or self.reader is reader else 0
             if max_events is not None:
                 n = max(0, min(n, max_events))
             if n == 0:
@@ -157,7 +112,7 @@ cdef class EventLog:
         return taken
 
     def clear(self):
-        """Drop what nobody has taken; the numbers go on, so that a reader sees a gap."""
+        """Drop the events that wait, and skip a number, so that a reader sees a gap."""
         with cython.critical_section(self.lock):
             self.forget()
 
@@ -179,11 +134,11 @@ cdef class EventLog:
         self.size = size
         return 0
 
-    cdef void append(self, list keys, medium, bint removed, bint are_exact) noexcept:
-        """Append an event of `keys`, which are not empty and now the log's own; `reserve` has been called.
+    cdef void append(self, list keys, medium, bint removed) noexcept:
+        """Append an event that owns `keys`, a list that is not empty, after a call of `reserve`.
 
-        Between the two nothing may run Python, which could use the room up. What has to go may run it, where a tier's
-        keys are no bytes; so this comes when the operation's own change is whole.
+        No Python code may run between the two calls: it could use the room up. Dropping the oldest events may run
+        Python code (a tier's keys may be of any type), so the caller has finished its own change before.
         """
         cdef Event* event = &self.ring[(self.oldest + self.num_events) & (self.size - 1)]
         Py_INCREF(keys)
@@ -192,7 +147,6 @@ cdef class EventLog:
         event.medium = <PyObject*> medium
         event.num_keys = len(keys)
         event.removed = removed
-        event.are_exact = are_exact
         self.last_number += 1
         self.num_events += 1
         self.num_keys += event.num_keys
@@ -200,51 +154,10 @@ cdef class EventLog:
             self.num_dropped += 1
             self.drop(1)
 
-    cdef void forward(
-        self, list keys, Py_ssize_t n, medium, bint removed, bint are_exact, const uint64_t* hashes,
-    ) noexcept:
-        """Give the sink an event of the first `n` keys, n > 0; it waits where there is no room."""
-        cdef list waiting
-        cdef Py_ssize_t i
-        cdef PyObject* key
-        if self.num_events:
-            self.flush()
-        if self.num_events == 0 and self.sink is not None and self.sink.put_event(
-                keys, n, medium, removed, are_exact, hashes, self.last_number + 1):
-            self.last_number += 1
-            return
-        try:
-            self.reserve()
-            waiting = new_list(n)
-        except MemoryError:
-            self.last_number += 1
-            self.num_dropped += 1
-            return
-        for i in range(n):
-            key = PyList_GET_ITEM(keys, i)
-            Py_INCREF(<object> key)
-            PyList_SET_ITEM(waiting, i, key)
-        self.append(waiting, medium, removed, are_exact)
-
-    cdef void flush(self) noexcept:
-        """Give the sink, if there is one, the oldest events that wait: not so many that an operation takes long."""
-        cdef Py_ssize_t num_keys = 0
-        cdef Event* event
-        while self.sink is not None and self.num_events and num_keys < FLUSHED_KEYS:
-            event = &self.ring[self.oldest]
-            num_keys += event.num_keys
-            if not self.sink.put_event(
-                    <list> event.keys, event.num_keys, <object> event.medium, event.removed, event.are_exact,
-                    NULL, self.last_number - self.num_events + 1):
-                return
-            self.drop(1)
-
     cdef void forget(self) noexcept:
-        """Drop what waits: everything was forgotten."""
+        """Drop the events that wait, because the cache was reset, and skip a number."""
         self.drop(self.num_events)
-        if self.sink is not None and not self.sink.put_reset():
-            # A number that is missing says the same.
-            self.last_number += 1
+        self.last_number += 1
 
     cdef void drop(self, Py_ssize_t num_events) noexcept:
         """Drop the oldest events."""

@@ -55,7 +55,7 @@ def test_a_managers_event_list_is_bounded() -> None:
     assert (len(events), events[-1].number, manager.events.num_dropped) == (10, 1998, 1988)
 
 
-def test_a_reset_drops_untaken_events_and_numbers_go_on() -> None:
+def test_reset_drops_waiting_events_and_skips_a_number() -> None:
     manager = CPUOffloadingManager(16, 2, enable_events=True)
     manager.prepare_store([b"a"])
     manager.complete_store([b"a"])
@@ -63,7 +63,7 @@ def test_a_reset_drops_untaken_events_and_numbers_go_on() -> None:
     assert list(manager.take_events()) == []
     manager.prepare_store([b"b"])
     manager.complete_store([b"b"])
-    assert [(event.keys, event.number) for event in manager.take_events()] == [([b"b"], 2)]
+    assert [(event.keys, event.number) for event in manager.take_events()] == [([b"b"], 3)]
 
 
 def test_events_that_were_taken_and_not_read_let_their_keys_go() -> None:
@@ -91,6 +91,14 @@ def test_numbers_and_order_survive_a_ring_that_grows_while_it_is_turned() -> Non
             read += [(event.number, event.keys, event.removed) for event in log.take(draw.randrange(8))]
     read += [(event.number, event.keys, event.removed) for event in log.take()]
     assert read == made
+
+
+def test_take_of_another_reader_returns_nothing() -> None:
+    log, reader = EventLog(16), object()
+    log.reader = reader
+    log.add([b"a"], "CPU", False)
+    assert list(log.take()) == list(log.take(5, object())) == []
+    assert [event.keys for event in log.take(None, reader)] == [[b"a"]]
 
 
 def test_an_event_keeps_its_keys_whatever_becomes_of_the_callers_list() -> None:

@@ -1,11 +1,9 @@
-"""The compiled view against plain sets and the digest as the router page spells it out."""
+"""The view against plain sets and the digest as the router page spells it out."""
 
 from __future__ import annotations
 
 import itertools
 import random
-import sys
-import threading
 
 import pytest
 from hypothesis import given
@@ -19,7 +17,6 @@ from kvcache.exporters.kv_events import (
     EventBatch,
     block_value,
 )
-from kvcache.exporters.kv_events.block_set import BlockSet
 
 WORD = 1 << 64
 
@@ -135,46 +132,27 @@ def test_drift_among_keys_that_hardly_differ_is_found():
         assert abs(sum(value >> bit & 1 for value in values) - len(values) / 2) < 4 * len(values) ** 0.5
 
 
-def test_blocks_come_and_go_through_every_growth():
-    draw = random.Random(4)
-    view, held = BlockSet(), set()
-    for _ in range(300):
-        group_idx = draw.randrange(3)
-        chosen = [b"%d" % draw.randrange(20_000) + b"-" * draw.choice((0, 60)) for _ in range(draw.randrange(400))]
-        if draw.random() < 0.4:
-            view.discard(chosen, group_idx)
-            held -= {(block_hash, group_idx) for block_hash in chosen}
-        else:
-            view.add(chosen, group_idx)
-            held |= {(block_hash, group_idx) for block_hash in chosen}
-        assert len(view) == len(held)
-    assert view.blocks_held() == held
-    assert view.sum == sum(itertools.starmap(block_value, held)) % WORD
-    view.clear()
-    assert (len(view), view.sum, view.blocks_held()) == (0, 0, frozenset())
-    view.add([b"again"])
-    assert view.holds(b"again")
-
-
-@pytest.mark.parametrize("wrong", ["text", 7, None, bytearray(b"x")])
-def test_a_hash_that_is_no_bytes_is_named_and_nothing_changes(wrong):
-    view = BlockSet()
-    view.add([b"held"])
-    for change in (view.add, view.discard):
-        with pytest.raises(ValueError, match=f"a block hash must be bytes, got {wrong!r}".replace("(", r"\(")[:40]):
-            change([b"held", b"new", wrong])
-    assert view.blocks_held() == {(b"held", 0)}
-
-
 @pytest.mark.parametrize("wrong", [-1, 1 << 32, "0", 1.5, None])
-def test_a_group_out_of_range_is_named(wrong):
-    view = BlockSet()
+def test_block_value_of_a_group_out_of_range_raises(wrong):
+    view = BlockView()
     for call in (view.add, view.discard):
         with pytest.raises(ValueError, match="group_idx must be an int in"):
-            call([b"x"], wrong)
+            call("CPU", [(b"x", wrong)])
     with pytest.raises(ValueError, match="group_idx must be an int in"):
         block_value(b"x", wrong)
     assert len(view) == 0
+
+
+def test_digest_of_many_blocks_equals_the_sum_of_their_values():
+    draw = random.Random(4)
+    view, held = BlockView(), set()
+    for _ in range(100):
+        blocks = [(b"%d" % draw.randrange(20_000) + b"-" * draw.choice((0, 60)), draw.randrange(3)) for _ in range(400)]
+        removed = draw.random() < 0.4
+        (view.discard if removed else view.add)("CPU", blocks)
+        (held.difference_update if removed else held.update)(blocks)
+    assert view.media() == {"CPU": held}
+    assert view.digests() == {"CPU": (len(held), sum(itertools.starmap(block_value, held)) % WORD)}
 
 
 def test_a_batch_with_a_wrong_group_changes_nothing():
@@ -184,28 +162,3 @@ def test_a_batch_with_a_wrong_group_changes_nothing():
     with pytest.raises(ValueError, match="got -1"):
         view.apply(EventBatch(0.0, [AllBlocksCleared(), fine, BlockRemoved([b"x"], "CPU", -1)]))
     assert view.media() == {"CPU": {(b"held", 0)}}
-
-
-def test_a_view_keeps_copies_and_no_references():
-    view = BlockSet()
-    block_hash = bytes(bytearray(b"a hash of its own"))
-    before = sys.getrefcount(block_hash)
-    view.add([block_hash] * 100)
-    assert sys.getrefcount(block_hash) == before
-
-
-def test_threads_on_one_set_lose_no_block():
-    view = BlockSet()
-    halves = [[b"%d" % number for number in range(start, 20_000, 2)] for start in (0, 1)]
-
-    def work(mine):
-        for start in range(0, len(mine), 100):
-            view.add(mine[start : start + 100])
-            view.blocks_held() if start % 2000 == 0 else view.holds(mine[0])
-
-    threads = [threading.Thread(target=work, args=(half,)) for half in halves]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert view.blocks_held() == {(block_hash, 0) for half in halves for block_hash in half}

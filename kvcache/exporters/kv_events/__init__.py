@@ -1,17 +1,16 @@
-"""KV events for routers: what a cache holds, published in vLLM's wire format, with digests to verify a view of it.
+"""KV events for routers: the blocks of a cache, published in vLLM's wire format, with digests to verify a view.
 
-A router that places requests by prefix keeps a view of every engine's blocks. Messages get lost, so a view drifts; a
-digest every few batches tells the router whether its view is right, and a snapshot brings it back.
+A router that places requests by prefix keeps a view of every engine's blocks. Messages get lost, so a view drifts. A
+digest every few batches shows whether the view is right, and a snapshot repairs it.
 
 Wire format (vLLM's ``vllm.distributed.kv_events``): PUB frames ``topic, sequence number, payload``; the number has 8
 bytes, big-endian, the payload is a msgpack array ``[timestamp, events, data_parallel_rank]``. A DEALER or REQ socket on
-the replay endpoint sends a sequence number and gets every buffered batch from it on, then the number -1. Two things
-are our own:
+the replay endpoint sends a sequence number and receives every buffered batch from it on, then the number -1. Two
+additions are our own:
 
-- frames with topic ``"digest." + topic``: msgpack maps ``{"seq", "digests": {medium: [count, sum]}, "epoch"}``, or
-  ``{"seq", "gap": 1, "epoch"}`` before batches that sum up events which were too many to send one by one;
-- the request ``snapshot`` on the replay endpoint: what is held now, as batches of `BlockStored`, then the number -1
-  with a digest; the request ``digest\\0\\0``: that end alone.
+- frames with topic ``"digest." + topic``: msgpack maps ``{"seq", "digests": {medium: [count, sum]}, "epoch"}``;
+- the request ``snapshot`` on the replay endpoint: all blocks that are held, as batches of `BlockStored`, then the
+  number -1 with a digest; the request ``digest\\0\\0``: that end alone.
 """
 
 try:
@@ -20,10 +19,9 @@ try:
 except ImportError as error:
     raise ImportError("KV events need the packages msgspec and pyzmq: install kvcache's extra 'events'") from error
 
-from kvcache.exporters.kv_events.block_set import block_value
 from kvcache.exporters.kv_events.publisher import KVEventPublisher
 from kvcache.exporters.kv_events.subscriber import KVEventSubscriber
-from kvcache.exporters.kv_events.view import BlockView
+from kvcache.exporters.kv_events.view import BlockView, block_value
 from kvcache.exporters.kv_events.wire import (
     DIGEST_PREFIX,
     DIGEST_REQUEST,

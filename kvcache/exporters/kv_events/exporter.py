@@ -23,7 +23,6 @@ _OPTIONS = OptionTable(
         "replay_endpoint": parse_text,
         "topic": parse_text,
         "buffer_batches": count_from(1),
-        "queue_events": count_from(1),
         "digest_every": count_from(0),
     }
 )
@@ -35,14 +34,14 @@ class PublisherStats:
 
     Parameters
     ----------
-    sent_batches, merged_events, rejected_requests : int
+    sent_batches, dropped_events, rejected_requests : int
         Counters.
     queued_events : int
         A gauge.
     """
 
     sent_batches: int = counter("batches", "Batches of KV events that were sent.")
-    merged_events: int = counter("events", "KV events that were merged because the queue was full.")
+    dropped_events: int = counter("events", "KV events that were dropped because the queue was full.")
     rejected_requests: int = counter("requests", "Requests for replays or snapshots that were refused.")
     queued_events: int = gauge("events", "KV events that wait for the publishing thread.")
 
@@ -57,8 +56,7 @@ class KVEventExporter(Exporter):
     telemetry : Telemetry
         Of a manager that keeps events. Its label ``rank`` is added to the endpoints' TCP ports, as vLLM does.
     options : mapping
-        `KVEventPublisher`'s: ``endpoint``, ``replay_endpoint``, ``topic``, ``buffer_batches``, ``queue_events``,
-        ``digest_every``.
+        `KVEventPublisher`'s: ``endpoint``, ``replay_endpoint``, ``topic``, ``buffer_batches``, ``digest_every``.
 
     Attributes
     ----------

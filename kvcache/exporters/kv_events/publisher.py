@@ -1,6 +1,6 @@
-"""KVEventPublisher: an engine's end: events are queued by the scheduler, and sent by a thread of their own.
+"""KVEventPublisher: the engine's end: the scheduler queues events, and a thread sends them.
 
-Encoding, sending and answering routers take longer than a scheduler's call, and a slow router must not be felt there.
+Encoding, sending and answering routers take longer than a scheduler's call, and a slow router must not delay it.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
+from operator import length_hint
 from typing import Any
 
 from kvcache.core.event_log import EventLog, TakenEvents
 from kvcache.events import OffloadingEvent
 from kvcache.exporters.kv_events.publishing_thread import PublishingThread
+from kvcache.options import check_int
 
 
 class KVEventPublisher:
@@ -27,12 +29,11 @@ class KVEventPublisher:
     topic : str
         First frame of every message.
     block_size : int
-        Tokens of a block, for events that do not say.
+        Tokens of a block, for events without a block size.
     buffer_batches : int
         Batches that are kept for replay, of 256 MiB at most.
     queue_events : int
-        Events that may wait for the publishing thread. Beyond it they are merged by key, so that memory
-        stays bounded by the number of blocks, and a gap is announced.
+        Events passed to `publish` that may wait for the thread. Beyond it they are dropped, and the view is cleared.
     digest_every : int
         Batches between two digests; 0: none.
     data_parallel_rank : int
@@ -50,7 +51,7 @@ class KVEventPublisher:
 
     Notes
     -----
-    A slow subscriber loses messages at ZeroMQ's high-water mark; nobody else does, and the publisher does not wait.
+    A slow subscriber loses messages at ZeroMQ's high-water mark; the publisher and other subscribers do not wait.
     """
 
     def __init__(
@@ -75,41 +76,33 @@ class KVEventPublisher:
             ("block_size", block_size, 0),
             ("data_parallel_rank", data_parallel_rank, 0),
         ):
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
-            if value >= 1 << 62:
-                raise ValueError(f"{name} must be < 2**62, got {value!r}")
-        self._queue_events = queue_events
+            if check_int(name, value, least) >= 1 << 62:
+                raise ValueError(f"{name} must be < 2**62, got {value}")
+        self._queue_events, self._num_dropped, self._is_behind_gap = queue_events, 0, False
+        self._is_following = False
         self._thread = PublishingThread(
-            endpoint, replay_endpoint, topic, block_size, queue_events, buffer_batches, digest_every, data_parallel_rank
+            endpoint, replay_endpoint, topic, block_size, buffer_batches, digest_every, data_parallel_rank
         )
         self.endpoint, self.replay_endpoint = self._thread.endpoint, self._thread.replay_endpoint
-        self._queue, self._merged = self._thread.queue, self._thread.merged
-        self._is_following = False
-        # The thread holds all that it needs, and no publisher: one that is dropped ends it, as one that is closed.
+        # The thread has no reference to the publisher: dropping the publisher ends the thread, as `close` does.
         self._finalizer = weakref.finalize(self, self._thread.stop)
         self._thread.start()
 
     def follow(self, manager: Any) -> None:
-        """Queue what comes to a manager's media and leaves them from now on, inside its own calls; for one manager.
+        """Publish the events of `manager` from now on, resets included, without a call per step.
 
-        There is nothing to do per step then, and its `take_events` returns nothing. This costs less than `publish`: no
-        event is made, and each key is copied while it is at hand. A reset of the manager is published, too.
-
-        Parameters
-        ----------
-        manager : CPUOffloadingManager, TieredOffloadingManager or other owner of a BlockPool
-            With ``enable_events=True``. Untaken events are queued first.
+        `manager` is a CPUOffloadingManager, TieredOffloadingManager or other owner of a BlockPool, made with
+        ``enable_events=True``. Events that wait in it are sent first. Its `take_events` returns nothing from now on.
 
         Raises
         ------
         ValueError
-            It keeps no events, they go to a publisher already, or this publisher follows another manager.
+            The manager keeps no events, they go to a publisher already, or this publisher follows another manager.
 
         Notes
         -----
-        Events that find the queue full wait in the manager, `EventLog.max_keys` of them at most, and follow with later
-        ones. Those that are dropped beyond that are a gap, behind which everything counts as cleared.
+        Events wait in the manager, at most `EventLog.max_keys` keys of them. Beyond that the oldest ones are dropped,
+        and the publisher announces that everything was cleared.
         """
         log = getattr(getattr(manager, "pool", manager), "events", None)
         if not isinstance(log, EventLog):
@@ -120,51 +113,35 @@ class KVEventPublisher:
         self._is_following = True
 
     def publish(self, events: Iterable[OffloadingEvent]) -> None:
-        """Queue events, as `manager.take_events` returns them; for one thread.
-
-        The keys are copied, and nobody is woken: the publishing thread looks by itself. Once
-        the queue is full, they are merged by key, which costs about as much as a dict's item each.
-
-        Parameters
-        ----------
-        events : iterable of OffloadingEvent
-            As `manager.take_events` returns them.
+        """Queue `events`, as `manager.take_events` returns them; for one thread. Costs O(1) for taken events.
 
         Raises
         ------
         ValueError
-            A key is no bytes; nothing that `take_events` returned is queued then, and nothing of an event of others. Or
-            the publisher follows a manager.
+            An event that `take_events` did not make has a key that is not bytes, or a bad block size; nothing was
+            queued. Or the publisher follows a manager.
         """
-        queue = self._queue
-        if self._is_following and any(True for _ in events):
-            raise ValueError("the publisher follows a manager, whose calls queue their events themselves")
-        if type(events) is TakenEvents and queue.put_taken(events):
+        if self._is_following:
+            if any(True for _ in events):
+                raise ValueError("the publisher follows a manager, whose events it takes itself")
             return
-        for event in events:
-            if event.number and queue.last_number and event.number != queue.last_number + 1:
-                # The manager's log has dropped events: what it holds is not known, so nothing is claimed.
-                self.publish_cleared()
-            if not queue.is_merging and len(queue) < self._queue_events:
-                keys = event.keys if type(event.keys) is list else list(event.keys)
-                queue.put(keys, event.medium, event.removed, event.block_size)
-            else:
-                self._thread.merge(event)
-            queue.last_number = event.number or queue.last_number
+        queued = events if type(events) is TakenEvents else iter([_checked(event) for event in events])
+        num_events, num_waiting = length_hint(queued), self._num_waiting()
+        if not self._thread.is_alive() or (num_waiting and num_waiting + num_events > self._queue_events):
+            self._num_dropped += num_events
+            self._is_behind_gap = True
+            return
+        if self._is_behind_gap:
+            self.publish_cleared()
+            self._is_behind_gap = False
+        self._thread.put(queued, num_events)
 
     def publish_cleared(self) -> None:
-        """Queue that everything has been forgotten: call it with `reset_cache` of a manager that is not followed."""
+        """Queue that every block is gone: call it with `reset_cache` of a manager that is not followed."""
         self._thread.clear()
 
-    # ---- what others may ask, from any thread ----------------------------------------------------------------
-
     def snapshot(self) -> tuple[int, dict[str, frozenset[tuple[bytes, int]]]]:
-        """Return the number of the next batch, and the blocks that were held when it was taken, by medium.
-
-        Returns
-        -------
-        tuple of (int, dict)
-            Number of the next batch, and the blocks of each medium.
+        """Return the number of the next batch and the blocks held before it, by medium; for any thread.
 
         Raises
         ------
@@ -174,55 +151,47 @@ class KVEventPublisher:
         return self._thread.snapshot()
 
     def stats(self) -> dict[str, int]:
-        """Return counters since start: batches sent, events merged because the queue was full, bad requests refused.
-
-        Returns
-        -------
-        dict of str to int
-            Counters by name.
-        """
+        """Return counters since start by name, as `PublisherStats` describes them; for any thread."""
         return {
-            "sent_batches": self._thread.log.num_batches,
-            "merged_events": self._merged.num_events,
+            "sent_batches": self._thread.num_batches,
+            "dropped_events": self._num_dropped,
             "rejected_requests": self._thread.num_rejected,
-            "queued_events": len(self._queue),
+            "queued_events": self._num_waiting(),
         }
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Wait until everything queued so far was sent; return whether that came in time. Not for the scheduler.
-
-        Parameters
-        ----------
-        timeout_s : float
-            How long to wait.
-
-        Returns
-        -------
-        bool
-            Whether everything was sent in time.
-        """
+        """Wait at most `timeout_s` until everything queued so far was sent; return whether it was."""
         end_s = time.monotonic() + timeout_s
-        while self._thread.push_waiting() or len(self._queue) or self._queue.is_merging:
+        next_look = self._thread.num_begun + 1
+        while self._thread.num_done < next_look:
             if not self._thread.is_alive():
-                return len(self._queue) == 0 and not self._thread.num_dropped
+                return not self._num_dropped and not self._num_waiting()
             if time.monotonic() >= end_s:
                 return False
             time.sleep(0.001)
         return True
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Send what is queued and release the sockets; waits at most `timeout_s`. May be called twice.
-
-        Parameters
-        ----------
-        timeout_s : float
-            How long to wait.
-        """
+        """Send the queued events and release the sockets; waits at most `timeout_s`. May be called twice."""
         self._finalizer()
         self._thread.join(timeout_s)
+
+    def _num_waiting(self) -> int:
+        return self._thread.num_queued - self._thread.num_read
 
     def __enter__(self) -> KVEventPublisher:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _checked(event: OffloadingEvent) -> OffloadingEvent:
+    """Return a copy of a caller's event; ValueError if it cannot be encoded."""
+    keys = [*event.keys]
+    for key in keys:
+        if not isinstance(key, bytes):
+            raise ValueError(f"a key must be bytes, got {key!r:.80}")
+    if check_int("block_size", event.block_size, 0) >= 1 << 64:
+        raise ValueError(f"block_size must be < 2**64, got {event.block_size}")
+    return OffloadingEvent(keys, event.block_size, event.medium, event.removed, event.number)

@@ -1,88 +1,73 @@
-"""PublishingThread: the sockets of a publisher, the thread that uses them, and events that were too many to queue.
+"""PublishingThread: takes events, encodes and sends them, and answers the requests of routers.
 
-The thread runs compiled code without the GIL; it comes back to Python for merged events and for requests of routers.
+It is Python: a batch holds the interpreter's lock for some 0.5 ms, and then hands it over.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import os
+import re
 import secrets
 import threading
 import time
-import weakref
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import zmq
-from zmq.backend.cython import _zmq as zmq_library
 
 from kvcache.core.event_log import EventLog
 from kvcache.events import OffloadingEvent
-from kvcache.exporters.kv_events.batches import BatchLog
-from kvcache.exporters.kv_events.queue import EventQueue
-from kvcache.exporters.kv_events.sender import BatchSender, Reply
-from kvcache.exporters.kv_events.wire import DIGEST_PREFIX, DIGEST_REQUEST, SNAPSHOT_REQUEST, Digest
+from kvcache.exporters.kv_events.view import BlockView
+from kvcache.exporters.kv_events.wire import (
+    DIGEST_PREFIX,
+    DIGEST_REQUEST,
+    END_OF_REPLAY,
+    SNAPSHOT_REQUEST,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Digest,
+    EventBatch,
+)
 
 _LOG = logging.getLogger(__name__)
-_MAX_OWED = 64  # replies under way
-_MAX_REQUESTS = 256  # looked at before batches are sent again
+_LEAST_WAIT_MS, _MAX_WAIT_MS = 4, 16  # between two looks: a wake-up takes the interpreter's lock from the scheduler
+_PAUSE_S = 0.0002  # hands the interpreter's lock over between two batches
+_MAX_BATCH_KEYS = 1024
+_MAX_PIECE_BYTES = 1 << 22
+_EVENT_COST = 8  # of an event without keys, in keys
+_MAX_KEPT_BYTES = 1 << 28
+_SNAPSHOT_KEYS = 4096  # of one message
+_MAX_OWED = 64  # replies that are sent at the same time
+_MAX_REQUESTS = 256  # answered between two looks
+_MAX_REPLIES = 256  # messages to one client between two looks
 _MAX_QUEUED_REPLIES = 64  # messages in the memory of each client's connection
 _STANDSTILL_S = 10.0
-_MAX_FRAME_BYTES = 1 << 16  # of a request or a subscription; libzmq bounds neither parts of a message nor subscriptions
+_MAX_FRAME_BYTES = 1 << 16  # of a request or a subscription
 _EPOCH_BITS = 53  # exact in every language
 
-
-class MergedEvents:
-    """What came while the queue was full: of each key of a medium, whether it was removed last."""
-
-    def __init__(self) -> None:
-        self._last: dict[tuple[str, bytes], bool] = {}
-        self.num_events = 0
-        """Events that were ever merged."""
-
-    def add(self, event: OffloadingEvent) -> None:
-        """Merge an event, or raise ValueError where a key is no bytes."""
-        if wrong := [key for key in event.keys if not isinstance(key, bytes)]:
-            raise ValueError(f"a key must be bytes, got {wrong[0]!r:.80}")
-        self.num_events += 1
-        for key in event.keys:
-            self._last[event.medium, key] = event.removed
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._last = {}
-
-    def put_into(self, queue: EventQueue) -> None:
-        """Put all into a queue, what was removed first."""
-        for removed in (True, False):
-            by_medium: dict[str, list[bytes]] = {}
-            for (medium, key), is_removed in self._last.items():
-                if is_removed is removed:
-                    by_medium.setdefault(medium, []).append(key)
-            for medium, keys in by_medium.items():
-                queue.put(keys, medium, removed)
+Source = Iterator[OffloadingEvent | None]
+"""Events to send; None: everything was cleared."""
 
 
 class PublishingThread(threading.Thread):
-    """Sends what is queued, and answers requests; parameters and errors as of `KVEventPublisher`.
+    """Sends events and answers requests; parameters and errors as of `KVEventPublisher`.
 
     Attributes
     ----------
     endpoint, replay_endpoint : str
         As bound.
-    queue : EventQueue
-        What the scheduler puts its events in.
-    merged : MergedEvents
-        Events that found the queue full.
-    log : BatchLog
-        What was sent.
+    num_queued, num_read : int
+        Events that were ever queued, written by the queueing thread, and read, written by this one.
+    num_batches : int
+        Batches sent: the number of the next one.
     num_rejected : int
-        Requests that were none, came while another of the same client was being answered, or whose client took no more.
-    num_dropped : int
-        Events that came after the end.
+        Requests that were refused.
+    num_begun, num_done : int
+        Looks at the queue that were begun, and that are done.
     """
 
     def __init__(
@@ -91,24 +76,28 @@ class PublishingThread(threading.Thread):
         replay_endpoint: str | None,
         topic: str,
         block_size: int,
-        queue_events: int,
         buffer_batches: int,
         digest_every: int,
-        data_parallel_rank: int,
+        rank: int,
     ) -> None:
         super().__init__(name="kvcache-kv-events", daemon=True)
-        self.queue = EventQueue(block_size, queue_events)
-        self.merged = MergedEvents()
-        self.log = BatchLog(self.queue, buffer_batches, data_parallel_rank)
-        self.num_rejected = self.num_dropped = 0
-        # Of what is merged and of who puts events in: the scheduler, or this thread where it puts in what was merged.
-        self._lock = threading.Lock()
-        # By client: what it is owed, and when it last took some of it.
-        self._owed: dict[bytes, tuple[Reply, float]] = {}
-        self._has_ended = self._is_inherited = False
-        self._followed: EventLog | None = None
-        self._digest_topic = DIGEST_PREFIX + topic.encode()
+        self._queue: deque[Source] = deque()
+        self.num_queued = self.num_read = 0
+        self.num_batches = self.num_rejected = self.num_begun = self.num_done = 0
+        self._topic = topic.encode()
+        self._block_size, self._digest_every, self._rank = block_size, digest_every, rank
+        self._kept: deque[bytes] = deque()
+        self._max_kept, self._num_kept_bytes = buffer_batches, 0
+        self._view = BlockView()
+        self._view_lock = threading.Lock()  # `snapshot` reads in other threads
+        self._log: EventLog | None = None
+        self._log_lock = threading.RLock()  # reentrant: `stop` may run in a finalizer
+        self._is_stopped_by_user = False
+        self._last_number, self._last_ts = 0, 0.0
+        self._owed: dict[bytes, _Reply] = {}
+        self._encoder = msgspec.msgpack.Encoder()
         self._epoch = secrets.randbits(_EPOCH_BITS)
+        self._owner = os.getpid()
         self._context = zmq.Context()
         try:
             self._pub = self._context.socket(zmq.PUB)
@@ -116,184 +105,259 @@ class PublishingThread(threading.Thread):
             self.endpoint = _bind(self._pub, endpoint)
             self._router = None if replay_endpoint is None else self._context.socket(zmq.ROUTER)
             if self._router is not None:
-                # A client that does not read its replies must not hold memory, nor the thread. Set before the socket is
-                # bound: later, it would count for nobody who connects.
+                # A client that does not read its replies must hold neither memory nor the thread. The limits apply to
+                # connections made after they were set, so they are set before the socket is bound.
                 self._router.setsockopt(zmq.SNDHWM, _MAX_QUEUED_REPLIES)
                 self._router.setsockopt(zmq.RCVHWM, 16)
                 self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
                 self._router.setsockopt(zmq.SNDTIMEO, 0)
                 self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.replay_endpoint = None if self._router is None else _bind(self._router, replay_endpoint or "")
-            self._sender = BatchSender(
-                self.log,
-                self.queue,
-                ctypes.CDLL(zmq_library.__file__),
-                self._pub.underlying,
-                0 if self._router is None else self._router.underlying,
-                topic.encode(),
-                self._digest_topic,
-                digest_every,
-                block_size,
-                self._epoch,
-            )
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        _THREADS.add(self)
 
     def follow(self, log: EventLog) -> None:
-        """Let a manager's log give its events to the queue, until this thread is stopped."""
-        if self._sender.is_stopped or self._has_ended:
+        """Take the events of a manager's log, until `stop`."""
+        if log.reader is not None:
+            raise ValueError("the manager's events go to a publisher already")
+        if self._is_stopped_by_user or not self.is_alive():
             raise ValueError("the publisher is closed, and follows no manager")
-        self.queue.block_size = log.block_size or self.queue.block_size
-        log.forward_to(self.queue)
-        self._followed = log
+        self._block_size = log.block_size or self._block_size
+        with self._log_lock:
+            log.reader, self._log = self, log
 
-    def push_waiting(self) -> bool:
-        """Queue some of what the manager's log had no room for here; return whether more waits there."""
-        self.queue.has_refused = False
-        return self._followed is not None and self._followed.push()
-
-    def merge(self, event: OffloadingEvent) -> None:
-        """Merge an event that finds the queue full; for the scheduler's thread."""
-        with self._lock:
-            if self._has_ended:
-                self.num_dropped += 1
-                return
-            self.merged.add(event)
-            self.queue.is_merging = True
+    def put(self, events: Source, num_events: int) -> None:
+        """Queue events; not after `follow`."""
+        self.num_queued += num_events
+        self._queue.append(events)
 
     def clear(self) -> None:
-        """Queue that everything was cleared; what was merged counts no more."""
-        if self._followed is not None:
-            # Guarded as the manager's calls are, which may be other threads'.
-            self._followed.clear()
-            return
-        with self._lock:
-            if not self._has_ended:
-                self.merged.clear()
-                self.queue.is_merging = False
-                self.queue.put_cleared()
+        """Queue that everything was cleared."""
+        if self._log is not None:
+            self._log.clear()
+        elif self.is_alive():
+            self._queue.append(iter([None]))
 
     def snapshot(self) -> tuple[int, dict[str, frozenset[tuple[bytes, int]]]]:
-        """Return what is held, see `KVEventPublisher.snapshot`."""
-        if self._is_inherited:
-            # Perhaps the thread was just changing it.
+        """Return the number of the next batch and the blocks that are held; see `KVEventPublisher.snapshot`."""
+        if os.getpid() != self._owner:
             raise RuntimeError("the publisher belongs to the process that this one was forked from")
-        return self.log.snapshot()
+        with self._view_lock:
+            return self.num_batches, self._view.media()
 
     def stop(self) -> None:
-        """Let the thread send what is queued, and end."""
-        if self._followed is not None:
-            self._followed.forward_to(None)
-        self._sender.stop()
+        """Send the events that wait, and end. A child that was forked has no such thread."""
+        if os.getpid() != self._owner:
+            return
+        with self._log_lock:
+            self._look_at_log()
+            if self._log is not None:
+                self._log.reader = None
+                self._log = None
+        self._is_stopped_by_user = True
 
     def run(self) -> None:
-        """Send and answer until the publisher is closed, or nothing more can be sent."""
-        _stand_back()
-        has_waiting = False
+        """Send and answer until `stop`, or until the sockets fail."""
+        wait_ms = _LEAST_WAIT_MS
+        is_last = False
         try:
-            while True:
-                is_last = self._sender.is_stopped
-                has_requests = self._sender.run(bool(self._owed) or has_waiting)
-                if self.queue.is_merging:
-                    self._take_merged()
-                has_waiting = self.push_waiting()
-                if has_requests and self._router is not None:
-                    self._take_requests(self._router)
-                if self._owed:
-                    self._go_on_with_replies()
-                if is_last:
-                    self._sender.run()  # what was merged
-                    break
+            while not is_last:
+                is_last = self._is_stopped_by_user
+                self._wait(0 if is_last else 1 if self._owed else wait_ms)
+                self.num_begun += 1
+                self._look_at_log()
+                num_batches = self.num_batches
+                self._send_all()
+                self.num_done = self.num_begun
+                self._answer()
+                wait_ms = _LEAST_WAIT_MS if self.num_batches > num_batches else min(2 * wait_ms, _MAX_WAIT_MS)
         except Exception:
             _LOG.exception("kvcache publishes no more KV events")
+            self.stop()
         finally:
-            self._drop_events()
             self._context.destroy(linger=200)
 
-    def _drop_events(self) -> None:
-        """Let what is published from now on be dropped: nobody takes it."""
-        with self._lock:
-            self._has_ended = True
-            self.merged.clear()
-            self.queue.is_merging = True
+    # ---- events ----------------------------------------------------------------------------------------------
 
-    def leave_to_parent(self) -> None:
-        """In a child that was forked: this thread is not there, and its locks may be held."""
-        self._lock = threading.Lock()
-        self._is_inherited = True
-        self._drop_events()
+    def _look_at_log(self) -> None:
+        """Queue the events of the followed log."""
+        with self._log_lock:
+            if self._log is not None:
+                # Read before the events are taken: a number up to it that does not come was dropped, or is a reset's.
+                number = self._log.last_number
+                taken = self._log.take(None, self)
+                self.num_queued += len(taken)
+                self._queue += (taken, self._missing(number))
 
-    def _take_merged(self) -> None:
-        with self._lock:
-            # Only when all that came before has been sent; the scheduler may queue again from then on.
-            if len(self.queue) or not self.queue.is_merging:
-                return
-            gap = msgspec.msgpack.encode(Digest(self.log.num_batches, gap=1, epoch=self._epoch))
-            self._pub.send_multipart((self._digest_topic, self.log.num_batches.to_bytes(8, "big"), gap))
-            self.merged.put_into(self.queue)
-            self.merged.clear()
-            self.queue.is_merging = False
+    def _missing(self, number: int) -> Source:
+        """Yield None if events up to `number` were dropped behind the last one that was read."""
+        if self._last_number < number:
+            yield None
+            self._last_number = number
 
-    def _take_requests(self, router: Any) -> None:
+    def _send_all(self) -> None:
+        """Send all events that are queued."""
+        batch: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        cost = 0
+        for event, event_cost in self._wire_events():
+            batch.append(event)
+            cost += event_cost
+            if cost >= _MAX_BATCH_KEYS:
+                self._send(batch)
+                batch, cost = [], 0
+                time.sleep(_PAUSE_S)
+        if batch:
+            self._send(batch)
+
+    def _wire_events(self) -> Iterator[tuple[BlockStored | BlockRemoved | AllBlocksCleared, int]]:
+        """Yield each event as it is sent, at most `_MAX_BATCH_KEYS` of its keys at a time, and its cost in keys."""
+        while self._queue:
+            for event in self._queue.popleft():
+                number = 0 if event is None else event.number
+                if event is None or (number and self._last_number and number != self._last_number + 1):
+                    # Events were dropped: what is held is unknown, so no block is claimed.
+                    yield AllBlocksCleared(), _EVENT_COST
+                    self._last_number = 0
+                if event is not None:
+                    self._last_number = number or self._last_number
+                    self.num_read += 1
+                    yield from self._pieces(event)
+
+    def _pieces(self, event: OffloadingEvent) -> Iterator[tuple[BlockStored | BlockRemoved, int]]:
+        medium = "CPU" if event.medium == "CPU" else "STORAGE"
+        for group_idx, hashes in sorted(_by_group(event.keys).items()):
+            step = max(1, min(_MAX_BATCH_KEYS, _MAX_PIECE_BYTES // (1 + max(map(len, hashes)))))
+            for start in range(0, len(hashes), step):
+                piece = hashes[start : start + step]
+                cost = _EVENT_COST + len(piece) * _MAX_BATCH_KEYS // step
+                if event.removed:
+                    yield BlockRemoved(piece, medium, group_idx, "LOCAL"), cost
+                else:
+                    yield _stored(piece, medium, group_idx, event.block_size or self._block_size), cost
+
+    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+        seq, batch = self.num_batches, self._batch(events)
+        payload = self._encoder.encode(batch)
+        with self._view_lock:
+            self._view.apply(batch)
+            self.num_batches += 1
+        self._kept.append(payload)
+        self._num_kept_bytes += len(payload)
+        while len(self._kept) > self._max_kept or (self._num_kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1):
+            self._num_kept_bytes -= len(self._kept.popleft())
+        self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
+        # The first batch has a digest, too: it shows early that this publisher is another one than before.
+        if self._digest_every and (seq == 0 or self.num_batches % self._digest_every == 0):
+            self._pub.send_multipart((DIGEST_PREFIX + self._topic, seq.to_bytes(8, "big"), self._digest(seq)))
+
+    def _batch(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> EventBatch:
+        # Time never goes back, so that a subscriber tells a new publisher's low numbers from messages it had before.
+        self._last_ts = max(self._last_ts, time.time())
+        return EventBatch(self._last_ts, events, self._rank)
+
+    def _digest(self, seq: int) -> bytes:
+        return self._encoder.encode(Digest(seq, self._view.digests(), epoch=self._epoch))
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    def _wait(self, wait_ms: int) -> None:
+        if self._router is None:
+            time.sleep(wait_ms / 1000)
+        else:
+            self._router.poll(wait_ms)
+
+    def _answer(self) -> None:
+        """Read the requests that have arrived, and send more of every reply that is owed."""
+        if self._router is None:
+            return
+        for client, reply in [*self._owed.items()]:
+            self._go_on(client, reply)
         for _ in range(_MAX_REQUESTS):
-            if not router.poll(0):
+            if not self._router.poll(0):
                 break
-            frames = router.recv_multipart()
+            frames = self._router.recv_multipart()
             # REQ sockets put an empty frame before the request, DEALER sockets need not.
             client, request = frames[0], frames[-1]
             is_known = len(frames) in (2, 3) and len(request) == 8
             if not is_known or client in self._owed or len(self._owed) >= _MAX_OWED:
                 self.num_rejected += 1
-                continue
-            if request in (SNAPSHOT_REQUEST, DIGEST_REQUEST):
-                reply = Reply(client, has_keys=request == SNAPSHOT_REQUEST)
             else:
-                reply = Reply(client, int.from_bytes(request, "big"))
-            self._go_on(client, reply, time.monotonic())
+                self._go_on(client, _Reply(self._messages(request)))
 
-    def _go_on_with_replies(self) -> None:
-        for client, (reply, since_s) in [*self._owed.items()]:
-            self._go_on(client, reply, since_s)
+    def _messages(self, request: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """Yield the messages of a reply: topic, number, payload."""
+        if request in (SNAPSHOT_REQUEST, DIGEST_REQUEST):
+            seq, end = self.num_batches, self._digest(self.num_batches)
+            held = [*self._view.hashes()] if request == SNAPSHOT_REQUEST else []
+            for medium, group_idx, hashes in held:
+                for start in range(0, len(hashes), _SNAPSHOT_KEYS):
+                    event = _stored(hashes[start : start + _SNAPSHOT_KEYS], medium, group_idx, self._block_size)
+                    yield self._topic, seq.to_bytes(8, "big"), self._encoder.encode(self._batch([event]))
+            yield b"", END_OF_REPLAY, end
+            return
+        seq = int.from_bytes(request, "big")
+        while seq < self.num_batches:
+            # The client sees by the number that older batches are no longer kept.
+            first = self.num_batches - len(self._kept)
+            seq = max(seq, first)
+            yield self._topic, seq.to_bytes(8, "big"), self._kept[seq - first]
+            seq += 1
+        yield b"", END_OF_REPLAY, b""
 
-    def _go_on(self, client: bytes, reply: Reply, since_s: float) -> None:
-        """Send what a client takes of its reply; one that has gone, or stands still, may ask again."""
-        num_messages = reply.num_messages
-        try:
-            if self._sender.go_on(reply):
-                self._owed.pop(client, None)
+    def _go_on(self, client: bytes, reply: _Reply) -> None:
+        """Send as much of a reply as its client takes. A client that has gone, or stands still, may ask again."""
+        assert self._router is not None
+        self._owed.pop(client, None)
+        for _ in range(_MAX_REPLIES):
+            if reply.message is None:
                 return
-            now_s = time.monotonic()
-            if reply.num_messages > num_messages:
-                since_s = now_s
-            elif now_s - since_s > _STANDSTILL_S:
-                raise TimeoutError("a client stands still")
-            self._owed[client] = reply, since_s
-        except (OSError, MemoryError):
-            self._owed.pop(client, None)
-            self.num_rejected += 1
+            try:
+                self._router.send_multipart((client, b"", *reply.message))
+            except zmq.Again:
+                if time.monotonic() - reply.since_s > _STANDSTILL_S:
+                    self.num_rejected += 1
+                    return
+                break
+            except zmq.ZMQError:
+                self.num_rejected += 1
+                return
+            reply.message, reply.since_s = next(reply.messages, None), time.monotonic()
+        self._owed[client] = reply
 
 
-_THREADS: weakref.WeakSet[PublishingThread] = weakref.WeakSet()
+class _Reply:
+    """A client's answer: the messages that are left, and when the client took the last one."""
+
+    def __init__(self, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
+        self.messages = messages
+        self.message = next(messages, None)
+        self.since_s = time.monotonic()
 
 
-def _leave_all_to_parent() -> None:
-    for thread in [*_THREADS]:
-        thread.leave_to_parent()
+def _stored(hashes: list[bytes], medium: str, group_idx: int, block_size: int) -> BlockStored:
+    return BlockStored(hashes, None, [], block_size, None, medium, None, group_idx=group_idx, locality="LOCAL")
 
 
-os.register_at_fork(after_in_child=_leave_all_to_parent)
-
-
-def _stand_back() -> None:
-    """Let this thread wake up without taking the processor of one that runs, such as the scheduler's; Linux only."""
-    if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+def _by_group(keys: list[bytes]) -> dict[int, list[bytes]]:
+    """Return block hashes by group; a key of up to 4 bytes is a bare hash of group 0. Keys that are no bytes are left
+    out."""
+    if not set(map(type, keys)) <= {bytes}:
+        keys = [key for key in keys if isinstance(key, bytes)]
+    groups: dict[bytes, list[bytes]] = {}
+    if len(tails := {key[-4:] for key in keys}) == 1 and min(map(len, keys)) > 4:
+        groups[tails.pop()] = [key[:-4] for key in keys]
+    else:
+        for key in keys:
+            block_hash, group = (key[:-4], key[-4:]) if len(key) > 4 else (key, bytes(4))
+            groups.setdefault(group, []).append(block_hash)
+    return {int.from_bytes(group, "big"): hashes for group, hashes in groups.items()}
 
 
 def _bind(socket: Any, endpoint: str) -> str:
+    found = re.fullmatch(r"tcp://.*:([0-9]+)", endpoint)
+    if found is not None and int(found[1]) >= 1 << 16:  # libzmq would bind the port modulo 65,536
+        raise ValueError(f"cannot bind {endpoint!r}: the port must be < 65536")
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

@@ -1,6 +1,6 @@
-"""KVEventSubscriber: a router's end: a view that is verified, and mended by replays and snapshots.
+"""KVEventSubscriber: a router's end: a view that digests verify, and that replays and snapshots repair.
 
-Messages get lost on the way; whoever acts on a view has to know whether it is right.
+Messages get lost on the way; a router that acts on a view has to know whether it is right.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from kvcache.exporters.kv_events.wire import (
 
 _CONNECTIONS = "inproc://connections"
 _MAX_WAITING = 1000
+_MAX_MESSAGE_BYTES = 1 << 26
+_MAX_ANSWER_BYTES = 1 << 29  # a full replay buffer has 256 MiB, a snapshot some 40 bytes a block
 _POLL_S = 1.0
 
 
 class KVEventSubscriber:
     """Keep a verified view of one publisher's blocks.
 
-    Missed batches are replayed; where that fails, a digest disagrees, or another publisher has taken the place of the
-    one that the view is of, the view is replaced by a snapshot.
+    Missed batches are replayed. If that fails, if a digest disagrees, or if another publisher has taken the place of
+    the view's, a snapshot replaces the view.
 
     Parameters
     ----------
@@ -41,20 +43,20 @@ class KVEventSubscriber:
     topic : str
         The publisher's.
     timeout_s : float
-        How long to wait for the next message of a replay or a snapshot.
+        How long the answers to one message may take: a digest, a replay, and a snapshot if one is needed.
 
     Attributes
     ----------
     view : BlockView
-        What the publisher holds, as far as it has been heard.
+        The publisher's blocks, as far as its messages have arrived.
     is_verified : bool
         Whether the last digest agreed with the view.
 
     Notes
     -----
-    For one thread. A message that is no batch is counted in `rejected_messages` and ignored. A restart of the publisher
-    shows by its epoch, which is asked for whenever `poll` finds that the connection was made anew, and before batches
-    are replayed.
+    For one thread. A message that is not a batch is counted in `rejected_messages` and ignored. An answer of more than
+    512 MiB is dropped. A restart of the publisher shows by its epoch. The subscriber asks for the epoch when `poll`
+    finds a new connection, and before batches are replayed.
     """
 
     def __init__(
@@ -63,9 +65,9 @@ class KVEventSubscriber:
         self.view = BlockView()
         self.is_verified = False
         self.num_replays = self.num_snapshots = self.rejected_messages = 0
-        self._timeout_ms = int(timeout_s * 1000)
+        self._timeout_s, self._end_s = timeout_s, 0.0
         self._next: int | None = None
-        # Of the publisher that the view is of; None: it has not been heard yet, or sends none.
+        # Epoch of the view's publisher. None: unknown, or the publisher sends none.
         self._epoch: int | None = None
         self._must_verify = False
         self._last_ts = 0.0
@@ -77,9 +79,8 @@ class KVEventSubscriber:
         self._replay_endpoint = replay_endpoint
         self._context = zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
-        # 110 MB of full batches; what does not fit is replayed.
-        self._sub.setsockopt(zmq.RCVHWM, _MAX_WAITING)
-        self._sub.setsockopt(zmq.MAXMSGSIZE, 1 << 26)
+        self._sub.setsockopt(zmq.RCVHWM, _MAX_WAITING)  # messages beyond it are lost, and replayed
+        self._sub.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         self._sub.subscribe(self._topic)
         self._sub.subscribe(DIGEST_PREFIX + self._topic)
         self._sub.monitor(_CONNECTIONS, zmq.EVENT_CONNECTED)
@@ -91,17 +92,8 @@ class KVEventSubscriber:
     def poll(self, timeout_s: float = 0.0) -> int:
         """Apply the messages that have arrived, waiting at most `timeout_s` for the first; return their number.
 
-        Where more arrive all the time, it returns after a second: call it again.
-
-        Parameters
-        ----------
-        timeout_s : float
-            How long to wait for the first message.
-
-        Returns
-        -------
-        int
-            Messages applied.
+        It returns after a second although more messages arrive, and at most the subscriber's own `timeout_s` later if
+        an answer is awaited.
         """
         num_messages, end_s = 0, 0.0
         self._note_connections()
@@ -122,13 +114,7 @@ class KVEventSubscriber:
         return num_messages
 
     def receive(self, frames: list[bytes]) -> None:
-        """Apply one message, as it came from the socket.
-
-        Parameters
-        ----------
-        frames : list of bytes
-            Topic, sequence number, payload.
-        """
+        """Apply one message: `frames` are topic, sequence number and payload, as they came from a socket."""
         if len(frames) != 3 or len(frames[1]) != 8:
             self.rejected_messages += 1
             return
@@ -137,8 +123,9 @@ class KVEventSubscriber:
         if seq > MAX_SEQ:
             self.rejected_messages += 1
             return
+        self._end_s = time.monotonic() + self._timeout_s
         if self._must_verify:
-            self.verify()
+            self._verify()
         try:
             if topic == DIGEST_PREFIX + self._topic:
                 self._check(self._digest_decoder.decode(payload))
@@ -148,13 +135,38 @@ class KVEventSubscriber:
             self.rejected_messages += 1
 
     def verify(self) -> None:
-        """Ask the publisher for a digest, and mend the view where it is not right: for publishers that send none.
+        """Ask the publisher for a digest, and repair the view if it is wrong: for publishers that send no digests.
 
         Raises
         ------
         TimeoutError
-            No answer came; `is_verified` is False then.
+            No whole answer came in time; `is_verified` is False then.
         """
+        self._end_s = time.monotonic() + self._timeout_s
+        self._verify()
+
+    def resync(self) -> None:
+        """Replace the view by a snapshot of the publisher's.
+
+        Raises
+        ------
+        TimeoutError
+            No whole snapshot came in time.
+        """
+        self._end_s = time.monotonic() + self._timeout_s
+        self._resync()
+
+    def close(self) -> None:
+        """Release the sockets."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> KVEventSubscriber:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _verify(self) -> None:
         self.is_verified = False
         self._must_verify = True
         found = None
@@ -164,7 +176,7 @@ class KVEventSubscriber:
         except (msgspec.DecodeError, ValueError) as error:
             raise TimeoutError(f"no digest from {self._replay_endpoint}: {error}") from error
         if found is None or self._next is None or not self._is_of(found):
-            self.resync()
+            self._resync()
             return
         if found.seq > self._next:
             self._replay(self._next, found.seq)
@@ -173,10 +185,9 @@ class KVEventSubscriber:
         if self.is_verified:
             self._must_verify = False
         else:
-            self.resync()
+            self._resync()
 
-    def resync(self) -> None:
-        """Replace the view by a snapshot of the publisher's; TimeoutError where none arrives whole."""
+    def _resync(self) -> None:
         self.num_snapshots += 1
         view = BlockView()
         try:
@@ -196,19 +207,9 @@ class KVEventSubscriber:
             raise TimeoutError(f"no whole snapshot from {self._replay_endpoint}: {error}") from error
         raise TimeoutError(f"no whole snapshot from {self._replay_endpoint}")
 
-    def close(self) -> None:
-        """Release the sockets."""
-        self._context.destroy(linger=0)
-
-    def __enter__(self) -> KVEventSubscriber:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _apply(self, seq: int, batch: EventBatch) -> None:
         live_seq, live_ts = self._live
-        # A new publisher's clock may be behind the old one's: the order of messages shows it, too.
+        # A new publisher's clock may be behind the old one's: the order of messages shows a restart, too.
         is_restart = seq < live_seq or (seq == live_seq and batch.ts != live_ts)
         self._live = seq, batch.ts
         if self._next is None or is_restart or (seq < self._next and batch.ts > self._last_ts):
@@ -219,10 +220,10 @@ class KVEventSubscriber:
                 self.view.clear()
                 self._next, self._epoch = 0, None
             else:
-                self.resync()
+                self._resync()
         if self._next is not None and seq > self._next:
             self._replay(self._next, seq)
-        if seq == self._next:  # no replay nor snapshot had it, and it is no late one of another publisher
+        if seq == self._next:  # neither a replay nor a snapshot had it, and it is not another publisher's late one
             self._take(seq, batch)
 
     def _take(self, seq: int, batch: EventBatch) -> None:
@@ -238,7 +239,7 @@ class KVEventSubscriber:
                     found = self._digest_of(frames)
                     is_ours = found is None or self._is_of(found)
                     if not is_ours:
-                        break  # what it would send does not go with the view
+                        break  # its batches do not fit the view
                     continue
                 if frames[-2] == END_OF_REPLAY:
                     if self._next is not None and self._next >= end_seq:
@@ -249,7 +250,7 @@ class KVEventSubscriber:
                     break  # the buffer no longer has it
                 if seq == self._next:
                     self._take(seq, self._decoder.decode(frames[-1]))
-        self.resync()
+        self._resync()
 
     def _check(self, message: Digest) -> None:
         if message.digests is None:
@@ -258,7 +259,7 @@ class KVEventSubscriber:
         if self._next is None or message.seq < self._live[0] or is_other:
             self.is_verified = False
             self._live = message.seq, 0.0
-            self.resync()
+            self._resync()
         elif message.seq >= self._next:
             self._replay(self._next, message.seq + 1)
         if self._next == message.seq + 1:
@@ -266,10 +267,10 @@ class KVEventSubscriber:
             if self.is_verified:
                 self._epoch = message.epoch
             else:
-                self.resync()
+                self._resync()
 
     def _verify_anew(self) -> None:
-        """Verify over a new connection: what waits came over the one before, or is part of the answer."""
+        """Verify over a new connection. Waiting messages came over the old one, or are part of the answer."""
         for _ in range(2 * _MAX_WAITING):
             if not self._sub.poll(0):
                 break
@@ -277,35 +278,37 @@ class KVEventSubscriber:
         self.verify()
 
     def _is_of(self, found: Digest) -> bool:
-        """Return whether a digest is of the publisher that the view is of."""
+        """Return whether a digest is of the view's publisher."""
         return found.epoch is not None and found.epoch == self._epoch and found.seq >= (self._next or 0)
 
     def _digest_of(self, frames: list[bytes]) -> Digest | None:
-        """Return the answer to a request for a digest; None: it is of a publisher that knows no such request."""
+        """Return the answer to a request for a digest, or None if the publisher does not know the request."""
         if frames[-2] != END_OF_REPLAY:
-            raise ValueError("a digest was asked for, a batch came")
+            raise ValueError("a batch came in answer to a request for a digest")
         return self._digest_decoder.decode(frames[-1]) if frames[-1] else None
 
     def _note_connections(self) -> None:
-        """See whether the publisher was connected to: it may be another one than the view is of."""
+        """Note new connections: another publisher than the view's may be at the other end."""
         while self._connections.poll(0):
             self._connections.recv_multipart()
             self._must_verify |= self._next is not None
 
     def _ask(self, *requests: bytes) -> Iterator[list[bytes]]:
-        """Yield the messages that come in answer, up to each request's end."""
-        num_ends = 0
+        """Yield the messages of the answer, up to each request's end, to `_end_s`, or to the largest size."""
+        num_ends = num_bytes = 0
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 10 * _MAX_WAITING)
+            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
             socket.connect(self._replay_endpoint)
             for request in requests:
                 socket.send_multipart((b"", request))
-            while socket.poll(self._timeout_ms):
+            while (left_s := self._end_s - time.monotonic()) > 0 and socket.poll(int(left_s * 1000) + 1):
                 frames = socket.recv_multipart()
-                if len(frames) < 2:
-                    raise ValueError(f"{self._replay_endpoint} sent a reply of {len(frames)} frames")
+                num_bytes += sum(map(len, frames))
+                if len(frames) < 2 or num_bytes > _MAX_ANSWER_BYTES:
+                    raise ValueError(f"{self._replay_endpoint} sent {len(frames)} frames, in all {num_bytes} bytes")
                 yield frames
                 num_ends += frames[-2] == END_OF_REPLAY
                 if num_ends == len(requests):

@@ -1,14 +1,21 @@
 """BlockView: the blocks that each medium of a publisher holds, and their digest.
 
-Publisher and subscribers keep one each, so that two short digests show whether they are equal.
+Publisher and subscribers keep one each: two short digests show whether they are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
-from kvcache.exporters.kv_events.block_set import BlockSet
+import numpy as np
+import numpy.typing as npt
+
 from kvcache.exporters.kv_events.wire import AllBlocksCleared, BlockStored, EventBatch
+
+_GROUP_BYTES = 4
+_MAX_PENDING = 1 << 12  # hashes whose values are added up at a time
+Values = npt.NDArray[np.uint64]
 
 
 class BlockView:
@@ -16,95 +23,45 @@ class BlockView:
 
     Notes
     -----
-    The digest of a medium is the number of its blocks and the sum, modulo 2**64, of their `block_value`: independent of
-    the order in which blocks came.
+    The digest of a medium is the number of its blocks and the sum, modulo 2**64, of their `block_value`. It does not
+    depend on the order in which blocks came.
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, BlockSet] = {}
+        self._held: dict[str, _Medium] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
 
     def media(self) -> dict[str, frozenset[tuple[bytes, int]]]:
-        """Return the blocks of each medium that holds any, as (block hash, group index).
-
-        Returns
-        -------
-        dict of str to frozenset
-            Medium to (block hash, group index) pairs.
-        """
-        return {medium: held.blocks_held() for medium, held in self._held.items() if held}
+        """Return the blocks of each medium that holds any, as (block hash, group index)."""
+        return {medium: frozenset(held.blocks()) for medium, held in self._held.items() if len(held)}
 
     def holds(self, medium: str, block_hash: bytes, group_idx: int = 0) -> bool:
-        """Return whether a medium holds a block.
-
-        Parameters
-        ----------
-        medium : str
-            The medium.
-        block_hash : bytes
-            The block.
-        group_idx : int
-            Its KV-cache group.
-
-        Returns
-        -------
-        bool
-            Whether it is held.
-        """
+        """Return whether `medium` holds the block `block_hash` of the KV-cache group `group_idx`."""
         held = self._held.get(medium)
-        return held is not None and held.holds(block_hash, group_idx)
+        return held is not None and block_hash in held.groups.get(group_idx, ())
 
     def add(self, medium: str, blocks: Iterable[tuple[bytes, int]]) -> None:
-        """Note blocks that came to a medium; those that it holds already change nothing.
-
-        Parameters
-        ----------
-        medium : str
-            The medium.
-        blocks : iterable of (bytes, int)
-            Block hash and group index.
-        """
-        held = self._held.setdefault(medium, BlockSet())
+        """Add `blocks`, pairs of block hash and group index, to `medium`. A block that is held changes nothing."""
         for block_hash, group_idx in blocks:
-            held.add([block_hash], group_idx)
+            self._change(medium, [block_hash], group_idx, False)
 
     def discard(self, medium: str, blocks: Iterable[tuple[bytes, int]]) -> None:
-        """Note blocks that left a medium; those that it does not hold change nothing.
-
-        Parameters
-        ----------
-        medium : str
-            The medium.
-        blocks : iterable of (bytes, int)
-            Block hash and group index.
-        """
-        held = self._held.setdefault(medium, BlockSet())
+        """Remove `blocks`, pairs of block hash and group index, from `medium`. A missing block changes nothing."""
         for block_hash, group_idx in blocks:
-            held.discard([block_hash], group_idx)
+            self._change(medium, [block_hash], group_idx, True)
 
     def clear(self) -> None:
         """Empty every medium."""
         self._held.clear()
 
     def digests(self) -> dict[str, tuple[int, int]]:
-        """Return count and sum of each medium that holds any block.
-
-        Returns
-        -------
-        dict of str to (int, int)
-            Medium to count and sum.
-        """
-        return {medium: (len(held), held.sum) for medium, held in self._held.items() if held}
+        """Return count and sum of each medium that holds any block."""
+        return {medium: (len(held), held.sum()) for medium, held in self._held.items() if len(held)}
 
     def apply(self, batch: EventBatch) -> None:
-        """Apply one batch of events, in order.
-
-        Parameters
-        ----------
-        batch : EventBatch
-            The next batch.
+        """Apply the events of `batch`, in order.
 
         Raises
         ------
@@ -112,12 +69,106 @@ class BlockView:
             A group index is not in 0..2**32-1; nothing has changed then.
         """
         for event in batch.events:
-            if not isinstance(event, AllBlocksCleared) and not 0 <= (event.group_idx or 0) < 1 << 32:
-                raise ValueError(f"group_idx must be an int in 0..2**32-1, got {event.group_idx!r}")
+            if not isinstance(event, AllBlocksCleared):
+                _check_group(event.group_idx or 0)
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 self.clear()
-                continue
-            held = self._held.setdefault(event.medium or "", BlockSet())
-            change = held.add if isinstance(event, BlockStored) else held.discard
-            change(event.block_hashes, event.group_idx or 0)
+            else:
+                removed = not isinstance(event, BlockStored)
+                self._change(event.medium or "", event.block_hashes, event.group_idx or 0, removed)
+
+    def hashes(self) -> Iterator[tuple[str, int, list[bytes]]]:
+        """Yield a copy of the block hashes of each medium and group."""
+        for medium, held in self._held.items():
+            for group_idx, hashes in held.groups.items():
+                yield medium, group_idx, [*hashes]
+
+    def _change(self, medium: str, hashes: list[bytes], group_idx: int, removed: bool) -> None:
+        _check_group(group_idx)
+        held = self._held.setdefault(medium, _Medium())
+        held.change(hashes, group_idx, removed)
+
+
+class _Medium:
+    """The blocks of one medium: sets of hashes by group, and the sum of their values."""
+
+    __slots__ = ("_num_pending", "_pending", "_sum", "groups")
+
+    def __init__(self) -> None:
+        self.groups: dict[int, set[bytes]] = {}
+        self._sum = 0
+        # Hashes whose values are not in the sum yet, by group and sign: numpy is fast for many at a time only.
+        self._pending: dict[tuple[int, int], list[bytes]] = {}
+        self._num_pending = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.groups.values()))
+
+    def blocks(self) -> Iterator[tuple[bytes, int]]:
+        return ((block_hash, group_idx) for group_idx, hashes in self.groups.items() for block_hash in hashes)
+
+    def change(self, hashes: list[bytes], group_idx: int, removed: bool) -> None:
+        held = self.groups.setdefault(group_idx, set())
+        if removed:
+            changed = held.intersection(hashes)
+            held -= changed
+        else:
+            changed = set(hashes) - held
+            held |= changed
+        self._pending.setdefault((group_idx, -1 if removed else 1), []).extend(changed)
+        self._num_pending += len(changed)
+        if self._num_pending >= _MAX_PENDING:
+            self.sum()
+
+    def sum(self) -> int:
+        for (group_idx, sign), hashes in self._pending.items():
+            self._sum += sign * _sum_of_values(hashes, group_idx)
+        self._pending, self._num_pending = {}, 0
+        self._sum %= 1 << 64
+        return self._sum
+
+
+def block_value(block_hash: bytes, group_idx: int = 0) -> int:
+    """Return the value of the block `block_hash` of group `group_idx` in the sum of a digest, 0 <= value < 2**64.
+
+    Raises
+    ------
+    ValueError
+        The group index is not in 0..2**32-1.
+
+    Notes
+    -----
+    ``splitmix64`` (Steele, Lea & Flood, OOPSLA '14) folded over the key, which is the hash and then the group index as
+    4 bytes, big-endian. The key is read in little-endian words of 8 bytes, the last one padded with zeros; its length
+    is folded in first.
+    """
+    _check_group(group_idx)
+    return _sum_of_values([block_hash], group_idx)
+
+
+def _sum_of_values(hashes: list[bytes], group_idx: int) -> int:
+    """Return the sum of the values of blocks of one group, modulo 2**64."""
+    total = 0
+    for size, same in groupby(sorted(hashes, key=len), len):
+        num_bytes = size + _GROUP_BYTES
+        tail = group_idx.to_bytes(_GROUP_BYTES, "big") + bytes(-num_bytes % 8)
+        words = np.frombuffer(tail.join(same) + tail, "<u8").reshape(-1, (size + len(tail)) // 8)
+        value = _mix(np.array([num_bytes], np.uint64))
+        for column in words.T:
+            value = _mix(value ^ column)
+        total += int(value.sum(dtype=np.uint64))
+    return total % (1 << 64)
+
+
+def _mix(state: Values) -> Values:
+    """Return splitmix64 of each element; unsigned arrays wrap around."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return state ^ state >> np.uint64(31)
+
+
+def _check_group(group_idx: int) -> None:
+    if not isinstance(group_idx, int) or not 0 <= group_idx < 1 << 32:
+        raise ValueError(f"group_idx must be an int in 0..2**32-1, got {group_idx!r}")

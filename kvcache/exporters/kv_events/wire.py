@@ -102,7 +102,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Digest(msgspec.Struct, omit_defaults=True):
-    """What a view holds after batch `seq`: per medium the number of blocks and the sum of their hashes; or a gap.
+    """The content of a view after batch `seq`: the number of blocks and the sum of their values, by medium.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class Digest(msgspec.Struct, omit_defaults=True):
     digests : dict of str to (int, int), optional
         Medium to count and sum.
     gap : int, optional
-        1: the next batch sums up events that were too many.
+        1, from older publishers: the next batch sums up events that were too many.
     epoch : int, optional
         Drawn at the publisher's start, 53 bits: another one means another publisher, whose numbers have begun anew.
         Older publishers send none.
