@@ -1,7 +1,7 @@
 """Arbitration: which blocks of each request are loaded from tiers, and which are left to be computed.
 
-`kvcache.control.arbiter` weighs one prefix; here stands what was decided for each request so far, and which blocks to
-load now and then so that a link that got faster is noticed.
+`kvcache.control.arbiter` weighs one prefix. This module keeps the decisions for each request, and loads a few blocks
+from time to time to notice a link that got faster.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 _GROUP_BYTES = 4
 Source: TypeAlias = TierController | TierJob | None
-"""Where a block is to come from: a tier, a job that is bringing it already, or None: it is in host memory."""
+"""The source of a block: a tier, a job that is loading it already, or None: host memory."""
 Sources: TypeAlias = tuple[list[tuple[bytes, Source]], bool]
 """Keys with their sources, in prefix order, and whether a tier will know more at the next step."""
 
 
 class LoadChoice:
-    """What was decided for one request so far; it never takes back a cut.
+    """The decision for one request so far; a cut is final.
 
     Attributes
     ----------
     seen_token : int
-        Up to where in the prompt it was decided.
+        End of the prefix that is decided.
     limit_token : int
-        Up to where blocks are loaded; less than `seen_token`: the prefix is cut.
+        End of the prefix that is loaded; less than `seen_token`: the prefix is cut.
     give_up_s : float
         When computing would have been done in the time spent waiting.
     """
@@ -49,7 +49,7 @@ class LoadChoice:
 
     @property
     def is_cut(self) -> bool:
-        """Whether anything is left to be computed."""
+        """Whether a part of the prefix is left to be computed."""
         return self.limit_token < self.seen_token
 
     def allows(self, end_token: int) -> bool:
@@ -58,20 +58,19 @@ class LoadChoice:
 
 
 class _Choices:
-    """The choices of one request, one for each manager that it meets, which it does not keep alive."""
+    """The choices of one request, by manager (a weak reference)."""
 
     def __init__(self) -> None:
         self.by_manager: dict[weakref.ref[Arbitration], LoadChoice] = {}
 
 
 class Arbitration:
-    """What a manager with an arbiter decides for its requests; the pool counts what was decided.
+    """Decides for a manager which requests load blocks; the pool counts the decisions.
 
     Attributes
     ----------
     group_of : callable
-        Returns what stands for a key's KV-cache group; a replay, whose keys are hashes, knows the groups from its
-        recording.
+        Returns the KV-cache group of a key. A replay sets its own, because its keys are hashes.
     """
 
     def __init__(
@@ -92,18 +91,18 @@ class Arbitration:
         self._ref = weakref.ref(self)
 
     def may_wait_for(self, key: bytes, req_context: ReqContext) -> bool:
-        """Return whether nothing was decided against waiting for a block."""
+        """Return whether a request may wait for a block."""
         choice, end_token = self._choice_of(req_context), _known(req_context.get_offload_key_position(key))
         return not choice.is_cut if end_token is None else choice.allows(end_token)
 
     def forget(self, req_context: ReqContext) -> None:
-        """Forget what was decided for a request that has ended."""
+        """Forget the decision for a request that has ended."""
         choices = req_context.get_state(_Choices)
         if choices is not None:
             choices.by_manager.pop(self._ref, None)
 
     def take_probes(self) -> dict[TierController, list[bytes]]:
-        """Return blocks that were cut since the last call, by tier: some may be loaded to learn a link's rate."""
+        """Return blocks that were cut since the last call, by tier; loading some of them measures a link's rate."""
         probes, self._probes = self._probes, {}
         return probes
 
@@ -116,10 +115,10 @@ class Arbitration:
         now_s: float,
         look_below: Callable[[list[bytes]], Sources],
     ) -> Sources:
-        """Return those of a prefix's blocks that are worth waiting for, and whether a tier's answer is.
+        """Return the blocks of a prefix that are worth waiting for, and whether a tier's answer is.
 
-        `found` says where the blocks of `keys` from `num_ready` on come from, those before them are in host memory;
-        `look_below` returns the sources of other keys.
+        `found` holds the sources of `keys` from `num_ready` on; the keys before them are in host memory. `look_below`
+        returns the sources of other keys.
         """
         sources, is_unknown = found
         choice = self._choice_of(req_context)
@@ -130,7 +129,7 @@ class Arbitration:
             self._pending.stop_wanting(req_context)
             self._pool.arbiter_give_ups += 1
         if not choice.is_cut and (is_unknown or ends[len(sources) - 1] > choice.seen_token):
-            # An engine that asks key by key is judged by all keys of the prompt that are known.
+            # If an engine asks key by key, decide about all known keys of the prompt at once.
             run, run_before = keys, num_ready
             if len(keys) == 1 and req_context.positions:
                 group_of = self.group_of
@@ -162,7 +161,7 @@ class Arbitration:
         return choice
 
     def _end_tokens(self, keys: list[bytes], num_before: int, req_context: ReqContext) -> list[int]:
-        """Return where in the prompt blocks end; without positions, keys are those of a prompt from its beginning."""
+        """Return the end of each block in the prompt; without positions, `keys` follow `num_before` blocks."""
         positions, size = req_context.positions or {}, self._block_size
         ends = [_known(positions.get(key)) for key in keys]
         return [(num_before + i) * size if end is None else end for i, end in enumerate(ends, 1)]
@@ -177,7 +176,7 @@ class Arbitration:
         req_context: ReqContext,
         now_s: float,
     ) -> bool:
-        """Decide up to where blocks are loaded; False: a tier's answer is awaited first."""
+        """Decide how long a prefix is loaded; return False if a tier has to answer first."""
         arbiter, known = self.arbiter, self.arbiter.prefill
         if is_unknown:
             if choice.give_up_s == math.inf and known.is_known:
@@ -191,7 +190,7 @@ class Arbitration:
                 choice.give_up_s = now_s + known.compute_s(first_token, ends[-1])
             return False
         ends = self._end_tokens([key for key, _ in sources], num_ready, req_context)
-        # What was decided before is under way, or here.
+        # Blocks of earlier decisions are being loaded, or are here.
         fresh = [
             (end, key, source) for end, (key, source) in zip(ends, sources, strict=True) if end > choice.seen_token
         ]
@@ -211,7 +210,7 @@ class Arbitration:
         decision = arbiter.decide(first_token, segments, now_s)
         choice.limit_token = decision.end_token if decision.kept_blocks else first_token
         if known.is_known and decision.kept_blocks:
-            # By then computing would be done, too.
+            # Computing would be done by then, too.
             patience_s = max(known.compute_s(first_token, decision.end_token), decision.load_s)
             choice.give_up_s = now_s + (1 + BAND) * patience_s
         if not choice.is_cut:
@@ -229,5 +228,5 @@ class Arbitration:
 
 
 def _known(end_token: object) -> int | None:
-    """Return a position that an engine gave, or None where no prompt has such a one."""
+    """Return a position that an engine gave, or None if it is not a position in a prompt."""
     return end_token if isinstance(end_token, int) and 0 <= end_token <= MAX_TOKENS else None

@@ -1,17 +1,15 @@
-"""A circuit breaker: leave alone what fails, and try it again after a while with a single job."""
+"""A circuit breaker: pause a direction of a tier that fails, then try it with a single job."""
 
 from __future__ import annotations
 
 BREAKER_STATES = ("closed", "open", "half_open")
-"""What `Breaker.state` may be."""
+"""Values of `Breaker.state`."""
 
 
 class Breaker:
-    """Count failures in a row: `max_failures` open it, for `pause_s`, and it decides whether a job may be sent.
+    """Decides whether a job may be sent: `max_failures` in a row open the breaker for `pause_s`.
 
-    Notes
-    -----
-    Closed: jobs are sent. Open: none is. Half open: the pause is over, and one job is under way to try.
+    Closed: jobs are sent. Open: no jobs are sent. Half open: the pause is over and one job is under way.
     """
 
     def __init__(self, max_failures: int, pause_s: float) -> None:
@@ -33,17 +31,17 @@ class Breaker:
         return self._open_until_s is None or (now_s >= self._open_until_s and not self._is_trying)
 
     def record_sent(self) -> None:
-        """Note that a job was sent."""
+        """Record that a job was sent."""
         self._is_trying = self._open_until_s is not None
 
     def record_success(self) -> None:
-        """Note that a job succeeded, and close."""
+        """Record that a job succeeded, and close."""
         self._num_failures = 0
         self._open_until_s = None
         self._is_trying = False
 
     def record_failure(self, now_s: float, at_once: bool = False) -> bool:
-        """Note that a job failed; `at_once` opens without counting. Return whether this opened a closed breaker."""
+        """Record that a job failed; `at_once` opens without counting. Return whether this opened a closed breaker."""
         self._num_failures += 1
         if not (at_once or self._is_trying or self._num_failures >= self._max_failures):
             return False

@@ -1,9 +1,8 @@
-"""TierController: what a manager knows of one tier, and the only place that calls it.
+"""TierController: one tier's state in the manager. All calls to the tier are made here.
 
-A tier may be slow, dead, raise, answer nonsense or lose a job for ever, and the scheduler's thread must not pay for
-it. So every call is guarded and every answer checked; every job has a deadline, after which nobody waits for it; each
-direction has a breaker of its own (a full disk can still be read); and blocks under way are bounded, those of lost
-jobs included.
+A tier may be slow or dead, raise, return invalid answers or lose a job, and the scheduler's thread must not suffer. So
+each call is guarded and each answer checked. Each job has a deadline, after which no request waits for it. Each
+direction has a breaker, because a full disk can still be read. Blocks under way are bounded, including lost jobs.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 WRITE_POLICIES = ("write_through", "write_back", "write_through_selective")
 MAX_STEP_BLOCKS = 1024
-"""Blocks that one scheduler call moves on at most, for all tiers together."""
+"""Blocks that one scheduler call handles at most, for all tiers together."""
 T = TypeVar("T")
 
 
@@ -56,7 +55,7 @@ class TierConfig(Options):
     num_uses : int
         With ``"write_through_selective"``: how many uses, the first store counted.
     deadline_s : float
-        How long a job may take before nobody waits for it any more.
+        How long a job may take before requests stop waiting for it.
     max_store_blocks : int
         Blocks being written at most; they stay in host memory so long.
     max_failures : int
@@ -103,10 +102,7 @@ class TierConfig(Options):
 
 @dataclass(frozen=True, slots=True)
 class TierControllerStats:
-    """Of one tier under a manager: the tier's own statistics, and what the manager saw of it.
-
-    `tier` is the tier's own; `kvcache.metrics.metrics_of` describes the others.
-    """
+    """The statistics of one tier, and the manager's statistics of it; `kvcache.metrics.metrics_of` describes each."""
 
     tier: TierStats
     promoted_blocks: int = counter("blocks", "Blocks that came back into host memory.", is_sized=True)
@@ -137,7 +133,7 @@ class TierControllerStats:
 
 @dataclass(slots=True)
 class HostBudget:
-    """Host blocks that jobs of all tiers may have under way, so that tiers that hang never take the whole pool."""
+    """Bounds the host blocks of all jobs under way, so that tiers that hang never take the whole pool."""
 
     max_blocks: int
     num_used: int = 0
@@ -152,8 +148,8 @@ class HostBudget:
 class TierJob:
     """A job under way.
 
-    `waiters` are the requests that asked for its blocks. The blocks of a job that a reset did not wait for are
-    withheld from everybody until it is reported.
+    `waiters` are the requests that asked for its blocks. If a reset did not wait for a job, its host blocks are
+    withheld until the tier reports it.
     """
 
     job_id: int
@@ -170,19 +166,6 @@ class TierJob:
 
 class TierController:
     """One tier under a manager.
-
-    Parameters
-    ----------
-    tier : Tier
-        Called by nobody else.
-    config : TierConfig
-        How it is used.
-    num_blocks : int
-        Slots of the host pool; at most so many keys wait to be written.
-    num_tiers : int
-        Tiers that share the pool.
-    budget : HostBudget
-        Shared with the other tiers.
 
     Attributes
     ----------
@@ -257,23 +240,23 @@ class TierController:
 
     @property
     def has_reports(self) -> bool:
-        """Whether the tier has reported what was not taken in yet, or uses wait to be passed on."""
+        """Whether reports of the tier, or uses for it, are waiting."""
         return bool(self._reported or self._uses)
 
     def offer(self, keys: Iterable[bytes]) -> None:
-        """Put keys into the backlog; what it cannot hold is dropped, longest waiting first."""
+        """Put keys into the backlog; if it is full, drop those that wait longest."""
         self.backlog.extend(keys)
         while len(self.backlog) > self._max_backlog_blocks:
             self.backlog.popleft()
             self.dropped_blocks += 1
 
     def drop_backlog(self) -> None:
-        """Give up what waits to be written."""
+        """Drop the keys that wait to be written."""
         self.dropped_blocks += len(self.backlog)
         self.backlog.clear()
 
     def remove(self, keys: list[bytes]) -> None:
-        """Note what left host memory; what the tier should have had is lost, and counted."""
+        """Record keys that left host memory; blocks that were still to be written count as dropped."""
         if self.dirty is not None:
             self.dropped_blocks += self.dirty.remove(keys)
 
@@ -292,7 +275,7 @@ class TierController:
         return found
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
-        """Note a use, to be passed to the tier before the next job."""
+        """Record a use, to be passed to the tier before the next job."""
         if self.dirty is not None:
             self.dirty.touch(keys)
         # The last keys first: the first ones must be the most recent in the end.
@@ -300,7 +283,7 @@ class TierController:
             self._uses.append((keys[max(0, last - MAX_STEP_BLOCKS) : last], req_context))
 
     def end_request(self, req_context: ReqContext) -> None:
-        """Note a request's end, to be passed to the tier after what it used."""
+        """Record a request's end, to be passed to the tier after the request's uses."""
         self._uses.append((None, req_context))
 
     def pass_on_uses(self) -> None:
@@ -319,7 +302,7 @@ class TierController:
         """Give a job to the tier; return whether it took it."""
         self.pass_on_uses()
         submit = self.tier.submit_load if job.is_load else self.tier.submit_store
-        # What a tier took before it raised is not known: such a job counts as lost.
+        # If a tier raises, it may have taken the job: the job counts as lost.
         keys, block_ids = list(job.keys), list(job.block_ids)
         if not self._call("submit", True, lambda: bool(submit(job.job_id, keys, block_ids))):
             return False
@@ -426,7 +409,7 @@ class TierController:
         link.ended(len(job.keys), num_done, start_s, end_s, now_s)
 
     def reset(self, now_s: float) -> None:
-        """Reset the tier and forget what was to be written; a tier whose reset raises is not asked until one works."""
+        """Reset the tier and drop the backlog. If that raises, the tier is not used until a reset works."""
         self.backlog = deque()
         self._uses = deque()
         if self.dirty is not None:
@@ -487,7 +470,7 @@ class TierController:
             )
 
     def _call(self, operation: str, otherwise: T, method: Callable[..., Any], *args: Any) -> T:
-        # A tier may be anybody's code, and the engine's thread must not pay for it.
+        # A tier may be third-party code, and the engine's thread must not suffer from it.
         try:
             answer: T = method(*args)
             return answer

@@ -1,7 +1,7 @@
-"""What is known of a medium that keeps its own index: answers to existence queries, remembered for a bounded time.
+"""Answers to existence queries of a medium that keeps its own index, remembered for a bounded time.
 
-A store over a network may not be asked in the scheduler's thread. So keys are asked for in batches, in a thread;
-meanwhile the answer is "ask again", and an answer that does not come in time counts as "absent".
+The scheduler's thread must not query a store over a network. A thread queries keys in batches. Until it has the answer,
+a look-up returns "ask again"; after the deadline the key counts as absent.
 """
 
 from __future__ import annotations
@@ -10,24 +10,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 MAX_STEP_KEYS = 4096
-"""Keys asked for by one look-up at most; the scheduler waits for it, and asks for the rest later."""
+"""Keys that one look-up queries at most; it bounds the scheduler's call. Later look-ups query the rest."""
 _MAX_ASKED_KEYS = 1 << 16
-"""Keys being asked for at most; beyond that they count as absent."""
+"""Keys in queries under way at most; further keys count as absent."""
 
 
 class ExistenceCache:
-    """Remember which keys a medium holds.
+    """Remembers which keys a medium holds.
 
-    Parameters
-    ----------
-    held_s : float
-        For how long a key counts as held.
-    absent_s : float
-        For how long a key counts as absent.
-    deadline_s : float
-        How long a query may take.
-    max_keys : int
-        Keys remembered at most, those learned first forgotten first.
+    An answer counts for `held_s` or `absent_s`; a query may take `deadline_s`. At most `max_keys` keys are remembered;
+    the oldest are forgotten first.
     """
 
     def __init__(self, held_s: float, absent_s: float, deadline_s: float, max_keys: int) -> None:
@@ -37,7 +29,7 @@ class ExistenceCache:
         self._max_keys = max_keys
         self._until_s: OrderedDict[bytes, float] = OrderedDict()
         self._held: set[bytes] = set()
-        # An answer counts once, however short its time, or a slow caller would ask for ever.
+        # An answer is used at least once, however short its time. Otherwise a slow caller would query for ever.
         self._unread: set[bytes] = set()
         self._asked: dict[bytes, float] = {}
 
@@ -47,7 +39,7 @@ class ExistenceCache:
         return len(self._held)
 
     def count_held(self, keys: list[bytes], now_s: float) -> tuple[int, list[bytes], bool]:
-        """Return how many of the first keys are held, what must be asked for, and whether an answer is awaited."""
+        """Return how many of the first keys are held, the keys to query, and whether a query is under way."""
         until_s, held, unread, asked = self._until_s, self._held, self._unread, self._asked
         unknown: list[bytes] = []
         is_waiting = False
@@ -70,17 +62,17 @@ class ExistenceCache:
             elif now_s < deadline_s:
                 is_waiting = True
             else:
-                # The answer is late; until it comes, nobody waits for it.
+                # The answer is late; until it comes, the key counts as absent.
                 num_held = position
                 break
         return num_held, unknown, is_waiting
 
     def ask(self, keys: list[bytes], now_s: float) -> None:
-        """Note that keys are being asked for."""
+        """Record that keys are being queried."""
         self._asked.update(dict.fromkeys(keys, now_s + self._deadline_s))
 
     def answer(self, keys: list[bytes], is_held: Sequence[bool], now_s: float) -> None:
-        """Take the answer of a query."""
+        """Record the answer of a query."""
         for key in keys:
             self._asked.pop(key, None)
         self._unread.update(keys)
@@ -92,7 +84,7 @@ class ExistenceCache:
         return key in self._held and self._until_s[key] > now_s
 
     def learn(self, keys: list[bytes], is_held: bool, now_s: float) -> None:
-        """Remember what was seen of keys."""
+        """Remember whether the medium holds keys."""
         until_s = now_s + (self._held_s if is_held else self._absent_s)
         for key in keys:
             self._until_s[key] = until_s
@@ -104,7 +96,7 @@ class ExistenceCache:
             self._unread.discard(forgotten)
 
     def clear(self) -> None:
-        """Forget all, and what is being asked for."""
+        """Forget all keys and queries."""
         self._until_s.clear()
         self._held.clear()
         self._unread.clear()

@@ -101,7 +101,7 @@ class JobTier(Tier):
         The medium's name in events.
     codec : Codec, optional
         Encodes blocks on their way to the medium. The batches of `get` and `put` then hold encoded rows in place of
-        host blocks; `kvcache.tiers.codecs.base.stored_form` says how long these are.
+        host blocks; `kvcache.tiers.codecs.base.stored_form` returns their length.
     num_blocks : int, optional
         Blocks that the tier holds, if it owns its space and starts empty.
     cache_policy : str or type
@@ -204,7 +204,7 @@ class JobTier(Tier):
             self.shutdown()
             raise self._control.open_error
 
-    # What a subclass writes.
+    # Hooks that a subclass implements.
 
     @abstractmethod
     def get(self, batch: TierBatch) -> Sequence[int] | None:
@@ -221,7 +221,7 @@ class JobTier(Tier):
     def open(self) -> TierContents | None:
         """Connect, and return the contents of a tier that owns its space; None: the medium keeps its own index.
 
-        If it raises, it closes what it has opened.
+        If it raises, it has to close its files and connections itself.
         """
         return TierContents(self.num_blocks) if self.num_blocks else None
 
@@ -259,7 +259,7 @@ class JobTier(Tier):
     def on_used(self, slots: list[int], last_seq: int) -> None:
         """Called when the blocks in `slots` were used; the first one is the most recent, as of number `last_seq`."""
 
-    # What a subclass calls, from any thread.
+    # Methods that a subclass calls, from any thread.
 
     def report_removed(self, keys: list[bytes]) -> None:
         """Report that blocks left the medium without a job."""
@@ -269,7 +269,7 @@ class JobTier(Tier):
         """Find, store and load nothing, for this `reason`; empty: work again."""
         self._reason = reason
 
-    # What a manager calls.
+    # Methods that a manager calls.
 
     def lookup(self, keys: list[bytes]) -> int | None:
         with self._lock:
@@ -472,7 +472,7 @@ class JobTier(Tier):
         return JobTier.cut(self, slots, num_blocks)
 
     def _call_hook(self, name: str, hook: Callable[[], Any]) -> Any:
-        # Whatever a subclass's hook raises, a job must end and a slot must not be lost.
+        # A job must end and no slot may be lost, even if a subclass's hook raises.
         try:
             return hook()
         except Exception as error:
@@ -550,7 +550,7 @@ class JobTier(Tier):
                 self._jobs.report(TierResult(None, [], removed=removed))
 
     def _announce(self, results: list[TierResult]) -> None:
-        """Report some of what was found at the start, and is still held; it belongs to no job."""
+        """Report some of the blocks that were found at the start and are still held."""
         keys = self._found[self._num_announced : self._num_announced + MAX_STEP_BLOCKS]
         self._num_announced += len(keys)
         if self._num_announced == len(self._found):
@@ -575,7 +575,7 @@ class JobTier(Tier):
         self._counts["io_errors"] += 1
         self._last_error = error
 
-    # What the control thread calls.
+    # Methods that the control thread calls.
 
     def _run_open(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Warnings of what may happen thousands of times a second, at most one a minute for each cause."""
+"""Rate-limited warnings: at most one a minute for each cause."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ _INTERVAL_S = 60.0
 
 
 class LogLimiter:
-    """Log the first warning of a cause, and then at most one per minute that counts those left out.
-
-    Notes
-    -----
-    Thread-safe. Causes are few and fixed: each is remembered.
-    """
+    """Logs the first warning of a cause, then at most one a minute with the number of those left out. Thread-safe."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -24,7 +19,7 @@ class LogLimiter:
         self._lock = Lock()
 
     def warn(self, cause: str, message: str, *args: object) -> None:
-        """Log a warning, unless the cause had one less than a minute ago."""
+        """Log a warning, unless the last one of this cause is less than a minute old."""
         now_s = time.monotonic()
         with self._lock:
             last_s = self._last_s.get(cause)

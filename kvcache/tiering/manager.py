@@ -1,19 +1,19 @@
 """The manager of a host pool with tiers below it: the host pool, and jobs that move blocks up and down.
 
-Every decision about host memory is the pool's. This manager adds *jobs*: a promotion reserves host blocks, has a tier
-read into them, and commits them; a store downwards takes references on host blocks, has a tier write them, and gives
-the references back. It runs in the scheduler's thread and never waits, and a call does a bounded amount of work: what
-16,000 blocks need is spread over several steps.
+The pool makes all decisions about host memory. This manager adds *jobs*: a promotion reserves host blocks, has a tier
+read into them, and commits them; a store downwards references host blocks, has a tier write them, and releases them.
+The manager runs in the scheduler's thread and never waits. The work of a call is bounded: 16,000 blocks take several
+steps.
 
-Why nobody waits for ever
--------------------------
+Why no request waits for ever
+-----------------------------
 `lookup` returns None only while a requested block is being promoted or queued for promotion, never for want of room: a
 promotion that does not fit is cut to what fits, and the rest is a miss. One request tries to promote a key once, so two
 requests that evict each other's blocks both get an answer; and blocks that a request waits for are held (one reference
 each) until it loads them, ends, or its deadline passes. Past the deadline, `lookup` answers from host memory alone.
 
-What is in flight
------------------
+Jobs in flight
+--------------
 Host blocks of a job are the tier's until it reports the job, be it long after the deadline: a block being read into
 stays reserved, a block being written stays referenced. `reset_cache` drains first: the cache is empty at once, and
 takes new blocks when the last old job has ended or is overdue; slots of overdue ones are withheld until they end.
@@ -191,7 +191,7 @@ class TieredOffloadingManager(OffloadingManager):
         return None if self.arbitration is None else self.arbitration.arbiter
 
     def configuration(self) -> dict[str, Any]:
-        """Return what a manager that answers alike, over tiers that do, is made with, in types of JSON.
+        """Return the arguments of a manager that answers alike over equal tiers, in types of JSON.
 
         Returns
         -------
@@ -292,7 +292,7 @@ class TieredOffloadingManager(OffloadingManager):
             success, req_context = req_context, None
         keys = as_key_list(keys)
         if self._promoting:
-            # What a tier is reading into is not the engine's to make ready.
+            # The engine must not commit blocks that a tier is still reading into.
             keys = [key for key in keys if key not in self._promoting]
         if self._is_draining or not success:
             self.pool.abort(keys, req_context)
@@ -343,7 +343,7 @@ class TieredOffloadingManager(OffloadingManager):
         parts : sequence of (int, int)
             Of each, the position in its prompt of the first token that was computed, and how many were.
         seconds : float
-            What they took together.
+            The time of all parts together.
         """
         if self.arbiter is not None:
             self.arbiter.prefill.record_together(parts, seconds)
@@ -354,7 +354,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.pool.hint(request_or_keys, next_use)
 
     def on_schedule_end(self) -> None:
-        """Take in what the tiers have done, and send them what the step asked for."""
+        """Handle the results of the tiers, and send them the jobs of this step."""
         now_s = self._clock()
         self._take_in(now_s)
         self._pending.expire(now_s)
@@ -369,8 +369,7 @@ class TieredOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget everything, in all tiers; new blocks are taken once the last job under way has ended or is overdue.
 
-        A tier serves nothing until its own reset is done; what it must make durable before this returns is its own
-        (see `Tier.reset`).
+        A tier serves nothing until its own reset is done (see `Tier.reset`).
         """
         now_s = self._clock()
         self._is_draining = True
@@ -516,7 +515,7 @@ class TieredOffloadingManager(OffloadingManager):
         return list(zip(window, sources, strict=False)), is_unknown
 
     def _probe(self, cut: dict[TierController, list[bytes]], now_s: float) -> None:
-        """Load a few blocks that were cut now and then, with nobody waiting: so a link that got faster is noticed."""
+        """Load a few blocks that were cut, from time to time, to notice a link that got faster."""
         for controller, keys in cut.items():
             link = controller.link
             if link is None or not controller.may_load(now_s) or self._pending.wanting():
@@ -557,7 +556,7 @@ class TieredOffloadingManager(OffloadingManager):
                     self._load(controller, part, [block_of[key] for key in part], (request.req_context,), now_s)
 
     def _next_batch(self, request: PendingRequest, num_left: int, now_s: float) -> dict[bytes, TierController]:
-        """Take the first wanted keys that there is room for; what no tier may be asked for is given up."""
+        """Take the first wanted keys that fit; give up the keys of tiers that must not be asked."""
         rooms: dict[TierController, int] = {}
         batch: dict[bytes, TierController] = {}
         given_up: list[bytes] = []
@@ -608,7 +607,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._offer(ready, job.controller)
 
     def _offer(self, keys: list[bytes], source: TierController | None) -> None:
-        """Let the tiers have blocks that became ready, or know of them."""
+        """Offer blocks that became ready to the tiers below, by their write policy."""
         for controller in self.controllers:
             if controller is source:
                 continue
@@ -655,7 +654,7 @@ class TieredOffloadingManager(OffloadingManager):
         return False
 
     def _take_in(self, now_s: float) -> None:
-        """Take over what the tiers have done since the last time, a step's worth."""
+        """Handle the results of the tiers since the last call, a bounded number."""
         max_blocks = max(1, MAX_STEP_BLOCKS // max(1, len(self.controllers)))
         for controller in self.controllers:
             for job, result in controller.get_finished(max_blocks, now_s):
@@ -688,7 +687,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.job_log.add(FinishedJob(name, medium, len(result.done), 0, time.time(), seconds, result.error))
 
     def _end_draining(self) -> None:
-        """Open the empty cache once no job is under way but those that nobody waits for."""
+        """Open the empty cache once no job is under way except overdue ones."""
         if not self._is_draining:
             return
         stuck = [job for controller in self.controllers for job in controller.jobs.values()]
@@ -741,7 +740,7 @@ class TieredOffloadingManager(OffloadingManager):
             num_uses = self._uses[key] = self._uses.get(key, 0) + 1
             by_uses.setdefault(num_uses, []).append(key)
         for controller in self._selective:
-            # What is not ready is offered once it is.
+            # Other blocks are offered once they are ready.
             enough = by_uses.get(controller.config.num_uses, [])
             states = self.pool.states(enough)
             ready = [key for key, state in zip(enough, states, strict=True) if state == READY]
@@ -749,7 +748,7 @@ class TieredOffloadingManager(OffloadingManager):
 
 
 class _SteadyClock:
-    """A clock that never raises, never goes back and never stands still for ever, over one that may."""
+    """A clock that never raises or goes back, over a clock that may; without it, the system's clock is used."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Requests that wait: the blocks to promote for them, and the references that keep those until used."""
+"""Requests that wait for tiers: the blocks to promote for them, and the references that hold these blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PendingRequest:
     Attributes
     ----------
     wanted : dict of bytes to TierController
-        Keys to promote with the next `on_schedule_end`, and from where.
+        Keys to promote with the next `on_schedule_end`, and their tiers.
     tried : set of bytes
         Keys whose promotion was tried; a request tries a key once.
     held : dict of bytes to None
@@ -41,7 +41,7 @@ class PendingRequest:
         self.is_over = False
 
     def try_now(self, keys: list[bytes]) -> None:
-        """Note that the promotion of wanted keys is tried now, or never will be."""
+        """Record that the promotion of wanted keys is tried now or given up."""
         self.tried.update(keys)
         for key in keys:
             self.wanted.pop(key, None)
@@ -55,8 +55,8 @@ class PendingRequests:
     pool : BlockPool
         The host pool.
     deadline_s : float
-        How long a request waits at most. It is then answered from host memory for as long again, so that it cannot
-        begin to wait anew before it has heard the answer.
+        How long a request waits at most. It is then answered from host memory for as long again, so that it gets an
+        answer before it can wait again.
     max_step_blocks : int
         Blocks that one call takes references on at most.
     clock : callable
@@ -104,7 +104,7 @@ class PendingRequests:
         wanted: dict[bytes, TierController],
         now_s: float,
     ) -> None:
-        """Note that a request waits, and hold the leading keys that are ready for it."""
+        """Record that a request waits, and hold the leading keys that are ready for it."""
         request = self._requests.get(req_context)
         if request is None:
             request = self._requests[req_context] = PendingRequest(req_context, now_s + self._deadline_s)
@@ -113,13 +113,13 @@ class PendingRequests:
         if first > num_ready or request.prefix != keys[:first]:
             first = 0
             request.prefix = []
-        # A step's worth at a time: the look-ups of the next steps go on from here.
+        # A bounded number at a time: the look-ups of the next steps go on from here.
         fresh = keys[first : min(num_ready, first + self._max_step_blocks)]
         self._hold(request, fresh)
         request.prefix += fresh
 
     def stop_wanting(self, req_context: ReqContext | None) -> None:
-        """Send no more jobs for a request; what is under way for it goes on."""
+        """Send no more jobs for a request; its jobs under way go on."""
         request = self._requests.get(req_context)
         if request is not None:
             request.wanted.clear()
@@ -136,7 +136,7 @@ class PendingRequests:
         return [request for request in self._requests.values() if request.wanted]
 
     def close(self, req_context: ReqContext | None) -> None:
-        """Forget a request: it has what it wanted, or wants it no more."""
+        """Forget a request that loads its blocks, or has ended."""
         request = self._requests.pop(req_context, None)
         if request is not None:
             if not request.is_over:
@@ -144,7 +144,7 @@ class PendingRequests:
             self._release(request)
 
     def expire(self, now_s: float) -> None:
-        """Release what was held for requests whose deadline has passed."""
+        """Release the blocks of requests whose deadline has passed."""
         over = [request for request in self._requests.values() if now_s >= request.deadline_s]
         for request in over:
             if not request.is_over:

@@ -1,11 +1,11 @@
-"""The index of a tier that owns its space: which block lies in which slot, what leaves, and which blocks are bad.
+"""The index of a tier that owns its space: the slot of each block, eviction, and bad blocks.
 
-Placement and eviction are those of a `BlockPool` like the host's, over slots instead of host memory. What a restart
-found is handed to a fresh one, least recently used first, so that recency comes back as order; it numbers blocks
-0, 1, 2, ... in that order, and `_slot_of` translates its numbers to slots.
+A `BlockPool` like the host's places and evicts blocks, over slots instead of host memory. After a restart, the blocks
+that were found are reserved in a new pool, least recently used first. The pool numbers them 0, 1, 2, ... in that order,
+and `_slot_of` translates its numbers to slots.
 
-A block that was found bad or gone is quarantined: it is answered as absent and keeps its slot until it is evicted, or
-until the same key is stored again and written anew.
+A bad or missing block is quarantined: it counts as absent and keeps its slot until it is evicted or its key is stored
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READY = 2
 
 
 class Placement(NamedTuple):
-    """Where the blocks of a store go: `keys` and `slots` in the same order, and the keys that were evicted for them."""
+    """Slots for the blocks of a store, in the order of `keys`, and the keys that were evicted for them."""
 
     keys: list[bytes]
     slots: list[int]
@@ -36,19 +36,7 @@ class Placement(NamedTuple):
 
 
 class SlotIndex:
-    """Place blocks in slots.
-
-    Parameters
-    ----------
-    num_blocks : int
-        Slots, >= 1.
-    cache_policy : str or type
-        What leaves when all are taken.
-    keys : list of bytes
-        Blocks that are there already, each once, least recently used first.
-    slots : sequence of int
-        Where they lie.
-    """
+    """Places blocks in `num_blocks` slots; `keys` lie in `slots` already, each once, least recently used first."""
 
     def __init__(
         self, num_blocks: int, cache_policy: str | type, keys: list[bytes], slots: Sequence[int] | npt.NDArray[np.int64]
@@ -95,7 +83,7 @@ class SlotIndex:
         return [key for key in keys if key in held], [key for key in keys if key not in held]
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
-        """Note a use, in prefix order."""
+        """Record a use of `keys`, in prefix order."""
         self._blocks.touch(keys, req_context)
 
     def locate(self, keys: list[bytes]) -> list[int]:
@@ -103,11 +91,11 @@ class SlotIndex:
         return self._slots(np.array(self._blocks.locate(keys), np.int64))
 
     def end_request(self, req_context: ReqContext) -> None:
-        """Order what a request used."""
+        """Order the blocks that a request used."""
         self._blocks.end_request(req_context)
 
     def place(self, keys: list[bytes]) -> Placement | None:
-        """Give a slot to each key that is not held, evicting as many blocks as needed; None if too few can leave."""
+        """Reserve a slot for each key that is not held; return None if too few blocks can be evicted for them."""
         output = self._blocks.reserve(keys)
         if output is None:
             return None
@@ -119,7 +107,7 @@ class SlotIndex:
         return Placement(placed, slots, output.evicted_keys)
 
     def end_store(self, keys: list[bytes], done: list[bytes]) -> None:
-        """Take placed blocks over: what is in `done` was written, the rest leaves."""
+        """End the store of placed blocks: those in `done` are held now, the others are dropped."""
         again = [key for key in keys if key in self._bad] if self._bad else []
         if again:
             self._blocks.unpin(again)
@@ -131,21 +119,21 @@ class SlotIndex:
         self._blocks.commit(done)
 
     def pin(self, keys: list[bytes]) -> list[int]:
-        """Take a reference on held blocks and return their slots."""
+        """Reference held blocks and return their slots."""
         return self._slots(_block_ids(self._blocks.pin(keys)))
 
     def unpin(self, keys: list[bytes]) -> None:
-        """Give the references back."""
+        """Release the references."""
         self._blocks.unpin(keys)
 
     def quarantine(self, keys: list[bytes]) -> list[bytes]:
-        """Answer blocks as absent from now on; return those that were held until now."""
+        """Count blocks as absent from now on; return those that were held until now."""
         fresh = list(dict.fromkeys(self.split_held(keys)[0]))
         self._bad.update(fresh)
         return fresh
 
     def _is_unused(self, key: bytes) -> bool:
-        # One that is being rewritten already has a reference, and two writers of one slot would tear it.
+        # A block that is being rewritten has a reference. Two writers of one slot would tear it.
         block = self._blocks.policy.get(key)
         return block is not None and block.ref_cnt == 0
 

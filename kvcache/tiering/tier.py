@@ -1,8 +1,8 @@
-"""Tier: what a place below host memory must answer. Read this first.
+"""Tier: the interface of a place below host memory. Read this first.
 
-A tier keeps copies of whole blocks under their keys. It is driven by one thread, the engine's scheduler, which must
-never wait; so every method only looks at memory, posts to queues or takes from them, and the I/O happens in threads
-of the tier's own, in the process that owns the pool of host blocks.
+A tier keeps copies of whole blocks under their keys. One thread, the engine's scheduler, calls it and must never wait.
+So each method only reads memory and posts to or takes from queues. The I/O happens in the tier's own threads, in the
+process that owns the pool of host blocks.
 
 The life of a block below host memory::
 
@@ -11,11 +11,10 @@ The life of a block below host memory::
 
 A *job* is some keys with one host block each. From the moment that a tier takes a job until it reports it in
 `get_finished`, the job's host blocks belong to the tier: the caller keeps a reference on blocks being stored (they stay
-readable) and gives nobody the blocks being loaded into. Therefore the one promise that a tier must keep, whatever
-goes wrong, is this: **after a job was reported, its host blocks are not touched any more.** A job that hangs is
-reported when it ends, and not before; deadlines, and what they mean to a request, are the manager's
-(`kvcache.tiering.manager`), and so are circuit breakers, write policies and events. A tier that loses a job for ever
-costs the manager the job's blocks, which is why the manager bounds how many it has under way.
+readable) and reserves the blocks being loaded into. So a tier must keep one promise, whatever fails: **after a job was
+reported, the tier does not touch its host blocks any more.** A job that hangs is reported when it ends, and not before.
+The manager (`kvcache.tiering.manager`) handles deadlines, circuit breakers, write policies and events. A job that a
+tier never reports costs the manager the job's host blocks, so the manager bounds the blocks under way.
 
 `host_blocks` is the pool as a two-dimensional array of bytes, one row per block, each row contiguous:
 `HostPool.array` of `kvcache.transfer.host_pool`, or any writable numpy array of that shape.
@@ -43,25 +42,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
-    """The end of one job, or what happened in the tier without one.
+    """The end of one job, or a change in the tier without a job.
 
     Parameters
     ----------
     job_id : int or None
-        As given to `submit_store` or `submit_load`. None: no job did this; then `done` are blocks that the tier found
-        when it was opened, and `removed` are blocks that left by themselves.
+        As given to `submit_store` or `submit_load`. None: no job; then `done` are blocks that the tier found when it
+        was opened, and `removed` are blocks that left without a job.
     done : list of bytes
-        Keys whose blocks were written, or read and verified. A key that was already held when it was to be stored
-        is in neither list.
+        Keys of blocks that were written, or read and verified. If a tier holds a key before its store begins, the key
+        is neither in `done` nor in `failed`.
     failed : list of bytes
-        Keys whose blocks were not. A host block of a failed load holds garbage.
+        Keys of the other blocks. A host block of a failed load holds garbage.
     removed : list of bytes
-        Keys that left the tier with this job: they made room, or were found bad.
+        Keys that left the tier with this job: evicted for it, or found to be bad.
     error : str
-        Why I/O failed; empty if it did not. A block that was merely gone, or bad, is no I/O failure.
+        Why I/O failed, or empty. A missing or bad block is not an I/O failure.
     start_s, end_s : float, optional
-        When the job was taken, and when its last byte had moved; seconds on any one clock that never goes back. None:
-        not known, and then the manager takes when it sent the job and when it was reported.
+        When the job was taken, and when its last byte had moved, in seconds of one monotonic clock. None: the manager
+        uses the times when it sent the job and when the tier reported it.
     """
 
     job_id: int | None
@@ -75,9 +74,9 @@ class TierResult:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Gauges now and counters since start of one tier, by its `medium`; `kvcache.metrics.metrics_of` describes each.
+    """Gauges and counters of one tier; `kvcache.metrics.metrics_of` describes each.
 
-    All count blocks, but `io_errors`. `unavailable_reason` is empty while the tier works, `last_error` before a fault.
+    `unavailable_reason` is empty while the tier works, `last_error` before the first fault.
     """
 
     medium: str
@@ -127,12 +126,12 @@ class Tier(ABC):
     medium : str
         The medium's name in events: ``"DISK"``.
     max_queued_blocks : int or None
-        Blocks under way at most; a manager sends no more, and lets others wait. None: the tier has no bound of its own.
+        Blocks under way at most; a manager sends no more. None: no bound.
 
     Notes
     -----
-    No method waits for I/O or raises because of it. All are called by one thread at a time, but `stats`, which any
-    thread may call meanwhile.
+    No method waits for I/O or raises because of it. One thread at a time calls them, except `stats`, which any thread
+    may call.
     """
 
     options_type: ClassVar[type[Options] | None] = None
@@ -167,60 +166,43 @@ class Tier(ABC):
         host_blocks : numpy.ndarray
             The pool, uint8 or int8, shape (num_blocks, block_bytes).
         fingerprint : mapping
-            What makes blocks of one model and geometry different from another's.
+            Identifies the model and the geometry of the blocks.
 
         Raises
         ------
         ValueError
-            An option is unknown or has a bad value.
+            An option is unknown or invalid.
         """
         raise NotImplementedError(f"{cls.__name__} cannot be made from a configuration")
 
     @abstractmethod
     def lookup(self, keys: list[bytes]) -> int | None:
-        """Return how many of the first keys are held and can be loaded; None: ask again, the answer is on its way."""
+        """Return how many of the first keys are held and can be loaded; None: not known yet, ask again."""
 
     @abstractmethod
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        """Start to write host blocks; return False if the tier is busy or unavailable, and took nothing.
+        """Start to write the host blocks `block_ids`; return False if the tier is busy or unavailable.
 
-        Parameters
-        ----------
-        job_id : int
-            Not under way.
-        keys : list of bytes
-            Blocks to store.
-        block_ids : list of int
-            Where they are in host memory.
+        `job_id` is not under way. If the answer is False, the tier has not taken the job.
         """
 
     @abstractmethod
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        """Start to read blocks into host blocks; return False if the tier is busy or unavailable, and took nothing.
-
-        Parameters
-        ----------
-        job_id : int
-            Not under way.
-        keys : list of bytes
-            Blocks to load.
-        block_ids : list of int
-            Where to put them in host memory.
-        """
+        """Start to read blocks into the host blocks `block_ids`; otherwise like `submit_store`."""
 
     @abstractmethod
     def get_finished(self) -> list[TierResult]:
-        """Return the jobs that ended since the last call, each once, and what happened without a job."""
+        """Return the jobs that ended since the last call, each once, and changes without a job."""
 
     def cancel(self, job_id: int) -> None:  # noqa: B027
-        """Called when nobody waits for `job_id` any more: what has not begun may fail now. The default does nothing."""
+        """Called when no request waits for `job_id` any more: blocks that have not begun to move may fail now."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget every block; jobs under way are still reported, and leave nothing behind.
+        """Forget every block. Jobs under way are still reported, and their blocks are not found afterwards.
 
-        The tier serves nothing until that is done. What would bring blocks back when the process is killed after
-        this call must be out of the way before it returns; what takes longer goes on, and is `unavailable_reason`.
+        The tier serves nothing until that is done. If the process is killed after this call has returned, no old block
+        may come back. Slower work goes on after the call and is the `unavailable_reason`.
         """
 
     @abstractmethod
@@ -229,17 +211,17 @@ class Tier(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop the threads and release resources; the only method that may wait, and never for ever."""
+        """Stop the threads and release resources; the only method that may wait, for a bounded time."""
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:  # noqa: B027
-        """Called when a request uses `keys`, in prefix order; unknown ones are ignored. The default does nothing."""
+        """Called when a request uses `keys`, in prefix order; unknown keys are ignored."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """Called at a request's end. The default does nothing."""
+        """Called at a request's end."""
 
 
 def checked_host_blocks(host_blocks: object) -> HostBlocks:
-    """Return `host_blocks` if it is a writable array of bytes, a contiguous row per block; ValueError otherwise."""
+    """Return `host_blocks`; raise ValueError unless it is a writable array of bytes, a contiguous row per block."""
     if (
         not isinstance(host_blocks, np.ndarray)
         or host_blocks.ndim != 2

@@ -1,9 +1,8 @@
 """Write blocks down before they leave host memory, for a tier that wants evicted blocks.
 
-A scheduler cannot wait for a block to be written when its slot is needed. So blocks are written ahead: only so many in
-host memory may be unwritten, and beyond that the least recently used are written, and stay readable. What leaves
-unwritten all the same came in a larger burst, or left in another order; from then on twice as much is written ahead,
-at most all.
+A scheduler cannot wait until a block is written when its slot is needed, so blocks are written ahead: only part of host
+memory may hold unwritten blocks. Beyond that, the least recently used are written, and stay readable. If a block is
+evicted before it was written, the number of blocks kept clean doubles, up to the whole pool.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 
 _FIRST_SHARE = 4
-"""One slot in so many is free or holds a block that was written, to begin with."""
+"""At first, one slot in so many is free or holds a written block."""
 
 
 class DirtyBlocks:
-    """The blocks of host memory that one tier has not been given."""
+    """The blocks of host memory that were not given to one tier."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -23,18 +22,18 @@ class DirtyBlocks:
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, keys: list[bytes]) -> None:
-        """Note blocks that became ready; keys are in prefix order."""
+        """Add blocks that became ready; keys are in prefix order."""
         self._unwritten.update(dict.fromkeys(reversed(keys)))
 
     def touch(self, keys: list[bytes]) -> None:
-        """Note a use, in prefix order; other keys are ignored."""
+        """Record a use of `keys`, in prefix order; unknown keys are ignored."""
         unwritten = self._unwritten
         for key in reversed(keys):
             if key in unwritten:
                 unwritten.move_to_end(key)
 
     def remove(self, keys: list[bytes]) -> int:
-        """Note blocks that left host memory; return how many of them were never written."""
+        """Remove blocks that left host memory; return how many of them were never written."""
         lost = [key for key in keys if key in self._unwritten]
         for key in lost:
             del self._unwritten[key]
@@ -43,7 +42,7 @@ class DirtyBlocks:
         return len(lost)
 
     def take_due(self, num_most: int) -> list[bytes]:
-        """Return at most so many blocks that are to be written now, least recently used first; they count as given."""
+        """Remove and return at most `num_most` blocks to write now, least recently used first."""
         num_due = min(num_most, len(self._unwritten) - (self._num_blocks - self._num_ahead))
         return [self._unwritten.popitem(last=False)[0] for _ in range(num_due)]
 

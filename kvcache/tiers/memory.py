@@ -1,7 +1,4 @@
-"""A tier in this process's memory: the specimen of a `JobTier`, a test double, and a place for blocks a pool evicts.
-
-What it stores is lost with the process. A tier on another medium looks like it: `put` and `get` are the I/O.
-"""
+"""A tier in this process's memory: the smallest `JobTier`, and a test double. Its blocks are lost with the process."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
 """A tier on Mooncake Store: blocks that one engine stores are hits for every other engine of the same store.
 
 Mooncake keeps blocks in memory that nodes lend to the store; its master knows where each one lies. Blocks go straight
-from the host pool into that memory and back (RDMA, or TCP), so nothing here copies them. A value is the payload and
+from the host pool into that memory and back over RDMA or TCP, without a copy here. A value is the payload and
 behind it a seal over name and payload. A value that is foreign, short, long or torn is a counted miss.
 
 Names in the store are ``kvcache:<namespace>:<epoch>:<block key>``. Namespaces and epochs follow the rules of
 `kvcache.tiers.valkey`.
 
-The native client gives up on a master or a node that does not answer after `timeout_s` (a load may wait for both, one
-after the other), and never touches host memory after that. Two of its calls keep the interpreter's lock: connecting
-and closing. So a master must answer before a client connects, in a process of its own first unless the engine is only
-starting; and a client is never closed, but kept for the next tier of the process that wants the same one.
+The native client gives up after `timeout_s` if a master or a node does not answer (a load may wait for one after the
+other), and does not touch host memory after that. Two of its calls hold the GIL: connecting and closing. So the tier
+connects only to a master that answers; while the engine runs, another process tries first. A client is never closed,
+but kept for the next tier of the process with the same arguments.
 
-The client moves the blocks of a batch at the same time. Two batches at the same time take twice the CPU time of one
-after the other, so one thread of a tier loads and one stores, while others compute checksums and ask.
+The client moves the blocks of a batch in parallel. Two batches in parallel take twice the CPU time of two in sequence,
+so one thread of a tier loads and one stores, while others compute checksums and query.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _EPOCH_BYTES = 8
 _BUFFER_BYTES = 1 << 20
 _MAINTAIN_INTERVAL_S = 2.0
 _MAX_DISCARDS = 4096
-# A transfer may wait for the master, for a node, and for what it retries.
+# A transfer may wait for the master, for a node, and for a retry.
 _CALL_TIMEOUTS = 3
-# No call of the client's: a master hangs up on it at once, one that is stopped does nothing.
+# Not a call of the client: a master closes the connection at once, a stopped one does nothing.
 _NONSENSE = bytes(32)
 _NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS = -200, -703, -704, -705
 _ERRORS = {
@@ -124,7 +124,7 @@ _TRIAL = (
 
 
 _idle_clients: dict[tuple[Any, ...], list[Any]] = {}
-"""Connected clients of tiers that are closed, by the arguments they were set up with."""
+"""Connected clients of closed tiers, by their arguments."""
 
 
 class MooncakeTier(JobTier):
@@ -137,32 +137,32 @@ class MooncakeTier(JobTier):
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes); it is registered with the store's transfer engine.
     fingerprint : mapping, optional
-        What makes blocks of one model and geometry different from another's.
+        Identifies the model and the geometry of the blocks.
     salt : str
-        Engines of one tenant share it; others cannot name its blocks.
+        A secret of one tenant's engines; other clients can neither name nor forge its blocks.
     num_replicas : int
-        Copies of a block, each in another node's memory; fewer where there are fewer nodes.
+        Copies of a block, each in another node's memory, if there are as many nodes.
     soft_pin : bool
         Whether blocks are evicted only after those that are not pinned.
     soft_pin_ttl_s : float, optional
-        For how long after its last use; None: as the master says.
+        For how long after its last use; None: the master's time.
     protocol : str
         ``"tcp"`` or ``"rdma"``.
     device : str
         RDMA devices, comma-separated.
     metadata_server : str
-        Where nodes find each other; the default needs no server.
+        Server through which nodes find each other; the default needs none.
     hostname : str, optional
-        Of this node, as others reach it; None: the address from which the master is reached.
+        Address of this node for other nodes; None: the address from which the master is reached.
     tenant : str
-        Of a master that separates tenants itself.
+        Name for a master that separates tenants itself.
     lend_bytes : int
-        Memory of this process that is lent to the store until the process ends, and is gone then.
+        Memory of this process that is lent to the store until the process ends.
     timeout_s : float
-        How long the master, and a node, may keep a call waiting. The client takes it from the first tier of a process;
-        its own variables ``MC_RPC_TIMEOUT_MS`` and ``MC_TCP_PROGRESS_TIMEOUT_SEC`` go before it.
+        How long the master, and a node, may keep a call waiting. The first tier of a process sets it; the client's
+        variables ``MC_RPC_TIMEOUT_MS`` and ``MC_TCP_PROGRESS_TIMEOUT_SEC`` take precedence.
     num_threads : int
-        One loads and one stores at a time, while others compute checksums and ask.
+        I/O threads; one loads and one stores at a time, while others compute checksums and query.
     max_queued_bytes : int
         Bytes under way at most; more are refused.
     max_batch_blocks : int
@@ -173,7 +173,7 @@ class MooncakeTier(JobTier):
     Raises
     ------
     ValueError
-        The master's address is none. A master that cannot be reached is no error: the tier works once it can.
+        `master` is not a "host:port" address. An unreachable master is not an error: the tier works once it answers.
     """
 
     options_type = MooncakeOptions
@@ -220,7 +220,7 @@ class MooncakeTier(JobTier):
         self._old_epochs: list[str] = []
         self._store: Any = None
         self._setup_of_store: tuple[Any, ...] = ()
-        # One for each direction: a lock has no order, and loads would keep stores from it for ever.
+        # One for each direction. A lock has no order, so loads could keep stores from a common one for ever.
         self._storing, self._loading = Lock(), Lock()
         self._is_starting = True
         self._discards: dict[str, None] = {}
@@ -270,7 +270,7 @@ class MooncakeTier(JobTier):
             self._is_starting = False
 
     def name_of(self, key: bytes) -> str:
-        """Return the name that a block has in the store."""
+        """Return the name of a block in the store."""
         return f"{self._namespace.prefix}:{self._epoch}:{key.hex()}"
 
     def exists(self, keys: list[bytes]) -> Sequence[bool]:
@@ -379,7 +379,7 @@ class MooncakeTier(JobTier):
         return num_bytes >= 0 and num_bytes != self._block_bytes + SEAL_BYTES
 
     def _discard(self, store: Any, names: list[str]) -> None:
-        """Remove values that nobody can use; one that another engine holds a lease on is removed later."""
+        """Remove bad values; a value on which another engine holds a lease is removed later."""
         for name, answer in zip(names, store.batch_remove(names, False), strict=True):
             if answer not in (0, _NOT_FOUND) and len(self._discards) < _MAX_DISCARDS:
                 self._discards[name] = None
@@ -392,7 +392,7 @@ class MooncakeTier(JobTier):
             raise self._error("write of the epoch", answer)
 
     def _join_epoch(self, store: Any) -> str:
-        """Return the announced epoch. If there is none, announce one; of engines that start together, one does."""
+        """Return the announced epoch. If it is missing, announce one; of engines that start together, one succeeds."""
         carrier = self._seals[-1, :_EPOCH_BYTES]
         answer = store.get_into(self._epoch_name, carrier.ctypes.data, _EPOCH_BYTES)
         if answer == _NOT_FOUND:
@@ -404,7 +404,7 @@ class MooncakeTier(JobTier):
 
     @contextmanager
     def _turn(self, lock: Lock) -> Iterator[None]:
-        """Wait until no other thread moves blocks this way, but no longer than a call may take."""
+        """Wait until no other thread moves blocks in this direction, at most as long as a call may take."""
         if not lock.acquire(timeout=_CALL_TIMEOUTS * self._timeout_s):
             raise OSError(f"{self._setup[-1]} has not answered the transfer before")
         try:
@@ -451,13 +451,13 @@ class MooncakeTier(JobTier):
             return self._hostname or str(probe.getsockname()[0])
 
     def _regions(self) -> list[tuple[int, int]]:
-        """Return address and size of what the client reads and writes."""
+        """Return address and size of the memory that the client reads and writes."""
         rows = self.host_rows
         num_bytes = (len(rows) - 1) * rows.strides[0] + self._block_bytes
         return [(rows.ctypes.data, num_bytes), (self._seals.ctypes.data, self._seals.nbytes)]
 
     def _keep(self, store: Any, setup: tuple[Any, ...]) -> None:
-        """Leave a client to the next tier that is set up like this one, without this tier's memory."""
+        """Keep a client for the next tier with the same arguments, without this tier's memory."""
         for address, _ in self._regions():
             store.unregister_buffer(address)
         _idle_clients.setdefault(setup, []).append(store)
@@ -481,14 +481,14 @@ def _try_in_a_process(setup: tuple[Any, ...]) -> None:
 
 
 def load_client(timeout_s: float) -> Any:
-    """Import the native client, with its time limits set where nobody has; it reads them once in a process."""
+    """Import the native client, with time limits that are not set yet; it reads them once in a process."""
     seconds = max(1, math.ceil(timeout_s))
     for name, value in (
         ("MC_RPC_TIMEOUT_MS", int(timeout_s * 1000)),
         ("MC_RPC_CONNECT_TIMEOUT_MS", int(timeout_s * 1000)),
         ("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds),
         ("MC_HANDSHAKE_CONNECT_TIMEOUT", seconds),
-        # Of 20 it tries by default, each as long, with the interpreter's lock held.
+        # By default it tries 20 times, each as long, and holds the GIL.
         ("MC_STORE_CLIENT_SETUP_RETRIES", 2),
     ):
         os.environ.setdefault(name, str(max(1, value)))

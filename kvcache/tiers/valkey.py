@@ -10,8 +10,8 @@ when it started or drew in its own reset, because another engine's reset may mea
 later join the announced epoch. If the server has forgotten it, a running engine announces a fresh one for them and
 keeps its own, so an epoch is announced once and never again.
 
-Values are read and written one command each, pipelined, straight from and into host memory (`valkey_wire`). What the
-server holds already is not sent again. Memory limits, eviction and persistence are the server's.
+Each value is read and written by one command, pipelined, straight from and into host memory (`valkey_wire`). Values
+that the server holds are not sent again. The server does memory limits, eviction and persistence.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 PASSWORD_VARIABLE = "KVCACHE_VALKEY_PASSWORD"
 _FORMAT = b"kvcache valkey 2"
 _EPOCH_INTERVAL_S = 5.0
-# Answers that a server has not sent yet pile up in its memory: twice as many are awaited at most, on each connection.
-# Of blocks to be stored, so many are sent before it is asked again which of the next ones another engine has stored.
+# Unsent answers pile up in the server's memory, so a connection awaits at most twice as many bytes. A store sends so
+# many bytes before it asks which of the next blocks another engine has stored.
 _WINDOW_BYTES = 1 << 20
 _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 
@@ -105,13 +105,13 @@ class ValkeyTier(JobTier):
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes).
     fingerprint : mapping, optional
-        What makes blocks of one model and geometry different from another's.
+        Identifies the model and the geometry of the blocks.
     salt : str
-        Engines of one tenant share it; others cannot name its blocks.
+        A secret of one tenant's engines; other clients can neither name nor forge its blocks.
     cluster : bool
         Whether the server is a cluster.
     ttl_s : float, optional
-        After which the server forgets a block; None: only its own `maxmemory-policy` does.
+        Time after which the server drops a block; None: it drops blocks by its `maxmemory-policy` only.
     timeout_s : float
         How long one command may take, connecting included.
     num_threads : int
@@ -130,7 +130,7 @@ class ValkeyTier(JobTier):
     Raises
     ------
     ValueError
-        The URL or the credentials are refused. A server that cannot be reached is no error: the tier works once it can.
+        The URL or the credentials are refused. An unreachable server is not an error: the tier works once it answers.
     """
 
     options_type = ValkeyOptions
@@ -235,11 +235,11 @@ class ValkeyTier(JobTier):
         size = max(1, _WINDOW_BYTES // self._block_bytes)
 
         def ask(positions: Sequence[int]) -> list[bytes]:
-            # A block that is there is as recent now as if it had been stored again.
+            # It makes a block that the server holds as recent as if it had been stored again.
             return [pack(b"PEXPIRE", names[i], ttl) if ttl else pack(b"TOUCH", names[i]) for i in positions]
 
         def store(server: Channel, positions: Sequence[int]) -> None:
-            # Another engine may be storing the same: what it has stored by now is asked right before each window.
+            # Another engine may be storing the same blocks, so this is asked right before each window.
             server.send(ask(positions[:size]))
             for first in range(0, len(positions), size):
                 absent, waiting = [], []
@@ -274,7 +274,7 @@ class ValkeyTier(JobTier):
             seal = memoryview(bytearray(SEAL_BYTES))
             for number, i in enumerate(positions):
                 if number % window == 0:
-                    # The first half of what is awaited has come.
+                    # Half of the awaited answers have come.
                     first = number + window if number else 0
                     server.send([pack(b"GET", names[j]) for j in positions[first : number + 2 * window]])
                 outcomes[i] = self._receive(server, names[i], seal, buffers[i])
@@ -350,7 +350,7 @@ class ValkeyTier(JobTier):
         try:
             num_bytes = server.read_value((seal, buffer))
         except ServerError as error:
-            # Somebody's list or set under our name.
+            # Another client's list or set under our name.
             if not str(error).startswith("WRONGTYPE "):
                 raise
             return BlockOutcome.CORRUPT
@@ -362,9 +362,9 @@ class ValkeyTier(JobTier):
         return BlockOutcome.CORRUPT
 
     def _converse(self, names: list[bytes], talk: Callable[[Channel, Sequence[int]], None]) -> None:
-        """Let `talk` exchange commands with each server that holds some of `names`, given their positions.
+        """Call `talk` for each server that holds some of `names`, with their positions.
 
-        A cluster may have moved them: then its topology is read again, and everything is said once more.
+        If a cluster has moved them, read its topology and call once more.
         """
         for is_last in (False, True):
             client = self._server()
@@ -402,7 +402,7 @@ def _client_options(
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
-        # The breaker above decides when to try again.
+        # The manager's breaker decides when to try again.
         "retry": Retry(NoBackoff(), 0),
         "username": username,
         "password": password or os.environ.get(PASSWORD_VARIABLE),
@@ -412,5 +412,5 @@ def _client_options(
 
 
 def _shown(error: Exception) -> str:
-    """Return the first line of a server's message: it may be anything, and long."""
+    """Return the first line of a server's message, which may be long."""
     return (str(error).splitlines() or [""])[0][:200]

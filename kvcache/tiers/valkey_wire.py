@@ -1,9 +1,8 @@
-"""Commands over many blocks on one connection to a Valkey or Redis server, values sent from and read into host memory.
+"""Commands over many blocks on one connection to a Valkey or Redis server, straight from and into host memory.
 
-A client library makes a `bytes` of every value and copies it two more times on the way. Here a value is received into
-the host block itself. The library still connects: addresses, TLS, credentials, the topology of a cluster.
-Every batch has a deadline of its own, because a time limit on each read never ends for a server that sends a byte at a
-time.
+A client library makes a `bytes` of each value and copies it twice more. Here a value is received into the host block
+itself. The library still handles addresses, TLS, credentials and the topology of a cluster. Each batch has a deadline,
+because a time limit on each read never ends for a server that sends a byte at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 MISSING = -1
-"""What `Replies.length` returns for a key without a value."""
+"""Returned by `Channel.read_value` for a key without a value."""
 _MAX_VALUE_BYTES = 1 << 29
 _MAX_LINE_BYTES = 4096
 _READ_BYTES = 1 << 14
@@ -25,11 +24,11 @@ _WAKE_BYTES = 1 << 17
 
 
 class WireError(OSError):
-    """The other end does not speak the protocol, or not in time; the connection is of no use any more."""
+    """The server does not speak the protocol, or not in time; the connection must be closed."""
 
 
 class ServerError(Exception):
-    """The server's answer to one command is an error; its message is the first argument."""
+    """The server answered one command with an error; the message is the first argument."""
 
 
 def pack(*parts: bytes) -> bytes:
@@ -38,7 +37,7 @@ def pack(*parts: bytes) -> bytes:
 
 
 def pack_set(name: bytes, head: bytes, num_bytes: int, ttl_ms: int | None) -> tuple[bytes, bytes]:
-    """Return what goes before and after the bytes of a value that is set."""
+    """Return the bytes of a SET command before and after its value."""
     start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b"
     before = start % (3 if ttl_ms is None else 5, len(name), name, len(head) + num_bytes, head)
     if ttl_ms is None:
@@ -49,13 +48,13 @@ def pack_set(name: bytes, head: bytes, num_bytes: int, ttl_ms: int | None) -> tu
 
 @contextmanager
 def channel(client: Any, timeout_s: float) -> Iterator[Channel]:
-    """Take a connection of a client of the library, and give it back, or close it if anything was raised."""
+    """Take a connection from a client's pool, and return it; close it if anything was raised."""
     pool = client.connection_pool
     connection = pool.get_connection("GET")
     try:
         yield Channel(connection, timeout_s)
     except BaseException:
-        # What is left of this batch's answers must not be taken for the next one's.
+        # The next batch must not read the rest of this batch's answers.
         connection.disconnect()
         raise
     finally:
@@ -63,18 +62,13 @@ def channel(client: Any, timeout_s: float) -> Iterator[Channel]:
 
 
 class Channel:
-    """A connection over which batches of commands go out and their answers come in, in order.
+    """Sends batches of commands over a connection of the library, and reads their answers in order.
 
-    Parameters
-    ----------
-    connection : valkey.connection.Connection
-        Connected, and nothing awaited on it.
-    timeout_s : float
-        How long sending one batch, or receiving one answer, may take.
+    Sending one batch, or receiving one answer, may take `timeout_s`.
     """
 
     def __init__(self, connection: Any, timeout_s: float) -> None:
-        # The library has no way to receive into memory of ours.
+        # The library cannot receive into given memory.
         self._socket: socket.socket = connection._sock
         self._can_gather = type(self._socket) is socket.socket
         self._timeout_s = timeout_s
@@ -114,12 +108,9 @@ class Channel:
         raise _error(kind, rest)
 
     def read_value(self, targets: Sequence[memoryview]) -> int:
-        """Read a value into buffers, one after the other, if it is exactly as long as they are.
+        """Read a value into buffers, one after the other; return its length, or `MISSING`.
 
-        Returns
-        -------
-        int
-            Bytes of the value, and `MISSING` if there is none. The targets hold it only if they are as long.
+        If the length is not that of all buffers together, the value is skipped.
         """
         kind, rest = self._line()
         if (kind, rest) in ((b"$", b"-1"), (b"_", b"")):
@@ -167,7 +158,7 @@ class Channel:
             num_taken += self._receive(target[num_taken:])
 
     def _receive_large(self, target: memoryview) -> int:
-        """Receive all of a large buffer, waking up for `_WAKE_BYTES` and not for each packet."""
+        """Receive all of a large buffer, and wake up for `_WAKE_BYTES` instead of each packet."""
         num_taken = 0
         try:
             while num_taken < len(target):

@@ -73,13 +73,13 @@ class Fp8Codec(Codec):
         return {"codec": "fp8", "dtype": str(self._dtype), "group": self._group}
 
     def encode(self, block: memoryview, target: memoryview) -> int:
-        # torch wants to know that nobody writes to it, and has no word for that but a writable view.
+        # torch warns about views of read-only memory; `block` is not written to.
         values = torch.frombuffer(block, dtype=self._dtype).view(self._num_groups, self._group).float()
         scales = values.abs().amax(dim=1, keepdim=True) / _MAX_E4M3
         if not bool(torch.isfinite(scales).all()):
             raise CannotEncodeError("the block holds values that are infinite or no numbers")
         scales[scales == 0] = 1.0
-        # The quotient of the largest value may round up beyond what e4m3 has, which is no number.
+        # The quotient of the largest value may round up beyond the largest e4m3 number, which would become NaN.
         codes = (values / scales).clamp_(-_MAX_E4M3, _MAX_E4M3).to(torch.float8_e4m3fn)
         out = torch.frombuffer(target, dtype=torch.uint8)
         split = self._num_groups * _SCALE_BYTES

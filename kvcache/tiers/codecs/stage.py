@@ -82,7 +82,7 @@ class CodecStage:
                 code_bytes=sum(lengths),
                 encode_s=time.perf_counter() - start_s,
             )
-            # A tier that owns its space is given runs of slots: what is left out splits a run.
+            # A tier that owns its space needs runs of slots, so a refused block splits a run.
             for run in _runs(lengths):
                 part = batch.part(run, self.rows, [first + i for i in run])
                 outcomes[run.start : run.stop] = checked_outcomes(put(part), part)
@@ -136,7 +136,7 @@ class CodecStage:
         return num_bytes
 
     def _decode(self, key: bytes, row: int, block: memoryview) -> bool:
-        """Decode a row into a block; return whether it is what was stored."""
+        """Decode a row into a block; return whether both checksums match."""
         source = self.rows[row].data
         magic, num_bytes, code_sum, block_sum = _HEADER.unpack_from(source)
         if magic != _MAGIC or not 0 < num_bytes <= self._codec.max_bytes:

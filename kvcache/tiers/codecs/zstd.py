@@ -38,7 +38,7 @@ class ZstdCodec(Codec):
     level : int
         1 (fast) to 22.
     share : float
-        Of a block's size, what an encoded one may take; the rest is saved in every tier, whatever its slots are.
+        Share of a block's size that a code may take; the tier saves the rest for each block.
     """
 
     def __init__(self, block_bytes: int, level: int = 1, share: float = 0.8) -> None:

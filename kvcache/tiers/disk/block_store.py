@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BlocksRead(NamedTuple):
-    """What a read gave: per block whether it is what was stored, and how many at the end the file does not have."""
+    """The result of a read: whether each block verified, and how many blocks lie beyond the end of the file."""
 
     is_good: list[bool]
     num_short: int
@@ -25,23 +25,14 @@ class BlocksRead(NamedTuple):
 class BlockStore:
     """The slot table and the data file of an open directory.
 
-    Parameters
-    ----------
-    directory : TierDirectory
-        Open; closed with this.
-    host_blocks : numpy.ndarray
-        The pool that blocks come from and go to.
-    read_only : bool
-        Whether nothing will be written.
-
     Attributes
     ----------
     directory : TierDirectory
-        As given.
+        Closed with the store.
     table : SlotTable
-        Whose blocks lie where.
+        Which block lies in which slot.
     file : DataFile
-        Their payload.
+        The blocks' payload.
     """
 
     def __init__(self, directory: TierDirectory, host_blocks: HostBlocks, read_only: bool) -> None:

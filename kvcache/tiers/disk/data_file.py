@@ -18,15 +18,7 @@ _MOST_TRIES = 100
 
 
 class DataFile:
-    """The slots of an open directory, read and written past the page cache where the file system allows it.
-
-    Attributes
-    ----------
-    is_direct : bool
-        Whether the page cache is passed by.
-    fd : int
-        The open file.
-    """
+    """The slots of an open directory, read and written past the page cache (`is_direct`) if the file system allows."""
 
     def __init__(self, directory: TierDirectory, host_blocks: HostBlocks, read_only: bool = False) -> None:
         header = directory.header
@@ -34,7 +26,7 @@ class DataFile:
         self.slot_bytes = header.slot_bytes
         flags = os.O_RDONLY if read_only else os.O_RDWR
         address: int = host_blocks.ctypes.data
-        # Of the lowest bit set in any of them, every piece of every transfer is a multiple.
+        # Each piece of each transfer is a multiple of the lowest bit that is set in any of them.
         granule = (address | host_blocks.strides[0] | self.block_bytes) & -(
             address | host_blocks.strides[0] | self.block_bytes
         )
@@ -68,19 +60,19 @@ class DataFile:
         os.close(self.fd)
 
     def _move(self, call: Callable[..., int], rows: Sequence[memoryview], offset: int) -> int:
-        """Move bytes; return how many the next call can go on from, 0 where nothing moves any more."""
+        """Move bytes; return the number after which the next call can go on, 0 if nothing moves any more."""
         for _ in range(_MOST_TRIES):
             num_bytes = call(self.fd, rows, offset)
             if not self.is_direct or num_bytes == sum(map(len, rows)):
                 return num_bytes
-            # Past the page cache a call begins at a multiple: what is less than one is moved again.
+            # Past the page cache a call begins at a multiple, so the part behind the last one is moved again.
             if not 0 < num_bytes < ALIGN_BYTES:
                 return num_bytes // ALIGN_BYTES * ALIGN_BYTES
         return 0
 
 
 def _after(rows: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of buffers after their first `num_bytes`."""
+    """Return buffers without their first `num_bytes`."""
     for i, row in enumerate(rows):
         if num_bytes < len(row):
             return [row[num_bytes:], *rows[i + 1 :]]
@@ -96,7 +88,7 @@ def _open_direct(directory: TierDirectory, flags: int, block_bytes: int, granule
         fd = directory.open_file(DATA, flags | os.O_DIRECT)
     except OSError:
         return None
-    # Memory that is aligned no better than the pool's own.
+    # This memory is aligned no better than the pool's.
     skew = granule % ALIGN_BYTES
     probe = memoryview(mmap.mmap(-1, block_bytes + ALIGN_BYTES))[skew : skew + block_bytes]
     try:

@@ -1,16 +1,16 @@
-"""The directory of a disk tier: whose blocks it may hold, how many, and who writes to it.
+"""The directory of a disk tier: its format, its size, the model that it belongs to, and its one writer.
 
-Everything in it has a size that is fixed by the capacity, so the directory is bounded from its first byte::
+The capacity fixes the size of each file, so the directory is bounded from its first byte::
 
     kvcache.json   format, geometry, fingerprint and generation; replaced as a whole
     lock           held by the one writer; names the generation that a reset made void
-    data           one slot per block, aligned, nothing but payload
-    records        one sealed record per slot: whose bytes these are, and their checksum
-    recency        when each slot was last used, and how often: worth losing
+    data           one aligned slot per block, payload only
+    records        one sealed record per slot: the block's key and checksum
+    recency        time of last use and number of uses of each slot; may be lost
 
-A *generation* is what was stored between two resets. Its seed, a digest of format, block size, fingerprint and a random
-salt, goes into every record's seal and every block's checksum: what another model, another directory or an earlier
-generation left there does not verify.
+A *generation* holds the blocks that were stored between two resets. Its seed, a digest of format, block size,
+fingerprint and a random salt, goes into each record's seal and each block's checksum, so bytes of another model,
+another directory or an earlier generation do not verify.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _bytes_per_slot(block_bytes: int) -> int:
 
 
 def directory_bytes(path: Path) -> int:
-    """Return the bytes on disk of a directory and of all that is in it."""
+    """Return the bytes on disk of a directory and its files."""
     num_bytes = 0
     for name in (path, *path.iterdir()):
         # A header that is just being replaced may be gone again.
@@ -159,7 +159,7 @@ def directory_bytes(path: Path) -> int:
 
 
 def shared_names(path: Path) -> list[str]:
-    """Return what of a tier's directory users other than its owner may read or write; "." is the directory itself."""
+    """Return the names in a tier's directory that users other than its owner may access; "." is the directory."""
     names = []
     for name in (".", *sorted(_OURS)):
         with suppress(FileNotFoundError):
@@ -169,7 +169,7 @@ def shared_names(path: Path) -> list[str]:
 
 
 def writer_of(path: str | os.PathLike[str]) -> str:
-    """Return which process writes to a directory, as an error says it; "" if none does, or it cannot be told."""
+    """Return an error message that names the process that writes to a directory; "" if none does, or if unknown."""
     try:
         fd = os.open(Path(path) / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -191,12 +191,12 @@ def _in_use(path: str | os.PathLike[str], lock_fd: int) -> str:
 
 
 def _new_salt() -> int:
-    # Not 0, which is what a lock file without a mark says.
+    # A lock file without a mark reads as 0.
     return secrets.randbits(64) | 1
 
 
 def _forget_locks_in_child() -> None:
-    # A lock is the process's that took it: a child that holds the descriptor would keep it after its parent's end.
+    # A child that holds the descriptor would keep the lock after its parent's end.
     for directory in list(_OPEN):
         directory.close_in_child()
 
@@ -209,25 +209,25 @@ class TierDirectory:
     path : path-like
         The directory; made if it is missing, unless `read_only`.
     header : Header or None
-        What it must hold: the same block size and fingerprint. Another number of slots resizes it, its highest
-        slots are lost when it shrinks. None: whatever it holds.
+        The block size and fingerprint must be those of the directory. Another number of slots resizes it; if it
+        shrinks, its highest slots are lost. None: the header that is found.
     read_only : bool
         Neither lock nor change anything.
 
     Attributes
     ----------
     header : Header
-        What it holds now.
+        The header now.
 
     Raises
     ------
     TierDirectoryError
-        The directory cannot be read or written, is locked, is no tier's, holds other blocks, or has a file that is
-        no regular one or has the wrong length.
+        The directory cannot be read or written, is locked, is not a tier's, holds other blocks, or has a file that is
+        not regular or has the wrong length.
 
     Notes
     -----
-    A forked child gives its copy of the lock back and has no open directory.
+    A forked child drops its copy of the lock and has no open directory.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: Header | None, read_only: bool = False) -> None:
@@ -239,7 +239,7 @@ class TierDirectory:
         try:
             if not read_only and header is not None:
                 self._make()
-            # A pipe or a device under this name is an error at once, not something to wait for.
+            # A pipe or a device under this name is an error; opening it must not wait.
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK)
             self._check_ours(may_be_new=header is not None and not read_only)
             if not read_only:
@@ -260,16 +260,8 @@ class TierDirectory:
             raise
 
     def open_file(self, name: str, flags: int) -> int:
-        """Open one of the files and return its descriptor.
-
-        Raises
-        ------
-        TierDirectoryError
-            It is no regular file: a link, a pipe, a device.
-        OSError
-            It cannot be opened.
-        """
-        # Looked at before it is opened: to open a pipe may wait, to open a device may do anything.
+        """Open one of the files and return its descriptor; a link, a pipe or a device is a TierDirectoryError."""
+        # Checked before it is opened, because opening a pipe may wait and opening a device may do anything.
         with suppress(FileNotFoundError):
             self._check_regular(name, os.stat(name, dir_fd=self._fd, follow_symlinks=False))
         fd = os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
@@ -292,17 +284,10 @@ class TierDirectory:
             os.close(fd)
 
     def allocate(self) -> None:
-        """Take the disk space of all slots now, where the file system can: stores then neither fail for want of it
-        nor wait for it to be found.
-
-        Raises
-        ------
-        TierDirectoryError
-            The disk is too full.
-        """
+        """Reserve the disk space of all slots if the file system can; a full disk is a TierDirectoryError."""
         libc = ctypes.CDLL(None, use_errno=True)
         lengths = self.header.file_bytes()
-        # Asked first: an allocation that fails half-way keeps what it got, and would leave the disk full.
+        # Checked first, because an allocation that fails half-way would leave the disk full.
         needed = 0
         for name, length in lengths.items():
             status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
@@ -316,7 +301,7 @@ class TierDirectory:
         for name, num_bytes in lengths.items():
             fd = self.open_file(name, os.O_RDWR)
             try:
-                # Not os.posix_fallocate: where the file system cannot, it writes to every block instead.
+                # os.posix_fallocate would write to each block if the file system cannot reserve space.
                 failed = libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes))
             finally:
                 os.close(fd)
@@ -324,7 +309,7 @@ class TierDirectory:
                 raise TierDirectoryError(f"disk tier directory {self.path} has no room for {num_bytes} bytes of {name}")
 
     def is_present(self, data_fd: int) -> bool:
-        """Return whether the path still leads to the file that `data_fd` has open; OSError if that cannot be told."""
+        """Return whether the path still leads to the open file `data_fd`; raise OSError if that is unknown."""
         try:
             found = (self.path / DATA).stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -332,7 +317,7 @@ class TierDirectory:
         return os.path.samestat(found, os.fstat(data_fd))
 
     def write_header(self, header: Header) -> None:
-        """Replace the header durably: whatever happens, the old or the new one is found, and after this the new one."""
+        """Replace the header durably. A crash leaves the old or the new one; after this call it is the new one."""
         values = {"format": FORMAT, "version": VERSION, **asdict(header)}
         text = json.dumps(values, indent=1, sort_keys=True)
         if len(text) > _MAX_HEADER_BYTES:
@@ -350,16 +335,14 @@ class TierDirectory:
         self.header = header
 
     def mark_void(self, salt: int) -> None:
-        """Note, for whoever opens the directory after a kill, that nothing under a header with this salt counts.
+        """Record that blocks under a header with this salt are void, in case the process is killed.
 
-        Notes
-        -----
-        One small write to the page cache; only `write_header` makes it last through a loss of power.
+        This is one small write to the page cache; only `write_header` survives a loss of power.
         """
         write_all(self._lock_fd, salt.to_bytes(_MARK_BYTES, "little"), _MARK_OFFSET)
 
     def resize(self, header: Header, afresh: bool = False) -> Header:
-        """Give all files the lengths that `header` asks for, and make it the directory's; interrupted, it is redone."""
+        """Give all files the lengths of `header`, and write `header`. The next open repeats an interrupted resize."""
         if len(json.dumps(header.fingerprint)) > _MAX_FINGERPRINT_BYTES:
             raise TierDirectoryError(f"fingerprint must be at most {_MAX_FINGERPRINT_BYTES} bytes of JSON")
         self.write_header(replace(header, resizing=True))
@@ -376,14 +359,14 @@ class TierDirectory:
         return header
 
     def close(self) -> None:
-        """Give the lock back, also from children that hold its descriptor."""
+        """Release the lock, also from children that hold its descriptor."""
         if self._lock_fd >= 0:
             with suppress(OSError):
                 fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close without giving back the lock, which is the parent's."""
+        """Close without releasing the lock, which is the parent's."""
         _OPEN.discard(self)
         for fd in (self._lock_fd, self._fd):
             if fd >= 0:
@@ -439,7 +422,7 @@ class TierDirectory:
         return wanted
 
     def _void_salt(self) -> int:
-        """Return the salt of the generation that a reset was about to make void; 0 if there is none."""
+        """Return the salt of the generation that an interrupted reset made void, or 0."""
         try:
             fd = self.open_file(_LOCK, os.O_RDONLY)
         except FileNotFoundError:
@@ -484,7 +467,7 @@ class TierDirectory:
         found = {name: self._length(name) for name in lengths}
         wrong = {name: num_bytes for name, num_bytes in found.items() if num_bytes != lengths[name]}
         for name, num_bytes in wrong.items():
-            # Nothing seals the header: the files may be right, and its capacity wrong.
+            # The header is not sealed, so its capacity may be wrong and the files right.
             if num_bytes > lengths[name] or not may_mend:
                 way_out = "" if num_bytes > lengths[name] else "open the tier to keep what is whole, or "
                 raise TierDirectoryError(
@@ -556,7 +539,7 @@ class TierDirectory:
 
 
 def write_all(fd: int, body: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all bytes at an offset, in as many calls as it takes; OSError if none is taken any more."""
+    """Write all bytes at an offset, in as many calls as it takes; raise OSError if a call writes nothing."""
     written = os.pwrite(fd, body, offset)
     while written < len(body):
         more = os.pwrite(fd, memoryview(body)[written:], offset + written)
@@ -569,7 +552,7 @@ def _fsync_directory(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems cannot, and need not.
+        # Some network file systems cannot do it and need not.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
 

@@ -1,4 +1,4 @@
-"""Look into the directory of a disk tier, verify all its blocks, and pack it: what the command line does with one."""
+"""Inspect the directory of a disk tier, verify its blocks, and pack it, for the command line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NUM_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class TierFacts:
-    """What a directory holds; `uses` count loads of the blocks that are held.
+    """The contents of a directory; `uses` counts loads of the blocks in it.
 
     `shared_names` are the files that users other than the owner may read or write, "." for the directory itself.
     """
@@ -117,12 +117,12 @@ def verify_tier(path: Path, wipe: bool = False, progress: Progress | None = None
 
 
 def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progress | None = None) -> TierFacts:
-    """Pack the most recent blocks into the first slots, give the rest of the disk space back, and return what is left.
+    """Pack the most recent blocks into the first slots, and release the rest of the disk space.
 
     Parameters
     ----------
     path : Path
-        The directory; nobody else may be writing to it.
+        The directory; no other process may be writing to it.
     capacity_bytes : int, optional
         Its new capacity; None: as it is.
     progress : callable, optional

@@ -1,7 +1,7 @@
-"""One record per slot of a disk tier: whose bytes lie there, their checksum, and when they were last used.
+"""One record per slot of a disk tier: the block's key and checksum, and its last use.
 
-A record is written in place once its payload is, and sealed, so that a torn one is no record at all. There is no log
-to replay and none to compact: a restart reads one array, and the size never changes.
+A record is written in place after its payload, and sealed, so a torn record is invalid. There is no log to replay or
+compact: a restart reads one array, and the size never changes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_KEY_BYTES = 88
 _RECORD = struct.Struct("<QQIIHHI88s")
 _NUM_WORDS = _RECORD.size // 8
 _NO_SEAL = bytes(8)
-# Each word is mixed before it is multiplied, or the top bits of two words, turned over, would cancel out: a change in
-# one word changes the sum for certain (mixing and odd factors lose nothing), in several but for one case in 2**64.
+# Each word is mixed before it is multiplied. Otherwise flips of the top bits of two words would cancel out. A change of
+# one word always changes the sum (mixing and odd factors lose nothing), a change of several except in one of 2**64.
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 _FACTORS = np.frombuffer(hashlib.shake_128(b"kvcache").digest(8 * _NUM_WORDS), "<u8") | np.uint64(1)
 _DTYPE = np.dtype(
@@ -58,7 +58,7 @@ assert _RECENCY_DTYPE.itemsize == RECENCY_BYTES
 
 def _seals(rows: npt.NDArray[np.void], seed: int) -> npt.NDArray[np.uint64]:
     words = rows.view(np.uint64).reshape(len(rows), _NUM_WORDS + 1)
-    # Seals of two seeds differ by the same number in every record: none of the one generation passes in the other.
+    # Seals of two seeds differ by the same number in each record, so a record of one generation fails in the other.
     words = words[:, :_NUM_WORDS]
     words = (words ^ (words >> np.uint64(32))) * _MIX
     words ^= words >> np.uint64(29)
@@ -67,7 +67,7 @@ def _seals(rows: npt.NDArray[np.void], seed: int) -> npt.NDArray[np.uint64]:
 
 
 class Found(NamedTuple):
-    """The blocks that the records name, least recently used first; `slots` is int64, `seqs` and `times` uint64."""
+    """The blocks of the records, least recently used first; `slots` is int64, `seqs` and `times` uint64."""
 
     keys: list[bytes]
     slots: npt.NDArray[np.int64]
@@ -81,9 +81,9 @@ class SlotTable:
     Attributes
     ----------
     generation : Generation
-        What records must carry to be found by `load`.
+        `load` finds records of this generation only.
     checksums : numpy.ndarray
-        uint64, one per slot; meaningful where a block lies.
+        uint64, one per slot; valid if the slot holds a block.
     recency : numpy.ndarray
         ``stamp`` (a clock, larger is later) and ``uses`` of each slot; changed in memory, written by `flush`.
     """
@@ -109,13 +109,13 @@ class SlotTable:
 
         Notes
         -----
-        A record that is torn, cut off or of another generation counts as none. A key may be named twice, if its older
-        slot was given away but not yet written to; the later record is the right one.
+        Records that are torn, cut off or of another generation are ignored. A key has two records if its older slot
+        was reused but not written yet; the later record is the right one.
         """
         body = _read(self._recency_fd, self._num_slots * RECENCY_BYTES, 0)
         flat = np.frombuffer(body[: len(body) // RECENCY_BYTES * RECENCY_BYTES], _RECENCY_DTYPE)
         self.recency[: len(flat)] = flat
-        # Nothing seals them, and a clock that takes over what is damaged must have room to run on.
+        # Stamps are not sealed. The clock goes on from the largest one and must not overflow after damage.
         self.recency["stamp"][self.recency["stamp"] > _MAX_STAMP] = 0
         parts, places = [], []
         for first in range(0, self._num_slots, _READ_RECORDS):
@@ -131,7 +131,7 @@ class SlotTable:
         self.checksums[slots] = rows["checksum"]
         times = np.maximum(np.minimum(rows["seq"], np.uint64(_MAX_STAMP)), self.recency["stamp"][slots])
         order = np.argsort(times, kind="stable")
-        # Keys are made in the order of their use, so that whoever walks them walks memory forward.
+        # Keys are made in the order of their use, so a walk over them reads memory forward.
         keys: list[bytes] = []
         for first in range(0, len(order), _READ_RECORDS):
             keys.extend(_keys(rows[order[first : first + _READ_RECORDS]]))
@@ -162,7 +162,7 @@ class SlotTable:
         self.checksums[first_slot : first_slot + len(checks)] = checks
 
     def wipe(self, slot: int) -> None:
-        """Write that nothing lies in a slot."""
+        """Write that a slot is empty."""
         write_all(self._fd, bytes(RECORD_BYTES), slot * RECORD_BYTES)
 
     def stamp(self, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64] | int) -> None:

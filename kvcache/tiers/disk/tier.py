@@ -1,10 +1,10 @@
 """The disk tier: blocks in one file of fixed slots, verified on every load, found again after a restart.
 
-Jobs, threads, the index of slots and resets are `JobTier`'s. What is here moves runs of consecutive slots, hands what
-the directory holds to the index when it is opened, and makes everything durable now and then.
+`JobTier` keeps jobs, threads, the index of slots and resets. This module moves runs of consecutive slots, gives the
+blocks of an opened directory to the index, and makes everything durable once per interval.
 
-A reset is a mark of a few bytes, for whoever comes after a kill, then a header of another generation, durably. A run
-carries the generation that it was begun under, so nothing that an old one still writes counts.
+A reset first writes a mark of a few bytes, which counts if the process is killed, then durably a header of another
+generation. A run carries the generation in which it began, so records that an older run still writes are not valid.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
 
 MAX_RUN_BLOCKS = 32
-"""Slots in one system call at most: what is done between two calls holds the GIL, and the scheduler waits for it."""
+"""Slots in one system call at most. Work between two calls holds the GIL, and the scheduler waits for it."""
 _LOG = logging.getLogger(__name__)
 _MARK_S = 0.02
-"""How long `reset` waits for its mark: it is there within a fraction of that, unless the disk hangs."""
+"""How long `reset` waits for its mark, which takes a fraction of that unless the disk hangs."""
 _CLOSE_S = 5.0
 
 
@@ -97,25 +97,24 @@ class DiskTier(JobTier):
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes); for direct I/O, blocks start at multiples of 4096.
     fingerprint : mapping, optional
-        The model, dtype and geometry whose blocks these are, as JSON can say it; a directory of another one is
-        refused.
+        The model, dtype and geometry of the blocks, JSON-serializable; a directory of another fingerprint is refused.
     cache_policy : str or type
-        What leaves when the tier is full: a policy's name, class or ``"package.module:Class"``.
+        Evicts blocks when the tier is full: a policy's name, class or ``"package.module:Class"``.
     num_threads : int
         Operations in flight.
     flush_interval_s : float
-        How often recency is written and what was written is made durable.
+        How often recency and new blocks are made durable.
     max_queued_blocks : int
         Blocks under way at most; more are refused.
     max_io_bytes : int
-        Bytes in one operation at most, where blocks lie side by side.
+        Bytes in one operation over neighbouring blocks at most.
     preallocate : bool
-        Whether to take all disk space at once, where the file system can do that without writing.
+        Whether to take all disk space at the start, if the file system can do that without writing.
     read_only : bool
         Serve what the directory holds and change nothing; another process may be writing to it.
     open_timeout_s : float
-        How long to wait for the directory to open. After that the tier is unavailable, `stats` says so, until it opens
-        after all; if it then cannot be used, it stays unavailable and the reason is logged.
+        How long to wait for the directory to open. After that the tier is unavailable until it opens. If it then
+        cannot be used, it stays unavailable and the reason is logged.
     codec : Codec, optional
         Encodes the blocks.
 
@@ -221,11 +220,11 @@ class DiskTier(JobTier):
         return self._store is not None and self._store.file.is_direct
 
     def flush(self) -> None:
-        """Make all that was reported as stored durable, and write recency; waits for the disk."""
+        """Make all stored blocks durable, and write recency; waits for the disk."""
         self._opened().flush()
 
     def open(self) -> TierContents:
-        """Open the directory, and return what it holds, least recent first."""
+        """Open the directory, and return its blocks, least recent first."""
         try:
             return self._open()
         except Exception as error:
@@ -259,7 +258,7 @@ class DiskTier(JobTier):
         return None
 
     def clear(self, generation: int) -> None:
-        """Begin another generation, durably; the blocks of a directory that is only read are looked away from."""
+        """Begin another generation, durably; a directory that is only read stays as it is."""
         store = self._opened()
         header = store.directory.header
         if not self._is_read_only:
@@ -347,7 +346,7 @@ class DiskTier(JobTier):
                 ) from error
             undo.pop_all()
         if len(set(keys)) < len(keys):
-            # A key stands in two slots: of the older one, only the record was left.
+            # A key stands in two slots. Only the record of the older slot is left.
             latest: dict[bytes, int] = {}
             for i, key in enumerate(keys):
                 if key not in latest or seqs[i] > seqs[latest[key]]:
