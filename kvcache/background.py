@@ -22,7 +22,7 @@ class Background:
     name : str
         The thread's name, after ``kvcache-``.
     run : callable
-        Called once in the thread, with an event that is set when the thread is to end. What it raises is logged.
+        Called once in the thread, with an event that is set when the thread is to end. An exception is logged.
     """
 
     def __init__(self, name: str, run: Callable[[threading.Event], object]) -> None:

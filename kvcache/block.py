@@ -1,4 +1,4 @@
-"""The state of one block of a pool: its slot and who is using it."""
+"""BlockStatus: the slot of a block in a pool, and its references."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class BlockStateError(RuntimeError):
 
 
 class BlockStatus(ctypes.Structure):
-    """One block of a pool: its slot and who is using it.
+    """The slot of one block in a pool, and its number of references.
 
     Parameters
     ----------

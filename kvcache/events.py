@@ -43,7 +43,7 @@ class OffloadingEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """A job of a tier or a transfer that has ended, for who traces them.
+    """A job of a tier or a transfer that has ended, for tracing.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class FinishedJob:
 
 
 class JobLog:
-    """The jobs that have ended and that nobody has taken yet, bounded; what does not fit is counted.
+    """A bounded queue of jobs that have ended; jobs that do not fit are counted.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Keys of blocks: what a key is made of, and keys of a prompt's blocks by a chained SHA-256.
+"""Keys of blocks: their parts, and the keys of a prompt's blocks by a chained SHA-256.
 
 A chained hash lets a key name a block and all tokens before it. The hash is a cryptographic one, because a collision
 that can be crafted would serve one user's KV data to another. hashlib's SHA-256 needs no dependency and keys a million
@@ -101,7 +101,7 @@ def key_seed(*fields: str | bytes | int) -> bytes:
     Raises
     ------
     ValueError
-        A field is none of the three types.
+        A field has another type.
     """
     digest = hashlib.sha256(_FORMAT)
     for field in fields:

@@ -1,4 +1,4 @@
-"""Counters, gauges, histograms and states: the one table of what is counted, from which everything else comes.
+"""Counters, gauges, histograms and states: the one table from which all exporters, the dashboard and the docs are made.
 
 A field of a statistics class carries its own line of the table (`counter`, `gauge`, `histogram`, `state`, `flag`), so
 that a name, its unit and its help stand in one place. Stats, exporters, dashboards and the docs' table read them back
@@ -31,7 +31,7 @@ class Metric:
         ``"counter"`` (since start, only grows), ``"gauge"`` (now), ``"histogram"`` (since start), ``"state"`` (one word
         of several) or ``"flag"`` (a text that is empty while all is well).
     unit : str
-        What is counted: ``"blocks"``, ``"calls"``, ``"requests"``, ``"jobs"``, ``"seconds"``, ``"bytes"``.
+        The unit: ``"blocks"``, ``"calls"``, ``"requests"``, ``"jobs"``, ``"seconds"``, ``"bytes"``.
     help : str
         One sentence.
     reading : str
@@ -146,7 +146,7 @@ def state(text: str, states: tuple[str, ...], *, exported: str) -> Any:
 
 
 def flag(text: str, *, exported: str) -> Any:
-    """Return a dataclass field, empty by default, that says in words what is wrong."""
+    """Return a dataclass field, empty by default, for the text of a fault."""
     return _field("", Metric("", "flag", "0 or 1", text, exported=exported))
 
 
@@ -172,11 +172,11 @@ class Part:
     Parameters
     ----------
     name : str
-        What it is, and what its exported names begin with: ``"tier"``; the manager's own is empty.
+        Its kind, and the prefix of its exported names: ``"tier"``; empty for the manager.
     stats : object
         An instance of a statistics class.
     labels : tuple of (str, str)
-        What tells it from others of its kind.
+        Labels that distinguish it from others of its kind.
     """
 
     name: str
@@ -305,7 +305,7 @@ class EventStats:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What a worker has copied in one direction."""
+    """Counters of a worker's copies in one direction."""
 
     jobs: int = counter("jobs", "Jobs of copies that have ended.")
     failed_jobs: int = counter("jobs", "Jobs of copies that failed.")

@@ -378,7 +378,7 @@ def _advanced_of(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def name_unknown(given: Iterable[str], known: Collection[str]) -> str:
-    """Return the keys of `given` that are not `known`, each with the known one it resembles; "" if there are none.
+    """Return the keys of `given` that are not `known`, each with the known key that it resembles, or "".
 
     >>> name_unknown({"cache_polcy": "arc", "zzz": 1}, ["cache_policy", "tiers"])
     "cache_polcy (did you mean 'cache_policy'?), zzz"

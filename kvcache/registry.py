@@ -1,4 +1,4 @@
-"""Named classes: what a user picks by a word, by a class, or by a path to one.
+"""Registries of classes that users choose by a name, by the class itself, or by its path.
 
 One mechanism serves policies, tiers and specs, so that adding one is a file and a line.
 """
@@ -147,7 +147,7 @@ def how_to_install(error: BaseException | None) -> str:
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """Return what an error about an unknown word ends with: the known one that it resembles, or nothing."""
+    """Return a hint for an error about an unknown word: the known word that it resembles, or ""."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

@@ -1,4 +1,4 @@
-"""Where blocks lie and what a job moves: load and store specs, outputs, results, and an engine's KV cache.
+"""Data that managers, handlers and engines exchange: load and store specs, outputs, results, and an engine's KV cache.
 
 They hold no behaviour beyond checking themselves, so that every other module may import them.
 """

@@ -65,7 +65,7 @@ def test_built_in_classes_have_both_addresses() -> None:
         (":", "policy ':' must be 'package.module:Class'"),
         ("kvcache:", "policy 'kvcache:' must be 'package.module:Class'"),
         (".policies:LRUCachePolicy", r"policy '.policies:LRUCachePolicy' must be 'package.module:Class'"),
-        ("kvcache.policies.base:checked_capacity", "must name a class"),
+        ("kvcache.options:parse_size", "must name a class"),
         (7, "must be a name, a class or 'package.module:Class', got 7"),
         (None, "got None"),
     ],

@@ -1,7 +1,7 @@
-"""The one assembly: what a user configured, read once, and the manager that it describes, with its pool and tiers.
+"""Parse a configuration, and open the manager that it describes, with its pool, tiers and exporters.
 
-Specs and integrations read options and make managers here and nowhere else, so that an option means the same, is
-refused with the same error, and everything that was opened is closed, whoever asks.
+All specs and integrations use this module, so an option has one meaning and one error for all of them, and everything
+that was opened is closed if a later step fails.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _parse_exporter(entry: Any) -> ExporterSettings:
 class OffloadSettings(Options):
     """The options of a pool in host memory, and of the tiers and exporters around it.
 
-    Users write them in `extra_config`, or in an engine's own mapping; `kvcache options` prints what they mean.
+    Users write them in `extra_config`, or in an engine's own mapping; `kvcache options` prints their meaning.
     """
 
     where: ClassVar[str] = "extra_config"
@@ -182,7 +182,7 @@ class OffloadSettings(Options):
         declared = cls.declared()
         useless = [name for name in _NEED_TIERS if getattr(settings, name) != declared[name].default]
         if useless and not settings.tiers:
-            raise ValueError(f"{', '.join(useless)} in {where or cls.where} mean nothing without 'tiers'")
+            raise ValueError(f"{', '.join(useless)} in {where or cls.where} need 'tiers'")
         return settings
 
     @property
@@ -192,7 +192,7 @@ class OffloadSettings(Options):
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> dict[str, Any]:
-        """Return what is in effect, for people to read; secrets are left out."""
+        """Return the options in effect as JSON types, without secrets, for the log and the status."""
         return {
             "cache_policy": self.cache_policy if isinstance(self.cache_policy, str) else self.cache_policy.__name__,
             "enable_events": self.enable_events,
@@ -211,11 +211,11 @@ class OffloadSettings(Options):
         Parameters
         ----------
         rank_bytes : int
-            Bytes of one offloaded block on one worker; 0: not known.
+            Bytes of one offloaded block on one worker; 0: unknown.
         world_size : int
             Workers that share `cpu_bytes_to_use`.
         where : str
-            What the settings were read from, for errors.
+            The mapping that the settings were parsed from, for errors.
 
         Raises
         ------
@@ -231,8 +231,8 @@ class OffloadSettings(Options):
             return self.num_cpu_blocks or 0
         if not rank_bytes:
             raise ValueError(
-                "cpu_bytes_to_use needs the refs of every group, which say how large a block is; "
-                "give num_cpu_blocks where they are not known"
+                "cpu_bytes_to_use needs the refs of every group, because they hold the size of a block; "
+                "without refs, set num_cpu_blocks"
             )
         num_blocks = self.cpu_bytes_to_use // (rank_bytes * world_size)
         if not num_blocks:
@@ -257,21 +257,8 @@ def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, .
     return _parse_tiers(f"tiers in {where}", given)
 
 
-def read_exporters(given: Any, where: str = "extra_config") -> tuple[ExporterSettings, ...]:
-    """Parse and check a list of exporters, with the options of each.
-
-    Parameters
-    ----------
-    given : list of str or dict
-        Per exporter its name, or its ``type`` (a name, a class or ``"package.module:Class"``) and its options.
-    where : str
-        The mapping that holds the list, for errors.
-    """
-    return _parse_exporters(f"exporters in {where}", given)
-
-
 def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
-    """Open the exporters that settings name; one that cannot be opened is logged, and the engine does without."""
+    """Open the exporters of the settings. One that cannot be opened is logged, and the engine runs without it."""
     for one in settings.exporters:
         try:
             exporter = one.exporter.from_config(one.options, telemetry)
@@ -283,7 +270,7 @@ def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
 
 
 def trace_worker(settings: OffloadSettings, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
-    """Open those exporters over a worker's copies that follow single jobs; `shutdown` of the worker closes them."""
+    """Open the exporters that trace single jobs over a worker's copies; the worker's `shutdown` closes them."""
     tracers = tuple(one for one in settings.exporters if issubclass(one.exporter, JobTracer))
     if not tracers:
         return
@@ -297,9 +284,9 @@ def trace_worker(settings: OffloadSettings, worker: OffloadingWorker, labels: Ma
 def open_tiers(
     tiers: tuple[TierSettings, ...], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
 ) -> list[tuple[Tier, TierConfig]]:
-    """Open tiers over a pool; where one cannot be opened, those before it are shut down.
+    """Open tiers over a pool. If one cannot be opened, the tiers before it are shut down.
 
-    `fingerprint` is what makes blocks of one model and geometry different from another's.
+    `fingerprint` identifies the model and geometry of the blocks.
     """
     with ExitStack() as undo:
         opened = []
@@ -340,33 +327,33 @@ def open_manager(
     Parameters
     ----------
     settings : OffloadSettings
-        What the user wrote.
+        The parsed configuration.
     block_size, num_blocks : int
         Tokens of one offloaded block, and blocks of the pool.
     enable_events : bool, optional
-        Instead of the settings' own.
+        Overrides the settings.
     shared : SharedBlocks, optional
-        With tiers: the host blocks, shape (num_blocks, block bytes of all ranks). From now on they are the manager's:
-        closed at its `shutdown`, and where this function raises.
+        With tiers: the host blocks, shape (num_blocks, block bytes of all ranks). The manager owns them: its
+        `shutdown` closes them, and so does this function if it raises.
     fingerprint : mapping, optional
-        With tiers: what makes blocks of one model and geometry different from another's.
+        With tiers: identifies the model and geometry of the blocks.
     clock : callable
-        Returns seconds that never go back.
+        Returns monotonic seconds.
     block_bytes : int
-        Bytes of one offloaded block over all workers, for what is reported; 0: not known, or those of `shared`.
+        Bytes of one offloaded block over all workers, for metrics; 0: unknown, or those of `shared`.
     labels : mapping of str to str, optional
-        What tells this engine from others in what is reported.
+        Labels of this engine's metrics.
 
     Raises
     ------
     ValueError
-        An option is bad. Nothing that was opened here stays open.
+        An option is invalid. Everything that this function opened is closed.
     """
     set_up_log()
     events = settings.enable_events if enable_events is None else enable_events
     if takers := [one.exporter.__name__ for one in settings.exporters if one.exporter.needs_events]:
         if enable_events:
-            raise ValueError(f"the engine takes the manager's events itself: leave out the exporter {takers[0]}")
+            raise ValueError(f"the engine itself takes the manager's events; remove the exporter {takers[0]}")
         events = True
     policy, options = settings.cache_policy, settings.manager_options
     manager: CPUOffloadingManager | TieredOffloadingManager
@@ -423,5 +410,5 @@ def open_manager(
 
 
 def read_pool_path(settings: OffloadSettings, file_name: str) -> Path:
-    """Return where the host blocks lie: the path that the user gave, or in this user's part of the pool's folder."""
+    """Return the file of the host blocks: `pool_path`, or `file_name` in this user's part of `pool_folder`."""
     return Path(settings.pool_path) if settings.pool_path else private_folder(Path(settings.pool_folder)) / file_name

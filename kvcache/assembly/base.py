@@ -1,6 +1,6 @@
-"""From configuration to a manager and handlers: what an engine builds once for its scheduler and once per worker.
+"""OffloadingSpec: makes the manager of an engine's scheduler, and the handlers of each worker.
 
-The two share nothing but the configuration, so everything that both must agree on is computed from it here.
+Scheduler and workers share only the configuration, so everything that both must agree on is computed from it here.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ HandlerOf = tuple[type[LoadStoreSpec], type[LoadStoreSpec], "OffloadingHandler"]
 
 
 class OffloadingSpec(ABC):
-    """Makes the manager for a scheduler, or the handlers for a worker.
+    """Make the manager for a scheduler, or the handlers for a worker.
 
     Parameters
     ----------
     config : OffloadingConfig
-        What both sides agree on. Of `extra_config` every spec reads ``block_size`` (tokens of one offloaded block; by
-        default that of a device block) and ``offload_prompt_only`` (default True).
+        The same for scheduler and workers. Every spec reads ``block_size`` (tokens of one offloaded block; default:
+        those of a device block) and ``offload_prompt_only`` (default True) from its `extra_config`.
 
     Attributes
     ----------
     config : OffloadingConfig
-        As given.
+        The argument.
     extra_config : dict
         Its options.
     gpu_block_size : tuple of int
@@ -69,14 +69,14 @@ class OffloadingSpec(ABC):
     offload_prompt_only : bool
         Whether only the blocks of prompts are offloaded.
     option_names : set of str
-        What this very class reads of `extra_config`; keys beyond it are logged. A subclass that has none of its own
-        is not asked.
+        The keys of `extra_config` that this class reads; others are warned about. A subclass that does not define
+        its own `option_names` warns about nothing.
 
     Raises
     ------
     ValueError
-        A size does not divide another that it must divide, an option is of the wrong kind, or there are ``tiers``
-        that this class does not read.
+        A size is not a multiple of another as it must be, an option is invalid, or ``tiers`` are given to a class
+        that does not read them.
     """
 
     option_names: ClassVar[Set[str]] = SpecOptions.keys()
@@ -106,7 +106,7 @@ class OffloadingSpec(ABC):
 
     @property
     def block_size(self) -> int:
-        """Tokens of one offloaded block; of the first group, where groups differ."""
+        """Tokens of one offloaded block; if groups differ, of the first group."""
         return self.gpu_block_size[0] * self.block_size_factor
 
     @abstractmethod
@@ -134,14 +134,14 @@ class OffloadingSpec(ABC):
         """
 
     def trace_worker(self, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
-        """Follow a worker's copies where `exporters` say so (``"otel"``), until it is shut down; by default, nothing.
+        """Trace a worker's copies with the exporters that can (``"otel"``); the default does nothing.
 
         Parameters
         ----------
         worker : OffloadingWorker
-            In its own process.
+            Traced until its `shutdown`.
         labels : mapping of str to str, optional
-            What tells it from others, such as ``engine`` and ``rank``.
+            Labels of the worker, such as ``engine`` and ``rank``.
         """
         return
 
@@ -149,7 +149,7 @@ class OffloadingSpec(ABC):
         if size is None:
             return 1
         if len(set(self.gpu_block_size)) > 1:
-            raise ValueError(f"block_size {size} needs one device block size, the groups have {self.gpu_block_size}")
+            raise ValueError(f"block_size {size} needs groups of one device block size, got {self.gpu_block_size}")
         if size % self.gpu_block_size[0]:
             raise ValueError(f"block_size must be a multiple of the device's {self.gpu_block_size[0]}, got {size}")
         return size // self.gpu_block_size[0]
@@ -166,7 +166,7 @@ def make_spec(config: OffloadingConfig) -> OffloadingSpec:
     Raises
     ------
     ValueError
-        The name is not known (the message lists the known ones), or the spec refuses the configuration.
+        The name is unknown (the message lists the known ones), or the spec refuses the configuration.
     """
     found = SPECS.resolve(config.extra_config.get("spec_name", "cpu"))
     if not issubclass(found, OffloadingSpec):
@@ -175,7 +175,7 @@ def make_spec(config: OffloadingConfig) -> OffloadingSpec:
 
 
 def warn_of_unknown(where: str, options: Mapping[str, Any], known: Set[str]) -> None:
-    """Log a warning of options that are not known: an engine's other components may read them, or nobody does."""
+    """Warn about unknown options. They are no error, because other components of the engine may read them."""
     unknown = name_unknown(options, known)
     if unknown:
         _LOG.warning("kvcache does not know these keys of %s: %s", where, unknown)

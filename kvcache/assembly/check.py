@@ -41,7 +41,7 @@ def check_config(
     where: str = "extra_config",
     read: Callable[[Mapping[str, Any]], OffloadSettings] | None = None,
 ) -> list[Finding]:
-    """Return what a configuration would use on this machine, and its faults.
+    """Check a configuration: list its faults, and the resources of this machine that it would use.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def check_config(
     """
     findings = []
     if unknown := name_unknown(given, known_keys):
-        findings.append(Finding("warning", "options", f"nobody reads these keys of {where}: {unknown}"))
+        findings.append(Finding("warning", "options", f"unknown keys of {where}: {unknown}"))
     try:
         settings = OffloadSettings.read(given, where) if read is None else read(given)
     except ValueError as error:
@@ -119,7 +119,7 @@ def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Findin
         text = f"the limit is {format_size(limit)} (ulimit -l): pinning {format_size(pool_bytes)} may be refused"
         yield Finding("warning", "pinned memory", f"{text}, and copies are slower then")
     else:
-        yield Finding("ok", "pinned memory", "no limit stands in the way")
+        yield Finding("ok", "pinned memory", "unlimited")
     if settings.tiers:
         folder = Path(settings.pool_path).parent if settings.pool_path else Path(settings.pool_folder)
         yield _room("shared memory", folder, pool_bytes)
@@ -145,7 +145,9 @@ def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
         status = path.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             mode = oct(status.st_mode & 0o777)
-            yield Finding("warning", subject, f"{path} has owner {status.st_uid} and mode {mode}: others may read it")
+            yield Finding(
+                "warning", subject, f"{path}, owner {status.st_uid}, mode {mode}: other users may read it"
+            )
         used_bytes = sum(entry.stat().st_blocks * 512 for entry in path.iterdir() if entry.is_file())
         yield Finding("ok", subject, f"{path} exists and takes {format_size(used_bytes)} on disk")
     elif path.exists():

@@ -1,4 +1,4 @@
-"""What scheduler and workers of an engine must agree on."""
+"""OffloadingConfig: the facts that an engine's scheduler and workers must agree on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OffloadingGroup:
     layer_names : tuple of str
         The layers.
     refs : tuple of CanonicalKVCacheRef, optional
-        Where a worker's layers lie; needed where the pool's size is given in bytes.
+        Where a worker's layers lie; needed if the pool's size is given in bytes.
     """
 
     block_size: int
@@ -39,7 +39,7 @@ class OffloadingGroup:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingConfig:
-    """What scheduler and workers must agree on; it pickles.
+    """The facts that scheduler and workers must agree on; can be pickled.
 
     Parameters
     ----------
@@ -48,18 +48,18 @@ class OffloadingConfig:
     hash_block_size : int
         Tokens that one block hash stands for.
     decode_context_parallel_size, prefill_context_parallel_size : int
-        Ranks that a block's tokens are spread over.
+        Ranks over which a block's tokens are spread.
     rank, world_size : int
-        Which worker this is, of how many.
+        This worker's number, and the number of workers.
     model_name, dtype : str
-        What the bytes are: two configurations that differ in them share no blocks.
+        Identify the bytes: configurations that differ in them share no blocks.
     extra_config : dict
         Options of the spec.
 
     Raises
     ------
     ValueError
-        There is no group, or a number is out of range.
+        `groups` is empty, or a number is out of range.
     """
 
     groups: tuple[OffloadingGroup, ...]

@@ -22,16 +22,14 @@ class CPUOffloadingSpec(OffloadingSpec):
     Parameters
     ----------
     config : OffloadingConfig
-        Its `extra_config` gives the pool's size as ``num_cpu_blocks``, or as ``cpu_bytes_to_use``: bytes over all
-        workers, an int or a size such as ``"4GiB"``, which needs every group's refs. It may give ``cache_policy``
-        (default ``"lru"``), ``enable_events`` (default False), ``num_copy_threads`` (per direction; default by the
-        CPUs), ``exporters`` (see `kvcache.assembly.assemble.read_exporters`), and for the `CPUOffloadingManager`
-        ``store_threshold``, ``max_tracker_size``, ``what_if`` and ``retention_share``.
+        Its `extra_config` holds the pool's size as ``num_cpu_blocks``, or as ``cpu_bytes_to_use``: bytes over all
+        workers, which need every group's refs. The other options are those of
+        `kvcache.assembly.assemble.OffloadSettings`, without tiers.
 
     Attributes
     ----------
     settings : OffloadSettings
-        What `extra_config` says, read.
+        The parsed `extra_config`.
     num_blocks : int
         Blocks of the pool.
     pool : HostPool or None
@@ -65,7 +63,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             self._handlers = self._make_handlers(kv_caches)
             self._kv_caches = kv_caches
         elif kv_caches is not self._kv_caches:
-            raise ValueError("this spec's handlers belong to another KV cache: make a spec for each worker")
+            raise ValueError("the handlers of this spec belong to another KV cache; make one spec per worker")
         return iter(self._handlers)
 
     def trace_worker(self, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
@@ -75,7 +73,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return OffloadSettings.read({**self.extra_config, "tiers": None})
 
     def rank_bytes(self) -> int:
-        """Return the bytes of an offloaded block on one worker, or 0 where the config has no refs to tell."""
+        """Return the bytes of an offloaded block on one worker, or 0 if the config has no refs."""
         sizes = [sum(ref.page_size_bytes for ref in group.refs) for group in self.config.groups]
         return max(sizes) * self.block_size_factor if all(sizes) else 0
 
@@ -88,7 +86,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
 
     def _make_handlers(self, kv_caches: CanonicalKVCaches) -> list[HandlerOf]:
-        # The scheduler's half of the process pays nothing for torch.
+        # Imported here because a scheduler does not need torch.
         from kvcache.transfer.factory import cpu_gpu_handlers
         from kvcache.transfer.geometry import host_block_bytes
         from kvcache.transfer.host_pool import HostPool

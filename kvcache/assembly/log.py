@@ -1,4 +1,4 @@
-"""KVCACHE_LOG: how much the library logs, where no logging is configured."""
+"""The environment variable KVCACHE_LOG: the level of the library's log if the program configures no logging."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def set_up_log() -> None:
-    """Set the level that the environment variable ``KVCACHE_LOG`` names, and write to standard error if nobody does.
+    """Set the level that ``KVCACHE_LOG`` names; log to standard error if no handler is configured.
 
-    Notes
-    -----
-    Without the variable nothing changes. A word that is no level is warned of and ignored: no engine ends over it.
+    An invalid level is warned about and ignored. Without the variable nothing changes.
     """
     wanted = os.environ.get(VARIABLE, "").strip().lower()
     if not wanted:

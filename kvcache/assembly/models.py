@@ -1,4 +1,4 @@
-"""What a block weighs and what a hit saves, for a given model.
+"""The size of a block and the time that a hit saves, for a given model.
 
 A token's KV is 2 (K and V) x layers x KV heads x head size values; models with multi-head latent attention keep one
 latent vector per layer instead. Prefill costs about 2 FLOPs per parameter and token; attention's share, which grows
@@ -27,13 +27,13 @@ class Model:
     Parameters
     ----------
     name : str
-        What reports call it.
+        Its name in reports.
     num_layers : int
         Layers that keep KV.
     values_per_layer : int
-        Numbers that one token keeps in one layer.
+        Values that one token keeps in one layer.
     num_params : float, optional
-        Parameters that a token passes through (the active ones of a mixture of experts); None: not known.
+        Parameters that a token passes through (the active ones of a mixture of experts); None: unknown.
     dtype : str
         Of the KV cache: bf16, fp16, fp32, fp8 or int8.
     """
@@ -58,7 +58,7 @@ class Model:
         return self.num_layers * self.values_per_layer * _DTYPE_BYTES[self.dtype]
 
     def saved_prefill_s(self, num_tokens: int, flops_per_s: float) -> float | None:
-        """Return the seconds of prefill that `num_tokens` hit tokens save at this rate; None if it is not known."""
+        """Return the seconds of prefill that `num_tokens` hit tokens save at this rate; None if unknown."""
         return None if self.num_params is None else 2 * self.num_params * num_tokens / flops_per_s
 
 
@@ -98,12 +98,12 @@ _TAILS = ("-instruct", "-chat", "-base", "-it", "-hf", "-fp8", "-awq", "-gptq")
 
 
 def dtype_names() -> list[str]:
-    """Return the dtypes that a `Model` knows."""
+    """Return the dtypes that a `Model` accepts."""
     return list(_DTYPE_BYTES)
 
 
 def model_names() -> list[str]:
-    """Return the models that `model_of` knows."""
+    """Return the names that `model_of` accepts."""
     return list(_MODELS)
 
 
@@ -121,7 +121,7 @@ def model_of(name: str, dtype: str = "bf16") -> Model:
     Raises
     ------
     ValueError
-        The name is not known, or the file holds no shape.
+        The name is unknown, or the file does not describe a model.
     """
     path = Path(name)
     if path.suffix == ".json" or (path / "config.json").is_file():
@@ -136,7 +136,7 @@ def model_of(name: str, dtype: str = "bf16") -> Model:
 
 
 def _plain(name: str) -> str:
-    """Return a name as the table spells it: without organisation, capitals, vendor's prefix and kind of tuning."""
+    """Return a name as the table spells it: lower case, without organisation, vendor's prefix and tuning suffix."""
     plain = name.rpartition("/")[2].lower().removeprefix("meta-")
     while tail := next((tail for tail in _TAILS if plain.endswith(tail)), None):
         plain = plain.removesuffix(tail)
@@ -160,7 +160,7 @@ def _model_of_file(path: Path, dtype: str) -> Model:
 
 
 def _model_of_config(config: Mapping[str, Any], name: str, dtype: str) -> Model:
-    """Read the shape from a Hugging Face configuration; of a model with pictures, that of its language part."""
+    """Parse a Hugging Face configuration; for a multimodal model, its language part."""
     nested = config.get("text_config")
     if isinstance(nested, Mapping):
         config = nested
@@ -193,7 +193,7 @@ def _model_of_config(config: Mapping[str, Any], name: str, dtype: str) -> Model:
 
 
 def _params_of_config(number: Any, layers: int) -> float | None:
-    """Return about how many parameters a token passes through, or None where the shape does not say."""
+    """Estimate the parameters that a token passes through; None if the configuration does not contain them."""
     hidden, heads, inner = number("hidden_size"), number("num_attention_heads"), number("intermediate_size")
     if hidden is None or heads is None or number("kv_lora_rank") is not None:
         return None

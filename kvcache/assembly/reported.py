@@ -1,6 +1,6 @@
-"""What is reported of an engine, whatever it is made of: one sample of every metric, before there is any.
+"""One sample of every metric that an engine can report, made without an engine.
 
-vLLM wants metrics declared before there is a manager, and a dashboard is made without any.
+vLLM declares metrics before it makes a manager.
 """
 
 from __future__ import annotations

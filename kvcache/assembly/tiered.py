@@ -35,15 +35,14 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     Parameters
     ----------
     config : OffloadingConfig
-        Its `extra_config` lists the ``tiers`` (see `kvcache.assembly.assemble.read_tiers`), and may give
-        ``lookup_deadline_s`` (default 5 s), ``pool_folder``, a folder in shared memory (default ``"/dev/shm"``), or
-        ``pool_path``, the file of the host blocks (default: in this user's part of that folder, by the configuration).
-        Every group needs its refs: they say how large a block is. The rest is as for `CPUOffloadingSpec`.
+        Its `extra_config` lists the ``tiers`` (see `kvcache.assembly.assemble.read_tiers`), and may set the
+        options of tiers of `kvcache.assembly.assemble.OffloadSettings`. Every group needs its refs, because they hold
+        the size of a block. The rest is as for `CPUOffloadingSpec`.
 
     Raises
     ------
     ValueError
-        See `CPUOffloadingSpec`; or a tier's options are bad.
+        See `CPUOffloadingSpec`; or a tier's options are invalid.
     """
 
     option_names = OffloadingSpec.option_names | OffloadSettings.keys()
@@ -73,7 +72,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         if self.extra_config.get("tiers") is None:
             raise ValueError("tiers in extra_config must be a list of dicts, got None")
         if not self.rank_bytes():
-            raise ValueError("tiers need the refs of every group, which say how large a block is")
+            raise ValueError("tiers need the refs of every group, because they hold the size of a block")
         return OffloadSettings.read(self.extra_config)
 
     def _make_manager(self) -> OffloadingManager:

@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     from kvcache.assembly.log import set_up_log
 
     set_up_log()
-    # A policy of one's own, "module:Class", may lie in the folder that the command is called from. Last: what else lies
-    # there is not to stand in for what is installed, in processes that are spawned either.
+    # A user's policy, "module:Class", may lie in the current folder. It comes last, so that files there do not replace
+    # installed packages, in spawned processes either.
     if "" not in sys.path:
         sys.path.append("")
     try:
@@ -77,14 +77,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _with_json_target(argv: list[str]) -> list[str]:
-    """Let a bare `--json` mean standard output."""
+    """Add `-`, standard output, to a `--json` without a value."""
     last = len(argv) - 1
     bare = {i for i, arg in enumerate(argv) if arg == "--json" and (i == last or argv[i + 1].startswith("--"))}
     return [part for i, arg in enumerate(argv) for part in ([arg, "-"] if i in bare else [arg])]
 
 
 def _status_of(error: Exception) -> int | None:
-    """Return the exit status of an error that a user can cause; None for one that is ours."""
+    """Return the exit status of an error that a user can cause; None for a fault of kvcache."""
     from kvcache.block import BlockStateError
     from kvcache.cli.common import CommandError
 
@@ -102,7 +102,7 @@ def _fail(message: str, status: int) -> NoReturn:
     try:
         sys.stdout.flush()
     except OSError:
-        # What it still holds would fail once more at exit, and the status would be Python's own, 120.
+        # Buffered text would fail again at exit, and the exit status would be Python's own, 120.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -1,4 +1,4 @@
-"""`kvcache check`: what a configuration would do on this machine, before an engine is started."""
+"""`kvcache check`: check a configuration on this machine before an engine is started."""
 
 from __future__ import annotations
 

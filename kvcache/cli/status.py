@@ -46,22 +46,14 @@ def find_socket(path: Path | None) -> Path:
 
 
 def _show(path: Path, found: Any, json_target: str | None) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     head, rows = _rows(path, found)
     if json_target == "-":
         return
-    on = common.report_console(json_target)
-    for line in head:
-        on.print(line, markup=False)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    on.print(table)
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    lines = [f"{place:<{widths[0]}} {name:<{widths[1]}} {value}" for place, name, value in rows]
+    on = common.console(json_target)
+    for line in [*head, *lines]:
+        on.print(line, markup=False, soft_wrap=True)
 
 
 def _rows(path: Path, found: Any) -> tuple[list[str], list[list[str]]]:

@@ -77,8 +77,14 @@ def default_folder() -> Path:
 
 
 def live_sockets() -> list[Path]:
-    """Return the sockets in the default folder on which somebody answers, by name."""
-    return [path for path in sorted(default_folder().glob("status-*.sock")) if _is_served(path)]
+    """Return the sockets in the default folder that an engine serves, by name; remove those of ended processes."""
+    found = []
+    for path in sorted(default_folder().glob("status-*.sock")):
+        if _is_served(path):
+            found.append(path)
+        elif not Path("/proc", path.stem.removeprefix("status-")).exists():
+            path.unlink(missing_ok=True)
+    return found
 
 
 def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any) -> Any:

@@ -37,9 +37,7 @@ def test_a_pool_that_fits_has_no_errors():
 def test_unknown_keys_are_named_with_what_may_be_meant():
     given = {"num_cpu_blocks": 8, "cache_polcy": "arc", "of the engine": 1}
     findings = check_config(given, known_keys={*DEFAULT_KEYS, "of the engine"})
-    assert text_of(findings, "warning") == (
-        "nobody reads these keys of extra_config: cache_polcy (did you mean 'cache_policy'?)"
-    )
+    assert text_of(findings, "warning") == ("unknown keys of extra_config: cache_polcy (did you mean 'cache_policy'?)")
 
 
 @pytest.mark.parametrize(
@@ -142,9 +140,9 @@ def test_directory_that_others_may_read_is_a_warning(tmp_path: Path):
     importlib.import_module("xxhash")
     tmp_path.chmod(0o755)
     given = {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": str(tmp_path), "capacity": "1MiB"}]}
-    assert "others may read it" in text_of(check_config(given), "warning")
+    assert "other users may read it" in text_of(check_config(given), "warning")
     tmp_path.chmod(0o700)
-    assert "others may read it" not in text_of(check_config(given), "warning")
+    assert "other users may read it" not in text_of(check_config(given), "warning")
 
 
 def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path: Path):

@@ -88,7 +88,7 @@ def test_bytes_are_shared_by_all_workers():
         (lambda: config_of(16, 24), "group 1, 24 tokens"),
         (lambda: config_of(16, extra={"block_size": 24}), "block_size must be a multiple of the device's 16, got 24"),
         (lambda: config_of(16, extra={"block_size": 0}), "block_size in extra_config must be a whole number >= 1"),
-        (lambda: config_of(16, 32, extra={"block_size": 32}), r"needs one device block size, .* \(16, 32\)"),
+        (lambda: config_of(16, 32, extra={"block_size": 32}), r"needs groups of one device block size, got \(16, 32\)"),
         (lambda: config_of(16, extra={"block_size": "x"}), "block_size in extra_config must be .*, got 'x'"),
         (lambda: config_of(16, extra={"offload_prompt_only": 1}), "offload_prompt_only in extra_config must be a bool"),
         (lambda: config_of(16, extra={"num_cpu_blocks": 0}), "num_cpu_blocks in extra_config must be .* >= 1,.* got 0"),

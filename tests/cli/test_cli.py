@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it exits with, and that bad input never ends in a traceback."""
+"""The command line: its output, its exit status, and one clear line for every invalid input."""
 
 from __future__ import annotations
 
@@ -315,3 +315,9 @@ def test_lists_of_commands_cut_no_summary(group: tuple[str, ...], run: Any, monk
     assert commands
     assert "..." not in commands
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_module_kvcache_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "kvcache", "--version"], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, f"kvcache {kvcache.__version__}\n")

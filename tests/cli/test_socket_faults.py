@@ -1,4 +1,4 @@
-"""`kvcache status` and `kvcache top` before sockets that are none of an engine's: one line that names the path."""
+"""`kvcache status` and `kvcache top` with sockets that do not belong to an engine: one line that names the path."""
 
 from __future__ import annotations
 

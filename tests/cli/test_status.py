@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def test_the_only_engine_is_found(engine: OffloadingManager, run: Run) -> None:
     assert code == 0
     assert "policy=arc" in out
     assert "stored_blocks" in out
+    assert all(line == line.rstrip() for line in out.splitlines())
 
 
 def test_no_engine_is_a_clear_error(
@@ -76,3 +78,13 @@ def test_bad_options_are_refused(exporters: object, error: str) -> None:
     options = {"num_cpu_blocks": 8, "exporters": exporters}
     with pytest.raises(ValueError, match=error):
         CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options))
+
+
+def test_status_socket_of_ended_process_is_removed(run: Run, engine: OffloadingManager) -> None:
+    path = Path(engine.telemetry.exporters[0].address)
+    ended = path.with_name(f"status-{1 << 30}.sock")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(ended))
+    assert run("status")[0] == 0
+    assert path.exists()
+    assert not ended.exists()

@@ -1,4 +1,4 @@
-"""`kvcache tier` and `kvcache bench disk`: what they print, find and refuse."""
+"""`kvcache tier` and `kvcache bench disk`: their output, findings and errors."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""`kvcache top`: what it shows, from a socket and from a page of metrics."""
+"""The output of `kvcache top`, from a socket and from a page of metrics."""
 
 from __future__ import annotations
 

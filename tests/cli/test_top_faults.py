@@ -1,4 +1,4 @@
-"""`kvcache top` before servers that are none of kvcache's: one clear line, and an exit status."""
+"""`kvcache top` with servers that are not kvcache's: one clear line, and an exit status."""
 
 from __future__ import annotations
 

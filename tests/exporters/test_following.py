@@ -293,7 +293,7 @@ def test_wrong_configurations_of_a_publisher_are_named():
         opened([{"type": "kv_events", "port": 5}])
     with pytest.raises(ValueError, match=r"buffer_batches in exporter 'kv_events'.*0"):
         opened([{"type": "kv_events", "buffer_batches": 0}])
-    with pytest.raises(ValueError, match="takes the manager's events itself: leave out the exporter KVEventExporter"):
+    with pytest.raises(ValueError, match="takes the manager's events; remove the exporter KVEventExporter"):
         opened([{"type": "kv_events", "endpoint": ANY_PORT}], enable_events=True)
 
 

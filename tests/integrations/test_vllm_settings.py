@@ -140,7 +140,7 @@ def test_tiers_are_read(tmp_path: Path) -> None:
         ({"tiers": DISK}, "tiers in kv_connector_extra_config must be a list of dicts, at least one, got"),
         ({"tiers": [{"path": "kv"}]}, "a tier needs a type"),
         ({"tiers": [{**DISK, "type": "dsk"}]}, "unknown tier 'dsk'.*did you mean 'disk'"),
-        ({"lookup_deadline_s": 1}, "lookup_deadline_s in kv_connector_extra_config mean nothing without 'tiers'"),
+        ({"lookup_deadline_s": 1}, "lookup_deadline_s in kv_connector_extra_config need 'tiers'"),
     ],
 )
 def test_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:

@@ -1,0 +1,5 @@
+"""`python -m kvcache`: the same as the `kvcache` command."""
+
+from kvcache.cli import main
+
+main()
