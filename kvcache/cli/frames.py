@@ -1,4 +1,4 @@
-"""What a running engine's cache has counted, moment by moment: read from its status socket or a `/metrics` URL."""
+"""Frames of a running engine's counters, read from its status socket or a `/metrics` URL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
 
@@ -19,21 +19,23 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 WINDOWS_S = (60.0, 300.0, 900.0)
 """Over which rates are shown; no frame is kept for longer."""
 _PREFIXES = ("kvcache_", "vllm:kvcache_")
+_NO_VALUES = ("_created", "_bucket", "_sum", "_count")
 _COMMON = ("engine", "rank", "policy", "model_name")
 _TIMEOUT_S = 5.0
-_MAX_PAGE_BYTES = 64 << 20
+_MAX_PAGE_BYTES = 16 << 20
+_MAX_PARSED_BYTES = 1 << 20  # of kvcache's own series, some 10,000
 
 
 @dataclass(slots=True)
 class Frame:
-    """What was counted at one moment: values by name and labels, without those that tell engines apart."""
+    """The counters at one moment: values by name and labels, without the labels that identify the engine."""
 
     time_s: float
     values: dict[Key, float]
     labels: dict[str, str] = field(default_factory=dict)
 
     def get(self, name: str, **labels: str) -> float:
-        """Return the sum over all components that have these labels; 0 where there is none."""
+        """Return the sum over all components that have these labels; 0 without any."""
         wanted = labels.items()
         return sum(value for (one, has), value in self.values.items() if one == name and wanted <= dict(has).items())
 
@@ -57,13 +59,13 @@ class History:
             self.frames.popleft()
 
     def change(self, name: str, window_s: float, **labels: str) -> tuple[float, float]:
-        """Return what a counter grew by over a window, or since the first frame, and the seconds that this took."""
+        """Return the growth of a counter over a window, or since the first frame, and the seconds between."""
         last = self.frames[-1]
         first = next(one for one in self.frames if last.time_s - one.time_s <= window_s)
         return last.get(name, **labels) - first.get(name, **labels), last.time_s - first.time_s
 
     def ratio(self, name: str, of: str, window_s: float) -> float | None:
-        """Return by what share of another counter one grew over a window; None where that did not grow."""
+        """Return the growth of `name` over that of `of` in a window, or None if `of` did not grow."""
         whole = self.change(of, window_s)[0]
         return self.change(name, window_s)[0] / whole if whole > 0 else None
 
@@ -74,7 +76,7 @@ class History:
 
 
 def socket_reader(path: Path) -> Callable[[], Frame]:
-    """Return what reads a frame from a status socket."""
+    """Return a function that reads a frame from a status socket."""
     from kvcache.exporters.status import ask
 
     def look() -> Frame:
@@ -97,7 +99,7 @@ def socket_reader(path: Path) -> Callable[[], Frame]:
 
 @dataclass(slots=True)
 class WhatIf:
-    """What other policies and capacities would have hit: shares of the blocks, by policy, one for each capacity."""
+    """The estimated hit ratios of other policies and capacities: by policy, one ratio for each capacity."""
 
     policy: str
     num_blocks: int
@@ -106,7 +108,7 @@ class WhatIf:
 
 
 def what_if_reader(path: Path) -> Callable[[], WhatIf | None]:
-    """Return what asks a status socket for the estimate of other capacities and policies; None where there is none."""
+    """Return a function that fetches the what-if estimate from a status socket, or None if the engine has none."""
     from kvcache.exporters.status import ask
 
     def estimate() -> WhatIf | None:
@@ -124,7 +126,7 @@ def what_if_reader(path: Path) -> Callable[[], WhatIf | None]:
 
 
 def url_reader(url: str) -> Callable[[], Frame]:
-    """Return what reads a frame from a `/metrics` URL."""
+    """Return a function that reads a frame from a `/metrics` URL, and follows no redirect."""
     import importlib.util
     import urllib.request
     from http.client import HTTPException, InvalidURL
@@ -134,9 +136,15 @@ def url_reader(url: str) -> Callable[[], Frame]:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--url must begin with http:// or https://, got {url!r}")
 
+    class NoRedirect(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *args: Any) -> None:
+            return None
+
+    opener = urllib.request.build_opener(NoRedirect)
+
     def look() -> Frame:
         try:
-            with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            with opener.open(url, timeout=_TIMEOUT_S) as answer:
                 text = _read_page(answer, time.monotonic() + _TIMEOUT_S).decode(errors="replace")
         except InvalidURL as error:
             raise ValueError(f"--url must be a URL, got {url!r}: {error}") from error
@@ -148,20 +156,29 @@ def url_reader(url: str) -> Callable[[], Frame]:
 
 
 def _read_page(answer: HTTPResponse, end_s: float) -> bytes:
-    """Return the body of an answer; OSError if it does not end."""
+    """Return the body of an answer; raise OSError if it is too long or takes too long."""
     parts = []
     num_bytes = 0
     while part := answer.read1(1 << 16):
         parts.append(part)
         num_bytes += len(part)
         if num_bytes > _MAX_PAGE_BYTES or time.monotonic() >= end_s:
-            raise OSError(f"its answer does not end, after {num_bytes} bytes")
+            raise OSError(f"its answer does not end after {num_bytes} bytes")
     return b"".join(parts)
 
 
 def parse_metrics(text: str, time_s: float, where: str) -> Frame:
-    """Return the frame that a `/metrics` page shows."""
+    """Return the frame of a `/metrics` page, of which only the lines of kvcache's gauges and counters are parsed."""
     from prometheus_client.parser import text_string_to_metric_families
+
+    # Names end at the labels or at the value.
+    text = "".join(
+        f"{line}\n"
+        for line in text.split("\n")
+        if line.startswith(_PREFIXES) and not line.partition("{")[0].partition(" ")[0].endswith(_NO_VALUES)
+    )
+    if len(text) > _MAX_PARSED_BYTES:
+        raise ValueError(f"{where} has {len(text)} bytes of kvcache's series, more than {_MAX_PARSED_BYTES}")
 
     values: dict[Key, float] = {}
     common_labels: dict[str, str] = {}
@@ -169,7 +186,7 @@ def parse_metrics(text: str, time_s: float, where: str) -> Frame:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 prefix = next((one for one in _PREFIXES if sample.name.startswith(one)), None)
-                if prefix is None or sample.name.endswith(("_created", "_bucket", "_sum", "_count")):
+                if prefix is None:
                     continue
                 labels = dict(sample.labels)
                 common_labels.update({name: labels.pop(name) for name in _COMMON if name in labels})

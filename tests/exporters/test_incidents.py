@@ -25,7 +25,7 @@ import pytest
 from kvcache import DiskTier, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.control.telemetry import Telemetry
 from kvcache.core.histogram import Histogram
-from kvcache.exporters.dashboard import ALERTS, dashboard, rules
+from kvcache.exporters.dashboard import dashboard, rules
 from kvcache.exporters.prometheus import TelemetryCollector
 from kvcache.metrics import JOB_EXPONENTS, EvictionStats, HistogramData, Part, TransferStats
 from kvcache.testing.tiers import ManualTier
@@ -38,6 +38,10 @@ TODAY = range(24 * 60, 26 * 60 + 1, STEP_MIN)
 INCIDENT_MIN = 24 * 60 + 30
 NUM_BLOCKS = 120
 Series = dict[str, dict[int, float]]
+ALERTS = [
+    {name: text.strip("'").replace("''", "'") for name, text in re.findall(r"(\w+): (.+)", "alert" + rule)}
+    for rule in rules().split("- alert")[1:]
+]
 
 
 class ScriptedTier(ManualTier):
@@ -220,7 +224,7 @@ FIRES_AT = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
 def test_an_alert_fires_in_its_incident_and_nowhere_else(
     series: Series, alert: Any, moment: str, tmp_path: Path
 ) -> None:
@@ -230,26 +234,26 @@ def test_an_alert_fires_in_its_incident_and_nowhere_else(
     (tmp_path / "rules.yml").write_text(rules(), encoding="utf-8")
     named = set(re.findall(r"kvcache_\w+", rules()))
     given = {name: points for name, points in series.items() if name.partition("{")[0] in named}
-    if alert.name == "KVCacheSchedulerBlocked":
+    if alert["alert"] == "KVCacheSchedulerBlocked":
         # Another call of this process may have been kept waiting by a loaded machine.
         given = {name: points for name, points in given.items() if labels_of(name).get("call") == "lookup"}
     expected = []
-    for instance in FIRES[alert.name] if moment in FIRES_AT[alert.name] else ():
+    for instance in FIRES[alert["alert"]] if moment in FIRES_AT[alert["alert"]] else ():
         own = {name: points for name, points in given.items() if labels_of(name)["instance"] == f"{instance}:9464"}
         metric = {"KVCacheHitRateFell": "loaded_blocks_total", "KVCacheStoresRejected": "rejected_stores_total"}
         metric |= {"KVCacheSchedulerBlocked": "call_duration_seconds_count"}
-        shown = metric.get(alert.name, re.findall(r"K_(\w+)", alert.expression)[0])
+        shown = metric.get(alert["alert"], re.findall(r"kvcache_(\w+)", alert["expr"])[0])
         (name,) = (one for one in own if one.startswith(f"kvcache_{shown}{{"))
         labels = labels_of(name)
-        if alert.name == "KVCacheHitRateFell":
+        if alert["alert"] == "KVCacheHitRateFell":
             del labels["policy"]
-        texts = [alert.summary, alert.action]
+        texts = [alert["summary"], alert["action"]]
         for label, value in {**labels, "$value": f"{own[name][MOMENTS[moment]]:g}"}.items():
             texts = [text.replace(f"{{{{ $labels.{label} }}}}", value) for text in texts]
             texts = [text.replace(f"{{{{ {label} }}}}", value) for text in texts]
         annotations = dict(zip(("summary", "action"), texts, strict=True))
-        expected.append({"exp_labels": {"severity": alert.severity, **labels}, "exp_annotations": annotations})
-    case = {"eval_time": f"{MOMENTS[moment]}m", "alertname": alert.name, "exp_alerts": expected}
+        expected.append({"exp_labels": {"severity": alert["severity"], **labels}, "exp_annotations": annotations})
+    case = {"eval_time": f"{MOMENTS[moment]}m", "alertname": alert["alert"], "exp_alerts": expected}
     inputs = [{"series": name, "values": values(points)} for name, points in given.items()]
     test = {"interval": f"{STEP_MIN}m", "input_series": inputs, "alert_rule_test": [case]}
     (tmp_path / "test.yml").write_text(
