@@ -33,7 +33,7 @@ class PendingJob:
 
 
 class ManualTier(Tier):
-    """A tier in memory whose jobs end when the test says so.
+    """A tier in memory whose jobs the test ends.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class ManualTier(Tier):
     host_blocks : numpy.ndarray, optional
         The pool; None: no bytes are moved, only keys.
     cache_policy : str or type
-        What leaves when it is full.
+        Which block is evicted when it is full.
     is_automatic : bool
         Whether jobs end by themselves with the next `get_finished`.
 
@@ -202,7 +202,7 @@ class ThrottledTier(ManualTier):
         return super().submit_load(job_id, keys, block_ids)
 
     def next_end_s(self) -> float | None:
-        """Return when the next load ends, in seconds of the clock; None: there is none."""
+        """Return when the next load ends, in seconds of the clock, or None."""
         return min((end_s for _, end_s in self._times.values()), default=None)
 
     def get_finished(self) -> list[TierResult]:
@@ -219,7 +219,7 @@ class ThrottledTier(ManualTier):
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How often what goes wrong; rates are probabilities, drawn per job unless said otherwise.
+    """Rates of faults: probabilities, drawn per job unless stated otherwise.
 
     Parameters
     ----------
@@ -262,7 +262,7 @@ class FaultyTier(Tier):
     inner : Tier
         The tier whose replies are tampered with.
     faults : Faults
-        What goes wrong.
+        The faults and their rates.
     host_blocks : numpy.ndarray
         The pool; garbage is written to the blocks of loads that fail.
     seed : int

@@ -195,7 +195,7 @@ def test_request_on_a_tier_that_stalls_waits_no_longer_than_computing_takes() ->
     compute_s = engine.bounds_s(100)[1]
     first_s = engine.first_token_s(engine.prompt(100))
     assert first_s == pytest.approx(2 * compute_s, rel=0.1)
-    # While a job is late, nobody else waits for the tier.
+    # While a job is late, no other request waits for the tier.
     assert engine.first_token_s(engine.prompt(100)) == pytest.approx(compute_s, rel=0.01)
     assert engine.manager.stats().arbiter_give_ups == 1
 
@@ -234,7 +234,7 @@ def test_prefix_that_is_computed_sooner_than_loaded_is_not_asked_for() -> None:
     assert engine.manager.lookup(keys, context) == 0
     assert engine.manager.stats().arbiter_cuts == before + 1
     assert engine.manager.lookup(engine.prompt(20), ReqContext()) is None
-    # What a link that nobody uses is like by now has to be learned from somebody.
+    # A probe has to measure an idle link again.
     engine.manager.controllers[0].link.probe_s = engine.clock.now_s
     assert engine.manager.lookup(engine.prompt(10), ReqContext()) is None
 
@@ -269,7 +269,7 @@ def test_prefix_is_cut_where_the_medium_changes() -> None:
     decision = arbiter.decide(0, segments, 0.0)
     assert (decision.kept_blocks, decision.end_token) == (5, 50)
     assert (decision.load_s, decision.compute_s, decision.chosen_s) == (10.0, 10.0, 5.5)
-    # What is in host memory behind it makes the slow one worth while.
+    # Blocks in host memory behind it make the slow load worth while.
     decision = arbiter.decide(0, [*segments, Segment(None, 20, 300)], 0.0)
     assert (decision.kept_blocks, decision.chosen_s) == (30, 10.0)
 

@@ -16,7 +16,7 @@ from kvcache.tiering.manager import TieredOffloadingManager
 
 
 class CountingTier(ManualTier):
-    """Counts what it is asked, per call."""
+    """Counts the keys of each call."""
 
     def __init__(self, num_blocks):
         super().__init__(num_blocks, is_automatic=True)
@@ -38,7 +38,7 @@ def keys_of(num_keys):
 
 
 def world(num_keys, in_host, num_tiers=1):
-    """Return a manager whose request's blocks lie in host memory where `in_host` says so, and else in the tiers."""
+    """Return a manager that holds the blocks for which `in_host` is true in host memory, the others in tiers."""
     tiers = [CountingTier(4 * num_keys) for _ in range(num_tiers)]
     pairs = [(tier, TierConfig(max_store_blocks=4096)) for tier in tiers]
     manager = TieredOffloadingManager(16, 2 * num_keys + 100, pairs, deadline_s=1000.0)

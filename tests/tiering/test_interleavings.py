@@ -1,4 +1,4 @@
-"""Every interleaving of two requests and a tier, on a small scale: nobody waits for ever, nothing leaks, no wrong byte.
+"""Every interleaving of two requests and a tier, on a small scale: no endless wait, no leak, no wrong byte.
 
 3 host blocks, 4 tier blocks, 5 keys, 2 requests. From each state that can be reached by steps of the requests, ends of
 scheduler steps, completions and failures of jobs in any order, and passing deadlines, two futures are played out: one
@@ -193,7 +193,7 @@ class World:
                 for job in list(self.tier.pending):
                     self.tier.end(job)
             self.manager.on_schedule_end()
-            # A tier that answers lets everybody end without the help of a deadline.
+            # If the tier answers, all requests end before their deadlines.
             self.now_s += 0 if completing else 0.5 * DEADLINE_S
             if all(request.state == "ended" for request in self.requests):
                 return True

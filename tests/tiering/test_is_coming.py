@@ -1,4 +1,4 @@
-"""What a manager says of a block that a lookup did not find ready: on its way, or not to be waited for."""
+"""`is_coming` of a block that a lookup did not find ready: it is on its way, or the request must not wait for it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The scheduler's thread is never kept: not by a disk that is busy, and not by one that hangs.
+"""A disk that is busy or hangs never blocks the scheduler's thread.
 
-Bounded is the longest call of a round, by the wall's clock less the time for which the thread could run and no core was
-free: a busy machine's work for others is not the call's, a wait for a disk or a lock is. The best round of several
-counts, as whoever held the lock may have waited for a core as well.
+The test bounds the longest call of a round: wall time less the time in which the thread could run and no core was free.
+So it counts waits for a disk or a lock, but not the machine's other work. The best of several rounds counts, because
+the holder of a lock may have waited for a core, too.
 """
 
 import gc
@@ -123,7 +123,7 @@ def test_hung_disk_does_not_keep_the_scheduler(world):
     for number in range(6):
         serve(manager, number)
     assert manager.settle(20)
-    # From here on: what a busy disk wrote too late before would still hold request 0 in host memory.
+    # From here on, because a block that a busy disk wrote late would keep request 0 in host memory.
     (controller,) = manager.controllers
     controller.config = replace(controller.config, deadline_s=0.3)
     released = threading.Event()

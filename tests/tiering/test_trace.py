@@ -1,4 +1,4 @@
-"""A small host pool over a disk tier hits what one large memory cache hits, on a real trace."""
+"""A small host pool over a disk tier hits as many blocks as one large memory cache, on a real trace."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""A disk tier under test with its pool, and what is stored in it."""
+"""A disk tier under test with its pool and the blocks in it."""
 
 import mmap
 import sys

@@ -1,8 +1,8 @@
-"""A scheduler's loop with many jobs in flight over a store, what can happen to the store, and what must never follow.
+"""A scheduler's loop with many jobs in flight over a store, and faults of the store.
 
-The loop asks for prompts whose blocks are mostly in the store, loads what it is promised, compares every byte, computes
-and stores the rest. What a call of it costs is CPU time of its thread, and what it waits for shows as voluntary
-switches of the thread, which are counted and not timed: a busy machine changes neither.
+The loop asks for prompts whose blocks are mostly in the store, loads the hits, compares every byte, and stores the
+rest. The cost of a call is the CPU time of its thread. Its waits are voluntary switches of the thread, which are
+counted and not timed. A busy machine changes neither.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Traffic:
     Attributes
     ----------
     num_wrong, num_late : int
-        Loaded blocks with bytes of another key; requests that were told to wait after their deadline.
+        Loaded blocks with bytes of another key; requests that had to wait after their deadline.
     num_steps, num_answers : int
         Steps, and requests that were answered.
     """
@@ -77,7 +77,7 @@ class Traffic:
         self._calls: list[tuple[float, int]] = []
 
     def counts(self) -> tuple[int, int, int]:
-        """Return blocks that were loaded and stored, and what went wrong with others."""
+        """Return the number of loaded blocks, of stored blocks, and of failures."""
         (stats,) = self.manager.tier_stats()
         tier = stats.tier
         num_bad = stats.failed_jobs + stats.overdue_jobs + tier.corrupt_blocks + tier.missed_blocks
@@ -89,7 +89,7 @@ class Traffic:
         return num_loaded > since[0] and num_stored > since[1]
 
     def run_through(self, fault: Callable[[], End], fault_s: float, longest_job_s: float) -> None:
-        """Break something, mend it, and see that traffic comes back within one pause of the breaker.
+        """Break something, repair it, and check that traffic comes back within one pause of the breaker.
 
         A job that tries the tier as the fault ends may fail as late as `longest_job_s` after it.
         """
@@ -108,7 +108,7 @@ class Traffic:
             assert time.monotonic() < limit_s, self.manager.tier_stats()
 
     def warm_up(self) -> None:
-        """Run until what is asked for has been stored, has left host memory and was loaded."""
+        """Run until blocks have been stored, evicted from host memory and loaded."""
         self.run_until(lambda: self.counts()[0] > _WARM_BLOCKS, _LIMIT_S)
         self._calls.clear()
 
@@ -123,7 +123,7 @@ class Traffic:
         self.run_until(lambda: time.monotonic() >= end_s, seconds + _LIMIT_S)
 
     def step(self) -> None:
-        """Do what a scheduler does in a step, and sleep as long as a forward pass would take at least."""
+        """Make the calls of a scheduler's step, and sleep for the time of a short forward pass."""
         while len(self._asking) < _NUM_REQUESTS:
             if self._dice.random() < _FRESH_CHAIN:
                 # Something is always left to be stored.
@@ -201,7 +201,7 @@ def undisturbed() -> Iterator[None]:
 
 
 class ProxyFaults:
-    """What a proxy before a store can do to it; each fault returns what ends it."""
+    """Faults of a proxy before a store; each returns a function that ends it."""
 
     proxy: Proxy | ProxyProcess
 
@@ -325,7 +325,7 @@ class ValkeyFaults(ProxyFaults):
 class MooncakeFaults(ProxyFaults):
     """A master behind a proxy and a node, and what can happen to them; each fault returns what ends it."""
 
-    # What a client of one process waits for is set once, by its first tier.
+    # The first tier of a process sets the time limits of all clients.
     TIMEOUT_S = 1.0
     # For the master and then for the node.
     LONGEST_JOB_S = 3.0
@@ -340,7 +340,7 @@ class MooncakeFaults(ProxyFaults):
         "full",
         "another_tenants_values",
     )
-    # It takes a master ten seconds to give up a node, and until then nobody can use the store.
+    # It takes a master ten seconds to give up a node, and until then no client can use the store.
     SLOW_NAMES = ("node_killed",)
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -388,7 +388,7 @@ class MooncakeFaults(ProxyFaults):
         return end
 
     def full(self) -> End:
-        """Fill the store with what is pinned."""
+        """Fill the store with pinned values."""
         config = importlib.import_module("mooncake.store").ReplicateConfig()
         config.with_hard_pin = True
         value, names = bytes(4 << 20), [f"other {i}" for i in range(100)]

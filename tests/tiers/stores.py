@@ -128,7 +128,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def set_mode(self, mode: str) -> None:
-        """Say how what passes is spoilt; ``"pass"``: not at all."""
+        """Choose how answers are spoilt; ``"pass"``: not at all."""
         self.mode = mode
 
     def cut(self) -> None:
@@ -225,7 +225,7 @@ def _run_proxy(port: int, drip_s: float, pipe: Connection) -> None:
 
 
 class Impostor:
-    """A server of another protocol: it greets whoever connects, and hangs up."""
+    """A server of another protocol: it greets each client and closes the connection."""
 
     def __init__(self, greeting: bytes, port: int = 0) -> None:
         self._listener = socket.create_server(("127.0.0.1", port))

@@ -119,7 +119,7 @@ def test_fp8_is_off_by_a_sixteenth_at_most(dtype):
     allowed = values.float().abs() / 16 * 1.01 + largest / 450_000
     assert ((decoded - values.float()).abs() <= allowed).all()
     assert (decoded[6] == 0).all()
-    # Not the same values: it is lossy, and says so.
+    # The values differ, and the codec is marked as lossy.
     assert codec.is_lossy
     assert not torch.equal(decoded, values.float())
 

@@ -1,4 +1,4 @@
-"""The disk tier by itself: what it stores, finds again, and refuses."""
+"""The disk tier by itself: stores, restarts and refusals."""
 
 import json
 import os

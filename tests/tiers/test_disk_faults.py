@@ -64,7 +64,7 @@ def test_kill_right_after_reset_brings_nothing_back(bench, monkeypatch, tmp_path
 
     monkeypatch.setattr(TierDirectory, "write_header", late)
     tier.reset()
-    # What a killed process leaves: the header is not written yet.
+    # A killed process leaves a directory without a header.
     shutil.copytree(bench.path, tmp_path / "left")
     assert bench.open(read_only=True).stats().num_held == 0
     released.set()
@@ -308,7 +308,7 @@ def test_process_ends_while_its_io_thread_hangs(tmp_path):
     assert ended.returncode == 0
 
 
-# --- who may read it -------------------------------------------------------------------------------------------------
+# --- access by other users -------------------------------------------------------------------------------------------
 
 
 def mode_of(path):

@@ -49,7 +49,7 @@ def add(counter: Synchronized[int], number: int) -> int:
 
 
 def run_engine(engine: int, url: str, counts: Counts) -> None:
-    """Reset or start again, store, load; each block says which resets its writer has seen, and who that is."""
+    """Reset or start again, store, load. A block holds its writer, and the number of resets that it has seen."""
     dice = random.Random(engine)
     host = blocks(8, 64)
     words = host.view(np.int64)

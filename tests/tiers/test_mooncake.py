@@ -80,7 +80,7 @@ def blocks(num_blocks: int = 64, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
 
 @pytest.fixture
 def client(shared_store: MooncakeStore) -> Iterator[SimpleNamespace]:
-    """A client of the store that is none of ours, with a registered buffer."""
+    """Another client of the store, with a registered buffer."""
     native = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     assert native.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", shared_store.master) == 0
     buffer = np.zeros(4 * BLOCK_BYTES, np.uint8)
@@ -150,7 +150,7 @@ def test_damaged_values_are_counted_misses_that_are_removed(shared_store, opened
     assert (result.error, result.done) == ("", KEYS[5:6])
     assert (tier.stats().corrupt_blocks, tier.stats().missed_blocks) == (4, 1)
     end_s = time.monotonic() + 30
-    # A lease of whoever read them, or asked for them, keeps them for a moment.
+    # The lease of a client that read them, or asked for them, keeps them for a moment.
     while any(client.native.batch_is_exist(names[:4])):
         assert time.monotonic() < end_s
         time.sleep(0.7)
@@ -203,7 +203,7 @@ def test_full_store_refuses_or_evicts_and_never_errs(make_store, opened):
     loaded = load(tier, host, KEYS[:40], job_id=8)
     assert loaded.error == ""
     assert loaded.done
-    # What was refused at first is taken once the store has evicted for it.
+    # Blocks that were refused at first are taken once the store has evicted others.
     store_until_done(tier, host, KEYS[40:48])
 
 
@@ -288,7 +288,7 @@ def test_calls_of_the_client_leave_the_interpreter_to_others(make_store, opened)
     tier = open_tier(opened, fresh.master, host)
     store_until_done(tier, host, KEYS[:4])
     turns = []
-    # What is loaded before it stands still does not fail.
+    # A load that ends before the master is stopped does not fail.
     stores.pause(fresh.process.pid)
     try:
         assert tier.submit_load(5, KEYS[:4], list(range(4)))
@@ -318,7 +318,7 @@ def test_client_is_kept_for_the_next_tier_and_never_closed(make_store, opened, m
     second = blocks()
     again = open_tier(opened, fresh.master, second)
     assert sorted(load(again, second, KEYS[:4]).done) == KEYS[:4]
-    # Memory of a tier that is closed is nobody's: what was loaded came into the second one's.
+    # The client does not use the memory of the closed tier: the blocks were loaded into the second tier's.
     assert calls == ["setup"]
     # Both at once do not share one.
     third = open_tier(opened, fresh.master, blocks())

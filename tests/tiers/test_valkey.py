@@ -216,12 +216,12 @@ def test_resets_after_the_server_lost_its_memory_reach_different_epochs(server, 
     wait_for_reset(first)
     server.kill()
     server.start()
-    # The second one stores with the weights of before, and is reset only then.
+    # The second one stores with the old weights, and is reset only then.
     store_until_done(second, hosts[1], KEYS[:4])
     assert load(first, hosts[0], KEYS[:4]).done == []
     second.maintain()
     own |= {epoch_of(first), epoch_of(second)}
-    # An engine that starts now joins none of those, which are all older than the server's loss.
+    # An engine that starts now joins none of these epochs, which are older than the server's loss.
     third = open_tier(opened, server.url, hosts[2])
     assert epoch_of(third) not in own
     assert found(third, KEYS[:4]) == 0
@@ -286,7 +286,7 @@ def test_value_of_a_client_without_salt_and_fingerprint_is_never_accepted(server
 
 
 def forged(name: bytes, key: bytes, own: dict, old: dict, way: int, dice: np.random.Generator) -> bytes:
-    """Return a value that a client makes from what stands on the server, and from the source of the tier."""
+    """Return a value that a client makes from values on the server and from the source code of the tier."""
     payload = dice.bytes(512)
     digest = bytes.fromhex(name.split(b":")[1].decode())
     header = struct.pack("<IQ", len(name), len(payload)) + name
@@ -404,7 +404,7 @@ def test_spoiled_answers_lose_jobs_and_never_bytes(server, opened, mode):
     end_s = time.monotonic() + 30
     job_id = 10
     while sorted(load(tier, host, KEYS[:16], job_id).done) != KEYS[:16]:
-        # Garbage may have deleted what it spoiled.
+        # The tier may have deleted values that it read as garbage.
         store(tier, host, KEYS[:16], job_id + 1000)
         assert time.monotonic() < end_s
         job_id += 1
@@ -497,7 +497,7 @@ def cluster(make_server: Callable[..., ValkeyServer], tmp_path: Path) -> list[Va
 
 
 def wait_for_sign(clients: list[Valkey], sign: bytes) -> None:
-    """Return once every server of a cluster says so of it."""
+    """Return once each server of a cluster reports `sign`."""
     end_s = time.monotonic() + 30
     while not all(sign in client.execute_command("CLUSTER", "INFO") for client in clients):
         assert time.monotonic() < end_s, f"the cluster did not get to {sign.decode()}"
@@ -531,7 +531,7 @@ def test_slot_that_moves_to_another_server_is_followed(cluster, opened):
     store(tier, host, KEYS)
     clients = [Valkey(port=server.port) for server in cluster]
     ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
-    # An empty server hands all its slots over: what it held is lost, and what is asked of it is answered elsewhere.
+    # An empty server hands over all its slots: its blocks are lost, and other servers answer for them.
     clients[2].flushall()
     for slot in range(2 * 5462, 16384):
         for client in clients:
