@@ -1,4 +1,4 @@
-"""What a running engine answers on its status socket: one class per command, each a line of `COMMANDS`."""
+"""The commands of the status socket: one class per command, each a line of `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_command(command: Command, given: Mapping[str, Any]) -> Any:
 
 
 class StatusCommand(Command):
-    """Everything that is counted, by component, and the configuration in effect."""
+    """All counters and gauges, by component, and the configuration in effect."""
 
     def run(self, **options: Any) -> Any:
         """Return a snapshot as JSON."""
@@ -34,7 +34,7 @@ class StatusCommand(Command):
 
 
 class SamplesCommand(Command):
-    """Everything that is counted, under the names that exporters give it."""
+    """All counters and gauges, under the names that exporters use."""
 
     def run(self, **options: Any) -> Any:
         """Return ``{"time_s", "labels", "samples": [[name, kind, labels, value], ...]}``."""
@@ -55,7 +55,7 @@ class SamplesCommand(Command):
 
 
 class WhatIfCommand(Command):
-    """What other policies and capacities would have hit."""
+    """The estimated hit ratios of other policies and capacities."""
 
     options = OptionTable({"policies": parse_text})
 
@@ -69,7 +69,7 @@ class WhatIfCommand(Command):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON knows it: what it does not know becomes text."""
+    """Return a value for JSON; values of other types become text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -59,5 +59,5 @@ def _exported() -> list[Sample]:
 
 def _read(name: str, prefix: str) -> str:
     text = files("kvcache.exporters").joinpath(name).read_text(encoding="utf-8")
-    # Under vLLM one number tells engines apart.
+    # vLLM's label `engine` is unique; it has no label `rank`.
     return text if prefix == PREFIX else text.replace(PREFIX, prefix).replace("/{{rank}}", "")

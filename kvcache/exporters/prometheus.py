@@ -1,7 +1,7 @@
-"""Prometheus: everything that is counted, under Prometheus' conventions, as a collector over snapshots.
+"""Prometheus: all counters and gauges, under Prometheus' conventions, as a collector over snapshots.
 
-The scheduler's thread has no part in a scrape: a thread of the exporter's takes a snapshot and writes it out. Mount
-the collector in a registry of one's own, or let `start_server` serve it.
+A thread of the exporter takes a snapshot and writes it out; the scheduler's thread has no part in a scrape. Register
+the collector in your own registry, or serve it with `start_server`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _LOG = logging.getLogger(__name__)
 PREFIX = "kvcache_"
 DEFAULT_PORT = 9464
 CLIENT_TIMEOUT_S = 5.0
-"""How long a client may stand still."""
+"""How long a client may send nothing."""
 REQUEST_S = 15.0
 """How long one request may take."""
 MAX_CLIENTS = 32
-"""Connections at a time; more take the place of the oldest ones."""
+"""Open connections. A new one beyond them closes the oldest one."""
 _OPTIONS = OptionTable({"host": parse_text, "port": count_from(0)})
 _CLOSE_S = 2.0
 
@@ -60,7 +60,7 @@ class TelemetryCollector(Collector):
         self.telemetry = telemetry
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: what there is depends on the engine, and is found by `collect`."""
+        """Return nothing: the metrics depend on the engine; `collect` finds them."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -106,11 +106,11 @@ class PrometheusExporter(Exporter):
     Parameters
     ----------
     telemetry : Telemetry
-        What is served.
+        The engine.
     port : int
         TCP port; 0: any free one. Engines of one machine need one each.
     host : str
-        Address to listen on; by default this machine alone: there is no authentication.
+        Address to listen on. The default is reachable from this machine only: there is no authentication.
 
     Raises
     ------
@@ -174,13 +174,13 @@ class PrometheusExporter(Exporter):
                 return
             self._is_closed = True
         if self._owner != os.getpid():
-            return  # a child that was forked has no thread that would answer
+            return  # a forked child has no such thread
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_CLOSE_S)
 
     def leave_to_parent(self) -> None:
-        """In a child that was forked: it must not keep the port when its engine has gone."""
+        """Close the socket in a forked child, which must not keep the port after its engine has ended."""
         self._server.socket.close()
 
 
@@ -190,7 +190,7 @@ def start_server(telemetry: Telemetry, port: int = DEFAULT_PORT, host: str = "12
     Parameters
     ----------
     telemetry : Telemetry
-        What is served.
+        The engine.
     port : int
         TCP port; 0: any free one.
     host : str
@@ -214,7 +214,7 @@ def start_server(telemetry: Telemetry, port: int = DEFAULT_PORT, host: str = "12
 
 
 def _check_free(host: str, port: int) -> None:
-    # The server's own SO_REUSEADDR says nothing of somebody who listens.
+    # With SO_REUSEADDR, bind can succeed while another process listens; probe first.
     family, address = _resolve(host, port)
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -230,7 +230,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Serves a thread for each of few clients; new ones take the place of those that have stood there longest."""
+    """A thread for each of a few clients; a new client beyond them closes the oldest connection."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -241,7 +241,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        """Bind without asking for the host's full name, for which a resolver may take its time."""
+        """Bind without resolving the host's full name, which may take seconds."""
         TCPServer.server_bind(self)
         host, self.server_port = self.server_address[:2]
         self.server_name = str(host)
@@ -260,7 +260,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called twice a second: a client that drips does so for seconds only."""
+        """Close connections whose request takes too long; called twice a second."""
         with self._clients:
             end_s = time.monotonic() - REQUEST_S
             self._drop([client for client, since_s in self._since_s.items() if since_s < end_s])
@@ -285,7 +285,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def _one_by_one(app: Callable[..., Any]) -> Callable[..., Any]:
-    """Let one thread at a time write a page: more of them would take the interpreter's lock from the scheduler."""
+    """Write one page at a time: more would compete with the scheduler for the interpreter's lock."""
     lock = threading.Lock()
 
     def paced(environ: dict[str, Any], start_response: Any) -> Any:

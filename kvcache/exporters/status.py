@@ -1,9 +1,9 @@
-"""The status socket: a running engine answers questions of its own user, on this machine.
+"""The status socket: a running engine answers requests of its own user on this machine.
 
 A unix socket that only its owner reaches: in a folder of mode 0700, itself of mode 0600, and with the peer's user id
 checked. One request a connection: a line of JSON, ``{"command": "status"}``, answered by a line,
-``{"ok": true, "result": ...}`` or ``{"ok": false, "error": "..."}``. What is too long, too slow or no request is
-refused and counted. Nothing here takes part in the scheduler's thread.
+``{"ok": true, "result": ...}`` or ``{"ok": false, "error": "..."}``. Requests that are invalid, too long or too slow
+are refused and counted. Nothing here runs in the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OPTIONS = OptionTable({"path": parse_text})
 
 @dataclass(frozen=True, slots=True)
 class StatusStats:
-    """What a status server has answered and refused.
+    """Counters of a status server.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def default_folder() -> Path:
     Raises
     ------
     ValueError
-        It is not this user's alone.
+        The folder belongs to, or is open to, another user.
     """
     return private_folder(Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()))
 
@@ -104,10 +104,10 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
     Raises
     ------
     OSError
-        Nobody answers there, or not in time.
+        There is no answer, or none in time.
     ValueError
-        The path is no socket of this user's, what answers is no engine, or the request was refused. The message says
-        why, as every error's does, and names the path.
+        The path is not a socket of this user, the answer is not an engine's, or the request was refused. The message
+        names the path and the reason.
     """
     _check_ours(Path(path))
     request = json.dumps({"command": command, **options}).encode() + b"\n"
@@ -118,7 +118,7 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
             _connect(client, path, end_s)
             peer_uid = _peer_uid(client)
             if peer_uid in (os.geteuid(), 0):
-                # Refused at once, perhaps: the answer says why.
+                # The server may have refused the connection already: its answer has the reason.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     client.sendall(request)
                 answer = _receive_line(client, MAX_ANSWER_BYTES, end_s)
@@ -155,7 +155,7 @@ class StatusServer(Exporter):
     Raises
     ------
     ValueError
-        The path is too long, something that is no socket lies there, or others may enter the folder.
+        The path is too long, is not a socket, or other users may enter its folder.
     OSError
         Another process serves this path, or the socket cannot be made.
     """
@@ -213,7 +213,7 @@ class StatusServer(Exporter):
             self._is_closed = True
         self.telemetry.sources.remove(self._parts)
         if self._owner != os.getpid():
-            return  # a child that was forked owns neither the socket nor the threads
+            return  # a forked child owns neither the socket nor the threads
         os.write(self._woken, b"x")
         self._thread.join(_CLOSE_S)
         with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ class StatusServer(Exporter):
                 _LOG.exception("a command of the status socket did not close")
 
     def leave_to_parent(self) -> None:
-        """In a child that was forked: it must not keep the socket open when its engine has gone."""
+        """Close the socket in a forked child, which must not keep it open after its engine has ended."""
         self._listener.close()
 
     def _parts(self) -> Iterable[Part]:
@@ -292,7 +292,7 @@ class StatusServer(Exporter):
     def _answer(self, client: socket.socket) -> None:
         client.settimeout(RECEIVE_S)
         if not client.recv(1, socket.MSG_PEEK):
-            return  # somebody looked whether the path is served, as `live_sockets` does
+            return  # the client only checked that the path is served, as `live_sockets` does
         try:
             line = _receive_line(client, MAX_REQUEST_BYTES, time.monotonic() + RECEIVE_S)
             result = self._run(line)
@@ -348,7 +348,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _listen(path: Path) -> socket.socket:
-    """Return a listening socket at `path`, in place of one that nobody serves any more."""
+    """Return a listening socket at `path`; a socket that no process serves is replaced."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     folder = path.parent.stat()
     if folder.st_uid not in (os.geteuid(), 0) or (folder.st_uid == os.geteuid() and folder.st_mode & 0o077):
@@ -379,7 +379,7 @@ def _listen(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time look for a dead socket and take its place: two would each remove the other's."""
+    """Hold a lock while a dead socket is replaced: two processes would remove each other's."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         end_s = time.monotonic() + _LOCK_S
@@ -416,12 +416,12 @@ def _is_served(path: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:
-            return True  # its queue is full, or it is a socket of another kind: somebody's
+            return True  # its queue is full, or it is a socket of another kind: it is in use
         return True
 
 
 def _connect(client: socket.socket, path: str | Path, end_s: float) -> None:
-    """Connect, and wait for room where more clients do than the server has taken so far."""
+    """Connect; wait while the server's queue is full."""
     while True:
         try:
             client.connect(str(path))
@@ -437,7 +437,7 @@ def _peer_uid(connected: socket.socket) -> int:
 
 
 def _receive_line(connected: socket.socket, max_bytes: int, end_s: float) -> bytes:
-    """Return what comes before the first newline, or the end; ValueError if that is too long."""
+    """Return the bytes before the first newline or the end; raise ValueError if they are too many."""
     parts: list[bytes] = []
     num_bytes = 0
     while True:

@@ -66,6 +66,7 @@ def test_what_is_published_is_what_the_manager_holds(policy):
         subscriber.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[36], [5, 12, 40, 44, 45, 70, 300, 7_000], [1, 2, 3, 4, 36], [36, 4]])
 def test_blocks_that_leave_by_their_hashes_are_the_right_ones(sizes):
     """A key of up to 4 bytes is put in with a group behind it, and so has another hash."""
@@ -101,6 +102,7 @@ def test_many_blocks_that_leave_at_once_go_on_in_the_next_batch():
         subscriber.close()
 
 
+@pytest.mark.slow
 def test_large_keys_are_sent_in_messages_of_bounded_size():
     manager = CPUOffloadingManager(16, 12, "lru", True)
     with KVEventPublisher(ANY_PORT) as publisher:

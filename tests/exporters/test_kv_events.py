@@ -120,6 +120,7 @@ def test_view_of_a_subscriber_follows_a_manager_through_evictions(publisher):
     subscriber.close()
 
 
+@pytest.mark.slow
 def test_keys_of_any_length_arrive_whole(publisher):
     manager = CPUOffloadingManager(16, 300, enable_events=True)
     rng = random.Random(2)
@@ -247,6 +248,7 @@ def test_publish_beyond_the_queue_drops_events_and_clears_the_view():
         subscriber.close()
 
 
+@pytest.mark.slow
 def test_subscriber_that_never_reads_delays_nobody(publisher):
     with zmq.Context() as context, context.socket(zmq.SUB) as idle:
         idle.setsockopt(zmq.RCVHWM, 1)

@@ -166,6 +166,7 @@ def endless_publisher(payload: bytes) -> Iterator[tuple[str, list[int]]]:
             thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["resync", "verify", "receive"])
 def test_answer_without_end_times_out(method):
     with (
@@ -222,12 +223,14 @@ def publish_batches(publisher: KVEventPublisher, num_batches: int) -> None:
     assert publisher.stats()["sent_batches"] == num_batches
 
 
+@pytest.mark.slow
 def test_replay_of_more_batches_than_a_socket_queues_is_whole(publisher):
     publish_batches(publisher, 1000)
     assert replay(publisher, 0) == [*range(1000), -1]
     assert publisher.stats()["rejected_requests"] == 0
 
 
+@pytest.mark.slow
 def test_clients_that_never_read_hold_neither_memory_nor_others(publisher):
     publish_batches(publisher, 1000)
     before = resident_bytes()
@@ -300,6 +303,7 @@ def test_sockets_that_only_their_user_reaches(tmp_path):
         assert subscriber.num_snapshots == 1
 
 
+@pytest.mark.slow
 def test_replay_buffer_is_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr(publishing_thread, "_MAX_KEPT_BYTES", 43 << 16)
     with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=0) as publisher:

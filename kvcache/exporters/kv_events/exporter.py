@@ -1,4 +1,4 @@
-"""KVEventExporter: a publisher that a configuration opens, and what it counts."""
+"""KVEventExporter: a publisher that a configuration opens, and its counters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPTIONS = OptionTable(
 
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """What a publisher has sent.
+    """Counters of a publisher.
 
     Parameters
     ----------
@@ -47,9 +47,9 @@ class PublisherStats:
 
 
 class KVEventExporter(Exporter):
-    """Publish the KV events of an engine's manager, which is followed (`KVEventPublisher.follow`).
+    """Follow an engine's manager and publish its KV events (`KVEventPublisher.follow`).
 
-    Not where the engine takes the events itself, as vLLM's connector does when its own KV events are on.
+    It cannot be used if the engine takes the events itself, as vLLM's connector does when its own KV events are on.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class KVEventExporter(Exporter):
         try:
             self.publisher = KVEventPublisher(data_parallel_rank=rank, **options)
         except ValueError as error:
-            # It has been checked; what is left is an endpoint that is in use, or not this machine's.
+            # The options were checked before: the endpoint is in use, or not this machine's.
             raise OSError(errno.EADDRNOTAVAIL, str(error)) from error
         try:
             self.publisher.follow(telemetry.manager)
@@ -120,6 +120,6 @@ class KVEventExporter(Exporter):
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """Return the endpoint of a data-parallel rank: its TCP port follows those of lower ranks, but for a free one."""
+    """Return the endpoint of a data-parallel rank: `rank` is added to its TCP port, unless that is 0."""
     found = re.fullmatch(r"(tcp://.*:)([1-9][0-9]*)", endpoint)
     return endpoint if found is None else f"{found[1]}{int(found[2]) + rank}"

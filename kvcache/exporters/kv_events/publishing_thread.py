@@ -216,7 +216,7 @@ class PublishingThread(threading.Thread):
             for event in self._queue.popleft():
                 number = 0 if event is None else event.number
                 if event is None or (number and self._last_number and number != self._last_number + 1):
-                    # Events were dropped: what is held is unknown, so no block is claimed.
+                    # Events were dropped, so the held blocks are unknown: announce none of them.
                     yield AllBlocksCleared(), _EVENT_COST
                     self._last_number = 0
                 if event is not None:
@@ -252,7 +252,7 @@ class PublishingThread(threading.Thread):
             self._pub.send_multipart((DIGEST_PREFIX + self._topic, seq.to_bytes(8, "big"), self._digest(seq)))
 
     def _batch(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> EventBatch:
-        # Time never goes back, so that a subscriber tells a new publisher's low numbers from messages it had before.
+        # Time never goes back: a low number with a later time is a new publisher's, not a repeated message.
         self._last_ts = max(self._last_ts, time.time())
         return EventBatch(self._last_ts, events, self._rank)
 
@@ -340,8 +340,7 @@ def _stored(hashes: list[bytes], medium: str, group_idx: int, block_size: int) -
 
 
 def _by_group(keys: list[bytes]) -> dict[int, list[bytes]]:
-    """Return block hashes by group; a key of up to 4 bytes is a bare hash of group 0. Keys that are no bytes are left
-    out."""
+    """Return block hashes by group. A key of up to 4 bytes is a bare hash of group 0; other types are skipped."""
     if not set(map(type, keys)) <= {bytes}:
         keys = [key for key in keys if isinstance(key, bytes)]
     groups: dict[bytes, list[bytes]] = {}

@@ -1,6 +1,6 @@
-"""What goes over the wire: vLLM's events and batches as structs, our digests, and the two special requests.
+"""Messages: vLLM's events and batches as structs, our digests, and the two special requests.
 
-The fields are vLLM's, so that its own decoders read them; what a cache does not know stays at its default.
+The fields are vLLM's, so that its own decoders read them; fields that a cache does not know keep their default.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 DIGEST_PREFIX = b"digest."
 SNAPSHOT_REQUEST = b"snapshot"
 DIGEST_REQUEST = b"digest\0\0"
-"""Of eight bytes, as the others: a publisher that does not know it takes it for a number beyond all batches."""
+"""Eight bytes, as a sequence number: a publisher that does not know the request reads a number beyond all batches."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 MAX_SEQ = (1 << 63) - 2
 """Batches have no greater numbers."""
@@ -84,7 +84,7 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One message: when, what, and by which data-parallel rank.
+    """One message: events, their time and the data-parallel rank.
 
     Parameters
     ----------
