@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help build stress demo fleet-demo test lint typecheck docs bench-site docs-alone bench-smoke test-all test-rest test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
+.PHONY: help build stress demo fleet-demo test lint typecheck docs bench-site docs-alone bench-smoke test-all test-rest test-device test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
 
 VENV := .venv
 comma := ,
@@ -29,10 +29,10 @@ help:
 	@echo "make demo    install into .venv and run the main job"
 	@echo "make fleet-demo  1 to 8 engines in processes over one real server"
 	@echo "make test    install into .venv and run the tests that take under 2 s each: about three minutes"
-	@echo "make test-all  all tests: also slow ones, all policies, more examples"
+	@echo "make test-all  all tests: also slow ones, all policies, more examples, a simulated device"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
-	@echo "Others: lint typecheck docs bench-site docs-alone bench-smoke test-rest test-debug test-asan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
+	@echo "Others: lint typecheck docs bench-site docs-alone bench-smoke test-rest test-device test-debug test-asan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
 	@echo "By hand: tsan"
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -81,7 +81,11 @@ test: $(VENV)/extra-test.stamp
 test-rest: $(VENV)/extra-test.stamp
 	KVCACHE_EXPECT_IN=$(VENV) $(PYTEST) -m 'slow or other_policy or hypothesis'
 
-test-all: test test-rest
+# Transfers on a simulated accelerator, which g++ compiles.
+test-device: $(VENV)/extra-test.stamp
+	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_SIMULATED_DEVICE=1 $(PYTEST) tests/device
+
+test-all: test test-rest test-device
 
 # --- development -----------------------------------------------------------------------------------------------------
 

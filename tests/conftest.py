@@ -140,9 +140,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(_starts_process(function, known) for function in (item.function, *fixtures)):
             item.add_marker("slow")
         params = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        owner = item.cls.__name__.removeprefix("Test").lower() if item.cls else ""
-        if owner in OTHER_POLICIES or any(isinstance(param, str) and param in OTHER_POLICIES for param in params):
+        if any(_policy(one) in OTHER_POLICIES for one in (item.cls, *params)):
             item.add_marker("other_policy")
+
+
+def _policy(param: object) -> str:
+    """Return the policy that a class or a parameter of a test names, as "arc" for TestARC or "module:ReferenceARC"."""
+    name = param if isinstance(param, str) else getattr(param, "__name__", "")
+    return name.rpartition(":")[2].removeprefix("Test").removeprefix("Reference").removesuffix("CachePolicy").lower()
 
 
 def _starts_process(function: object, known: dict[CodeType, bool]) -> bool:

@@ -45,6 +45,7 @@ def over_disks(folder: Path, block_size: int, num_blocks: int, disks: list[int],
         yield PatientManager(block_size, num_blocks, tiers, policy, deadline_s=60.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy", "num_requests", "num_blocks", "disks"),
     [

@@ -165,6 +165,7 @@ def test_demotions_of_one_request_are_bounded(name: str) -> None:
     managers[1].policy.check()
 
 
+@pytest.mark.slow
 def test_amq_halves_its_histogram() -> None:
     class NeverHalves(ReferenceAMQ):
         most_distances = 1 << 40

@@ -314,6 +314,7 @@ for _ in range(30):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_a_handler_that_is_dropped_in_flight_ends_before_its_memory(request, in_a_cycle):
     # A collection that began by itself, in another thread, would leave none to the one below.

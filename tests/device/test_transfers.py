@@ -1,0 +1,410 @@
+"""Transfers on a device, a GPU or the simulated one: bytes, order, lifetime, and what the host does not wait for."""
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from bench import (
+    ALL,
+    BACK,
+    DEVICE,
+    LATE,
+    NUM_BLOCKS,
+    NUM_LAYERS,
+    OUT,
+    PART_BYTES,
+    finish,
+    keep_busy,
+    layer_bytes,
+    new_stream,
+    no_synchronisation,
+    poll,
+    spec_of,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcache.specs import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvcache.transfer import pinning
+from kvcache.transfer.factory import cpu_gpu_handlers
+from kvcache.transfer.geometry import KVGeometry
+from kvcache.transfer.host_pool import HostPool
+from kvcache.transfer.staged import StagedCopyHandler
+from kvcache.transfer.streams import DeviceStream
+
+
+def test_bytes_return_after_store_and_load(bench):
+    before = [layer.cpu() for layer in bench.layers]
+    order = torch.randperm(NUM_BLOCKS - 1).tolist()
+    spec = spec_of(order, torch.randperm(NUM_BLOCKS // 2).tolist(), 1)
+    bench.store.transfer_async(1, spec)
+    assert finish(bench.store, 1).transfer_size == (NUM_BLOCKS - 1) * PART_BYTES
+    bench.fill(9)
+    bench.load.transfer_async(2, spec[::-1])
+    finish(bench.load, 2)
+    for i, (layer, old) in enumerate(zip(bench.layers, before, strict=True)):
+        n, now = layer_bytes(i), layer.cpu()
+        assert torch.equal(now[order, :n], old[order, :n])
+        assert bool((now[:, n:] == 9).all())
+        assert bool((now[NUM_BLOCKS - 1] == 9).all())
+
+
+def test_single_blocks_return_after_store_and_load(bench):
+    before = [layer.cpu() for layer in bench.layers]
+    for job_id in range(4):
+        bench.store.transfer_async(job_id, spec_of([3 * job_id], [job_id], 1))
+    bench.store.wait(range(4))
+    for job_id in range(4):
+        assert torch.equal(bench.read_block(job_id)[1], bench.parts(3 * job_id, before))
+    bench.fill(9)
+    for job_id in range(4):
+        bench.load.transfer_async(job_id, spec_of([3 * job_id], [job_id], 1)[::-1])
+    bench.load.wait(range(4))
+    now = [layer.cpu() for layer in bench.layers]
+    for job_id in range(4):
+        assert torch.equal(bench.parts(3 * job_id, now), bench.parts(3 * job_id, before))
+
+
+def test_store_waits_for_the_compute_stream(bench):
+    with new_stream():
+        keep_busy()
+        bench.fill(3)
+        bench.store.transfer_async(1, ALL)
+    finish(bench.store, 1)
+    assert bool((bench.read_host() == 3).all())
+
+
+def test_each_store_waits_for_compute_though_others_are_in_flight(bench):
+    for value in range(4):
+        keep_busy(20)
+        bench.layers[0][2 * value : 2 * value + 2].fill_(value)
+        bench.store.transfer_async(value, spec_of([2 * value, 2 * value + 1], [value]))
+    for value in range(4):
+        bench.store.wait([value])
+        assert bool((bench.read_block(value)[:, : layer_bytes(0)] == value).all())
+    assert [r.success for r in bench.store.get_finished()] == [True] * 4
+
+
+def test_load_does_not_overwrite_blocks_that_are_still_read(bench):
+    bench.fill_host(5)
+    bench.fill(1)
+    with new_stream():
+        keep_busy()
+        read = bench.layers[0].clone()
+        bench.load.transfer_async(1, ALL[::-1])
+    finish(bench.load, 1)
+    assert bool((read.cpu() == 1).all())
+
+
+def test_load_that_was_reported_is_seen_by_any_stream(bench):
+    for value in range(3):
+        bench.fill_host(value)
+        bench.load.transfer_async(value, ALL[::-1])
+        assert poll(bench.load)[0].success
+        with torch.Stream(device=DEVICE):
+            assert bool((bench.layers[0].cpu() == value).all())
+
+
+def test_jobs_in_a_row_keep_their_ids_and_staging(bench):
+    before = [layer.cpu() for layer in bench.layers]
+    pairs = [(NUM_BLOCKS - 1 - 2 * i, NUM_BLOCKS - 2 - 2 * i) for i in range(NUM_BLOCKS // 2)]
+    for job_id, pair in enumerate(pairs):
+        bench.store.transfer_async(job_id, spec_of(pair, [job_id]))
+    seen = []
+    while len(seen) < len(pairs):
+        for result in poll(bench.store):
+            rows = bench.read_block(result.job_id)
+            for row, block in zip(rows, pairs[result.job_id], strict=True):
+                assert torch.equal(row, bench.parts(block, before))
+            seen.append(result.job_id)
+    assert seen == list(range(len(pairs)))
+
+
+def test_job_larger_than_staging_returns_its_bytes(bench):
+    before = [layer.cpu() for layer in bench.layers]
+    store, load = bench.handlers(staging_bytes=3 * NUM_LAYERS * layer_bytes(0))
+    store.transfer_async(1, ALL)
+    finish(store, 1)
+    for block_id in range(NUM_BLOCKS):
+        assert torch.equal(bench.read_host()[block_id // 2, block_id % 2], bench.parts(block_id, before))
+    bench.fill(9)
+    load.transfer_async(1, ALL[::-1])
+    finish(load, 1)
+    now = [layer.cpu() for layer in bench.layers]
+    assert all(torch.equal(bench.parts(i, now), bench.parts(i, before)) for i in range(NUM_BLOCKS))
+
+
+def test_both_directions_at_once_share_no_memory(bench):
+    bench.fill_host(7)
+    bench.fill(1)
+    torch.accelerator.synchronize()
+    bench.store.transfer_async(1, OUT)
+    bench.load.transfer_async(1, BACK)
+    finish(bench.store, 1)
+    finish(bench.load, 1)
+    assert bool((bench.read_host()[: NUM_BLOCKS // 4] == 1).all())
+    for i, layer in enumerate(bench.layers):
+        assert bool((layer.cpu()[NUM_BLOCKS // 2 :, : layer_bytes(i)] == 7).all())
+
+
+def test_nothing_synchronises(bench):
+    for handler, spec in ((bench.store, OUT), (bench.load, BACK)):
+        handler.transfer_async(0, spec)
+        finish(handler, 0)
+    torch.accelerator.synchronize()
+    with no_synchronisation():
+        keep_busy(200)
+        bench.store.transfer_async(1, OUT)
+        bench.load.transfer_async(2, BACK)
+        results = bench.store.get_finished() + bench.load.get_finished()
+    bench.store.wait([1])
+    bench.load.wait([2])
+    results += bench.store.get_finished() + bench.load.get_finished()
+    assert sorted((r.job_id, r.success) for r in results) == [(1, True), (2, True)]
+
+
+def test_both_directions_overlap(bench):
+    with bench.store._stream.queueing():
+        keep_busy(500)
+    bench.store.transfer_async(1, OUT)
+    bench.load.transfer_async(1, BACK)
+    # The store's stream does nothing until the load has ended.
+    if LATE:
+        LATE.weight(bench.store._stream._stream.stream_id, 0.0)
+    finish(bench.load, 1)
+    assert bench.store.get_finished() == []
+    finish(bench.store, 1)
+
+
+def test_wait_returns_after_all_its_jobs(bench):
+    for job_id in range(3):
+        keep_busy(50)
+        bench.store.transfer_async(job_id, spec_of([2 * job_id, 2 * job_id + 1], [job_id]))
+    bench.store.wait([2, 0, 1, 77])
+    assert [(r.job_id, r.success) for r in bench.store.get_finished()] == [(0, True), (1, True), (2, True)]
+
+
+def test_wait_blocks_the_host_until_the_bytes_are_there(bench):
+    bench.fill(3)
+    keep_busy(200)
+    bench.store.transfer_async(1, ALL)
+    bench.store.wait([1])
+    assert bool((bench.read_host() == 3).all())
+
+
+def test_transfer_time_is_that_of_the_copy(bench):
+    bench.store.transfer_async(1, ALL)
+    result = finish(bench.store, 1)
+    assert 0 < result.transfer_time < 10
+
+
+def test_handler_dropped_in_flight_waits_for_the_device(bench):
+    handler, _ = bench.handlers()
+    bench.fill(3)
+    keep_busy()
+    handler.transfer_async(1, ALL)
+    del handler
+    assert bool((bench.read_host() == 3).all())
+
+
+def test_shutdown_returns_after_the_last_copy(bench):
+    keep_busy(200)
+    bench.store.transfer_async(1, ALL)
+    bench.store.shutdown(wait=False)
+    bench.fill_host(4)
+    torch.accelerator.synchronize()
+    assert bool((bench.pool.tensor == 4).all())
+    assert [(r.job_id, r.success) for r in bench.store.get_finished()] == [(1, False)]
+
+
+def test_job_that_failed_half_way_ends_after_its_first_half(bench):
+    copy_many, calls = bench.store._stream.copy_many, []
+
+    def second_fails(targets, sources):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no")
+        copy_many(targets, sources)
+
+    bench.store._stream.copy_many = second_fails
+    keep_busy(200)
+    bench.store.transfer_async(1, ALL)
+    assert len(calls) == 2
+    results = bench.store.get_finished() or (bench.store.wait([1]), bench.store.get_finished())[1]
+    assert [(r.job_id, r.success) for r in results] == [(1, False)]
+    # The blocks are free again, so the engine writes to them.
+    bench.fill(9)
+    bench.fill_host(4)
+    torch.accelerator.synchronize()
+    assert bool((bench.pool.tensor == 4).all())
+
+
+@contextmanager
+def capture(stream=None):
+    """Capture a graph on a stream; the current one if None."""
+    if LATE:
+        stream_id = (stream or torch.accelerator.current_stream(DEVICE)).stream_id
+        LATE.capture(stream_id, True)
+        try:
+            yield
+        finally:
+            LATE.capture(stream_id, False)
+    else:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream and torch.cuda.ExternalStream(stream.native_handle)):
+            yield
+        graph.replay()
+
+
+def test_transfer_submitted_during_a_capture_fails(bench):
+    bench.store.transfer_async(1, spec_of([1, 2], [0]))
+    finish(bench.store, 1)
+    with capture():
+        bench.store.transfer_async(2, spec_of([3, 4], [0]))
+    before = bench.pool.block(0).clone()
+    torch.accelerator.synchronize()
+    assert [(r.job_id, r.success) for r in bench.store.get_finished()] == [(2, False)]
+    assert torch.equal(bench.pool.block(0), before)
+
+
+@pytest.mark.skipif(LATE is None, reason="needs a simulated capture of another stream")
+def test_transfer_fails_while_its_own_stream_is_captured(bench):
+    own = bench.store._stream._stream
+    with capture(own):
+        bench.store.transfer_async(1, spec_of([1, 2], [0]))
+        assert LATE.pending(own.stream_id) == 0
+    assert [(r.job_id, r.success) for r in bench.store.get_finished()] == [(1, False)]
+
+
+@pytest.mark.skipif(LATE is None, reason="needs a simulated capture of another stream")
+def test_job_in_flight_stays_during_the_capture_of_another_stream(bench):
+    keep_busy(10_000)
+    bench.store.transfer_async(1, ALL)
+    with capture(torch.Stream(device=DEVICE)):
+        assert bench.store.get_finished() == []
+    finish(bench.store, 1)
+
+
+def test_other_current_device_changes_nothing(bench):
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    torch.accelerator.set_device_index(1)
+    try:
+        store, load = bench.handlers()
+        bench.fill(3)
+        store.transfer_async(1, ALL)
+        finish(store, 1)
+        bench.fill_host(5)
+        load.transfer_async(1, ALL[::-1])
+        finish(load, 1)
+        assert torch.accelerator.current_device_index() == 1
+        pool = HostPool(2, 4096, device=DEVICE)
+        assert pool.is_pinned
+        pool.close()
+    finally:
+        torch.accelerator.set_device_index(0)
+    assert bool((bench.layers[0].cpu() == 5).all())
+
+
+def test_copy_crosses_pieces_that_were_pinned_apart(bench, monkeypatch):
+    monkeypatch.setattr(HostPool, "piece_bytes", 3 * 4096 // 2 * (layer_bytes(0) // 512))
+    bench.pool.close()
+    bench.pool = HostPool(NUM_BLOCKS // 2, bench.pool.block_bytes)
+    assert bench.pool.is_pinned
+    assert bench.pool.num_bytes > bench.pool.piece_bytes
+    bench.store, bench.load = bench.handlers()
+    test_bytes_return_after_store_and_load(bench)
+    bench.pool.close()
+    monkeypatch.undo()
+    bench.pool.pin()
+
+
+def test_refusal_to_pin_does_not_reach_the_next_kernel(bench):
+    assert pinning.lock(bench.pool.address, bench.pool.num_bytes, DEVICE) != ""
+    assert torch.ones(3, device=DEVICE).sum().item() == 3
+
+
+def test_staging_shrinks_or_is_left_out_if_memory_is_short(bench):
+    geometry = KVGeometry(bench.kv_caches, bench.pool, 2)
+    huge = 1 << 20 if LATE else torch.cuda.get_device_properties(0).total_memory * 2
+    if LATE:
+        LATE.capacity(LATE.used() + huge // 2)
+    try:
+        handler = StagedCopyHandler(geometry, True, DeviceStream(DEVICE), huge)
+    finally:
+        if LATE:
+            LATE.capacity(1 << 30)
+    assert handler._staging.numel() < huge
+    handler.transfer_async(1, spec_of([1, 2, 5], [0, 3]))
+    finish(handler, 1)
+    expected = bench.read_host()[0].clone()
+    with pytest.warns(RuntimeWarning, match="no device memory for a staging buffer"):
+        direct = StagedCopyHandler(geometry, True, DeviceStream(DEVICE), 1)
+    bench.fill_host(0, 0)
+    direct.transfer_async(2, spec_of([1, 2, 5], [0, 3]))
+    finish(direct, 2)
+    assert torch.equal(bench.read_host()[0], expected)
+
+
+def test_tensors_on_two_devices_are_refused(bench):
+    bench.kv_caches.tensors[3].tensor = bench.layers[3].cpu()
+    with pytest.raises(ValueError, match=rf"all tensors must be on one device, got \['cpu', '{DEVICE}'\]"):
+        bench.handlers()
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that torch runs, on the device and on the host."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("to_host", [True, False], ids=["store", "load"])
+def test_64_scattered_blocks_of_32_layers_cost_at_most_120_calls(bench, to_host):
+    layers = [torch.zeros(256, 64, dtype=torch.int8, device=DEVICE) for _ in range(32)]
+    kv_caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(layer, 64) for layer in layers], [[CanonicalKVCacheRef(i, 64) for i in range(32)]]
+    )
+    pool = HostPool(256, 64 * 32)
+    handler = cpu_gpu_handlers(kv_caches, pool)[0 if to_host else 1]
+    spec = spec_of(torch.randperm(256)[:64].numpy(), 2 * torch.randperm(128)[:64].numpy())
+    with Calls() as calls:
+        handler.transfer_async(1, spec if to_host else spec[::-1])
+    finish(handler, 1)
+    assert calls.num_calls <= 120
+    pool.close()
+
+
+@pytest.mark.skipif(LATE is not None, reason="measures a GPU")
+@pytest.mark.parametrize("to_host", [True, False], ids=["store", "load"])
+def test_2_mib_blocks_move_at_the_rate_of_one_large_copy(to_host):
+    num_blocks, num_layers = 512, 32
+    page = (2 << 20) // num_layers
+    tensors = [
+        CanonicalKVCacheTensor(torch.zeros(2 * num_blocks, page, dtype=torch.int8, device=DEVICE), page)
+        for _ in range(num_layers)
+    ]
+    kv_caches = CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(i, page) for i in range(num_layers)]])
+    pool = HostPool(2 * num_blocks, 2 << 20)
+    handler = cpu_gpu_handlers(kv_caches, pool)[0 if to_host else 1]
+    order = torch.randperm(2 * num_blocks)
+    spec = spec_of(order[:num_blocks].numpy(), order[num_blocks:].numpy())
+    flat = torch.empty(num_blocks << 21, dtype=torch.int8, device=DEVICE)
+    host = pool.flat[: flat.numel()]
+    ratios = []
+    for job_id in range(7):
+        torch.accelerator.synchronize()
+        started = time.perf_counter()
+        host.copy_(flat, non_blocking=True) if to_host else flat.copy_(host, non_blocking=True)
+        torch.accelerator.synchronize()
+        one_copy = time.perf_counter() - started
+        started = time.perf_counter()
+        handler.transfer_async(job_id, spec if to_host else spec[::-1])
+        finish(handler, job_id)
+        ratios.append(one_copy / (time.perf_counter() - started))
+    handler.shutdown()
+    pool.close()
+    assert max(ratios) > 0.85, ratios
