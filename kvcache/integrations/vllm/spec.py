@@ -1,4 +1,4 @@
-"""vLLM's entry point: one spec for the scheduler and one for each worker, which share nothing but the config."""
+"""vLLM's entry point: one spec for the scheduler and one per worker, which share only the config."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import (
     SharedPool,
     TieredKVCacheOffloadingManager,
-    TieredKVCacheOffloadingWorker,
 )
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.tiering.manager import TieredOffloadingManager
 
-# vLLM shows what is logged below its own name.
+# vLLM's log configuration covers loggers below its own name only.
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -35,12 +34,12 @@ class KVCacheOffloadingSpec(OffloadingSpec):
     Parameters
     ----------
     config : vllm.v1.kv_offload.config.OffloadingConfig
-        Made by vLLM; ``extra_config`` is what the user wrote.
+        Made by vLLM; ``extra_config`` holds the user's options.
 
     Raises
     ------
     ValueError
-        The settings make no sense, or the memory does not hold one block.
+        An option is invalid, or the memory does not hold one block.
     """
 
     @classmethod
@@ -61,12 +60,12 @@ class KVCacheOffloadingSpec(OffloadingSpec):
         self._manager: KVCacheOffloadingManager | None = None
         self._worker: KVCacheOffloadingWorker | None = None
 
-    # The seconds that the manager goes by; they never go back.
+    # The manager's clock: monotonic seconds.
     clock = staticmethod(time.monotonic)
 
     def get_manager(self) -> KVCacheOffloadingManager:
         if self._manager is None:
-            # Only the scheduler's spec is asked for a manager, so this is said once.
+            # Only the scheduler's spec makes a manager, so this is logged once.
             if unknown := unknown_keys(self.extra_config):
                 logger.warning("kvcache does not know these keys of %s: %s", WHERE, unknown)
             self._manager = self._make_manager(
@@ -81,7 +80,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
         return self._worker
 
     def _description(self, manager: KVCacheOffloadingManager) -> str:
-        """Return the line that says at start what blocks are offloaded to."""
+        """Return the log line that describes the pool and its tiers at start."""
         tokens, num_ranks = self.tokens_per_block[0] * self.blocks_per_chunk, self._config.parallel.world_size
         num_bytes = self.num_blocks * self.bytes_per_block * num_ranks
         parts = [
@@ -116,15 +115,16 @@ class KVCacheOffloadingSpec(OffloadingSpec):
         )
 
     def _make_worker(self, kv_caches: Any) -> KVCacheOffloadingWorker:
-        settings, factor = self.settings, self.blocks_per_chunk
-        parallel = self._config.parallel
-        if not settings.tiers:
-            worker = KVCacheOffloadingWorker(kv_caches, self.num_blocks, factor, settings.num_copy_threads)
-        else:
-            shared = self._shared_pool(is_owner=False)
-            worker = TieredKVCacheOffloadingWorker(
-                kv_caches, shared, parallel.rank, self.bytes_per_block, factor, settings.num_copy_threads
-            )
+        settings, parallel = self.settings, self._config.parallel
+        worker = KVCacheOffloadingWorker(
+            kv_caches,
+            self.num_blocks,
+            self.blocks_per_chunk,
+            settings.num_copy_threads,
+            self._shared_pool(is_owner=False) if settings.tiers else None,
+            parallel.rank,
+            self.bytes_per_block,
+        )
         worker.trace(
             settings,
             {

@@ -1,9 +1,8 @@
-"""Tiers below host memory under vLLM: host blocks that scheduler and workers share, and what changes for the manager.
+"""Tiers below host memory under vLLM: the host blocks that scheduler and workers share, and the manager over tiers.
 
-How they come to share them: every worker starts before the scheduler and maps the file of this engine's id; the
-scheduler, last, locks the file and takes its name away, so that nothing is left behind however the engine ends. With
-its first job a worker makes sure that somebody holds that lock: who maps a file of its own, on another node say,
-would send tiers bytes that no device ever wrote.
+Every worker starts before the scheduler and maps the file of this engine's id. The scheduler locks the file and unlinks
+it, so that nothing is left behind however the engine ends. Before its first job a worker checks that a process holds
+the lock: on another node, say, it would map a file that no tier reads.
 """
 
 from __future__ import annotations
@@ -19,32 +18,30 @@ from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOff
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 from kvcache.integrations.vllm.releases import Release
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
-from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import ASK_AGAIN, PENDING, TieredOffloadingManager
 from kvcache.transfer.free_memory import check_memory
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
-from kvcache.transfer.shared_pool import SharedHostPool
 
 
 class SharedPool(SharedBlocks):
-    """The engine's host blocks, mapped.
+    """The engine's host blocks in shared memory.
 
     Parameters
     ----------
     config : vllm.v1.kv_offload.config.OffloadingConfig
-        The engine's.
+        The engine's configuration.
     folder : str
-        Where the file is made, in shared memory.
+        Folder of the file, in shared memory.
     num_blocks, rank_bytes : int
-        The pool's shape: all ranks' parts of a block lie side by side.
+        Shape of the pool: the parts of all ranks lie side by side in a block.
     is_owner : bool
-        Whether this is the scheduler's.
+        Whether the scheduler makes it.
 
     Raises
     ------
     ValueError
-        There is not so much memory, or the file belongs to another engine.
+        The memory is too small, or the file belongs to another engine.
     """
 
     def __init__(self, config: Any, folder: str, num_blocks: int, rank_bytes: int, is_owner: bool) -> None:
@@ -62,18 +59,18 @@ class SharedPool(SharedBlocks):
 
 
 class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
-    """Answer vLLM's scheduler out of a `TieredOffloadingManager`.
+    """Adapter of a `TieredOffloadingManager` to vLLM's scheduler.
 
     Parameters
     ----------
     manager : TieredOffloadingManager
-        Ours; nobody else drives it.
+        Driven by this adapter only.
     release : Release
-        What the engine has and has not.
+        Features of the installed vLLM.
     what_if_log : WhatIfLog, optional
         Closed at `shutdown`.
     clock : callable
-        Seconds that only grow.
+        Monotonic seconds.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         self._clock = clock
         self._watch: PrefillWatch | None = None
         if manager.arbiter is not None:
-            # Not bound now: a recorder may come between later.
+            # The method is looked up each time, because a recorder may wrap it later.
             self._watch = PrefillWatch(
                 manager.block_size, lambda parts, seconds: manager.report_prefills(parts, seconds)
             )
@@ -108,7 +105,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         status = self._tiered.status(key, ours)
         if status in (PENDING, ASK_AGAIN) and self._tiered.policy.get(key) is None:
             ours.promoted.add(key)
-        # A block known to be held is pending, which counts as a hit: a sliding window's search ends at it.
+        # A block that a tier holds is pending, which counts as a hit: the search of a sliding window ends there.
         return RESULTS[status]
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
@@ -148,52 +145,3 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
 def _end_tokens(keys: Iterable[bytes], req_context: Any) -> list[int]:
     positions = req_context.get_state(EngineRequest).positions or {}
     return [positions[key] for key in keys if key in positions]
-
-
-class TieredKVCacheOffloadingWorker(KVCacheOffloadingWorker):
-    """Copy blocks for one rank of the engine, to and from its part of the shared blocks.
-
-    Parameters
-    ----------
-    kv_caches : vllm.v1.kv_offload.base.CanonicalKVCaches
-        The rank's KV cache.
-    shared : SharedPool
-        The engine's blocks; the worker's to close.
-    rank, rank_bytes : int
-        Which part of each block is this rank's.
-    blocks_per_chunk : int
-        Device blocks in one offloaded block.
-    num_copy_threads : int, optional
-        As for `KVCacheOffloadingWorker`.
-    """
-
-    def __init__(
-        self,
-        kv_caches: Any,
-        shared: SharedPool,
-        rank: int,
-        rank_bytes: int,
-        blocks_per_chunk: int,
-        num_copy_threads: int | None = None,
-    ) -> None:
-        self._shared = shared
-        self._is_known_shared = False
-        num_blocks, stride_bytes = shared.array.shape
-
-        def make_pool(num_bytes: int) -> SharedHostPool:
-            if num_bytes > rank_bytes:
-                raise ValueError(f"a block of rank {rank} has {num_bytes} bytes, the engine's config says {rank_bytes}")
-            return SharedHostPool(shared.mapping, num_blocks, num_bytes, rank * rank_bytes, stride_bytes)
-
-        super().__init__(kv_caches, num_blocks, blocks_per_chunk, num_copy_threads, make_pool)
-
-    def refusal(self) -> str:
-        if not self._is_known_shared:
-            self._is_known_shared = self._shared.has_owner()
-        return (
-            "" if self._is_known_shared else "no scheduler shares this rank's host blocks; tiers need all on one node"
-        )
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._shared.close()

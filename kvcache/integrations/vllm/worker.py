@@ -1,12 +1,12 @@
-"""The worker's half: vLLM's jobs to our handlers, and their ends back.
+"""The worker's half: runs vLLM's jobs on our handlers and returns their results.
 
-vLLM knows no failed job: it asserts that every submission is taken and every result a success. So a copy that fails is
-told as it is, after a line that says why, and the engine ends: better than bytes that never arrived.
+vLLM cannot handle a failed job: it asserts that every submission is accepted and every result a success. A failed copy
+is logged and reported as failed. vLLM then ends, which is better than serving bytes that never arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.logger import init_logger
@@ -25,9 +25,11 @@ from kvcache.specs import (
 from kvcache.transfer.factory import cpu_gpu_handlers
 from kvcache.transfer.geometry import host_block_bytes
 from kvcache.transfer.host_pool import HostPool
+from kvcache.transfer.shared_file import SharedBlocks
+from kvcache.transfer.shared_pool import shared_pool_handlers
 from kvcache.transfer.worker import OffloadingWorker as TransferWorker
 
-# vLLM shows what is logged below its own name.
+# vLLM's log configuration covers loggers below its own name only.
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -43,14 +45,16 @@ class KVCacheOffloadingWorker(OffloadingWorker):
     blocks_per_chunk : int
         Device blocks in one offloaded block.
     num_copy_threads : int, optional
-        At most so many per direction, where the engine runs on the CPU; None: by the CPUs.
-    make_pool : callable, optional
-        Makes the pool from the bytes of one block; None: memory of the worker's own.
+        Maximum number of copy threads per direction if the engine runs on the CPU; None: by the CPUs.
+    shared : SharedBlocks, optional
+        With tiers: the engine's host blocks, closed by the worker. None: the worker allocates its own.
+    rank, rank_bytes : int
+        This worker's part of each shared block.
 
     Raises
     ------
     ValueError
-        The pool does not fit into host memory, or a tensor is not what vLLM promises.
+        The pool does not fit into host memory, or a tensor is not as vLLM specifies it.
     """
 
     def __init__(
@@ -59,12 +63,21 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         num_blocks: int,
         blocks_per_chunk: int,
         num_copy_threads: int | None = None,
-        make_pool: Callable[[int], HostPool] | None = None,
+        shared: SharedBlocks | None = None,
+        rank: int = 0,
+        rank_bytes: int = 0,
     ) -> None:
         self.kv_caches = canonical_kv_caches(kv_caches)
-        block_bytes = host_block_bytes(self.kv_caches, blocks_per_chunk)
-        self._pool = HostPool(num_blocks, block_bytes) if make_pool is None else make_pool(block_bytes)
-        store, load = cpu_gpu_handlers(self.kv_caches, self._pool, blocks_per_chunk, num_copy_threads)
+        self._shared = shared
+        self._pool: HostPool
+        if shared is None:
+            device = self.kv_caches.tensors[0].tensor.device if self.kv_caches.tensors else None
+            self._pool = HostPool(num_blocks, host_block_bytes(self.kv_caches, blocks_per_chunk), device=device)
+            store, load = cpu_gpu_handlers(self.kv_caches, self._pool, blocks_per_chunk, num_copy_threads)
+        else:
+            self._pool, store, load = shared_pool_handlers(
+                self.kv_caches, shared, rank, rank_bytes, blocks_per_chunk, num_copy_threads
+            )
         self._transfers = TransferWorker()
         self._transfers.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
         self._transfers.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
@@ -76,31 +89,18 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         return self._submit(job_id, src_spec, device_spec(dst_spec))
 
     def trace(self, settings: OffloadSettings, labels: Mapping[str, str]) -> None:
-        """Follow copies where `exporters` say so, until `shutdown`.
-
-        Parameters
-        ----------
-        settings : OffloadSettings
-            What the user wrote.
-        labels : mapping of str to str
-            What tells this worker from others.
-        """
+        """Trace copies if `settings` names an exporter that does, until `shutdown`; `labels` identify this worker."""
         trace_worker(settings, self._transfers, labels)
 
-    def refusal(self) -> str:
-        """Return why no job can be taken; empty if it can."""
-        return ""
-
     def _submit(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        reason = self.refusal()
         try:
-            if not reason and self._transfers.transfer_async(job_id, (src_spec, dst_spec)):
+            if self._transfers.transfer_async(job_id, (src_spec, dst_spec)):
                 return True
-            reason = reason or "it has been shut down"
+            reason = "the worker was shut down, or no scheduler on this node owns its host blocks (tiers need one node)"
         except ValueError as error:
             reason = str(error)
         logger.critical(
-            "kvcache cannot copy job %d (%s to %s), and vLLM has no way to go on without: %s",
+            "kvcache cannot copy job %d (%s to %s); vLLM ends, because it cannot handle a failed copy: %s",
             job_id,
             src_spec.medium(),
             dst_spec.medium(),
@@ -113,7 +113,7 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         for result in results:
             if not result.success:
                 logger.critical(
-                    "kvcache lost job %d (%s to %s): its bytes did not arrive, and vLLM has no way to go on without",
+                    "kvcache failed to copy job %d (%s to %s); vLLM ends, because it cannot handle a failed copy",
                     result.job_id,
                     *result.transfer_type,
                 )
@@ -125,15 +125,17 @@ class KVCacheOffloadingWorker(OffloadingWorker):
     def shutdown(self) -> None:
         self._transfers.shutdown(wait=False)
         self._pool.close()
+        if self._shared is not None:
+            self._shared.close()
 
 
 def device_spec(spec: Any) -> GPULoadStoreSpec:
-    """Return vLLM's device blocks in our words."""
+    """Convert vLLM's spec of device blocks to ours."""
     return GPULoadStoreSpec(spec.block_ids, spec.group_sizes, spec.block_indices)
 
 
 def canonical_kv_caches(kv_caches: Any) -> CanonicalKVCaches:
-    """Return vLLM's KV cache in our words; tensors are shared, not copied."""
+    """Convert vLLM's description of the KV cache to ours; tensors are shared, not copied."""
     return CanonicalKVCaches(
         tensors=[CanonicalKVCacheTensor(entry.tensor, entry.page_size_bytes) for entry in kv_caches.tensors],
         group_data_refs=[
