@@ -116,7 +116,7 @@ def test_refuses_rotary_embeddings_that_depend_on_the_whole_prompt(rope_type):
 
 def test_refuses_a_model_that_looks_ahead():
     model = built("Gemma3", "Gemma3TextConfig", use_bidirectional_attention=True, initializer_range=0.2)
-    with pytest.raises(ValueError, match="Gemma3ForCausalLM is not causal: layer 1 changes a prefix"):
+    with pytest.raises(ValueError, match="Gemma3ForCausalLM is not causal: layer 1 changes the keys of a prefix"):
         PrefixCache(model, num_blocks=4)
 
 
@@ -170,7 +170,7 @@ def test_refuses_a_mask_of_another_shape(cache):
 def test_refuses_to_guess_what_is_padding(cache):
     ids = ids_of(1, 20)
     ids[0, 3] = 0
-    with pytest.raises(ValueError, match="input_ids hold the padding token 0: say with attention_mask"):
+    with pytest.raises(ValueError, match="input_ids hold the padding token 0: pass attention_mask"):
         cache.generate(ids)
     assert cache.generate(ids, torch.ones_like(ids), max_new_tokens=1).shape == (1, 21)
 
@@ -187,7 +187,7 @@ def test_refuses_to_guess_what_is_padding(cache):
         ({"assistant_model": "any"}, r"generate\(assistant_model=...\) is not supported"),
         ({"past_key_values": "any"}, r"generate\(past_key_values=...\) is not supported"),
         ({"inputs_embeds": "any"}, r"generate\(inputs_embeds=...\) is not supported"),
-        ({"position_ids": "any"}, r"generate\(position_ids=...\) is not supported: the keys of a prefix know"),
+        ({"position_ids": "any"}, r"generate\(position_ids=...\) is not supported: block keys depend"),
         ({"pixel_values": "any"}, r"generate\(pixel_values=...\) is not supported"),
     ],
 )

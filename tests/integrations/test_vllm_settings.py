@@ -200,5 +200,5 @@ def test_package_can_be_imported_without_vllm() -> None:
 def test_spec_without_vllm_says_what_is_missing() -> None:
     import kvcache.integrations.vllm as door
 
-    with pytest.raises(ImportError, match="needs vLLM, and none is installed"):
+    with pytest.raises(ImportError, match="needs vLLM, which is not installed"):
         door.KVCacheOffloadingSpec  # noqa: B018

@@ -1,4 +1,4 @@
-"""Keep the KV data of transformers models' prompts in host memory, and give it back to later prompts."""
+"""Keep keys and values of transformers models in host memory and reuse them for later prompts."""
 
 from kvcache.integrations.transformers.cache import PrefixCache, PrefixCacheStats
 

@@ -1,6 +1,6 @@
-"""PrefixCache: what `model.generate` has computed for one prompt serves the next prompt that begins alike.
+"""PrefixCache: `model.generate` reuses the keys and values of an earlier prompt with the same prefix.
 
-The bookkeeping is a manager's, the bytes are in a `HostPool`; here stands only what is particular to transformers.
+A manager keeps the books and a `HostPool` the bytes; this module holds the parts that are specific to transformers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvcache.request import ReqContext, Retention, check_next_use
 from kvcache.transfer.host_pool import HostPool
 
 _LOG = logging.getLogger(__name__)
-# Before 5.21, generate(prefill_chunk_size=...) computes the prompt anew behind a prefix that it is given.
+# Before 5.21, generate(prefill_chunk_size=...) computes the whole prompt again after a loaded prefix.
 OLDEST, NEWEST = (5, 21), (5, 23)
-"""The first and the last release (major, minor) of transformers that this was tried with."""
+"""The first and the last release (major, minor) of transformers that has been tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
-    """What a prefix cache has spared so far.
+    """Counters of a prefix cache since its start.
 
     Parameters
     ----------
@@ -63,42 +63,42 @@ class PrefixCacheStats:
 
 
 class PrefixCache:
-    """Keep prompts' keys and values in host memory, block by block, for one model.
+    """Keep the keys and values of one model's prompts in host memory, block by block.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder in evaluation mode, of full-attention and sliding-window layers only. One forward over two tokens
-        is run here, to see what its cache holds.
+        A decoder in evaluation mode with full-attention and sliding-window layers only. Two short forwards run here,
+        to measure the layout of its cache.
     num_blocks : int, optional
         Blocks to keep, >= 1.
     memory : int or str, optional
         Instead of `num_blocks`: bytes of host memory, as a number or as ``"2GiB"`` (`kvcache.options.parse_size`).
     policy : str or type
-        Which blocks leave when it is full: a policy's name, class or ``"package.module:Class"``.
+        Chooses the blocks to evict: a policy's name, class or ``"package.module:Class"``.
     block_size : int
         Tokens of one block, >= 1.
     record : path-like, optional
-        The file that the manager's calls are recorded to (`kvcache.Recorder`).
+        File to record the manager's calls to (`kvcache.Recorder`).
     fingerprint : str, optional
         Identifies the weights, such as ``"org/model@revision"``; parameters are not looked at then. Needed if they are
         not in memory between forwards.
     verify : bool
         Whether the last block of every hit is computed again, in the same forward as the rest of the prompt, and
-        compared with what was stored. If it differs, nothing that was stored before is used any more.
+        compared with the stored one. If they differ, no block stored before is used again.
 
     Raises
     ------
     ValueError
-        An argument is bad, there is no room for a single block, or the model's cache cannot be cut at a block.
+        An argument is invalid, the memory does not hold one block, or the model's cache cannot be cut at a block.
     RuntimeError
-        This release of transformers was never tried.
+        This release of transformers has not been tried.
 
     Notes
     -----
     A key is a SHA-256 over all token ids up to its block's end, and over the model's fingerprint, dtype and layout, the
     block size, the adapter and the salt: a difference in one of them is a miss. Methods may be called from several
-    threads. What is stored lives as long as this object: nothing is kept over a restart.
+    threads. Blocks live as long as this object; a restart loses them.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class PrefixCache:
         self.num_blocks = _num_blocks(num_blocks, memory, self._layout.block_bytes, block_size)
         path = None if record is None else os.fspath(record)
         settings = OffloadSettings.read({"cache_policy": POLICIES.resolve(policy), "record": path}, "PrefixCache")
-        # The pool looks first whether there is so much memory; a policy's own tables are a small part of it.
+        # The pool comes first: it checks that the memory exists, and is much larger than the tables of a policy.
         self._pool = HostPool(self.num_blocks, self.block_bytes)
         self.manager = open_manager(
             settings, block_size=block_size, num_blocks=self.num_blocks, block_bytes=self.block_bytes
         )
-        # A block found must still be there when it is pinned.
+        # No other thread may evict a block between its look-up and its pin.
         self._lock = threading.Lock()
         self._prompt_tokens = 0
         self._loaded_tokens = 0
@@ -167,11 +167,11 @@ class PrefixCache:
         input_ids : torch.Tensor
             Token ids, shape (batch, columns).
         attention_mask : torch.Tensor, optional
-            Same shape, 0 where there is padding, on the left; None: there is none.
+            Same shape, 0 for padding, which must be on the left; None: no padding.
         salt : str or bytes
-            Whose prompts these are: what was stored under another salt is not found.
+            The tenant: blocks stored with another salt are not found.
         adapter : str
-            Names weights that are added to the model's, beyond the adapters of peft, which are seen by themselves.
+            Names weights added to the model's. Adapters of peft need no name; they are detected.
         next_use : str, optional
             When these prompts will be continued: ``"end"`` (never), ``"soon"`` (by a tool) or ``"later"`` (by a
             person); see `Retention`.
@@ -179,17 +179,16 @@ class PrefixCache:
         Returns
         -------
         past : DynamicCache
-            A copy of the stored keys and values, to be given to the model with the whole of `input_ids` (`generate`)
-            or with ``input_ids[:, n:]`` (a forward).
+            A copy of the stored keys and values, for `generate` with all of `input_ids` or for a forward with
+            ``input_ids[:, n:]``.
         n : int
-            Columns of `input_ids` that `past` holds: in a batch, those that every row has. At least one is left out,
-            for the model to compute the next token from.
+            Columns of `input_ids` that `past` holds; in a batch, the columns stored for every row. At least one is
+            left out, because the model computes the next token from it.
 
         Raises
         ------
         ValueError
-            The ids or the mask are not of that form, an id is outside the vocabulary, or the next use is none of the
-            three.
+            The ids or the mask have another form, an id is outside the vocabulary, or the next use is invalid.
         """
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -212,15 +211,15 @@ class PrefixCache:
         adapter: str = "",
         next_use: str | None = None,
     ) -> int:
-        """Keep the whole blocks of `input_ids` whose keys and values are in `past`.
+        """Store the whole blocks of `input_ids` whose keys and values are in `past`.
 
         Parameters
         ----------
         input_ids : torch.Tensor
-            Token ids, shape (batch, columns), of prompts with or without what was generated after them.
+            Token ids, shape (batch, columns), of prompts with or without generated tokens.
         past : DynamicCache
-            What the model has computed for these very ids, in `load`'s cache or in `new_past`'s. It may hold fewer
-            columns or more.
+            The keys and values of these ids, in a cache returned by `load` or `new_past`. It may hold fewer columns or
+            more.
         attention_mask : torch.Tensor, optional
             As in `load`.
         salt, adapter, next_use
@@ -229,12 +228,12 @@ class PrefixCache:
         Returns
         -------
         int
-            Blocks that were not there before. Where there is no room for all, the first ones are kept.
+            Blocks that were stored now. If the pool is full, the first ones are stored.
 
         Raises
         ------
         ValueError
-            `past` is not of this model, or the ids or the mask are not as in `load`.
+            `past` is not a cache of this model, or the ids or the mask are invalid as in `load`.
         """
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
         with _Requests(self, rows, salt, adapter, next_use) as requests:
@@ -251,14 +250,14 @@ class PrefixCache:
         next_use: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Generate with what is stored, and store what was computed.
+        """Generate from the longest stored prefix, and store the computed blocks.
 
         Parameters
         ----------
         input_ids, attention_mask, salt, adapter, next_use
             As in `load`.
         **kwargs
-            For `model.generate`: greedy search and sampling of one sequence a prompt.
+            For `model.generate`: greedy search or sampling of one sequence per prompt.
 
         Returns
         -------
@@ -268,10 +267,10 @@ class PrefixCache:
         Raises
         ------
         ValueError
-            As in `load`; or an argument asks for another way to generate, or changes keys and values by something
-            that is not in the token ids (images, embeddings, positions).
+            As in `load`; or an argument asks for another generation mode, or makes keys and values depend on more than
+            token ids (images, embeddings, positions).
         RuntimeError
-            `model.generate` has not used the loaded prefix as it should.
+            `model.generate` did not continue from the loaded prefix.
         """
         config = checked_generation(self.model, input_ids, attention_mask, kwargs)
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
@@ -297,11 +296,11 @@ class PrefixCache:
                     kwargs["streamer"] = _AfterPrompt(kwargs["streamer"])
                 output = self.model.generate(**inputs, **{**kwargs, "past_key_values": past})
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            # The last token is never fed to the model. Any other length: it did not go on from where `past` ended.
+            # The model never reads the last token. With any other length, it did not continue where `past` ended.
             if past.get_seq_length() != sequences.shape[1] - 1:
                 raise RuntimeError(
                     f"generate() left {past.get_seq_length()} columns of keys and values for {sequences.shape[1]} "
-                    "tokens: what it returned is not to be trusted"
+                    "tokens: its output cannot be trusted"
                 )
             generated = sequences[:, input_ids.shape[1] :].cpu().numpy()
             rows = [
@@ -321,12 +320,12 @@ class PrefixCache:
         salt: str | bytes = "",
         adapter: str = "",
     ) -> None:
-        """Say when stored prompts will be continued, once that is known.
+        """Report when stored prompts will be continued.
 
         Parameters
         ----------
         input_ids : torch.Tensor
-            Token ids as they were given to `store`, or as `generate` returned them.
+            Token ids as passed to `store` or returned by `generate`.
         next_use : str
             ``"end"``, ``"soon"`` or ``"later"``.
         attention_mask, salt, adapter
@@ -335,7 +334,7 @@ class PrefixCache:
         Raises
         ------
         ValueError
-            As in `load`; nothing has changed.
+            As in `load`; nothing changes.
         """
         check_next_use(next_use)
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
@@ -343,11 +342,11 @@ class PrefixCache:
             self.manager.hint(keys, next_use)
 
     def clear(self) -> None:
-        """Forget every block; no other thread may be in a call."""
+        """Drop every block. No other thread may be in a call."""
         self.manager.reset_cache()
 
     def stats(self) -> PrefixCacheStats:
-        """Return counters since the start."""
+        """Return the counters since the start."""
         return PrefixCacheStats(self._prompt_tokens, self._loaded_tokens, self._rejected_hits, self.manager.stats())
 
     def _load(self, rows: list[Row], requests: _Requests) -> Hit:
@@ -425,7 +424,7 @@ class PrefixCache:
 
 
 class _Requests:
-    """A batch's rows as the manager sees them: each one's keys and its context, which ends with the `with` block."""
+    """The rows of a batch as requests of the manager: keys and a context each, open during the `with` block."""
 
     def __init__(
         self, cache: PrefixCache, rows: list[Row], salt: str | bytes, adapter: str, next_use: str | None
@@ -442,7 +441,7 @@ class _Requests:
         self.rekey()
 
     def rekey(self) -> None:
-        """Make the rows' keys by what the model is now."""
+        """Make the keys of the rows for the current state of the model."""
         fingerprint = self._cache._identity.fingerprint()
         self.generation = self._cache._identity.generation
         parts = fingerprint, self._cache._layout.describe(), self._cache.block_size, *self._names
@@ -472,7 +471,7 @@ class _Requests:
 
 
 class _Differs(Exception):
-    """The model has computed something else than what was stored."""
+    """The model's keys and values differ from the stored ones."""
 
 
 class _Check:
@@ -490,7 +489,7 @@ class _Check:
 
 
 class _AfterPrompt:
-    """A streamer without the prompt, which `generate` has handed over already."""
+    """A streamer that skips the prompt, which an earlier `generate` has put already."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
@@ -515,7 +514,7 @@ def _runs(ids: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, int]]:
 
 
 def _without_padding(ids: Any, config: Any) -> Any:
-    """Return what a row generated without the padding that fills it up behind its end."""
+    """Return a row's generated ids without the padding after its end."""
     if config.pad_token_id is None:
         return ids
     real = np.flatnonzero(ids != config.pad_token_id)
@@ -539,4 +538,4 @@ def _check_release(version: str) -> None:
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not OLDEST <= release <= NEWEST:
         tried = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
-        raise RuntimeError(f"transformers {version} was never tried with kvcache; {tried} were")
+        raise RuntimeError(f"transformers {version} has not been tried with kvcache; {tried} have")

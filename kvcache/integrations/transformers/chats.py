@@ -20,7 +20,7 @@ VOCAB_SIZE = 8192
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """What is said: token counts, and the seed that everything is drawn from."""
+    """Token counts of the chats, and the seed of all random choices."""
 
     num_users: int
     num_turns: int
@@ -58,7 +58,7 @@ class Turn:
 
 
 class _FirstToken:
-    """A streamer that notes when the first token is there; `generate` hands the prompt over before it."""
+    """A streamer that records the time of the first token; `generate` puts the prompt before it."""
 
     def __init__(self) -> None:
         self._num_puts = 0
@@ -74,7 +74,7 @@ class _FirstToken:
 
 
 def build_model(seed: int, num_threads: int) -> LlamaForCausalLM:
-    """Return a Llama of 8 layers and random weights, which computes on so many threads; nothing is downloaded."""
+    """Return a Llama of 8 layers with random weights; nothing is downloaded."""
     logging.set_verbosity_error()
     torch.set_num_threads(num_threads)
     config = LlamaConfig(
@@ -85,7 +85,7 @@ def build_model(seed: int, num_threads: int) -> LlamaForCausalLM:
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=8192,
-        # Wide enough that the next token depends on the whole context, so that equal tokens say something.
+        # Wide enough that the next token depends on the whole context; otherwise equal tokens would prove nothing.
         initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=None,
@@ -96,12 +96,12 @@ def build_model(seed: int, num_threads: int) -> LlamaForCausalLM:
 
 
 def run(chats: Chats, cache: PrefixCache) -> Iterator[Turn]:
-    """Yield each turn as it is done: the users' first turns, their second ones, and so on.
+    """Run the chats and yield each turn: first turns of all users, then second turns, and so on.
 
     Parameters
     ----------
     chats : Chats
-        What is said. All users share the system prompt; a message is random ids.
+        Sizes of the chats. All users share the system prompt; a message is random ids.
     cache : PrefixCache
         Empty; its model answers.
     """
@@ -112,14 +112,14 @@ def run(chats: Chats, cache: PrefixCache) -> Iterator[Turn]:
 
     system = tokens(chats.system_tokens)
     histories = [system] * chats.num_users
-    # The first forward of a process pays for what the later ones find ready.
+    # The first forward of a process is slower than later ones.
     cache.model.generate(system, attention_mask=torch.ones_like(system), max_new_tokens=2, do_sample=False)
     for turn in range(1, chats.num_turns + 1):
         for user in range(chats.num_users):
             prompt = torch.cat([histories[user], tokens(chats.message_tokens)], dim=1)
             loaded_before = cache.stats().loaded_tokens
             runs = {}
-            # Whoever runs second finds warmer processor caches: they take turns at it.
+            # The second run finds warmer processor caches, so the order alternates.
             for generate in (cache.model.generate, cache.generate)[:: 1 if (turn + user) % 2 else -1]:
                 first = _FirstToken()
                 start_s = perf_counter()

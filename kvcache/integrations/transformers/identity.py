@@ -1,4 +1,4 @@
-"""Whose keys and values a block holds: what a key says of the model besides its token ids.
+"""The fingerprint of a model, which is part of every block key besides token ids.
 
 Attributes, hooks and versions of tensors are cheap to look at and separate models that differ slightly. They do not
 show every change, so `PrefixCache` also computes the end of every hit again.
@@ -13,7 +13,7 @@ import torch
 
 from kvcache.keys import key_seed
 
-# What a config says of where it came from, not of what it computes.
+# Fields of a config that describe its origin, not the computation.
 _NOT_IDENTITY = ("_name_or_path", "transformers_version", "architectures")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
@@ -41,7 +41,7 @@ class ModelIdentity:
         self._model = model
         self._name = name
         self._looks: dict[Any, Any] = {}
-        # References keep the ids and addresses in `_looks` from being reused.
+        # These references keep the ids and addresses in `_looks` from being reused.
         self._held: list[Any] = []
         self.generation = 0
         self.fingerprint()
@@ -62,7 +62,7 @@ class ModelIdentity:
                     held.append(value)
                 elif name not in _OF_EVERY_MODULE and _is_plain(value):
                     attributes.append((path, name, repr(value)))
-            # Functions have no digest: which object is called must do.
+            # Functions have no digest; their identity stands for it.
             called = [type(module).forward, state.get("forward")]
             called += [*state["_forward_pre_hooks"].values(), *state["_forward_hooks"].values()]
             looks[path] = [id(function) for function in called]

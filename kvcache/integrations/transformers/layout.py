@@ -1,7 +1,7 @@
-"""How one block of KV data lies in host memory: every layer's keys and values side by side.
+"""Layout of one block in host memory: the keys and values of every layer, side by side.
 
-The layout is measured on the model itself (one forward over a few tokens), because no field of a config says for
-every architecture what its cache holds.
+The layout is measured on the model (forwards over a few tokens), because no config field describes the cache of every
+architecture.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-# It keeps nothing: it reads another layer's keys and values, or has no attention. Before 5.23 such layers are left out.
+# It stores nothing: the layer reads keys and values of another one, or has no attention. Absent before 5.23.
 _DummyLayer = getattr(cache_utils, "DummyLayer", None)
 _SUPPORTED_LAYERS = (_DummyLayer, DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -32,9 +32,9 @@ class Piece:
     dtype : torch.dtype
         Of the tensor.
     device : torch.device
-        Where the layer computes.
+        Device of the layer.
     start, stop : int
-        Bytes of a block that it takes, for a block of `KVLayout.block_size` tokens.
+        Its bytes within a block of `KVLayout.block_size` tokens.
     """
 
     layer: int
@@ -60,7 +60,7 @@ class Hit:
     num_pads : list of int
         Columns of padding that each row begins with.
     stored : list of torch.Tensor
-        Per piece what was stored for those columns.
+        Stored keys or values of those columns, per piece.
     """
 
     past: DynamicCache
@@ -76,7 +76,7 @@ class Hit:
 
 
 def new_past(config: Any) -> DynamicCache:
-    """Return an empty cache for a model, whose sliding-window layers keep what has left their window."""
+    """Return an empty cache whose sliding-window layers also keep tokens outside their window."""
     past = DynamicCache(config=config)
     past.activate_past_recording()
     return past
@@ -99,12 +99,12 @@ def run(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, past:
 
 
 class KVLayout:
-    """Where each layer's keys and values stand in a block, and the copies in and out.
+    """Offsets of keys and values in a block, and the copies in and out.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Runs one forward here.
+        Runs two short forwards here.
     block_size : int
         Tokens of one block.
 
@@ -116,7 +116,7 @@ class KVLayout:
     Raises
     ------
     ValueError
-        The model's cache is of a kind whose prefix cannot be cut out and put back.
+        A prefix of the model's cache cannot be cut out and restored.
     """
 
     def __init__(self, model: Any, block_size: int) -> None:
@@ -136,7 +136,7 @@ class KVLayout:
         self.pieces = pieces
         self.block_bytes = start
         devices = {piece.device for piece in pieces}
-        # A model spread over several devices meets in host memory.
+        # Blocks of a model on several devices are assembled in host memory.
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     def _probe(self, model: Any) -> DynamicCache:
@@ -169,22 +169,24 @@ class KVLayout:
                 first, second = states[:, :, 0].float()
                 tolerance = torch.finfo(states.dtype).eps ** 0.5 * float(states.abs().max())
                 if not torch.allclose(first, second, rtol=0.0, atol=tolerance):
-                    raise ValueError(f"{name} is not causal: layer {i} changes a prefix with what follows it")
+                    raise ValueError(
+                        f"{name} is not causal: layer {i} changes the keys of a prefix with the tokens after it"
+                    )
                 if not torch.allclose(states[:1].float(), after_pad[:, :, 1:].float(), rtol=0.0, atol=tolerance):
                     self.padding_matters = True
         return past
 
     def describe(self) -> str:
-        """Return all that decides a block's bytes, as text."""
+        """Return a text that identifies the layout."""
         return ";".join(f"{p.layer}.{p.part}:{p.num_heads}x{p.head_dim}:{p.dtype}" for p in self.pieces)
 
     def check(self, past: Any, num_rows: int) -> int:
-        """Return how many tokens `past` holds in each of its rows.
+        """Return the number of tokens in each row of `past`.
 
         Raises
         ------
         ValueError
-            It is not this model's cache, or a layer has let tokens go.
+            It is not a cache of this model, or a layer has dropped tokens.
         """
         layers = getattr(past, "layers", None)
         if layers is None or len(layers) != self.num_layers:
@@ -217,9 +219,9 @@ class KVLayout:
         past : DynamicCache
             Checked by `check`.
         row, column : int
-            The row of the batch, and the column that the first block starts in.
+            Row of the batch, and column of the first block.
         num_blocks : int
-            Blocks, one after the other.
+            Number of consecutive blocks.
 
         Returns
         -------
@@ -252,7 +254,7 @@ class KVLayout:
         for piece in self.pieces:
             if piece.device not in moved:
                 moved[piece.device] = [blocks.to(piece.device) for blocks in rows]
-            # The last block may reach beyond `length`: room for it, and a narrower view for the model.
+            # The last block may extend beyond `length`: allocate all of it, and give the model a narrower view.
             room = length + self.block_size
             tensor = torch.empty(
                 (len(rows), piece.num_heads, room, piece.head_dim), dtype=piece.dtype, device=piece.device
@@ -269,10 +271,10 @@ class KVLayout:
         return Hit(past, start, length, num_pads, [tensor[:, :, start:] for tensor in states])
 
     def agrees(self, hit: Hit) -> bool:
-        """Return whether what the model has computed in the cache of a hit is what was stored, but for rounding.
+        """Return whether the model's keys and values equal the stored ones of a hit, except for rounding.
 
-        In every layer and row, half of the tokens may differ by more: rounding sends a token to another expert now
-        and then.
+        In every layer and row, up to half of the tokens may differ by more: rounding may route a token to another
+        expert.
         """
         columns = torch.arange(hit.start, hit.length)
         is_token = torch.stack([columns >= pads for pads in hit.num_pads])
@@ -284,27 +286,27 @@ class KVLayout:
                 return False
             error = torch.linalg.vector_norm(computed.float() - stored.float(), dim=(1, 3))
             size = torch.linalg.vector_norm(stored.float(), dim=(1, 3))
-            # Not a comparison by >: what is no number differs.
+            # Not ">": NaN must count as a difference.
             tokens = is_token.to(error.device)
             differs = ~(error <= _tolerance(piece.dtype) * size) & tokens
             verdicts.append((2 * differs.sum(1) > tokens.sum(1)).any().to(self._device))
         return not torch.stack(verdicts).any().item()
 
     def _view(self, blocks: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """See one layer's keys or values in blocks: shape (num_blocks, num_heads, block_size, head_dim)."""
+        """View one layer's keys or values in blocks: shape (num_blocks, num_heads, block_size, head_dim)."""
         flat = blocks[:, piece.start : piece.stop].view(piece.dtype)
         return flat.view(len(blocks), piece.num_heads, self.block_size, piece.head_dim)
 
     def _cut(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See tokens, shape (num_heads, n * block_size, head_dim), in the same shape; no copy."""
+        """View tokens, shape (num_heads, n * block_size, head_dim), in the shape that `_view` returns."""
         num_heads, _, head_dim = tokens.shape
         return tokens.view(num_heads, -1, self.block_size, head_dim).transpose(0, 1)
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Return how far, relative to its length, a vector may be from one whose sums were taken in another order.
+    """Return the largest relative distance of two vectors whose sums were taken in different orders.
 
-    In 32 random layers the distance is a sixth of this in float32, bfloat16 and float16.
+    In 32 layers of random weights the distance is about a sixth of this in float32, bfloat16 and float16.
     """
     eps = torch.finfo(dtype).eps
     if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
@@ -313,12 +315,12 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _kept(layer: Any) -> tuple[Any, ...]:
-    """Return a layer's keys and values, or nothing where it keeps none of its own."""
+    """Return a layer's keys and values, or nothing if it stores none of its own."""
     return () if type(layer) is _DummyLayer else (layer.keys, layer.values)
 
 
 def _rope_types(parameters: Any) -> list[str]:
-    """Return every rope type that a config names; some name one per kind of layer."""
+    """Return every rope type in a config; some configs have one per kind of layer."""
     if not isinstance(parameters, dict):
         return []
     own = [parameters["rope_type"]] if "rope_type" in parameters else []

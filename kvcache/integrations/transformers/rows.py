@@ -25,7 +25,7 @@ _GENERATE_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt of a batch: how many columns of padding it begins with, and its ids after them."""
+    """One prompt of a batch: the number of padding columns, and the ids after them."""
 
     num_pads: int
     ids: npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ def read_rows(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[Row]
     Raises
     ------
     ValueError
-        Any of this does not hold.
+        A tensor has another form, an id is outside the vocabulary, or padding is not on the left.
     """
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or 0 in input_ids.shape:
         shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else input_ids
@@ -79,7 +79,7 @@ def checked_generation(model: Any, input_ids: Any, attention_mask: Any, kwargs: 
     """Return the generation config in force, if the call generates one sequence a prompt from token ids alone."""
     for name, value in kwargs.items():
         if value is not None and name not in _GENERATE_ARGUMENTS:
-            raise ValueError(f"generate({name}=...) is not supported: the keys of a prefix know token ids only")
+            raise ValueError(f"generate({name}=...) is not supported: block keys depend on token ids only")
     if model.training:
         raise ValueError("the model is in training mode, and dropout would be stored: call model.eval() first")
     config = copy.deepcopy(kwargs.get("generation_config") or model.generation_config)
@@ -94,8 +94,8 @@ def checked_generation(model: Any, input_ids: Any, attention_mask: Any, kwargs: 
         if getattr(config, name):
             raise ValueError(f"generate({name}={getattr(config, name)!r}) is not supported")
     pad, eos = config.pad_token_id, config.eos_token_id
-    # generate() takes such ids for padding wherever they stand.
+    # generate() treats such ids as padding at any position.
     guesses = attention_mask is None and pad is not None and pad not in (eos if isinstance(eos, list) else [eos])
     if guesses and (input_ids == pad).any():
-        raise ValueError(f"input_ids hold the padding token {pad}: say with attention_mask which are padding")
+        raise ValueError(f"input_ids hold the padding token {pad}: pass attention_mask to mark the padding")
     return config

@@ -1,7 +1,7 @@
 """The integration of vLLM: `KVCacheOffloadingSpec`, for the engine's own OffloadingConnector.
 
-The engine is imported, and its release checked, when the class is first asked for; so this package can be read, and
-its settings tested, where no vLLM is installed.
+The package imports vLLM and checks its release on the first access to the class. Without vLLM, the modules for settings
+can still be imported.
 """
 
 from __future__ import annotations

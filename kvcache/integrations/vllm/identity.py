@@ -2,7 +2,7 @@
 
 A tier outlives its engine, and vLLM's block keys cover token ids only. So everything else that decides a block's bytes
 is part of the fingerprint: the weights, the resolved configuration, and how a block is laid out. The release of vLLM is
-not part of it: an upgrade keeps what was stored.
+not part of it, so an upgrade keeps stored blocks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-# vLLM shows what is logged below its own name.
+# vLLM's log configuration covers loggers below its own name only.
 logger = init_logger(f"vllm.{__name__}")
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-# Of a Hugging Face config: where it came from and how text is generated, not what the model computes.
+# Fields of a Hugging Face config that describe its origin or text generation, not the computation.
 _NOT_OF_MODEL = frozenset(
     {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"}
     | {f"{kind}_token_id" for kind in ("bos", "eos", "pad")}

@@ -1,9 +1,8 @@
 """The scheduler's half: vLLM's manager interface over ours, one thin method each.
 
-vLLM never calls ``touch``. A use is counted by the first ``prepare_*`` that names a key; every store orders what the
-request has used so far, so that a long request's head stays younger than its tail while it runs; and when it ends all
-keys of its prompt are used and ordered, so that blocks which the engine found on its own device stay young on the host
-as well.
+vLLM never calls ``touch``. The first ``prepare_*`` that names a key counts as a use. Every store orders the keys that
+the request has used so far, so that the head of a long prompt stays younger than its tail. When the request ends, all
+keys of its prompt are used and ordered, so that blocks found on the device stay young in host memory, too.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
 
 RESULTS = (LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT, LookupResult.RETRY)
-"""By the state of a key that a manager's `status` returns: absent, being written or promoted, ready, ask again."""
+"""vLLM's answer per state that a manager's `status` returns: absent, pending, ready, ask again."""
 
 
 class EngineRequest(ReqContext):
@@ -37,18 +36,18 @@ class EngineRequest(ReqContext):
     Parameters
     ----------
     req_context : vllm.v1.kv_offload.base.ReqContext
-        The engine's context of it.
+        The engine's context of the request.
     has_positions : bool
-        Whether that knows where each key's block ends; it learns so while the request runs.
+        Whether the context holds the end position of each key's block; vLLM adds positions while the request runs.
 
     Attributes
     ----------
     has_ended : bool
-        Whether the engine has said so; its last stores may still be under way.
+        Whether the engine has reported its end; its last stores may still be running.
     transfers : list of (int, list of bytes)
-        What is being loaded or stored for it now: the resets before, and the keys in the order of the prompt.
+        Its running loads and stores: number of resets before, and keys in the order of the prompt.
     promoted : set of bytes
-        The keys that were not in host memory when it first asked for them: what it loads of them came from a tier.
+        Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.
     """
 
     __slots__ = ("has_ended", "promoted", "transfers")
@@ -62,16 +61,15 @@ class EngineRequest(ReqContext):
             self.set_offload_key_positions(req_context._offload_key_positions)
 
     def begin_transfer(self, keys: list[bytes], num_resets: int) -> None:
-        """Remember the order of keys that are about to be moved, and after how many resets."""
+        """Record the order of keys before a transfer, and the number of resets."""
         if keys:
             self.transfers.append((num_resets, keys))
 
     def end_transfer(self, keys: Collection[bytes], num_resets: int) -> Collection[bytes]:
-        """Return the keys of a transfer that has ended in the order of the prompt; the engine hands back a set.
+        """Return the keys of a finished transfer in the order of the prompt; the engine passes a set.
 
-        In that order blocks come back to where they stand in their queue without a search. Transfers of one request
-        that are under way at a time have no key in common, so that one key tells which it is; none from before a
-        reset is reported.
+        In that order, blocks return to their place in the queue without a search. Concurrent transfers of one request
+        have no key in common, so one key identifies the transfer. Transfers from before a reset are not reported.
         """
         for i, (resets, moved) in enumerate(self.transfers):
             if resets == num_resets and len(moved) == len(keys) and moved[0] in keys:
@@ -81,14 +79,14 @@ class EngineRequest(ReqContext):
 
 
 class KVCacheOffloadingManager(OffloadingManager):
-    """Answer vLLM's scheduler out of a `CPUOffloadingManager`.
+    """Adapter of a `CPUOffloadingManager` to vLLM's scheduler.
 
     Parameters
     ----------
     manager : CPUOffloadingManager or TieredOffloadingManager
-        Ours; nobody else drives it.
+        Driven by this adapter only.
     release : Release
-        What the engine has and has not.
+        Features of the installed vLLM.
     what_if_log : WhatIfLog, optional
         Closed at `shutdown`.
     """
@@ -111,7 +109,7 @@ class KVCacheOffloadingManager(OffloadingManager):
             self.sources = CacheHitSource
 
     def tier_descriptions(self) -> list[str]:
-        """Return for each tier below host memory what it is and what it holds."""
+        """Return a description of each tier below host memory."""
         return []
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -119,7 +117,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        # Not a method kept from the start: a recorder or a timer may be put around it later.
+        # The method is looked up each time, because a recorder or a timer may wrap it later.
         return RESULTS[self._manager.status(key)]
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What the engine's /metrics shows of a manager: the same table as everywhere, as vLLM wants it declared and sent.
+"""The manager's metrics in vLLM's /metrics: declared and sent from the table that all exporters use.
 
-vLLM ends once a name is sent that was not declared, so both come from one table.
+vLLM ends if an undeclared name is sent, so declarations and values come from one table.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.metrics import HistogramData, Labels, Part, Sample, samples_of
 from kvcache.tiering.manager import TieredOffloadingManager
 
-# vLLM clears collectors of this prefix when an engine starts again in one process.
+# vLLM clears collectors of this prefix if a second engine starts in the process.
 _PREFIX = "vllm:kvcache_"
-# What the engine asks key by key says little (it stops at the first miss), so look-ups are left out.
+# The engine looks up key by key and stops at the first miss, so counts of look-ups would mislead.
 _LEFT_OUT = frozenset({"lookups", "looked_up_blocks", "hit_blocks"})
 FULL_INTERVAL_S = 1.0
 MAX_OBSERVATIONS = 256
-"""vLLM takes histograms as lists of observations; of more than so many in a report, a fair share is sent."""
+"""vLLM expects histograms as lists of observations. Above this number per report, an even share is sent."""
 
 
 def metric_definitions() -> dict[str, Any]:
-    """Return what `MetricsSource` may send, as vLLM wants it declared."""
+    """Return the declarations of all metrics that `MetricsSource` may send."""
     found: dict[str, Any] = {}
-    for one in every_sample(with_transfers=False):  # of copies vLLM has metrics of its own
+    for one in every_sample(with_transfers=False):  # vLLM has its own metrics of copies
         if one.name in _LEFT_OUT:
             continue
         names = tuple(name for name, _ in one.labels)
@@ -48,18 +48,17 @@ def metric_definitions() -> dict[str, Any]:
 
 
 class MetricsSource:
-    """Turns a manager's counters since start into what changed since the last time.
+    """Converts a manager's counters since its start into changes since the last report.
 
-    The first report names every counter, with 0 where nothing has happened, so that a rate has a beginning. The
-    manager's and the tiers' own are looked at in every step, the rest once a second. What exporters count of themselves
-    is left out: `kvcache status` has it.
+    The first report contains every counter, so that rates have a first sample. Counters of the manager and the tiers
+    are read in every step, the rest once a second. Counters of exporters are left out; `kvcache status` shows them.
 
     Parameters
     ----------
     manager : CPUOffloadingManager or TieredOffloadingManager
-        Whose counters they are.
+        Source of the counters.
     clock : callable
-        Seconds that only grow.
+        Monotonic seconds.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class MetricsSource:
         self._manager = manager
         self._clock = clock
         self._next_full_s = clock()
-        # An exporter counts something of its own, and an engine ends at a name that was not declared.
+        # Exporters have counters of their own, which are not declared; the engine would end at their names.
         self._declared = frozenset(name.removeprefix(_PREFIX) for name in metric_definitions())
         self._stats: dict[tuple[str, Labels], Any] = {}
         self._values: dict[tuple[str, Labels], float | HistogramData] = {}
 
     def changes(self) -> OffloadingConnectorStats | None:
-        """Return counters' increments, gauges' values and new observations, or None if nothing changed."""
+        """Return increments of counters, values of gauges and new observations; None if nothing changed."""
         sent = OffloadingConnectorStats()
         telemetry = self._manager.telemetry
         block_bytes = 0 if telemetry is None else telemetry.block_bytes
@@ -97,7 +96,7 @@ class MetricsSource:
             telemetry = self._manager.telemetry
             yield from self._manager.parts() if telemetry is None else telemetry.parts()
             return
-        # In every step: what operators wait for, and what costs little.
+        # In every step: cheap parts, and those that operators watch.
         yield Part("", self._manager.stats())
         if isinstance(self._manager, TieredOffloadingManager):
             yield from self._manager.tier_parts()
@@ -119,7 +118,7 @@ class MetricsSource:
 
 
 def _observations(now: HistogramData, last: HistogramData | None) -> Iterator[float]:
-    """Yield what brings a histogram from one state to the next: each bucket's bound, as often as it grew."""
+    """Yield the observations between two states of a histogram: each bucket's bound per new count."""
     before = (0,) * len(now.counts) if last is None else last.counts
     grown = [count - earlier for count, earlier in zip(now.counts, before, strict=True)]
     share = min(1.0, MAX_OBSERVATIONS / max(1, sum(grown)))

@@ -1,7 +1,7 @@
-"""What differs between vLLM releases, in one table, and the refusal of a release that nobody tried.
+"""Differences between vLLM releases, in one table; untried releases are refused.
 
-vLLM calls its plug-in interface experimental and moves it with every minor release; an adapter that guesses would end
-an engine in the middle of a request, so it refuses at start instead.
+vLLM's plug-in interface is experimental and changes with every minor release. An adapter that guesses would end the
+engine in the middle of a request, so this one refuses at start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 
 ALLOW_UNTRIED = "KVCACHE_ALLOW_UNTRIED_VLLM"
 
-# Without these no release can work: the engine checks for its own classes, or compares with `is`.
+# Every release needs these: the engine checks for its own classes, or compares with `is`.
 REQUIRED_NAMES = {
     "vllm.v1.kv_offload.base": (
         "LookupResult",
@@ -35,23 +35,23 @@ REQUIRED_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What one minor release of vLLM has.
+    """Features of one minor release of vLLM.
 
     Parameters
     ----------
     key_positions : bool
-        The request context knows every key of the request and where its block ends (``_offload_key_positions``);
-        without, only the keys that were stored or loaded are ordered when a request ends.
+        The request context holds the end position of every key's block (``_offload_key_positions``). Without it, only
+        stored and loaded keys are ordered when a request ends.
     load_source : bool
-        The engine asks which medium a loaded block came from (``vllm.v1.metrics.cache_hit_source``).
+        The engine asks for the medium that a loaded block came from (``vllm.v1.metrics.cache_hit_source``).
     """
 
     key_positions: bool
     load_source: bool
 
 
-# Each has run tests/vllm/test_adapter.py and the tests of one engine on the CPU; 0.32 has run all. Of 0.33 there was no
-# CPU build: its Python ran over the compiled operations of 0.32.
+# Each passed tests/vllm/test_adapter.py and the tests of one engine on the CPU; 0.32 passed all. 0.33 had no CPU build:
+# its Python code ran over the compiled operations of 0.32.
 RELEASES = {
     (0, 30): Release(key_positions=False, load_source=False),
     (0, 31): Release(key_positions=True, load_source=False),
@@ -62,19 +62,19 @@ RELEASES = {
 
 @functools.cache
 def installed_release() -> Release:
-    """Return the table's line for the vLLM that is installed.
+    """Return the table's entry for the installed vLLM.
 
     Raises
     ------
     ImportError
-        No vLLM is installed, its release has not been tried, or it lacks a name that the adapter needs; the message
-        says which. The environment variable ``KVCACHE_ALLOW_UNTRIED_VLLM=1`` lets an untried release pass that lacks
-        nothing.
+        vLLM is not installed, its release has not been tried, or it lacks a name that the adapter needs; the message
+        names it. With ``KVCACHE_ALLOW_UNTRIED_VLLM=1`` in the environment, an untried release that lacks no name is
+        accepted.
     """
     try:
         found = importlib.import_module("vllm").__version__
     except ImportError as error:
-        raise ImportError("kvcache.integrations.vllm needs vLLM, and none is installed") from error
+        raise ImportError("kvcache.integrations.vllm needs vLLM, which is not installed") from error
     return choose_release(found, allow_untried=os.environ.get(ALLOW_UNTRIED) == "1")
 
 
@@ -83,25 +83,25 @@ def choose_release(
     allow_untried: bool = False,
     import_module: Callable[[str], ModuleType] = importlib.import_module,
 ) -> Release:
-    """Return the table's line for release `found`, or raise ImportError; see `installed_release`."""
+    """Return the table's entry for release `found`, or raise ImportError; see `installed_release`."""
     tried = ", ".join(f"{major}.{minor}" for major, minor in RELEASES)
     numbers = re.match(r"(\d+)\.(\d+)", found)
     release = RELEASES.get((int(numbers[1]), int(numbers[2]))) if numbers else None
     missing = missing_names(import_module)
     if missing:
-        raise ImportError(f"vLLM {found} lacks what kvcache needs: {', '.join(missing)} (tried with: {tried})")
+        raise ImportError(f"vLLM {found} lacks names that kvcache needs: {', '.join(missing)} (tried with: {tried})")
     if release is not None:
         return release
     if not allow_untried:
         raise ImportError(
-            f"vLLM {found} has not been tried with kvcache (tried: {tried}). Every name it needs is there, so it may "
-            f"work: set {ALLOW_UNTRIED}=1 to run it at your own risk, or install a release that was tried"
+            f"vLLM {found} has not been tried with kvcache (tried: {tried}). It has every name that kvcache needs, so "
+            f"it may work: set {ALLOW_UNTRIED}=1 to run it at your own risk, or install a release that was tried"
         )
     return max(RELEASES.items())[1]
 
 
 def missing_names(import_module: Callable[[str], ModuleType]) -> list[str]:
-    """Return the dotted names that the adapter needs and the installed vLLM does not have."""
+    """Return the dotted names that the adapter needs and the installed vLLM lacks."""
     missing = []
     for module_name, names in REQUIRED_NAMES.items():
         try:

@@ -1,7 +1,7 @@
-"""What is checked before vLLM loads any weights: an entry point of its general plugins.
+"""Checks options before vLLM loads weights, as one of its general plugins.
 
-vLLM makes an offloading spec, and asks it for anything, only once the model is on the device: a minute or more into the
-start. Its general plugins run first, while the command line is parsed.
+vLLM makes an offloading spec after the model is on the device, a minute or more into the start. Its general plugins run
+first, while it parses the command line.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _OPTION = "--kv-transfer-config"
 
 
 def check_command_line(arguments: Sequence[str] | None = None) -> None:
-    """Raise where the command line configures this adapter in a way that it refuses.
+    """Raise if the command line gives this adapter invalid options.
 
     Parameters
     ----------
     arguments : sequence of str, optional
-        The words of the command; `sys.argv` without them.
+        The words of the command; default `sys.argv`.
 
     Raises
     ------
@@ -32,8 +32,8 @@ def check_command_line(arguments: Sequence[str] | None = None) -> None:
 
     Notes
     -----
-    Says nothing of a command line that does not name this adapter. What a program hands to `vllm.LLM` is not seen
-    here; it is checked when the spec is made.
+    A command line that does not name this adapter is ignored. Options that a program passes to `vllm.LLM` are not
+    visible here; the spec checks them.
     """
     for extra_config in _extra_configs(sys.argv if arguments is None else arguments):
         from kvcache.integrations.vllm.releases import installed_release
@@ -48,7 +48,7 @@ def use_engine_log(
     ours: logging.Logger = logging.getLogger("kvcache"),  # noqa: B008
     engine: logging.Logger = logging.getLogger("vllm"),  # noqa: B008
 ) -> None:
-    """Show what the library logs where vLLM logs, unless somebody has configured its logger or the root's."""
+    """Log to vLLM's handlers, unless kvcache's logger or the root logger is configured."""
     if ours.hasHandlers():
         return
     for handler in engine.handlers:
@@ -59,7 +59,7 @@ def use_engine_log(
 
 
 def _extra_configs(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the ``kv_connector_extra_config`` of every connector on the command line that names this adapter."""
+    """Yield the ``kv_connector_extra_config`` of each connector on the command line that uses this adapter."""
     words = iter(arguments)
     for word in words:
         option, equals, value = word.partition("=")
@@ -68,7 +68,7 @@ def _extra_configs(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
         try:
             config = json.loads(value if equals else next(words, ""))
         except ValueError:
-            continue  # vLLM's to complain about
+            continue  # vLLM reports it
         yield from _of_adapter(config)
 
 

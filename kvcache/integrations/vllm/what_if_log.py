@@ -1,4 +1,4 @@
-"""The what-if of a serving engine, in its log: nobody can ask a manager that lives in the engine's own process."""
+"""Logs the what-if estimate of a serving engine, whose manager no other process can ask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class WhatIfLog:
-    """Log what a manager's `what_if` estimates, every ten minutes in which requests have finished, and at the end.
+    """Log a manager's `what_if` estimate every ten minutes, if requests have finished, and at the end.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class WhatIfLog:
 
     Notes
     -----
-    It asks in a thread of its own. The scheduler waits for Python's lock only: a few milliseconds at a time.
+    The estimate runs in a thread. The scheduler waits for the GIL only, a few milliseconds at a time.
     """
 
     def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, interval_s: float = INTERVAL_S) -> None:
@@ -43,5 +43,5 @@ class WhatIfLog:
             _LOG.info("kvcache what-if:\n%s", text)
 
     def close(self) -> None:
-        """Log once more, and end the thread."""
+        """Log once more and end the thread."""
         self._thread.stop(None)
