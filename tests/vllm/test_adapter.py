@@ -24,7 +24,7 @@ from kvcache import CPULoadStoreSpec, CPUOffloadingManager, TransferResult
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.status import StatusServer
 from kvcache.integrations.vllm import KVCacheOffloadingSpec
-from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
+from kvcache.integrations.vllm.manager import EngineRequest, KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import MetricsSource, metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
@@ -262,7 +262,7 @@ def test_next_use_is_said_by_the_request_by_the_next_one_or_after_its_end() -> N
         adapter.complete_store(set(adapter.prepare_store(keys[:num_keys], context).keys_to_store), context)
         adapter.on_request_finished(context)
         assert ours.stats().retained_blocks == num_raised, "a later request lowers nothing"
-    ours.hint(context, "end")
+    ours.hint(context.get_state(EngineRequest), "end")
     assert ours.stats().retained_blocks == 0
     serve(adapter, "other", [b"x"])
     assert serve(adapter, "more", keys_of("b", 3)) == [b"a2", b"a1", b"a0"], "the tail first, and x after them"
