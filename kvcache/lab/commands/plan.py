@@ -36,13 +36,15 @@ class PlanOptions:
 
     file: options.TraceArgument
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Policies to compare: names or package.module:Class, and min for the offline optimum.",
+            help="Policies to compare: names or package.module:Class, and min for the offline optimum [default: lru, "
+            "or that of a recording].",
             metavar="NAME,...",
             autocompletion=complete_policies,
+            show_default=False,
         ),
-    ] = "lru"
+    ] = None
     blocks: options.CapacitiesOption = None
     memory: options.MemoryOption = None
     model_text: model.ModelOption = None
@@ -99,9 +101,11 @@ class PlanOptions:
 def plan(given: PlanOptions) -> None:
     """Compare policies, capacities and simulated tiers on a trace, on all cores.
 
-    Only the bookkeeping is done: capacities may be larger than anything that this machine has.
+    Only the bookkeeping is done: capacities may be larger than anything that this machine has. Without options, a
+    recording is simulated with the policy, the capacity and the tiers of its manager.
     """
     from kvcache.lab.report import plan_files
+    from kvcache.lab.simulate.choices import NO_LIMIT, recorded_tier, stacks_of
     from kvcache.lab.simulate.plan import Settings, run
 
     weights = model.read_weights(given.model_text)
@@ -113,10 +117,18 @@ def plan(given: PlanOptions) -> None:
     with source.open() as trace:
         split = source.split_of(trace)
         block_bytes = options.block_bytes_of(weights, trace, split)
+        recorded = getattr(trace, "manager", {})
+        stacks: list[tuple[int, ...]] = stacks_of(given_tiers, block_bytes) if block_bytes else [()]
+        if recorded.get("tiers") and weights is None:
+            given_tiers = [recorded_tier(i, tier) for i, tier in enumerate(recorded["tiers"])]
+            stacks.append((NO_LIMIT,) * len(given_tiers))
         settings = Settings(
-            policies=given.policy.split(","),
-            capacities=common.parse_capacities(given.blocks, given.memory, block_bytes or 1, default="10000"),
+            policies=(given.policy or recorded.get("cache_policy") or "lru").split(","),
+            capacities=common.parse_capacities(
+                given.blocks, given.memory, block_bytes or 1, default=str(recorded.get("num_blocks", 10000))
+            ),
             tiers=given_tiers,
+            stacks=stacks,
             serving=serving,
             split=split,
             block_bytes=block_bytes,

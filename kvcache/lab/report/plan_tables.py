@@ -175,14 +175,13 @@ def _arbiter_line(cell: Cell, result: Result) -> str:
 
 
 def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int) -> None:
-    block_bytes = result.settings.block_bytes or 1
     media = result.media
     lines: list[tuple[str, ...]] = []
     flows: list[tuple[str, ...]] = []
     for cell in sorted(result.cells, key=lambda cell: (cell.num_blocks or 0, len(cell.tiers), cell.tiers)):
         serving = cell.serving or {}
         served = serving.get("media", [])
-        where = (common.human_bytes((cell.num_blocks or 0) * block_bytes), result.stack_name(cell), cell.policy)
+        where = (result.size_name(cell.num_blocks or 0), result.stack_name(cell), cell.policy)
         hits = [f"{medium['hit_blocks'] / max(1, cell.blocks):.2%}" for medium in served]
         error = f" +-{200 * cell.block_hit_error:.2f}" if cell.block_hit_error is not None else ""
         lines.append(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,16 @@ class ServingChoice:
     engines: int | None = None
     link_bytes_per_s: float = 50e9
     prices: tuple[float | None, ...] = ()
+
+
+NO_LIMIT = 1 << 30
+"""Blocks of a tier that holds all blocks of any trace."""
+
+
+def recorded_tier(number: int, tier: Mapping[str, Any]) -> TierChoice:
+    """Return a tier of a recorded manager; its rate is unknown, and the recording does not hold its capacity."""
+    name, policy = str(tier.get("medium", "tier")).lower(), str(tier.get("write_policy", "write_through"))
+    return TierChoice(f"{name} {number + 1}" if number else name, (), 0.0, policy)
 
 
 def stacks_of(tiers: list[TierChoice], block_bytes: int) -> list[tuple[int, ...]]:

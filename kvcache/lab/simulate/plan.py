@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
-from kvcache.lab.simulate.choices import stacks_of
+from kvcache.lab.simulate.choices import NO_LIMIT
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
@@ -36,6 +36,7 @@ class Settings:
     policies: list[str]
     capacities: list[int]
     tiers: list[TierChoice]
+    stacks: list[tuple[int, ...]]
     serving: ServingChoice
     split: int
     block_bytes: int | None
@@ -72,11 +73,15 @@ class Result:
         """Host memory and the tiers below it, as reports call them."""
         return ["memory", *(tier.name for tier in self.settings.tiers)]
 
+    def size_name(self, num_blocks: int) -> str:
+        """Return a capacity in bytes, or in blocks if their size is unknown."""
+        block_bytes = self.settings.block_bytes
+        return f"{num_blocks:,} blocks" if block_bytes is None else common.human_bytes(num_blocks * block_bytes)
+
     def stack_name(self, cell: Cell) -> str:
         """Return what lies below host memory in a cell."""
-        block_bytes = self.settings.block_bytes or 1
         named = [
-            f"{tier.name} {common.human_bytes(blocks * block_bytes)}"
+            f"{tier.name} {'without limit' if blocks == NO_LIMIT else self.size_name(blocks)}"
             for tier, blocks in zip(self.settings.tiers, cell.tiers, strict=False)
         ]
         return " + ".join(named) or "none"
@@ -90,7 +95,6 @@ def run(trace: TraceFile, settings: Settings, weights: Weights | None) -> Result
     from kvcache.lab.traces.compact import CompactTrace
 
     check_grid(settings.policies, settings.capacities)
-    stacks = stacks_of(settings.tiers, settings.block_bytes) if settings.block_bytes else [()]
     num_shards = 1 if settings.sample == 1 else NUM_SHARDS
     started = monotonic()
     with ExitStack() as open_now:
@@ -107,7 +111,7 @@ def run(trace: TraceFile, settings: Settings, weights: Weights | None) -> Result
         serving = _serving(settings, weights, compact)
         rules = tuple((tier.write_policy, tier.arbiter) for tier in settings.tiers)
         how = Plan(settings.split, 0, num_shards, serving, rules)
-        grid = Grid(settings.policies, settings.capacities, stacks, how)
+        grid = Grid(settings.policies, settings.capacities, settings.stacks, how)
         wanted, unbounded = grid.cells(), Job(OPTIMUM, None)
         found: dict[Job, Cell] = {}
         add = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,11 @@ class RecordedTrace(TraceFile):
     A request is what was called with one `ReqContext`: its keys by position where the engine gave positions, and
     otherwise in the order in which they were first named. Of calls without one, a look-up of a list begins a request.
     Its sizes are counted in requests.
+
+    Attributes
+    ----------
+    manager : dict
+        The configuration of the recorded manager.
     """
 
     format = "recording"
@@ -31,7 +37,8 @@ class RecordedTrace(TraceFile):
         recording = Recording(path)
         self.path = recording.path
         self.name = recording.path.name
-        size = recording.header["manager"].get("block_size")
+        self.manager: dict[str, Any] = recording.header["manager"]
+        size = self.manager.get("block_size")
         if type(size) is not int or size < 1:
             raise RecordingError(f"{path}: the header names no block size, got {size!r}")
         self.block_size = size
