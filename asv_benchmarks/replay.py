@@ -7,7 +7,9 @@ from typing import Any
 from asv_benchmarks.plain_manager import PlainManager
 from asv_benchmarks.traces import conversation_path, fresh_keys, replay
 from kvcache import CPUOffloadingManager
-from kvcache.lab.fleet.simulation import FleetPlan, ScaledTrace, run_fleet
+from kvcache.lab.fleet.routers import FleetPlan
+from kvcache.lab.fleet.scaled_trace import ScaledTrace
+from kvcache.lab.fleet.simulation import run_fleet
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.compact import CompactTrace
 from kvcache.lab.traces.trace import Trace

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.lab.fleet.simulation import ROUTERS, FleetPlan, ScaledTrace, run_fleet
+from kvcache.lab.fleet.routers import ROUTERS, FleetPlan
+from kvcache.lab.fleet.scaled_trace import ScaledTrace
+from kvcache.lab.fleet.simulation import run_fleet
 from kvcache.lab.traces.agents import AgentWorkload
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.compact import CompactTrace

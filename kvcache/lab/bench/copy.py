@@ -1,6 +1,6 @@
-"""How fast blocks move, beside one large copy of as many bytes and beside what torch offers, all in one run.
+"""Measure how fast blocks are copied, beside one large copy of as many bytes and beside torch's own ways.
 
-Ratios within a run say more than rates: other users of the machine slow every way down alike.
+All ways run in turn: other load on the machine slows them down alike, so the ratios are reliable.
 """
 
 from __future__ import annotations
@@ -33,24 +33,9 @@ _SPREAD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class CopyRate:
-    """What one way of copying reached.
+    """The rate of one way of copying: its shortest time.
 
-    Parameters
-    ----------
-    way : str
-        What was measured.
-    direction : str
-        ``"store"`` or ``"load"``.
-    layout : str
-        ``"scattered"`` or ``"contiguous"``.
-    block_bytes, num_blocks : int
-        What was moved.
-    seconds : float
-        The shortest time.
-    gb_per_s : float
-        Its rate.
-    ratio : float
-        To the shortest time of one large copy of as many bytes in the same direction.
+    `ratio` is the rate over that of one large copy of as many bytes in the same direction.
     """
 
     way: str
@@ -66,18 +51,7 @@ class CopyRate:
 class CopyBench:
     """Blocks of one size in two memories, and the ways to copy them.
 
-    Parameters
-    ----------
-    block_bytes : int
-        Bytes of one block.
-    num_blocks : int
-        Blocks of one job.
-    threads : sequence of int
-        Numbers of copy threads to measure; one each, where the blocks lie on a device.
-    device : str
-        Where the engine's tensors lie.
-    seed : int
-        Which blocks are chosen.
+    `threads` are the numbers of copy threads to measure; blocks on a CUDA device are copied by one.
     """
 
     def __init__(
@@ -114,7 +88,7 @@ class CopyBench:
         self._pool.close()
 
     def ways(self, direction: str, layout: str) -> dict[str, Callable[[], object]]:
-        """Return what can be timed: by name, functions that move the blocks once."""
+        """Return by name the functions to time; each moves the blocks once."""
         device_ids, host_ids = self._ids[layout]
         device, host = GPULoadStoreSpec(device_ids, [len(device_ids)], [0]), CPULoadStoreSpec(host_ids)
         store = direction == "store"

@@ -16,15 +16,15 @@ from kvcache.tiers.disk.directory import shared_names
 from kvcache.tiers.disk.tier import DiskTier
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the blocks done and the blocks in all."""
+"""Called with the name of the step, the blocks done and the blocks in all."""
 _PAUSE_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """What was measured; rates in bytes a second, times of single calls in the caller's thread in seconds.
+    """Rates in bytes a second, and times of single calls in the caller's thread in seconds.
 
-    `shared_names` are files that users other than the owner may read here, where the file system knows no modes.
+    `shared_names` are files that other users may read, on file systems without modes.
     """
 
     block_bytes: int
@@ -48,22 +48,10 @@ def measure_disk(
     in_flight: int = 64,
     progress: Progress | None = None,
 ) -> DiskRates:
-    """Write `num_blocks` blocks to a new tier in `path` and read them back; the folder must not exist, and goes again.
+    """Write `num_blocks` blocks to a new tier in `path` and read them back; the folder is removed at the end.
 
-    Parameters
-    ----------
-    path : Path
-        A folder on the disk to measure.
-    block_bytes, num_blocks : int
-        What is written and read.
-    num_threads : int
-        Operations in flight.
-    job_blocks : int
-        Blocks of one job.
-    in_flight : int
-        Blocks under way at most; so many host blocks are used.
-    progress : callable, optional
-        Called with what is being done, the blocks done and the blocks in all.
+    At most `in_flight` blocks are under way, in jobs of `job_blocks`. `progress` is called with the name of the step,
+    the blocks done and the blocks in all.
     """
     if path.exists():
         raise ValueError(f"the folder to measure in must not exist, got {path}")

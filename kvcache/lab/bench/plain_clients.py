@@ -1,4 +1,4 @@
-"""What a tier is held against: the plain loop that its medium's own client would run over the same blocks."""
+"""The plain loop of a medium's own client over the same blocks, to compare a tier with."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class PlainClient(ABC):
 
     @abstractmethod
     def fetch(self, names: Sequence[bytes]) -> None:
-        """Fetch them again."""
+        """Fetch the blocks again."""
 
     @abstractmethod
     def remove(self, names: Sequence[bytes]) -> None:
-        """Remove them."""
+        """Remove the blocks."""
 
     def close(self) -> None:  # noqa: B027
-        """Give up the connection."""
+        """Close the connection."""
 
 
 class PlainValkey(PlainClient):
-    """``client.set`` and ``client.get`` with values that are `bytes` already, and are dropped when they have come."""
+    """``client.set`` and ``client.get`` of `bytes`; loaded values are dropped."""
 
     def __init__(self, options: Mapping[str, Any], host_blocks: HostBlocks) -> None:
         super().__init__(options, host_blocks)

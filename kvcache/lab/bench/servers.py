@@ -1,4 +1,4 @@
-"""A Valkey or Redis server on loopback, for demonstrations, benchmarks and tests that need a real one."""
+"""A Valkey or Redis server on loopback, for demos, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -15,24 +15,12 @@ _START_S = 30.0
 
 
 def find_valkey() -> str | None:
-    """Return the path of an installed Valkey server, or else of a Redis server.
-
-    Returns
-    -------
-    str or None
-        None: neither is installed.
-    """
+    """Return the path of an installed Valkey or else Redis server, or None."""
     return shutil.which("valkey-server") or shutil.which("redis-server")
 
 
 def free_port() -> int:
-    """Return a port of loopback that nobody listens on.
-
-    Returns
-    -------
-    int
-        Nobody keeps it: another process may take it first.
-    """
+    """Return a loopback port that no process listens on; another process may take it at any time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -40,19 +28,9 @@ def free_port() -> int:
 
 
 def wait_for_port(port: int, has_ended: Callable[[], bool] = lambda: False) -> None:
-    """Return once somebody listens on a port of loopback.
+    """Wait until a process listens on a loopback port.
 
-    Parameters
-    ----------
-    port : int
-        The port.
-    has_ended : callable
-        Returns whether the server that is waited for has ended.
-
-    Raises
-    ------
-    OSError
-        Nobody did within half a minute, or the server has ended.
+    Raise OSError after half a minute, or as soon as `has_ended` returns True.
     """
     end_s = time.monotonic() + _START_S
     while True:
@@ -67,22 +45,9 @@ def wait_for_port(port: int, has_ended: Callable[[], bool] = lambda: False) -> N
 
 @contextmanager
 def running_valkey(*options: str) -> Iterator[int]:
-    """Run a server that keeps nothing on disk, and stop it at the end.
+    """Run a server without persistence and yield its loopback port; stop it at the end.
 
-    Parameters
-    ----------
-    *options : str
-        Of the server's command line.
-
-    Yields
-    ------
-    int
-        Its port, on loopback.
-
-    Raises
-    ------
-    OSError
-        None is installed, or it did not start.
+    Raise OSError if no server is installed or it does not start.
     """
     binary = find_valkey()
     if binary is None:

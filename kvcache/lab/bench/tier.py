@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks, Tier
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the rounds done and the rounds in all."""
+"""Called with the name of the step, the rounds done and the rounds in all."""
 _PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierRates:
-    """What was measured: rates in bytes a second, each the best of its rounds; times of single calls in seconds.
+    """Rates in bytes a second, each the best of its rounds; times of single calls in seconds.
 
-    `plain_store_bytes_per_s` and `plain_load_bytes_per_s` are the plain client loop's, 0 for a medium without one.
-    `store_ratio` and `load_ratio` hold the tier against it: the median over rounds of both one after the other, because
-    other load on the machine changes from round to round and hardly within one.
+    `plain_*` are the rates of the plain client, 0 if the medium has none. `store_ratio` and `load_ratio` are the
+    medians over rounds of the tier's rate over the plain client's: load on the machine changes between rounds, hardly
+    within one.
     """
 
     tier: str
@@ -56,22 +56,10 @@ def measure_tier(
     job_blocks: int = 16,
     progress: Progress | None = None,
 ) -> TierRates:
-    """Store and load `num_blocks` blocks `num_rounds` times, in turns with the plain client; nothing is left behind.
+    """Store and load `num_blocks` blocks `num_rounds` times, in turns with the plain client; remove them at the end.
 
-    One more round goes before them, whose times do not count: connections are made and memory is touched in it.
-
-    Parameters
-    ----------
-    entry : mapping
-        The tier, as an entry of ``extra_config["tiers"]``.
-    block_bytes, num_blocks : int
-        What is stored and loaded in one round, and how large the host pool is.
-    num_rounds : int
-        Of rates the best counts, as other load on the machine only ever slows a round down; of ratios the median.
-    job_blocks : int
-        Blocks of one job.
-    progress : callable, optional
-        Called before each part of a round.
+    `entry` is an entry of ``extra_config["tiers"]``. One more round before the others makes connections and touches
+    memory; its times do not count.
     """
     (settings,) = read_tiers([entry], "a tier")
     flat = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
@@ -107,7 +95,7 @@ def measure_tier(
 
     try:
         for number in range(-1, num_rounds):
-            # Whoever comes second finds what the first has left in the caches.
+            # The second of a round runs with caches that the first has filled.
             for run in (run_tier, run_plain) if number % 2 else (run_plain, run_tier):
                 run(number)
     finally:

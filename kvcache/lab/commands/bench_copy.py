@@ -28,7 +28,7 @@ def copy(
     plot: Annotated[str | None, typer.Option(help="Draw the ratios to a file.", metavar="FILE")] = None,
     quiet: common.QuietOption = False,
 ) -> None:
-    """Copy scattered and contiguous blocks both ways, beside one large memcpy and beside torch's own ways."""
+    """Copy scattered and contiguous blocks both ways, beside one large memcpy and torch's own ways."""
     block_sizes = [parse_size("--sizes", part) for part in sizes.split(",")]
     num_threads = [parse_count("--threads", part) for part in threads.split(",")]
     job_bytes = parse_size("--bytes", total)

@@ -21,7 +21,7 @@ def disk(
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
 ) -> None:
-    """Write blocks to a new disk tier and read them back, every checksum compared."""
+    """Write blocks to a new disk tier and read them back, with checksums."""
     from rich.table import Table
 
     from kvcache.lab.bench.disk import measure_disk

@@ -1,4 +1,4 @@
-"""`kvcache bench tier`: how fast a configured tier stores and loads, checksums on, beside its medium's own client."""
+"""`kvcache bench tier`: how fast a configured tier stores and loads, beside its medium's own client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.options import parse_size
 
 
 def read_entry(text: str, option: str) -> dict[str, Any]:
-    """Return the tier's entry that a user wrote as JSON."""
+    """Return the tier's entry, given as JSON."""
     try:
         entry = json_format.loads(text)
     except json_format.JSONDecodeError as error:
@@ -33,7 +33,7 @@ def tier(
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
 ) -> None:
-    """Store blocks in a tier and load them back, every checksum compared, in turns with a plain loop of its client."""
+    """Store blocks in a tier and load them back, in turns with a plain loop of its client."""
     from rich.table import Table
 
     from kvcache.lab.bench.tier import measure_tier

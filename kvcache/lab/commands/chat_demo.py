@@ -1,4 +1,4 @@
-"""`kvcache chat-demo`: users chat with a transformers model, without and with a prefix cache; a table and a plot."""
+"""`kvcache chat-demo`: users chat with a transformers model, without and with a prefix cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chat_demo(
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
 ) -> None:
-    """Chat with a small Llama built on the spot: time to first token and prefill, without kvcache and with it."""
+    """Chat with a small Llama, without kvcache and with it: time to first token and computed tokens."""
     for option, value in (
         ("--users", users),
         ("--turns", turns),
@@ -189,7 +189,7 @@ def _save_plot(path: Path, done: list[Turn], document: dict[str, Any]) -> None:
 
 
 def _title(done: list[Turn], document: dict[str, Any]) -> str:
-    """Return what was counted, and what was timed only where it is the median of enough turns."""
+    """Return a title with the counted tokens, and with times if they are the median of enough turns."""
     title = f"Same chats, same tokens: {document['hit_rate']:.0%} of prompt tokens loaded"
     if len(done) < _LEAST_TURNS:
         return title

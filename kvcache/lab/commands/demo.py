@@ -1,4 +1,4 @@
-"""`kvcache demo`: the main job on generated traffic, so that it needs no file."""
+"""`kvcache demo`: a replay of generated traffic, so that it needs no file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def demo(
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
 ) -> None:
-    """Store, evict, load back and verify the blocks of generated chats that share system prompts, or of agents."""
+    """Replay generated chats or agents: store, evict, load back and verify their blocks."""
     from kvcache.lab.commands import session
     from kvcache.lab.traces.agents import AgentWorkload
     from kvcache.lab.traces.chats import ChatWorkload

@@ -16,7 +16,8 @@ from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
-    from kvcache.lab.fleet.simulation import FleetPlan, FleetResult
+    from kvcache.lab.fleet.routers import FleetPlan
+    from kvcache.lab.fleet.simulation import FleetResult
     from kvcache.lab.traces.compact import CompactTrace
     from kvcache.lab.traces.requests import TraceFile
 
@@ -80,7 +81,7 @@ class FleetOptions:
 
 @common.takes(FleetOptions)
 def fleet(given: FleetOptions) -> None:
-    """Simulate engines behind a router over a shared store: who hits what, and what the store and the router bear.
+    """Simulate engines behind a router over a shared store: hits, times, and the load of store and router.
 
     Every engine has host memory of its own. The traffic is copies of the trace, which share system prompts only.
     """
@@ -95,7 +96,7 @@ def fleet(given: FleetOptions) -> None:
 
 def read_options(given: FleetOptions, split: int, block_bytes: int | None) -> FleetSettings:
     """Check and parse the command line."""
-    from kvcache.lab.fleet.simulation import ROUTERS
+    from kvcache.lab.fleet.routers import ROUTERS
     from kvcache.lab.simulate.run import check_policy
 
     routers = [part.strip() for part in given.router.split(",")]
@@ -150,7 +151,9 @@ def _store_blocks(text: str, block_bytes: int | None) -> int:
 
 def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> None:
     """Simulate each number of engines behind each router, and report."""
-    from kvcache.lab.fleet.simulation import FleetPlan, ScaledTrace, run_fleet
+    from kvcache.lab.fleet.routers import FleetPlan
+    from kvcache.lab.fleet.scaled_trace import ScaledTrace
+    from kvcache.lab.fleet.simulation import run_fleet
     from kvcache.lab.report.fleet_tables import facts_of, print_fleets
     from kvcache.lab.simulate.serving import engines_for
     from kvcache.lab.traces.compact import CompactTrace
@@ -221,7 +224,7 @@ def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> N
 
 
 def _check_memory(plan: FleetPlan, compact: CompactTrace, copies: int) -> None:
-    """Raise if a fleet's pools, full, and its requests do not fit into the memory that is free."""
+    """Raise ValueError if a fleet's full pools and its requests do not fit into the free memory."""
     most = max(1, copies * len(compact.ids))
     blocks = plan.num_engines * min(plan.num_blocks, most) + min(plan.store_blocks, most)
     needed = _ROW_BYTES * blocks + _REQUEST_BYTES * copies * len(compact)

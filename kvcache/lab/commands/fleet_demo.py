@@ -1,4 +1,4 @@
-"""`kvcache fleet-demo`: engines in processes of their own over one real store; one computes, the others hit."""
+"""`kvcache fleet-demo`: engines in processes over one real store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fleet_demo(
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
 ) -> None:
-    """Let one engine compute and a second one hit; then let 1 to 8 engines share prefixes through one server."""
+    """Run up to 8 engines over one server: one computes a prefix, the others load it."""
     from rich.table import Table
 
     from kvcache.lab.demos.fleet import Workload, run_fleet
@@ -100,7 +100,7 @@ def fleet_demo(
 
 @contextmanager
 def _store(entry: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the entry, or one of a server that is stopped at the end."""
+    """Yield the entry, or that of a server which is stopped at the end."""
     if entry is not None:
         yield entry
         return

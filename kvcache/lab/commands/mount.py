@@ -50,11 +50,11 @@ RENAMED = {
     "--store-server": f"{_FLEET} --server RATE,KEYS",
     "--store-threshold": "kvcache replay FILE --store-threshold",
 }
-"""What became of the options of the old `kvcache replay`."""
+"""The new spelling of each option of the old `kvcache replay`."""
 
 
 class LabCommand(TyperCommand):
-    """A command that knows what became of old options."""
+    """A command that refuses old options with their new names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; an option that was renamed raises ValueError with its new name."""

@@ -1,4 +1,4 @@
-"""What `replay`, `plan` and `fleet` share: their options, and how a trace and the size of its blocks are read."""
+"""The options that `replay`, `plan` and `fleet` share: how to read a trace and the size of its blocks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ UsersOption = Annotated[int, typer.Option("--users", help="Users whose recorded 
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """How a trace is read: what `--block-size`, `--skip-bad`, `--users` and `--seed` say."""
+    """The file and the options `--block-size`, `--skip-bad`, `--users` and `--seed`."""
 
     file: Path
     block_size: str | None

@@ -25,7 +25,7 @@ kvcache plan huge.jsonl.zst --sample 0.01 --checkpoint cells.jsonl
 
 
 def complete_policies(incomplete: str) -> list[str]:
-    """Return what `common.complete_policies` does, and the offline optimum."""
+    """Complete as `common.complete_policies` does, with the offline optimum."""
     done, comma, last = incomplete.rpartition(",")
     return common.complete_policies(incomplete) + [f"{done}{comma}min"] * "min".startswith(last)
 

@@ -1,7 +1,4 @@
-"""One replay as people see it: a progress bar while it runs, a table at its end, the same figures as JSON.
-
-`demo` and `replay` differ only in where their requests come from.
-"""
+"""Run one replay with a progress bar, and report it as a table and as JSON; `demo` and `replay` use it."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 class Settings:
     """The options of a single replay, checked.
 
-    Where the user has not said how large a block is (`sized`), `block_bytes` is the size of the test data alone.
+    Without a size by the user (`sized`), `block_bytes` is the size of the test data.
     """
 
     policy: str
@@ -54,8 +51,8 @@ def run(
 ) -> None:
     """Replay `source` and report under `title`.
 
-    `progressed` returns the share of the work, 0 to 1, that is done after so many requests; `facts`, called at the
-    end, what the JSON says of the source.
+    `progressed` returns the share of the work that is done after so many requests; `facts`, called at the end, returns
+    the JSON's description of the source.
     """
     from kvcache.control.cpu import CPUOffloadingManager
     from kvcache.lab.simulate.run import Replay, ReplayClock, check_policy
@@ -151,7 +148,7 @@ def _print(title: str, document: dict[str, Any], what_if: WhatIf | None, setting
 
 
 def _beside(counted: dict[str, Any], what_if: WhatIf, settings: Settings) -> str:
-    """Return why the estimate is not the exact figure above it."""
+    """Return why the estimate differs from the exact figure above it."""
     exact = f"exactly, {settings.policy} hits {counted['block_hit_rate']:.1%} at {settings.num_blocks:,} blocks"
     if what_if.uses < counted["blocks"]:
         return (
@@ -213,7 +210,7 @@ def _table(document: dict[str, Any], settings: Settings) -> Any:
     disk = document.get("disk")
     if disk is not None:
         stats = disk["tier"]
-        # A medium that keeps its own index does not say how much it holds.
+        # A medium with an index of its own gives no count of held blocks.
         held = f", {stats['num_held']:,} of {stats['num_blocks']:,} held" if stats["num_blocks"] else ""
         found = f"{disk['found_blocks']:,} blocks found, " if stats["num_blocks"] else ""
         moved = f"{stats['stored_blocks']:,} stored, {stats['loaded_blocks']:,} loaded"

@@ -58,7 +58,7 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
 
 
 def parse_serving(text: str | None, num_media: int) -> ServingChoice:
-    """Return what ``engines=4,link=50GB/s,price=4/0.1`` says; prices are those of host memory and of each tier."""
+    """Parse ``engines=4,link=50GB/s,price=4/0.1``; prices are those of host memory and of each tier."""
     engines, link_bytes_per_s = None, 50e9
     prices: tuple[float | None, ...] = (None,) * num_media
     for part in text.split(",") if text else ():

@@ -1,7 +1,7 @@
-"""Several engines in processes of their own over one store: what they hit that another one computed, and how soon.
+"""Run several engines in processes over one store: their hits on blocks of other engines, and times to first block.
 
-An engine here is a scheduler's loop over a real manager, host pool and tier. Its prefill is a pause for each block,
-after which the block's bytes follow from its key; every block that is loaded is compared with them.
+An engine is a scheduler's loop over a real manager, host pool and tier. Its prefill is a pause for each block; then the
+block's bytes follow from its key. Every loaded block is compared with them.
 """
 
 from __future__ import annotations
@@ -34,24 +34,9 @@ _SETTLE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that share prefixes: a system prompt, then one of a few documents, then what is the request's own.
+    """Requests that share prefixes: a system prompt, one of a few documents, and blocks of their own.
 
-    Parameters
-    ----------
-    num_requests : int
-        Of each engine.
-    num_prompts, num_documents : int
-        Shared system prompts; documents behind each of them.
-    prompt_blocks, document_blocks, own_blocks : int
-        Their lengths.
-    block_bytes : int
-        Bytes of a block.
-    host_blocks : int
-        Blocks of each engine's host pool.
-    prefill_s : float
-        How long an engine computes for a block.
-    seed : int
-        The same seed, the same requests.
+    `num_requests` and `host_blocks` are those of each engine; `prefill_s` is the time to compute a block.
     """
 
     num_requests: int = 24
@@ -80,22 +65,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What one engine did.
+    """The counts of one engine.
 
-    Parameters
-    ----------
-    engine : int
-        Its number.
-    needed_blocks, host_blocks, store_blocks, computed_blocks : int
-        Blocks of its requests; of these from its own host memory, from the store, and computed.
-    stored_blocks : int
-        Blocks that it sent to the store.
-    wrong_blocks : int
-        Loaded blocks whose bytes were not those of their key.
-    first_block_s : list of float
-        Per request, until its first block was there.
-    seconds : float
-        For all requests.
+    Of the `needed_blocks` of its requests, some came from its own host memory, some from the store, and the rest were
+    computed. `wrong_blocks` had other bytes than their key's. `first_block_s` holds the time to the first block of each
+    request.
     """
 
     engine: int
@@ -111,9 +85,9 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """What engines over one store did.
+    """The counts of engines over one store.
 
-    `unique_blocks` are the different blocks of all requests: what is stored beyond them was stored twice.
+    `unique_blocks` are the different blocks of all requests; stored blocks beyond them were stored twice.
     """
 
     num_engines: int
@@ -123,13 +97,13 @@ class FleetReport:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the needed blocks that no engine had to compute."""
+        """Share of the needed blocks that were not computed."""
         needed = sum(one.needed_blocks for one in self.engines)
         return 1 - sum(one.computed_blocks for one in self.engines) / needed
 
     @property
     def stored_blocks(self) -> int:
-        """Blocks sent to the store, by all."""
+        """Blocks sent to the store by all engines."""
         return sum(one.stored_blocks for one in self.engines)
 
     @property
@@ -139,7 +113,7 @@ class FleetReport:
         return sum(times) / len(times)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the fields for JSON."""
         return {
             **asdict(self),
             "hit_rate": self.hit_rate,
@@ -150,7 +124,7 @@ class FleetReport:
 
 
 def payload(key: bytes, block_bytes: int) -> HostBlocks:
-    """Return the bytes that a block's key stands for."""
+    """Return the bytes of a key's block."""
     blocks: HostBlocks = np.resize(np.random.default_rng(list(key)).integers(0, 256, 4096, np.uint8), block_bytes)
     return blocks
 
@@ -162,20 +136,9 @@ def run_fleet(
     in_turn: bool = False,
     progress: Progress | None = None,
 ) -> FleetReport:
-    """Run engines in processes of their own over one store.
+    """Run engines in processes over one store, all at once or each after the end of the one before.
 
-    Parameters
-    ----------
-    entry : mapping
-        The tier, as an entry of ``extra_config["tiers"]``.
-    num_engines : int
-        Processes.
-    workload : Workload
-        What they are asked.
-    in_turn : bool
-        Whether an engine begins when the one before has ended; else all at once.
-    progress : callable, optional
-        Called when an engine has ended.
+    `entry` is an entry of ``extra_config["tiers"]``; `progress` is called when an engine has ended.
     """
     read_tiers([entry], "a tier")
     context = multiprocessing.get_context("spawn")

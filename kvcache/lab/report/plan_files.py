@@ -1,4 +1,4 @@
-"""Write what a plan found: JSON, CSV and plots, and the tables on the console."""
+"""Write the results of a plan: JSON, CSV and plots, and the tables on the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of a plan on the console: hits by policy and capacity, time to first token, and what each medium bears."""
+"""The tables of a plan on the console: hits by policy and capacity, time to first token, the load of each medium."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _span(values: list[float]) -> str:
 
 
 def _print_serving(console: Any, result: Result) -> None:
-    """Print what the times to first token stand for: engines, link and prefill rate; and those without a cache."""
+    """Print the engines, link and prefill rate behind the times to first token, and the times without a cache."""
     base = result.baseline
     if base is None:
         return
@@ -165,7 +165,7 @@ def _ttft_pair(cell: Cell) -> str:
 
 
 def _arbiter_line(cell: Cell, result: Result) -> str:
-    """Return what the arbiter of a cell decided, and the last decision in words."""
+    """Return the counts of an arbiter's decisions, and the last decision in words."""
     found = cell.arbiter or {}
     last = found["decisions"][-1] if found["decisions"] else "none"
     return (

@@ -1,6 +1,6 @@
-"""Draw hit rate over capacity: a line per policy, the offline optimum as ceiling, the unbounded cache as rim.
+"""Plot hit rate over capacity: a line for each policy, the offline optimum, and the cache without limit.
 
-At one capacity there is no line to draw: then it is bars, one a policy, in the parts that each medium served.
+At one capacity there are bars instead, one for each policy, in the parts that each medium served.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ th, td {{ padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #dd
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What a drawing shows."""
+    """The data of a plot."""
 
     title: str
     cells: Sequence[Cell]
@@ -62,7 +62,7 @@ class Chart:
     media: tuple[str, ...] = ()
 
     def label(self, cell: Cell) -> str:
-        """Return what a line, or a column, is called."""
+        """Return the name of a line or column."""
         below = [
             f"{name} {format_size(blocks * (self.block_bytes or 1))}"
             for name, blocks in zip(self.media, cell.tiers, strict=False)
@@ -71,7 +71,7 @@ class Chart:
 
 
 def check_plot_target(target: str) -> None:
-    """Raise if nothing can be drawn into a file of this name."""
+    """Raise ValueError if a file of this name cannot be drawn."""
     if Path(target).suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"--plot must end in {', '.join(PLOT_SUFFIXES)}, got {target!r}")
     check_matplotlib()
@@ -210,7 +210,7 @@ def _points(cells: Sequence[Cell]) -> tuple[list[int], list[float]]:
 
 
 def _thinned(capacities: Sequence[int]) -> list[int]:
-    """Leave out ticks that would stand on each other: closer than a ninth of the axis, which is logarithmic."""
+    """Leave out ticks that would overlap: closer than a ninth of the logarithmic axis."""
     ratio = (capacities[-1] / capacities[0]) ** (1 / 9)
     ticks: list[int] = []
     for capacity in capacities:

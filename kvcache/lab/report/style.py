@@ -1,4 +1,4 @@
-"""How all pictures look: colours that the colour-blind tell apart, a title at the left, a footnote of what was run."""
+"""The look of all plots: colours for the colour-blind, a title at the left, a footnote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PALE = "#DDDDDD"
 
 
 def check_matplotlib() -> None:
-    """Raise ValueError if nothing can be drawn here."""
+    """Raise ValueError if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -26,13 +26,13 @@ def check_matplotlib() -> None:
 
 
 def save(figure: Figure, target: str) -> None:
-    """Write a figure to a file whose suffix is its format; without a date the same figures give the same file."""
+    """Write a figure in the format of the file's suffix, without a date, so that equal figures give equal files."""
     suffix = Path(target).suffix.lower()[1:]
     figure.savefig(target, format=suffix, dpi=160, metadata={"Date": None} if suffix == "svg" else None)
 
 
 def new_figure(width: float = 8.4, height: float = 5.2) -> Figure:
-    """Return an empty figure with room at its edges."""
+    """Return an empty figure with margins."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -41,7 +41,7 @@ def new_figure(width: float = 8.4, height: float = 5.2) -> Figure:
 
 
 def plain_axes(axes: Any) -> None:
-    """Leave horizontal lines and two of the four sides."""
+    """Keep only horizontal grid lines and two of the four sides."""
     axes.grid(axis="y", color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines["right"].set_visible(False)
@@ -49,14 +49,14 @@ def plain_axes(axes: Any) -> None:
 
 
 def caption(figure: Figure, title: str, footnote: str) -> None:
-    """Write the title above and the footnote below; an empty title is left out."""
+    """Write the title above, unless it is empty, and the footnote below."""
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", parse_math=False)
     figure.supxlabel(footnote, x=0.01, ha="left", fontsize=8, color="#666666", parse_math=False)
 
 
 def machine() -> str:
-    """Return what a measurement was made on: CPU, cores, system."""
+    """Return the CPU, the number of cores and the system of this machine."""
     name = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():

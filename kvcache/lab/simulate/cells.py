@@ -1,4 +1,4 @@
-"""One cell of a grid: a trace under one policy at one capacity, perhaps over tiers, perhaps a shard of a sample."""
+"""One cell of a grid: a trace under one policy at one capacity, perhaps over tiers or for a shard of a sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcache.tiering.manager import TieredOffloadingManager
 
 OPTIMUM = "min"
-"""The name of the offline optimum, which stands among the policies of a grid and serves nobody."""
+"""The name of the offline optimum, which a grid lists among the policies."""
 
 _PROGRESS_REQUESTS = 64
 _SHOWN_DECISIONS = 5
@@ -32,18 +32,9 @@ _SHOWN_DECISIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one process replays.
+    """The part of a grid that one process replays.
 
-    Parameters
-    ----------
-    policy : str
-        A name, ``"package.module:Class"``, or ``"min"``.
-    num_blocks : int or None
-        Blocks of host memory; None: no limit, for ``"min"`` alone.
-    tiers : tuple of int
-        Blocks of each tier below it.
-    shard : int
-        Which shard of a sample; 0 where there is one.
+    `num_blocks` None, for ``"min"`` alone, is no limit; `tiers` are blocks; `shard` is that of a sample.
     """
 
     policy: str
@@ -56,19 +47,9 @@ class Job:
 class Plan:
     """How every job of a grid is replayed.
 
-    Parameters
-    ----------
-    split : int
-        Keys that one listed id becomes.
-    store_threshold : int
-        Offers after which a key is stored; not used by ``"min"``.
-    num_shards : int
-        Parts of a sample that are replayed apart, so that they tell how far sampling is off.
-    serving : Serving, optional
-        What to weigh hits by.
-    rules : tuple of (str, bool)
-        For each tier its write policy, and whether an arbiter decides what is loaded, which needs `serving` with a rate
-        of prefill. Empty: write-through without an arbiter.
+    Each listed id becomes `split` keys, which are stored after `store_threshold` offers. `num_shards` parts of a sample
+    are replayed apart to estimate the error. `rules` holds for each tier its write policy and whether an arbiter
+    limits loads, which needs `serving` with a rate of prefill; empty is write-through without an arbiter.
     """
 
     split: int = 1
@@ -80,12 +61,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One policy at one capacity; the counts that the optimum does not have are None.
+    """One policy at one capacity; counts that the optimum does not have are None.
 
-    `tiers` are the blocks of each tier below host memory, `serving` is the answer of
-    `kvcache.lab.simulate.serving.weigh`, and `block_hit_error` the standard error of `block_hit_rate` (samples only);
-    `arbiter` counts its decisions and has
-    the last few in words.
+    `tiers` are blocks of each tier, `serving` is the answer of `serving.weigh`, `block_hit_error` the standard error of
+    `block_hit_rate` (samples only), and `arbiter` counts decisions and shows the last few.
     """
 
     policy: str
@@ -123,13 +102,7 @@ def run_job(
     progressed: Callable[[int], None] | None = None,
     nexts: Int64Array | None = None,
 ) -> Cell:
-    """Replay a trace in this process.
-
-    Returns
-    -------
-    Cell
-        What was counted. Of a shard: what it says of the whole trace.
-    """
+    """Replay a trace in this process; the cell of a shard estimates the whole trace."""
     report = progressed or (lambda done: None)
     if plan.num_shards > 1:
         trace, nexts = trace.shard(job.shard, plan.num_shards), None
@@ -142,7 +115,7 @@ def run_job(
 
 
 def joined(cells: Sequence[Cell]) -> Cell:
-    """Return one cell of the cells of all shards of a sample, with the standard error of its block hit rate."""
+    """Return one cell for all shards of a sample, with the standard error of its block hit rate."""
     rates = np.array([cell.block_hit_rate for cell in cells])
     first = cells[0]
     counts: dict[str, Any] = {
@@ -170,7 +143,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
     assert num_blocks is not None
     arrivals = ReplayClock()
     options: dict[str, Any] = {"store_threshold": plan.store_threshold, "clock": arrivals}
-    # More blocks than the trace names change nothing, but cost memory.
+    # A tier never needs more blocks than the trace names.
     most = max(1, len(trace.ids) * plan.split)
     below = []
     simulated: SimulatedTieredManager | None = None
@@ -194,7 +167,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
     needs_flow = plan.serving is not None and trace.rate == 1
     # Per request: hits, blocks stored, and of each tier blocks loaded and stored, since the start.
     counts = np.zeros((len(trace) + 1 if needs_flow else 1, 3 + 2 * len(below)), dtype=np.int64)
-    # A whole trace is replayed to the letter; of a sample, the requests that name nothing only pass the time.
+    # In a sample, requests without sampled blocks only advance the policy's clock.
     steps = trace.filled() if trace.rate < 1 else ((1, request) for request in trace)
     policies = [manager.policy, *(tier.policy for tier in below)]
     done, number, tally = 0, 0, replay.tally
@@ -244,7 +217,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
 
 
 def _pass(policies: Sequence[CachePolicy], num_requests: int) -> None:
-    """Let clocks that count requests run on, for requests that name nothing."""
+    """Advance clocks that count requests, for requests without blocks."""
     for policy in policies:
         if isinstance(policy, PolicyAdapter):
             pass_requests(policy, num_requests)
@@ -276,10 +249,10 @@ def _optimum(
 
 
 def _estimated(cell: Cell, trace: CompactTrace, split: int) -> Cell:
-    """Return what a sample's cell says of the whole trace.
+    """Return the estimate of the whole trace by a sample's cell.
 
-    Where more or fewer sampled uses than expected came, that is the work of a few hot blocks that are, or are not, in
-    the sample: their uses would have been hits (SHARDS_adj of Waldspurger et al., FAST '15).
+    If more or fewer sampled uses than expected came, a few hot blocks are, or are not, in the sample; their uses would
+    have been hits (SHARDS_adj of Waldspurger et al., FAST '15).
     """
     if trace.rate == 1:
         return cell

@@ -1,4 +1,4 @@
-"""Finished cells of a grid in a file, one a line, so that a grid that was stopped goes on where it was."""
+"""Finished cells of a grid in a file, one a line, so that a stopped grid can continue."""
 
 from __future__ import annotations
 
@@ -11,28 +11,11 @@ from kvcache.lab.simulate.cells import Cell, Job
 
 
 class Checkpoint:
-    """A file of finished cells.
+    """A file of finished cells; `cells` are those that it held when it was opened.
 
-    Parameters
-    ----------
-    path : path-like
-        The file; made if it is missing.
-    facts : mapping
-        What the cells depend on beside policy and capacity, as JSON can say it: the trace's digest, the split ...
-
-    Attributes
-    ----------
-    cells : dict of Job to Cell
-        What the file held.
-
-    Raises
-    ------
-    ValueError
-        The file cannot be read or written, is no checkpoint, or is one of another grid.
-
-    Notes
-    -----
-    A context manager. A line is flushed as soon as it is written; a last line that was cut short is cut off.
+    `facts` is everything that the cells depend on beside policy and capacity: the trace's digest, the split and so on.
+    Raise ValueError if the file cannot be used or belongs to another grid. Each line is flushed; a cut last line is
+    removed.
     """
 
     def __init__(self, path: str | Path, facts: Mapping[str, Any]) -> None:

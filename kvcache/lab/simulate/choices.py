@@ -1,4 +1,4 @@
-"""What a plan lets a user choose: simulated tiers, engines, the link to host memory, prices."""
+"""The choices of a plan: simulated tiers, engines, the link to host memory, prices."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What-if: one trace under many policies and capacities, on all cores or on a cluster.
+"""Replay one trace under many policies and capacities, on all cores or on a cluster.
 
-Bookkeeping alone, since hits do not depend on the bytes. Every cell of the grid is a process's own replay; a cell that
-has finished is handed over at once, so that stopping a grid loses no more than the cells under way.
+Only the bookkeeping is done: hits do not depend on bytes. Each cell is reported as it finishes, so an interrupted grid
+keeps the finished cells.
 """
 
 from __future__ import annotations
@@ -38,24 +38,15 @@ _MANY_IDS = 10_000_000
 _PROCESS_BYTES = 96 << 20
 _BLOCK_BYTES = 320
 _PLUGIN_BLOCK_BYTES = 1200
-# What a job costs beside a replay of as many ids, for the progress bar.
+# The cost of a job over that of a plain replay, for the progress bar.
 _OPTIMUM_WORK, _TIERED_WORK = 0.1, 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Which cells to replay, and how.
+    """The cells to replay: policies at capacities over stacks of tiers.
 
-    Parameters
-    ----------
-    policies : sequence of str
-        Names, ``"package.module:Class"``, or ``"min"`` for the offline optimum.
-    capacities : sequence of int
-        Blocks of host memory, ascending.
-    stacks : sequence of tuple of int
-        Blocks of the tiers below it, a stack for each; ``()`` is host memory alone. ``"min"`` has no tiers.
-    plan : Plan
-        What holds for all cells.
+    A stack holds the blocks of each tier; ``()`` is host memory alone. ``"min"``, the offline optimum, has no tiers.
     """
 
     policies: Sequence[str]
@@ -79,14 +70,14 @@ class Grid:
 
 
 class Runner(Protocol):
-    """Something that runs jobs elsewhere."""
+    """Runs jobs on other machines."""
 
     def run(self, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:
         """Yield each job with its cell, as they finish."""
 
 
 def check_grid(policies: Sequence[str], capacities: Sequence[int]) -> None:
-    """Raise if a policy is not known or named twice, or the capacities are not positive and ascending."""
+    """Raise ValueError unless policies are known and different, and capacities positive and ascending."""
     for i, policy in enumerate(policies):
         if policy in policies[:i]:
             raise ValueError(f"policy {policy!r} is named twice")
@@ -108,33 +99,11 @@ def simulate(
     num_processes: int | None = None,
     progressed: Callable[[float], None] | None = None,
 ) -> list[Cell]:
-    """Replay a trace under every policy at every capacity.
+    """Replay a trace under every policy at every capacity, policy by policy.
 
-    Parameters
-    ----------
-    trace : RequestSource
-        The requests; gathered into a `CompactTrace` if they are none.
-    policies : sequence of str
-        Names, ``"package.module:Class"``, or ``"min"`` for the offline optimum.
-    capacities : sequence of int
-        Blocks, ascending.
-    split : int
-        Keys that one listed id becomes.
-    store_threshold : int
-        Offers after which a key is stored; not used by ``"min"``.
-    num_processes : int, optional
-        Processes; None: one per CPU that this process may use. One cell, or one process, runs in the caller's.
-    progressed : callable, optional
-        Called a few times a second with the share of the work that is done.
-
-    Returns
-    -------
-    list of Cell
-        Policy by policy, in the order given.
-
-    Notes
-    -----
-    Processes are spawned, so a script that calls this needs ``if __name__ == "__main__":``.
+    Each listed id becomes `split` keys. One process, or one cell, runs in the caller's process; else processes are
+    spawned, so a script needs ``if __name__ == "__main__":``. `progressed` is called with the share of the work that is
+    done.
     """
     check_grid(policies, capacities)
     split_block_size(trace.block_size, split)
@@ -159,31 +128,9 @@ def run_grid(
 ) -> Iterator[Cell]:
     """Yield the cells of a grid as they finish.
 
-    Parameters
-    ----------
-    trace : CompactTrace
-        The requests.
-    grid : Grid
-        The cells.
-    known : collection of Job
-        Cells to leave out.
-    with_unbounded : bool
-        Whether to yield the cache without limit, too: a cell of ``"min"`` with `num_blocks` None.
-    num_processes : int, optional
-        Processes; None: one per CPU that this process may use.
-    max_memory_bytes : int, optional
-        Memory that all processes may take together, by estimate; None: as they need.
-    progressed : callable, optional
-        Called a few times a second with the share of the work that is done.
-    runner : Runner, optional
-        Where to run; None: processes of this machine.
-
-    Raises
-    ------
-    ValueError
-        A single cell does not fit into the memory.
-    ReplayError
-        A process died.
+    Leave out the cells in `known`; add a cell of ``"min"`` without limit if `with_unbounded`. `num_processes` defaults
+    to one per CPU; together they take at most `max_memory_bytes`, by estimate. Raise ValueError if a single cell does
+    not fit, and ReplayError if a process dies.
     """
     wanted = grid.cells()
     if with_unbounded:
@@ -217,7 +164,7 @@ def run_grid(
 
 
 def cell_bytes(job: Job, num_ids: int, plan: Plan) -> int:
-    """Return about how much memory one job takes, where the trace names at most `num_ids` different blocks."""
+    """Return about how much memory one job takes if the trace names at most `num_ids` different blocks."""
     if job.policy == OPTIMUM:
         return _PROCESS_BYTES + num_ids * plan.split // 6
     each = _PLUGIN_BLOCK_BYTES if ":" in job.policy else _BLOCK_BYTES
@@ -288,11 +235,11 @@ def _run_processes(
         del nexts
     needs = {job: cell_bytes(job, -(-distinct // plan.num_shards), plan) for job in jobs}
     _check_memory(needs, max_memory_bytes)
-    # Ids done of each job, and behind them whether to stop: a job that has begun cannot be cancelled.
+    # Ids done by each job, and at the end a flag to stop: a running job cannot be cancelled.
     done = np.lib.format.open_memmap(folder / "done.npy", mode="w+", dtype=np.int64, shape=(len(jobs) + 1,))
     work = np.array([_work_of(job) for job in jobs]) / max(1, len(trace.ids))
     total = max(1e-9, float(work.sum()) * len(trace.ids))
-    # A process that has ended gives its memory back; one that goes on may keep some of it.
+    # Only a process that ends returns all of its memory.
     is_large = len(trace.ids) > _MANY_IDS
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1 if is_large else None) as pool:
@@ -323,7 +270,7 @@ def _run_processes(
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Start processes that get no Ctrl-C, wherever they stand: their parent does, and stops them."""
+    """Start processes that ignore Ctrl-C; their parent stops them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -348,7 +295,7 @@ def _run_shared(folder: Path, job: Job, plan: Plan, slot: int) -> Cell:
 
 
 def facts_of(grid: Grid) -> Mapping[str, Any]:
-    """Return what tells cells of one grid from those of another, but for policy and capacities."""
+    """Return everything that the cells of a grid depend on, except policy and capacities."""
     plan = grid.plan
     return {
         "split": plan.split,

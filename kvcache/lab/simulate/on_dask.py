@@ -1,7 +1,6 @@
-"""Run the jobs of a grid on a Dask cluster: cells, and shards of a sampled cell, on as many machines as it has.
+"""Run the jobs of a grid, cells or shards of a sample, on a Dask cluster.
 
-The trace is sent to all workers once. A worker may die: Dask runs its jobs elsewhere, and where no copy of the trace is
-left it is sent anew. A job's counts do not depend on where it runs.
+All workers get the trace once. If a worker dies, Dask runs its jobs elsewhere. Counts do not depend on the worker.
 """
 
 from __future__ import annotations
@@ -22,13 +21,9 @@ _MAX_ROUNDS = 5
 
 
 class DaskRunner:
-    """Run jobs on a Dask scheduler.
+    """Runs jobs on a Dask scheduler, by its address such as ``tcp://10.0.0.1:8786``.
 
-    Parameters
-    ----------
-    address : str
-        Of the scheduler, as in ``tcp://10.0.0.1:8786``. Its workers need the same kvcache, and the module of a policy
-        that is named by its path.
+    Its workers need the same kvcache, and the module of a policy that is named by its path.
     """
 
     def __init__(self, address: str) -> None:
@@ -41,10 +36,7 @@ class DaskRunner:
     def run(self, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:
         """Yield each job with its cell, as they finish.
 
-        Raises
-        ------
-        ReplayError
-            The scheduler cannot be reached, or jobs are lost again and again.
+        Raise ReplayError if the scheduler cannot be reached or jobs are lost repeatedly.
         """
         from distributed import Client
 

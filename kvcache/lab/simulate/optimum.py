@@ -1,7 +1,7 @@
-"""The most prefix hits that any policy could have had: the offline optimum with bypass.
+"""The offline optimum with bypass: the most prefix hits that any policy could have.
 
-After each request it keeps the blocks whose next use is nearest, never one without a next use, ties to the shallower
-block. It knows the future, so it serves as the ceiling in reports and nowhere else.
+After each request it keeps the blocks with the nearest next use, never one without a next use, ties to the shallower
+block. It knows the future, so it is only a ceiling in reports.
 """
 
 from __future__ import annotations
@@ -26,16 +26,10 @@ def optimal_hits(
     split: int = 1,
     nexts: Int64Array | None = None,
 ) -> Int64Array:
-    """Return the prefix hits of every request under the optimum: blocks, int64.
+    """Return the prefix hits of every request under the optimum, in blocks, int64.
 
-    Without `num_blocks` there is no limit, which gives the hits of an unbounded cache. `progressed` is called now and
-    then with the places that are done. Each id stands for `split` blocks. `nexts` is what `next_uses` returns of the
-    trace; without it, it is worked out, in memory.
-
-    Notes
-    -----
-    A block's next use is the place of its next mention in the trace. Memory: one bit a place beside the arrays, at any
-    capacity. 50 to 100 ns a place, most of them for `nexts`.
+    Without `num_blocks` the cache is unlimited. Each id is `split` blocks. `nexts` is the result of `next_uses`. Memory
+    is one bit a place beside the arrays, time 50 to 100 ns a place.
     """
     if nexts is None:
         nexts, _ = next_uses(trace)

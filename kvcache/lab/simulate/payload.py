@@ -1,6 +1,6 @@
-"""Real bytes for a replay: blocks that are made from their keys, moved by the handlers, and compared when they return.
+"""Real bytes for a replay: blocks made from their keys, moved by the handlers, and compared when they return.
 
-The "device" is memory beside the pool, far smaller than the working set, so every hit is a copy back from the pool.
+The "device" is memory beside the pool, far smaller than the working set, so every hit is a copy from the pool.
 """
 
 from __future__ import annotations
@@ -29,35 +29,16 @@ if TYPE_CHECKING:
 
 _WORD_BYTES = 8
 _PATTERN_SEED = 20
-# What one job moves: enough to be worth handing over, little enough to be in the cache when it is compared.
+# Bytes of one job: few enough to be in the CPU's cache when they are compared.
 _JOB_BYTES = 2 << 20
 
 
 class VerifiedPayload(Closable):
-    """Store blocks whose bytes follow from their keys, and compare every byte of every block that is loaded.
+    """Store blocks whose bytes follow from their keys, and compare every byte of every loaded block.
 
-    Parameters
-    ----------
-    num_blocks : int
-        Blocks of the host pool.
-    block_bytes : int
-        Bytes of one block; a multiple of 8.
-
-    Attributes
-    ----------
-    pool : HostPool
-        Where stored blocks lie.
-
-    Raises
-    ------
-    ValueError
-        The bytes are no multiple of 8, or the pool does not fit into memory.
-
-    Notes
-    -----
     A block is a fixed random pattern, xored with eight bytes of its key: a block in the wrong slot differs in every
-    word, one that is shifted or torn differs where it is. Loads land in slots that hold the bare pattern, which is no
-    key's block, so a copy that did not happen is seen, too. While one job is copied the next is made or compared.
+    word, a torn block in a part. Loads land in slots that hold the bare pattern, so a missing copy is found as well.
+    While one job is copied, the next is made or compared. `block_bytes` must be a multiple of 8.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
@@ -103,14 +84,9 @@ class VerifiedPayload(Closable):
             self._finish(job, "store")
 
     def load(self, keys: Sequence[bytes], spec: BlockIDsLoadStoreSpec) -> None:
-        """Load the blocks of `keys` from where `spec` says and compare their bytes.
+        """Load blocks and compare their bytes.
 
-        Raises
-        ------
-        DataMismatchError
-            A block is not what was stored; the message names it.
-        TransferFailedError
-            A job failed.
+        Raise DataMismatchError with the key of a wrong block, and TransferFailedError if a job fails.
         """
         seeds = _seeds(keys)
         step = self._job_blocks
@@ -163,7 +139,7 @@ class VerifiedPayload(Closable):
         self._finish(job_id, "load")
         part = seeds[first : first + self._job_blocks]
         words = self._words[self._rows(2 + n % 2, len(part))]
-        # What is right becomes the bare pattern again, ready for the next load.
+        # Correct blocks become the bare pattern again, ready for the next load.
         words ^= part[:, None]
         equal = words == self._pattern
         if not equal.all():

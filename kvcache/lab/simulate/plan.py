@@ -79,7 +79,7 @@ class Result:
         return f"{num_blocks:,} blocks" if block_bytes is None else common.human_bytes(num_blocks * block_bytes)
 
     def stack_name(self, cell: Cell) -> str:
-        """Return what lies below host memory in a cell."""
+        """Return the names and sizes of the tiers of a cell."""
         named = [
             f"{tier.name} {'without limit' if blocks == NO_LIMIT else self.size_name(blocks)}"
             for tier, blocks in zip(self.settings.tiers, cell.tiers, strict=False)

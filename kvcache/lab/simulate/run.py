@@ -1,6 +1,6 @@
-"""Run requests through a manager, step by step as a scheduler would, and count what comes of it.
+"""Run requests through a manager as a scheduler would, and count hits, stores and the time of its calls.
 
-Only the manager's calls are timed, so that neither making keys nor moving bytes is counted as bookkeeping.
+Keys are made and bytes are moved outside the measured time.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 def check_policy(policy: str) -> None:
-    """Raise if a name or path leads to no policy."""
+    """Raise ValueError unless a name or path leads to a policy."""
     found = POLICIES.resolve(policy)
     if not issubclass(found, CachePolicy):
         raise ValueError(f"policy {policy!r} must be a CachePolicy, got {found!r}")
 
 
 class Payload(Protocol):
-    """The data plane of a replay: what happens between a manager's prepare and complete calls."""
+    """Moves the bytes between a manager's prepare and complete calls."""
 
     def load(self, keys: Sequence[bytes], spec: Any) -> None:
-        """Bring blocks to the device and compare every byte."""
+        """Load blocks and compare every byte."""
 
     def store(self, keys: Sequence[bytes], spec: Any) -> None:
-        """Make blocks on the device and store them."""
+        """Make blocks and store them."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a replay has counted so far; blocks, tokens and requests."""
+    """The counts of a replay so far: blocks, tokens and requests."""
 
     requests: int = 0
     tokens: int = 0
@@ -55,7 +55,7 @@ class Tally:
 
     @property
     def block_hit_rate(self) -> float:
-        """Share of the blocks that were there, as a leading run, when asked for."""
+        """Share of the blocks that hit, as a leading run."""
         return self.hit_blocks / self.blocks if self.blocks else 0.0
 
     @property
@@ -84,29 +84,21 @@ class Tally:
 
 
 class ReplayClock:
-    """The trace's own time, in seconds: that of the request at hand. For policies and hints that need a clock."""
+    """The time of the trace in seconds, that of the current request, for policies and hints."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
     def __call__(self) -> float:
-        """Return when the request at hand arrived; never less than before."""
+        """Return the arrival of the current request; it never decreases."""
         return self.now_s
 
 
 class Replay:
     """Take requests one at a time through the calls of a scheduler.
 
-    Parameters
-    ----------
-    manager : OffloadingManager
-        Of one tier; its block size is what one key stands for, in tokens.
-    payload : Payload, optional
-        Moves and compares the bytes; None: bookkeeping alone.
-    clock : callable, optional
-        What bookkeeping is timed with, in nanoseconds; that of a manager which waits stands still meanwhile.
-    arrivals : ReplayClock, optional
-        The manager's clock, which is set to each request's arrival.
+    Without `payload` only the bookkeeping is done. `clock` times it, in nanoseconds. `arrivals` is the manager's clock,
+    which is set to each request's arrival.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
-"""What hits cost and save in time and money: loads over links of some speed, prefill on some engines, and queues.
+"""A model of serving: loads over links, prefill on engines, queues, and prices.
 
-A model of serving, not a measurement: loads of one link and prefills of the engines take their turns, each request in
-full; what decoding takes from prefill, and copies back to the pool, are left out.
+Each link moves, and each engine prefills, one request at a time. Decoding, and copies to host memory, take no time.
 """
 
 from __future__ import annotations
@@ -28,17 +27,7 @@ _BUSY = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """Host memory, or a tier below it.
-
-    Parameters
-    ----------
-    name : str
-        What reports call it.
-    bytes_per_s : float
-        Rate at which blocks are loaded from it.
-    price_per_gib : float, optional
-        What a GiB of it costs, in any currency.
-    """
+    """Host memory or a tier below it: its name in reports, the rate at which it loads, and the price of a GiB."""
 
     name: str
     bytes_per_s: float
@@ -47,18 +36,10 @@ class Medium:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What a replay is weighed by.
+    """The media and engines that hits are weighed by.
 
-    Parameters
-    ----------
-    block_bytes : int
-        Bytes of one block.
-    media : tuple of Medium
-        Host memory, then the tiers below it. Everything from below passes through host memory.
-    token_prefill_s : float, optional
-        Seconds of prefill a token; None: not known, and then no time to first token either.
-    num_engines : int
-        Engines that prefill, each one request at a time.
+    `media` begins with host memory, through which every block passes. `token_prefill_s` None is unknown: then there is
+    no time to first token.
     """
 
     block_bytes: int
@@ -69,16 +50,9 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What moved in a replay, request by request; int64 each.
+    """Blocks that each medium served and that were written to it, and hit tokens, by request; int64.
 
-    Parameters
-    ----------
-    hits : numpy.ndarray
-        Blocks that each medium served, shape (requests, media).
-    writes : numpy.ndarray
-        Blocks written to each medium, shape (requests, media).
-    hit_tokens : numpy.ndarray
-        Tokens that needed no prefill, shape (requests,).
+    `hits` and `writes` have the shape (requests, media), `hit_tokens` (requests,).
     """
 
     hits: Int64Array
@@ -87,24 +61,17 @@ class Flow:
 
 
 def engines_for(arrivals_s: Float64Array, num_tokens: int, token_prefill_s: float) -> int:
-    """Return how many engines prefill a whole trace without any cache and are busy for at most 80 % of the time."""
+    """Return how many engines are busy for at most 80 % of a trace's time without a cache."""
     span_s = float(arrivals_s[-1] - arrivals_s[0]) if len(arrivals_s) > 1 else 0.0
     return max(1, math.ceil(num_tokens * token_prefill_s / (_BUSY * span_s))) if span_s > 0 else 1
 
 
 def weigh(arrivals_s: Float64Array, input_lengths: Int64Array, flow: Flow, serving: Serving) -> dict[str, Any]:
-    """Return what hits brought and what they took.
-
-    Returns
-    -------
-    dict
-        ``media``, a list with a dict for each; ``load_s``; ``saved_prefill_s``; ``ttft_p50_s``, ``ttft_p99_s``;
-        ``engine_busy`` and so on. What cannot be known is None.
-    """
+    """Return rates, loads, saved prefill and times to first token; unknown figures are None."""
     span_s = float(arrivals_s[-1] - arrivals_s[0]) if len(arrivals_s) > 1 else 0.0
     media = []
     for i, medium in enumerate(serving.media):
-        # What comes from below passes through host memory.
+        # Blocks from tiers pass through host memory.
         reads = flow.hits.sum(axis=1) if i == 0 else flow.hits[:, i]
         read_bytes = reads * serving.block_bytes
         write_bytes = flow.writes[:, i] * serving.block_bytes
@@ -144,14 +111,14 @@ def weigh(arrivals_s: Float64Array, input_lengths: Int64Array, flow: Flow, servi
 
 
 def weigh_nothing(arrivals_s: Float64Array, input_lengths: Int64Array, serving: Serving) -> dict[str, Any]:
-    """Return what serving without any cache is like: time to first token, and how busy the engines are."""
+    """Return the times to first token and the load of the engines without any cache."""
     none = np.zeros((len(arrivals_s), len(serving.media)), dtype=np.int64)
     facts = weigh(np.asarray(arrivals_s), np.asarray(input_lengths), Flow(none, none, none[:, 0]), serving)
     return {name: facts[name] for name in ("ttft_p50_s", "ttft_p99_s", "engine_busy", "num_engines")}
 
 
 def price_of(capacities: tuple[int, ...], serving: Serving) -> float | None:
-    """Return what media of so many blocks each cost; None if one has no price."""
+    """Return the price of media of so many blocks each, or None if a price is missing."""
     total = 0.0
     for blocks, medium in zip(capacities, serving.media, strict=False):
         if medium.price_per_gib is None:
@@ -163,7 +130,7 @@ def price_of(capacities: tuple[int, ...], serving: Serving) -> float | None:
 def _first_tokens(
     arrivals_s: Float64Array, input_lengths: Int64Array, flow: Flow, serving: Serving
 ) -> tuple[Float64Array, float]:
-    """Return how long each request waits for its first token, and how long the engines were busy."""
+    """Return the time to first token of each request, and the seconds for which engines were busy."""
     order = np.argsort(arrivals_s, kind="stable")
     arrived = arrivals_s[order]
     # A request's blocks come from the tiers, all at once, and then over the link of host memory to the device.
@@ -194,7 +161,7 @@ def _first_tokens(
 
 
 def _queued(ready: Float64Array, seconds: Float64Array) -> Float64Array:
-    """Return when jobs end that one server takes in this order; `ready` ascends. Jobs of no length wait for nothing."""
+    """Return when jobs end on one server in this order; `ready` ascends, and jobs of no length do not wait."""
     ends = np.array(ready)
     works = seconds > 0
     at, length = ready[works], seconds[works]

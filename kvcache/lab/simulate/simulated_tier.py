@@ -1,7 +1,7 @@
-"""Tiers without bytes: the bookkeeping of host memory over other media, for capacities that no machine here has.
+"""Tiers without bytes: the bookkeeping of host memory over other media, at capacities that this machine does not have.
 
-The manager is the one that serves, with tiers that keep an index and no blocks and end every job at once. So what it
-counts is what it would count over real tiers that keep up.
+The manager is the one that serves; its tiers keep an index, hold no blocks and end every job at once. So its counts are
+those over real tiers that keep up.
 """
 
 from __future__ import annotations
@@ -19,22 +19,12 @@ if TYPE_CHECKING:
     from kvcache.policies.base import CachePolicy
     from kvcache.request import ReqContext
 
-# As in a replay over a real disk: what a step has to write is under way at once.
+# As in a replay over a real disk: all writes of a step are under way at once.
 _MAX_STORE_BLOCKS = 1024
 
 
 class SimulatedTier(Tier):
-    """Hold keys, as many as a tier of `num_blocks` blocks would, under a policy.
-
-    Parameters
-    ----------
-    num_blocks : int
-        Blocks of the tier.
-    cache_policy : str
-        What leaves when it is full.
-    **options
-        For the manager of its index.
-    """
+    """Holds the keys of a tier of `num_blocks` blocks under a policy; `options` are those of its index."""
 
     medium = "SIMULATED"
 
@@ -72,10 +62,10 @@ class SimulatedTier(Tier):
         return True
 
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        # What was found a moment ago may have left since, for a store of the same step.
+        # A block that was found may have been evicted by a store of the same step.
         held = [key for key in keys if self._index.lookup(key)]
         self.loaded_blocks += len(held)
-        # As a tier that owns its space: what is read, or being written, cannot leave meanwhile.
+        # Blocks that are being read or written are not evicted.
         self._index.prepare_load(held)
         self._loading += held
         missed = [key for key in keys if key not in set(held)] if len(held) < len(keys) else []
@@ -110,26 +100,9 @@ class SimulatedTier(Tier):
 class SimulatedTieredManager(TieredOffloadingManager):
     """Host memory over simulated tiers, for a replay: it waits instead of answering None, and no time passes.
 
-    Parameters
-    ----------
-    block_size : int
-        Tokens of one block.
-    num_blocks : int
-        Blocks of host memory.
-    tier_blocks : sequence of int
-        Blocks of each tier below it, the first to be asked first.
-    cache_policy : str
-        Of host memory and of every tier.
-    clock : callable
-        The trace's own time, in seconds.
-    block_s : sequence of float, optional
-        Seconds that each tier takes to load a block, for an arbiter.
-    host_block_s : float
-        Seconds that a block takes from host memory to the device, for an arbiter.
-    rules : sequence of (str, bool)
-        For each tier its write policy, and whether an arbiter decides what is loaded.
-    **host_options
-        For the host pool's manager.
+    `cache_policy` is that of host memory and of every tier, `clock` the trace's own time in seconds. For an arbiter,
+    `block_s` are the seconds that each tier takes to load a block, and `host_block_s` those from host memory to the
+    device. `rules` holds for each tier its write policy, and whether an arbiter limits its loads.
     """
 
     def __init__(

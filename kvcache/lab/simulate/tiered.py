@@ -1,4 +1,4 @@
-"""A replay over a host pool with a real tier below it: requests wait for their blocks, as an engine's would."""
+"""A replay over a host pool and a real tier: requests wait for their blocks, as in an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class DiskChoice:
-    """Where the disk tier of a replay is, and how large it may be."""
+    """The folder and the capacity of a replay's disk tier."""
 
     path: Path
     capacity_bytes: int
@@ -40,9 +40,9 @@ class TierEntry:
 
 
 class PatientManager(TieredOffloadingManager):
-    """A tiered manager for a scheduler that has nothing else to do: it waits instead of answering None.
+    """A tiered manager that waits instead of answering None.
 
-    A request's stores are on disk before the next request comes, so that a replay gives the same counts every time.
+    A request's stores are written before the next request, so that every replay gives the same counts.
     """
 
     def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int:
@@ -63,14 +63,14 @@ class PatientManager(TieredOffloadingManager):
             self._waited_ns += perf_counter_ns() - start
 
     def clock(self) -> int:
-        """Return nanoseconds that stand still while the manager waits, where a scheduler would do something else."""
+        """Return nanoseconds that do not advance while the manager waits."""
         return perf_counter_ns() - self._waited_ns
 
     _waited_ns = 0
     found_blocks = 0  # in the folder, before the first request
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the tier did, for a report."""
+        """Return the tier's counts for a report."""
         return {"found_blocks": self.found_blocks, **asdict(self.tier_stats()[0])}
 
 
@@ -83,14 +83,10 @@ def patient_manager(
     source: str = "",
     **host_options: Any,
 ) -> Iterator[PatientManager]:
-    """Open the tier and a manager above it, a disk under the manager's policy; close the tier at the end.
+    """Open the tier and a manager above it; close the tier at the end. A disk has the manager's policy.
 
-    `source` says whose blocks these are: a trace's ids mean nothing beside another trace, whose folder is refused.
-
-    Raises
-    ------
-    ValueError
-        The policy is not known, or the folder cannot be used.
+    `source` names the trace: a folder that holds blocks of another trace is refused. Raise ValueError if the policy is
+    unknown or the folder cannot be used.
     """
     fingerprint = {"source": source, "block_size": block_size}
     tier: Tier

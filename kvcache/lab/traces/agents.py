@@ -1,8 +1,8 @@
-"""Generate requests: seeded agents that call tools, so that a replay of such traffic needs no recording.
+"""Generate requests of agents that call tools.
 
 A person gives a task and reads the answer, minutes apart. In between the agent loops: each call of a tool takes
-seconds, and the next prompt is all that came before plus the tool's result. Now and then it hands a part of the task
-to a sub-agent, which shares the tools' description and nothing else; its last answer comes back as a tool's result.
+seconds, and the next prompt is the last one plus the tool's result. Some calls start a sub-agent, which shares only the
+description of the tools.
 """
 
 from __future__ import annotations
@@ -31,36 +31,12 @@ class _Agent:
 
 @dataclass(frozen=True, slots=True)
 class AgentWorkload:
-    """Agents of some users at once, in order of arrival.
+    """Agents of `num_users` people at once, in order of arrival; the same `seed` gives the same requests.
 
-    Parameters
-    ----------
-    num_requests : int
-        Requests to generate.
-    seed : int
-        The same seed gives the same requests.
-    block_size : int
-        Tokens of one block. Only full blocks are listed.
-    num_users : int
-        People who each have one session under way, and begin a new one when it ends.
-    num_tool_sets : int
-        Different system prompts with descriptions of tools.
-    mean_tools_tokens, mean_task_tokens, mean_result_tokens, mean_answer_tokens : int
-        Mean lengths of tools and system prompt, of what a person says, of a tool's result, of an answer; log-normal.
-    mean_steps : float
-        Mean calls of tools in a turn, >= 1; geometric.
-    mean_turns : float
-        Mean turns of a session, >= 1; geometric.
-    mean_tool_s, mean_human_s : float
-        Mean seconds that a tool takes, and that a person takes between an answer and the next task; log-normal.
-    subagent_share : float
-        Share of the tool calls that start a sub-agent.
-    max_context_tokens : int
-        A session ends when its prompt would be longer.
-
-    Notes
-    -----
-    The defaults are chosen for a demonstration, not fitted to any trace.
+    Lengths and pauses are log-normal with the given means, calls of tools in a turn (`mean_steps`) and turns of a
+    session are geometric. A share `subagent_share` of the calls start a sub-agent. A session ends when its prompt would
+    exceed `max_context_tokens`. Only full blocks are listed. The defaults suit a demo; they are not fitted to any
+    trace.
     """
 
     num_requests: int = 2000
@@ -144,7 +120,7 @@ class AgentWorkload:
 
 
 class _Counter:
-    """Give every new block an id of its own."""
+    """Give every new block a new id."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

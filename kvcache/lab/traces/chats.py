@@ -1,7 +1,7 @@
-"""Generate requests: seeded multi-turn chats that share system prompts, so that a replay needs no file.
+"""Generate requests: seeded multi-turn chats that share system prompts.
 
-Chats begin as a Poisson process; people read and type between turns; every turn's prompt is all that was said
-before plus the new question, so its leading blocks are those of the turn before.
+Chats begin as a Poisson process, and people pause between turns. The prompt of a turn is all text so far and a new
+question, so its leading blocks are those of the turn before.
 """
 
 from __future__ import annotations
@@ -23,32 +23,12 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True, slots=True)
 class ChatWorkload:
-    """Multi-turn chats in order of arrival.
+    """Multi-turn chats in order of arrival; the same `seed` gives the same requests.
 
-    Parameters
-    ----------
-    num_requests : int
-        Requests to generate.
-    seed : int
-        The same seed gives the same requests.
-    block_size : int
-        Tokens of one block. Only full blocks are listed: a partial one is no prefix of the next turn.
-    num_system_prompts : int
-        System prompts in use; the n-th most popular has a share proportional to 1/n.
-    mean_system_tokens, mean_question_tokens, mean_answer_tokens : int
-        Mean lengths; drawn log-normally.
-    mean_turns : float
-        Mean turns of a chat, >= 1; geometric.
-    chats_per_s : float
-        Mean rate at which chats begin.
-    mean_think_s : float
-        Mean seconds between an answer and the next question; log-normal.
-    max_context_tokens : int
-        A chat ends when its prompt would be longer.
-
-    Notes
-    -----
-    The defaults are chosen for a demonstration, not fitted to any trace.
+    The n-th most popular of `num_system_prompts` has a share proportional to 1/n. Lengths and pauses are log-normal
+    with the given means, turns are geometric, and `chats_per_s` chats begin a second. A chat ends when its prompt would
+    exceed `max_context_tokens`. Only full blocks are listed. The defaults suit a demo; they are not fitted to any
+    trace.
     """
 
     num_requests: int = 2000
@@ -104,14 +84,10 @@ class ChatWorkload:
 
 
 def check_workload(workload: Any, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Raise if a field of a workload, a dataclass, is no int or number of its range.
+    """Raise ValueError if a field of a workload is out of range.
 
-    Parameters
-    ----------
-    workload : dataclass instance
-        Its ints are >= 1 but for `seed`, its floats > 0.
-    ranges : mapping of str to (float, float)
-        The least and the largest value of fields with narrower ones.
+    Ints must be >= 1 except `seed` (>= 0), and floats > 0; `ranges` holds the least and the largest value of narrower
+    ones.
     """
     for spec in fields(workload):
         value = getattr(workload, spec.name)

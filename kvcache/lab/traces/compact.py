@@ -1,7 +1,6 @@
-"""A whole trace as arrays in files, so that every process of a grid reads the same ones and none holds them in memory.
+"""A whole trace as arrays in files, which all processes of a grid map instead of holding them in memory.
 
-The arrays are mapped and passed through in pieces; what has been passed is given back, so a trace may be larger than
-memory. What the offline optimum asks of the future, the place of each block's next use, is worked out in parts, too.
+Arrays are read in pieces and their pages given back, so a trace may be larger than memory.
 """
 
 from __future__ import annotations
@@ -41,26 +40,10 @@ _PART_SALT = np.uint64(0x9E3779B97F4A7C15)
 class CompactTrace:
     """A whole trace in four arrays.
 
-    Parameters
-    ----------
-    ids : numpy.ndarray
-        The ids of all requests, one after the other; int64.
-    bounds : numpy.ndarray
-        Where each request begins in `ids`, and where the last one ends; int64, shape (requests + 1,).
-    input_lengths : numpy.ndarray
-        Tokens of each prompt; int64, shape (requests,). Of a sample: tokens of the blocks that are in it.
-    arrivals_s : numpy.ndarray
-        Seconds since the trace began; float64, shape (requests,).
-    block_size : int
-        Tokens of one id.
-    rate : float
-        Share of the ids that were kept when the trace was sampled; 1 if it was not.
-    all_blocks, all_tokens : int
-        Blocks and tokens of the whole trace, those left out included; 0: as many as the arrays say.
-    digest : str
-        What tells this trace from another; empty if it was not asked for.
-    folder : pathlib.Path, optional
-        Where its files are, if they are mapped.
+    `ids` holds the ids of all requests, one after the other; request i has those from ``bounds[i]`` to ``bounds[i +
+    1]``, `input_lengths` tokens (of a sample: those of its sampled blocks) and arrives at `arrivals_s`. `rate` is the
+    share of the ids that a sample kept; `all_blocks` and `all_tokens` count the whole trace, 0 if it is not a sample.
+    `digest` identifies the trace; `folder` holds its files if they are mapped.
     """
 
     ids: Int64Array
@@ -92,7 +75,7 @@ class CompactTrace:
     ) -> CompactTrace:
         """Write requests to files in `folder` as they come, and map them.
 
-        Of the ids, a share `rate` is kept, 0 < `rate` <= 1: the same ones in every request, which `seed` chooses.
+        A share `rate` of the ids is kept, the same ones in every request, chosen by `seed`.
         """
         digest = hashlib.blake2b(f"{block_size} {rate} {seed if rate < 1 else 0}".encode(), digest_size=16)
         num_ids = all_blocks = all_tokens = 0
@@ -140,7 +123,7 @@ class CompactTrace:
 
     @classmethod
     def load(cls, folder: Path) -> CompactTrace:
-        """Map what `save` or `spool` wrote to `folder`."""
+        """Map the files that `save` or `spool` wrote to `folder`."""
         arrays = [_mapped(folder / f"{name}.raw", dtype) for name, dtype in _ARRAYS.items()]
         facts = json.loads((folder / "trace.json").read_text())
         return cls(*arrays, **facts | {"folder": folder})
@@ -157,9 +140,9 @@ class CompactTrace:
             give_back(self.ids)
 
     def filled(self) -> Iterator[tuple[int, Request]]:
-        """Yield each request that names a block, and how many came since the one before, itself included.
+        """Yield each request that names a block, and how many requests came since the one before, itself included.
 
-        Of a sample most name none, and there a loop over all of them would take longer than what it is for.
+        Most requests of a sample name none; a loop over all of them would take longer than the replay.
         """
         previous = -1
         for first, last in self.pieces():
@@ -174,7 +157,7 @@ class CompactTrace:
             give_back(self.ids)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield the first request and the one behind the last of pieces of about 262,144 ids."""
+        """Yield the first request and the end of pieces of about 262,144 ids."""
         first = 0
         while first < len(self):
             limit = int(self.bounds[first]) + _PIECE_IDS
@@ -184,23 +167,23 @@ class CompactTrace:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all prompts, those of blocks that a sample leaves out included."""
+        """Tokens of all prompts, with the blocks that a sample leaves out."""
         return self.all_tokens or int(self.input_lengths.sum())
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that all requests name, those that a sample leaves out included."""
+        """Blocks of all requests, with those that a sample leaves out."""
         return self.all_blocks or len(self.ids)
 
     def split(self, parts: int) -> CompactTrace:
-        """Return the trace with every id as `parts` ids of as many blocks; ids are renumbered."""
+        """Return the trace with `parts` ids in place of each; ids are renumbered."""
         block_size = split_block_size(self.block_size, parts)
         _, dense = np.unique(self.ids, return_inverse=True)
         ids = (dense.astype(np.int64)[:, None] * parts + np.arange(parts)).ravel()
         return CompactTrace(ids, self.bounds * parts, self.input_lengths, self.arrivals_s, block_size)
 
     def shard(self, index: int, num_shards: int) -> CompactTrace:
-        """Return the part of a sample whose ids fall into one of `num_shards`, in memory."""
+        """Return one of `num_shards` parts of a sample, by a hash of the ids, in memory."""
         ids, counts = [], []
         for first, last in self.pieces():
             bounds = self.bounds[first : last + 1]
@@ -226,23 +209,11 @@ class CompactTrace:
 
 
 def next_uses(trace: CompactTrace, folder: Path | None = None, max_bytes: int | None = None) -> tuple[Int64Array, int]:
-    """Return, for every place of a trace, the place of the next request's first mention of its id.
+    """Return for every place of a trace the place where the next request names its id, and the number of different ids.
 
-    Parameters
-    ----------
-    trace : CompactTrace
-        Of n places.
-    folder : pathlib.Path, optional
-        Where the result is kept and mapped from; None: in memory.
-    max_bytes : int, optional
-        Memory for a table of ids, at least 16 MiB: the trace is passed through once for each part of the ids that fits.
-        None: all at once.
-
-    Returns
-    -------
-    tuple of numpy.ndarray and int
-        int64, shape (n,): -1 where there is no next one, -2 where the same request has named the id before. And how
-        many different ids there are.
+    int64: -1 without a next use, -2 if the same request has named the id before. With `folder` the array is a mapped
+    file. `max_bytes`, at least 16 MiB, bounds the table of ids: the trace is read once for each part of the ids that
+    fits.
     """
     num_places = len(trace.ids)
     if folder is None:
@@ -267,7 +238,7 @@ def next_uses(trace: CompactTrace, folder: Path | None = None, max_bytes: int | 
 
 
 def _about_distinct(trace: CompactTrace) -> int:
-    """Return about how many different ids a trace names, from one id in 64."""
+    """Return about how many different ids a trace names, counted from one id in 64."""
     found = np.empty(0, np.int64)
     for first, last in trace.pieces():
         ids = trace.ids[int(trace.bounds[first]) : int(trace.bounds[last])]
@@ -277,7 +248,7 @@ def _about_distinct(trace: CompactTrace) -> int:
 
 
 def give_back(array: Any) -> None:
-    """Release the pages of a mapped file that have been read; they are read anew when they are needed."""
+    """Release the pages of a mapped file; they are read again when needed."""
     base = getattr(array, "base", None)
     if isinstance(base, mmap.mmap):
         base.madvise(mmap.MADV_DONTNEED)

@@ -1,7 +1,7 @@
-"""Turn the ids of a trace into offload keys: fresh `bytes` for every request, as engines make them.
+"""Turn the ids of a trace into offload keys: new `bytes` for every request, as engines make them.
 
-The ids are prefix-chained already, so an id alone settles a block's hash. The digests of a request come out of one
-vectorised mix, so that making keys costs less than the bookkeeping that is being measured (about 50 ns a key).
+Ids are prefix-chained, so an id determines a block's hash. All digests of a request come from one vectorised mix (about
+50 ns a key).
 """
 
 from __future__ import annotations
@@ -30,19 +30,14 @@ def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def mixed(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each id, by which ids are sampled and cut into parts."""
+    """Return a hash of each id, for sampling and sharding."""
     return _mix(ids.astype(np.uint64) + _WORDS[0])
 
 
 class KeyMaker:
-    """Make the keys of a request: a 32-byte digest of each id, followed by the KV-cache group index.
+    """Makes the keys of a request: a 32-byte digest of each id, then the index of the KV-cache group.
 
-    Parameters
-    ----------
-    split : int
-        Keys that one listed id becomes, >= 1.
-    group_idx : int
-        KV-cache group, 0 <= group_idx < 2**32.
+    Each listed id becomes `split` keys.
     """
 
     def __init__(self, split: int = 1, group_idx: int = 0) -> None:
@@ -67,13 +62,7 @@ class KeyMaker:
 
 
 def split_block_size(block_size: int, split: int) -> int:
-    """Return the tokens of one key where each listed block of `block_size` tokens becomes `split` keys.
-
-    Raises
-    ------
-    ValueError
-        The tokens do not divide.
-    """
+    """Return the tokens of one key if each listed block becomes `split` keys; ValueError if they do not divide."""
     if type(split) is not int or split < 1 or block_size % split:
         raise ValueError(f"split must divide the {block_size} tokens of a block, got {split!r}")
     return block_size // split

@@ -1,6 +1,6 @@
-"""What the offline optimum needs: where each block is used next, and the blocks whose next use is nearest.
+"""For the offline optimum: the place of each block's next use, and the blocks whose next use is nearest.
 
-Compiled, since it visits every block of every request of a trace, which may list a billion.
+Compiled: it visits every block of every request of a trace, up to a billion.
 """
 
 cimport cython
@@ -36,21 +36,8 @@ cdef class NextUses:
 
     Find the place of each id's next use, going through a trace from its end to its beginning.
 
-    Parameters
-    ----------
-    part : int
-        Which part of the ids is meant; the places of others are left as they are.
-    num_parts : int
-        Parts that ids fall into by their hash, 1 <= num_parts < 2**16.
-
-    Attributes
-    ----------
-    num_ids : int
-        Different ids so far.
-
-    Notes
-    -----
-    Memory: 32 to 64 bytes for each different id of the part, half as much again while the table grows.
+    Of `num_parts` parts by the hash of the ids, only the ids of `part` are linked. `num_ids` counts different ids so
+    far. Memory: 32 to 64 bytes for each of them, half as much again while the table grows.
     """
     cdef Latest* slots
     cdef int64_t mask
@@ -72,22 +59,10 @@ cdef class NextUses:
         free(self.slots)
 
     def link(self, const int64_t[::1] ids, const int64_t[::1] bounds, int64_t[::1] nexts):
-        """Take some requests that precede those taken before.
+        """Take requests that precede those taken before, and write the next use of each id to `nexts`.
 
-        Parameters
-        ----------
-        ids : memoryview of int64
-            Of the requests, one after the other.
-        bounds : memoryview of int64
-            The place in the trace where each request begins, and where the last one ends.
-        nexts : memoryview of int64
-            Receives for each of the ids the place of the next request's first mention: -1 if there is none, -2 where
-            the same request has named the id before.
-
-        Raises
-        ------
-        ValueError
-            The lengths do not fit.
+        `bounds` holds the place in the trace where each request begins, and the end of the last one. `nexts` receives
+        the place where the next request names the id: -1 without one, -2 if the same request has named it before.
         """
         cdef int64_t request, place, first, begin
         cdef Latest* slot
@@ -150,19 +125,9 @@ cdef class NearestUses:
 
     Keep at most `room` next uses, the nearest ones.
 
-    A use is named by its place in the trace. Places order by request, then by depth, so one number says both what is
-    nearer and what is shallower. A set of bits holds those that are kept, a tree of bits above it finds the farthest.
-
-    Parameters
-    ----------
-    num_places : int
-        Places of the trace, 0 <= num_places < 2**36.
-    room : int
-        Blocks that can be kept, >= 1.
-
-    Notes
-    -----
-    Memory: `num_places` / 8 bytes and a little, whatever the room. About 10 ns a place.
+    A use is a place in the trace. Places order by request, then by depth, so the smaller place is nearer and shallower.
+    A set of bits holds the kept places; a tree of bits above it finds the farthest. Memory is `num_places` / 8 bytes
+    and a little, at any room; about 10 ns a place.
     """
     cdef uint64_t* levels[LEVELS]
     cdef int depth
@@ -193,24 +158,10 @@ cdef class NearestUses:
             free(self.levels[level])
 
     def step(self, const int64_t[::1] nexts, const int64_t[::1] bounds, int64_t[::1] hits, Py_ssize_t parts=1):
-        """Take some requests that follow one another, and count the leading run of hits of each.
+        """Take the next requests, and write the leading run of hits of each to `hits`.
 
-        Parameters
-        ----------
-        nexts : memoryview of int64
-            Of the places from ``bounds[0]`` on: the place of the block's next use, -1 if there is none, -2 where the
-            request has named the block before.
-        bounds : memoryview of int64
-            Where each request begins, and where the last one ends.
-        hits : memoryview of int64
-            Receives the count of each request.
-        parts : int
-            Blocks that one place stands for, >= 1.
-
-        Raises
-        ------
-        ValueError
-            The lengths do not fit, or a place is out of range.
+        `nexts` holds the next use of the places from ``bounds[0]`` on, as `NextUses.link` writes it; `bounds` holds
+        the place where each request begins, and the end of the last one. Each place is `parts` blocks.
         """
         cdef int64_t first, request, place, begin, end, part, after, count
         cdef int64_t num_places = self.num_places
@@ -266,7 +217,7 @@ cdef class NearestUses:
             self.levels[level][place >> 6] = before | (<uint64_t> 1 << (place & 63))
             if level == 0:
                 self.kept += not (before >> (place & 63)) & 1
-            # What is above a word that was not empty is set already.
+            # The bits above a word that was not empty are already set.
             if before:
                 return
             place >>= 6

@@ -1,7 +1,4 @@
-"""One request of a replay, and what every source of requests offers.
-
-Readers, the workload generator and the simulation meet in these words.
-"""
+"""One request of a trace, and the interface of every source of requests."""
 
 from __future__ import annotations
 
@@ -20,35 +17,26 @@ if TYPE_CHECKING:
 
 
 class ReplayError(Exception):
-    """A replay has failed; nothing that it counted is worth keeping."""
+    """A replay has failed; its counts are invalid."""
 
 
 class DataMismatchError(ReplayError):
-    """A block came back with other bytes than were stored."""
+    """A loaded block has other bytes than were stored."""
 
 
 class TransferFailedError(ReplayError):
-    """A handler reported that it could not move blocks."""
+    """A handler could not move blocks."""
 
 
 class TraceError(ValueError):
-    """A trace cannot be read; the message says which file, which line and what stands there."""
+    """A trace cannot be read; the message holds the file, the line and the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, as a trace lists it.
+    """One request: prefix-chained ids of its blocks (int64), tokens of prompt and answer, and arrival.
 
-    Parameters
-    ----------
-    hash_ids : numpy.ndarray
-        Prefix-chained ids of the prompt's blocks, head to tail; int64, shape (n,).
-    input_length : int
-        Tokens of the prompt.
-    output_length : int
-        Tokens of the answer; 0 where the trace does not say.
-    arrival_s : float
-        Seconds since the trace began.
+    `output_length` is 0 if the trace does not list it; `arrival_s` counts from the beginning of the trace.
     """
 
     hash_ids: Int64Array
@@ -58,11 +46,11 @@ class Request:
 
 
 class Closable(ABC):
-    """What a `with` statement closes."""
+    """An object that a `with` statement closes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close what is open."""
+        """Close all files."""
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +60,7 @@ class Closable(ABC):
 
 
 class RequestSource(Protocol):
-    """Requests in order of arrival, with the number of tokens that one of their ids stands for."""
+    """Requests in order of arrival, with the number of tokens of a listed block."""
 
     @property
     def block_size(self) -> int:
@@ -83,20 +71,10 @@ class RequestSource(Protocol):
 
 
 class TraceFile(Closable):
-    """Requests that are read from a file or folder, once: a context manager and an iterator.
+    """Requests that are read once from a file or folder: a context manager and an iterator.
 
-    Attributes
-    ----------
-    name : str
-        The path's name, for a title.
-    format : str
-        The format in use.
-    block_size : int
-        Tokens that one id stands for.
-    num_skipped : int
-        Bad lines or sessions that were passed over so far.
-    size_bytes : int
-        Of all files as they lie on disk, at least 1; a pipe's is not known.
+    `num_skipped` counts bad lines or sessions so far; `size_bytes` is the size of all files, at least 1, unknown for a
+    pipe.
     """
 
     path: Path
@@ -109,7 +87,7 @@ class TraceFile(Closable):
     @property
     @abstractmethod
     def position_bytes(self) -> int:
-        """How much of `size_bytes` has been read; 0 where the file is a pipe."""
+        """Bytes of `size_bytes` read so far; 0 for a pipe."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Request]:

@@ -1,9 +1,9 @@
 """Read recorded sessions of agents, and merge them into the traffic of some users.
 
 A file holds one session as JSON: ``block_size``, ``requests`` with ``t`` (seconds since the session began), ``in``,
-``out`` and ``hash_ids``; a request of a sub-agent holds ``requests`` of its own. Ids are the session's own
-(``hash_id_scope: "local"``) but for the system prompt and the tools, which sessions of the same lengths share.
-Only the sessions under way are held in memory.
+``out`` and ``hash_ids``; a request of a sub-agent holds ``requests`` of its own. Ids belong to the session
+(``hash_id_scope: "local"``) except those of the system prompt and the tools, which sessions of the same lengths share.
+Only sessions under way are in memory.
 """
 
 from __future__ import annotations
@@ -44,28 +44,15 @@ class _Session(NamedTuple):
 
 
 class _BadSession(ValueError):
-    """A session is not of the expected form."""
+    """A session has an invalid form."""
 
 
 class SessionTrace(TraceFile):
-    """The requests of recorded sessions, as of so many users who each begin the next one when theirs ends.
+    """The requests of recorded sessions, as of `users` people; each begins the next session after the last.
 
-    Parameters
-    ----------
-    path : path-like
-        A folder of session files (``.json``, ``.jsonl``, also packed with gzip), or one such file. Each line of
-        ``.jsonl`` is a session.
-    users : int
-        Users at once, >= 1. They begin within the first ten minutes.
-    seed : int
-        In which order the files come, and when each user begins.
-    skip_bad : bool
-        Pass over sessions that cannot be read and count them in `num_skipped`, instead of raising.
-
-    Raises
-    ------
-    TraceError
-        There is no session, or (also while iterating) one cannot be read.
+    `path` is a folder of session files (``.json``, ``.jsonl``, also packed with gzip) or one file; each line of
+    ``.jsonl`` is a session. People begin within the first ten minutes; `seed` draws when, and the order of the files.
+    Raise TraceError if no session is found, or, unless `skip_bad`, if one is bad.
     """
 
     format = "sessions"
@@ -94,7 +81,7 @@ class SessionTrace(TraceFile):
             raise TraceError(f"{self.path} holds no session{skipped}")
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the open file."""
         self._sessions.close()
 
     def __iter__(self) -> Iterator[Request]:
@@ -185,12 +172,12 @@ class SessionTrace(TraceFile):
 
 
 def is_session(record: Any) -> bool:
-    """Return whether a decoded line is a session and not a request."""
+    """Return whether a decoded line is a session."""
     return isinstance(record, dict) and isinstance(record.get("requests"), list) and "hash_ids" not in record
 
 
 def holds_sessions(path: Path) -> bool:
-    """Return whether a path names recorded sessions: a folder, or a file whose first document is one."""
+    """Return whether a path holds recorded sessions: a folder, or a file whose first document is one."""
     if path.is_dir():
         return True
     if not path.is_file() or not path.name.endswith(_SUFFIXES):
@@ -213,7 +200,7 @@ def _session_files(path: Path) -> list[Path]:
 
 
 def _documents(path: Path) -> Iterator[tuple[str, bytes | Exception]]:
-    """Yield what each document of a file is called, and its text, or why it cannot be read."""
+    """Yield the name of each document of a file, and its text or the error of reading it."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rb") as file:
@@ -228,7 +215,7 @@ def _documents(path: Path) -> Iterator[tuple[str, bytes | Exception]]:
 
 
 def _flat(requests: list[Any], base_s: float) -> Iterator[dict[str, Any]]:
-    """Yield the requests of a session and of its sub-agents, with the second of the session at which each comes."""
+    """Yield the requests of a session and of its sub-agents, with their times in the session."""
     for request in requests:
         if not isinstance(request, Mapping):
             raise _BadSession("requests must be JSON objects")

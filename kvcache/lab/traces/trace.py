@@ -1,7 +1,6 @@
 """Read request traces: Mooncake and Qwen-Bailian JSONL, plain or compressed, one line at a time.
 
-A trace may be larger than memory, so nothing is held but the line being read; whoever needs all of it asks
-`kvcache.lab.traces.compact.CompactTrace`.
+A trace may be larger than memory; `kvcache.lab.traces.compact.CompactTrace` holds a whole one in files.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SHOWN_CHARS = 60
-# What no prompt and no clock reaches, and what still adds up in 64 bits.
+# Larger than any prompt or clock, and sums fit 64 bits.
 _MAX_TOKENS = 1 << 40
 _MAX_TIME = 10**18
 _SIZES = [1 << power for power in range(2, 14)]
 
 
 class _BadRecord(ValueError):
-    """One line is not a request of the expected format."""
+    """A line is not a request of its format."""
 
 
 def _read_mooncake(record: dict[str, Any], block_size: int) -> Request:
@@ -73,22 +72,11 @@ def open_trace(
 
 
 class Trace(TraceFile):
-    """The requests of a trace file, in file order.
+    """The requests of a trace file, in file order; the first good line settles the format.
 
-    Parameters
-    ----------
-    path : path-like
-        The file; plain, gzip or zstd, told apart by its first bytes. ``-`` is standard input.
-    block_size : int, optional
-        Tokens of a listed block; None: 512 for Mooncake, 16 for Qwen-Bailian. Lines whose ids and tokens do not agree
-        with it are bad.
-    skip_bad : bool
-        Pass over lines that are no request and count them in `num_skipped`, instead of raising.
-
-    Raises
-    ------
-    TraceError
-        The file cannot be opened, holds no request, or (also while iterating) a line is bad.
+    The file is plain, gzip or zstd, detected by its first bytes; ``-`` is standard input. `block_size` are the tokens
+    of a listed block, by default 512 for Mooncake and 16 for Qwen-Bailian. A line whose ids and tokens do not agree
+    with it is bad. Bad lines raise TraceError, or are counted in `num_skipped` if `skip_bad`.
     """
 
     def __init__(self, path: str | os.PathLike[str], block_size: int | None = None, skip_bad: bool = False) -> None:
@@ -181,12 +169,12 @@ def _unpacked(raw: io.BufferedReader) -> BinaryIO:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """The content of zstd frames; unlike zstandard's own reader it raises EOFError where the last one is cut short."""
+    """The content of zstd frames; raises EOFError if the last frame is cut, unlike zstandard's own reader."""
 
     def __init__(self, packed: BinaryIO, library: Any) -> None:
         super().__init__()
         self._packed = packed
-        # 2 GiB windows: what `zstd --long=31` writes.
+        # `zstd --long=31` writes windows of 2 GiB.
         self._unpacker = library.ZstdDecompressor(max_window_size=1 << 31)
         self._broken = library.ZstdError
         self._frame: Any = None
@@ -245,7 +233,7 @@ def _ids(record: dict[str, Any]) -> Int64Array:
 
 
 def _check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
-    """Raise unless `num_ids` blocks are those of so many tokens, with the partial last block or without it."""
+    """Raise unless `num_ids` blocks have so many tokens, with the partial last block or without it."""
     num_full, rest = divmod(num_tokens, block_size)
     if num_ids - num_full in (0, rest > 0):
         return
