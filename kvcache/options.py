@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from fractions import Fraction
 from functools import partial
@@ -204,56 +204,6 @@ def count_from(least: int) -> Parser:
 
     parse.__name__ = "parse_count"
     return parse
-
-
-class OptionTable:
-    """The options that one component reads, and how each is parsed."""
-
-    def __init__(self, parsers: Mapping[str, Parser]) -> None:
-        self.parsers = dict(parsers)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parsers)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.parsers
-
-    def __or__(self, other: OptionTable) -> OptionTable:
-        return OptionTable(self.parsers | other.parsers)
-
-    def read(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of `given` that this table knows, parsed; None counts as left out.
-
-        Parameters
-        ----------
-        where : str
-            What `given` is, for errors: ``"extra_config"``.
-        given : mapping
-            As the user wrote it; keys that are not in the table are passed over.
-
-        Raises
-        ------
-        ValueError
-            A value is bad; the message names the key, `where` and the value.
-        """
-        names = [name for name in self.parsers if given.get(name) is not None]
-        parsed = run_all(partial(self.parsers[name], f"{name} in {where}", given[name]) for name in names)
-        return dict(zip(names, parsed, strict=True))
-
-    def read_all(self, where: str, given: Mapping[str, Any], required: Collection[str] = ()) -> dict[str, Any]:
-        """Return the options of `given`, parsed, where all of them are in this table; None counts as left out.
-
-        Raises
-        ------
-        ValueError
-            A key is unknown or missing, or a value bad; the message names the key and `where`.
-        """
-        if unknown := name_unknown(given, self.parsers):
-            raise ValueError(f"unknown options of {where}: {unknown}; known ones: {', '.join(self.parsers)}")
-        for name in required:
-            if given.get(name) is None:
-                raise ValueError(f"{where} needs {name!r}, got {without_secrets(given)!r}")
-        return self.read(where, given)
 
 
 def option(parse: Parser, default: Any = MISSING, *, when: str, advanced: bool = False) -> Any:

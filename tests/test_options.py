@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 
 from kvcache.options import (
-    OptionTable,
+    OptionError,
+    Options,
     check_int,
     check_seconds,
     check_share,
     choice_of,
     count_from,
     name_unknown,
+    option,
     parse_count,
     parse_duration,
     parse_flag,
@@ -127,13 +130,45 @@ def test_constructors_take_no_text() -> None:
             check("name", value)
 
 
-def test_a_table_reads_what_it_knows_and_names_where_it_stood() -> None:
-    table = OptionTable({"memory": parse_size}) | OptionTable({"deadline_s": parse_duration})
-    given = {"memory": "1k", "deadline_s": None, "colour": "red"}
-    assert table.read("extra_config", given) == {"memory": 1024}
-    with pytest.raises(ValueError, match=r"^deadline_s in extra_config must be .*, got 'soon'"):
-        table.read("extra_config", {"deadline_s": "soon"})
-    assert list(table) == ["memory", "deadline_s"]
+@dataclass(frozen=True)
+class Example(Options):
+    where: ClassVar[str] = "an example"
+
+    memory: int = option(parse_size, when="always")
+    deadline_s: float = option(parse_duration, 5.0, when="answers are late")
+    num_threads: int = option(parse_count, 2, when="one is not enough", advanced=True)
+
+
+def test_options_take_parses_declared_keys_and_ignores_others() -> None:
+    given = {"memory": "1k", "deadline_s": None, "colour": "red", "advanced": {"num_threads": 3, "x": 1}}
+    assert Example.take(given) == Example(1024, 5.0, 3)
+    assert Example.rest(given) == {"colour": "red", "advanced": {"x": 1}}
+    assert Example.keys() == {"memory", "deadline_s", "advanced"}
+    assert Example(1).arguments("memory") == {"deadline_s": 5.0, "num_threads": 2}
+
+
+def test_options_read_reports_every_fault_at_once() -> None:
+    given = {"deadline_s": "soon", "memroy": 1, "num_threads": 3, "advanced": {"deadline_s": 1, "y": 1}}
+    with pytest.raises(OptionError) as caught:
+        Example.read(given)
+    expected = (
+        "an example needs 'memory', got ",
+        "deadline_s in an example must be written beside 'advanced', got 1",
+        "num_threads in an example must be written inside 'advanced', got 3",
+        "unknown options of an example: memroy (did you mean 'memory'?), y; known ones: memory",
+    )
+    for problem, start in zip(caught.value.problems, expected, strict=True):
+        assert problem.startswith(start)
+    with pytest.raises(ValueError, match="advanced in an example must be a dict of options, got 5"):
+        Example.read({"memory": 1, "advanced": 5})
+
+
+def test_options_as_markdown_lists_value_default_and_reason() -> None:
+    assert Example.as_markdown().splitlines()[2:] == [
+        "| `memory` | size | required | always |",
+        "| `deadline_s` | duration | `5.0` | answers are late |",
+        "| `advanced.num_threads` | count | `2` | one is not enough |",
+    ]
 
 
 def test_unknown_keys_are_named_with_what_they_resemble() -> None:

@@ -145,9 +145,7 @@ def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
         status = path.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             mode = oct(status.st_mode & 0o777)
-            yield Finding(
-                "warning", subject, f"{path}, owner {status.st_uid}, mode {mode}: other users may read it"
-            )
+            yield Finding("warning", subject, f"{path}, owner {status.st_uid}, mode {mode}: other users may read it")
         used_bytes = sum(entry.stat().st_blocks * 512 for entry in path.iterdir() if entry.is_file())
         yield Finding("ok", subject, f"{path} exists and takes {format_size(used_bytes)} on disk")
     elif path.exists():

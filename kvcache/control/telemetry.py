@@ -18,7 +18,7 @@ from kvcache.control.call_times import CallTimes
 from kvcache.control.pool import BlockPool
 from kvcache.events import JobLog
 from kvcache.metrics import Labels, Part, Sample, samples_of
-from kvcache.options import OptionTable, check_int
+from kvcache.options import Options, check_int
 from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
@@ -192,22 +192,26 @@ class Exporter(ABC):
 
     Attributes
     ----------
+    options_type : type of Options or None
+        Of the class: the options that `from_config` reads.
     needs_events : bool
         Of the class: whether the manager is to keep events, which this takes.
     """
 
     needs_events: ClassVar[bool] = False
+    options_type: ClassVar[type[Options] | None] = None
 
     @classmethod
-    @abstractmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check `options` as `from_config` does, without opening anything.
+        """Check `options` as `from_config` does, without opening anything; by default with `options_type`.
 
         Raises
         ------
         ValueError
-            An option is missing, unknown or bad.
+            An option is missing, unknown or invalid.
         """
+        if cls.options_type is not None:
+            cls.options_type.read(options)
 
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
@@ -265,11 +269,11 @@ class Command(ABC):
 
     Attributes
     ----------
-    options : OptionTable
-        What `run` is given; anything else is refused.
+    options : type of Options
+        The options of `run`; others are refused.
     """
 
-    options: ClassVar[OptionTable] = OptionTable({})
+    options: ClassVar[type[Options]] = Options
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.telemetry = telemetry

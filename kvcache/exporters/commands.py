@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.control.telemetry import Command
 from kvcache.metrics import HistogramData
-from kvcache.options import OptionTable, name_unknown, parse_text
+from kvcache.options import Options, option, parse_text
 
 
 def run_command(command: Command, given: Mapping[str, Any]) -> Any:
@@ -20,9 +20,8 @@ def run_command(command: Command, given: Mapping[str, Any]) -> Any:
     ValueError, OSError
         An option is unknown or bad, or the request cannot be answered.
     """
-    if unknown := name_unknown(given, set(command.options)):
-        raise ValueError(f"unknown options: {unknown}")
-    return command.run(**command.options.read("the request", given))
+    found = command.options.read(given, "the request").arguments()
+    return command.run(**{name: value for name, value in found.items() if value is not None})
 
 
 class StatusCommand(Command):
@@ -54,10 +53,17 @@ class SamplesCommand(Command):
         }
 
 
+@dataclass(frozen=True)
+class WhatIfOptions(Options):
+    """The options of a `WhatIfCommand`."""
+
+    policies: str | None = option(parse_text, None, when="only these policies are to be estimated, with commas")
+
+
 class WhatIfCommand(Command):
     """The estimated hit ratios of other policies and capacities."""
 
-    options = OptionTable({"policies": parse_text})
+    options = WhatIfOptions
 
     def run(self, **options: Any) -> Any:
         """Return `WhatIf.as_dict` of the manager, for `policies`, a list with commas."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 try:
     from opentelemetry import trace
@@ -19,7 +19,7 @@ from kvcache.background import Background
 from kvcache.control.telemetry import JobTracer
 from kvcache.events import FinishedJob, JobLog
 from kvcache.metrics import Part, counter
-from kvcache.options import name_unknown
+from kvcache.options import Options
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from kvcache.control.telemetry import Telemetry
 
 _INTERVAL_S = 0.25
+
+
+@dataclass(frozen=True)
+class SpanOptions(Options):
+    """A `SpanExporter` has no options."""
+
+    where: ClassVar[str] = "exporter 'otel'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +76,7 @@ class SpanExporter(JobTracer):
         telemetry.sources.append(self._parts)
         self._thread = Background.every(_INTERVAL_S, "otel", self._flush)
 
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        if unknown := name_unknown(options, ()):
-            raise ValueError(f"unknown options of exporter 'otel': {unknown}")
+    options_type = SpanOptions
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> SpanExporter:

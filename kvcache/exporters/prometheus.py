@@ -14,8 +14,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from socketserver import TCPServer, ThreadingMixIn
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 try:
@@ -27,7 +28,7 @@ except ImportError as error:
 
 from kvcache.control.telemetry import Exporter
 from kvcache.metrics import HistogramData, Sample
-from kvcache.options import OptionTable, count_from, parse_text
+from kvcache.options import Options, check_int, option, parse_count, parse_text
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -43,8 +44,21 @@ REQUEST_S = 15.0
 """How long one request may take."""
 MAX_CLIENTS = 32
 """Open connections. A new one beyond them closes the oldest one."""
-_OPTIONS = OptionTable({"host": parse_text, "port": count_from(0)})
 _CLOSE_S = 2.0
+
+
+def _parse_port(name: str, value: object) -> int:
+    return check_int(name, parse_count(name, value, 0), 0, (1 << 16) - 1)
+
+
+@dataclass(frozen=True)
+class PrometheusOptions(Options):
+    """The options of a `PrometheusExporter`."""
+
+    where: ClassVar[str] = "exporter 'prometheus'"
+
+    port: int = option(_parse_port, DEFAULT_PORT, when="the port is in use; 0: any free port")
+    host: str = option(parse_text, "127.0.0.1", when="Prometheus runs on another machine; there is no authentication")
 
 
 class TelemetryCollector(Collector):
@@ -121,8 +135,7 @@ class PrometheusExporter(Exporter):
     """
 
     def __init__(self, telemetry: Telemetry, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> None:
-        if type(port) is not int or not 0 <= port < 1 << 16:
-            raise ValueError(f"port must be an int in 0..65535, got {port!r}")
+        check_int("port", port, 0, (1 << 16) - 1)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(TelemetryCollector(telemetry))
         _check_free(host, port)
@@ -139,29 +152,23 @@ class PrometheusExporter(Exporter):
         self._is_closed = False
         _EXPORTERS.add(self)
 
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        port = _OPTIONS.read_all("exporter 'prometheus'", options).get("port", 0)
-        if port >= 1 << 16:
-            raise ValueError(f"port in exporter 'prometheus' must be < 65536, got {port}")
+    options_type = PrometheusOptions
 
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        found = _OPTIONS.read("exporter 'prometheus'", options)
+        found = PrometheusOptions.read(options)
         try:
-            _check_free(found.get("host", "127.0.0.1"), found.get("port", DEFAULT_PORT))
+            _check_free(found.host, found.port)
         except OSError as error:
             return str(error)
         return ""
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> PrometheusExporter:
-        cls.check_options(options)
-        found = _OPTIONS.read("exporter 'prometheus'", options)
-        port = found.pop("port", DEFAULT_PORT)
+        found = PrometheusOptions.read(options)
         rank = telemetry.labels.get("rank", "0")
         # Data-parallel ranks of one configuration follow one another.
-        return cls(telemetry, port + int(rank) if port and rank.isdigit() else port, **found)
+        return cls(telemetry, found.port + int(rank) if found.port and rank.isdigit() else found.port, found.host)
 
     @property
     def address(self) -> str:

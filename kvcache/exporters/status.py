@@ -24,12 +24,12 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.control.telemetry import Command, Exporter
 from kvcache.exporters.commands import run_command
 from kvcache.metrics import Part, counter
-from kvcache.options import OptionTable, parse_text
+from kvcache.options import Options, option, parse_text
 from kvcache.registry import COMMANDS
 from kvcache.transfer.shared_file import private_folder
 
@@ -46,7 +46,15 @@ _CLOSE_S = 2.0
 _LOCK_S = 5.0
 _MAX_PATH_BYTES = 107  # sun_path, without its closing zero
 _PEER = struct.Struct("3i")
-_OPTIONS = OptionTable({"path": parse_text})
+
+
+@dataclass(frozen=True)
+class StatusOptions(Options):
+    """The options of a `StatusServer`."""
+
+    where: ClassVar[str] = "exporter 'status'"
+
+    path: str | None = option(parse_text, None, when="the socket must lie in a known place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +187,11 @@ class StatusServer(Exporter):
         self._thread.start()
         _SERVERS.add(self)
 
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        _OPTIONS.read_all("exporter 'status'", options)
+    options_type = StatusOptions
 
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        path = _OPTIONS.read("exporter 'status'", options).get("path")
+        path = StatusOptions.read(options).path
         if path is None or not Path(path).exists():
             return ""
         try:
@@ -196,7 +202,7 @@ class StatusServer(Exporter):
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> StatusServer:
-        return cls(telemetry, **_OPTIONS.read_all("exporter 'status'", options))
+        return cls(telemetry, StatusOptions.read(options).path)
 
     @property
     def address(self) -> str:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.control.telemetry import Command
-from kvcache.options import OptionTable, choice_of, parse_size, parse_text
+from kvcache.options import Options, choice_of, option, parse_size, parse_text
 from kvcache.recorder.recorder import DEFAULT_MAX_BYTES, Recorder
+
+
+@dataclass(frozen=True)
+class RecordOptions(Options):
+    """The options of a `RecordCommand`."""
+
+    action: str = option(choice_of("start", "stop", "stats"), "stats", when="a recording is to start or stop")
+    file: str | None = option(parse_text, None, when="always to start: the recording's file")
+    max_bytes: int = option(parse_size, DEFAULT_MAX_BYTES, when="all files of the recording must take less disk")
+    salt: str | None = option(parse_text, None, when="recordings of several engines must hash a key alike")
 
 
 class RecordCommand(Command):
     """Begin or end a recording of the manager's calls, or return what was recorded so far."""
 
-    options = OptionTable(
-        {
-            "action": choice_of("start", "stop", "stats"),
-            "file": parse_text,
-            "max_bytes": parse_size,
-            "salt": parse_text,
-        }
-    )
+    options = RecordOptions
 
     def run(self, **options: Any) -> Any:
         """Return ``{"file", "num_records", "num_lost", ...}``, or ``{"file": None}`` where nothing is recorded."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import os
 import shutil
 import socket
@@ -177,3 +179,30 @@ def test_exporters_that_cannot_be_opened_are_warned_of(tmp_path: Path) -> None:
     assert [level for level, _ in found] == ["warning", "warning", "ok"]
     assert f"127.0.0.1:{port} cannot be opened" in found[0][1]
     assert "is no socket" in found[1][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "constructor"),
+    [
+        ("kvcache.tiers.disk.tier:DiskOptions", "kvcache.tiers.disk.tier:DiskTier"),
+        ("kvcache.tiers.memory:MemoryOptions", "kvcache.tiers.memory:MemoryTier"),
+        ("kvcache.tiers.valkey:ValkeyOptions", "kvcache.tiers.valkey:ValkeyTier"),
+        ("kvcache.tiers.mooncake:MooncakeOptions", "kvcache.tiers.mooncake:MooncakeTier"),
+        (
+            "kvcache.exporters.kv_events.exporter:KVEventOptions",
+            "kvcache.exporters.kv_events.publisher:KVEventPublisher",
+        ),
+        ("kvcache.exporters.prometheus:PrometheusOptions", "kvcache.exporters.prometheus:PrometheusExporter"),
+        ("kvcache.assembly.assemble:OffloadSettings", "kvcache.control.cpu:CPUOffloadingManager"),
+    ],
+)
+def test_options_defaults_are_those_of_the_constructor(options, constructor):
+    table, made = (
+        getattr(importlib.import_module(module), name) for module, name in (options.split(":"), constructor.split(":"))
+    )
+    defaults = {name: one.default for name, one in inspect.signature(made).parameters.items()}
+    declared = {name: one.default for name, one in table.declared().items() if name in defaults}
+    expected = {name: defaults[name] for name in declared}
+    required = {name for name, default in declared.items() if default is dataclasses.MISSING}
+    assert all(expected.pop(name) is inspect.Parameter.empty for name in required)
+    assert {name: default for name, default in declared.items() if name not in required} == expected

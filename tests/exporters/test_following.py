@@ -260,7 +260,9 @@ def opened(exporters, rank="0", **options):
 
 
 def test_a_configuration_opens_a_publisher_that_follows_the_manager():
-    manager = opened([{"type": "kv_events", "endpoint": ANY_PORT, "replay_endpoint": ANY_PORT, "digest_every": 1}], "3")
+    manager = opened(
+        [{"type": "kv_events", "endpoint": ANY_PORT, "replay_endpoint": ANY_PORT, "advanced": {"digest_every": 1}}], "3"
+    )
     (exporter,) = manager.telemetry.exporters
     assert exporter.address == f"{exporter.publisher.endpoint} (replays at {exporter.publisher.replay_endpoint})"
     store(manager, KEYS[:3])
@@ -294,7 +296,7 @@ def test_wrong_configurations_of_a_publisher_are_named():
     with pytest.raises(ValueError, match="unknown options of exporter 'kv_events': port; known"):
         opened([{"type": "kv_events", "port": 5}])
     with pytest.raises(ValueError, match=r"buffer_batches in exporter 'kv_events'.*0"):
-        opened([{"type": "kv_events", "buffer_batches": 0}])
+        opened([{"type": "kv_events", "advanced": {"buffer_batches": 0}}])
     with pytest.raises(ValueError, match="takes the manager's events; remove the exporter KVEventExporter"):
         opened([{"type": "kv_events", "endpoint": ANY_PORT}], enable_events=True)
 

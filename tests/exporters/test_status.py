@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvcache import CPUOffloadingManager
 from kvcache.control.telemetry import Command, Telemetry
 from kvcache.exporters import status as status_module
 from kvcache.exporters.status import StatusServer, ask, live_sockets
-from kvcache.options import OptionTable, parse_count
+from kvcache.options import Options, option, parse_count
 from kvcache.registry import COMMANDS
 
 
@@ -125,7 +126,7 @@ def test_who_only_looks_for_a_server_is_not_counted(server: StatusServer) -> Non
         (b'{"command": 7}\n', "must be an object with a command"),
         (b'{"command": "stat"}\n', "unknown command 'stat', known ones: status"),
         (b'{"command": "os:system"}\n', "unknown command 'os:system'"),
-        (b'{"command": "status", "what_iff": 1}\n', "unknown options: what_iff"),
+        (b'{"command": "status", "what_iff": 1}\n', "unknown options of the request: what_iff"),
         (b'{"command": "what_if", "policies": 7}\n', "policies in the request must be a str"),
         (b"x" * 5_000_000, "at most 65536 bytes"),
     ],
@@ -366,10 +367,15 @@ def test_default_folder_lists_who_answers(
     assert live_sockets() == []
 
 
+@dataclass(frozen=True)
+class CountingOptions(Options):
+    n: int = option(parse_count, when="always")
+
+
 class Counting(Command):
     """A command of a third party."""
 
-    options = OptionTable({"n": parse_count})
+    options = CountingOptions
     closed = 0
 
     def run(self, **options: Any) -> Any:

@@ -6,26 +6,32 @@ import errno
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.control.telemetry import Exporter
 from kvcache.exporters.kv_events.publisher import KVEventPublisher
 from kvcache.metrics import Part, counter, gauge
-from kvcache.options import OptionTable, count_from, parse_text
+from kvcache.options import Options, count_from, option, parse_count, parse_text
 
 if TYPE_CHECKING:
     from kvcache.control.telemetry import Telemetry
 
-_WHERE = "exporter 'kv_events'"
-_OPTIONS = OptionTable(
-    {
-        "endpoint": parse_text,
-        "replay_endpoint": parse_text,
-        "topic": parse_text,
-        "buffer_batches": count_from(1),
-        "digest_every": count_from(0),
-    }
-)
+
+@dataclass(frozen=True)
+class KVEventOptions(Options):
+    """The options of a `KVEventExporter`."""
+
+    where: ClassVar[str] = "exporter 'kv_events'"
+
+    endpoint: str = option(parse_text, "tcp://127.0.0.1:5557", when="routers subscribe to another address or port")
+    replay_endpoint: str | None = option(parse_text, None, when="routers are to ask for snapshots and missed messages")
+    topic: str = option(parse_text, "kv-events", when="routers subscribe to another topic")
+    buffer_batches: int = option(
+        parse_count, 10_000, when="routers are away for longer, and must not need a snapshot", advanced=True
+    )
+    digest_every: int = option(
+        count_from(0), 64, when="a router must notice sooner that its view is wrong; 0: no digests", advanced=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,7 @@ class KVEventExporter(Exporter):
     """
 
     needs_events = True
+    options_type = KVEventOptions
 
     def __init__(self, telemetry: Telemetry, **options: Any) -> None:
         label = telemetry.labels.get("rank", "0")
@@ -92,20 +99,16 @@ class KVEventExporter(Exporter):
         telemetry.sources.append(self._parts)
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        _OPTIONS.read_all(_WHERE, options)
-
-    @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
         try:
-            KVEventPublisher(**_OPTIONS.read(_WHERE, options)).close()
+            KVEventPublisher(**KVEventOptions.read(options).arguments()).close()
         except ValueError as error:
             return str(error)
         return ""
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> KVEventExporter:
-        return cls(telemetry, **_OPTIONS.read_all(_WHERE, options))
+        return cls(telemetry, **KVEventOptions.read(options).arguments())
 
     @property
     def address(self) -> str:
