@@ -40,7 +40,7 @@ _MAX_BATCH_KEYS = 1024
 _MAX_PIECE_BYTES = 1 << 22
 _EVENT_COST = 8  # of an event without keys, in keys
 _MAX_KEPT_BYTES = 1 << 28
-_SNAPSHOT_KEYS = 4096  # of one message
+_SNAPSHOT_KEYS = 4096  # of one message; copying and encoding them takes some 1 ms
 _MAX_OWED = 64  # replies that are sent at the same time
 _MAX_REQUESTS = 256  # answered between two looks
 _MAX_REPLIES = 256  # messages to one client between two looks
@@ -289,11 +289,15 @@ class PublishingThread(threading.Thread):
         """Yield the messages of a reply: topic, number, payload."""
         if request in (SNAPSHOT_REQUEST, DIGEST_REQUEST):
             seq, end = self.num_batches, self._digest(self.num_batches)
-            held = [*self._view.hashes()] if request == SNAPSHOT_REQUEST else []
-            for medium, group_idx, hashes in held:
-                for start in range(0, len(hashes), _SNAPSHOT_KEYS):
-                    event = _stored(hashes[start : start + _SNAPSHOT_KEYS], medium, group_idx, self._block_size)
-                    yield self._topic, seq.to_bytes(8, "big"), self._encoder.encode(self._batch([event]))
+            parts = []
+            if request == SNAPSHOT_REQUEST:
+                # Events wait until the copy is whole; only this thread changes the view.
+                for part in self._view.parts(_SNAPSHOT_KEYS):
+                    parts.append(part)
+                    time.sleep(_PAUSE_S)
+            for medium, group_idx, hashes in parts:
+                event = _stored(hashes, medium, group_idx, self._block_size)
+                yield self._topic, seq.to_bytes(8, "big"), self._encoder.encode(self._batch([event]))
             yield b"", END_OF_REPLAY, end
             return
         seq = int.from_bytes(request, "big")

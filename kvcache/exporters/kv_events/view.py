@@ -6,7 +6,7 @@ Publisher and subscribers keep one each: two short digests show whether they are
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -78,11 +78,16 @@ class BlockView:
                 removed = not isinstance(event, BlockStored)
                 self._change(event.medium or "", event.block_hashes, event.group_idx or 0, removed)
 
-    def hashes(self) -> Iterator[tuple[str, int, list[bytes]]]:
-        """Yield a copy of the block hashes of each medium and group."""
+    def parts(self, num_hashes: int) -> Iterator[tuple[str, int, list[bytes]]]:
+        """Yield medium, group index and at most `num_hashes` block hashes, until all blocks were yielded.
+
+        The view must not change meanwhile.
+        """
         for medium, held in self._held.items():
             for group_idx, hashes in held.groups.items():
-                yield medium, group_idx, [*hashes]
+                left = iter(hashes)
+                while part := [*islice(left, num_hashes)]:
+                    yield medium, group_idx, part
 
     def _change(self, medium: str, hashes: list[bytes], group_idx: int, removed: bool) -> None:
         _check_group(group_idx)
