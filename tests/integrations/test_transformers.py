@@ -106,7 +106,7 @@ def test_ten_turns_give_the_tokens_of_the_model_alone(kind):
         assert torch.equal(cached(cache, ids), expected)
         assert cache.stats().loaded_tokens == loaded, turn
         # The last token of a turn was never fed to the model, so it has no keys and values yet.
-        # Of a hit, the last block is computed again.
+        # The last block of a hit is computed again.
         loaded += (expected.shape[1] - 1) // 16 * 16 - 16
         ids = torch.cat([expected, prompt_of(5 + turn, seed=turn)], dim=1)
     assert_idle(cache)

@@ -1,4 +1,4 @@
-"""What is checked while vLLM parses its command line, without vLLM."""
+"""The check of options while vLLM parses its command line, without vLLM."""
 
 from __future__ import annotations
 

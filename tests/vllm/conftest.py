@@ -99,7 +99,7 @@ class Engine:
         return [list(output.outputs[0].token_ids) for output in self.generate(prompts)]
 
     def drop_device_cache(self, host_too: bool = False) -> None:
-        """Make the engine forget its own prefix cache, and the host's if told."""
+        """Drop the engine's own prefix cache, and the host's blocks with `host_too`."""
         assert self.llm.reset_prefix_cache(reset_connector=host_too)
 
     @property

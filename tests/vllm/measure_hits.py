@@ -2,8 +2,8 @@
 
 ``python tests/vllm/measure_hits.py TRACE --policy lru,amq --blocks 1000,3000`` serves the trace as token streams
 through vLLM's scheduler, its connector and our adapter, without a model: at its own times, several requests at once,
-prompts computed in chunks. The device keeps no prefixes of its own, so that what is loaded is what the replay calls a
-hit. A listed block is 16 tokens here, and a step of 0.1 s computes 16 blocks.
+prompts computed in chunks. The device keeps no prefixes, so the loaded blocks are the replay's hits. A listed
+block is 16 tokens here, and a step of 0.1 s computes 16 blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Serve random batches of prompts until somebody kills this process; print what each prompt gave.
+"""Serve random batches of prompts until this process is killed; print the answer to each prompt.
 
 Tests call `serve`, which runs ``python serve_until_killed.py SETTINGS``: a JSON object with the model, the prompts, a
 seed, the engine's options and the extra config.
@@ -57,7 +57,7 @@ def main() -> None:
         for i, output in zip(chosen, outputs, strict=True):
             answer = {"prompt": i, "tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
             print("ANSWER" + json.dumps(answer), flush=True)
-        # What comes next shall come from host memory or the disk.
+        # The next prompts must load from host memory or the disk.
         llm.reset_prefix_cache()
 
 

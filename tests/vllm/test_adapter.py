@@ -49,7 +49,7 @@ def request(manager: KVCacheOffloadingManager, req_id: str, keys: list[bytes], p
 
 
 def serve(manager: KVCacheOffloadingManager, req_id: str, keys: list[bytes]) -> list[bytes]:
-    """Store what a request computed, end it, and return what was evicted for it."""
+    """Store the blocks of a request, end it, and return the evicted keys."""
     context = request(manager, req_id, keys)
     output = manager.prepare_store(keys, context)
     assert output is not None
@@ -118,7 +118,7 @@ def test_use_counts_although_touch_is_never_called() -> None:
 
 
 def store(manager: KVCacheOffloadingManager, keys: list[bytes], context: EngineContext) -> list[bytes]:
-    """Store what a running request computed, and return what was evicted for it."""
+    """Store the blocks of a running request, and return the evicted keys."""
     output = manager.prepare_store(keys, context)
     assert output is not None
     manager.complete_store(set(output.keys_to_store), context)
@@ -349,7 +349,7 @@ def test_questions_asked_again_are_not_counted_again() -> None:
 
 
 class OneResult:
-    """Transfers that end as told."""
+    """Transfers that end with the given result."""
 
     def __init__(self, result: TransferResult | Exception | bool) -> None:
         self.result = result

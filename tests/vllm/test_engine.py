@@ -27,7 +27,7 @@ def fresh(engine: Any) -> Any:
 
 
 class TestOneEngine:
-    """What one engine shows; a process holds one engine at a time."""
+    """Tests that share one engine; a process holds one at a time."""
 
     def test_blocks_come_back_and_the_tokens_are_the_same(
         self, fresh: Any, prompts: Any, crowd: Any, expected: Any

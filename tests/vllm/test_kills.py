@@ -40,7 +40,7 @@ def test_engines_killed_in_mid_traffic_leave_no_wrong_block(
         answers = serve({**settings, "seed": seed}, dice.randrange(12, 30), dice.uniform(0, 0.5))
         for answer in answers:
             assert answer["tokens"] == right[answer["prompt"]], (seed, answer)
-        # The crowd shares nothing: what an engine's first answer did not compute was written by engines before it.
+        # The prompts share no blocks, so an earlier engine wrote every block loaded for a first answer.
         first = {answer["prompt"]: answer["cached"] for answer in reversed(answers)}
         first_cached.append(sum(first.get(i, 0) for i in range(len(crowd))))
     assert sum(first_cached[1:]) > 0, first_cached

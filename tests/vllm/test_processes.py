@@ -60,7 +60,7 @@ def test_tokens_are_the_same_with_multiprocessing(models: Any, prompts: Any, exp
 def test_blocks_of_two_ranks_come_back_from_disk_also_in_the_next_process(
     models: Any, crowd: Any, expected: Any, tmp_path: Path
 ) -> None:
-    # A disk that others keep busy is slow, not dead: whoever loses a job here shall wait for it, and be seen.
+    # A busy disk is slow, not dead: with this deadline a lost job makes the test wait and fail.
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "64MiB", "deadline_s": 60}
     extra_config = {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "cache_policy": "lru"}
     extra_config |= {"tiers": [tier], "lookup_deadline_s": 60}

@@ -19,7 +19,7 @@ from kvcache.recorder.ops import Op
 
 @pytest.fixture
 def replay(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """A function that runs `kvcache rerun`, or another command, and returns what it prints."""
+    """A function that runs `kvcache rerun`, or another command, and returns its output."""
 
     def run(*arguments: str, command: str = "rerun") -> str:
         capfd.readouterr()

@@ -66,7 +66,7 @@ def is_idle(engine: ModelFreeEngine) -> bool:
 @pytest.mark.parametrize("policy", POLICIES.names())
 @pytest.mark.parametrize("windows", [FULL, HYBRID], ids=["full", "hybrid"])
 def test_every_block_is_what_was_stored_under_pressure(make: Any, policy: str, windows: Any) -> None:
-    # The device holds two or three requests, the host a fifth of what is asked for.
+    # The device holds two or three requests, the host a fifth of all blocks.
     engine = make(64, 40, step_tokens=96, transfer_steps=2, windows=windows, cache_policy=policy, max_model_len=1024)
     engine.serve(storm(1), max_tokens=20)
     stats = engine.stats

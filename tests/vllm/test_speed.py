@@ -10,7 +10,7 @@ from kvcache.specs import TransferResult
 
 
 class TorchLoop:
-    """What a worker would be without us: one torch copy for each layer of each block."""
+    """The plain alternative to our worker: one torch copy for each layer of each block."""
 
     def __init__(self, worker: Any) -> None:
         geometry = worker.kv_caches

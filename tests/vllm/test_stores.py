@@ -1,4 +1,4 @@
-"""A store that engines share: what one engine computed is a hit for the next one, and the tokens are the same."""
+"""A store that engines share: blocks of one engine are hits for the next one, with the same tokens."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ RANK_BYTES = 4096
 
 
 def engine_config(extra_config: dict[str, Any], enable_events: bool) -> Any:
-    """What is read of the engine's `OffloadingConfig`, for one group on one rank."""
+    """The fields of `OffloadingConfig` that the adapter reads, for one group on one rank."""
     return SimpleNamespace(
         engine_id="engine",
         extra_config=extra_config,
@@ -80,7 +80,7 @@ def request(adapter: TieredKVCacheOffloadingManager, req_id: str) -> EngineConte
 
 
 def serve(adapter: TieredKVCacheOffloadingManager, req_id: str, keys: list[bytes]) -> None:
-    """Store what a request computed, wait until the tier has it, and end the request."""
+    """Store the blocks of a request, wait until the tier has them, and end the request."""
     context = request(adapter, req_id)
     adapter.complete_store(set(adapter.prepare_store(keys, context).keys_to_store), context)
     assert adapter._tiered.settle()
@@ -107,7 +107,7 @@ def test_blocks_that_came_from_disk_are_reported_as_such(make: Any) -> None:
     assert [adapter.lookup(key, context) for key in keys] == [LookupResult.HIT] * 2
     adapter.prepare_load(keys, context)
     assert [adapter.get_load_source(key, context) for key in keys] == [CacheHitSource.HOST, CacheHitSource.DISK]
-    # Whoever asks later finds it in host memory.
+    # A later request finds it in host memory.
     assert adapter.get_load_source(b"a1", request(adapter, "later")) is CacheHitSource.HOST
     adapter.complete_load(set(keys), context)
 

@@ -1,4 +1,4 @@
-"""A disk tier below the engine's host blocks: what left host memory comes back from disk, after a restart as well."""
+"""A disk tier below the engine's host blocks: evicted blocks are loaded from disk, also after a restart."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_blocks_come_back_from_disk_and_after_a_restart(
         assert (stats.promoted_blocks, stats.dropped_blocks, stats.failed_jobs) == (140, 0, 0)
         assert engine.stats.loaded_blocks == 140
         assert engine.metric("vllm:kvcache_tier_promoted_blocks") == 140
-        # All at once: where loads leave no room in host memory, blocks are computed again, and nobody waits for ever.
+        # All at once: if loads fill host memory, blocks are computed again, and no request waits forever.
         engine.drop_device_cache()
         assert engine.answers(crowd) == expected(crowd)
         assert engine.metric("vllm:kvcache_tier_unavailable") == 0
