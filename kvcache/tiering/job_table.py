@@ -111,6 +111,7 @@ class Move:
         self.batch = batch
         self.keys = batch.keys
         self.outcomes: list[BlockOutcome] = []
+        self.is_all_done = False
         self.error = ""
         self.end_s = 0.0
         self._move = move
@@ -127,12 +128,18 @@ class Move:
         """Move the blocks."""
         if self.claim():
             try:
-                self.outcomes = checked_outcomes(self._move(self.batch), self.batch)
+                outcomes = self._move(self.batch)
             finally:
                 self.end_s = time.monotonic()
+            if outcomes is None:
+                self.is_all_done = True
+            else:
+                self.outcomes = checked_outcomes(outcomes, self.batch)
 
     def keys_with(self, outcome: BlockOutcome) -> list[bytes]:
         """Return the keys of the blocks with this outcome; none if the batch failed as a whole."""
+        if self.is_all_done:
+            return self.keys if outcome == BlockOutcome.DONE else []
         if self.error:
             return []
         return [key for key, one in zip(self.keys, self.outcomes, strict=True) if one == outcome]

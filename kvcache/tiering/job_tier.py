@@ -489,8 +489,8 @@ class JobTier(Tier):
 
     def _end_store(self, move: Move) -> None:
         keys, batch = move.keys, move.batch
-        done = move.keys_with(BlockOutcome.DONE)
-        there = done + move.keys_with(BlockOutcome.HELD)
+        done, held = move.keys_with(BlockOutcome.DONE), move.keys_with(BlockOutcome.HELD)
+        there = done + held if held else done
         if self._index is not None:
             self._index.end_store(keys, there)
         elif batch.generation == self.generation:

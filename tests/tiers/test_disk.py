@@ -280,9 +280,9 @@ def test_folder_of_something_else_is_refused(bench, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "fault"),
     [
-        ("epoch", "x", "epoch must be an int from 1 to 4294967295, got 'x'"),
-        ("epoch", 0, "epoch must be an int from 1 to 4294967295, got 0"),
-        ("epoch", 1 << 32, "epoch must be an int from 1 to 4294967295, got 4294967296"),
+        ("epoch", "x", "epoch must be an int in 1..4294967295, got 'x'"),
+        ("epoch", 0, "epoch must be an int in 1..4294967295, got 0"),
+        ("epoch", 1 << 32, "epoch must be an int in 1..4294967295, got 4294967296"),
         ("num_slots", 0, "num_slots must be an int >= 1, got 0"),
         ("resizing", "no", "resizing must be true or false, got 'no'"),
     ],
