@@ -1,7 +1,7 @@
-"""Handlers: each runs an engine's copies of one direction.
+"""The interface of handlers: each one runs an engine's copies of one direction.
 
-A handler checks a job in the call that submits it; from then on nothing raises in the engine's thread, and
-`get_finished` reports how the job ended.
+A handler checks a job in the call that submits it. Later errors do not raise in the engine's thread; `get_finished`
+reports them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcache.specs import (
 )
 
 TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
-"""Where the blocks of a job come from, and where they go."""
+"""Source and destination of a job's blocks."""
 
 
 class OffloadingHandler(ABC):
@@ -30,14 +30,14 @@ class OffloadingHandler(ABC):
         Parameters
         ----------
         job_id : int
-            Names the job until `get_finished` has returned it; not in use by another one.
+            Identifies the job until `get_finished` has returned it.
         spec : tuple of (LoadStoreSpec, LoadStoreSpec)
             Source and destination; may be reused as soon as the call returns.
 
         Returns
         -------
         bool
-            True: `get_finished` will return the job. False: the handler takes no more jobs.
+            True: `get_finished` will return the job. False: the handler refuses the job.
 
         Raises
         ------
@@ -51,23 +51,23 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Return once the jobs `job_ids` have ended; unknown ids and ended jobs are passed over.
+        """Return once the jobs `job_ids` have ended; unknown and ended ones are ignored.
 
         `get_finished` still returns them.
         """
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: B027
-        """Take no more jobs, and return when nothing is in flight; does nothing by default.
+        """Refuse further jobs, and return when none is in flight; does nothing by default.
 
         Parameters
         ----------
         wait : bool
-            Whether jobs in flight run to their end; otherwise they are abandoned, and end as failed.
+            Whether jobs in flight run to their end; otherwise they are reported as failed.
         """
 
 
 def check_job_id(job_id: int, in_flight: Container[int]) -> None:
-    """Raise ValueError if a job cannot be named so."""
+    """Raise ValueError if `job_id` is not an int64 or is in flight."""
     if type(job_id) is not int or not -(1 << 63) <= job_id < 1 << 63:
         raise ValueError(f"job_id must be an int64, got {job_id!r}")
     if job_id in in_flight:
@@ -75,7 +75,7 @@ def check_job_id(job_id: int, in_flight: Container[int]) -> None:
 
 
 def checked_pair(spec: TransferSpec) -> TransferSpec:
-    """Return the two sides of a job, or raise ValueError if it has not two."""
+    """Return the two sides of a job, or raise ValueError if it is not a pair of specs."""
     if not isinstance(spec, tuple) or [isinstance(side, LoadStoreSpec) for side in spec] != [True, True]:
         raise ValueError(f"a transfer is a tuple of two LoadStoreSpecs, source and destination, got {spec!r}")
     return spec
@@ -83,7 +83,7 @@ def checked_pair(spec: TransferSpec) -> TransferSpec:
 
 def checked_specs(spec: TransferSpec, to_host: bool) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
     """Return the device's and the host's side of a job, or raise ValueError if they are not these two."""
-    # First what nearly every job is: asking an abstract class is dear.
+    # The common case first: isinstance of an abstract class is slow.
     if isinstance(spec, tuple) and len(spec) == 2:
         device, host = spec if to_host else spec[::-1]
         if isinstance(device, GPULoadStoreSpec) and isinstance(host, CPULoadStoreSpec):

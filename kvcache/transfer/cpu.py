@@ -1,4 +1,4 @@
-"""The handler for tensors in host memory: the compiled queue behind an engine's interface."""
+"""The handler for tensors in host memory, over the compiled copy queue."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvcache.transfer.geometry import KVGeometry
 
 
 class CPUCopyHandler(OffloadingHandler):
-    """Copies between an engine's tensors in host memory and the pool, by threads that need no interpreter.
+    """Copies between an engine's tensors in host memory and the pool, in threads that do not need the GIL.
 
     Parameters
     ----------
     geometry : KVGeometry
-        The tensors, the pool, and where the bytes of a block lie in both.
+        The tensors, the pool, and the layout of a block in both.
     to_host : bool
         Whether blocks go to the pool (a store) or come from it (a load).
     num_threads : int, optional
-        At most so many copy threads; None: by the CPUs, at most 4, and fewer for small jobs.
+        Maximum number of copy threads; None: one per CPU, at most 4, and fewer for small jobs.
     inline_bytes : int
-        A job of at most so many bytes runs at once, in the caller's thread, if nothing else is in flight: handing it
-        over would take longer. -1: none does.
+        A job of at most this size runs in the caller's thread if no other is in flight, because passing it to a
+        thread takes longer. -1: never.
 
     Notes
     -----
@@ -69,7 +69,7 @@ class CPUCopyHandler(OffloadingHandler):
         if not finished:
             return []
         kind = ("GPU", "CPU") if self._to_host else ("CPU", "GPU")
-        # With the lock the places of these jobs are noted: whoever submits holds it until then.
+        # The submitting thread holds the lock until it has noted the place of its job.
         with self._lock:
             for job_id, *_ in finished:
                 del self._places[job_id]

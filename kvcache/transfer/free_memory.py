@@ -1,6 +1,6 @@
-"""How much host memory is left: of the machine, and of the cgroups that this process is in.
+"""Returns the host memory left on the machine and in the cgroups of this process.
 
-A pool that does not fit is an error that can be read, not a process that is killed an hour later.
+A pool that does not fit is a clear error at the start. Without it, the kernel would kill the process later.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def memory_left() -> tuple[int, str] | None:
-    """Return the bytes that this process may still take, and what limits them; None where the system does not say."""
+    """Return the bytes that this process may still allocate, and the name of the limit; None if both are unknown."""
     limits = [limit for limit in (_machine_memory(Path("/")), _cgroup_memory(Path("/"))) if limit is not None]
     return min(((max(left, 0), source) for left, source in limits), default=None)
 
 
 def check_memory(num_bytes: int) -> None:
-    """Raise ValueError if so much memory is not left; it names what is, and where the limit comes from."""
+    """Raise ValueError with the memory left and the name of the limit if `num_bytes` do not fit."""
     found = memory_left()
     if found is not None and num_bytes > found[0]:
         left, source = found
@@ -26,7 +26,7 @@ def check_memory(num_bytes: int) -> None:
 
 
 def _gib(num_bytes: int) -> str:
-    tenths = num_bytes * 10 >> 30  # a size may be beyond what a float holds
+    tenths = num_bytes * 10 >> 30  # a size may exceed the range of a float
     return f"{tenths // 10}.{tenths % 10}"
 
 
@@ -36,7 +36,7 @@ def _machine_memory(root: Path) -> tuple[int, str] | None:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024, "the machine (MemAvailable)"
     except (OSError, ValueError, IndexError):
-        pass  # a sandbox shows what it likes
+        pass  # a sandbox may show another format
     return None
 
 
@@ -61,7 +61,7 @@ def _cgroup_memory(root: Path) -> tuple[int, str] | None:
 
 
 def _limits(mount: Path, group: str, limit_name: str, usage_name: str, *reclaimable: str) -> list[tuple[int, str]]:
-    # A container may see its own group at the mount's root, so every level that is visible counts.
+    # A container may see its own group at the root of the mount, so every visible level counts.
     path = Path(group.lstrip("/"))
     found = []
     for level in (path, *path.parents):
@@ -71,7 +71,7 @@ def _limits(mount: Path, group: str, limit_name: str, usage_name: str, *reclaima
             usage = int((directory / usage_name).read_text())
             stat = (directory / "memory.stat").read_text().split()
             if limit != "max":
-                # The page cache gives way before the limit is reached.
+                # The kernel drops the page cache before it enforces the limit.
                 counters = dict(zip(stat[::2], stat[1::2], strict=True))
                 usage -= sum(int(counters.get(name, 0)) for name in reclaimable)
                 found.append((int(limit) - usage, f"{directory / limit_name} = {limit}"))

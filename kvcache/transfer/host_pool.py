@@ -62,6 +62,8 @@ class HostPool:
         From one block to the next.
     piece_bytes : int
         A copy of a device must not cross a multiple of it: memory is locked in pieces.
+    device : torch.device or None
+        The device for which the pool is pinned.
     pinned_bytes : int
         Bytes that are page-locked.
     pin_failures : int
@@ -79,6 +81,9 @@ class HostPool:
 
     # One call for hundreds of GiB fails, and reports no progress.
     piece_bytes = 16 << 30
+    device: torch.device | None = None
+    pinned_bytes = 0
+    pin_failures = 0
 
     def __init__(
         self,
@@ -104,16 +109,7 @@ class HostPool:
         self.flat = _map(num_bytes)
         self.tensor = self.flat.view(num_blocks, self.stride_bytes)[:, :block_bytes]
         self._touch(min(16, len(os.sched_getaffinity(0))) if num_threads is None else num_threads, progress)
-        self.set_up_pinning(pin, device, progress)
-
-    def set_up_pinning(self, pin: bool | None, device: torch.device | None, progress: Progress | None = None) -> None:
-        """Start unpinned, and pin as the constructor's arguments say; for subclasses with other memory."""
-        self.pinned_bytes = 0
-        self.pin_failures = 0
-        device = pinning.accelerator() if device is None else device
-        self._device = None if device is None or device.type == "cpu" else device
-        if self._device is not None if pin is None else pin:
-            self.pin(progress)
+        pin_at_start(self, pin, device, progress)
 
     def __repr__(self) -> str:
         return f"HostPool(num_blocks={self.num_blocks}, block_bytes={self.block_bytes}, pinned={self.is_pinned})"
@@ -151,7 +147,7 @@ class HostPool:
         """Unlock pinned memory; the memory itself is freed with the last view of it."""
         if self.pinned_bytes:
             for first in range(0, self.pinned_bytes, self.piece_bytes):
-                pinning.unlock(self.address + first, self._device)
+                pinning.unlock(self.address + first, self.device)
             self.pinned_bytes = 0
 
     def __del__(self) -> None:
@@ -180,7 +176,7 @@ class HostPool:
         """
         for first in range(0, self.num_bytes, self.piece_bytes):
             num_bytes = min(self.piece_bytes, self.num_bytes - first)
-            error = pinning.lock(self.address + first, num_bytes, self._device)
+            error = pinning.lock(self.address + first, num_bytes, self.device)
             if error:
                 self.close()
                 self.pin_failures += 1
@@ -194,6 +190,16 @@ class HostPool:
             self.pinned_bytes += num_bytes
             if progress is not None:
                 progress("pin", first + num_bytes, self.num_bytes)
+
+
+def pin_at_start(
+    pool: HostPool, pin: bool | None, device: torch.device | None, progress: Progress | None = None
+) -> None:
+    """Pin a new pool as the arguments of its constructor say."""
+    device = pinning.accelerator() if device is None else device
+    pool.device = None if device is None or device.type == "cpu" else device
+    if pool.device is not None if pin is None else pin:
+        pool.pin(progress)
 
 
 def _map(num_bytes: int) -> torch.Tensor:

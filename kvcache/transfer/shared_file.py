@@ -1,9 +1,8 @@
-"""Host blocks in shared memory, so that a tier's threads and the workers of other processes reach the same bytes.
+"""Host blocks in shared memory: a tier's threads and the workers of other processes reach the same bytes.
 
-Shared memory outlives processes that are killed. So each process that maps a file holds a lock on it, which goes with
-the process, and whoever opens a file removes those of its kind beside it that nobody holds. An owner that ends normally
-removes its own. KV data of prompts lies in these files: only their own user may read them, and nobody else may choose
-what is opened.
+Shared memory outlives killed processes. So each process locks the files that it maps until it ends, and a process that
+opens a file removes the unlocked pool files beside it. An owner that ends normally removes its own file. The files
+contain KV data of prompts, so only their own user can read them or choose their names.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from pathlib import Path
 import numpy as np
 
 PREFIX = "kvcache-pool-"
-"""What the names of files begin with that may be removed when nobody holds them."""
+"""Prefix of the names of files that may be removed when no process locks them."""
 
 _LOCK_TIMEOUT_S = 2.0
 _OWNER_TIMEOUT_S = 0.5
 
 
 def private_folder(parent: Path = Path("/dev/shm")) -> Path:
-    """Return this user's own folder for pool files, made if it is missing.
+    """Return this user's own folder for pool files; create it if it is missing.
 
     Raises
     ------
     ValueError
-        It is another user's, or others may read or write it, or it is no folder.
+        It belongs to another user, is open to others, or is not a folder.
     """
     folder = parent / f"kvcache-{os.geteuid()}"
     try:
@@ -51,17 +50,17 @@ def private_folder(parent: Path = Path("/dev/shm")) -> Path:
 
 
 class SharedBlocks:
-    """Host blocks in shared memory, under a path that scheduler and workers know.
+    """Host blocks in shared memory, in a file whose path the scheduler and the workers share.
 
     Parameters
     ----------
     path : Path
-        The file; made if it is missing. A missing folder is not made.
+        The file; created if it is missing. A missing folder is not created.
     num_blocks, block_bytes : int
         Its shape.
     is_owner : bool
-        Whether to keep others from owning the same file, and to remove it at `close`, or when this process ends. A
-        child that it forks neither owns the file nor removes it.
+        Whether to be the only owner of the file, and to remove it at `close` or when this process ends. A forked child
+        neither owns nor removes it.
 
     Attributes
     ----------
@@ -71,15 +70,15 @@ class SharedBlocks:
     Raises
     ------
     ValueError
-        The file cannot be made, is no regular file, is another user's, is open to others, has another size, is locked,
-        or is owned by another process.
+        The file cannot be created, is not a regular file, belongs to another user, is open to others, has another
+        size, is locked, or is owned by another process.
 
     Notes
     -----
-    A lock of the open file (OFD) says that somebody maps it, and lasts as long as the mapping. Who removes a file holds
-    that lock alone, and has checked under it that the name still stands for this file; who opens one checks the same
-    once it has its lock. So no file that is held loses its name to anybody but its owner. An advisory lock (``flock``)
-    of a second open file says who owns it.
+    A process that maps the file has a shared lock of its open file (OFD), which lasts as long as the mapping. A process
+    that removes or opens a file first takes the lock (to remove it, the exclusive one), and then checks that the name
+    still refers to this file. So only its owner can remove a file in use. An advisory lock (``flock``) of a second
+    open file marks the owner.
     """
 
     def __init__(self, path: Path, num_blocks: int, block_bytes: int, is_owner: bool) -> None:
@@ -91,7 +90,7 @@ class SharedBlocks:
         _remove_orphans(path)
         self._fd = _open_and_hold(path)
         try:
-            # Opened anew: a lock goes with its open file, and a child that is forked keeps the one that is mapped.
+            # A second open file: locks belong to open files, and a forked child keeps the mapped one.
             self._owner_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
             if is_owner and not _try_for(_OWNER_TIMEOUT_S, lambda: _flock(self._owner_fd, fcntl.LOCK_EX)):
                 raise ValueError(f"shared pool {path} belongs to another engine; give this one a pool_path of its own")
@@ -99,7 +98,7 @@ class SharedBlocks:
             if length not in (0, num_bytes):
                 raise ValueError(f"shared pool {path} must have {num_bytes} bytes, it has {length}")
             os.ftruncate(self._fd, num_bytes)
-            # Space is taken now: a page that cannot be had later would end the process.
+            # Allocate now: a page that is missing later would kill the process.
             os.posix_fallocate(self._fd, 0, num_bytes)
             self.mapping = mmap.mmap(self._fd, num_bytes)
         except BaseException as error:
@@ -115,7 +114,7 @@ class SharedBlocks:
         _OPEN.add(self)
 
     def has_owner(self) -> bool:
-        """Return whether anybody owns the file that is mapped here."""
+        """Return whether a process owns the mapped file."""
         if self._is_owner:
             return True
         if not _flock(self._owner_fd, fcntl.LOCK_SH):
@@ -124,12 +123,12 @@ class SharedBlocks:
         return False
 
     def unlink(self) -> None:
-        """Take the file's name away, where this process owns it; who maps it keeps it, and nobody else finds it."""
+        """Unlink the file if this process owns it; existing mappings stay valid."""
         if self._remove is not None:
             self._remove()
 
     def close(self) -> None:
-        """Give the file back; the memory goes with the last view of it."""
+        """Close the file; the memory is freed with its last view."""
         self.unlink()
         self._close_files()
 
@@ -150,7 +149,7 @@ _OPEN: weakref.WeakSet[SharedBlocks] = weakref.WeakSet()
 
 
 def _disown_all() -> None:
-    # A child would keep the ownership when its parent is gone.
+    # A child would keep the ownership after its parent has ended.
     for blocks in list(_OPEN):
         blocks._disown()
 
@@ -159,7 +158,7 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _open_and_hold(path: Path) -> int:
-    """Open or make a file and hold it; the hold lasts as long as the descriptor, or a mapping made from it."""
+    """Open or create a file and lock it; the lock lasts as long as the descriptor, or a mapping made from it."""
     while True:
         fd = _open(path)
         try:
@@ -170,12 +169,12 @@ def _open_and_hold(path: Path) -> int:
         except BaseException:
             os.close(fd)
             raise
-        # It was removed as an orphan in between.
+        # Another process removed it as an orphan in between.
         os.close(fd)
 
 
 def _open(path: Path) -> int:
-    """Make a file, or open one that is there: a regular one, this user's alone, and not by way of a link."""
+    """Create a file, or open an existing one if it is regular, private to this user and not a link."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         try:
@@ -235,12 +234,12 @@ def _remove_orphans(path: Path) -> None:
         if other == path:
             continue
         with contextlib.suppress(OSError):
-            # A FIFO or a device must not hold this up.
+            # Opening a FIFO or a device must not block.
             fd = os.open(other, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 found = os.fstat(fd)
                 is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-                # The name is looked at under the lock: it may stand for a new file since this one was opened.
+                # Checked under the lock: the name may refer to a new file by now.
                 if is_ours and _lock_whole(fd, fcntl.F_WRLCK) and _is_at(other, found):
                     other.unlink()
             finally:
@@ -248,7 +247,7 @@ def _remove_orphans(path: Path) -> None:
 
 
 def _try_for(seconds: float, attempt: Callable[[], bool]) -> bool:
-    """Return whether an attempt succeeds within a time: a lock may be held for a moment by whoever tests it."""
+    """Return whether an attempt succeeds within `seconds`: a process that tests a lock holds it for a moment."""
     end = time.monotonic() + seconds
     while not attempt():
         if time.monotonic() > end:
@@ -266,14 +265,14 @@ def _flock(fd: int, kind: int) -> bool:
 
 
 def _lock_whole(fd: int, kind: int) -> bool:
-    # struct flock; the lock belongs to the open file, not to the process: several in one process are several.
+    # struct flock. The lock belongs to the open file, so one process can have several.
     whole = struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        # Where such locks are not known (gVisor), no orphan is found either.
+        # A system without such locks (gVisor) removes no orphans.
         if error.errno != errno.EINVAL or kind == fcntl.F_WRLCK:
             raise
     return True

@@ -106,7 +106,7 @@ class StagedCopyHandler(OffloadingHandler):
 
     Notes
     -----
-    A job waits for all work on the engine's current stream at submission: a store reads what was computed, and a load
+    A job waits for all work on the engine's current stream at submission: a store reads finished results, and a load
     does not overwrite blocks that are still read. After `get_finished` has returned a load, work on any stream sees
     its bytes. Until a job has ended, the engine must not write blocks that a store reads, nor read blocks that a load
     writes. Every method may be called in any thread.
@@ -230,7 +230,7 @@ class StagedCopyHandler(OffloadingHandler):
 
     def _end_of(self, job: _Job) -> torch.Event:
         if job.end is None:
-            # Submission failed half-way: what it had queued still runs.
+            # The submission failed half-way; its queued copies still run.
             job.end = self._stream.record_event(timing=True)
         return job.end
 
@@ -308,7 +308,7 @@ def _seconds(job: _Job) -> float:
     try:
         return job.start.elapsed_time(job.end) * 1e-3
     except Exception:
-        # A platform may have no timing; the copy has ended all the same.
+        # A platform may have no timing. The copy has ended anyway.
         return 0.0
 
 

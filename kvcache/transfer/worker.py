@@ -1,6 +1,6 @@
 """Routes each job to the handler of its two media.
 
-An engine's worker then knows job ids and specs only, whatever media are configured, and no handler's fault reaches it.
+An engine's worker only needs job ids and specs, and no fault of a handler reaches it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Tally:
-    """What was copied in one direction."""
+    """Statistics of one direction."""
 
     jobs: int = 0
     failed_jobs: int = 0
@@ -45,14 +45,14 @@ class OffloadingWorker:
     Attributes
     ----------
     job_log : JobLog or None
-        Where copies that have ended are noted.
+        Records ended copies.
     closers : list of callable
-        Called by `shutdown` when all else is done, and then forgotten; append to it.
+        `shutdown` calls and removes them at its end; append to it.
 
     Notes
     -----
-    A handler that raises is logged, and costs neither the engine's thread nor another handler's job anything. Its own
-    jobs stay in flight until it reports them: their memory may still be in use.
+    The exception of a handler is logged; it affects neither the engine's thread nor the jobs of other handlers. Its own
+    jobs stay in flight until it reports them, because their memory may still be in use.
     """
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ class OffloadingWorker:
     def register_handler(
         self, src_type: type[LoadStoreSpec], dst_type: type[LoadStoreSpec], handler: OffloadingHandler
     ) -> None:
-        """Give the jobs from one medium to another to a handler.
+        """Register the handler of the jobs from one medium to another.
 
         Parameters
         ----------
         src_type, dst_type : type
-            The specs' classes, whose `medium` counts.
+            The specs' classes, with the two media.
         handler : OffloadingHandler
-            Takes these jobs from now on; shut down with the worker.
+            Shut down with the worker.
 
         Raises
         ------
@@ -104,7 +104,7 @@ class OffloadingWorker:
         except ValueError:
             raise
         except Exception:
-            # A third party's handler must not end the engine: the job that it could not start has failed.
+            # A fault of a third party's handler must not end the engine: the job has failed.
             _log.exception("transfer %s -> %s of job %s could not be started", *kind, job_id)
             failed = TransferResult(job_id, False, 0, 0.0, kind)
             self._finished.append(failed)
@@ -112,7 +112,7 @@ class OffloadingWorker:
             return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, those of one direction in the order of submission."""
+        """Return the jobs that ended since the last call; those of one direction in the order of submission."""
         for handler in self._unique():
             try:
                 for result in handler.get_finished():
@@ -120,7 +120,7 @@ class OffloadingWorker:
                     self._count(result)
                 self._failing.discard(id(handler))
             except Exception:
-                # An engine asks at every step: only the first of a row is logged.
+                # An engine polls at every step: log only the first error of a series.
                 if id(handler) not in self._failing:
                     self._failing.add(id(handler))
                     _log.exception("%s did not return its finished jobs", type(handler).__name__)
@@ -151,7 +151,7 @@ class OffloadingWorker:
                 _log.exception("%r failed", close)
 
     def parts(self) -> list[Part]:
-        """Return what was copied, by direction; callable in any thread, and a source of `Telemetry`."""
+        """Return the statistics by direction; a source of `Telemetry`, callable in any thread."""
         return [
             Part("transfer", tally.stats(), (("source", source), ("destination", destination)))
             for (source, destination), tally in list(self._tallies.items())
