@@ -27,8 +27,8 @@ Options = TypeVar("Options")
 
 TEST_BLOCK_BYTES = "64KiB"
 """Bytes of a block of test data if the user names no size."""
-_MOST_BLOCKS = 1 << 30  # what a table's rows can number
-# Where nobody bounds it, a simulation takes so much of the memory that is free.
+_MOST_BLOCKS = 1 << 30  # the most rows that a block table can number
+# Without a limit, a simulation uses this share of the free memory.
 _MEMORY_SHARE = 0.8
 _REFRESH_S = 0.25
 _WIDE = 200

@@ -1,4 +1,4 @@
-"""The option that names a model: what a token's KV weighs, and how long computing it takes."""
+"""The option that names a model: the size of a token's KV, and the time to compute it."""
 
 from __future__ import annotations
 

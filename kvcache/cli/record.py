@@ -47,7 +47,7 @@ def stop(socket: SocketOption = None, json: common.JsonOption = None) -> None:
 
 
 def show(socket: SocketOption = None, json: common.JsonOption = None) -> None:
-    """Show what is being recorded."""
+    """Show the state of the recording."""
     _ask(socket, json, action="stats")
 
 

@@ -1,4 +1,4 @@
-"""`kvcache status`: what a running engine's cache holds and has done, from its status socket."""
+"""`kvcache status`: the counters and gauges of a running engine, from its status socket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def status(
     socket: SocketOption = None,
     json: common.JsonOption = None,
 ) -> None:
-    """Show what a running engine's cache holds and has done."""
+    """Show the counters and gauges of a running engine."""
     from kvcache.exporters.status import ask
 
     common.check_writable("--json", json)
@@ -57,7 +57,7 @@ def _show(path: Path, found: Any, json_target: str | None) -> None:
 
 
 def _rows(path: Path, found: Any) -> tuple[list[str], list[list[str]]]:
-    """Return what is shown of an answer: lines about the engine, and component, name and value of each figure."""
+    """Return lines about the engine, and the component, name and value of each figure of an answer."""
     from kvcache.options import format_size
 
     try:

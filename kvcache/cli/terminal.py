@@ -1,6 +1,6 @@
 """Text of others on the user's terminal.
 
-A server may answer anything, and a terminal obeys what it is sent.
+A server may send any text, and a terminal obeys control characters in it.
 """
 
 

@@ -29,7 +29,7 @@ def build_app() -> typer.Typer:
 
 
 def inspect(path: PathArgument, json: common.JsonOption = None) -> None:
-    """Show what a tier holds: its size, its blocks, how often they were used, whose they are."""
+    """Show the size of a disk tier, its blocks, their uses, and their model."""
     from kvcache.tiers.disk.maintenance import inspect_tier
 
     common.check_writable("--json", json)

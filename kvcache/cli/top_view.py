@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def view(address: str, history: History, what_if: WhatIf | None, fault: str = "") -> RenderableType:
-    """Return what is shown: 20 lines of at most 80 columns for an engine with one tier, the least urgent last."""
+    """Return a screen: 20 lines of at most 80 columns for an engine with one tier, the least urgent last."""
     from rich.console import Group
     from rich.text import Text
 
