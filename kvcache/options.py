@@ -340,7 +340,7 @@ def name_unknown(given: Iterable[str], known: Collection[str]) -> str:
     return ", ".join(named)
 
 
-_SECRET = re.compile(r"password|passwd|secret|token|credential|api_?key", re.IGNORECASE)
+_SECRET = re.compile(r"password|passwd|secret|salt|token|credential|api_?key", re.IGNORECASE)
 _USER_IN_URL = re.compile(r"(?<=//)[^/@\s]*@")
 
 
