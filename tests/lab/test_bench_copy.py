@@ -9,6 +9,7 @@ pytest.importorskip("typer")
 from kvcache.lab.bench.copy import CopyBench
 
 
+@pytest.mark.slow
 def test_every_way_is_measured_in_both_directions_and_layouts(run, tmp_path):
     plot = tmp_path / "ratios.png"
     options = ("--sizes", "4KiB,16KiB", "--blocks", "20", "--repeats", "1", "--json", "-", "--plot", str(plot))

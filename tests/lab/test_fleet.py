@@ -130,7 +130,7 @@ def test_fleet_is_what_plain_python_says(
     kind: str, router: str, num_engines: int, num_blocks: int, store_blocks: int, token_s: float, policy: str
 ) -> None:
     plan = FleetPlan(num_engines, router, num_blocks, store_blocks, policy, token_s=token_s, block_load_s=1e-3)
-    scaled = ScaledTrace(traffic(kind, 60), 3, seed=5)
+    scaled = ScaledTrace(traffic(kind, 60 if kind == "chats" else 25), 3, seed=5)
     fleet = PlainFleet(plan)
     for at_s, ids, input_length in scaled:
         fleet.serve(at_s, ids.tolist(), input_length)
@@ -153,6 +153,7 @@ def test_fleet_is_what_plain_python_says(
     assert 0 < result.local_blocks < result.blocks
 
 
+@pytest.mark.slow
 def test_one_engine_hits_what_a_replay_hits(shared: Path) -> None:
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         scaled = ScaledTrace(CompactTrace.of(trace, trace.block_size))
@@ -163,6 +164,7 @@ def test_one_engine_hits_what_a_replay_hits(shared: Path) -> None:
     assert abs(stored.local_blocks + stored.store_blocks - 104_924) < 10
 
 
+@pytest.mark.slow
 def test_a_store_for_all_makes_routers_alike_and_prefix_routing_spares_its_traffic(shared: Path) -> None:
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         scaled = ScaledTrace(CompactTrace.of(islice(trace, 3000), trace.block_size))

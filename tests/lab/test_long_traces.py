@@ -141,6 +141,7 @@ def test_cell_that_does_not_fit_into_the_memory_is_refused() -> None:
         list(run_grid(trace, Grid(["lru"], [10_000_000]), num_processes=1, max_memory_bytes=50 << 20))
 
 
+@pytest.mark.slow
 def test_cells_run_as_many_at_once_as_memory_allows() -> None:
     workload = ChatWorkload(num_requests=60)
     trace = CompactTrace.of(workload, workload.block_size)
@@ -153,6 +154,7 @@ def test_cells_run_as_many_at_once_as_memory_allows() -> None:
     }
 
 
+@pytest.mark.slow
 def test_sample_is_near_the_whole(shared: Path, tmp_path: Path) -> None:
     grid = Grid(["lru", "min"], [10_000], plan=Plan(num_shards=8))
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:

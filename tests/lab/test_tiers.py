@@ -82,6 +82,7 @@ def test_simulation_hits_what_real_tiers_hit(
         assert simulated == real
 
 
+@pytest.mark.slow
 def test_tier_below_a_small_memory_hits_what_a_large_memory_hits(shared: Path) -> None:
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         compact = CompactTrace.of(trace, trace.block_size)
