@@ -231,7 +231,7 @@ class HintReader:
         if not isinstance(params, dict) or "kvcache" not in params:
             return None
         try:
-            return _parse_hint(params["kvcache"])
+            return parse_hint(params["kvcache"])
         except ValueError as error:
             if self.num_ignored == 0:
                 _logger.warning("ignoring a retention hint: %s", error)
@@ -239,7 +239,7 @@ class HintReader:
             return None
 
 
-def _parse_hint(hint: object) -> Retention:
+def parse_hint(hint: object) -> Retention:
     """Return a client's hint; ValueError names the first invalid field."""
     if type(hint) is not dict:
         raise ValueError(f"it must be a dict, got {_shown(hint)}")

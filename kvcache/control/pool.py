@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
-from kvcache.core.cache import BlockCache
 from kvcache.core.event_log import EventLog
 from kvcache.core.request_keys import RequestKeys
 from kvcache.core.reuse_filter import ReuseFilter
@@ -145,7 +144,6 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             "backend": backend,
         }
         self._cache = self._make_cache(cache_policy, backend)
-        self._ops: BlockCacheOps = self._cache  # what is called: the cache, or a recorder around it
         self._admission: AdmissionRule | None = None
         if store_threshold > 1:
             self._admission = ReuseFilter(store_threshold, max_tracker_size)
@@ -156,7 +154,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         self._ended = object()  # what the keys of a request that has ended are kept under, in the request
         self._hints = HintReader()
         self._max_raised = int(retention_share * num_blocks)
-        self._clock = clock
+        self.clock = clock
         self._start_s = 0.0
         self._now_s: float | None = None
         self._reads_clock: bool = getattr(self._cache.current_policy(), "reads_clock", False)
@@ -269,33 +267,6 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         options["cache_policy"] = POLICIES.path_of(options["cache_policy"])
         return options
 
-    def wrap_clock(self, wrap: Callable[[Callable[[], float]], Callable[[], float]]) -> None:
-        """Put what `wrap` makes of the clock in its place.
-
-        Parameters
-        ----------
-        wrap : callable
-            Called with the clock; returns one.
-        """
-        self._clock = wrap(self._clock)
-
-    def wrap_cache(self, wrap: Callable[[BlockCache], Any] | None) -> bool:
-        """Call what `wrap` makes of the cache in the cache's place from now on; None: the cache itself again.
-
-        Returns
-        -------
-        bool
-            Whether that is so: only a compiled cache can be wrapped.
-
-        Notes
-        -----
-        Gauges and what changes nothing are asked of the cache as before.
-        """
-        if not isinstance(self._cache, BlockCache):
-            return False
-        self._ops = self._cache if wrap is None else wrap(self._cache)
-        return True
-
     def stats(self) -> ManagerStats:
         """Return counters since start and gauges now."""
         return ManagerStats(**{metric.name: getattr(self, metric.name) for metric in MANAGER_METRICS})
@@ -336,42 +307,31 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
                 self._start_clock()
             request_keys = self._cache.open_request(priority, hint.ttl_ns, hint.next_use, num_keys)
         # Another thread, or a finalizer, may have been first.
-        request_keys = req_context.request_keys.setdefault(self, request_keys)
-        ops: Any = self._ops
-        if ops is not self._cache:
-            ops.introduce(req_context, request_keys)
-        return request_keys
+        return req_context.request_keys.setdefault(self, request_keys)
 
     def _start_clock(self) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         if not math.isfinite(now_s):
             raise ValueError(f"the clock must give finite seconds, got {now_s!r}")
         self._start_s = self._now_s = now_s
         self._keeps_time = True
 
     def _advance(self) -> None:
-        try:
-            if self._now_s is None:
-                self._start_clock()
-                now_s = self._start_s
+        if self._now_s is None:
+            self._start_clock()
+            now_s = self._start_s
+        else:
+            before_s = self._now_s
+            now_s = self.clock()
+            if not now_s >= before_s:
+                if self._reads_clock:
+                    return  # to such a policy, time stands still meanwhile
+                raise ValueError(f"the clock went back from {before_s} to {now_s} s")
+            if now_s > self._now_s:
+                self._now_s = now_s
             else:
-                before_s = self._now_s
-                now_s = self._clock()
-                if not now_s >= before_s:
-                    if self._reads_clock:
-                        return  # to such a policy, time stands still meanwhile
-                    raise ValueError(f"the clock went back from {before_s} to {now_s} s")
-                if now_s > self._now_s:
-                    self._now_s = now_s
-                else:
-                    now_s = self._now_s  # another thread may have read it later, and got here first
-            self._cache.advance(now_s - self._start_s, self._max_raised)
-        except ValueError:
-            # The call ends before the cache is asked, and what the clock answered belongs to no other call.
-            ops: Any = self._ops
-            if ops is not self._cache:
-                ops.refuse()
-            raise
+                now_s = self._now_s  # another thread may have read it later, and got here first
+        self._cache.advance(now_s - self._start_s, self._max_raised)
 
     def reorder(self, req_context: ReqContext) -> None:
         """Order the keys that a running request used: its head is evicted after its tail. No use is counted.
@@ -380,7 +340,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         """
         request_keys = self._request_keys_of(req_context)
         if request_keys is not None:
-            self._ops.reorder(request_keys, req_context.positions)
+            self._cache.reorder(request_keys, req_context.positions)
 
     def end_request(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
         """Order all keys that a request has used, and forget the request.
@@ -398,25 +358,14 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             request_keys = self._open(req_context)
             request_keys_by_pool.pop(self, None)
         if request_keys is not None:
-            self._ops.end_request(request_keys, req_context.positions, use_positions)
+            self._cache.end_request(request_keys, req_context.positions, use_positions)
             if request_keys.num_seen:
                 request_keys_by_pool[self._ended] = request_keys
             if self.observer is not None:
                 self.observer.take(request_keys)
-        else:
-            ops: Any = self._ops
-            if ops is not self._cache:
-                ops.end_unknown(req_context, use_positions)
 
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
         """Say when blocks will be used next, once that is known; see `OffloadingManager.hint`."""
-        ops: Any = self._ops
-        if ops is self._cache:
-            self._take_hint(request_or_keys, next_use)
-        else:
-            ops.hint(self._take_hint, request_or_keys, next_use)
-
-    def _take_hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
         said = Retention(next_use=check_next_use(next_use))
         keys: list[bytes] | None = None
         kept: Any = None
@@ -450,13 +399,13 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
                 if req_context is not None and not isinstance(req_context, ReqContext):
                     raise _bad_context(req_context)
                 # Engines that ask key by key ask often: one key is no reason to open the request.
-                return self._ops.status_of(keys) == 2
+                return self._cache.status_of(keys) == 2
             keys = as_key_list(keys)
-        return self._ops.lookup(keys, None if req_context is None else self._request_keys_of(req_context))
+        return self._cache.lookup(keys, None if req_context is None else self._request_keys_of(req_context))
 
     def status(self, key: bytes) -> int:
         """Return the state of one key (0 absent, 1 being written, 2 ready), and count a look-up."""
-        return self._ops.status_of(key)
+        return self._cache.status_of(key)
 
     def count_lookup(self, num_keys: int) -> None:
         """Count a look-up that the caller answers itself, out of `match_prefix`; its hits once they are known."""
@@ -485,9 +434,9 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time and (req_context is None or self._ops.needs_time(request_keys, req_context.positions)):
+        if self._keeps_time and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
             self._advance()
-        self._ops.touch(keys, request_keys)
+        self._cache.touch(keys, request_keys)
         if request_keys is None and self.observer is not None:
             self.observer.take_keys(keys)
 
@@ -502,9 +451,9 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time and (req_context is None or self._ops.needs_time(request_keys, req_context.positions)):
+        if self._keeps_time and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
             self._advance()
-        spec = self._ops.pin(keys, request_keys)
+        spec = self._cache.pin(keys, request_keys)
         if not is_move:
             num_keys = len(keys)
             self.loaded_blocks += num_keys
@@ -520,7 +469,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         """
         if type(keys) is not list:
             keys = as_key_list(keys)
-        self._ops.unpin(keys, None if req_context is None else self._request_keys_of(req_context))
+        self._cache.unpin(keys, None if req_context is None else self._request_keys_of(req_context))
 
     def reserve(
         self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False
@@ -535,11 +484,11 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time and (req_context is None or self._ops.needs_time(request_keys, req_context.positions)):
+        if self._keeps_time and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
             self._advance()
         admitted = None if is_move or self._admission is None else self._admission.admit(keys)
         num_gated = self._cache.gated_blocks if self._may_gate else 0
-        output = self._ops.reserve(keys, request_keys, admitted)
+        output = self._cache.reserve(keys, request_keys, admitted)
         if output is None:
             self.rejected_stores += not is_move
             return None
@@ -584,15 +533,15 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
         if not success:
-            num_dropped = self._ops.abort(keys, request_keys)
+            num_dropped = self._cache.abort(keys, request_keys)
             self.failed_blocks += num_dropped
         else:
-            num_ready = len(self._ops.commit(keys, request_keys))
+            num_ready = len(self._cache.commit(keys, request_keys))
             self.stored_blocks += num_ready
 
     def commit(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> list[bytes]:
         """Make blocks that were being written ready, and return their keys; unknown and ready ones are ignored."""
-        ready = self._ops.commit(keys, self._request_keys_of(req_context))
+        ready = self._cache.commit(keys, self._request_keys_of(req_context))
         if not is_move:
             num_ready = len(ready)
             self.stored_blocks += num_ready
@@ -600,21 +549,18 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
 
     def abort(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> int:
         """Drop blocks that were being written, free their slots in the order given, and return how many."""
-        num_dropped = self._ops.abort(keys, self._request_keys_of(req_context))
+        num_dropped = self._cache.abort(keys, self._request_keys_of(req_context))
         if not is_move:
             self.failed_blocks += num_dropped
         return num_dropped
 
     def take_events(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:
         """Take out the events since the last call, or the first `max_events` of them, each once."""
-        if self.events is None:
-            return iter(())
-        ops: Any = self._ops
-        return self.events.take(max_events) if ops is self._cache else ops.take_events(self.events, max_events)
+        return iter(()) if self.events is None else self.events.take(max_events)
 
     def reset(self) -> None:
         """Forget every block, request, ghost, offer and event that was not taken; block ids start again at 0."""
-        self._ops.reset()
+        self._cache.reset()
         if self._admission is not None:
             self._admission.clear()
         if self.observer is not None:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvcache.control.call_times import CallTimes
 from kvcache.control.pool import BlockPool
+from kvcache.control.watch import CallTimes
 from kvcache.events import JobLog
 from kvcache.metrics import Labels, Part, Sample, samples_of
 from kvcache.options import Options, check_int
@@ -97,7 +97,7 @@ class Telemetry:
     config : mapping
         The configuration in effect, for people to read; no secrets.
     time_calls : bool
-        Whether to time the manager's calls until `close` (`kvcache.control.call_times`), and to measure how old blocks
+        Whether to time the manager's calls until `close` (`kvcache.control.watch`), and to measure how old blocks
         are when they are evicted.
 
     Attributes

@@ -88,7 +88,6 @@ cdef class RequestKeys:
     cdef int64_t first_in_order     # positions of the first and the last of these
     cdef int64_t last_in_order
     cdef uint64_t[STATE_SIZE] policy_state
-    cdef object recorded            # what a recorder keeps for the request, or None
 
     cdef void forget(self) noexcept
     cdef int reserve(self, Py_ssize_t n) except -1

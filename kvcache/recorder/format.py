@@ -1,58 +1,73 @@
-"""The file format of recordings: headers, frames, and how records are read back; docs/howto/record.md describes it.
+"""The file format of recordings: headers, frames of records, and how they are read; docs/howto/record.md describes it.
 
-A reader takes nothing on trust: every length is checked against what is there before anything is made of it, so that a
-cut, damaged or hostile file ends in `RecordingError`, or is read up to the cut.
+A reader checks every length and type before it uses them: a cut, damaged or hostile file raises `RecordingError`, or is
+read up to the damage.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
+import weakref
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvcache.recorder.ops import EMPTY_KEY, FIRST_CONTEXT, NO_KEY, Answer, Op, TierCall
+from kvcache.core.key_hash import key_hashes
+from kvcache.recorder.ops import (
+    BAD_CONTEXT,
+    EMPTY_KEY,
+    FIRST_CONTEXT,
+    LISTS,
+    NO_CONTEXT,
+    NO_KEY,
+    ONE_KEY,
+    Answer,
+    Op,
+    TierCall,
+)  # fmt: skip
+from kvcache.request import ReqContext, Retention, parse_hint
+from kvcache.specs import LoadStoreSpec
 
 MAGIC = b"KVCLOG\r\n"
-VERSION = 2
-READABLE_VERSIONS = (1, 2)  # 2 added STATUS_RUN and REFUSED
+VERSION = 3
 FRAME = struct.Struct("<4sIIQII")
-"""Tag, packed bytes, raw bytes, number of the first record, bytes of records, checksum of this and of what follows."""
+"""Tag, packed bytes, raw bytes, number of the first record, bytes of JSON, CRC-32 of this and of the packed bytes."""
 FRAME_TAG = b"FRAM"
 MAX_HEADER_BYTES = 1 << 20
-MAX_FRAME_BYTES = 1 << 27
-MAX_FRAME_KEYS = 1 << 30
-LEAST_KEPT_KEYS = 3
-UNIT_S = 1024e-9
+MAX_FRAME_BYTES = 1 << 25
+_MAX_FRAME_KEYS = 1 << 27
 _HEADER = struct.Struct("<8sHHI")
-_KEY_BYTES = 8
 _EMPTY, _NO_KEY = EMPTY_KEY.to_bytes(8, "little"), NO_KEY.to_bytes(8, "little")
+_LEAST_SHARED = 3
+_KEPT_LISTS = 2
 
 
 class RecordingError(ValueError):
-    """A file is no recording, or is damaged; the message says where."""
+    """A file is not a recording, or is damaged; the message says where."""
 
 
 class CutHead(RecordingError):
-    """A file ends in its head: whoever began it was killed, or the disk was full."""
+    """A file ends in its header: its process was killed, or the disk was full."""
 
 
 @dataclass(slots=True)
 class Input:
-    """What a call depended on beside its arguments: the clock, or an answer of a tier.
+    """A value that a call depended on beside its arguments: the clock, or an answer of a tier.
 
     Parameters
     ----------
     op : Op
-        What it was.
+        Its kind.
     value : object
-        Seconds; or what the tier was asked and answered.
+        Seconds; or the question to the tier and its answer.
     tier : int
         Which tier, from 0 on.
     """
@@ -64,7 +79,7 @@ class Input:
 
 @dataclass(slots=True)
 class Call:
-    """One record: a call with its answer, or what became known between two.
+    """One record: a call with its answer, or a note between two calls.
 
     Parameters
     ----------
@@ -73,17 +88,17 @@ class Call:
     op : Op
         Which method.
     time_s : float
-        When, in seconds of the clock that `Recorder` was given.
+        Seconds of the clock that `Recorder` was given.
     context : int
-        Number of the request; 0 none, 1 something that was no request.
+        Number of the request; 0: no request, 1: an object that is not a `ReqContext`.
     keys : list of bytes or None
-        What stands for the keys: 8 bytes each; None in place of what was no key.
+        Hashes of the keys, 8 bytes each; None in place of an object that is not a key.
     flag : int
         Another argument, such as `success`.
     answer : tuple
-        Its kind and what belongs to it.
+        Its kind and its values.
     inputs : list of Input
-        What it depended on, in order.
+        The values that it depended on, in order.
     """
 
     number: int
@@ -103,35 +118,165 @@ def header_bytes(header: dict[str, Any]) -> bytes:
     return head + zlib.crc32(head).to_bytes(4, "little")
 
 
-def frame_bytes(first_record: int, counts: bytes, block_ids: bytes, records: Any) -> bytes:
-    """Return a frame: the records of one chunk, and the block ids of their answers.
+def frame_bytes(first_record: int, text: bytes, hashes: bytes) -> bytes:
+    """Return a frame: records as JSON, and the hashes of the keys that they name. ValueError: it is too long."""
+    if len(text) + len(hashes) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(text) + len(hashes)} bytes is longer than {MAX_FRAME_BYTES}")
+    packed = zlib.compress(text + hashes, 1)
+    head = FRAME.pack(FRAME_TAG, len(packed), len(text) + len(hashes), first_record, len(text), 0)
+    return head[:-4] + zlib.crc32(packed, zlib.crc32(head[:-4])).to_bytes(4, "little") + packed
+
+
+class FrameEncoder:
+    """Encodes records, as `CallQueue` holds them, to frames; each frame can be read alone.
 
     Parameters
     ----------
-    first_record : int
-        Number of the chunk's first record.
-    counts, block_ids : bytes
-        Lengths of the lists of block ids that belong to the records, in order (uint32), and all their ids (int64).
-    records : buffer
-        The records.
+    salt : bytes
+        32 bytes, the salt of the keys' hashes.
+    has_groups : bool
+        Whether to record the KV-cache group of each positioned key, which an arbiter decides by.
     """
-    ids = np.frombuffer(block_ids, np.int64)
-    # Neighbouring ids are often neighbours in the pool.
-    steps = np.diff(ids, prepend=0).astype("<i8")
-    narrow = steps.astype("<i4")
-    is_narrow = bool((narrow == steps).all())
-    raw = b"".join(
-        (
-            bytes(records),
-            (len(counts) // 4).to_bytes(4, "little"),
-            np.frombuffer(counts, np.uint32).astype("<u4", copy=False).tobytes(),
-            b"\x04" if is_narrow else b"\x08",
-            (narrow if is_narrow else steps).tobytes(),
-        )
-    )
-    packed = zlib.compress(raw, 1)
-    head = FRAME.pack(FRAME_TAG, len(packed), len(raw), first_record, len(records), 0)
-    return head[:-4] + zlib.crc32(packed, zlib.crc32(head[:-4])).to_bytes(4, "little") + packed
+
+    def __init__(self, salt: bytes, has_groups: bool = False) -> None:
+        self._salt = salt
+        self._has_groups = has_groups
+        self._num_requests = FIRST_CONTEXT
+        self._requests: weakref.WeakKeyDictionary[ReqContext, _Request] = weakref.WeakKeyDictionary()
+
+    def encode(self, first_record: int, records: Sequence[tuple[Any, ...]]) -> tuple[bytes, int]:
+        """Return a frame of records and the number of the next record."""
+        self._lists: list[list[bytes]] = []
+        # Numbers of the lists that each request named last: its calls mostly name parts of them again.
+        self._kept: dict[int, list[int]] = {}
+        self._rows: list[list[Any]] = []
+        number = first_record
+        for _, op, *values in records:
+            if op is Op.STATUS_RUN:
+                keys, answer = values
+                self._rows.append([op, self._keys(keys, 0), self._answer(answer, 0)])
+                number += len(keys) - 1
+            elif op < Op.CONTEXT:
+                self._rows.append(self._call(op, *values))
+            else:
+                self._rows.append([op, *(self._finished(*values) if op is Op.TIER_FINISHED else values)])
+        number += len(self._rows)
+        text = json.dumps({"lists": [len(keys) for keys in self._lists], "rows": self._rows}, separators=(",", ":"))
+        hashes = b"".join(key_hashes(keys, self._salt) for keys in self._lists)
+        return frame_bytes(first_record, text.encode(), hashes), number
+
+    def _keys(self, keys: list[bytes], context: int) -> Any:
+        """Return a reference to keys: the number of a list, or [number, first, stop] for a part of an earlier one."""
+        n = len(keys)
+        kept = self._kept.setdefault(context, []) if n >= _LEAST_SHARED else []
+        for number in reversed(kept):
+            whole = self._lists[number]
+            if keys[0] in whole:
+                first = whole.index(keys[0])
+                if whole[first : first + n] == keys:
+                    return [number, first, first + n]
+        self._lists.append(keys)
+        kept.append(len(self._lists) - 1)
+        del kept[:-_KEPT_LISTS]
+        return len(self._lists) - 1
+
+    def _call(
+        self, op: Op, time_s: float, context: Any, positions: Any, num_positions: int, keys: Any, flag: Any, answer: Any
+    ) -> list[Any]:
+        number = NO_CONTEXT if context is None else self._number_of(context, positions, num_positions)
+        if op is Op.RESET:
+            # A reader that starts here knows no earlier request.
+            self._requests.clear()
+        elif type(keys) is list and op is not Op.REPORT_PREFILLS:
+            keys = self._keys(keys, number)
+        return [op, int(time_s * 1e6), number, keys, flag, self._answer(answer, number)]
+
+    def _number_of(self, context: Any, positions: Any, num_positions: int) -> int:
+        """Return a request's number; add its hint if it is new, and the positions that it has learned."""
+        if not isinstance(context, ReqContext):
+            return BAD_CONTEXT
+        known = self._requests.get(context)
+        if known is None:
+            known = self._requests[context] = _Request(self._num_requests)
+            self._num_requests += 1
+            if said := _hint_of(context):
+                self._rows.append([Op.CONTEXT, known.number, said])
+        if num_positions and (positions is not known.positions or num_positions != known.num_positions):
+            first = known.num_positions if positions is known.positions else 0
+            keys = list(islice(positions, first, num_positions))
+            ends = [end if type(end) is int else 0 for end in islice(positions.values(), first, num_positions)]
+            groups = None
+            if self._has_groups:
+                hashes = key_hashes([key[-4:] if type(key) is bytes else b"" for key in keys], self._salt)
+                groups = [int.from_bytes(hashes[i : i + 2], "little") for i in range(0, len(hashes), 8)]
+            row = [Op.POSITIONS, known.number, self._keys(keys, known.number), ends, int(first > 0), groups]
+            self._rows.append(row)
+            known.positions, known.num_positions = positions, num_positions
+        return known.number
+
+    def _answer(self, answer: Any, context: int) -> list[Any]:
+        match answer:
+            case None:
+                return [Answer.NONE]
+            case True | False:
+                return [Answer.TRUE if answer else Answer.FALSE]
+            case int() if answer >= 0:
+                return [Answer.INT, int(answer)]
+            case LoadStoreSpec():
+                ids = block_ids_of(answer)
+                return [Answer.OTHER] if ids is None else [Answer.BLOCKS, ids]
+            case "output", keys, num_evicted, spec:
+                return [Answer.OUTPUT, self._keys(keys, context), num_evicted, block_ids_of(spec) or []]
+            case "error", name:
+                return [Answer.ERROR, name]
+            case "events", events:
+                hashed = [(key_hashes(keys, self._salt), is_removed) for keys, is_removed in events]
+                return [Answer.EVENTS, *events_digest(hashed)]
+        return [Answer.OTHER]
+
+    def _finished(self, tier: int, results: list[Any]) -> tuple[int, list[Any]]:
+        return tier, [one and [one[0], *(self._keys(keys, 0) for keys in one[1:4]), one[4]] for one in results]
+
+
+class _Request:
+    """A request's number, and the positions of it that were encoded."""
+
+    __slots__ = ("num_positions", "number", "positions")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.positions: Any = None
+        self.num_positions = 0
+
+
+def _hint_of(context: ReqContext) -> dict[str, Any]:
+    """Return the hint of a request's context and that of its client; "?" stands for an invalid one."""
+    said: dict[str, Any] = {}
+    if isinstance(context.retention, Retention):
+        said["retention"] = asdict(context.retention)
+    params = context.kv_transfer_params
+    if isinstance(params, dict) and "kvcache" in params:
+        try:
+            said["kvcache"] = asdict(parse_hint(params["kvcache"]))
+        except ValueError:
+            said["kvcache"] = "?"
+    return said
+
+
+def block_ids_of(spec: Any) -> list[int] | None:
+    """Return the block ids of a spec; None if it has no usable ids."""
+    try:
+        return np.asarray(spec.block_ids, np.int64).tolist()  # type: ignore[no-any-return]
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def events_digest(events: Sequence[tuple[bytes, bool]]) -> tuple[int, int, str]:
+    """Return the number of events, that of their keys, and a digest of the keys' hashes and of what was removed."""
+    digest = hashlib.blake2b(digest_size=8)
+    for hashes, is_removed in events:
+        digest.update(len(hashes).to_bytes(8, "little") + bytes([bool(is_removed)]) + hashes)
+    return len(events), sum(len(hashes) for hashes, _ in events) // 8, digest.hexdigest()
 
 
 def is_recording(path: str | os.PathLike[str]) -> bool:
@@ -149,16 +294,16 @@ def read_header(file: BinaryIO, name: str) -> dict[str, Any]:
     Raises
     ------
     RecordingError
-        It is no recording, one of another version, or damaged.
+        It is not a recording, is of another version, or is damaged.
     """
     head = file.read(_HEADER.size)
     if len(head) < _HEADER.size and MAGIC.startswith(head[: len(MAGIC)]):
-        raise CutHead(f"{name} is no recording of kvcache, or was cut as it was begun: it has {len(head)} bytes")
+        raise CutHead(f"{name} is no recording of kvcache, or was cut at its begin: it has {len(head)} bytes")
     if not head.startswith(MAGIC):
         raise RecordingError(f"{name} is no recording of kvcache")
     _, version, _, num_bytes = _HEADER.unpack(head)
-    if version not in READABLE_VERSIONS:
-        raise RecordingError(f"{name} is a recording of format {version}, this kvcache reads formats 1 to {VERSION}")
+    if version != VERSION:
+        raise RecordingError(f"{name} is a recording of format {version}, this kvcache reads format {VERSION}")
     if num_bytes > MAX_HEADER_BYTES:
         raise RecordingError(f"{name}: the header is damaged: it claims {num_bytes} bytes")
     text = file.read(num_bytes)
@@ -182,8 +327,8 @@ class Recording:
     Parameters
     ----------
     path : path-like
-        The newest file; older ones of the same recording, ``path.1`` and so on, are read before it. Where it ends in
-        its head or is missing, since a kill fell between two files, those are read alone.
+        The newest file; older ones of the same recording, ``path.1`` and so on, are read before it. If a kill between
+        two files left it cut in its head or missing, the older ones are read alone.
 
     Attributes
     ----------
@@ -192,14 +337,14 @@ class Recording:
     is_whole : bool
         Whether the oldest file is the recording's first.
     end : str
-        Why reading ended before the end, once it has; "" if it did not.
+        Why reading ended before the end; "" if it did not.
     num_lost : int
         Records that were not written, as far as read.
 
     Raises
     ------
     RecordingError
-        The newest file is no recording, or its head is damaged.
+        The newest file is not a recording, or its head is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -232,7 +377,7 @@ class Recording:
         self.num_lost = 0
 
     def __iter__(self) -> Iterator[Call]:
-        """Yield calls with what they depended on, and notes between them, up to the end or to what is damaged."""
+        """Yield calls with their inputs, and notes between them, up to the end or to the damage."""
         self.end = ""
         self.num_lost = 0
         inputs: list[Input] = []
@@ -240,26 +385,23 @@ class Recording:
         for path in self._files:
             with path.open("rb") as file:
                 read_header(file, str(path))
-                for first_record, raw, num_bytes in self._frames(file, path):
+                for first_record, raw, num_text in self._frames(file, path):
                     if expected is not None and first_record != expected:
                         self.end = f"{path}: records {expected} to {first_record - 1} are missing"
                         return
                     number = first_record
                     try:
-                        for record in _decode(raw, num_bytes, first_record):
-                            number += 1
+                        for record in _Frame(raw, num_text).records(first_record):
+                            number += not isinstance(record, Call) or record.op is not Op.GROUPS
                             if isinstance(record, Input):
                                 inputs.append(record)
-                                continue
-                            if record.op is Op.REFUSED:
-                                inputs = []
                                 continue
                             if record.op is Op.LOST:
                                 self.num_lost += record.flag
                             if record.op < Op.CONTEXT:
                                 record.inputs, inputs = inputs, []
                             yield record
-                    except (_Damage, ValueError, RecursionError) as error:
+                    except _DAMAGES as error:
                         self.end = f"{path}: record {number} is damaged: {error}"
                         return
                     expected = number
@@ -273,8 +415,8 @@ class Recording:
             if len(head) < FRAME.size:
                 self.end = f"{path} is cut at byte {at}"
                 return
-            tag, num_packed, num_raw, first_record, num_records, checksum = FRAME.unpack(head)
-            if tag != FRAME_TAG or max(num_packed, num_raw) > MAX_FRAME_BYTES or num_records > num_raw:
+            tag, num_packed, num_raw, first_record, num_text, checksum = FRAME.unpack(head)
+            if tag != FRAME_TAG or max(num_packed, num_raw) > MAX_FRAME_BYTES or num_text > num_raw:
                 self.end = f"{path} is damaged at byte {at}"
                 return
             packed = file.read(num_packed)
@@ -291,13 +433,13 @@ class Recording:
                 self.end = f"{path} is damaged at byte {at}: {error}"
                 return
             if len(raw) != num_raw or not unpacker.eof:
-                self.end = f"{path} is damaged at byte {at}: a frame of {num_raw} bytes is none"
+                self.end = f"{path} is damaged at byte {at}: a frame does not have {num_raw} bytes"
                 return
-            yield first_record, raw, num_records
+            yield first_record, raw, num_text
 
 
 def older_files(path: Path) -> Iterator[Path]:
-    """Yield the files that a recording to `path` was rotated to, newest first, as far as there are any."""
+    """Yield the older files of a recording to `path`, newest first."""
     number = 1
     while (older := path.with_name(f"{path.name}.{number}")).is_file():
         yield older
@@ -314,222 +456,153 @@ def _segment(header: dict[str, Any]) -> int:
     return number if type(number) is int else 0
 
 
-class _Damage(Exception):
-    pass
+class _Frame:
+    """The records of one frame. Raises an error of `_DAMAGES` where they are damaged."""
 
+    def __init__(self, raw: bytes, num_text: int) -> None:
+        document = json.loads(raw[:num_text])
+        self._rows = _typed(document["rows"], list)
+        self._lists: list[list[bytes | None]] = []
+        self._num_keys = 0
+        at = num_text
+        for size in document["lists"]:
+            stop = at + 8 * _number(size)
+            if stop > len(raw):
+                raise ValueError("the keys are cut")
+            self._lists.append([_key(raw[i : i + 8]) for i in range(at, stop, 8)])
+            at = stop
+        if at != len(raw):
+            raise ValueError("there are more keys than lists")
 
-class _Reader:
-    """Reads one chunk's records."""
+    def records(self, number: int) -> Iterator[Call | Input]:
+        """Yield the records, numbered from `number` on."""
+        time_s = 0.0
+        for op, *values in self._rows:
+            op = Op(op)
+            if op is Op.STATUS_RUN:
+                reference, answer = values
+                found = self._answer(answer)
+                for key in self._keys(reference):
+                    yield Call(number, Op.STATUS, time_s, 0, key, answer=found)
+                    number += 1
+                continue
+            if op < Op.CONTEXT:
+                call = self._call(number, op, *values)
+                time_s = call.time_s
+                yield call
+            elif op in _NOTES:
+                yield from self._note(number, op, *values)
+            else:
+                yield self._input(op, *values)
+            number += 1
 
-    def __init__(self, raw: bytes, num_bytes: int) -> None:
-        self.raw = raw
-        self.at = 0
-        self.end = num_bytes
-        self.num_keys = 0
-        self.lists: list[list[bytes | None]] = []
-        self.ids = _block_ids(raw, num_bytes)
-
-    def byte(self) -> int:
-        if self.at >= self.end:
-            raise _Damage("a record is cut")
-        self.at += 1
-        return self.raw[self.at - 1]
-
-    def number(self) -> int:
-        number = shift = 0
-        raw, at, end = self.raw, self.at, self.end
-        while True:
-            if at >= end or shift > 63:
-                raise _Damage("a number is cut")
-            byte = raw[at]
-            at += 1
-            number |= (byte & 127) << shift
-            if byte < 128:
-                self.at = at
-                return number
-            shift += 7
-
-    def take(self, num_bytes: int) -> bytes:
-        at = self.at
-        if num_bytes > self.end - at:
-            raise _Damage("a record is cut")
-        self.at = at + num_bytes
-        return self.raw[at : self.at]
-
-    def key(self) -> bytes | None:
-        return _key(self.take(_KEY_BYTES))
-
-    def keys(self) -> list[bytes | None]:
-        number = self.number()
-        count = number >> 1
-        self.num_keys += count
-        if self.num_keys > MAX_FRAME_KEYS:
-            raise _Damage("a frame names too many keys")
-        if number & 1:
-            back, start = self.number(), self.number()
-            if back >= len(self.lists) or start + count > len(self.lists[-1 - back]):
-                raise _Damage("keys are named that were not there")
-            return self.lists[-1 - back][start : start + count]
-        keys = self.new_keys(count)
-        if count >= LEAST_KEPT_KEYS:
-            self.lists.append(keys)
+    def _keys(self, reference: Any) -> list[bytes | None]:
+        if type(reference) is int:
+            keys = self._lists[_number(reference)]
+        else:
+            number, first, stop = map(_number, reference)
+            if stop > len(self._lists[number]):
+                raise ValueError("keys are named that are not there")
+            keys = self._lists[number][first:stop]
+        self._num_keys += len(keys)
+        if self._num_keys > _MAX_FRAME_KEYS:
+            raise ValueError("a frame names too many keys")
         return keys
 
-    def new_keys(self, count: int) -> list[bytes | None]:
-        data = self.take(count * _KEY_BYTES)
-        keys: list[bytes | None] = [data[i : i + _KEY_BYTES] for i in range(0, len(data), _KEY_BYTES)]
-        return [_key(key) for key in keys if key is not None] if _EMPTY in keys or _NO_KEY in keys else keys
-
-    def run(self) -> Iterator[tuple[bytes | None, tuple[Any, ...]]]:
-        """Yield key and answer of look-ups one by one."""
-        count = int.from_bytes(self.take(4), "little")
-        answer = Answer.INT, self.byte()
-        self.lists.append(self.new_keys(count))
-        return ((key, answer) for key in self.lists[-1])
-
-    def seconds(self) -> float:
-        seconds: float = struct.unpack("<d", self.take(8))[0]
-        return seconds
-
-    def text(self) -> str:
-        return self.take(self.number()).decode(errors="replace")
-
-    def answer(self) -> tuple[Any, ...]:
-        kind = Answer(self.byte())
-        if kind is Answer.INT:
-            return kind, self.number()
-        if kind is Answer.BLOCKS:
-            return kind, self.next_ids()
-        if kind is Answer.OUTPUT:
-            return kind, self.keys(), self.number(), self.next_ids()
-        if kind is Answer.ERROR:
-            return kind, self.text()
-        if kind is Answer.EVENTS:
-            return kind, self.number(), self.number(), self.take(8)
-        return (kind,)
-
-    def next_ids(self) -> list[int]:
-        try:
-            return next(self.ids)
-        except StopIteration:
-            raise _Damage("block ids are missing") from None
-
-
-def _key(key: bytes) -> bytes | None:
-    return b"" if key == _EMPTY else None if key == _NO_KEY else key
-
-
-def _block_ids(raw: bytes, start: int) -> Iterator[list[int]]:
-    if len(raw) < start + 4:
-        raise _Damage("block ids are cut")
-    num_arrays = int.from_bytes(raw[start : start + 4], "little")
-    at = start + 4 + 4 * num_arrays
-    if len(raw) < at + 1 or raw[at] not in (4, 8):
-        raise _Damage("block ids are cut")
-    counts = np.frombuffer(raw, "<u4", num_arrays, start + 4)
-    width = raw[at]
-    total = int(counts.sum(dtype=np.int64))
-    if len(raw) != at + 1 + width * total:
-        raise _Damage("block ids are cut")
-    ids = np.cumsum(np.frombuffer(raw, f"<i{width}", total, at + 1), dtype=np.int64).tolist()
-    first = 0
-    for count in counts.tolist():
-        yield ids[first : first + count]
-        first += count
-
-
-_ONE_KEY = frozenset({Op.LOOKUP_ONE, Op.STATUS, Op.IS_COMING})
-_GROUP_BYTES = 2
-_LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.COMPLETE_LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE})
-_FLAGGED = frozenset({Op.COMPLETE_STORE, Op.REQUEST_FINISHED, Op.TAKE_EVENTS})
-_CALLS = frozenset(op for op in Op if op < Op.CONTEXT)
-
-
-def _decode(raw: bytes, num_bytes: int, first_record: int) -> Iterator[Call | Input]:
-    """Yield the records of a chunk."""
-    reader = _Reader(raw, num_bytes)
-    now = 0
-    number = first_record
-    while reader.at < reader.end:
-        op = Op(reader.byte())
-        if op is Op.STATUS_RUN:
-            now += reader.number()
-            for key, answer in reader.run():
-                yield Call(number, Op.STATUS, now * UNIT_S, 0, key, answer=answer)
-                number += 1
-            continue
-        if op in _CALLS:
-            call = Call(number, op)
-            now += reader.number()
-            call.time_s = now * UNIT_S
-            call.context = reader.number()
-            if op in _LISTS:
-                call.keys = reader.keys()
-            elif op in _ONE_KEY:
-                call.keys = reader.key()
-            elif op is Op.HINT:
-                call.keys = (reader.keys(), reader.text())
-            elif op is Op.REPORT_PREFILLS:
-                count = reader.number()
-                if count > reader.end - reader.at or count % 2:
-                    raise _Damage("parts of prompts are cut")
-                numbers = [reader.number() for _ in range(count)]
-                call.keys = list(zip(numbers[::2], numbers[1::2], strict=True)), reader.seconds()
-            if op in _FLAGGED:
-                call.flag = reader.number()
-            call.answer = reader.answer()
-            yield call
+    def _call(self, number: int, op: Op, time_us: Any, context: Any, keys: Any, flag: Any, answer: Any) -> Call:
+        call = Call(number, op, _number(time_us) * 1e-6, _number(context), answer=self._answer(answer))
+        if op is Op.REPORT_PREFILLS:
+            call.keys = [(_number(first), _number(count)) for first, count in keys], float(flag)
+        elif op is Op.HINT:
+            call.keys = self._keys(keys), _typed(flag, str)
         else:
-            yield _decode_note(reader, op, number)
-        number += 1
+            call.flag = _number(flag)
+            if op in ONE_KEY:
+                (call.keys,) = self._keys(keys)
+            elif op in LISTS:
+                call.keys = self._keys(keys)
+        return call
+
+    def _answer(self, row: list[Any]) -> tuple[Any, ...]:
+        match row:
+            case [Answer.NONE | Answer.FALSE | Answer.TRUE | Answer.OTHER as kind]:
+                return (Answer(kind),)
+            case [Answer.INT, int(number)]:
+                return Answer.INT, number
+            case [Answer.BLOCKS, list(ids)]:
+                return Answer.BLOCKS, [_number(one) for one in ids]
+            case [Answer.OUTPUT, keys, int(num_evicted), list(ids)]:
+                return Answer.OUTPUT, self._keys(keys), num_evicted, [_number(one) for one in ids]
+            case [Answer.ERROR, str(name)]:
+                return Answer.ERROR, name
+            case [Answer.EVENTS, int(num_events), int(num_keys), str(digest)]:
+                return Answer.EVENTS, num_events, num_keys, digest
+        raise ValueError(f"an answer of kind {row[:1]!s:.20}")
+
+    def _note(self, number: int, op: Op, *values: Any) -> Iterator[Call]:
+        if op is Op.LOST:
+            (lost,) = values
+            yield Call(number, op, flag=_number(lost))
+        elif op is Op.STATS:
+            (stats,) = values
+            yield Call(number, op, keys=_typed(stats, dict))
+        elif op is Op.CONTEXT:
+            context, said = values
+            yield Call(number, op, context=_request(context), keys=_typed(said, dict))
+        else:
+            context, reference, ends, adds, groups = values
+            keys = self._keys(reference)
+            pairs = [(key, _typed(end, int)) for key, end in zip(keys, ends, strict=True)]
+            yield Call(number, op, context=_request(context), keys=pairs, flag=_number(adds))
+            if groups is not None:
+                hashed = [_number(group).to_bytes(2, "little") for group in groups]
+                yield Call(number, Op.GROUPS, context=_request(context), keys=hashed)
+
+    def _input(self, op: Op, *values: Any) -> Input:
+        if op is Op.CLOCK:
+            (seconds,) = values
+            return Input(op, float(seconds))
+        tier, value = values
+        if op is Op.TIER_LOOKUP:
+            num_keys, answer = value
+            value = _number(num_keys), None if answer is None else _typed(answer, int)
+        elif op is Op.TIER_SUBMIT:
+            job_id, is_taken = value
+            value = _number(job_id), bool(is_taken)
+        elif op is Op.TIER_RAISED:
+            value = TierCall(value)
+        elif op is Op.TIER_TIMES:
+            value = [None if one is None else (float(one[0]), float(one[1])) for one in value]
+        else:
+            value = [None if one is None else self._result(*one) for one in value]
+        return Input(op, value, _number(tier))
+
+    def _result(self, job_id: Any, done: Any, failed: Any, removed: Any, error: Any) -> tuple[Any, ...]:
+        lists = [self._keys(keys) for keys in (done, failed, removed)]
+        return None if job_id is None else _number(job_id), *lists, _typed(error, str)
 
 
-def _decode_note(reader: _Reader, op: Op, number: int) -> Call | Input:
-    if op is Op.CONTEXT:
-        context, text = reader.number(), reader.text()
-        if context < FIRST_CONTEXT:
-            raise _Damage(f"a request has number {context}")
-        return Call(number, op, context=context, keys=json.loads(text))
-    if op is Op.POSITIONS:
-        context, flag, count = reader.number(), reader.number(), reader.number()
-        if count > reader.end - reader.at:
-            raise _Damage("positions are cut")
-        pairs = []
-        for _ in range(count):
-            key, coded = reader.key(), reader.number()
-            pairs.append((key, coded >> 1 if not coded & 1 else -(coded >> 1) - 1))
-        return Call(number, op, context=context, keys=pairs, flag=flag)
-    if op is Op.GROUPS:
-        context, count = reader.number(), reader.number()
-        data = reader.take(count * _GROUP_BYTES)
-        groups = [data[i : i + _GROUP_BYTES] for i in range(0, len(data), _GROUP_BYTES)]
-        return Call(number, op, context=context, keys=groups)
-    if op is Op.CLOCK:
-        return Input(op, reader.seconds())
-    if op is Op.LOST:
-        return Call(number, op, flag=reader.number())
-    if op is Op.REFUSED:
-        return Call(number, op)
-    if op is Op.STATS:
-        return Call(number, op, keys=json.loads(reader.text()))
-    tier = reader.number()
-    if op is Op.TIER_LOOKUP:
-        return Input(op, (reader.number(), reader.number()), tier)
-    if op is Op.TIER_SUBMIT:
-        return Input(op, (reader.number(), reader.number(), reader.keys()), tier)
-    if op is Op.TIER_RAISED:
-        return Input(op, TierCall(reader.number()), tier)
-    results: list[Any] = []
-    count = reader.number()
-    if count > reader.end - reader.at:
-        raise _Damage("results are cut")
-    if op is Op.TIER_TIMES:
-        return Input(op, [(reader.seconds(), reader.seconds()) if reader.byte() else None for _ in range(count)], tier)
-    for _ in range(count):
-        job_id = reader.number()
-        if job_id == 0:
-            results.append(None)
-            continue
-        lists = [reader.keys() for _ in range(3)]
-        results.append((None if job_id == 1 else job_id - 2, *lists, reader.text()))
-    return Input(op, results, tier)
+_DAMAGES = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
+_NOTES = frozenset({Op.CONTEXT, Op.POSITIONS, Op.LOST, Op.STATS})
+
+
+def _key(hashed: bytes) -> bytes | None:
+    return b"" if hashed == _EMPTY else None if hashed == _NO_KEY else hashed
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"a {kind.__name__} is expected, got a {type(value).__name__}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"a number is expected, got {value!s:.20}")
+    return value
+
+
+def _request(value: Any) -> int:
+    if _number(value) < FIRST_CONTEXT:
+        raise ValueError(f"a request has number {value}")
+    return int(value)

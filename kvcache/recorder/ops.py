@@ -1,7 +1,4 @@
-"""The numbers of a recording's format: operations, kinds of answers and of tier calls; docs/howto/record.md has them.
-
-Numbers are for ever: a new operation takes the next free one.
-"""
+"""Numbers of the recording format: operations, kinds of answers, and tier calls. A new operation takes a new number."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from enum import IntEnum
 
 
 class Op(IntEnum):
-    """What a record is: a call of the manager, or something that a call depends on and that comes before it."""
+    """Kind of a record: a call of the manager, or an input or a note before it."""
 
     LOOKUP_ONE = 1
     LOOKUP = 2
@@ -40,7 +37,6 @@ class Op(IntEnum):
     STATS = 72
     TIER_TIMES = 73
     GROUPS = 74
-    REFUSED = 75
 
 
 class Answer(IntEnum):
@@ -70,7 +66,11 @@ class TierCall(IntEnum):
     CANCEL = 7
 
 
+ONE_KEY = frozenset({Op.LOOKUP_ONE, Op.STATUS, Op.IS_COMING})
+"""Calls with one key."""
+LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.COMPLETE_LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE})
+"""Calls with a list of keys."""
 EMPTY_KEY, NO_KEY = 0, 1
-"""In place of a key's hash: it was empty, or no bytes."""
+"""In place of a key's hash: the key was empty, or not bytes."""
 NO_CONTEXT, BAD_CONTEXT, FIRST_CONTEXT = 0, 1, 2
-"""In place of a request's number: there was none, or it was no ReqContext; numbers begin at the third."""
+"""In place of a request's number: none was given, or it is not a ReqContext; requests begin at the third."""

@@ -1,21 +1,17 @@
-"""Recorder: write every call of a manager, its answer and what it depended on to a file that can be run again.
+"""Recorder: write every call of a manager, its answer and its inputs to a file that can be run again.
 
-The scheduler's thread writes to memory (`kvcache.recorder.call_log`) and nothing else; a thread of the recorder hashes
-the keys in full chunks, packs and writes them, so that a slow disk costs records, which are counted, and never the
-scheduler's time.
+The calls run under one lock and queue their records (`kvcache.recorder.calls`). A thread of the recorder hashes the
+keys, packs and writes: a slow disk costs records, which are counted, and not the scheduler's time.
 """
 
 from __future__ import annotations
 
 import fcntl
-import inspect
-import json
+import hashlib
 import logging
-import math
 import os
 import platform
 import stat
-import sys
 import threading
 import time
 import uuid
@@ -25,27 +21,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache.control.wrapped_calls import WrappedCalls
+from kvcache.control.watch import Watch
 from kvcache.options import parse_size
-from kvcache.recorder.call_log import CallLog, RecordedClock
-from kvcache.recorder.format import MAGIC, frame_bytes, header_bytes, older_files
-from kvcache.recorder.recorded_cache import RecordedCache
-from kvcache.recorder.recorded_calls import RecordedCalls
+from kvcache.recorder.calls import CallQueue, RecordedCalls
+from kvcache.recorder.format import MAGIC, FrameEncoder, header_bytes, older_files
+from kvcache.recorder.ops import Op
 from kvcache.recorder.tier import RecordedTier
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_MAX_BYTES = 1 << 30
 LEAST_MAX_BYTES = 1 << 16
 NUM_FILES = 4
-"""Files of one recording at most; the oldest goes first."""
-_CHUNK_BYTES = 1 << 18
+"""Files of one recording at most; the oldest is deleted first."""
 _FLUSH_S = 1.0
 _QUIET_S = 1.0
-"""How long a moment is waited for at which no other thread is inside a call."""
-_QUIET_STEP_S = 0.0005
-# Without a GIL, what another thread runs cannot be looked at.
-_SEES_THREADS = getattr(sys, "_is_gil_enabled", lambda: True)()
-# Recorders are put on a manager and taken off by one thread at a time.
+"""How long `stop` waits for a call of another thread to end."""
+_FRAME_RECORDS = 512
+_FRAME_UNITS = 1 << 15
+# One thread at a time starts or stops a recorder.
 _ATTACHING = threading.RLock()
 _METHODS = (
     "lookup", "status", "touch", "prepare_load", "complete_load", "prepare_store", "complete_store", "reorder",
@@ -56,26 +49,22 @@ _TIERED_METHODS = (*_METHODS, "on_schedule_end", "is_coming", "report_prefills")
 
 @dataclass(frozen=True, slots=True)
 class RecorderStats:
-    """What a recorder has done.
+    """Counters of a recorder.
 
     Parameters
     ----------
     num_records : int
-        Records made: calls, and what they depended on.
+        Records made: calls, and their inputs.
     num_lost : int
-        Records for which there was no room, because the file was too slow or failed, or which were longer than a
-        quarter of `max_bytes`; and one for each of the following.
-    num_overlapped : int
-        Calls made while another thread was inside one, so that their order is not known.
+        Records without room: the file was too slow or failed, or the record was longer than a quarter of `max_bytes`.
     num_bytes : int
-        Bytes written to files, those of files that have gone included.
+        Bytes written to files, deleted files included.
     error : str
-        Why nothing is written any more; empty while it is.
+        Why writing has stopped; empty while it goes on.
     """
 
     num_records: int
     num_lost: int
-    num_overlapped: int
     num_bytes: int
     error: str
 
@@ -86,33 +75,32 @@ class Recorder:
     Parameters
     ----------
     manager : CPUOffloadingManager or TieredOffloadingManager
-        Whose calls are recorded. Only what is recorded from its first call on can be replayed from the start.
+        Its calls are recorded. A replay from the start needs a recording from the manager's first call on.
     path : path-like
-        The file; ``{pid}`` in it stands for the process id. What lies there is kept as ``path.1``, and so on.
+        The file; ``{pid}`` in it stands for the process id. An older recording there is kept as ``path.1``, and so on.
     max_bytes : int or str
-        Bytes of all files of a recording; beyond them the oldest quarter goes. A record that is longer than a quarter
+        Bytes of all files of a recording; beyond them the oldest quarter is deleted. A record longer than a quarter
         is lost.
     salt : str or bytes, optional
-        What keys are hashed with, so that recordings of several engines name blocks alike; left out: a random one,
-        which is kept nowhere. It is never written.
+        Salt of the keys' hashes; never written. Recordings with the same salt name blocks alike. Left out: random.
     buffer_bytes : int or str
-        Memory for records that are not written yet; taken at once. The keys that they name live as long. A record that
-        is longer is lost.
+        Memory for records that are not written yet; beyond it records are lost. The keys that they name live as long.
     clock : callable, optional
-        Returns the seconds that calls are dated with; left out: the system's monotonic clock, to some milliseconds.
+        Returns the seconds that calls are dated with; left out: the system's monotonic clock.
 
     Raises
     ------
     ValueError
-        The file is being written by another recorder, is no recording, or cannot be opened; an argument is bad; or the
+        The file belongs to another recorder, is not a recording, or cannot be opened; an argument is bad; or the
         manager is being recorded already or cannot be.
 
     Notes
     -----
-    A manager that is shut down ends its recording. After a kill, what is missing is the last second at most.
+    `shutdown` of the manager stops its recording. A kill loses the last second at most. A forked child does not record.
 
-    While other threads make calls, a recording begins and ends between two of them, and waits a second for that. Where
-    there is no such moment, it begins with a lost record, or ends without the statistics that a replay compares.
+    A recording starts and stops between two calls. A call that another thread is inside of at the start is not
+    recorded. `stop` waits a second for a call of another thread; after that it leaves out the statistics that a
+    replay compares.
     """
 
     def __init__(
@@ -133,68 +121,80 @@ class Recorder:
             raise ValueError(f"cannot record a {type(manager).__name__}: it does not know its own configuration")
         self.path = Path(os.fspath(path).replace("{pid}", str(os.getpid())))
         if "\0" in str(self.path):
-            raise ValueError(f"cannot record to {self.path}: there is a null in it")
+            raise ValueError(f"cannot record to {self.path}: the path has a null character")
         with _ATTACHING:
-            if getattr(manager, "recorder", None) is not None:
+            if manager.recorder is not None:
                 raise ValueError(f"the manager is being recorded already, to {manager.recorder.path}")
-            self._begin(manager, salt, buffer, clock)
+            self._begin(manager, _salt_bytes(salt), buffer, clock or time.monotonic)
 
-    def _begin(self, manager: Any, salt: str | bytes | None, buffer: int, clock: Callable[[], float] | None) -> None:
+    def _begin(self, manager: Any, salt: bytes, buffer: int, clock: Callable[[], float]) -> None:
         header = {
             "id": uuid.uuid4().hex,
             "segment": 0,
             "manager": manager.configuration(),
-            "is_from_start": False,
+            "is_from_start": _is_new(manager),
             "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "python": platform.python_version(),
         }
-        chunk_bytes = min(_CHUNK_BYTES, max(4096, self.max_bytes // 64))
-        max_record_bytes = _most_packed(self.max_bytes // NUM_FILES - len(header_bytes(header)))
-        if max_record_bytes < chunk_bytes:
-            raise ValueError(f"max_bytes is too little for the manager's configuration, got {self.max_bytes}")
-        log = CallLog(_salt_bytes(salt), chunk_bytes, max(2, buffer // chunk_bytes), max_record_bytes, clock)
-        self._log = log
-        self._file = _RotatingFile(self.path, self.max_bytes)
-        self._thread = threading.Thread(target=_write, args=(log, self._file), name="kvcache-recorder", daemon=True)
-        attached = None
+        self._queue = queue = CallQueue(buffer, clock)
+        self._file = _RotatingFile(self.path, self.max_bytes, header)
+        controllers = getattr(manager, "controllers", ())
+        names = _TIERED_METHODS if controllers else _METHODS
+        calls = RecordedCalls(queue, names)
+        encoder = FrameEncoder(salt, any(one.link is not None for one in controllers))
+        self._calls = weakref.ref(calls)
         try:
-            self._attached = attached = _Attached(manager, log)
-            self._file.begin({**header, "is_from_start": attached.begin(manager)})
+            Watch.of(manager).add(calls)
         except ValueError:
-            log.close()
-            if attached is not None:
-                attached.undo(manager)
             self._file.close()
             raise
-        self._manager = weakref.ref(manager)
+        manager.clock = _RecordedClock(queue, manager.clock)
+        for number, controller in enumerate(controllers):
+            controller.tier = RecordedTier(queue, number, controller.tier, controller.link is not None)
         manager.recorder = self
-        # A manager that is dropped, or alive when the interpreter ends, leaves a whole file.
-        self._end = weakref.finalize(manager, _end, log, self._thread)
+        self._manager = weakref.ref(manager)
+        # The thread refers to no manager: one that is dropped, or alive when the interpreter ends, leaves a whole file.
+        self._thread = threading.Thread(
+            target=_write, args=(queue, encoder, self._file), name="kvcache-recorder", daemon=True
+        )
+        self._end = weakref.finalize(manager, _end, queue, self._thread)
+        _QUEUES.add(queue)
         self._thread.start()
+        with queue.lock:
+            queue.open()
+            if header["is_from_start"] and not _is_new(manager):
+                queue.put((0, Op.LOST, 0))  # calls were made meanwhile
 
     def stop(self) -> None:
-        """Stop recording, write what is left, and close the file; waits for it, 10 s at most. May be called twice."""
+        """Stop recording, write the rest, and close the file; waits for it, 10 s at most. May be called twice."""
         manager = self._manager()
         with _ATTACHING:
             if manager is not None and manager.recorder is self:
-                self._attached.end(manager)
-                self._log.close()
-                self._attached.undo(manager)
-                manager.recorder = None
+                self._detach(manager)
         self._end()
 
-    def stats(self) -> RecorderStats:
-        """Return what was recorded and lost so far.
+    def _detach(self, manager: Any) -> None:
+        queue = self._queue
+        if queue.lock.acquire(timeout=_QUIET_S):
+            try:
+                if not queue.is_inside:
+                    queue.put((0, Op.STATS, _stats_of(manager)))
+                queue.close()
+            finally:
+                queue.lock.release()
+        queue.close()
+        calls = self._calls()
+        if calls is not None:
+            Watch.of(manager).remove(calls)
+        manager.clock = manager.clock.recorded
+        for controller in getattr(manager, "controllers", ()):
+            controller.tier = controller.tier.recorded
+        manager.recorder = None
 
-        Returns
-        -------
-        RecorderStats
-            Counters since the start.
-        """
-        log, file = self._log, self._file
-        return RecorderStats(
-            log.num_records, log.num_lost + file.num_lost, log.num_overlapped, file.num_bytes, file.error
-        )
+    def stats(self) -> RecorderStats:
+        """Return counters since the start."""
+        queue, file = self._queue, self._file
+        return RecorderStats(queue.num_records, queue.num_lost + file.num_lost, file.num_bytes, file.error)
 
     def __enter__(self) -> Recorder:
         return self
@@ -203,13 +203,35 @@ class Recorder:
         self.stop()
 
 
+_QUEUES: weakref.WeakSet[CallQueue] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for queue in list(_QUEUES):
+        queue.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class _RecordedClock:
+    """Answers as another clock does, and records what calls are answered."""
+
+    def __init__(self, queue: CallQueue, clock: Callable[[], float]) -> None:
+        self.recorded = clock
+        self._queue = queue
+
+    def __call__(self) -> float:
+        now_s = self.recorded()
+        self._queue.put_input(Op.CLOCK, float(now_s))
+        return now_s
+
+
 def _salt_bytes(salt: str | bytes | None) -> bytes:
     if salt is None:
         return os.urandom(32)
     if not isinstance(salt, str | bytes) or not salt:
         raise ValueError(f"salt must be a str or bytes that is not empty, got {salt!r}")
-    import hashlib
-
     return hashlib.sha256(salt.encode() if isinstance(salt, str) else salt).digest()
 
 
@@ -218,141 +240,74 @@ def _is_new(manager: Any) -> bool:
     return all(getattr(stats, name) == 0 for name in ("lookups", "needed_blocks", "stored_blocks", "rejected_stores"))
 
 
-def _stats_text(manager: Any) -> bytes:
-    counted = asdict(manager.stats())
-    return json.dumps({name: value for name, value in counted.items() if type(value) is int}).encode()
+def _stats_of(manager: Any) -> dict[str, int]:
+    return {name: value for name, value in asdict(manager.stats()).items() if type(value) is int}
 
 
-def _most_packed(num_bytes: int) -> int:
-    """Return how long a record may be, so that so many bytes hold it in a frame of its own, whatever is in it."""
-    # zlib makes what it cannot pack longer by less than a part in a thousand.
-    return num_bytes - num_bytes // 1000 - 256
-
-
-class _Attached:
-    """What records the calls of a manager, in the place of its cache, or else methods, and of its tiers and clock."""
-
-    def __init__(self, manager: Any, log: CallLog) -> None:
-        controllers = getattr(manager, "controllers", None)
-        names = _METHODS if controllers is None else _TIERED_METHODS
-        methods = (getattr(getattr(manager, name, None), "__func__", None) for name in names)
-        codes = (getattr(method, "__code__", None) for method in methods)
-        self._codes = frozenset(code for code in codes if code is not None) if _SEES_THREADS else frozenset()
-        calls = RecordedCalls(log, names)
-        # Over tiers, or under a plug-in's policy, a call is more than what a compiled cache is asked.
-        self._is_cache = controllers is None and manager.wrap_cache(lambda cache: RecordedCache(cache, calls))
-        if not self._is_cache:
-            WrappedCalls.of(manager).add(calls)
-        manager.wrap_clock(lambda clock: RecordedClock(log, clock))
-        for number, controller in enumerate(controllers or ()):
-            is_timed = controller.link is not None
-            log.has_groups |= is_timed
-            controller.tier = RecordedTier(log, number, controller.tier, is_timed)
-        # They hold the manager, which must be free to go while its recorder stays.
-        self._found = weakref.ref(calls)
-
-    @property
-    def _calls(self) -> RecordedCalls:
-        calls = self._found()
-        assert calls is not None, "the manager is there, and holds them"
-        return calls
-
-    def begin(self, manager: Any) -> bool:
-        """Record from now on; return whether no call was ever made before."""
-        calls = self._calls
-        end_s = self._last_try_s()
-        while True:
-            num_entered = calls.num_entered
-            is_late = time.monotonic() > end_s
-            if is_late or calls.is_quiet(self._codes):
-                is_new = _is_new(manager)
-                if calls.begin(self._codes, num_entered, is_late):
-                    return is_new
-            time.sleep(_QUIET_STEP_S)
-
-    def end(self, manager: Any) -> None:
-        """Record the manager's statistics and nothing after them, if there is a moment for it."""
-        calls = self._calls
-        end_s = self._last_try_s()
-        while time.monotonic() < end_s:
-            num_entered = calls.num_entered
-            if calls.is_quiet(self._codes) and calls.end(self._codes, num_entered, _stats_text(manager)):
-                return
-            time.sleep(_QUIET_STEP_S)
-
-    def _last_try_s(self) -> float:
-        """Return when to give up on a moment without calls: at once where this thread makes one itself."""
-        frame = inspect.currentframe()
-        while frame is not None:
-            if frame.f_code in self._codes:
-                return -math.inf
-            frame = frame.f_back
-        return time.monotonic() + _QUIET_S
-
-    def undo(self, manager: Any) -> None:
-        """Put back what was there."""
-        if self._is_cache:
-            manager.wrap_cache(None)
-        else:
-            WrappedCalls.of(manager).remove(self._calls)
-        for controller in getattr(manager, "controllers", None) or ():
-            controller.tier = controller.tier.recorded
-        manager.wrap_clock(lambda clock: clock.recorded)
-
-
-def _end(log: CallLog, thread: threading.Thread) -> None:
-    log.close()
+def _end(queue: CallQueue, thread: threading.Thread) -> None:
+    queue.close()
     if thread.is_alive() and thread is not threading.current_thread():
         thread.join(10)
 
 
-def _write(log: CallLog, file: _RotatingFile) -> None:
-    """Write what is recorded, until the end: full chunks at once, others every second."""
+def _write(queue: CallQueue, encoder: FrameEncoder, file: _RotatingFile) -> None:
+    """Write what is queued, until the end: a full queue at once, others every second."""
+    # Even if all keys are new, a frame of several records fits into a file.
+    max_units = min(_FRAME_UNITS, file.max_frame_bytes // 32)
+    number = 0
     is_last = False
     while not is_last:
-        is_last = log.wait(_FLUSH_S)
-        for chunk, num_bytes, first_record, num_records, counts, ids in log.take():
+        queue.wait(_FLUSH_S)
+        is_last = queue.is_ended
+        records = queue.take()
+        while records:
+            taken = [records.popleft()]
+            num_units = taken[0][0]
+            while records and len(taken) < _FRAME_RECORDS and num_units + records[0][0] <= max_units:
+                taken.append(records.popleft())
+                num_units += taken[-1][0]
+            num_taken = sum(len(one[2]) if one[1] is Op.STATUS_RUN else 1 for one in taken)
             try:
-                with memoryview(chunk)[:num_bytes] as records:
-                    frame = frame_bytes(first_record, counts, ids, records)
-            except Exception as error:
-                file.fail(error, num_records)
-            else:
-                file.write(frame, num_records)
-            log.give_back(chunk)
+                frame, following = encoder.encode(number, taken)
+                is_lost = len(frame) > file.max_frame_bytes
+            except Exception:
+                _LOG.debug("%d records could not be encoded", num_taken, exc_info=True)
+                is_lost = True
+            if is_lost:
+                file.num_lost += num_taken
+                frame, following = encoder.encode(number, [(0, Op.LOST, num_taken)])
+                num_taken = 0
+            file.write(frame, num_taken)
+            number = following
+            queue.release(num_units)
+            del taken  # their keys and requests are released now
     file.close()
 
 
 class _RotatingFile:
     """The files of a recording: the newest under its own name, older ones numbered from 1 on."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, header: dict[str, Any]) -> None:
         self.path = path
-        self.num_bytes = 0
-        self.num_lost = 0
+        self.num_bytes = self.num_lost = 0
         self.error = ""
-        self._header: dict[str, Any] = {}
+        self._header = header
         self._file_bytes = max_bytes // NUM_FILES
+        # Of another segment's header, which may be some digits longer.
+        self.max_frame_bytes = self._file_bytes - len(header_bytes(header)) - 16
+        if self.max_frame_bytes < 4096:
+            raise ValueError(f"max_bytes is too little for the manager's configuration, got {max_bytes}")
         self._size = 0
         self._fd = -1
-        self._inode = (0, 0)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._shift()
             self._open()
         except OSError as error:
+            self.close()
             raise ValueError(f"cannot record to {path}: {error}") from None
 
-    def begin(self, header: dict[str, Any]) -> None:
-        """Write the head of the first file."""
-        self._header = header
-        try:
-            self._write_head()
-        except OSError as error:
-            raise ValueError(f"cannot record to {self.path}: {error}") from None
-
     def _shift(self) -> None:
-        """Number the files that are there one higher; the last goes."""
+        """Number the existing files one higher; delete the last."""
         older = list(older_files(self.path))
         for one in older:
             with one.open("rb") as file:
@@ -368,81 +323,62 @@ class _RotatingFile:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ValueError(f"{self.path} is being recorded to by another manager or process") from None
-        # One that ends in its head was begun by a recorder that was killed.
+        # A recorder that was killed may have left a part of its head.
         if not MAGIC.startswith(begin):
             raise ValueError(f"{self.path} is no recording, and will not be written over")
-        for gone in older[NUM_FILES - 2 :]:
-            gone.unlink()
+        for last in older[NUM_FILES - 2 :]:
+            last.unlink()
         for number in range(min(len(older), NUM_FILES - 2), 0, -1):
             older[number - 1].replace(self.path.with_name(f"{self.path.name}.{number + 1}"))
         self.path.replace(self.path.with_name(f"{self.path.name}.1"))
 
     def _open(self) -> None:
+        self._shift()
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        self._inode = _inode(os.fstat(self._fd))
-        # As long as it is written to, nobody else rotates it.
+        # No other process rotates the file while it is locked.
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._size = 0
+        self._append(header_bytes(self._header))
 
-    def _write_head(self) -> None:
-        head = header_bytes(self._header)
-        _write_all(self._fd, head)
-        self._size = len(head)
-        self.num_bytes += len(head)
+    def _append(self, data: bytes) -> None:
+        _write_all(self._fd, data)
+        self._size += len(data)
+        self.num_bytes += len(data)
 
     def write(self, frame: bytes, num_records: int) -> None:
-        """Append a frame, to a new file where this one is full or gone; after a failure nothing is written any more."""
+        """Append a frame, to a new file if this one is full or was moved; after an error, only count lost records."""
         if self.error:
             self.num_lost += num_records
             return
         try:
-            if not self._is_ours():
-                raise OSError("its file descriptor was closed by somebody else")
-            is_gone = self._is_gone()
-            if is_gone:
-                _LOG.warning("%s was moved or removed: recording goes on in a new file", self.path)
-            if is_gone or self._size + len(frame) > self._file_bytes:
+            is_moved = self._is_moved()
+            if is_moved:
+                _LOG.warning("%s was moved or removed: recording continues in a new file", self.path)
+            if is_moved or self._size + len(frame) > self._file_bytes:
                 self.close()
-                self._shift()
                 self._header = {**self._header, "segment": self._header["segment"] + 1}
                 self._open()
-                self._write_head()
-            _write_all(self._fd, frame)
-            self._size += len(frame)
-            self.num_bytes += len(frame)
+            self._append(frame)
         except (OSError, ValueError) as error:
-            self.fail(error, num_records)
+            self.num_lost += num_records
+            self.error = f"{type(error).__name__}: {error}"
+            _LOG.warning("kvcache stops recording calls to %s: %s", self.path, self.error)
 
-    def _is_gone(self) -> bool:
+    def _is_moved(self) -> bool:
+        ours = os.fstat(self._fd)
         try:
-            there = self.path.lstat()
+            found = self.path.lstat()
         except FileNotFoundError:
             return True
-        return _inode(there) != self._inode
-
-    def _is_ours(self) -> bool:
-        """Return whether the descriptor is still that of our file; its number may be used anew."""
-        try:
-            return _inode(os.fstat(self._fd)) == self._inode
-        except OSError:
-            return False
-
-    def fail(self, error: Exception, num_records: int) -> None:
-        """Give up, once and for all."""
-        self.num_lost += num_records
-        self.error = f"{type(error).__name__}: {error}"
-        _LOG.warning("kvcache records no more calls to %s: %s", self.path, self.error)
+        return (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino)
 
     def close(self) -> None:
-        """Close the file and leave the path to others."""
-        if self._fd >= 0 and self._is_ours():
-            # A child that was forked holds the file, and would hold its lock.
+        """Close the file; the path is free for others."""
+        if self._fd >= 0:
+            # A forked child may hold the file open, and would keep its lock.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
         self._fd = -1
-
-
-def _inode(of: os.stat_result) -> tuple[int, int]:
-    return of.st_dev, of.st_ino
 
 
 def _write_all(fd: int, data: bytes) -> None:

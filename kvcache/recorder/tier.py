@@ -1,131 +1,115 @@
-"""A tier whose answers are recorded: with them, a replay needs no tier, and takes the same decisions."""
+"""A tier whose answers are recorded: a replay takes the same decisions with them, and needs no tier."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcache.recorder.ops import TierCall
+from kvcache.recorder.ops import Op, TierCall
 
 if TYPE_CHECKING:
-    from kvcache.recorder.call_log import CallLog
+    from kvcache.recorder.calls import CallQueue
     from kvcache.request import ReqContext
 
-_MAX_ERROR_BYTES = 200
+_MAX_ERROR_CHARS = 200
+_NO_JOB = (1 << 62) - 1
 
 
 class RecordedTier:
-    """Answers as another tier does, and records what it answered; what depends on nothing is passed through.
+    """Answers as another tier does, and records the answers that decisions depend on.
 
     Parameters
     ----------
-    log : CallLog
-        Where answers are recorded.
+    queue : CallQueue
+        Takes the records.
     number : int
         Which of the manager's tiers this is, from 0 on.
     tier : Tier
-        Asked.
+        The tier.
     is_timed : bool
-        Whether the times of its jobs are recorded, too: an arbiter learns from them.
+        Whether to record the times of its jobs: an arbiter learns from them.
     """
 
-    def __init__(self, log: CallLog, number: int, tier: Any, is_timed: bool) -> None:
+    def __init__(self, queue: CallQueue, number: int, tier: Any, is_timed: bool) -> None:
         self.recorded = tier
         self._is_timed = is_timed
-        self._log = log
+        self._queue = queue
         self._number = number
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.recorded, name)
 
-    def _raised(self, call: TierCall) -> None:
-        self._log.put_tier_raised(self._number, call)
+    def _call(self, call: TierCall, method: Any, *args: Any) -> Any:
+        try:
+            return method(*args)
+        except Exception:
+            self._queue.put_input(Op.TIER_RAISED, self._number, call)
+            raise
 
     def lookup(self, keys: list[bytes]) -> int | None:
         """See `Tier.lookup`."""
-        try:
-            answer: int | None = self.recorded.lookup(keys)
-        except Exception:
-            self._raised(TierCall.LOOKUP)
-            raise
-        self._log.put_tier_lookup(self._number, len(keys), answer)
-        return answer
+        num_keys = len(keys)
+        answer: Any = self._call(TierCall.LOOKUP, self.recorded.lookup, keys)
+        is_valid = answer is None or (type(answer) is int and answer >= 0)
+        self._queue.put_input(Op.TIER_LOOKUP, self._number, (num_keys, answer if is_valid else -2))
+        return answer  # type: ignore[no-any-return]
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         """See `Tier.submit_store`."""
-        return self._submit(TierCall.SUBMIT_STORE, job_id, keys, block_ids)
+        return self._submit(TierCall.SUBMIT_STORE, self.recorded.submit_store, job_id, keys, block_ids)
 
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         """See `Tier.submit_load`."""
-        return self._submit(TierCall.SUBMIT_LOAD, job_id, keys, block_ids)
+        return self._submit(TierCall.SUBMIT_LOAD, self.recorded.submit_load, job_id, keys, block_ids)
 
-    def _submit(self, call: TierCall, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        is_load = call is TierCall.SUBMIT_LOAD
-        submit = self.recorded.submit_load if is_load else self.recorded.submit_store
-        kept = list(keys)
-        try:
-            is_taken = bool(submit(job_id, keys, block_ids))
-        except Exception:
-            self._raised(call)
-            raise
-        self._log.put_tier_submit(self._number, is_load, job_id, kept, is_taken)
+    def _submit(self, call: TierCall, method: Any, job_id: int, *args: Any) -> bool:
+        is_taken = bool(self._call(call, method, job_id, *args))
+        self._queue.put_input(Op.TIER_SUBMIT, self._number, (job_id, is_taken))
         return is_taken
 
     def get_finished(self) -> Any:
         """See `Tier.get_finished`."""
-        try:
-            results = self.recorded.get_finished()
-            if type(results) is not list:
-                results = list(results)
-        except Exception:
-            self._raised(TierCall.GET_FINISHED)
-            raise
-        if results and self._is_timed:
-            self._log.put_tier_times(self._number, [_times(result) for result in results])
+        results = self._call(TierCall.GET_FINISHED, lambda: list(self.recorded.get_finished()))
         if results:
-            self._log.put_tier_finished(self._number, [_plain(result) for result in results])
+            if self._is_timed:
+                self._queue.put_input(Op.TIER_TIMES, self._number, [_times(result) for result in results])
+            plain = [_plain(result) for result in results]
+            num_keys = sum(len(keys) for one in plain if one is not None for keys in one[1:4])
+            self._queue.put_input(Op.TIER_FINISHED, self._number, plain, num_keys=num_keys)
         return results
 
     def cancel(self, job_id: int) -> None:
         """See `Tier.cancel`."""
-        self._pass(TierCall.CANCEL, self.recorded.cancel, job_id)
+        self._call(TierCall.CANCEL, self.recorded.cancel, job_id)
 
     def reset(self) -> None:
         """See `Tier.reset`."""
-        self._pass(TierCall.RESET, self.recorded.reset)
+        self._call(TierCall.RESET, self.recorded.reset)
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
         """See `Tier.touch`."""
-        self._pass(TierCall.TOUCH, self.recorded.touch, keys, req_context)
+        self._call(TierCall.TOUCH, self.recorded.touch, keys, req_context)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See `Tier.on_request_finished`."""
-        self._pass(TierCall.REQUEST_FINISHED, self.recorded.on_request_finished, req_context)
-
-    def _pass(self, call: TierCall, method: Any, *args: Any) -> None:
-        try:
-            method(*args)
-        except Exception:
-            self._raised(call)
-            raise
+        self._call(TierCall.REQUEST_FINISHED, self.recorded.on_request_finished, req_context)
 
 
-def _plain(result: Any) -> tuple[int | None, list[bytes], list[bytes], list[bytes], bytes] | None:
-    """Return what counts of a result, or None where a manager would take it for nonsense."""
+def _plain(result: Any) -> tuple[int | None, list[bytes], list[bytes], list[bytes], str] | None:
+    """Return the recorded part of a result; None for a result that a manager ignores as invalid."""
     try:
         job_id = result.job_id
         if job_id is not None and (type(job_id) is not int or job_id < 0):
-            # No job has such an id: it is dropped in the same way.
-            job_id = (1 << 62) - 1
+            job_id = _NO_JOB  # like this one, it belongs to no job
         lists = [list(result.done), list(result.failed), list(result.removed)]
         if any(type(key) is not bytes for keys in lists for key in keys):
             return None
-        return job_id, *lists, str(result.error).encode()[:_MAX_ERROR_BYTES]
+        return job_id, lists[0], lists[1], lists[2], str(result.error)[:_MAX_ERROR_CHARS]
     except Exception:
         return None
 
 
 def _times(result: Any) -> tuple[float, float] | None:
-    """Return when a job began and ended, or None where that is not known or nonsense."""
+    """Return when a job began and ended; None if that is unknown or invalid."""
     try:
         start_s, end_s = result.start_s, result.end_s
         return None if start_s is None or end_s is None else (float(start_s), float(end_s))

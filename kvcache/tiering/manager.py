@@ -206,11 +206,14 @@ class TieredOffloadingManager(OffloadingManager):
             options["prefill_tokens_per_s"] = dict(given) if isinstance(given, Mapping) else given
         return options
 
-    def wrap_clock(self, wrap: Callable[[Callable[[], float]], Callable[[], float]]) -> None:
-        """Put what `wrap` makes of the clock in its place."""
-        self._clock = clock = wrap(self._clock)
-        self.pool.wrap_clock(lambda _: clock)
-        self._pending.clock = clock
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Returns seconds that never go back; a new one is also the pool's and that of pending requests."""
+        return self._clock
+
+    @clock.setter
+    def clock(self, clock: Callable[[], float]) -> None:
+        self._clock = self.pool.clock = self._pending.clock = clock
 
     def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int | None:
         if keys is None:

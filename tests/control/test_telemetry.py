@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from kvcache import CPUOffloadingManager, ReqContext, TieredOffloadingManager
-from kvcache.control import call_times
-from kvcache.control.call_times import TIMED_CALLS, CallTimes
 from kvcache.control.telemetry import Telemetry
+from kvcache.control.watch import TIMED_CALLS
 from kvcache.metrics import HistogramData, Part
 from kvcache.registry import POLICIES
 from kvcache.testing.reference import ReferenceLRU
@@ -84,26 +83,6 @@ def test_timing_changes_no_answer(policy: str) -> None:
                 manager.complete_store(output.keys_to_store)
     assert timed.stats() == plain.stats()
     telemetry.close()
-
-
-def test_a_busy_manager_is_timed_in_part_and_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_times, "WINDOW_S", 3600.0)
-    manager = CPUOffloadingManager(16, 8)
-    times = CallTimes(manager, manager.pool)
-    for _ in range(call_times.WINDOW_CALLS + 50):
-        manager.lookup([b"a"])
-    assert type(manager) is CPUOffloadingManager
-    assert times.parts()[0].stats.duration_seconds.count == call_times.WINDOW_CALLS
-    times.close()
-    monkeypatch.setattr(call_times, "WINDOW_S", 0.001)
-    times = CallTimes(manager, manager.pool)
-    end_s = time.monotonic() + 10
-    while times.parts()[0].stats.duration_seconds.count <= call_times.WINDOW_CALLS:
-        manager.lookup([b"a"])
-        assert time.monotonic() < end_s
-    times.close()
-    times.close()
-    assert type(manager) is CPUOffloadingManager
 
 
 def test_ages_at_eviction_are_measured_where_blocks_come_from_tiers_too() -> None:

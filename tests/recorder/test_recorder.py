@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -32,8 +34,8 @@ from kvcache import (
 from kvcache.control.backend import Backend
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.lab.traces.recorded_trace import RecordedTrace
-from kvcache.recorder import call_log, ops
-from kvcache.recorder.format import Recording, RecordingError, frame_bytes, header_bytes
+from kvcache.recorder import ops
+from kvcache.recorder.format import FRAME, Recording, RecordingError, frame_bytes, header_bytes
 from kvcache.recorder.recorder import Recorder
 from kvcache.registry import POLICIES
 from kvcache.tiering.tier import TierResult
@@ -103,7 +105,7 @@ def test_recording_replays_to_the_same_answers(tmp_path, policy):
     with Recorder(manager, tmp_path / "run.kvlog") as recorder:
         serve(manager, random.Random(7), 500, clock)
     stats = recorder.stats()
-    assert (stats.num_lost, stats.num_overlapped, stats.error) == (0, 0, "")
+    assert (stats.num_lost, stats.error) == (0, "")
     outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
     assert (outcome.difference, outcome.end, outcome.num_skipped) == (None, "", 0)
     assert outcome.num_calls > 5000
@@ -272,7 +274,7 @@ def test_look_ups_one_by_one_are_written_as_runs(tmp_path):
     assert (recorder.stats().num_records, recorder.stats().num_lost) == (2 + 300 * 203 + 3, 0)
     calls = [call for call in Recording(tmp_path / "run.kvlog") if call.op is ops.Op.STATUS]
     assert [call.answer for call in calls[:201]] == [(ops.Answer.INT, 2)] * 200 + [(ops.Answer.INT, 0)]
-    assert [call.answer for call in calls[-2:]] == [(ops.Answer.ERROR, "ValueError"), (ops.Answer.INT, 2)]
+    assert calls[-1].answer == (ops.Answer.ERROR, "ValueError")
     hashes = [call.keys for call in calls[:201]]
     assert len(set(hashes)) == 201
     assert all([call.keys for call in calls[start : start + 201]] == hashes for start in range(0, 300 * 201, 201))
@@ -317,16 +319,6 @@ def test_hints_and_clocks_that_go_back_replay(tmp_path, policy):
     assert num_refused > 0 or policy == "gittins"
     outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
     assert (outcome.difference, outcome.end, outcome.num_skipped) == (None, "", 0)
-
-
-def test_recordings_of_the_first_format_are_read(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("kvcache.recorder.format.VERSION", 1)
-        manager = CPUOffloadingManager(16, 20)
-        with Recorder(manager, tmp_path / "run.kvlog"):
-            manager.touch([key(1)])
-    assert (tmp_path / "run.kvlog").read_bytes()[8] == 1
-    assert replay_recording(Recording(tmp_path / "run.kvlog")).num_calls == 1
 
 
 def test_recordings_begin_and_end_while_calls_are_made(tmp_path):
@@ -636,8 +628,7 @@ def test_threads_take_turns_and_replay(tmp_path):
         sys.setswitchinterval(before)
     assert recorder.stats().num_records >= 3200
     outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
-    # Calls whose order is not known are counted; all others are in order.
-    assert outcome.difference is None or recorder.stats().num_overlapped > 0
+    assert (outcome.difference, outcome.num_calls) == (None, 3200)
 
 
 def test_recording_is_a_trace(tmp_path):
@@ -662,24 +653,6 @@ def test_recording_is_a_trace(tmp_path):
     assert requests[0].hash_ids.tolist() == requests[2].hash_ids.tolist() != requests[1].hash_ids.tolist()
     assert requests[5].hash_ids.tolist() == requests[0].hash_ids.tolist()[1:3]
     assert requests[0].input_length == 64
-
-
-def test_numbers_of_the_format_are_those_of_the_compiled_log():
-    source = Path(ops.__file__).with_name("call_log.pxd")
-    if not source.with_suffix(".pyx").is_file():
-        pytest.skip("the sources are not installed")
-    text = source.read_text()
-    for op in ops.Op:
-        assert f"    {op.name} = {op.value}\n" in text
-    for answer in ops.Answer:
-        assert f"    A_{answer.name} = {answer.value}\n" in text
-    assert "LEAST_KEPT = 3 " in source.with_suffix(".pyx").read_text()
-
-
-def test_log_refuses_bad_sizes():
-    for arguments in ((b"short", 4096, 4, 1000), (bytes(32), 10, 4, 1000), (bytes(32), 4096, 0, 1000)):
-        with pytest.raises(ValueError, match=r"salt|chunks"):
-            call_log.CallLog(*arguments)
 
 
 def small_recording(path):
@@ -718,7 +691,7 @@ def test_foreign_files_are_named(tmp_path):
             read_all(tmp_path / "run.kvlog", data)
     later = bytearray(header_bytes({"manager": {}}))
     later[8] = 9
-    with pytest.raises(RecordingError, match="of format 9, this kvcache reads formats 1 to 2"):
+    with pytest.raises(RecordingError, match="of format 9, this kvcache reads format 3"):
         read_all(tmp_path / "run.kvlog", bytes(later))
 
 
@@ -741,42 +714,51 @@ NUM_FUZZED = 10_000 * int(os.environ.get("KVCACHE_STRESS", "1"))
 
 
 @pytest.mark.parametrize("kind", range(4))
-def test_hostile_frames_end_in_a_clear_error(monkeypatch, kind):
-    """Frames whose checksum is right and whose content is anything."""
-    config = {"block_size": 16, "num_blocks": 20, "cache_policy": "lru"}
+def test_recording_with_hostile_frame_ends_in_a_clear_error(monkeypatch, whole, kind):
+    """The checksum of the frame is right, and its content is anything."""
+    config = {"block_size": 16, "num_blocks": 20, "cache_policy": "arc", "enable_events": True}
     header = header_bytes({"manager": config, "is_from_start": True})
+    first = whole.index(b"FRAM")
+    raw = zlib.decompress(whole[first + FRAME.size :])
+    num_text = FRAME.unpack_from(whole, first)[4]
+    document, hashes = json.loads(raw[:num_text]), raw[num_text:]
     content = b""
     monkeypatch.setattr(Path, "open", lambda self, mode: io.BytesIO(content))
-    ends = set()
+    num_damaged = 0
     for seed in range(NUM_FUZZED // 4):
-        content = header + frame_bytes(0, b"", b"", hostile_records(random.Random(seed), kind))
+        text = hostile_text(random.Random(seed), kind, document)
+        content = header + frame_bytes(0, text, hashes if kind else b"")
         try:
             recording = Recording("hostile.kvlog")
             if seed % 10:
                 list(recording)
             else:
                 replay_recording(recording)
-            ends.add(bool(recording.end))
+            num_damaged += bool(recording.end)
         except RecordingError:
-            ends.add(True)
-    assert True in ends
+            num_damaged += 1
+    assert num_damaged > 0
 
 
-def hostile_records(rng, kind):
-    """Bytes, numbers, or well-formed calls with nonsense in them."""
+ODD_VALUES = (None, True, -1, 0, 1, 7, 1 << 40, 1 << 70, 0.5, float("nan"), "x", [], {}, [1, 2, 3], [[0]], {"priority": 9})
+
+
+def hostile_text(rng, kind, document):
+    """Return bytes, odd JSON, or records with a few values replaced or removed."""
     if kind == 0:
         return rng.randbytes(rng.randrange(200))
-    ops_of = [op.value for op in ops.Op]
-    made = bytearray()
-    for _ in range(rng.randrange(1, 12)):
-        made.append(rng.choice(ops_of))
-        for _ in range(rng.randrange(6)):
-            made += rng.choice((bytes([rng.randrange(128)]), b"\xff\xff\xff\x7f", bytes(8), rng.randbytes(8), b"\x05"))
-        if kind == 2:
-            made += bytes(2) + bytes([rng.randrange(9) << 1]) + rng.randbytes(8 * rng.randrange(3)) + b"\0"
-        if kind == 3:
-            made += json.dumps(rng.choice(([], {}, 5, {"retention": {"priority": 9}}))).encode()
-    return bytes(made)
+    rows = [[rng.choice(list(ops.Op)), *(rng.choice(ODD_VALUES) for _ in range(rng.randrange(7)))] for _ in range(9)]
+    lists = document["lists"]
+    if kind > 1:
+        rows = copy.deepcopy(rng.sample(document["rows"], min(30, len(document["rows"]))))
+        for row in rng.sample(rows, 1 + len(rows) // 8):
+            at = rng.randrange(len(row))
+            if isinstance(row[at], list) and row[at] and rng.random() < 0.7:
+                row, at = row[at], rng.randrange(len(row[at]))
+            row[at] = rng.choice(ODD_VALUES)
+            if kind == 3:
+                del row[rng.randrange(len(row))]
+    return json.dumps({"lists": lists, "rows": rows}).encode()
 
 
 def test_configuration_of_strangers_is_not_trusted(tmp_path):

@@ -182,7 +182,7 @@ def test_clock_that_stops_is_replaced_so_that_deadlines_pass(monkeypatch):
 
     day = Day()
     day.serve("ab")
-    clock = day.manager._clock
+    clock = day.manager.clock
     before_s = clock()
     day.clock = Fault(None, 1, True, RuntimeError("bug"))
     start_s = module.time.monotonic()

@@ -96,7 +96,7 @@ def answer_text(answer: tuple[Any, ...]) -> str:
     if kind is Answer.BLOCKS:
         return f"blocks {_ids_text(rest[0])}"
     if kind is Answer.EVENTS:
-        return f"{rest[0]} events of {rest[1]} keys, digest {rest[2].hex()}"
+        return f"{rest[0]} events of {rest[1]} keys, digest {rest[2]}"
     return " ".join([kind.name.lower(), *(str(one) for one in rest)])
 
 

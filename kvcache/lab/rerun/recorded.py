@@ -14,7 +14,7 @@ from typing import Any
 from kvcache.block import BlockStateError
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.metrics import MANAGER_METRICS
-from kvcache.recorder.format import Call, Recording, RecordingError
+from kvcache.recorder.format import Call, Recording, RecordingError, block_ids_of, events_digest
 from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, Answer, Op, TierCall
 from kvcache.request import ReqContext, Retention
 from kvcache.specs import PrepareStoreOutput
@@ -371,9 +371,9 @@ class Runner:
             tier = self.tiers[one.tier]
             match one.op:
                 case Op.TIER_LOOKUP:
-                    tier.lookups.append(lookup_answer(one.value[1]))
+                    tier.lookups.append(one.value[1])
                 case Op.TIER_SUBMIT:
-                    tier.submits.append((one.value[1], bool(one.value[0] & 1)))
+                    tier.submits.append(one.value)
                 case Op.TIER_FINISHED:
                     tier.reports.append(one.value)
                 case Op.TIER_TIMES:
@@ -390,11 +390,6 @@ class Runner:
         if context is None:
             context = self._contexts[number] = context_of(self._about.get(number, {}), str(number))
         return context
-
-
-def lookup_answer(coded: int) -> int | None:
-    """Return what a tier answered to a look-up, as recordings write it: None, a number of keys, or -2, nonsense."""
-    return None if coded == 0 else -2 if coded == 1 else coded - 2
 
 
 def context_of(about: dict[str, Any], req_id: str = "") -> ReqContext:
@@ -419,21 +414,13 @@ def _answer(answer: Any) -> tuple[Any, ...]:
     if type(answer) is int and answer >= 0:
         return Answer.INT, answer
     if isinstance(answer, PrepareStoreOutput):
-        ids = getattr(answer.store_spec, "block_ids", None)
-        return Answer.OUTPUT, answer.keys_to_store, len(answer.evicted_keys), [] if ids is None else ids.tolist()
-    ids = getattr(answer, "block_ids", None)
-    return (Answer.OTHER,) if ids is None else (Answer.BLOCKS, ids.tolist())
+        return Answer.OUTPUT, answer.keys_to_store, len(answer.evicted_keys), block_ids_of(answer.store_spec) or []
+    ids = block_ids_of(answer)
+    return (Answer.OTHER,) if ids is None else (Answer.BLOCKS, ids)
 
 
 def _events(events: Iterable[Any]) -> tuple[Any, ...]:
-    taken = list(events)
-    digest = num_keys = 0
-    for event in taken:
-        num_keys += len(event.keys)
-        digest = digest * 31 + bool(event.removed) + 2 * len(event.keys)
-        for key in event.keys:
-            digest = digest * 1099511628211 & (1 << 64) - 1 ^ int.from_bytes(key, "little")
-    return Answer.EVENTS, len(taken), num_keys, (digest & (1 << 64) - 1).to_bytes(8, "little")
+    return Answer.EVENTS, *events_digest([(b"".join(event.keys), bool(event.removed)) for event in events])
 
 
 def replay_recording(

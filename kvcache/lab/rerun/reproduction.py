@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache.lab.rerun.promises import Promises
-from kvcache.lab.rerun.recorded import NOTES, Runner, lookup_answer
+from kvcache.lab.rerun.recorded import NOTES, Runner
 from kvcache.lab.rerun.shrink import Shrunk
 from kvcache.recorder.format import Call
 from kvcache.recorder.ops import Answer, Op
@@ -155,9 +155,9 @@ class _Script:
                 continue
             script = by_tier.setdefault(one.tier, {})
             if one.op is Op.TIER_LOOKUP:
-                script.setdefault("lookups", []).append(repr(lookup_answer(one.value[1])))
+                script.setdefault("lookups", []).append(repr(one.value[1]))
             elif one.op is Op.TIER_SUBMIT:
-                script.setdefault("submits", []).append(f"({one.value[1]}, {bool(one.value[0] & 1)})")
+                script.setdefault("submits", []).append(repr(one.value))
             elif one.op is Op.TIER_TIMES:
                 script.setdefault("times", []).append(repr(one.value))
             elif one.op is Op.TIER_RAISED:
