@@ -5,7 +5,7 @@ traffic and the hour; so both rates are learned from what happens, and no thresh
 
 The model
 ---------
-Loading `n` blocks takes ``latency + n * seconds per block``, once what is under way has ended. Computing the token at
+Loading `n` blocks takes ``latency + n * seconds per block``, once the jobs under way have ended. Computing the token at
 position `p` takes ``first + growth * p``: attention makes later tokens dearer. A prefix may be cut anywhere, but within
 one medium the gain of one more block only grows with its position, so that the best cut lies where the medium changes:
 only those places are compared. Media load at the same time.
@@ -45,7 +45,7 @@ class CostFit:
     num_samples : int
         Samples so far.
     a, b : float
-        In use; they follow what is learned once it leaves `BAND`.
+        The rates in use; they follow the learned rates when those leave `BAND`.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class CostFit:
         self.num_samples += 1
 
     def record(self, x: float, y: float, seconds: float) -> None:
-        """Take in that `x` > 0 and `y` have taken `seconds`; what nothing takes is ignored."""
+        """Record one sample; invalid samples are ignored."""
         if not (x > 0 and 0 <= y < math.inf and 0 <= seconds <= _MAX_S):
             return
         expected = self(x, y)
@@ -92,7 +92,7 @@ class CostFit:
         xx, xy, yy, xt, yt = self._sums
         spread = xx * yy - xy * xy
         if spread <= _LEAST_SPREAD * xx * yy:
-            # All alike: nothing tells the second term from the first.
+            # All samples are alike: the two terms cannot be separated.
             return xt / xx, 0.0
         a, b = (xt * yy - yt * xy) / spread, (yt * xx - xt * xy) / spread
         if b < 0:
@@ -101,7 +101,7 @@ class CostFit:
 
 
 class LinkRate:
-    """How fast one medium loads, learned from its finished jobs, and when it will have ended what it has.
+    """How fast one medium loads, learned from its finished jobs, and when its present jobs will have ended.
 
     Times of jobs may be on any clock, as long as it is one; `now_s` is the manager's.
     """
@@ -137,28 +137,28 @@ class LinkRate:
         return 1 / self.fit.a if self.fit.a > 0 else 0.0
 
     def load_s(self, num_blocks: int, now_s: float) -> float:
-        """Return in how many seconds `num_blocks` more would be there; 0: only what is under way."""
+        """Return in how many seconds `num_blocks` more would be loaded; 0: only the jobs under way."""
         wait_s = 0.0
         if self._num_jobs:
-            # What is late will be late for as long again; but nobody knows what has ended since it was last looked.
+            # A late job is expected to be late for as long again, but may have ended since the last look.
             wait_s = max(self._due_s - now_s, self._looked_s - self._due_s, 0.0)
         if not num_blocks:
             return wait_s
         return max(self.fit.b, wait_s) + self.fit.a * num_blocks
 
     def sent(self, num_blocks: int, now_s: float) -> None:
-        """Take in that a job was sent."""
+        """Record that a job was sent."""
         self._due_s = now_s + self.load_s(num_blocks, now_s)
         self._looked_s = max(self._looked_s, now_s)
         self._num_jobs += 1
         self._num_blocks += num_blocks
 
     def looked(self, now_s: float) -> None:
-        """Take in that all jobs that have ended by now were reported."""
+        """Record that all jobs that have ended by now were reported."""
         self._looked_s = now_s
 
     def ended(self, num_blocks: int, num_done: int, start_s: float, end_s: float, now_s: float) -> None:
-        """Take in that a job of `num_blocks` has ended; 0 done: it says nothing of the rate."""
+        """Record the end of a job of `num_blocks`; with 0 done blocks the rate stays."""
         self._num_jobs -= 1
         self._num_blocks -= num_blocks
         self._due_s = now_s + self.fit.a * self._num_blocks
@@ -174,7 +174,7 @@ class LinkRate:
             self._close_window()
 
     def abandoned(self, num_blocks: int, now_s: float) -> None:
-        """Take in that nobody waits for a job any more."""
+        """Record that no request waits for a job any more."""
         self.ended(num_blocks, 0, 0.0, 0.0, now_s)
 
     def is_probe_due(self, now_s: float) -> bool:
@@ -191,7 +191,7 @@ class LinkRate:
         return int(min(max(num_blocks, 1), MAX_PROBE_BLOCKS))
 
     def _close_window(self) -> None:
-        # Jobs that share the link end together: only all of them tell its rate.
+        # Jobs that share the link end together: only all of them give its rate.
         if self._window_blocks:
             self.fit.record(self._window_blocks, self._from_idle, self._end_s - self._begin_s)
         self._begin_s, self._from_idle = self._end_s, 0
@@ -225,11 +225,11 @@ class PrefillRate:
         return self.fit.num_samples > 0
 
     def record(self, first_token: int, num_tokens: int, seconds: float) -> None:
-        """Take in that tokens from position `first_token` on took so long; a rate that was given stays."""
+        """Record the time of tokens from position `first_token` on; a given rate stays."""
         self.record_together([(first_token, num_tokens)], seconds)
 
     def record_together(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Take in that parts of prompts, each a first position and a number of tokens, took so long together."""
+        """Record the common time of parts of prompts, each a first position and a number of tokens."""
         if not self._is_given and all(0 <= first <= MAX_TOKENS and 0 <= count <= MAX_TOKENS for first, count in parts):
             num_tokens = sum(count for _, count in parts)
             self.fit.record(num_tokens, sum(count * (first + count / 2) for first, count in parts), seconds)
@@ -245,7 +245,7 @@ class Segment(NamedTuple):
     Parameters
     ----------
     link : LinkRate or None
-        What they are loaded over; None: their loading costs nothing that counts.
+        The link that they are loaded over; None: loading costs nothing.
     num_blocks : int
         How many.
     end_token : int
@@ -262,7 +262,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided for one request, and why.
+    """The decision for one request, and its reasons.
 
     Parameters
     ----------
@@ -273,7 +273,7 @@ class Decision:
     load_s, compute_s : float
         Seconds that loading all of them was expected to take, and computing all of them.
     chosen_s : float
-        Seconds expected of what was chosen.
+        Expected seconds of the choice.
     is_blind : bool
         Whether a rate was not known yet: then everything is loaded, to learn it.
     """
@@ -319,7 +319,7 @@ class LoadArbiter:
         Parameters
         ----------
         first_token : int
-            Where in the prompt the segments begin; what is before needs neither loading nor computing.
+            Token at which the segments begin; tokens before it need neither loading nor computing.
         segments : sequence of Segment
             In prefix order, at least one.
         now_s : float

@@ -57,7 +57,7 @@ class GenericBlockCache:
     Parameters
     ----------
     policy : CachePolicy
-        Empty, and driven by nobody else from now on.
+        Empty; only this cache calls it from now on.
     backend : Backend
         Where blocks are allocated.
     capacity : int

@@ -1,4 +1,4 @@
-"""The manager's contract: what an engine's scheduler asks of an offloading cache."""
+"""The contract between an engine's scheduler and an offloading cache."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ Keys = Iterable[bytes]
 
 
 class OffloadingManager(ABC):
-    """What an engine's scheduler asks of an offloading cache.
+    """An offloading cache, as an engine's scheduler uses it.
 
     Attributes
     ----------
     block_size : int
         Tokens of one offloaded block.
     medium : str
-        Where the blocks lie.
+        The medium of the blocks.
     telemetry : kvcache.control.telemetry.Telemetry or None
-        What exporters read, where a spec has made the manager; closed by `shutdown`.
+        The source of exporters, if a spec has made the manager; closed by `shutdown`.
     recorder : kvcache.recorder.recorder.Recorder or None
-        What records the manager's calls; stopped by `shutdown`.
+        The recorder of the manager's calls; stopped by `shutdown`.
 
     Notes
     -----
-    Wherever `keys` are asked for, any iterable of keys in prefix order will do (it is consumed once); a list is the
-    fast path. `req_context` is the request that a call is for, where it is for one. Errors, all checked before anything
-    changes: ValueError for a bad argument, KeyError for an unknown key, BlockStateError for a wrong reference count or
-    state. A subclass must write `lookup`, `prepare_load` and `prepare_store`; the rest has defaults.
+    `keys` is any iterable of keys in prefix order, consumed once; a list is the fast path. `req_context` is the request
+    of a call, if it has one. Errors are raised before anything changes: ValueError for a bad argument, KeyError for an
+    unknown key, BlockStateError for a wrong reference count or state. A subclass must implement `lookup`,
+    `prepare_load` and `prepare_store`; the rest has defaults.
     """
 
     block_size: int
@@ -57,8 +57,8 @@ class OffloadingManager(ABC):
         Returns
         -------
         bool, int or None
-            For one key, True or False; for several, the length of the longest leading run that is ready. None:
-            ask again later, a lower tier is being asked. A manager of one tier never answers None.
+            For one key, True or False; for several, the length of the longest ready prefix. None: ask again
+            later, because a lower tier has not answered yet. A manager without tiers never returns None.
         """
 
     @abstractmethod
@@ -85,12 +85,12 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        """Make room for the keys that are not there yet, and return where to write them.
+        """Reserve slots for the absent keys, and return where to write them.
 
         Returns
         -------
         PrepareStoreOutput or None
-            None: there is no room, and nothing has changed.
+            None: the blocks do not fit; nothing has changed.
         """
 
     def complete_store(  # noqa: B027
@@ -99,11 +99,11 @@ class OffloadingManager(ABC):
         """Make written blocks ready, or drop them if `success` is False; unknown keys are ignored."""
 
     def stats(self) -> ManagerStats:
-        """Return counters since start and gauges now; all 0 where a manager counts nothing."""
+        """Return counters since start and gauges now; all 0 if a manager counts nothing."""
         return ManagerStats()
 
     def parts(self) -> list[Part]:
-        """Return everything that is counted, by component, the manager's own first; callable in any thread."""
+        """Return all statistics by component, the manager's own first; callable in any thread."""
         return [Part("", self.stats())]
 
     def take_events(self) -> Iterator[OffloadingEvent]:
@@ -118,7 +118,7 @@ class OffloadingManager(ABC):
         """Called when a request has ended."""
 
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:  # noqa: B027
-        """Say when blocks will be used next, once that is known; a request's blocks also after it has ended.
+        """Set when blocks will be used next; for a request's blocks also after it has ended.
 
         The default does nothing: a hint is soft.
 
@@ -133,12 +133,12 @@ class OffloadingManager(ABC):
         Raises
         ------
         ValueError
-            `next_use` is none of the three; nothing has changed.
+            `next_use` is not one of the three; nothing has changed.
 
         Notes
         -----
-        Uses of a running request that follow carry the hint, too, and it replaces what the request said before. What
-        is held at priority 2 or 3 stays so.
+        The hint also covers later uses of a running request, and replaces earlier hints. Blocks of priority 2 or 3
+        keep it.
         """
 
     def on_schedule_end(self) -> None:  # noqa: B027
@@ -150,12 +150,12 @@ class OffloadingManager(ABC):
         Raises
         ------
         NotImplementedError
-            This manager cannot: stale blocks must not pass for forgotten ones.
+            This manager cannot be reset: stale blocks must not count as forgotten.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 
     def shutdown(self) -> None:
-        """Release resources, and close what reports and what records the manager."""
+        """Release resources, stop the recorder and close the telemetry."""
         if self.recorder is not None:
             self.recorder.stop()
         if self.telemetry is not None:

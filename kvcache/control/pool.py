@@ -1,7 +1,7 @@
-"""BlockPool: the one way to a cache of blocks: its operations, with admission, clock, counters and events.
+"""BlockPool: the operations of a cache of blocks, with admission, clock, counters and events.
 
-Both managers, the tiers' indexes and the what-if stand on it, so that a block that comes or leaves is counted and
-reported in one place, whoever moves it. Every loop over blocks is the cache's.
+Managers, the tiers' indexes and the what-if use it, so every stored or evicted block is counted and reported in one
+place. Every loop over blocks is in the cache.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Keys = Iterable[bytes]
 
 
 class AdmissionRule(Protocol):
-    """What may be stored at all, asked before room is made."""
+    """Decides which keys may be stored, before slots are reserved."""
 
     def admit(self, keys: list[bytes]) -> bytearray:
         """Return a flag per offered key."""
 
     def clear(self) -> None:
-        """Forget what was offered."""
+        """Forget all offers."""
 
 
 class UseObserver(Protocol):
-    """Somebody who watches which keys are used, such as the what-if."""
+    """Is called with the keys that are used, such as the sampler of the what-if."""
 
     def take(self, request_keys: Any) -> None:
         """Called with the keys of a request that has ended."""
@@ -89,9 +89,8 @@ class BlockPool:
     ----------
     events : EventLog or None
         Also for a caller that has events of its own to add.
-    loaded_blocks, promoted_loads, stored_blocks, evicted_blocks, rejected_stores, failed_blocks, arbiter_loads, \
-arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
-        Counters, see `kvcache.metrics.MANAGER_METRICS`; a caller that answers loads itself adds to them.
+    loaded_blocks, stored_blocks, evicted_blocks, rejected_stores, failed_blocks : int
+        Counters, see `kvcache.metrics.MANAGER_METRICS`.
 
     Raises
     ------
@@ -100,13 +99,10 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
 
     Notes
     -----
-    `keys` is any iterable of keys, consumed once; a list is the fast path. Where `is_move` is true, the blocks move
+    `keys` is any iterable of keys, consumed once; a list is the fast path. If `is_move` is true, the blocks move
     between tiers: they are not counted as the engine's, and admission is not asked. Counters are exact under the GIL
     (no call stands between reading and writing one); free-threaded builds may miss a count where threads collide.
     """
-
-    # Defaults of the class: an instance of more than 30 attributes is slower at every one of them (CPython 3.11 on).
-    arbiter_loads = arbiter_cuts = arbiter_cut_blocks = arbiter_give_ups = promoted_loads = 0
 
     def __init__(
         self,
@@ -157,10 +153,10 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         self.clock = clock
         self._start_s = 0.0
         self._now_s: float | None = None
-        self._reads_clock: bool = getattr(self._cache.current_policy(), "reads_clock", False)
-        # Once a request has given a hint, or where the policy reads the clock: nobody else pays for it.
+        self._reads_clock: bool = getattr(self.policy, "reads_clock", False)
+        # True once a request has given a hint, or if the policy reads the clock: others do not pay for the clock.
         self._keeps_time = self._reads_clock
-        declines = getattr(self._cache.current_policy(), "declines", False)
+        declines = getattr(self.policy, "declines", False)
         self._may_gate: bool = self._admission is not None or self._reads_clock or declines
         self.events: EventLog | None = None
         if enable_events:
@@ -187,7 +183,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
 
     @property
     def policy(self) -> CachePolicy:
-        """The policy that decides what leaves."""
+        """The policy that chooses which blocks are evicted."""
         return self._cache.current_policy()
 
     _policy = policy
@@ -214,12 +210,12 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
 
     @property
     def looked_up_blocks(self) -> int:
-        """Keys of these."""
+        """Keys of the counted look-ups."""
         return self._cache.looked_up_blocks
 
     @property
     def hit_blocks(self) -> int:
-        """Of these, those that were found ready."""
+        """Keys of look-ups that were found ready."""
         return self._cache.hit_blocks
 
     @property
@@ -234,7 +230,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
 
     @property
     def declined_blocks(self) -> int:
-        """Of the gated blocks, those that the policy did not take."""
+        """Gated blocks that the policy declined."""
         return self._cache.declined_blocks
 
     @property
@@ -244,11 +240,11 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
 
     @property
     def ignored_hints(self) -> int:
-        """Requests whose retention hint made no sense."""
+        """Requests with an invalid retention hint."""
         return self._hints.num_ignored
 
     def configuration(self) -> dict[str, Any]:
-        """Return what a pool that answers alike is made with, in types of JSON.
+        """Return the configuration of a pool that answers alike, in types of JSON.
 
         Returns
         -------
@@ -258,7 +254,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         Raises
         ------
         ValueError
-            The blocks are a backend's, which decides more than can be named here.
+            A backend allocates the blocks; its choices cannot be named here.
         """
         options = dict(self._options)
         backend = options.pop("backend")
@@ -268,8 +264,8 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         return options
 
     def stats(self) -> ManagerStats:
-        """Return counters since start and gauges now."""
-        return ManagerStats(**{metric.name: getattr(self, metric.name) for metric in MANAGER_METRICS})
+        """Return counters since start and gauges now; counters of tiers are 0."""
+        return ManagerStats(**{metric.name: getattr(self, metric.name, 0) for metric in MANAGER_METRICS})
 
     def parts(self) -> list[Part]:
         """Return everything that is counted, by component; callable in any thread."""
@@ -278,7 +274,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             for name, value in self.policy.gauges().items():
                 parts.append(Part("policy", PolicyStats(float(value)), (("name", name),)))
         except Exception:
-            # A plug-in's fault is not to cost the rest; at every scrape a line would be too much.
+            # A plug-in's error does not hide the rest. A warning at every scrape would be too much.
             _LOG.debug("the policy's gauges failed", exc_info=True)
         if self.events is not None:
             parts.append(Part("event", EventStats(len(self.events), self.events.num_dropped)))
@@ -297,7 +293,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         hint = None
         if req_context.retention is not None or req_context.kv_transfer_params is not None:
             hint = self._hints.of(req_context)
-        # An engine that knows the prompt names all of it: its index need not grow by steps.
+        # With positions, all keys of the prompt are known: the index is made for all of them.
         num_keys = len(req_context.positions or ())
         if hint is None:
             request_keys = self._cache.open_request(num_keys=num_keys)
@@ -306,7 +302,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             if priority != 0 and self._now_s is None:
                 self._start_clock()
             request_keys = self._cache.open_request(priority, hint.ttl_ns, hint.next_use, num_keys)
-        # Another thread, or a finalizer, may have been first.
+        # Another thread, or a finalizer, may have opened the request meanwhile.
         return req_context.request_keys.setdefault(self, request_keys)
 
     def _start_clock(self) -> None:
@@ -325,18 +321,18 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             now_s = self.clock()
             if not now_s >= before_s:
                 if self._reads_clock:
-                    return  # to such a policy, time stands still meanwhile
+                    return  # such a policy sees no time pass meanwhile
                 raise ValueError(f"the clock went back from {before_s} to {now_s} s")
             if now_s > self._now_s:
                 self._now_s = now_s
             else:
-                now_s = self._now_s  # another thread may have read it later, and got here first
+                now_s = self._now_s  # another thread read the clock later, and was here first
         self._cache.advance(now_s - self._start_s, self._max_raised)
 
     def reorder(self, req_context: ReqContext) -> None:
-        """Order the keys that a running request used: its head is evicted after its tail. No use is counted.
+        """Order the keys that a running request used, by positions if known: its head is evicted after its tail.
 
-        Linear in the request's keys, however often it is called; by positions where the context knows them.
+        No use is counted. All calls for a request together are linear in its keys.
         """
         request_keys = self._request_keys_of(req_context)
         if request_keys is not None:
@@ -345,7 +341,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
     def end_request(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
         """Order all keys that a request has used, and forget the request.
 
-        With `use_positions` every key that has a position in the context is used first, named before or not.
+        With `use_positions`, every key with a position in the context counts as used first.
         """
         try:
             request_keys_by_pool = req_context.request_keys
@@ -365,7 +361,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
                 self.observer.take(request_keys)
 
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
-        """Say when blocks will be used next, once that is known; see `OffloadingManager.hint`."""
+        """Set when blocks will be used next; see `OffloadingManager.hint`."""
         said = Retention(next_use=check_next_use(next_use))
         keys: list[bytes] | None = None
         kept: Any = None
@@ -398,7 +394,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             if isinstance(keys, bytes):
                 if req_context is not None and not isinstance(req_context, ReqContext):
                     raise _bad_context(req_context)
-                # Engines that ask key by key ask often: one key is no reason to open the request.
+                # Engines ask key by key often: one key does not open the request.
                 return self._cache.status_of(keys) == 2
             keys = as_key_list(keys)
         return self._cache.lookup(keys, None if req_context is None else self._request_keys_of(req_context))
@@ -408,13 +404,13 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         return self._cache.status_of(key)
 
     def count_lookup(self, num_keys: int) -> None:
-        """Count a look-up that the caller answers itself, out of `match_prefix`; its hits once they are known."""
+        """Count a look-up that the caller answers itself from `match_prefix`; see `count_hits`."""
         cache = self._cache
         cache.lookups += 1
         cache.looked_up_blocks += num_keys
 
     def count_hits(self, num_hits: int) -> None:
-        """Count the hits of such a look-up."""
+        """Count the hits of a look-up that `count_lookup` has counted."""
         self._cache.hit_blocks += num_hits
 
     def states(self, keys: list[bytes]) -> bytes:
@@ -422,7 +418,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         return self._cache.status(keys)
 
     def locate(self, keys: list[bytes]) -> list[int]:
-        """Return the id of each key's block without taking a reference; -1 where it is absent or being written."""
+        """Return the id of each key's block without taking a reference; -1 if it is absent or being written."""
         return self._cache.locate(keys)
 
     def match_prefix(self, keys: list[bytes], req_context: ReqContext | None = None, start: int = 0) -> int:
@@ -474,12 +470,12 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
     def reserve(
         self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False
     ) -> PrepareStoreOutput | None:
-        """Make room for the keys that are not there yet and return where to write them.
+        """Reserve slots for the absent keys and return where to write them.
 
         Returns
         -------
         PrepareStoreOutput or None
-            None: there is no room, and nothing has changed.
+            None: the blocks do not fit; nothing has changed.
         """
         if type(keys) is not list:
             keys = as_key_list(keys)
@@ -495,7 +491,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         num_evicted = len(output.evicted_keys)
         self.evicted_blocks += num_evicted
         if not is_move:
-            # Not those that are here already: an engine may offer what it has just loaded.
+            # Present keys are not missed: an engine may offer blocks that it has just loaded.
             num_missed = len(output.keys_to_store)
             if self._may_gate:
                 num_missed += self._cache.gated_blocks - num_gated
@@ -503,10 +499,10 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         return output
 
     def reserve_leading(self, keys: list[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        """Make room for as many of the first keys as can be, for a move; None where that is none of them.
+        """Reserve slots for the longest prefix of `keys` that fits, for a tier move. Return None if none fits.
 
-        A policy that reads the clock values blocks by the request that waits for them: to it, the move is a use by
-        `req_context`. To others it is none.
+        A policy that reads the clock values blocks by the request that waits for them, so it sees the move as a use
+        by `req_context`. Other policies see no use.
         """
         if not self._reads_clock:
             req_context = None
@@ -559,7 +555,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
         return iter(()) if self.events is None else self.events.take(max_events)
 
     def reset(self) -> None:
-        """Forget every block, request, ghost, offer and event that was not taken; block ids start again at 0."""
+        """Forget all blocks, requests, ghosts, offers and events; block ids start again at 0."""
         self._cache.reset()
         if self._admission is not None:
             self._admission.clear()
@@ -567,7 +563,7 @@ arbiter_cuts, arbiter_cut_blocks, arbiter_give_ups : int
             self.observer.reset()
 
     def withhold(self, block_ids: list[int]) -> None:
-        """Give these free slots to no key until `give_back`; cost by their number, not the pool's."""
+        """Keep these free slots unused until `give_back`; the cost is linear in their number."""
         self._cache.withhold(block_ids)
 
     def give_back(self, block_ids: list[int]) -> None:

@@ -1,7 +1,7 @@
-"""Telemetry: snapshots of a running manager, its tiers, policy and transfers, and the contract of what reports them.
+"""Telemetry: snapshots of a running manager, its tiers, policy and transfers, and the contract of exporters.
 
-Exporters read these in threads of their own. The scheduler's thread pays for nothing but what it counts already: a
-snapshot reads counters, and takes no lock that the scheduler holds for longer than a few lines.
+Exporters read snapshots in threads of their own. A snapshot reads counters that the scheduler's thread keeps anyway,
+and takes no lock that the scheduler holds for longer than a few lines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Source = Callable[[], Iterable[Part]]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was counted up to one moment.
+    """All statistics at one moment.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Snapshot:
     uptime_s : float
         Seconds since the telemetry was made.
     labels : tuple of (str, str)
-        What tells this engine from others: engine, rank, policy.
+        Labels of this engine: engine, rank, policy.
     block_size, block_bytes : int
         Tokens and bytes of one block; 0: not known.
     parts : tuple of Part
@@ -83,7 +83,7 @@ class Snapshot:
 
 
 class Telemetry:
-    """What may be known of a running engine's cache.
+    """The statistics of a running engine's cache.
 
     Parameters
     ----------
@@ -92,8 +92,8 @@ class Telemetry:
     block_bytes : int
         Bytes of one block over all workers; 0: not known.
     labels : mapping of str to str
-        What tells this engine from others: ``engine`` and ``rank``, both ``"0"`` where they are left out. Names are
-        Prometheus', texts have at most 1,024 characters: they stand in every line of every scrape.
+        Labels of this engine: ``engine`` and ``rank`` (default ``"0"``). Names are valid in Prometheus; values have at
+        most 1,024 characters, since they are in every line of every scrape.
     config : mapping
         The configuration in effect, for people to read; no secrets.
     time_calls : bool
@@ -105,7 +105,7 @@ class Telemetry:
     sources : list of callable
         Each returns further parts of a snapshot; append to it.
     exporters : list
-        What reports this, and is closed by `close`; append to it.
+        Exporters of this, closed by `close`; append to it.
 
     Raises
     ------
@@ -148,7 +148,7 @@ class Telemetry:
         return parts
 
     def snapshot(self) -> Snapshot:
-        """Return what has been counted; callable in any thread."""
+        """Return all statistics now; callable in any thread."""
         return Snapshot(
             time_s=time.time(),
             uptime_s=time.monotonic() - self._start_s,
@@ -159,7 +159,7 @@ class Telemetry:
         )
 
     def close(self) -> None:
-        """Close the exporters, of which one that fails is logged, and time calls no more."""
+        """Close the exporters and stop timing calls; an exporter that fails is logged."""
         while self.exporters:
             exporter = self.exporters.pop()
             try:
@@ -228,7 +228,7 @@ class Exporter(ABC):
         options : mapping
             The exporter's entry of ``exporters`` without ``type``.
         telemetry : Telemetry
-            What is reported.
+            The source of the reports.
 
         Returns
         -------
@@ -250,11 +250,11 @@ class Exporter(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop; waits for its threads, not for ever. A second call does nothing."""
+        """Stop, and wait for its threads for a bounded time. A second call does nothing."""
 
 
 class JobTracer(Exporter):
-    """An exporter that follows single jobs: where one is configured, it is opened over each worker's copies, too."""
+    """An exporter that follows single jobs; it is also opened over each worker's copies."""
 
     job_log: JobLog
 

@@ -57,7 +57,7 @@ class CallQueue:
         self._max_units = max_bytes // 8
         self._num_units = 0  # in the queue
         self._num_writing = 0  # with the thread
-        self._check_units = 0  # beyond it, the thread is to wake, or there is no memory left
+        self._check_units = 0  # beyond it: wake the thread, or lose the record
         self._records: deque[tuple[Any, ...]] = deque()
         self._bell = threading.Event()
 

@@ -139,7 +139,7 @@ class Recorder:
         self._queue = queue = CallQueue(buffer, clock)
         self._file = _RotatingFile(self.path, self.max_bytes, header)
         controllers = getattr(manager, "controllers", ())
-        names = _TIERED_METHODS if controllers else _METHODS
+        names = _TIERED_METHODS if hasattr(manager, "controllers") else _METHODS
         calls = RecordedCalls(queue, names)
         encoder = FrameEncoder(salt, any(one.link is not None for one in controllers))
         self._calls = weakref.ref(calls)

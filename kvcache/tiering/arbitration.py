@@ -17,7 +17,6 @@ from kvcache.control.arbiter import BAND, MAX_PROBE_BLOCKS, MAX_TOKENS, LoadArbi
 from kvcache.tiering.controller import TierController, TierJob
 
 if TYPE_CHECKING:
-    from kvcache.control.pool import BlockPool
     from kvcache.request import ReqContext
     from kvcache.tiering.pending import PendingRequests
 
@@ -65,7 +64,7 @@ class _Choices:
 
 
 class Arbitration:
-    """Decides for a manager which requests load blocks; the pool counts the decisions.
+    """Decides for a manager which requests load blocks, and counts the decisions.
 
     Attributes
     ----------
@@ -76,19 +75,27 @@ class Arbitration:
     def __init__(
         self,
         arbiter: LoadArbiter,
-        pool: BlockPool,
         pending: PendingRequests,
         controllers: list[TierController],
         block_size: int,
     ) -> None:
         self.arbiter = arbiter
         self.group_of: Callable[[bytes], bytes | None] = itemgetter(slice(-_GROUP_BYTES, None))
-        self._pool = pool
         self._pending = pending
         self._controllers = controllers
         self._block_size = block_size
         self._probes: dict[TierController, list[bytes]] = {}
+        self._num_loads = self._num_cuts = self._num_cut_blocks = self._num_give_ups = 0
         self._ref = weakref.ref(self)
+
+    def counts(self) -> dict[str, int]:
+        """Return the counters of decisions, by the names of `ManagerStats`."""
+        return {
+            "arbiter_loads": self._num_loads,
+            "arbiter_cuts": self._num_cuts,
+            "arbiter_cut_blocks": self._num_cut_blocks,
+            "arbiter_give_ups": self._num_give_ups,
+        }
 
     def may_wait_for(self, key: bytes, req_context: ReqContext) -> bool:
         """Return whether a request may wait for a block."""
@@ -127,7 +134,7 @@ class Arbitration:
         if is_waiting and now_s >= choice.give_up_s and not choice.is_cut:
             choice.seen_token, choice.limit_token = max(choice.seen_token, 0), -1
             self._pending.stop_wanting(req_context)
-            self._pool.arbiter_give_ups += 1
+            self._num_give_ups += 1
         if not choice.is_cut and (is_unknown or ends[len(sources) - 1] > choice.seen_token):
             # If an engine asks key by key, decide about all known keys of the prompt at once.
             run, run_before = keys, num_ready
@@ -185,7 +192,7 @@ class Arbitration:
                 links = [controller.link for controller in self._controllers]
                 if arbiter.is_hopeless(first_token, ends[-1], len(ends), links, now_s):
                     choice.seen_token, choice.limit_token = ends[-1], first_token
-                    self._pool.arbiter_cuts += 1
+                    self._num_cuts += 1
                     return True
                 choice.give_up_s = now_s + known.compute_s(first_token, ends[-1])
             return False
@@ -214,11 +221,11 @@ class Arbitration:
             patience_s = max(known.compute_s(first_token, decision.end_token), decision.load_s)
             choice.give_up_s = now_s + (1 + BAND) * patience_s
         if not choice.is_cut:
-            self._pool.arbiter_loads += 1
+            self._num_loads += 1
             return True
-        self._pool.arbiter_cuts += 1
+        self._num_cuts += 1
         cut = [(key, source) for end, key, source in fresh if end > choice.limit_token]
-        self._pool.arbiter_cut_blocks += sum(source is not None for _, source in cut)
+        self._num_cut_blocks += sum(source is not None for _, source in cut)
         for key, source in cut:
             if isinstance(source, TierController) and source.link is not None:
                 probe = self._probes.setdefault(source, [])

@@ -27,7 +27,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
@@ -170,11 +170,12 @@ class TieredOffloadingManager(OffloadingManager):
         arbiter = LoadArbiter(prefill_tokens_per_s)
         self.arbitration: Arbitration | None = None
         if any(one.link is not None for one in self.controllers):
-            self.arbitration = Arbitration(arbiter, self.pool, self._pending, self.controllers, block_size)
+            self.arbitration = Arbitration(arbiter, self._pending, self.controllers, block_size)
         self._job_ids = count(1)
         self._promoting: dict[bytes, TierJob] = {}
         # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
         self._uses: OrderedDict[bytes, int] = OrderedDict()
+        self._promoted_loads = 0
         self._is_draining = False
         self._ref = weakref.ref(self)
 
@@ -260,7 +261,7 @@ class TieredOffloadingManager(OffloadingManager):
         if req_context is not None:
             tried = self._pending.tried(req_context)
             if tried:
-                self.pool.promoted_loads += len(tried.intersection(keys))
+                self._promoted_loads += len(tried.intersection(keys))
             self._pending.close(req_context)
         self._note_use(keys, req_context)
         return spec
@@ -415,12 +416,13 @@ class TieredOffloadingManager(OffloadingManager):
             time.sleep(0.0002)
 
     def stats(self) -> ManagerStats:
-        return self.pool.stats()
+        decided = {} if self.arbitration is None else self.arbitration.counts()
+        return replace(self.pool.stats(), promoted_loads=self._promoted_loads, **decided)
 
     def parts(self) -> list[Part]:
         waits = HistogramData(*self._pending.waits.data())
         promotions = Part("promotion", PromotionStats(len(self._pending), waits))
-        return [*self.pool.parts(), promotions, *self.tier_parts()]
+        return [Part("", self.stats()), *self.pool.parts()[1:], promotions, *self.tier_parts()]
 
     def tier_parts(self) -> list[Part]:
         """Return the statistics of each tier with its labels; callable in any thread."""

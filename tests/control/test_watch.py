@@ -71,7 +71,9 @@ def test_recorder_of_manager_with_replaced_method_is_refused(tmp_path: Any) -> N
 
 @pytest.mark.parametrize("is_timed_first", [False, True])
 @pytest.mark.parametrize("is_timed_longer", [False, True])
-def test_manager_timed_and_recorded_at_once_counts_both(tmp_path: Any, is_timed_first: bool, is_timed_longer: bool) -> None:
+def test_manager_timed_and_recorded_at_once_counts_both(
+    tmp_path: Any, is_timed_first: bool, is_timed_longer: bool
+) -> None:
     manager = CPUOffloadingManager(16, 4)
     telemetry = Telemetry(manager, time_calls=True) if is_timed_first else None
     recorder = Recorder(manager, tmp_path / "run.kvlog")

@@ -740,7 +740,24 @@ def test_recording_with_hostile_frame_ends_in_a_clear_error(monkeypatch, whole, 
     assert num_damaged > 0
 
 
-ODD_VALUES = (None, True, -1, 0, 1, 7, 1 << 40, 1 << 70, 0.5, float("nan"), "x", [], {}, [1, 2, 3], [[0]], {"priority": 9})
+ODD_VALUES = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    7,
+    1 << 40,
+    1 << 70,
+    0.5,
+    float("nan"),
+    "x",
+    [],
+    {},
+    [1, 2, 3],
+    [[0]],
+    {"priority": 9},
+)
 
 
 def hostile_text(rng, kind, document):

@@ -19,7 +19,6 @@ from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder.format import Recording, RecordingError
 from kvcache.recorder.ops import Op
 from kvcache.recorder.recorder import Recorder
-from kvcache.testing import REFERENCE_POLICIES
 
 
 def key(number: int) -> bytes:

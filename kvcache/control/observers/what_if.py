@@ -1,6 +1,6 @@
 """The what-if of running traffic: what other capacities and policies would hit, estimated from a sample of the keys.
 
-The scheduler's thread only logs the uses of sampled keys; all the rest is worked out when somebody asks, on a copy.
+The scheduler's thread only logs the uses of sampled keys. An estimate is computed when it is asked for, on a copy.
 """
 
 from __future__ import annotations
