@@ -99,6 +99,7 @@ class CallQueue:
         if num_units + self._num_writing > self._max_units:
             self.num_lost += 1
             self._num_unreported += 1
+            self._check_units = 0  # the next record is checked, and reports the loss
             return False
         if num_units * 4 > self._max_units:
             self._bell.set()
@@ -144,9 +145,10 @@ class CallQueue:
 
     def release(self, num_units: int) -> None:
         """Give back the memory of records that are written."""
-        self._num_writing -= num_units
-        if self._num_writing <= 0 and self.is_open:
-            self._check_units = self._max_units // 4
+        with self.lock:
+            self._num_writing -= num_units
+            if self._num_writing <= 0 and self.is_open and not self._num_unreported:
+                self._check_units = self._max_units // 4
 
     def wait(self, seconds: float) -> None:
         """Wait until the queue is a quarter full or closed, at most so long."""
