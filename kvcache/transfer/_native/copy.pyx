@@ -38,8 +38,8 @@ cdef extern from "Python.h":
     int PyErr_CheckSignals() except -1
 
 
-# Sizes from measurements (docs/howto/dataplane): what is handed from thread to thread at once, from when a job is
-# worth another thread, and from when streaming stores beat the C library's copy.
+# Measured sizes: the slice that a thread takes at once, the bytes that are worth another thread, and the size from
+# which streaming stores beat the C library's copy.
 cdef enum:
     SLICE_BYTES = 262_144
     THREAD_BYTES = 1_048_576
@@ -296,9 +296,9 @@ cdef class CopyQueue:
         job.cancelled = lost
         job.max_threads = <int> min(self.max_threads, 1 + plan.num_bytes // THREAD_BYTES)
         job.units_per_slice = max(1, SLICE_BYTES * plan.num_units // max(plan.num_bytes, 1))
-        # From here on no Python runs, so that the GIL, or the critical section, keeps out whoever else submits: an
-        # empty queue stays empty, and the caller may copy without the mutex. Giving the GIL up for some microseconds
-        # can cost milliseconds to get it back.
+        # From here on no Python runs, so the GIL (or the critical section) excludes other submissions: an empty queue
+        # stays empty, and the caller may copy without the mutex. Releasing the GIL for microseconds can cost
+        # milliseconds to get it back.
         pthread_mutex_lock(&queue.mutex)
         stopping = queue.stopping
         at_once = queue.head == NULL and (lost or plan.num_bytes <= self.inline_bytes)
@@ -309,7 +309,7 @@ cdef class CopyQueue:
         if stopping:
             _free_jobs(job)
             raise RuntimeError("the queue is closed")
-        # Where no thread can be had none is busy either, and the caller does what it must.
+        # If no thread can be started, none is busy, and the caller copies.
         if at_once or not self._start_threads(job.max_threads):
             job.start_s = _clock()
             if not lost:
@@ -375,7 +375,7 @@ cdef class CopyQueue:
         Returns
         -------
         bool
-            Whether there was such a job. What it has copied by then stays copied.
+            Whether the job was in flight. Blocks copied by then stay copied.
         """
         cdef Job* job
         cdef bint found = False

@@ -44,7 +44,7 @@ cdef int _take(
     return 0
 
 
-# Threads may still copy when the collector finds the last user: what they need goes after them, in __dealloc__ only.
+# Threads may still copy when the collector finds the last reference, so memory is freed in __dealloc__ only.
 @cython.no_gc_clear
 cdef class Geometry:
     """Geometry(tensors, groups, host_address, host_stride_bytes, num_host_blocks, block_size_factor=1, owner=None)
@@ -66,7 +66,7 @@ cdef class Geometry:
     block_size_factor : int
         Device blocks in a host block.
     owner : object
-        Kept as long as the geometry is: who holds the memory.
+        The object that owns the memory; referenced as long as the geometry.
 
     Raises
     ------
@@ -86,7 +86,7 @@ cdef class Geometry:
         cdef int64_t num_segments, i
         cdef Group* group
         cdef Segment* segment
-        # Read once, as ints: the loop below relies on what is counted and compared here. Python's ints do not overflow.
+        # Converted once to ints, which do not overflow in Python; the loop below relies on the checks here.
         tensors = [(index(address), index(num_blocks), index(stride)) for address, num_blocks, stride in tensors]
         groups = [[(index(tensor), index(n_bytes)) for tensor, n_bytes in group_refs] for group_refs in groups]
         host_address, host_stride_bytes = index(host_address), index(host_stride_bytes)

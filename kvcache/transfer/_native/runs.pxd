@@ -1,10 +1,10 @@
 # The bytes of a transfer, run by run: where the blocks of an engine's tensors lie, and where in the host pool.
 #
-# In a header, so that the walk is compiled into the loops that copy and list runs: a call for each would cost as much.
+# In a header, so that the loops that copy and list runs inline the walk: a call per run would cost as much as the copy.
 
 from libc.stdint cimport int32_t, int64_t
 
-cdef struct Segment:           # what lies together in one device block: a layer, or layers side by side
+cdef struct Segment:           # contiguous bytes of a device block: a layer, or adjacent layers
     char* base                 # its bytes in device block 0
     int64_t stride             # from one device block to the next
     int64_t host_offset        # within the device block's part of a host block
