@@ -131,6 +131,8 @@ def _what_if(found: WhatIf) -> Table:
     table = _table("what if (* now): hits of", *names)
     for policy, ratios in found.hit_ratios.items():
         table.add_row(_foreign(f"{policy}{'*' * (policy == found.policy)}"), *[f"{ratio:.1%}" for ratio in ratios])
+    if found.policy not in (*found.hit_ratios, "None"):
+        table.add_row(_foreign(f"{found.policy}* (not estimated)"), *["-" for _ in found.capacities])
     return table
 
 

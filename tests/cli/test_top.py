@@ -98,6 +98,15 @@ def test_an_engine_with_one_tier_fits_a_terminal_of_80_by_24() -> None:
     assert " ".join(lines[10].split()) == "DISK 1,234,567 2,000,000 11.82 TiB 0 B 0 B 0 reads paused"
 
 
+def test_what_if_without_the_policy_in_use_shows_that_it_is_missing() -> None:
+    history = History()
+    history.add(Frame(0.0, {}))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(view("x", history, WhatIf("gittins", 4, [2, 4], {"lru": [0.5, 1.0]})))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert lines[-2:] == ["lru 50.0% 100.0%", "gittins* (not estimated) - -"]
+
+
 def test_tiers_of_one_medium_are_told_apart() -> None:
     history = History()
     history.add(Frame(0.0, tier_values(0) | tier_values(1) | tier_values(2, "VALKEY")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -478,6 +479,7 @@ def test_policies_that_read_the_clock_are_left_out_and_refused_by_name() -> None
     found = manager.what_if()
     assert "gittins" not in found.hit_ratios
     assert any(note.startswith("gittins is left out: it learns from when requests come") for note in found.notes)
+    assert any(re.match(r"gittins +-  the policy in use is not estimated$", line) for line in str(found).splitlines())
     with pytest.raises(ValueError, match="policy 'gittins' learns from when requests come, which is not sampled"):
         manager.what_if(["lru", "gittins"])
 

@@ -160,12 +160,14 @@ class WhatIf:
         }
 
     def __str__(self) -> str:
-        width = max(map(len, ("blocks", *self.hit_ratios)))
+        width = max(map(len, ("blocks", self.policy or "", *self.hit_ratios)))
         named = [f"{capacity:,}{'*' * (capacity == self.num_blocks)}" for capacity in self.capacities]
         lines = ["share of blocks hit, by capacity" + ", * the present one" * (self.num_blocks in self.capacities)]
         lines.append(f"{'blocks':<{width}}" + "".join(f" {capacity:>11}" for capacity in named))
         for name, ratios in self.hit_ratios.items():
             lines.append(f"{name:<{width}}" + "".join(f" {ratio:>11.1%}" for ratio in ratios))
+        if self.policy is not None and self.policy not in self.hit_ratios:
+            lines.append(f"{self.policy:<{width}} {'-':>11}  the policy in use is not estimated")
         if any(self.standard_errors):
             # Of lru; those of the others are about the same.
             lines.append(f"{'+-':<{width}}" + "".join(f" {2 * error:>11.1%}" for error in self.standard_errors))
