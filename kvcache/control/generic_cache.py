@@ -490,6 +490,7 @@ class GenericBlockCache:
             # Not written, or it failed: a fresh instance remembers nothing either.
             try:
                 policy = type(policy)(self._capacity)
+                policy.stores_all = self._policy.stores_all
             except BaseException:
                 self._put_back()
                 raise

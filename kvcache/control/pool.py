@@ -498,17 +498,11 @@ class BlockPool:
             self._missed_blocks += num_missed
         return output
 
-    def reserve_leading(self, keys: list[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        """Reserve slots for the longest prefix of `keys` that fits, for a tier move. Return None if none fits.
-
-        A policy that reads the clock values blocks by the request that waits for them, so it sees the move as a use
-        by `req_context`. Other policies see no use.
-        """
-        if not self._reads_clock:
-            req_context = None
+    def reserve_leading(self, keys: list[bytes]) -> PrepareStoreOutput | None:
+        """Reserve slots for the longest prefix of `keys` that fits, for a move. Return None if none fits."""
         keys = keys[: self.num_blocks - self._cache.num_referenced - self._cache.num_pending]
         while keys:
-            output = self.reserve(keys, req_context, is_move=True)
+            output = self.reserve(keys, is_move=True)
             if output is not None:
                 return output
             keys = keys[: len(keys) // 2]

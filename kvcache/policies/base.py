@@ -134,6 +134,9 @@ class CachePolicy(ABC):
     reads_clock: ClassVar[bool] = False
     """Whether the manager sets `now_ms`, a time in milliseconds, before the first use that a request counts."""
 
+    stores_all: bool = False
+    """Set by a manager with tiers below: `make_room` must take every key for which blocks can leave."""
+
     def __init__(self, cache_capacity: int) -> None:
         self.cache_capacity = check_int("cache_capacity", cache_capacity)
 

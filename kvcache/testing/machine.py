@@ -87,6 +87,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.managers["backend manager"] = BackendOffloadingManager(
                 CPUBackend(16, capacity), self.policy, **options
             )
+        if twin.stores_all:
+            for manager in self.managers.values():
+                _policy(manager).stores_all = True
         # A policy that knows no hints may not be given any: the compiled ones keep blocks by priority all the same.
         self.takes_hints = getattr(twin, "hint", CachePolicy.hint) is not CachePolicy.hint
         self.contexts = [ReqContext(str(slot)) for slot in range(_NUM_CONTEXTS)]

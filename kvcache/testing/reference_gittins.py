@@ -70,6 +70,7 @@ class ReferenceGittins(CachePolicy):
     ageing_steps = 256
     halving_total = 1 << 21
     most_passed = 2048
+    passing_share = 20
     prior = 4096
     prior_shared = 512
     most_sharing = 15
@@ -90,6 +91,8 @@ class ReferenceGittins(CachePolicy):
         self.group_of: dict[bytes, Group] = {}
         self.blocks: dict[bytes, _Resident] = {}
         self.memory: OrderedDict[bytes, None] = OrderedDict()
+        # Resident keys of the first-in-first-out share, oldest first; with `stores_all` only.
+        self.passing: OrderedDict[bytes, None] = OrderedDict()
         self.cells: dict[Cell, OrderedDict[Group, None]] = {}
         self.num_groups: Counter[int] = Counter()  # by class, where there are any
         # Of a known key: about the logarithm of how many requests have used it that continued no older one.
@@ -124,12 +127,11 @@ class ReferenceGittins(CachePolicy):
         if key not in self.blocks:
             self._recall([key], [key], None)
             self._store(key, None)
+            self.group_of[key].resident[key] = None
         self.blocks[key].block = block
 
     def remove(self, key: bytes) -> None:
-        del self.group_of[key].resident[key]
-        self._leave_parent(self.blocks.pop(key))
-        self.memory[key] = None
+        self._remove(key)
         self._trim()
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -175,6 +177,7 @@ class ReferenceGittins(CachePolicy):
         self._take_up(request.next_use)
         self._see_prefix(keys, progress)
         known = {key for key in keys if key in self.group_of}
+        lowest = self._lowest_value() if self.passing else 0
         for key in keys:
             if key in known:
                 group = self.group_of[key]
@@ -192,10 +195,15 @@ class ReferenceGittins(CachePolicy):
             sharing = self._share(key, not progress.continues) if key in known else 0
             self.sharing[key] = sharing
             if sharing and self.splits_shared and request.next_use is None:
-                self._join(key, FIRST_SHARED + (sharing - 1) // 4, shared, length)
+                joined = self._join_group(key, FIRST_SHARED + (sharing - 1) // 4, shared, length)
             else:
                 cls = 4 * progress.continues + 2 * (not _is_last(key, keys, request)) + (key in known)
-                self._join(key, _hinted(cls, request), progress.groups, length)
+                joined = self._join_group(key, _hinted(cls, request), progress.groups, length)
+            if key not in self.blocks:
+                self.memory[key] = None
+            elif key not in self.passing or self.value[joined.cls][0] > lowest:
+                self.passing.pop(key, None)
+                joined.resident[key] = None
 
     def hint(self, keys: list[bytes], next_use: str | None) -> None:
         """Move known keys to the classes of another hint; their age counts from now."""
@@ -214,6 +222,7 @@ class ReferenceGittins(CachePolicy):
             cls = CLASSES_PER_HINT * NEXT_USES.index(next_use) + was
             joined = self._join_group(key, cls, groups, group.length)
             if key in self.blocks:
+                self.passing.pop(key, None)
                 joined.resident[key] = None
             else:
                 self.memory.move_to_end(key)
@@ -282,19 +291,68 @@ class ReferenceGittins(CachePolicy):
     def make_room(
         self, keys: list[bytes], num_free: int, offered: list[bytes], request: RequestUses | None
     ) -> tuple[int, Victims]:
-        keys = self._without_holes(keys, offered, request)
+        is_move = self.stores_all and request is None
+        if not self.stores_all:
+            keys = self._without_holes(keys, offered, request)
         self._take_up(None if request is None else request.next_use)
-        self._recall(keys, offered, request)
+        if not is_move:
+            self._recall(keys, offered, request)
         num_needed = len(keys) - num_free
+        num_grouped = 0 if is_move else len(keys)
         victims: Victims = []
         if num_needed > 0:
             named = {*offered, *(() if request is None else request.keys)}
-            victims = self._select(num_needed, named, keys[num_free:])
+            if self.stores_all:
+                victims, num_passing = self._make_way(num_needed, named, None if is_move else keys[num_free:])
+                num_grouped = 0 if is_move else len(keys) - num_passing
+            else:
+                victims = self._select(num_needed, named, keys[num_free:])
             keys = keys[: num_free + len(victims)]
         for key in keys:
             self._store(key, _predecessor(key, offered, request))
+        for key in keys[:num_grouped]:
+            self.group_of[key].resident[key] = None
+        # The tail of a prompt leaves before its head.
+        self.passing.update(dict.fromkeys(reversed(keys[num_grouped:])))
         self._trim()
         return len(keys), victims
+
+    def _make_way(self, n: int, named: Container[bytes], waiting: list[bytes] | None) -> tuple[Victims, int]:
+        """Evict up to `n` blocks, whatever the waiting keys are worth; None instead of these: they are moved.
+
+        Return the victims, and how many of the waiting keys pass.
+        """
+        share = max(1, self.cache_capacity // self.passing_share)
+        victims = self._select_passing(min(n, len(self.passing) - share), named)
+        if waiting is not None and len(victims) < n:
+            victims += self._select(n - len(victims), named, waiting[len(victims) :])
+        num_passing = n - len(victims)
+        num_over = len(self.passing) + num_passing - share
+        victims += self._select_passing(min(num_passing, num_over), named)
+        if len(victims) < n:
+            victims += self._select(n - len(victims), named, None)
+        victims += self._select_passing(n - len(victims), named)
+        return victims, num_passing
+
+    def _select_passing(self, n: int, named: Container[bytes]) -> Victims:
+        victims: Victims = []
+        for key in list(self.passing):
+            if len(victims) >= n:
+                break
+            if self._may_leave(key, named):
+                victims.append((key, self._evict(key)))
+        return victims
+
+    def _may_leave(self, key: bytes, named: Container[bytes]) -> bool:
+        resident = self.blocks[key]
+        is_idle = resident.block is not None and resident.block.ref_cnt == 0
+        return is_idle and key not in named and resident.kids == 0
+
+    def _lowest_value(self) -> int:
+        """Return the value of the least valuable cell that holds resident blocks, or -1."""
+        return next(
+            (self.value[cls][b] for cls, b in self._order if any(group.resident for group in self.cells[cls, b])), -1
+        )
 
     def _recall(self, keys: Sequence[bytes], offered: Sequence[bytes], request: RequestUses | None) -> None:
         """Make keys known that the memory has dropped since their use."""
@@ -303,7 +361,8 @@ class ReferenceGittins(CachePolicy):
             if key not in self.group_of:
                 self.sharing[key] = 0
                 cls = 0 if _is_last(key, offered, request) else 2
-                self._join(key, _hinted(cls, request), groups, _length(offered, request))
+                self._join_group(key, _hinted(cls, request), groups, _length(offered, request))
+                self.memory[key] = None
 
     def _without_holes(self, keys: list[bytes], offered: Sequence[bytes], request: RequestUses | None) -> list[bytes]:
         taken: dict[bytes, None] = {}
@@ -329,8 +388,7 @@ class ReferenceGittins(CachePolicy):
                 for group in groups:
                     while group.resident:
                         tail = next(reversed(group.resident))
-                        resident = self.blocks[tail]
-                        if tail in named or resident.block is None or resident.block.ref_cnt != 0 or resident.kids > 0:
+                        if not self._may_leave(tail, named):
                             break
                         if self._is_over(cell, victims, waiting):
                             return victims
@@ -352,33 +410,29 @@ class ReferenceGittins(CachePolicy):
         return self.value[newcomer.cls][0] <= self.value[cell[0]][cell[1]]
 
     def _evict(self, key: bytes) -> BlockStatus:
-        del self.group_of[key].resident[key]
-        resident = self.blocks.pop(key)
-        self.memory[key] = None
-        self._leave_parent(resident)
+        resident = self._remove(key)
         assert resident.block is not None
         return resident.block
 
-    def _leave_parent(self, resident: _Resident) -> None:
+    def _remove(self, key: bytes) -> _Resident:
+        """Take a block out; its key stays known, if it was."""
+        resident = self.blocks.pop(key)
+        self.passing.pop(key, None)
+        if key in self.group_of:
+            self.group_of[key].resident.pop(key, None)
+            self.memory[key] = None
         parent = None if resident.parent is None else self.blocks.get(resident.parent)
         # The parent of a child left behind may have come back: its count is of its own children.
         if parent is not None and parent.kids > 0:
             parent.kids -= 1
+        return resident
 
     def _store(self, key: bytes, predecessor: bytes | None) -> None:
         self.memory.pop(key, None)
-        self.group_of[key].resident[key] = None
         parent = predecessor if predecessor in self.blocks else None
         if parent is not None:
             self.blocks[parent].kids += 1
         self.blocks[key] = _Resident(None, parent)
-
-    def _join(self, key: bytes, cls: int, groups: dict[int, Group], length: int) -> None:
-        group = self._join_group(key, cls, groups, length)
-        if key in self.blocks:
-            group.resident[key] = None
-        else:
-            self.memory[key] = None
 
     def _join_group(self, key: bytes, cls: int, groups: dict[int, Group], length: int) -> Group:
         group = groups.get(cls % CLASSES_PER_HINT)

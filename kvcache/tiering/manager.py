@@ -153,6 +153,9 @@ class TieredOffloadingManager(OffloadingManager):
             observer=sampler_for(what_if, num_blocks),
             **host_options,
         )
+        if tiers and hasattr(self.pool.policy, "stores_all"):
+            # A block that host memory declines would never reach a tier.
+            self.pool.policy.stores_all = True
         self.block_size = block_size
         self.medium = self.pool.medium
         self.job_log: JobLog | None = None
@@ -547,7 +550,7 @@ class TieredOffloadingManager(OffloadingManager):
                     absent.append(key)
                 else:
                     job.waiters.add(request.req_context)
-            output = self.pool.reserve_leading(absent, request.req_context) if absent else None
+            output = self.pool.reserve_leading(absent) if absent else None
             if output is None:
                 continue
             self._note_evicted(output.evicted_keys)

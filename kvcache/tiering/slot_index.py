@@ -43,6 +43,8 @@ class SlotIndex:
     ) -> None:
         self.num_blocks = num_blocks
         self._blocks = BlockPool(num_blocks, cache_policy)
+        # A store names the tail of a prompt first. A policy that keeps paths needs the head first.
+        self._keeps_paths = bool(getattr(self._blocks.policy, "reads_clock", False))
         self._bad: set[bytes] = set()
         self._slot_of: npt.NDArray[np.int64] | None = None
         if keys:
@@ -96,7 +98,7 @@ class SlotIndex:
 
     def place(self, keys: list[bytes]) -> Placement | None:
         """Reserve a slot for each key that is not held; return None if too few blocks can be evicted for them."""
-        output = self._blocks.reserve(keys)
+        output = self._blocks.reserve(keys[::-1] if self._keeps_paths else keys)
         if output is None:
             return None
         placed, slots = output.keys_to_store, self._slots(_block_ids(output.store_spec))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from kvcache import CPUOffloadingManager, ReqContext
 from kvcache.registry import POLICIES
@@ -71,6 +72,12 @@ class TestReferenceGittins(ReferenceContract):
     stores_all = False
 
 
+class ReferenceGittinsAboveTier(REFERENCE_POLICIES["gittins"]):
+    stores_all = True
+
+
+TestGittinsAboveTier = cache_machine("gittins", ReferenceGittinsAboveTier).TestCase
+TestGittinsAboveTier.settings = settings(max_examples=20)
 TestGate = cache_machine("arc", manager_options={"store_threshold": 2, "max_tracker_size": 5}).TestCase
 
 

@@ -53,7 +53,8 @@ class SimulatedTier(Tier):
         self._index.on_request_finished(req_context)
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        output = self._index.prepare_store(keys)
+        # As `SlotIndex.place` does.
+        output = self._index.prepare_store(keys[::-1] if getattr(self.policy, "reads_clock", False) else keys)
         if output is None:
             return False
         self.stored_blocks += len(output.keys_to_store)

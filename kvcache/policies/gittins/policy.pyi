@@ -5,6 +5,7 @@ from kvcache.core.policy_adapter import PolicyAdapter
 @final
 class GittinsCachePolicy(PolicyAdapter):
     now_ms: int
+    stores_all: bool
     @property
     def reads_clock(self) -> bool: ...
     @property

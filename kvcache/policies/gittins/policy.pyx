@@ -4,7 +4,7 @@ Compiled because it is a PolicyAdapter. Our own; compare LHD (Beckmann, Chen & C
 """
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
@@ -38,6 +38,12 @@ cdef enum:
     CONTINUES = 1               # of a request: it goes on where an older one ended
     ALL_KNOWN = 2               # of a request: all its keys so far were known
     LEADING_SHIFT = 2
+    PASSING_SHARE = 20          # of the blocks, one in so many may be passing
+
+cdef enum:
+    # The table's lists.
+    GROUPED = 0
+    PASSING = 1
 
 cdef enum:
     # Where a request's state keeps what.
@@ -104,11 +110,15 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef uint64_t num_uses              # calls of on_request_use
     cdef int64_t start_ms
     cdef uint64_t era
+    cdef public bint stores_all
+    cdef int32_t passing_first          # rows that pass, oldest first; 0: none
+    cdef int32_t passing_last
+    cdef Py_ssize_t num_grouped         # of the keys that `on_offer` took, the first so many enter their groups
     cdef readonly uint64_t touches
     cdef readonly uint64_t num_passed           # groups passed over because their tail had to stay, since the start
 
     def __cinit__(self, cache_capacity):
-        self.table = BlockTable(cache_capacity, keeps_queues=False)
+        self.table = BlockTable(cache_capacity, 2, keeps_queues=False)
         self.tracks_uses = True
         self.members = <Member*> zeroed(self.table.num_rows * sizeof(Member))
         if self.members == NULL:
@@ -203,6 +213,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.values.clear()
         self.aged.clear()
         self.lost.clear()
+        self.passing_first = self.passing_last = 0
         self.start_ms = -1
         self.era += 1
         self.touches = 0
@@ -239,6 +250,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         else:
             self.table.rows[tail].next = row
         self._place_of(row).label = label
+        self.table.rows[row].list_idx = GROUPED
         self.table.rows[row].prev = tail
         self.table.rows[row].next = 0
         self.aged.groups[group].tail = row
@@ -255,6 +267,50 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if prev == 0:
                 self.aged.unlink_holder(group)
             self.aged.groups[group].tail = prev
+
+    cdef inline void _append_passing(self, Label label, int32_t row) noexcept nogil:
+        cdef int32_t last = self.passing_last
+        if last == 0:
+            self.passing_first = row
+        else:
+            self.table.rows[last].next = row
+        self._place_of(row).label = label
+        self.table.rows[row].list_idx = PASSING
+        self.table.rows[row].prev = last
+        self.table.rows[row].next = 0
+        self.passing_last = row
+
+    cdef void _remove_passing(self, int32_t row) noexcept nogil:
+        cdef int32_t prev = self.table.rows[row].prev
+        cdef int32_t next = self.table.rows[row].next
+        if prev != 0:
+            self.table.rows[prev].next = next
+        else:
+            self.passing_first = next
+        if next != 0:
+            self.table.rows[next].prev = prev
+        else:
+            self.passing_last = prev
+
+    cdef inline void _unlink(self, int32_t row) noexcept nogil:
+        if self.table.rows[row].list_idx == PASSING:
+            self._remove_passing(row)
+        else:
+            self._remove_member(row)
+
+    cdef inline Label _label_of(self, int32_t row, int32_t key) noexcept nogil:
+        """Return the label of a key that is resident in `row` or remembered as `key`; 0: it is unknown."""
+        if row != 0:
+            return self._place_of(row).label
+        return self.memory.group_of(key) if key != 0 else 0
+
+    cdef int64_t _lowest_value(self) noexcept nogil:
+        """Return the value of the least valuable cell that holds resident blocks, or -1."""
+        cdef int word
+        for word in range((self.values.num_ranked + 63) >> 6):
+            if self.aged.holders[word] != 0:
+                return self.values.value[self.values.ranked[(word << 6) + lowest_bit(self.aged.holders[word])]]
+        return -1
 
     cdef int32_t _group_to_join(self, uint64_t* kept, int32_t cls, int32_t length) noexcept nogil:
         """Return the group of a class that a request may join."""
@@ -282,7 +338,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef uint64_t* state = request.policy_state
         cdef uint64_t* kept
         cdef int32_t* found = self.found
-        cdef int64_t num_leading
+        cdef int64_t num_leading, lowest
         cdef int sharing
         cdef bint is_last, is_known
         cdef bint splits
@@ -307,37 +363,38 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.memory.find_absent(rows, hashes, n, found)
         if state[PROGRESS] & ALL_KNOWN:
             i = 0
-            while i < n and (rows[i] != 0 or found[i] != 0):
+            while i < n and self._label_of(rows[i], found[i]) != 0:
                 i += 1
             if i < n:
                 state[PROGRESS] &= ~<uint64_t> ALL_KNOWN
             state[PROGRESS] += <uint64_t> i << LEADING_SHIFT
             if i > 0 and not state[PROGRESS] & CONTINUES:
                 num_leading = <int64_t> (state[PROGRESS] >> LEADING_SHIFT)
-                group = group_in(
-                    self._place_of(rows[i - 1]).label if rows[i - 1] != 0 else self.memory.group_of(found[i - 1]))
+                group = group_in(self._label_of(rows[i - 1], found[i - 1]))
                 if num_leading + 1 >= self.aged.groups[group].length:
                     state[PROGRESS] |= CONTINUES
         length = num_positions if num_positions else <int32_t> n
         splits = self.values.splits_shared and hint == 0
         widened = 0 if state[PROGRESS] & CONTINUES else self._widened()
         memset(shared, 0, sizeof(shared))
+        lowest = self._lowest_value() if self.passing_first != 0 else 0
         for i in range(n):
             row = rows[i]
             key = found[i]
-            is_known = row != 0 or key != 0
             is_last = self._is_last(request, request.used[first + i], i == n - 1)
-            cls = 4 * (state[PROGRESS] & CONTINUES) + 2 * (not is_last) + is_known
-            sharing = 0
+            sharing = label = 0
             if row != 0:
                 label = self._place_of(row).label
-                self._remove_member(row)
+                if self.table.rows[row].list_idx == GROUPED:
+                    self._remove_member(row)
             elif key != 0:
                 if not self.memory.holds(key, hashes[i]):
                     # Its segment has been merged with another meanwhile.
                     key = self.memory.find(hashes[i])
                 label = self.memory.group_of(key)
                 self.memory.remove(key)
+            is_known = label != 0
+            cls = 4 * (state[PROGRESS] & CONTINUES) + 2 * (not is_last) + is_known
             if is_known:
                 if group_in(label) != left:
                     self._count_hits(left, num_left, num_shared)
@@ -360,7 +417,15 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             num_joined += 1
             label = joined | sharing << SHARING_SHIFT
             if row != 0:
-                self._append_member(label, row)
+                if self.table.rows[row].list_idx == GROUPED:
+                    self._append_member(label, row)
+                elif self.values.value[cls * NUM_BINS] > lowest:
+                    self._remove_passing(row)
+                    self._append_member(label, row)
+                    count_rows(self.table, PASSING, -1)
+                    count_rows(self.table, GROUPED, 1)
+                else:
+                    self._place_of(row).label = label
                 continue
             self.new_keys[self.num_new].hash = hashes[i]
             self.new_keys[self.num_new].group = label
@@ -394,15 +459,19 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             key = self.memory.find(hashes[i]) if row == 0 else 0
             if row == 0 and key == 0:
                 continue
-            label = self._place_of(row).label if row != 0 else self.memory.group_of(key)
+            label = self._label_of(row, key)
             group = group_in(label)
+            if group == 0:
+                continue
             cls = class_of(self.aged, group)
             cls = cls % CLASSES_PER_HINT if cls < FIRST_SHARED else 3
             if group == <int32_t> <uint32_t> made[cls]:
                 continue  # named twice
             length = self.aged.groups[group].length
             if row != 0:
-                self._remove_member(row)
+                count_rows(self.table, self.table.rows[row].list_idx, -1)
+                count_rows(self.table, GROUPED, 1)
+                self._unlink(row)
             leave_group(self.aged, group, 1)
             group = self._join_group(&made[cls], next_use * CLASSES_PER_HINT + cls, length)
             label = group | sharing_in(label) << SHARING_SHIFT
@@ -453,11 +522,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     ) noexcept nogil:
         cdef Py_ssize_t i, num_free = self.table.num_free, num_taken
         cdef int32_t key, cls, length
-        cdef bint is_whole
+        cdef bint is_whole, is_move = self.stores_all and names.policy_state[ERA] != self.era
         cdef uint64_t[CLASSES_PER_HINT] made
         cdef Named* named
         num_victims[0] = 0
-        n = self._without_holes(names, places, n)
+        if not self.stores_all:
+            n = self._without_holes(names, places, n)
         length = <int32_t> (names.num_positions if names.num_positions else num_offered)
         if names.next_use >= self.values.num_hints:
             self._take_up_hint(names.next_use)
@@ -469,16 +539,20 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 continue
             named = &names.named[places[i]]
             key = self._remembered(names, places[i])
-            if key == 0:
+            if key == 0 and not is_move:
                 self._enter_memory()
                 cls = 0 if self._is_last(names, <int32_t> places[i], places[i] == last_place) else 2
                 key = self.memory.append(
                     named.hash, self._join_group(&made[cls], names.next_use * CLASSES_PER_HINT + cls, length))
             names.uses[places[i]].note = key
         num_taken = n
+        self.num_grouped = 0 if is_move else n
         if n > num_free:
             is_whole = names.num_named == num_offered
-            num_victims[0] = self._choose(names, places + num_free, n - num_free, is_whole, victims)
+            if self.stores_all:
+                num_victims[0] = self._make_way(names, places + num_free, n - num_free, is_move, is_whole, victims)
+            else:
+                num_victims[0] = self._choose(names, places + num_free, n - num_free, is_whole, True, victims)
             num_taken = num_free + num_victims[0]
         if num_taken == 0:
             self._trim()
@@ -513,18 +587,54 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             names.uses[places[i]].is_taken = False
         return num_taken
 
-    cdef Py_ssize_t _choose(
-        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_whole, int32_t* victims
+    cdef Py_ssize_t _make_way(
+        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_move, bint is_whole, int32_t* victims
     ) noexcept nogil:
-        """Take up to `n` victims, each worth less than the waiting key that takes its place; return how many.
+        """Take up to `n` victims, whatever the waiting keys are worth; return how many.
 
-        With `is_whole`, the call names all keys that the request has named: those resident are marked.
+        Keys worth more than a grouped block take its place. The others pass, and so do all keys of a move.
+        """
+        cdef Py_ssize_t share = max(1, self.table.cache_capacity // PASSING_SHARE)
+        cdef Py_ssize_t num_over = self.table.num_in_list[PASSING] - share
+        cdef Py_ssize_t got = self._choose_passing(names, min(n, num_over), is_whole, victims)
+        if not is_move:
+            if got < n:
+                got += self._choose(names, waiting + got, n - got, is_whole, True, victims + got)
+            self.num_grouped += got - n
+        num_over = self.table.num_in_list[PASSING] + n - got - share
+        got += self._choose_passing(names, min(n - got, num_over), is_whole, victims + got)
+        if got < n:
+            got += self._choose(names, waiting, n - got, is_whole, False, victims + got)
+        return got + self._choose_passing(names, n - got, is_whole, victims + got)
+
+    cdef Py_ssize_t _choose_passing(
+        self, RequestKeys names, Py_ssize_t n, bint is_whole, int32_t* victims
+    ) noexcept nogil:
+        """Take up to `n` passing victims, oldest first; return how many."""
+        cdef Py_ssize_t got = 0
+        cdef int32_t row, next = self.passing_first
+        while next != 0 and got < n:
+            row = next
+            next = self.table.rows[row].next
+            if self._may_leave(names, row, is_whole):
+                self._evict(row)
+                victims[got] = row
+                got += 1
+        return got
+
+    cdef Py_ssize_t _choose(
+        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_whole, bint by_worth,
+        int32_t* victims
+    ) noexcept nogil:
+        """Take up to `n` grouped victims, `by_worth` each worth less than the waiting key that takes its place.
+
+        Return how many. With `is_whole`, the call names all keys that the request has named: those resident are marked.
         """
         cdef Py_ssize_t got = 0, got_before = -1
         cdef int word, num_left = MOST_PASSED
         cdef uint64_t bits
         cdef int32_t cell, cohort, group, next_cohort, next, tail
-        cdef int64_t worth = self._worth_of(names, waiting[0])
+        cdef int64_t worth = self._worth_of(names, waiting[0]) if by_worth else INT64_MAX
         cdef int64_t value
         while got > got_before:
             got_before = got
@@ -548,12 +658,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                             while tail != 0 and self._may_leave(names, tail, is_whole):
                                 if worth <= value:
                                     return got
-                                self._evict_tail(tail, got)
+                                self._evict(tail)
                                 victims[got] = tail
                                 got += 1
                                 if got == n:
                                     return got
-                                worth = self._worth_of(names, waiting[got])
+                                if by_worth:
+                                    worth = self._worth_of(names, waiting[got])
                                 tail = self.aged.groups[group].tail
                             if tail != 0:
                                 num_left -= 1
@@ -570,17 +681,18 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             group = group_in(self.memory.group_of(self._remembered(names, place)))
         return self.values.value[class_of(self.aged, group) * NUM_BINS]
 
-    cdef inline void _evict_tail(self, int32_t tail, Py_ssize_t got) noexcept nogil:
-        """Take victim number `got` out, and fetch ahead what the next one, its release and the memory will need."""
+    cdef inline void _evict(self, int32_t tail) noexcept nogil:
+        """Take a victim out, and fetch ahead what the next one, its release and the memory will need."""
         prefetch(&self.members[self.table.rows[tail].prev])
         # Keys of a prompt mostly lie in rows that follow one another.
         prefetch(&self.table.rows[max(tail - 5, 0)])
         prefetch(&self.members[max(tail - 8, 0)])
         prefetch(self.table.rows[tail].key)
-        self.leaving[got].hash = self.table.rows[tail].hash
-        self.leaving[got].group = self._place_of(tail).label
-        self.num_leaving += 1
-        self.memory.fetch(self.table.rows[tail].hash)
+        if self._place_of(tail).label != 0:
+            self.leaving[self.num_leaving].hash = self.table.rows[tail].hash
+            self.leaving[self.num_leaving].group = self._place_of(tail).label
+            self.num_leaving += 1
+            self.memory.fetch(self.table.rows[tail].hash)
         self._detach_row(tail)
 
     cdef inline bint _may_leave(self, RequestKeys names, int32_t row, bint is_whole) noexcept nogil:
@@ -595,9 +707,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef inline void _detach_row(self, int32_t row) noexcept nogil:
         """Take a row from its group and its parent; its key stays known."""
-        self._remove_member(row)
+        count_rows(self.table, self.table.rows[row].list_idx, -1)
+        self._unlink(row)
         self._leave_parent(row)
-        count_rows(self.table, 0, -1)
 
     cdef void _leave_parent(self, int32_t row) noexcept nogil:
         cdef uint32_t generation = self.members[row].parent_generation
@@ -634,14 +746,22 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 self.new_keys[key].group = 0
             else:
                 key = self._remembered(names, places[i])
-                label = self.memory.group_of(key)
-                self.memory.remove(key)
+                label = self._label_of(0, key)
+                if key != 0:
+                    self.memory.remove(key)
             self.members[row].kids = 0
             before = names.uses[places[i]].before - 1
             parent = names.row_now(self.table, before) if before >= 0 else 0
             self._set_parent(row, parent)
-            self._append_member(label, row)
-        count_rows(self.table, 0, n)
+            if i < self.num_grouped:
+                self._append_member(label, row)
+            else:
+                self._place_of(row).label = label
+        count_rows(self.table, GROUPED, min(n, self.num_grouped))
+        # The tail of a prompt leaves before its head.
+        for i in range(n - 1, self.num_grouped - 1, -1):
+            self._append_passing(self._place_of(rows[i]).label, rows[i])
+            count_rows(self.table, PASSING, 1)
         self._trim()
 
     cdef inline void _set_parent(self, int32_t row, int32_t parent) noexcept nogil:
@@ -656,9 +776,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self._enter_memory()
         for i in range(n):
             row = rows[i]
-            self._remove_member(row)
+            self._unlink(row)
             self._leave_parent(row)
-            self.memory.append(self.table.rows[row].hash, self._place_of(row).label)
+            if self._place_of(row).label != 0:
+                self.memory.append(self.table.rows[row].hash, self._place_of(row).label)
             if self.members[row].kids > 0:
                 self.lost.add(row, self.table.rows[row].generation, self.table.rows[row].hash, self.members[row].kids)
         if n:
@@ -682,7 +803,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self.members[rows[i]].kids = 0
             self._set_parent(rows[i], 0)
             self._append_member(label, rows[i])
-        count_rows(self.table, 0, n)
+        count_rows(self.table, GROUPED, n)
 
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         """Take `n` victims in the order of the table, and decline nothing."""
@@ -742,6 +863,17 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                         raise BlockStateError(f"invariant broken: row {row} has an absent predecessor")
                     kids[parent] = kids.get(parent, 0) + 1
                 row = rows[row].prev
+        row = self.passing_first
+        while row != 0:
+            num_resident += 1
+            if rows[row].key == NULL or rows[row].list_idx != PASSING:
+                raise BlockStateError(f"invariant broken: row {row} does not pass")
+            if self._place_of(row).label != 0:
+                known[group_in(self._place_of(row).label)] -= 1
+            parent = self._place_of(row).parent
+            if parent != 0 and rows[parent].generation == self.members[row].parent_generation:
+                kids[parent] = kids.get(parent, 0) + 1
+            row = rows[row].next
         if num_resident != self.table.num_resident:
             raise BlockStateError(
                 f"invariant broken: {num_resident} members are resident, {self.table.num_resident} rows")

@@ -1,0 +1,107 @@
+"""Every policy over a tier: the tier must add hits, and a policy that declines blocks must not starve it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache import CPUOffloadingManager, ReqContext
+from kvcache.integrations.vllm.settings import DEFAULT_POLICY
+from kvcache.lab.simulate.run import Replay, ReplayClock, Tally
+from kvcache.lab.simulate.simulated_tier import SimulatedTieredManager
+from kvcache.lab.simulate.tiered import DiskChoice, patient_manager, plain_host_blocks
+from kvcache.lab.traces.requests import Request
+from kvcache.registry import POLICIES
+
+HOST_BLOCKS = 150
+TIER_BLOCKS = 2000
+BLOCK_BYTES = 4096
+
+
+def sessions(num_requests: int) -> Iterator[tuple[Request, list[bytes]]]:
+    """Generate requests of 30 sessions, which share a prompt of 8 blocks and grow by 1 to 6 blocks a request."""
+    draw = random.Random(7)
+    prompts = [list(range(8)) for _ in range(30)]
+    new = 8
+    for number in range(num_requests):
+        user = draw.randrange(30)
+        if len(prompts[user]) > 60:
+            prompts[user] = list(range(8))
+        num_new = draw.randint(1, 6)
+        prompts[user] += range(new, new + num_new)
+        new += num_new
+        ids = np.array(prompts[user], np.int64)
+        yield Request(ids, 16 * len(ids), 0, 1.5 * number), [b"%d" % block for block in ids]
+
+
+def replayed(manager: CPUOffloadingManager | SimulatedTieredManager, clock: ReplayClock) -> Tally:
+    replay = Replay(manager, arrivals=clock)
+    for request, keys in sessions(500):
+        replay.step(request, keys)
+    return replay.tally
+
+
+@cache
+def hits_over_tier(policy: str) -> tuple[int, int]:
+    clock = ReplayClock()
+    manager = SimulatedTieredManager(16, HOST_BLOCKS, [TIER_BLOCKS], policy, clock=clock)
+    num_hits = replayed(manager, clock).hit_blocks
+    return num_hits, num_hits - manager.simulated[0].loaded_blocks
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_hits_with_tier_are_at_least_hits_without(policy: str) -> None:
+    clock = ReplayClock()
+    alone = replayed(CPUOffloadingManager(16, HOST_BLOCKS, policy, clock=clock), clock)
+
+    assert hits_over_tier(policy)[0] >= alone.hit_blocks
+
+
+def test_gittins_over_tier_hits_as_much_as_lru_and_more_from_memory() -> None:
+    hits, memory_hits = hits_over_tier("gittins")
+    lru_hits, lru_memory_hits = hits_over_tier("lru")
+
+    assert hits >= lru_hits
+    assert memory_hits > lru_memory_hits
+
+
+def test_default_policy_over_disk_tier_loads_what_host_memory_cannot_keep(tmp_path: Path) -> None:
+    clock = ReplayClock()
+    host_blocks = plain_host_blocks(HOST_BLOCKS, BLOCK_BYTES)
+    below = DiskChoice(tmp_path / "disk", TIER_BLOCKS * 2 * BLOCK_BYTES)
+    with patient_manager(16, DEFAULT_POLICY, below, host_blocks, clock=clock) as manager:
+        replay = Replay(manager, arrivals=clock)
+        for request, keys in sessions(150):
+            replay.step(request, keys)
+        (stats,) = manager.tier_stats()
+    tally = replay.tally
+    named = {key for _, keys in sessions(150) for key in keys}
+
+    assert tally.hit_blocks == tally.blocks - len(named)  # nothing is computed twice
+    assert stats.written_blocks == len(named)
+    assert stats.promoted_blocks > 0
+
+
+def test_promotion_over_full_host_memory_brings_every_wanted_block() -> None:
+    clock = ReplayClock()
+    manager = SimulatedTieredManager(16, 100, [1000], "gittins", clock=clock)
+    prompts = [[b"%d %d" % (i, j) for j in range(60)] for i in range(10)]
+    for _ in range(2):
+        for prompt in prompts:
+            clock.now_s += 10.0
+            context = ReqContext()
+            num_hits = manager.lookup(prompt, context)
+            manager.touch(prompt, context)
+            output = manager.prepare_store(prompt, context)
+            assert output is not None
+            assert num_hits + len(output.keys_to_store) == len(prompt)
+            manager.complete_store(output.keys_to_store, context)
+            manager.on_request_finished(context)
+
+    assert num_hits == 60
+    assert manager.simulated[0].stored_blocks == 600
