@@ -128,6 +128,7 @@ def what_if_reader(path: Path) -> Callable[[], WhatIf | None]:
 def url_reader(url: str) -> Callable[[], Frame]:
     """Return a function that reads a frame from a `/metrics` URL, and follows no redirect."""
     import importlib.util
+    import urllib.error
     import urllib.request
     from http.client import HTTPException, InvalidURL
 
@@ -146,6 +147,9 @@ def url_reader(url: str) -> Callable[[], Frame]:
         try:
             with opener.open(url, timeout=_TIMEOUT_S) as answer:
                 text = _read_page(answer, time.monotonic() + _TIMEOUT_S).decode(errors="replace")
+        except urllib.error.HTTPError as error:
+            error.close()  # it holds the connection
+            raise OSError(f"{url} does not answer: {error}") from None
         except InvalidURL as error:
             raise ValueError(f"--url must be a URL, got {url!r}: {error}") from error
         except (OSError, HTTPException) as error:

@@ -102,7 +102,7 @@ class TierConfig(Options):
 
 @dataclass(frozen=True, slots=True)
 class TierControllerStats:
-    """The statistics of one tier, and the manager's statistics of it; `kvcache.metrics.metrics_of` describes each."""
+    """The manager's statistics of one tier; `tier` holds its own. `kvcache.metrics.metrics_of` describes each."""
 
     tier: TierStats
     promoted_blocks: int = counter("blocks", "Blocks that came back into host memory.", is_sized=True)

@@ -82,7 +82,7 @@ class TierBatch:
     def part(
         self, positions: Sequence[int], host_rows: HostBlocks | None = None, block_ids: list[int] | None = None
     ) -> TierBatch:
-        """Return the blocks at `positions` as a batch, in other host memory if it is given."""
+        """Return the blocks at `positions` as a batch; `host_rows` and `block_ids` replace their host memory."""
         return TierBatch(
             self._host_rows if host_rows is None else host_rows,
             self.job_id,
