@@ -76,7 +76,8 @@ class TierResult:
 class TierStats:
     """Gauges and counters of one tier; `kvcache.metrics.metrics_of` describes each.
 
-    `medium` is the name in events. `unavailable_reason` is empty while the tier works, `last_error` before the first fault.
+    `medium` is the name in events. `unavailable_reason` is empty while the tier works, `last_error` before the first
+    fault.
     """
 
     medium: str
@@ -188,7 +189,7 @@ class Tier(ABC):
 
     @abstractmethod
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        """Start job `job_id`: read blocks into the host blocks `block_ids`. Return False if it is refused, as `submit_store`."""
+        """Start job `job_id`, which reads blocks into the host blocks `block_ids`. Return False if it is refused."""
 
     @abstractmethod
     def get_finished(self) -> list[TierResult]:
