@@ -1,4 +1,4 @@
-# The keys of one call, resolved to rows. Every array has room for `size` keys; a cache has one batch for all its calls.
+# The keys of one call, resolved to rows. Every array has room for `size` keys. A cache has one batch for all its calls.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint64_t
@@ -17,19 +17,19 @@ cdef extern from *:
 @cython.final
 cdef class Batch:
     cdef Py_ssize_t size
-    # Of each key, in the order of the call.
+    # One entry per key, in the order of the call.
     cdef int32_t* rows              # 0: absent
     cdef uint64_t* hashes
-    cdef Py_ssize_t* places         # among the request's keys; -1: nowhere
-    cdef int64_t* ends              # in the prompt, NO_POSITION where not known; filled for a policy that tracks uses
-    # Of the keys that the request uses for the first time.
+    cdef Py_ssize_t* places         # index in the request's keys; -1: not among them
+    cdef int64_t* ends              # end in the prompt, or NO_POSITION; filled for a policy that tracks uses
+    # One entry per key that the request uses for the first time.
     cdef int32_t* used_rows
     cdef uint64_t* used_hashes
-    # Of the keys that the call is about: to be stored, made ready or dropped.
-    cdef Py_ssize_t* picked         # where in the call
+    # One entry per key that the call acts on: to store, make ready or drop.
+    cdef Py_ssize_t* picked         # index in the call
     cdef Py_ssize_t* picked_places
     cdef int32_t* picked_rows
-    cdef int32_t* victims           # rows that leave
-    cdef Position* in_prompt        # used keys of the request, in the order of the prompt
+    cdef int32_t* victims           # rows to evict
+    cdef Position* in_prompt        # used keys of the request, in prompt order
 
     cdef int reserve(self, Py_ssize_t n) except -1

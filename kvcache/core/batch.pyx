@@ -1,4 +1,4 @@
-"""Batch: what is known of the keys of one call, in arrays that all calls share.
+"""Batch: rows and hashes of the keys of one call, in arrays that all calls share.
 
 Compiled because C loops fill and read it.
 """
@@ -17,7 +17,7 @@ cdef void* resized(void* array, size_t num_bytes) except NULL:
 cdef class Batch:
     """Batch()
 
-    The keys of one call: rows, hashes, and what the call makes of them.
+    The keys of one call: rows, hashes, and the results that the call writes.
     """
 
     def __dealloc__(self):
@@ -37,7 +37,7 @@ cdef class Batch:
         raise TypeError("a batch belongs to one cache and cannot be pickled")
 
     cdef int reserve(self, Py_ssize_t n) except -1:
-        """Make room for `n` keys; what stood there stays."""
+        """Make room for `n` keys. Existing contents are kept."""
         cdef Py_ssize_t size
         if n <= self.size:
             return 0

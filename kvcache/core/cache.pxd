@@ -15,14 +15,14 @@ cdef class BlockCache:
     cdef BlockTable table
     cdef PriorityClasses priorities
     cdef Batch batch
-    cdef bint reads_clock                       # the policy does
+    cdef bint reads_clock                       # whether the policy reads the clock
     cdef EventLog events                        # or None
     cdef str medium
     cdef public Py_ssize_t lookups, looked_up_blocks, hit_blocks
     cdef public Py_ssize_t gated_blocks
-    cdef readonly Py_ssize_t declined_blocks    # of the gated ones, those that the policy did not take
+    cdef readonly Py_ssize_t declined_blocks    # gated blocks that the policy declined to store
 
-    # What a recorder goes around; the other operations are cache.pyx's alone.
+    # The recorder wraps these operations. The other operations are defined in cache.pyx only.
     cpdef bint needs_time(self, RequestKeys request_keys, dict positions) except -1
     cpdef reorder(self, RequestKeys request_keys, dict positions)
     cpdef end_request(self, RequestKeys request_keys, dict positions, bint use_positions=*)

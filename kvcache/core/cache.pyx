@@ -1,6 +1,6 @@
-"""BlockCache: the batch operations of a manager's pool, over a table of blocks and the policy that decides what leaves.
+"""BlockCache: the batch operations of a manager's pool, over a table of blocks and a policy that selects victims.
 
-Compiled because each operation is a loop over a request's keys in the scheduler's thread. The table is the lock.
+Compiled because each operation loops over a request's keys in the scheduler's thread. The table serves as the lock.
 """
 
 cimport cython
@@ -43,8 +43,8 @@ cdef enum:
     READY = 2
 
 cdef enum:
-    RUN_CHUNK = 16          # keys looked up together where the first miss ends the walk
-    STALE_PER_CALL = 8      # keys from before a reset that a call releases
+    RUN_CHUNK = 16          # keys per look-up batch when the walk ends at the first miss
+    STALE_PER_CALL = 8      # keys from before a reset that one call releases
 
 
 @cython.final
@@ -56,7 +56,7 @@ cdef class BlockCache:
     Raises
     ------
     BlockStateError
-        The policy is in use already.
+        The policy is already in use.
     """
 
     def __cinit__(self, ReplacementPolicy policy not None):
@@ -80,7 +80,7 @@ cdef class BlockCache:
         return self.policy
 
     def keep_events(self, EventLog events not None, str medium not None):
-        """Append to `events` what comes to `medium` and leaves it, in the same step as it does; called once."""
+        """Append an event to `events` for each change of `medium`, in the step that makes it. Called at most once."""
         self.medium = medium
         self.events = events
         events.lock = self.table
@@ -106,7 +106,7 @@ cdef class BlockCache:
         return len(self.priorities)
 
     cdef int _begin(self, RequestKeys request_keys) except -1:
-        """Begin an operation: keys that a request named before a reset, or in another cache, are forgotten."""
+        """Begin an operation. Forget keys that the request named before a reset or in another cache."""
         cdef BlockTable table = self.table
         table.num_calls += 1
         if table.num_stale > table.num_fresh:
@@ -122,14 +122,14 @@ cdef class BlockCache:
         return request_keys.resolve(self.table, keys, self.batch, add)
 
     cdef list _reserve_event(self, Py_ssize_t n):
-        """Return a list for `_announce`, before anything changes; None without events."""
+        """Allocate the list for `_announce` before anything changes. Return None if events are off."""
         if self.events is None:
             return None
         self.events.reserve()
         return new_list(n)
 
     cdef void _announce(self, list announced, list keys, Py_ssize_t n, bint removed) noexcept:
-        """Append an event of the first `n` of `keys`, with the list that `_reserve_event` returned; none if n is 0."""
+        """Append an event for the first `n` of `keys`, in the list from `_reserve_event`. If n is 0, do nothing."""
         cdef Py_ssize_t i
         cdef PyObject* key
         if announced is None or n == 0:
@@ -147,7 +147,7 @@ cdef class BlockCache:
         return 0
 
     def check(self):
-        """Walk every row, queue and slot; BlockStateError names what does not hold. O(capacity)."""
+        """Check every row, queue and slot. Raise BlockStateError naming the broken invariant. O(capacity)."""
         cdef bint was_on = pause_collector()
         try:
             with cython.critical_section(self.table):
@@ -159,7 +159,7 @@ cdef class BlockCache:
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def open_request(self, int32_t priority=0, int64_t ttl_ns=0, next_use=None, Py_ssize_t num_keys=0):
-        """Return the keys of a new request, with its retention hint and room for so many."""
+        """Open a request: return its RequestKeys, with its retention hint and room for `num_keys` keys."""
         cdef RequestKeys request_keys = RequestKeys.__new__(RequestKeys)
         request_keys.next_use = _next_use_of(next_use)
         with cython.critical_section(self.table):
@@ -176,19 +176,19 @@ cdef class BlockCache:
         return request_keys
 
     def advance(self, double elapsed_s, Py_ssize_t max_raised):
-        """Let time pass: blocks whose time at a raised priority is over fall back, at most 256 of them a call.
+        """Advance the clock. Blocks whose TTL has expired return to normal priority, at most 256 of them per call.
 
         Parameters
         ----------
         elapsed_s : float
             Seconds since the start, < 4e9, on a clock that never goes back.
         max_raised : int
-            Blocks that may be held at a raised priority.
+            Limit of blocks held at a raised priority.
         """
         cdef int64_t now_ns
         if not 0 <= elapsed_s < 4e9:
             raise ValueError(f"the clock must give finite seconds, {elapsed_s!r} have passed")
-        # Rounded, so that times that were whole milliseconds are again.
+        # Round, so that whole milliseconds stay whole milliseconds.
         now_ns = <int64_t> (elapsed_s * 1e9 + 0.5)
         with cython.critical_section(self.table):
             self.policy.now_ns = now_ns
@@ -197,9 +197,9 @@ cdef class BlockCache:
             self._end()
 
     cpdef bint needs_time(self, RequestKeys request_keys, dict positions) except -1:
-        """Return whether `advance` is due before a use by a request, and take its positions.
+        """Set the request's positions, and return whether `advance` must be called before the request uses keys.
 
-        A policy that reads the clock does so once a request.
+        If the policy reads the clock, the clock is read once per request.
         """
         _check_given(request_keys)
         if not self.reads_clock:
@@ -216,20 +216,20 @@ cdef class BlockCache:
             return request_keys.num_seen != 0
 
     cpdef reorder(self, RequestKeys request_keys, dict positions):
-        """Order the keys that a running request used: the head of its prompt stays its youngest block.
+        """Order the keys that a running request used, so that the head of its prompt stays its youngest block.
 
         Parameters
         ----------
         request_keys : RequestKeys
             The request's.
         positions : dict or None
-            Key to end token; None: the order of first use is the prompt's.
+            Key to end token. If None, the order of first use is the order of the prompt.
 
         Notes
         -----
-        Keys that were used since the last time go behind the request's tail, where they follow it in the prompt; the
-        whole request becomes the most recent when it has doubled, or a key belongs between two older ones. So the cost
-        is linear in the request's keys, however many calls they come in.
+        New keys that follow the request's tail in the prompt are placed behind the tail. The whole request is reordered
+        if it has doubled or if a key belongs between two older keys. The total cost is therefore linear in the
+        request's keys, however many calls they arrive in.
         """
         _check_given(request_keys)
         with cython.critical_section(self.table):
@@ -264,17 +264,17 @@ cdef class BlockCache:
         request_keys.last_position = span.last
         request_keys.tail = span.tail
         request_keys.num_ordered = request_keys.num_in_full = <uint32_t> n
-        # Room for the keys that will follow the tail before the request has doubled.
+        # Reserve stamps for the keys that follow the tail before the request doubles.
         table.stamp += n
         request_keys.next_stamp = table.stamp
         self.policy.on_reorder(batch.rows, n)
         return 0
 
     cpdef end_request(self, RequestKeys request_keys, dict positions, bint use_positions=False):
-        """Order all keys that the request used: as first used, or by `positions` (key to end token).
+        """Order all keys that the request used: by first use, or by `positions` (key to end token).
 
-        With `use_positions` every key of `positions` is used, if it was not before. A hint that raises is applied once
-        more, so that its time counts from the request's end.
+        With `use_positions`, first count a use of each key of `positions` that the request has not used. A raised
+        priority is applied again, so that its TTL starts at the request's end.
         """
         cdef Py_ssize_t n
         cdef BlockTable table = self.table
@@ -285,7 +285,7 @@ cdef class BlockCache:
         with cython.critical_section(table):
             self._begin(request_keys)
             if use_positions and positions:
-                # Mostly they are the keys that it used: then they need not be looked up.
+                # In most requests these are the keys that it used already: skip the look-up.
                 if request_keys.is_whole_prompt(positions):
                     request_keys.read_new_positions(table)
                     n = request_keys.num_seen
@@ -305,27 +305,27 @@ cdef class BlockCache:
                 request_keys.rows_in_prompt(table, 0, positions, batch, &span)
             self.policy.on_reorder(batch.rows, n)
             if request_keys.priority > 0:
-                # Blocks that came one by one now have one end, at which the tail falls back before the head.
+                # Blocks stored one at a time now share one deadline, at which the tail expires before the head.
                 self.priorities.apply(batch.rows, n, request_keys.priority, request_keys.ttl_ns)
             self._end()
 
     def take_hint(
         self, list keys, RequestKeys request_keys, dict positions, next_use, int32_t priority, int64_t ttl_ns
     ):
-        """Take a hint of next use that comes after the uses: for `keys`, or if that is None, for a request's used keys.
+        """Apply a hint of next use that arrives after the uses, to `keys` or, if None, to the keys that a request used.
 
         Parameters
         ----------
         keys : list of bytes or None
-            In prefix order.
+            In prefix order. None: all keys that the request used.
         request_keys : RequestKeys or None
-            The request's, whose later uses carry the hint, too.
+            The request's keys. Later uses by the request carry the hint, too.
         positions : dict or None
-            Key to end token, of the request.
+            Key to end token, for the request.
         next_use : str
             ``"end"``, ``"soon"`` or ``"later"``.
         priority, ttl_ns : int
-            What that stands for.
+            The retention hint that `next_use` implies.
         """
         cdef Py_ssize_t n
         cdef int32_t code = _next_use_of(next_use)
@@ -362,7 +362,7 @@ cdef class BlockCache:
         return ABSENT if row == 0 else READY if self.table.rows[row].ref_cnt >= 0 else PENDING
 
     cpdef Py_ssize_t lookup(self, list keys, RequestKeys request_keys) except -1:
-        """Return how many of the first keys are ready, and count the look-up."""
+        """Return the number of leading keys that are ready, and count the look-up."""
         cdef Py_ssize_t num_ready = self._match_prefix(keys, request_keys, 0)
         self.lookups += 1
         self.looked_up_blocks += len(keys)
@@ -370,7 +370,7 @@ cdef class BlockCache:
         return num_ready
 
     def match_prefix(self, list keys not None, RequestKeys request_keys, Py_ssize_t start=0):
-        """Return where the run of ready keys that begins at `start` ends: `start` itself if that key is not ready."""
+        """Return the end of the run of ready keys that begins at `start`, or `start` if that key is not ready."""
         return self._match_prefix(keys, request_keys, start)
 
     cdef Py_ssize_t _match_prefix(self, list keys, RequestKeys request_keys, Py_ssize_t start) except -1:
@@ -393,21 +393,21 @@ cdef class BlockCache:
                 while i < stop and self._state_of(batch.rows[i]) == READY:
                     i += 1
             if start == 0 and request_keys is not None and n > 1:
-                # What was found now spares the request's later calls the same look-ups.
+                # Keep the rows found here, so that the request's later calls skip these look-ups.
                 request_keys.reserve(n)
                 request_keys.meet(table, keys, 0, stop, batch, True)
                 request_keys.version = table.version
             return i
 
     cpdef int status_of(self, key) except -1:
-        """Return the state of one key, 0 absent, 1 being written, 2 ready, and count the look-up."""
+        """Return the state of one key (0 absent, 1 being written, 2 ready), and count the look-up."""
         cdef BlockTable table = self.table
         cdef int32_t row, state
         with cython.critical_section(table):
             self._begin(None)
             row = table.row_of(key)
             if row != 0 and row + 1 < table.num_rows:
-                # Keys of a prompt were mostly stored together, in rows that follow one another: fetch the next one.
+                # Keys of a prompt are mostly stored together, in consecutive rows: prefetch the next one.
                 prefetch(&table.buckets[home_of(<uint32_t> table.rows[row + 1].hash, table.num_buckets)])
                 prefetch(table.rows[row + 1].key)
                 prefetch(&table.rows[row + 2])
@@ -430,7 +430,7 @@ cdef class BlockCache:
         return states
 
     def locate(self, list keys not None):
-        """Return the id of each key's block, without taking a reference; -1 where it is absent or being written."""
+        """Return the id of each key's block, or -1 if it is absent or being written. Take no reference."""
         cdef Py_ssize_t i, n = len(keys)
         cdef int32_t row
         cdef list ids
@@ -449,14 +449,14 @@ cdef class BlockCache:
     # ---- uses and references ----------------------------------------------------------------------------------
 
     cpdef touch(self, keys, RequestKeys request_keys=None):
-        """Count a use of each key, from last to first: each time without a request, once per request with one.
+        """Count a use of each key, from last to first. With a request, a key counts once per request.
 
         Parameters
         ----------
         keys : iterable of bytes
-            In prefix order; unknown ones are ignored.
+            In prefix order. Unknown keys are ignored.
         request_keys : RequestKeys, optional
-            The request's; keys that it has used before are only ordered.
+            The request's keys. Keys that the request used before are only reordered.
         """
         cdef list key_list = as_list(keys)
         cdef Py_ssize_t n = len(key_list)
@@ -478,12 +478,12 @@ cdef class BlockCache:
             self._end()
 
     cpdef pin(self, list keys, RequestKeys request_keys):
-        """Take a reference on each key's block and return the blocks' ids, in order.
+        """Take a reference on each key's block, and return the block ids in the order of `keys`.
 
         Raises
         ------
         KeyError, BlockStateError
-            A key is absent, or its block is being written; no reference has been taken.
+            A key is absent, or its block is being written. No reference is taken.
         """
         cdef Py_ssize_t i, n = len(keys)
         cdef int32_t row
@@ -519,12 +519,12 @@ cdef class BlockCache:
         return spec
 
     cpdef unpin(self, list keys, RequestKeys request_keys):
-        """Give the references back.
+        """Release one reference per key.
 
         Raises
         ------
         KeyError, BlockStateError
-            A key is absent, or has fewer references than are given back; nothing has changed.
+            A key is absent, or has fewer references than the call releases. Nothing changes.
         """
         cdef Py_ssize_t i, j, n = len(keys)
         cdef int32_t row
@@ -545,7 +545,7 @@ cdef class BlockCache:
                 if row == 0:
                     raise KeyError(f"block is not in the cache: {keys[i]!r}")
                 raise BlockStateError(f"block has fewer references than are given back: {keys[i]!r}")
-            # A request's head is its most recent block, so that from last to first the stamps ascend.
+            # A request's head is its most recent block, so stamps ascend from last to first.
             for i in range(n - 1, -1, -1):
                 row = rows[i]
                 if table.rows[row].ref_cnt == 0 and table.rows[row].where == PINNED:
@@ -557,21 +557,21 @@ cdef class BlockCache:
     # ---- stores -----------------------------------------------------------------------------------------------
 
     cpdef reserve(self, list keys, RequestKeys request_keys, admit=None):
-        """Give each absent key a slot, evicting exactly as many blocks as needed.
+        """Assign a slot to each absent key, and evict exactly as many blocks as needed.
 
         Parameters
         ----------
         keys : list of bytes
-            In prefix order; those present are left out and protected.
+            In prefix order. Keys that are present are skipped and protected from eviction.
         request_keys : RequestKeys or None
-            The request's.
+            The request's keys.
         admit : bytearray, optional
             Per key, whether it may be stored.
 
         Returns
         -------
         PrepareStoreOutput or None
-            None: too few blocks can leave; nothing has changed.
+            None if too few blocks are evictable. Then nothing changes.
         """
         cdef RequestKeys names = RequestKeys.__new__(RequestKeys) if request_keys is None else request_keys
         cdef const uint8_t* admitted = NULL
@@ -586,7 +586,7 @@ cdef class BlockCache:
             return self._reserve_all(keys, names, request_keys is not None, admitted)
 
     cdef object _reserve_all(self, list keys, RequestKeys names, bint is_use, const uint8_t* admitted):
-        """Give slots to all absent keys, or to none; `is_use`: the keys are a request's, and used."""
+        """Assign slots to all absent keys, or to none. `is_use`: the keys belong to a request and count as used."""
         cdef Py_ssize_t i, needed, num_new = 0, num_gated = 0, num_protected = 0, n = len(keys)
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
@@ -642,7 +642,7 @@ cdef class BlockCache:
         return output
 
     cdef object _reserve_leading(self, list keys, RequestKeys names, bint is_use, const uint8_t* admitted):
-        """Give slots to as many leading absent keys as the policy takes; it is never refused."""
+        """Assign slots to the leading absent keys that the policy accepts. Such a store is never refused."""
         cdef Py_ssize_t i, place = -1, num_new = 0, num_gated = 0, num_offered = 0, num_taken, num_victims = 0
         cdef Py_ssize_t n = len(keys)
         cdef BlockTable table = self.table
@@ -686,7 +686,7 @@ cdef class BlockCache:
         if num_taken:
             self._admit(keys, names, num_taken, stored, ids)
             self.policy.on_admit(names, batch.picked_places, batch.picked_rows, num_taken)
-        # Both were made at their longest, so that nothing had to be allocated meanwhile.
+        # Both lists were allocated at their maximum length, so that nothing was allocated in between.
         Py_SET_SIZE(stored, num_taken)
         Py_SET_SIZE(evicted, num_victims)
         self.declined_blocks += num_new - num_taken
@@ -698,13 +698,13 @@ cdef class BlockCache:
         return output
 
     cdef void _release(self, const int32_t* victims, Py_ssize_t n, list evicted) noexcept:
-        """Free the rows of evicted blocks; `evicted` receives their keys."""
+        """Free the rows of evicted blocks, and append their keys to `evicted`."""
         self.priorities.forget(victims, n)
         self.table.release(victims, n, evicted)
         self.table.num_evictable -= n
 
     cdef void _admit(self, list keys, RequestKeys names, Py_ssize_t n, list stored, int64_t* ids) noexcept:
-        """Give rows to the first `n` picked keys of the batch, in the order offered."""
+        """Assign rows to the first `n` picked keys of the batch, in the order offered."""
         cdef Py_ssize_t i, at
         cdef int32_t row
         cdef PyObject* key
@@ -727,7 +727,7 @@ cdef class BlockCache:
         table.version += 1
 
     cpdef list commit(self, list keys, RequestKeys request_keys):
-        """Make blocks that were being written ready, and return their keys: `keys` itself where it is all of them."""
+        """Mark blocks that were being written as ready, and return their keys (`keys` itself if it is all of them)."""
         cdef Py_ssize_t i, num_ready = 0, n = len(keys)
         cdef int32_t row
         cdef PyObject* key
@@ -747,7 +747,7 @@ cdef class BlockCache:
                     batch.picked_rows[num_ready] = row
                     batch.picked[num_ready] = i
                     num_ready += 1
-            # A request that was ordered has its head at the most-recent end of the list; else the last key is there.
+            # If the request was ordered, its head is at the list's most-recent end. Otherwise, the last key is there.
             if num_ready != 0 and rows[batch.picked_rows[0]].stamp > rows[batch.picked_rows[num_ready - 1]].stamp:
                 _attach_behind(table, batch.picked_rows, num_ready, self._row_before(request_keys, batch.picked[0]))
             else:
@@ -771,7 +771,7 @@ cdef class BlockCache:
         return request_keys.row_now(self.table, place - 1) if place > 0 else 0
 
     cpdef Py_ssize_t abort(self, list keys, RequestKeys request_keys) except -1:
-        """Drop blocks that were being written, freeing their slots in the order given, and return how many."""
+        """Drop blocks that were being written, and free their slots in the order given. Return the number of blocks."""
         cdef Py_ssize_t i, num_dropped = 0, n = len(keys)
         cdef int32_t row
         cdef list dropped
@@ -785,7 +785,7 @@ cdef class BlockCache:
             for i in range(n):
                 row = batch.rows[i]
                 if row != 0 and table.rows[row].ref_cnt < 0:
-                    # No longer one being written, should the key be named twice.
+                    # Clear the state, in case the call names the key twice.
                     table.rows[row].ref_cnt = 0
                     table.num_in_list[table.rows[row].list_idx] -= 1
                     batch.picked_rows[num_dropped] = row
@@ -798,15 +798,15 @@ cdef class BlockCache:
             self._end()
         return num_dropped
 
-    # ---- slots, and all of it ---------------------------------------------------------------------------------
+    # ---- withheld slots, reset ----------------------------------------------------------------------------------
 
     def withhold(self, block_ids):
-        """Give these free slots to no key until `give_back`.
+        """Assign these free slots to no key until `give_back`.
 
         Raises
         ------
         BlockStateError
-            A slot holds a block, or is withheld already; nothing has changed.
+            A slot holds a block, or is already withheld. Nothing changes.
         """
         cdef list slots = _slots(block_ids, self.table.num_rows - self.table.first)
         with cython.critical_section(self.table):
@@ -815,12 +815,12 @@ cdef class BlockCache:
             self._end()
 
     def give_back(self, block_ids):
-        """Free slots that were withheld, in the order given.
+        """Free withheld slots, in the order given.
 
         Raises
         ------
         BlockStateError
-            A slot is not withheld; nothing has changed.
+            A slot is not withheld. Nothing changes.
         """
         cdef list slots = _slots(block_ids, self.table.num_rows - self.table.first)
         with cython.critical_section(self.table):
@@ -829,7 +829,7 @@ cdef class BlockCache:
             self._end()
 
     cpdef reset(self):
-        """Forget everything; block ids start again at 0."""
+        """Forget everything. Block ids start again at 0."""
         with cython.critical_section(self.table):
             self.table.num_calls += 1
             self.table.reset()
@@ -841,16 +841,16 @@ cdef class BlockCache:
 
 
 cdef inline int _check_given(RequestKeys request_keys) except -1:
-    # A length is checked where it is taken; a field of None would be read.
+    # len() of None raises, but reading a C field of None would crash.
     if request_keys is None:
         raise TypeError("request_keys must be RequestKeys, got None")
     return 0
 
 
 cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, int32_t younger) noexcept nogil:
-    """Let rows, the youngest first, back into their queues: each behind the one before it if its stamp belongs there.
+    """Return rows, the youngest first, to their queues, each behind the row before it if its stamp belongs there.
 
-    `younger` is the row that the first may stand behind, or 0.
+    `younger` is the row that the first one may be linked behind, or 0.
     """
     cdef Py_ssize_t i
     cdef int32_t row
@@ -860,7 +860,7 @@ cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, in
     for i in range(n):
         row = rows[i]
         queue = queue_of(table, row)
-        # A queue's head bears the stamp 0.
+        # The stamp of a queue's head is 0.
         if (is_linked and younger != 0 and row_of[younger].where == LISTED and queue_of(table, younger) == queue
                 and row_of[row_of[younger].prev].stamp < row_of[row].stamp < row_of[younger].stamp):
             link_before(row_of, row, younger)
@@ -875,7 +875,7 @@ cdef int32_t _next_use_of(next_use) except -1:
 
 
 cdef list _by_position(dict positions):
-    # The dict's own order, which mostly is the prompt's, unless a position is smaller than the one before it.
+    # Use the dict's own order, which is mostly that of the prompt, unless a position is smaller than the one before it.
     cdef Py_ssize_t at = 0
     cdef PyObject* key
     cdef PyObject* value
@@ -889,7 +889,7 @@ cdef list _by_position(dict positions):
 
 
 cdef list _slots(block_ids, Py_ssize_t num_slots):
-    # Each once, in the order given.
+    # Each slot once, in the order given.
     cdef dict slots = {}
     for block_id in block_ids:
         if type(block_id) is not int or not 0 <= block_id < num_slots:
@@ -899,7 +899,7 @@ cdef list _slots(block_ids, Py_ssize_t num_slots):
 
 
 cdef object _new_spec(Py_ssize_t n, int64_t** ids):
-    # Not through __init__, nor through a memoryview: the array is new, of the right kind, and kept by the spec.
+    # Skip __init__ and memoryview: the array is new, has the right dtype, and is kept alive by the spec.
     cdef Py_buffer buffer
     cdef bint was_on = pause_collector()
     try:

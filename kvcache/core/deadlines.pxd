@@ -7,7 +7,7 @@ from kvcache.core.heap cimport HeapNode
 @cython.final
 cdef class Deadlines:
     cdef HeapNode* nodes        # [num_rows]; rank: deadline in ns; stamp: when it was set
-    cdef int32_t* at            # [num_rows]: where a row's node is, if it has one: see `holds`
+    cdef int32_t* at            # [num_rows]: index of a row's node, if it has one: see `holds`
     cdef int32_t num_nodes
     cdef uint64_t stamp
 

@@ -1,6 +1,6 @@
-"""Deadlines: which of the blocks held at a raised priority falls back next.
+"""Deadlines: which block held at a raised priority expires next.
 
-Compiled because every hinted call sets one per block.
+Compiled because every hinted call sets one deadline per block.
 """
 
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -12,11 +12,11 @@ from kvcache.core.heap cimport HeapNode, heap_put, sift_up
 cdef class Deadlines:
     """Deadlines(num_rows)
 
-    The rows held at a raised priority, by the end of their time.
+    The rows held at a raised priority, ordered by deadline.
     """
 
     def __cinit__(self, Py_ssize_t num_rows):
-        # Memory that is touched as it is used, whatever it holds: zeroing it would take a call milliseconds.
+        # Left uninitialized: zeroing it would take milliseconds. `holds` works with any contents.
         self.at = <int32_t*> PyMem_Malloc(num_rows * sizeof(int32_t))
         self.nodes = <HeapNode*> PyMem_Malloc(num_rows * sizeof(HeapNode))
         if self.at == NULL or self.nodes == NULL:
@@ -30,7 +30,7 @@ cdef class Deadlines:
         return self.num_nodes
 
     cdef bint holds(self, int32_t row) noexcept nogil:
-        """Whether the row has a deadline: its node says so, whatever `at` held before (Briggs & Torczon, 1993)."""
+        """Return whether the row has a deadline. Its node decides, whatever `at` contains (Briggs & Torczon, 1993)."""
         return <uint32_t> self.at[row] < <uint32_t> self.num_nodes and self.nodes[self.at[row]].row == row
 
     cdef uint64_t of(self, int32_t row) noexcept nogil:
@@ -38,7 +38,7 @@ cdef class Deadlines:
         return self.nodes[self.at[row]].rank if self.holds(row) else 0
 
     cdef void set(self, int32_t row, uint64_t deadline) noexcept nogil:
-        """Give the row a deadline, whether it has one or not."""
+        """Set the row's deadline, or replace it."""
         cdef HeapNode node
         self.stamp += 1
         node.rank = deadline
@@ -51,7 +51,7 @@ cdef class Deadlines:
         sift_up(self.at, 1, self.nodes, self.num_nodes - 1, node)
 
     cdef void remove(self, int32_t row) noexcept nogil:
-        """Forget the row's deadline, if it has one."""
+        """Remove the row's deadline, if it has one."""
         cdef int32_t i
         if not self.holds(row):
             return
@@ -61,9 +61,9 @@ cdef class Deadlines:
             heap_put(self.at, 1, self.nodes, self.num_nodes, i, self.nodes[self.num_nodes])
 
     cdef int32_t nearest(self) noexcept nogil:
-        """Return the row whose time ends first, or 0."""
+        """Return the row with the earliest deadline, or 0."""
         return self.nodes[0].row if self.num_nodes else 0
 
     cdef void clear(self) noexcept nogil:
-        """Forget all deadlines."""
+        """Remove all deadlines."""
         self.num_nodes = 0

@@ -2,7 +2,7 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
-# Blocks that came to a medium or left it. `TakenEvents` makes the Python object when it is read.
+# Blocks that were added to a medium or removed from it. `TakenEvents` creates the Python object when it is read.
 cdef struct Event:
     PyObject* keys          # strong: a list, the event's own
     PyObject* medium        # strong
@@ -18,11 +18,11 @@ cdef class EventLog:
     cdef readonly uint64_t num_dropped
     cdef Event* ring                # [size]; size is a power of two
     cdef Py_ssize_t size
-    cdef Py_ssize_t oldest          # where in the ring
+    cdef Py_ssize_t oldest          # index in the ring
     cdef Py_ssize_t num_events
     cdef Py_ssize_t num_keys
-    cdef public object reader       # the only one that takes events, or None
-    cdef object lock                # its critical section guards the log: the table of the cache that has it
+    cdef public object reader       # the only reader that may take events, or None
+    cdef object lock                # its critical section guards the log: the table of the cache that owns the log
 
     cdef int reserve(self) except -1
     cdef void append(self, list keys, medium, bint removed) noexcept
@@ -30,7 +30,7 @@ cdef class EventLog:
     cdef void drop(self, Py_ssize_t num_events) noexcept
 
 
-# Events that were taken out of a log.
+# Events taken out of a log.
 @cython.final
 cdef class TakenEvents:
     cdef Event* events              # [num_events]

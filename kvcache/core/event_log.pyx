@@ -1,7 +1,7 @@
-"""EventLog: a bounded, numbered queue of the blocks that came to a medium or left it.
+"""EventLog: a bounded, numbered queue of the blocks that were added to a medium or removed from it.
 
-Compiled because a compiled cache appends to it inside the operation that changes the cache: no finalizer and no other
-thread ever sees a block that has come and is not announced, without a lock or a pause of its own.
+Compiled because a compiled cache appends events inside the operation that changes the cache. No finalizer and no
+other thread can then see a block before its event, and the log needs no lock of its own.
 """
 
 cimport cython
@@ -23,7 +23,7 @@ cdef enum:
 cdef class EventLog:
     """EventLog(block_size, max_keys=262144)
 
-    The events of one manager that wait to be taken. Every event is made here.
+    Events of one manager that wait to be taken. The log creates all events.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ cdef class EventLog:
         max_events : int, optional
             The most events to take.
         reader : object
-            Who takes them. If the log has another `reader`, nothing is taken.
+            The reader that takes them. If the log has another `reader`, nothing is taken.
 
         Returns
         -------
@@ -117,7 +117,7 @@ cdef class EventLog:
             self.forget()
 
     cdef int reserve(self) except -1:
-        """Make room for one event more; this runs no Python."""
+        """Make room for one more event. Runs no Python."""
         cdef Py_ssize_t size, num_first
         cdef Event* ring
         if self.num_events < self.size:
@@ -126,7 +126,7 @@ cdef class EventLog:
         ring = <Event*> PyMem_Realloc(self.ring, size * sizeof(Event))
         if ring == NULL:
             raise MemoryError(f"no memory for {size} events")
-        # What stood before the oldest event goes behind the newest: the ring was full, and has doubled.
+        # The ring was full and has doubled: move the events before the oldest one behind the newest.
         if self.oldest:
             num_first = self.oldest
             memcpy(&ring[self.size], ring, num_first * sizeof(Event))
@@ -135,10 +135,10 @@ cdef class EventLog:
         return 0
 
     cdef void append(self, list keys, medium, bint removed) noexcept:
-        """Append an event that owns `keys`, a list that is not empty, after a call of `reserve`.
+        """Append an event that owns the non-empty list `keys`. Call `reserve` before.
 
-        No Python code may run between the two calls: it could use the room up. Dropping the oldest events may run
-        Python code (a tier's keys may be of any type), so the caller has finished its own change before.
+        No Python code may run between the two calls, because it could use up the room. Dropping the oldest events may
+        run Python code (a tier's keys may be of any type), so the caller completes its own change first.
         """
         cdef Event* event = &self.ring[(self.oldest + self.num_events) & (self.size - 1)]
         Py_INCREF(keys)

@@ -1,8 +1,8 @@
-# Rows, and the eviction queues that evictable ones stand in: inline operations over int32 row indices.
+# Rows, and the eviction queues of evictable rows: inline operations over int32 row indices.
 #
-# A queue is one recency order. Most rows stand in an intrusive list, ascending by stamp; a row that comes back out of
-# order (its reference ended after younger rows had joined) stands in a small heap beside it. The oldest of a queue is
-# the older of the list's first and the heap's top, so that no call walks over blocks that cannot leave.
+# A queue is one recency order. Most rows are in an intrusive list, ascending by stamp. A row that returns out of order
+# (its reference ended after younger rows had joined) goes to a small heap beside the list. The oldest row of a queue
+# is the older of the list's first row and the heap's top, so no call walks over rows that cannot be evicted.
 
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
@@ -11,10 +11,10 @@ from kvcache.core.heap cimport HeapNode, heap_put, sift_down, sift_up
 
 cdef enum:
     FREE = 0        # holds no block
-    PINNED = 1      # holds a block that cannot leave now: referenced, or being written
-    LISTED = 2      # stands in its queue's list
-    HEAPED = 3      # stands in its queue's heap
-    WITHHELD = 4    # holds no block, and is given to none
+    PINNED = 1      # holds a block that cannot be evicted now: referenced, or being written
+    LISTED = 2      # in its queue's list
+    HEAPED = 3      # in its queue's heap
+    WITHHELD = 4    # holds no block, and is assigned to no key
 
 cdef struct Row:
     PyObject* key           # strong; NULL if FREE
@@ -22,8 +22,8 @@ cdef struct Row:
     uint64_t stamp          # when it last moved to a most-recent end; unique
     int32_t prev            # LISTED: neighbour; HEAPED: position in the heap
     int32_t next            # LISTED: neighbour; FREE: next free row
-    int32_t ref_cnt         # -1: being written; WITHHELD: whether the row is still among the free ones
-    uint32_t generation     # raised whenever the row changes hands
+    int32_t ref_cnt         # -1: being written; WITHHELD: whether the row is still in the free list
+    uint32_t generation     # incremented when the row is assigned or freed
     uint32_t mark           # equal to the table's mark: named in this call
     uint8_t list_idx
     uint8_t priority
@@ -34,7 +34,7 @@ cdef struct EvictionQueue:
     int32_t num_nodes
     int32_t size            # of nodes, allocated
     int32_t num_listed
-    int32_t cursor          # all before it in the list were passed over in this call
+    int32_t cursor          # this call has skipped all rows of the list before it
     uint32_t cursor_mark    # the call that the cursor belongs to
 
 
@@ -57,7 +57,7 @@ cdef inline void unlink(Row* rows, int32_t row) noexcept nogil:
 
 
 cdef inline void splice_to_tail(Row* rows, int32_t head, int32_t first, int32_t last) noexcept nogil:
-    # Move neighbours, from `first` to `last`, to the most-recent end of their list.
+    # Move consecutive rows, from `first` to `last`, to the most-recent end of their list.
     cdef int32_t prev = rows[first].prev
     cdef int32_t next = rows[last].next
     if next == head:
@@ -72,12 +72,12 @@ cdef inline void splice_to_tail(Row* rows, int32_t head, int32_t first, int32_t 
 
 
 cdef inline Py_ssize_t row_step() noexcept nogil:
-    # From one row's prev, which is its position in a heap, to the next one's.
+    # Stride between the `prev` fields of consecutive rows, which hold positions in a heap.
     return sizeof(Row) // sizeof(int32_t)
 
 
 cdef inline void heap_push(Row* rows, EvictionQueue* queue, int32_t row, uint64_t rank) noexcept nogil:
-    # The caller has made room: BlockTable.reserve_heaps.
+    # Call BlockTable.reserve_heaps before.
     cdef HeapNode node
     node.rank = rank
     node.stamp = rows[row].stamp
@@ -88,7 +88,7 @@ cdef inline void heap_push(Row* rows, EvictionQueue* queue, int32_t row, uint64_
 
 
 cdef inline void heap_update(Row* rows, EvictionQueue* queue, int32_t row, uint64_t rank) noexcept nogil:
-    # The row's stamp is new, and perhaps its rank.
+    # The row has a new stamp, and perhaps a new rank.
     cdef HeapNode node
     node.rank = rank
     node.stamp = rows[row].stamp

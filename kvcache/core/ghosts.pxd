@@ -7,7 +7,7 @@ cdef struct Ghost:
     uint64_t hash
     int32_t prev
     int32_t next
-    uint32_t uses           # what a history remembers of the key
+    uint32_t uses           # kept for the policy's history
     uint32_t used_at
 
 
@@ -31,5 +31,5 @@ cdef class GhostList:
 
 
 cdef inline void prefetch_ghost(GhostList ghosts, uint64_t hash) noexcept nogil:
-    # For whoever asks for many ghosts: each is a cache miss.
+    # Prefetch before looking up many ghosts: each look-up is a cache miss.
     prefetch(&ghosts.buckets[home_of(<uint32_t> hash, ghosts.num_buckets)])

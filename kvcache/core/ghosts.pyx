@@ -1,6 +1,6 @@
-"""GhostList: the most recent keys that were evicted, by their hashes.
+"""GhostList: hashes of the most recently evicted keys.
 
-Compiled because every use of an absent key looks here. Ghosts keep the key's 64-bit keyed hash only: a false match
+Compiled because every use of an absent key looks here. A ghost keeps only the key's 64-bit keyed hash: a false match
 costs one adaptation step, never a wrong block.
 """
 
@@ -53,7 +53,7 @@ cdef class GhostList:
         return type(key) is bytes and self.find(hash_of(<PyObject*> key)) != 0
 
     def check(self):
-        """Walk the list and the index; RuntimeError says what does not hold."""
+        """Check the list and the index. Raise RuntimeError naming the broken invariant."""
         cdef int32_t ghost = self.ghosts[0].next
         cdef Py_ssize_t count = 0
         while ghost != 0:
@@ -75,7 +75,7 @@ cdef class GhostList:
         return ghost
 
     cdef int32_t push(self, uint64_t hash) noexcept nogil:
-        """Append a ghost (or refresh the one of that hash) and return it; the oldest goes if there are too many."""
+        """Append a ghost, or refresh the one with that hash, and return it. If the list is full, drop the oldest."""
         cdef int32_t ghost = self.find(hash)
         if ghost != 0:
             self.refresh(ghost)
@@ -112,7 +112,7 @@ cdef class GhostList:
     cdef void clear(self) noexcept nogil:
         """Forget all ghosts."""
         if self.num_fresh == 0:
-            # Memory that is there already would be given back, and faulted in by the first calls.
+            # Clearing would return resident pages to the kernel, and the first calls would fault them in again.
             return
         self.ghosts[0].prev = self.ghosts[0].next = 0
         self.num_fresh = self.free_head = 0

@@ -1,6 +1,6 @@
-# A 4-ary min-heap over (rank, stamp) whose rows know where they stand: row r's position is at[r * step].
+# A 4-ary min-heap over (rank, stamp). Each row records its position: at[r * step] for row r.
 #
-# Four children share a cache line or two, which halves the misses of a binary heap's way down.
+# Four children share a cache line or two, which halves the cache misses of a descent in a binary heap.
 
 from libc.stdint cimport int32_t, uint64_t
 
@@ -38,7 +38,7 @@ cdef inline void sift_down(
     cdef int32_t child, least
     cdef Py_ssize_t below
     while 4 * i + 1 < n:
-        # Which of the children's children come next is known only when the children are there: fetch all sixteen.
+        # The descent's next level is known only when the children are loaded: prefetch all sixteen grandchildren.
         below = 16 * <Py_ssize_t> i + 5
         if below < n:
             for child in range(LINES_BELOW):
@@ -59,7 +59,7 @@ cdef inline void sift_down(
 cdef inline void heap_put(
     int32_t* at, Py_ssize_t step, HeapNode* nodes, int32_t n, int32_t i, HeapNode node
 ) noexcept nogil:
-    # Put a node where another one stood, and let it rise or sink.
+    # Replace a node, and move the new one up or down.
     if before(&node, &nodes[i]):
         sift_up(at, step, nodes, i, node)
     else:

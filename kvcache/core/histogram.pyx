@@ -1,6 +1,6 @@
-"""Histograms in powers of two, and ages of blocks: what is measured in the scheduler's thread.
+"""Histograms with power-of-two buckets, and block ages, for measurements in the scheduler's thread.
 
-Compiled because every block that is stored has its age noted, and because an observation must cost next to nothing.
+Compiled because the age of every stored block is recorded, and an observation must cost only nanoseconds.
 """
 
 cimport cython
@@ -41,7 +41,7 @@ cdef class Histogram:
     Parameters
     ----------
     unit : float
-        What one tick is worth: 1e-9 for seconds that are counted in nanoseconds.
+        Value of one tick, such as 1e-9 for seconds counted in nanoseconds.
     lowest, highest : int
         Exponents of the first and the last bound, in ticks: 0 <= lowest < highest < 64.
 
@@ -73,16 +73,16 @@ cdef class Histogram:
         self.highest = highest
 
     cdef inline void add(self, uint64_t ticks) noexcept nogil:
-        # A bound is part of its bucket, as Prometheus has it: 2**k has as many bits as what lies above.
+        # As in Prometheus, a bound belongs to its bucket: subtract 1, since 2**k has as many bits as larger values.
         self.buckets[bit_length(ticks - 1) if ticks else 0] += 1
         self.total += <double> ticks
         if ticks > self.largest:
             self.largest = ticks
 
     def observe(self, double value):
-        """Count one observation, in the histogram's unit; below zero counts as zero, nonsense as nothing."""
+        """Count one observation, in the histogram's unit. Negative values count as zero; invalid values are ignored."""
         cdef double ticks = value / self.unit
-        if ticks < 9.0e18:   # false for NaN and what does not fit
+        if ticks < 9.0e18:   # false for NaN and values out of range
             self.add(<uint64_t> (ticks + 0.5) if ticks > 0 else 0)
 
     def observe_ticks(self, uint64_t ticks):
@@ -104,7 +104,7 @@ cdef class Histogram:
         return num
 
     def data(self):
-        """Return the bounds, the observations per bucket with one more above the last, and their sum, in the unit."""
+        """Return the bounds, the counts per bucket (one more above the last bound), and their sum, in the unit."""
         cdef int i
         cdef uint64_t below = 0, above = 0
         for i in range(self.lowest + 1):
@@ -156,7 +156,7 @@ cdef class BlockAges:
             raise MemoryError(f"no memory for the ages of {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.histogram = Histogram(1e-9 * AGE_TICK_NS, 0, 26)
-        # Two ticks ago, as the coarse clock lags behind: a slot that was never filled has 0.
+        # Start two ticks early, because the coarse clock lags; a slot that was never filled has 0.
         self.start_ns = now_ns() - 2 * AGE_TICK_NS
 
     def __dealloc__(self):
@@ -181,7 +181,7 @@ cdef class BlockAges:
         cdef Py_ssize_t i, n, num_evicted
         cdef int64_t block_id
         cdef Filled* slot
-        # Hashes are asked for, which may run Python, before anything is looked at.
+        # Compute all hashes first: hashing may run Python.
         for key in evicted:
             hash(key)
         for key in stored:

@@ -1,10 +1,10 @@
 /* An open-addressing index from key hash to row, in buckets of one cache line.
  *
- * A key's home is the bucket that its tag names, the low half of its hash taken as a fraction of all buckets, so that any
- * number of buckets will do; a full bucket overflows into the next. The used slots
- * of a bucket stand together at its start, so that one comparison of all eight finds a tag, a row or the first empty
- * slot: there is no loop whose end the processor would guess wrongly, and no tombstone. The tag is the hash's low half:
- * a slot can be moved without its key, and most look-ups of keys that are not there never see a row.
+ * The low half of a key's hash is its tag. The tag, as a fraction of all buckets, selects the key's home bucket, so the
+ * number of buckets is arbitrary. A full bucket overflows into the next one. The used slots of a bucket are at its
+ * start. One comparison of all eight slots finds a tag, a row or the first empty slot: there are no loops with
+ * mispredicted ends, and no tombstones. Because the tag is stored, a slot can be moved without reading its key, and
+ * most look-ups of absent keys never read a row.
  */
 #ifndef KVCACHE_INDEX_H
 #define KVCACHE_INDEX_H
@@ -27,8 +27,8 @@ typedef struct {
     int32_t row[KV_SLOTS];      /* 0: empty */
 } kv_bucket;
 
-/* Zeroed memory that is all there: large arrays are looked up by hash, so that they are aligned for huge pages (fewer
-   TLB misses) and written now (a page first touched in a scheduler's call would stall it). Freed by free(). */
+/* Allocate zeroed memory and touch all pages. Large arrays are accessed by hash, so they are aligned for huge pages
+   (fewer TLB misses). They are written now because a page fault would stall a scheduler's call. Freed by free(). */
 static inline void *kv_zeroed(size_t num_bytes)
 {
     const size_t huge = (size_t)1 << 21;
@@ -44,8 +44,8 @@ static inline void *kv_zeroed(size_t num_bytes)
     return memset(block, 0, size);
 }
 
-/* Zero memory that kv_zeroed gave, at once: the kernel takes the pages of a large block back, and later calls fault them
-   in anew, one at a time, instead of one call that writes them all. */
+/* Zero memory from kv_zeroed at once. The kernel takes back the pages of a large block, and later calls fault them in
+   one at a time, instead of one call that writes them all. */
 static inline void kv_clear(void *block, size_t num_bytes)
 {
     const size_t huge = (size_t)1 << 21;
@@ -56,7 +56,7 @@ static inline void kv_clear(void *block, size_t num_bytes)
     memset(block, 0, num_bytes);
 }
 
-/* Which of eight values equal x: a bit each. */
+/* Return a bit mask of the eight values that equal x. */
 static inline uint32_t kv_equal(const void *values, uint32_t x)
 {
 #ifdef __SSE2__
@@ -89,7 +89,7 @@ static inline uint32_t kv_after(uint32_t at, uint32_t num_buckets)
     return at + 1 == num_buckets ? 0 : at + 1;
 }
 
-/* Buckets from one to another, going forward. */
+/* Number of steps forward from one bucket to another. */
 static inline uint32_t kv_way(uint32_t from, uint32_t to, uint32_t num_buckets)
 {
     return to >= from ? to - from : to + num_buckets - from;
@@ -106,20 +106,20 @@ static inline void kv_index_insert(kv_bucket *buckets, uint32_t num_buckets, uin
     buckets[at].row[slot] = row;
 }
 
-/* Fetch the bucket behind a hash's home if that one is full, so that what overflowed from it is there when it is wanted. */
+/* If the home bucket of a hash is full, prefetch the bucket after it, into which it overflows. */
 static inline void kv_prefetch_overflow(const kv_bucket *buckets, uint32_t num_buckets, uint64_t hash)
 {
     const kv_bucket *home = &buckets[kv_home((uint32_t)hash, num_buckets)];
     __builtin_prefetch(home + (home->row[KV_SLOTS - 1] != 0));
 }
 
-/* A walk over the rows whose tag is a hash's: the caller compares hash and key. */
+/* A walk over the rows whose tag matches a hash. The caller compares hash and key. */
 typedef struct {
     uint32_t at;        /* bucket */
-    uint32_t same;      /* its slots that are still to be seen, a bit each */
+    uint32_t same;      /* bit mask of its slots still to visit */
 } kv_probe;
 
-/* The next such row, or 0. */
+/* Return the next such row, or 0. */
 static inline int32_t kv_index_next(const kv_bucket *buckets, uint32_t num_buckets, uint64_t hash, kv_probe *probe)
 {
     while (probe->same == 0) {
@@ -140,7 +140,7 @@ static inline int32_t kv_index_first(const kv_bucket *buckets, uint32_t num_buck
     return kv_index_next(buckets, num_buckets, hash, probe);
 }
 
-/* Insert a hash that a walk to its end has not found: there, without a second walk. */
+/* Insert a hash at the end of a walk that did not find it, without a second walk. */
 static inline void kv_index_add(kv_bucket *buckets, const kv_probe *probe, uint64_t hash, int32_t row)
 {
     int slot = __builtin_ctz(~kv_used(&buckets[probe->at]));
@@ -148,7 +148,7 @@ static inline void kv_index_add(kv_bucket *buckets, const kv_probe *probe, uint6
     buckets[probe->at].row[slot] = row;
 }
 
-/* Empty a slot; the bucket's last used one takes its place. */
+/* Empty a slot. The bucket's last used slot moves into its place. */
 static inline void kv_take_out(kv_bucket *bucket, int slot, uint32_t used)
 {
     int last = 31 - __builtin_clz(used);
@@ -157,7 +157,7 @@ static inline void kv_take_out(kv_bucket *bucket, int slot, uint32_t used)
     bucket->row[last] = 0;
 }
 
-/* A bucket that was full lost a slot: bring back what overflowed through it. */
+/* A slot of a full bucket was freed: move back an entry that overflowed through the bucket. */
 static inline void kv_index_refill(kv_bucket *buckets, uint32_t num_buckets, uint32_t hole)
 {
     for (uint32_t at = kv_after(hole, num_buckets); at != hole; at = kv_after(at, num_buckets)) {

@@ -1,4 +1,4 @@
-# An open-addressing index from key hash to row, in buckets of one cache line (index.h says how and why).
+# An open-addressing index from key hash to row, in buckets of one cache line. index.h explains the design.
 
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint32_t, uint64_t
@@ -37,10 +37,10 @@ cdef extern from *:
 
 
 cdef inline uint32_t buckets_for(Py_ssize_t n) noexcept nogil:
-    # Half full at most: one look-up in seventeen sees a second bucket.
+    # At most half full: one look-up in seventeen reads a second bucket.
     return <uint32_t> (n // (BUCKET_SLOTS // 2)) + 1
 
 
 cdef inline uint32_t tight_buckets_for(Py_ssize_t n) noexcept nogil:
-    # Five sixths full at most, where memory counts more: every other look-up sees a second bucket.
+    # At most five sixths full, to save memory: every other look-up reads a second bucket.
     return <uint32_t> (6 * n // (5 * BUCKET_SLOTS)) + 1

@@ -1,6 +1,6 @@
-# A keyed 64-bit hash over a key's bytes: sixteen at a time are folded by one 64 x 64 -> 128 bit product (as in wyhash).
+# A keyed 64-bit hash of a key's bytes. One 64 x 64 -> 128 bit product folds sixteen bytes at a time (as in wyhash).
 #
-# 4.4 ns for a key of 36 bytes, against 17 for CPython's hash of a new bytes object and 3 for one that it has cached.
+# A key of 36 bytes takes 4.4 ns; CPython takes 17 ns to hash a new bytes object and 3 ns to return a cached hash.
 
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t

@@ -1,7 +1,7 @@
-"""The keyed hash of a key: which row, ghost or sample it is looked up under.
+"""The keyed hash of a key, under which its row, ghost or sample is looked up.
 
-Compiled because it is taken of every key of every call. Python's own hash of bytes has a key that PYTHONHASHSEED may
-fix, and a client who knows it can send keys that all fall into one bucket; this one's key is drawn in each process.
+Compiled because it is computed for every key of every call. PYTHONHASHSEED may fix the key of Python's own hash of
+bytes; a client that knows it can send keys that all fall into one bucket. This hash draws its key in each process.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -18,7 +18,7 @@ def key_hash(bytes key not None):
 
 
 def key_hashes(list keys not None, bytes salt not None):
-    """Return 8 bytes for each key, its hash under a salt of 32 bytes; 0 for an empty key, 1 for what is not bytes."""
+    """Return 8 bytes per key: its hash under a salt of 32 bytes, 0 for an empty key, 1 for a non-bytes item."""
     if len(salt) != 4 * sizeof(uint64_t):
         raise ValueError(f"salt must have 32 bytes, got {len(salt)}")
     cdef Py_ssize_t i, n = len(keys)

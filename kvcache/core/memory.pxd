@@ -1,7 +1,7 @@
-# Objects for a call's answer, allocated without running Python.
+# Objects for a call's result, allocated without running Python.
 #
-# CPython 3.11 may collect garbage inside an allocation, and a finalizer may then call the very table whose operation is
-# under way: rows that were just looked up would belong to other keys. Later versions collect between bytecodes only.
+# CPython 3.11 may collect garbage inside an allocation. A finalizer may then call the same table in the middle of an
+# operation, and rows that were just looked up would belong to other keys. Later versions collect between bytecodes.
 
 cdef extern from *:
     """
@@ -30,5 +30,5 @@ cdef extern from *:
     bint pause_collector "kv_pause_collector"() noexcept
     void resume_collector "kv_resume_collector"(bint was_on) noexcept
     list new_list "kv_new_list"(Py_ssize_t n)
-    # Of a class written in Python: its __new__ would be looked up, and its __init__ run.
+    # For a class written in Python: skips the look-up of __new__ and the call of __init__.
     object new_object "kv_new_object"(object cls)

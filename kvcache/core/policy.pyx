@@ -1,4 +1,4 @@
-"""ReplacementPolicy: what every compiled policy does unless it says otherwise. The contract is in `policy.pxd`.
+"""ReplacementPolicy: default behaviour of compiled policies. The contract is in `policy.pxd`.
 
 Compiled because a policy's hooks loop over rows.
 """
@@ -13,7 +13,7 @@ from kvcache.core.table cimport NUM_PRIORITIES, make_youngest, move_to_tail, que
 DEBUG = bool(KV_DEBUG)
 
 cdef enum:
-    CHECKED_SIZE = 256      # debug builds check tables up to this size after every call, larger ones as much rarer
+    CHECKED_SIZE = 256      # debug builds check tables up to this size after every call, larger ones less often
 
 cdef Py_ssize_t _num_calls = 0  # in debug builds
 
@@ -26,7 +26,7 @@ cdef class ReplacementPolicy:
 
     @property
     def cache_capacity(self):
-        """Blocks that the cache holds."""
+        """Capacity of the cache, in blocks."""
         return self.table.cache_capacity
 
     def __reduce__(self):
@@ -45,7 +45,7 @@ cdef class ReplacementPolicy:
         pass
 
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
-        # Keys of one prompt mostly stand in their list as they are to stand: such a run is moved as one.
+        # Keys of one prompt are mostly already in order in their list: move such a run at once.
         cdef Row* row_of = self.table.rows
         cdef Py_ssize_t i = n
         cdef int32_t oldest, youngest
@@ -111,7 +111,7 @@ cdef class ReplacementPolicy:
         cdef Py_ssize_t n = len(keys)
         cdef RequestKeys request
         if self.tracks_uses:
-            # Such a call is a request of its own.
+            # Treat the call as a request of its own.
             request = RequestKeys.__new__(RequestKeys)
             request.track_uses()
             request.resolve(self.table, keys, batch, True)
@@ -126,7 +126,7 @@ cdef class ReplacementPolicy:
         return 0
 
     cdef Py_ssize_t count_uses(self, RequestKeys request, Batch batch, Py_ssize_t n) noexcept nogil:
-        """Count the uses of a resolved batch that the request has not counted yet, and return how many they were."""
+        """Count the uses in a resolved batch that the request has not counted yet, and return their number."""
         cdef bint is_first = request.num_seen == 0
         cdef Py_ssize_t num_used = request.add_uses(batch, n)
         if num_used == 0:
@@ -140,7 +140,7 @@ cdef class ReplacementPolicy:
         return num_used
 
     cdef void choose_victims(self, Py_ssize_t n, int32_t* victims) noexcept nogil:
-        """Take `n` rows out of their lists, lowest priority first; the caller has made sure that so many may leave."""
+        """Take `n` rows out of their lists, lowest priority first. The caller has checked that `n` are evictable."""
         cdef Py_ssize_t got = 0
         cdef int32_t priority
         for priority in range(NUM_PRIORITIES):
@@ -149,13 +149,13 @@ cdef class ReplacementPolicy:
         self.table.return_aside()
 
     cdef int check_all(self) except -1:
-        """Walk the table and the policy's own state; BlockStateError names what does not hold."""
+        """Check the table and the policy's own state. Raise BlockStateError naming the broken invariant."""
         self.table.check()
         self.check_policy()
         return 0
 
     cdef bint is_check_due(self) noexcept:
-        """Return whether to walk everything after this call of a debug build."""
+        """Return whether a debug build checks all state after this call."""
         global _num_calls
         _num_calls += 1
         return _num_calls * CHECKED_SIZE % self.table.cache_capacity < CHECKED_SIZE

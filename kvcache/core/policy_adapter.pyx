@@ -1,6 +1,6 @@
-"""PolicyAdapter: a compiled policy as a `CachePolicy`, whose callers bring their own blocks.
+"""PolicyAdapter: exposes a compiled policy as a `CachePolicy` over caller-owned BlockStatus objects.
 
-Compiled because policies inherit it: the five primitives are built from a policy's hooks.
+Compiled because policies inherit it: it builds the five primitives from a policy's hooks.
 """
 
 cimport cython
@@ -26,7 +26,7 @@ __all__ = ["DEBUG", "BlockStatusView", "ListView", "PolicyAdapter"]
 class BlockStatusView(BlockStatus):
     """A read-only live view of a block in a compiled policy's own pool.
 
-    Reading it once its block has left raises BlockStateError.
+    Reading it after the block was evicted raises BlockStateError.
     """
 
     def __init__(self, policy, row, generation, epoch):
@@ -46,7 +46,7 @@ class BlockStatusView(BlockStatus):
 
     @property
     def is_ready(self):
-        """Whether the block's bytes are there to be read."""
+        """Whether the block can be read."""
         return self.ref_cnt >= 0
 
 
@@ -73,8 +73,8 @@ class ListView:
 cdef class PolicyAdapter(ReplacementPolicy):
     """PolicyAdapter(cache_capacity)
 
-    A compiled policy. As it is, a plain `CachePolicy`: callers insert and remove `BlockStatus` objects of their own.
-    After `native` its blocks belong to a manager's pool, and can only be looked at.
+    A compiled policy. By default it is a plain `CachePolicy`: callers insert and remove their own `BlockStatus`
+    objects. After `native`, its blocks belong to a manager's pool, and callers can only read them.
     """
 
     def __cinit__(self, cache_capacity):
@@ -85,19 +85,19 @@ cdef class PolicyAdapter(ReplacementPolicy):
             raise TypeError(f"{type(self).__name__} is no policy: it has no table of blocks")
 
     def native(self, num_blocks):
-        """Return the cache of a manager's pool of `num_blocks` slots, which this policy decides for from now on.
+        """Return the cache of a manager's pool of `num_blocks` slots. From now on, this policy selects its victims.
 
         Raises
         ------
         BlockStateError
-            The policy is in use already.
+            The policy is already in use.
         """
         if num_blocks != self.table.cache_capacity:
             raise ValueError(f"num_blocks must be the capacity, {self.table.cache_capacity}, got {num_blocks!r}")
         return BlockCache(self)
 
     def get(self, key):
-        """Return the block of `key`, or None; in a manager's pool it is a read-only live view."""
+        """Return the block of `key`, or None. In a manager's pool, it is a read-only live view."""
         cdef BlockTable table = self.table
         cdef int32_t row
         with cython.critical_section(table):
@@ -109,7 +109,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
             return BlockStatusView(self, row, table.rows[row].generation, table.epoch)
 
     def insert(self, key, block):
-        """Take a block in at the most-recent end; its `ref_cnt` is read in place from now on."""
+        """Insert a block at the most-recent end. From now on, its `ref_cnt` is read in place."""
         cdef BlockTable table = self.table
         cdef list keys = [key]
         cdef Py_ssize_t at = 0
@@ -139,18 +139,18 @@ cdef class PolicyAdapter(ReplacementPolicy):
             self._end()
 
     def remove(self, key):
-        """Remove a block without remembering it.
+        """Remove a block without creating a ghost.
 
         Raises
         ------
         KeyError
-            The key is not there.
+            The key is not present.
         BlockStateError
             The policy's blocks belong to its manager.
         """
         cdef BlockTable table = self.table
         cdef list keys = new_list(1)
-        cdef list blocks = new_list(1)      # let go at the end: a subclass of BlockStatus may have a finalizer
+        cdef list blocks = new_list(1)      # released at the end: a subclass of BlockStatus may have a finalizer
         cdef int32_t row
         with cython.critical_section(table):
             row = table.row_of(key)
@@ -165,7 +165,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
             self._end()
 
     cdef void _release(self, const int32_t* rows, Py_ssize_t n, list keys, list blocks) noexcept:
-        """Free rows; `keys` and `blocks`, new and of length `n`, take over what they held."""
+        """Free rows. Move their references to the new lists `keys` and `blocks`, both of length `n`."""
         cdef Py_ssize_t i
         for i in range(n):
             PyList_SET_ITEM(blocks, i, self.table.caller_blocks[rows[i]].status)
@@ -174,7 +174,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
         self.table.version += n != 0
 
     def touch(self, keys):
-        """Count a use of each key, from last to first; unknown ones are ignored."""
+        """Count a use of each key, from last to first. Unknown keys are ignored."""
         cdef list key_list = as_list(keys)
         with cython.critical_section(self.table):
             self._refuse_native("touch")
@@ -215,7 +215,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
         return list(zip(keys, blocks))
 
     def order(self, keys):
-        """Move each key, from last to first, to the most-recent end of its list; no use is counted."""
+        """Move each key, from last to first, to the most-recent end of its list. Count no use."""
         cdef list key_list = as_list(keys)
         with cython.critical_section(self.table):
             self._refuse_native("order")
@@ -224,7 +224,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
             self._end()
 
     def use(self, list keys not None, bint first):
-        """Count one use of each key for one request; the clock advances only if `first`."""
+        """Count one use of each key for one request. Advance the clock only if `first`."""
         if self.tracks_uses or first:
             return self.touch(keys)
         with cython.critical_section(self.table):
@@ -234,8 +234,8 @@ cdef class PolicyAdapter(ReplacementPolicy):
             self._end()
 
     def clear(self):
-        """Forget everything, ghosts and adaptive state too."""
-        cdef list _blocks       # let go at the end
+        """Forget everything, including ghosts and adaptive state."""
+        cdef list _blocks       # released at the end
         with cython.critical_section(self.table):
             self._refuse_native("clear")
             _blocks = self.table.reset()
@@ -260,7 +260,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
             return table.rows[row].ref_cnt, row - table.first
 
     def gauges(self):
-        """Return what the policy shows of itself; see `CachePolicy.gauges`."""
+        """Return the policy's gauges; see `CachePolicy.gauges`."""
         return {}
 
     def _list_len(self, int32_t list_idx):
@@ -277,7 +277,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
             return self.table.keys_of_list(list_idx)
 
     def check(self):
-        """Walk every row, queue and slot; BlockStateError names what does not hold. O(capacity)."""
+        """Check every row, queue and slot. Raise BlockStateError naming the broken invariant. O(capacity)."""
         cdef bint was_on = pause_collector()
         try:
             with cython.critical_section(self.table):

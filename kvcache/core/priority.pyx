@@ -1,4 +1,4 @@
-"""PriorityClasses: hints move blocks to queues that are evicted sooner or later, until their time is over.
+"""PriorityClasses: retention hints move blocks to queues that are evicted before or after normal blocks, until a TTL.
 
 Compiled because a hinted request moves every one of its blocks, in the scheduler's thread.
 """
@@ -11,13 +11,13 @@ from kvcache.core.table cimport NORMAL, PINNED, BlockTable, attach, detach
 from kvcache.block import BlockStateError
 
 cdef enum:
-    FALLS_PER_CALL = 256    # raised blocks whose time is over that one call lets fall back
+    FALLS_PER_CALL = 256    # expired blocks that one call returns to normal priority
 
 
 cdef class PriorityClasses:
     """PriorityClasses(table)
 
-    The priorities of a table's blocks: an eviction queue each, and a deadline for each block that is raised.
+    The priorities of a table's blocks: one eviction queue per priority, and a deadline per raised block.
     """
 
     def __cinit__(self, BlockTable table not None):
@@ -30,19 +30,19 @@ cdef class PriorityClasses:
         raise TypeError("the priorities of a table's blocks cannot be pickled")
 
     cdef int start(self) except -1:
-        """Keep deadlines from now on: a request has given a hint."""
+        """Keep deadlines from now on, because a request has given a hint."""
         if self.deadlines is None:
             self.deadlines = Deadlines(self.table.num_rows)
         return 0
 
     cdef int reserve(self, Py_ssize_t n) except -1:
-        """Make room, before anything changes, for `n` rows to be raised and for as many to fall back."""
+        """Make room, before anything changes, for `n` rows to be raised and for `n` rows to expire."""
         if self.deadlines is not None:
             self.table.reserve_heaps(2 * n)
         return 0
 
     cdef int advance(self, int64_t now_ns) except -1:
-        """Let blocks whose time is over fall back, at most 256 of them."""
+        """Return expired blocks to normal priority, at most 256 of them."""
         cdef int num_left = FALLS_PER_CALL
         self.now_ns = now_ns
         if self.deadlines is None:
@@ -55,19 +55,19 @@ cdef class PriorityClasses:
         return 0
 
     cdef void apply(self, const int32_t* rows, Py_ssize_t n, int32_t priority, int64_t ttl_ns) noexcept nogil:
-        """Apply a request's hint to resident rows: 0, no hint, lifts one-shot blocks, which were used again."""
+        """Apply a request's hint to resident rows. Priority 0 (no hint) lifts one-shot blocks: they were used again."""
         cdef Py_ssize_t i
         cdef uint64_t deadline = <uint64_t> (self.now_ns + ttl_ns) if ttl_ns else <uint64_t> -1
         if self.deadlines is None:
             return
-        # From last to first: of blocks whose time ends together, those set first fall first, and that must be the tail.
+        # Go from last to first: blocks with the same deadline expire in this order, and the tail must expire first.
         for i in range(n - 1, -1, -1):
             if rows[i] != 0:
                 self._raise(rows[i], NORMAL + priority, deadline)
         self._crowd_out()
 
     cdef void restate(self, const int32_t* rows, Py_ssize_t n, int32_t priority, int64_t ttl_ns) noexcept nogil:
-        """Put resident rows at what a later hint says, unless they are held at priority 2 or 3."""
+        """Move resident rows to the priority of a later hint, unless they are held at priority 2 or 3."""
         cdef Py_ssize_t i
         cdef int32_t row
         cdef uint64_t deadline = <uint64_t> (self.now_ns + ttl_ns) if ttl_ns else <uint64_t> -1
@@ -86,7 +86,7 @@ cdef class PriorityClasses:
         self._crowd_out()
 
     cdef void forget(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
-        """Take rows that are about to leave out."""
+        """Remove rows that are about to be evicted."""
         cdef Py_ssize_t i
         if self.deadlines is None:
             return
@@ -99,7 +99,7 @@ cdef class PriorityClasses:
             self.deadlines.clear()
 
     cdef int check(self) except -1:
-        """Walk every row; BlockStateError names what does not hold."""
+        """Check every row. Raise BlockStateError naming the broken invariant."""
         cdef int32_t row
         cdef Py_ssize_t num_raised = 0
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
@@ -110,7 +110,7 @@ cdef class PriorityClasses:
         return 0
 
     cdef void _set(self, int32_t row, int32_t priority) noexcept nogil:
-        """Move a row to the queue of another priority, to where it stands there."""
+        """Move a row to the queue of another priority, at the place of its stamp."""
         cdef bint is_pinned = self.table.rows[row].where == PINNED
         if not is_pinned:
             detach(self.table, row)
@@ -119,7 +119,7 @@ cdef class PriorityClasses:
             attach(self.table, row)
 
     cdef void _raise(self, int32_t row, int32_t priority, uint64_t deadline) noexcept nogil:
-        """Raise a row, or prolong its time; a hint never lowers what another request has asked for."""
+        """Raise a row, or extend its deadline. A hint never lowers a priority that another request has set."""
         cdef int32_t before = self.table.rows[row].priority
         if priority > before:
             self._set(row, priority)
@@ -127,12 +127,12 @@ cdef class PriorityClasses:
             self.deadlines.set(row, deadline)
 
     cdef void _crowd_out(self) noexcept nogil:
-        """Let the blocks nearest their end fall back where too many are raised."""
+        """If too many blocks are raised, return those with the earliest deadlines to normal priority."""
         while self.deadlines.num_nodes > self.max_raised:
             self._drop_nearest()
 
     cdef void _drop_nearest(self) noexcept nogil:
-        """Let the block whose time ends first fall back."""
+        """Return the block with the earliest deadline to normal priority."""
         cdef int32_t row = self.deadlines.nearest()
         self.deadlines.remove(row)
         self._set(row, NORMAL)

@@ -1,9 +1,9 @@
 /* An index from 48 bits of a key's hash to the place of a remembered key, in buckets of one cache line.
  *
- * Made for memory: ten places a bucket, nine tenths full. A bucket keeps 16 bits of each hash, the place the other 32, which
- * also name the key's home. A key whose home is full lies in the next bucket that is not, and each bucket that it passed
- * counts it, by three bits of the hash: a search ends at the first bucket that no key like it has passed. A key never
- * moves, so that no deletion has to look at others.
+ * Built for low memory: ten places per bucket, nine tenths full. A bucket stores 16 bits of each hash; the place stores
+ * the other 32, which also select the key's home bucket. If the home is full, the key goes to the next bucket with
+ * room. Each bucket that it passed counts it, in one of eight counters selected by three bits of the hash. A search
+ * ends at the first bucket whose counter is zero. A key never moves, so a deletion does not visit other keys.
  */
 #ifndef KVCACHE_REMEMBERED_H
 #define KVCACHE_REMEMBERED_H
@@ -16,11 +16,11 @@
 
 #define KV_PLACES 10
 #define KV_ALL_PLACES 0x3ffu
-#define KV_MOST_PASSED 15u      /* a count that has come so far stays there */
+#define KV_MOST_PASSED 15u      /* a saturated counter stays at this value */
 
 typedef struct {
     uint16_t tag[KV_PLACES];    /* 0: empty */
-    uint32_t num_passed;        /* keys that lie further on because this bucket was full: eight counts of four bits */
+    uint32_t num_passed;        /* keys that passed this bucket because it was full: eight counters of four bits */
     int32_t place[KV_PLACES];
 } kv_places;
 
@@ -45,7 +45,7 @@ static inline uint32_t kv_place_home(uint32_t low, uint32_t num_buckets)
     return (uint32_t)((uint64_t)low * num_buckets >> 32);
 }
 
-/* Where a bucket counts the keys like this one that passed it. Not by the bits that say most about the home. */
+/* Bit offset of the counter for this key. Does not use the bits that decide most about the home. */
 static inline int kv_passed_shift(uint32_t low)
 {
     return (int)(low & 7) * 4;
@@ -56,7 +56,7 @@ static inline uint32_t kv_num_passed(const kv_places *bucket, uint32_t low)
     return bucket->num_passed >> kv_passed_shift(low) & KV_MOST_PASSED;
 }
 
-/* Which of a bucket's tags equal one: a bit each. */
+/* Return a bit mask of the tags in a bucket that equal `tag`. */
 static inline uint32_t kv_same_tags(const kv_places *bucket, uint16_t tag)
 {
 #ifdef __SSE2__
@@ -73,7 +73,7 @@ static inline uint32_t kv_same_tags(const kv_places *bucket, uint16_t tag)
 #endif
 }
 
-/* The slot that names a place, or -1. */
+/* Return the slot that holds a place, or -1. */
 static inline int kv_slot_of_place(const kv_places *bucket, int32_t place)
 {
 #ifdef __SSE2__
@@ -106,7 +106,7 @@ static inline void kv_places_insert(kv_places *buckets, uint32_t num_buckets, ui
     buckets[at].place[slot] = place;
 }
 
-/* A key that is there has another place. */
+/* Update the place of a key that is present. */
 static inline void kv_places_move(kv_places *buckets, uint32_t num_buckets, uint32_t low, int32_t from, int32_t to)
 {
     uint32_t at = kv_place_home(low, num_buckets);

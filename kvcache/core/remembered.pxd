@@ -15,11 +15,11 @@ cdef struct HashInGroup:
     uint64_t hash
     int32_t group
 
-# Remembered keys that follow each other, oldest first. A key's place is 16 times its segment, plus where it is there.
+# Consecutive remembered keys, oldest first. A key's place is 16 times its segment, plus its index in the segment.
 cdef struct Segment:
     uint32_t[SEGMENT_KEYS] low          # half of the hash
-    int32_t[SEGMENT_GROUPS] groups      # different groups of its keys
-    uint32_t which                      # of these, two bits a key
+    int32_t[SEGMENT_GROUPS] groups      # distinct groups of its keys
+    uint32_t which                      # index into `groups`, two bits per key
     int32_t prev
     int32_t next                        # free: the next free one
     uint16_t held                       # a bit for each position that holds a key

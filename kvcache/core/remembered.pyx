@@ -1,9 +1,9 @@
 """RememberedKeys: a queue of key hashes by age, with a group for each, in about fourteen bytes a key.
 
-Compiled because every use of an absent key looks here. Keys stand in segments of sixteen, oldest first, that need no
-links between keys; a segment names up to four groups, and each of its keys one of them with two bits. Neighbours that
-have become empty enough are merged. 48 bits of a key's keyed hash are kept: a search among n keys finds a wrong one
-with a probability of n / 2**48 (1.4e-8 at 4,000,000), which costs a wrong count, never a wrong block.
+Compiled because every use of an absent key looks here. Segments of sixteen keys, oldest first, save links between
+keys. A segment names up to four groups, and each of its keys selects one of them with two bits. Neighbouring segments
+that have become empty enough are merged. 48 bits of a key's keyed hash are kept. A search among n keys finds a wrong
+key with a probability of n / 2**48 (1.4e-8 at 4,000,000); it then costs a wrong count, never a wrong block.
 """
 
 cimport cython
@@ -58,7 +58,7 @@ cdef class RememberedKeys:
         if num_keys < 1:
             raise ValueError(f"num_keys must be >= 1, got {num_keys}")
         self._grow_index(num_keys)
-        # Room for half full segments, untouched until used: to grow is to copy megabytes.
+        # Room for half-full segments; pages stay untouched until used. Growing would copy megabytes.
         self._grow_segments(2 * (num_keys // SEGMENT_KEYS) + 8)
         self.clear()
 
@@ -77,7 +77,7 @@ cdef class RememberedKeys:
 
     cdef int reserve(self, Py_ssize_t n) except -1:
         """Make room for `n` more keys, so that `append` and `renew` cannot fail."""
-        # A segment is closed after four keys at the least: one for each of its groups.
+        # A segment is closed after at least four keys, one for each of its groups.
         cdef Py_ssize_t num_segments = self.num_in_use + n // SEGMENT_GROUPS + 4
         if self.num_keys + n > self.most_keys:
             self._grow_index(self.num_keys + n + (self.num_keys + n) // 8)
@@ -99,7 +99,7 @@ cdef class RememberedKeys:
         for i in range(num_before):
             for slot in range(10):
                 if before[i].tag[slot] != 0:
-                    # The tag is the hash's upper 16 bits, or stands for none of them: it makes the same tag again.
+                    # The tag is the upper 16 bits of the hash, or 1 for 0: it produces the same tag again.
                     places_insert(
                         buckets, num_buckets,
                         <uint64_t> before[i].tag[slot] << 48 | self._low_at(before[i].place[slot]),
@@ -134,11 +134,11 @@ cdef class RememberedKeys:
         return self.segments[place >> PLACE_SHIFT].low[place & PLACE_MASK]
 
     cdef void fetch(self, uint64_t hash) noexcept nogil:
-        """Fetch ahead what `find` will read."""
+        """Prefetch what `find` will read."""
         prefetch(&self.buckets[home_of(low_half(hash), self.num_buckets)])
 
     cdef void fetch_oldest(self) noexcept nogil:
-        """Fetch ahead what `pop_oldest` will read of the oldest keys but one segment."""
+        """Prefetch what `pop_oldest` will read, in the second oldest segment."""
         cdef int32_t segment = self.segments[self.segments[0].next].next
         cdef int i
         for i in range(used_up_to(self.segments[segment].held) if segment != 0 else 0):
@@ -169,7 +169,7 @@ cdef class RememberedKeys:
     cdef void find_absent(
         self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t* places
     ) noexcept nogil:
-        """Write the place of each hash whose row is 0; 0 for the others, and where there is none."""
+        """Write the place of each hash whose row is 0, or 0 if it is not remembered. Write 0 for the other hashes."""
         cdef Py_ssize_t i
         for i in range(n):
             if rows[i] == 0:
@@ -178,7 +178,7 @@ cdef class RememberedKeys:
             places[i] = self.find(hashes[i]) if rows[i] == 0 else 0
 
     cdef bint holds(self, int32_t place, uint64_t hash) noexcept nogil:
-        """Return whether a place that a key once had is still that key's."""
+        """Return whether a place that a key once had still belongs to that key."""
         cdef int32_t segment = place >> PLACE_SHIFT
         return (0 < segment < self.num_fresh
                 and self.segments[segment].held >> (place & PLACE_MASK) & 1
@@ -190,24 +190,24 @@ cdef class RememberedKeys:
         return segment.groups[segment.which >> 2 * (place & PLACE_MASK) & 3]
 
     cdef int32_t append(self, uint64_t hash, int32_t group) noexcept nogil:
-        """Append a key that is not there, and return its place; `reserve` has made room."""
+        """Append a key that is not remembered yet, and return its place; `reserve` has made room."""
         cdef int32_t place = self._put_youngest(low_half(hash), group)
         places_insert(self.buckets, self.num_buckets, hash, place)
         self.num_keys += 1
         return place
 
     cdef void append_all(self, const HashInGroup* keys, Py_ssize_t n) noexcept nogil:
-        """Append those of `n` keys that have a group, as `append` does."""
+        """Append the keys that have a group."""
         cdef Py_ssize_t i
         for i in range(n):
             if keys[i].group != 0:
                 self.append(keys[i].hash, keys[i].group)
 
     cdef int32_t renew(self, int32_t place, int32_t group) noexcept nogil:
-        """Move a key to the youngest end and into a group, and return its place; `reserve` has made room."""
+        """Move a key to the youngest end, with a new group, and return its place; `reserve` has made room."""
         cdef uint32_t low = self._low_at(place)
         cdef int32_t now
-        # Both steps may merge segments; meanwhile the key has a place that no other can take.
+        # Both steps may merge segments. Until then, mark the key with a place that no other key can have.
         places_move(self.buckets, self.num_buckets, low, place, NOWHERE)
         self._vacate(place)
         now = self._put_youngest(low, group)
@@ -215,15 +215,15 @@ cdef class RememberedKeys:
         return now
 
     cdef void remove(self, int32_t place) noexcept nogil:
-        """Forget the key at a place. Keys of the neighbouring segments may change places."""
+        """Remove the key at a place. Keys of the neighbouring segments may move."""
         places_delete(self.buckets, self.num_buckets, self._low_at(place), place)
         self.num_keys -= 1
         self._vacate(place)
 
     cdef int32_t pop_oldest(self, Py_ssize_t most, Py_ssize_t* num_popped) noexcept nogil:
-        """Forget the oldest key and those of its group that follow it, up to `most` or the segment's end.
+        """Remove the oldest key and the keys of its group that follow it, up to `most` or the segment's end.
 
-        Return the group, and write how many they were.
+        Return the group, and write the number of keys removed.
         """
         cdef int32_t at = self.segments[0].next
         cdef Segment* segment = &self.segments[at]
@@ -249,7 +249,7 @@ cdef class RememberedKeys:
         return group
 
     cdef int32_t _put_youngest(self, uint32_t low, int32_t group) noexcept nogil:
-        """Put a key at the end of the youngest segment, and return its place."""
+        """Append a key to the youngest segment, and return its place."""
         cdef int32_t at = self.segments[0].prev
         cdef Segment* segment = &self.segments[at]
         cdef int which = 0, position = used_up_to(segment.held)
@@ -278,7 +278,7 @@ cdef class RememberedKeys:
         return at << PLACE_SHIFT | position
 
     cdef int _unused_group(self, const Segment* segment) noexcept nogil:
-        """Return which of a segment's groups has no key left in it, or SEGMENT_GROUPS."""
+        """Return a group index of a segment that no key uses, or SEGMENT_GROUPS."""
         cdef uint32_t held = segment.held, in_use = 0
         while held != 0:
             in_use |= 1 << (segment.which >> 2 * lowest_bit(held) & 3)
@@ -316,7 +316,7 @@ cdef class RememberedKeys:
         self.num_in_use -= 1
 
     cdef void _vacate(self, int32_t place) noexcept nogil:
-        """Empty a place that the index does not name any more."""
+        """Empty a place that the index no longer names."""
         cdef int32_t at = place >> PLACE_SHIFT
         cdef Segment* segment = &self.segments[at]
         segment.held &= <uint16_t> ~(1 << (place & PLACE_MASK))
@@ -324,7 +324,7 @@ cdef class RememberedKeys:
         if segment.held == 0:
             self._drop_segment(at)
             return
-        # Not at every key: neighbours are other cache lines. The youngest segment still fills up.
+        # Not for every key: neighbours are on other cache lines. The youngest segment is still filling.
         if (segment.num_held & 3 == 0 or segment.num_held < 4) and segment.next != 0:
             if segment.prev != 0 and self._merge(segment.prev, at):
                 return
@@ -332,7 +332,7 @@ cdef class RememberedKeys:
                 self._merge(at, segment.next)
 
     cdef bint _merge(self, int32_t older, int32_t younger) noexcept nogil:
-        """Move the keys of a segment behind those of its older neighbour, if there is room for keys and groups."""
+        """Append the keys of a segment to its older neighbour, if there is room for the keys and the groups."""
         cdef Segment* into = &self.segments[older]
         cdef Segment* source
         cdef Segment merged
@@ -361,7 +361,7 @@ cdef class RememberedKeys:
                 merged.low[count] = source.low[i]
                 merged.which |= <uint32_t> which << 2 * count
                 count += 1
-        # Places move to the left only, so that none is taken that another key still has.
+        # Places move only to the left, so that no key takes a place that another key still has.
         count = 0
         for turn in range(2):
             at = older if turn == 0 else younger
@@ -383,7 +383,7 @@ cdef class RememberedKeys:
         return True
 
     def remember(self, bytes key not None, int32_t group):
-        """Append a key, or move it to the youngest end, in a group: for tests; a policy does so by hash."""
+        """Append a key with a group, or move it to the youngest end. For tests; a policy works with hashes."""
         cdef uint64_t hash = hash_of(<PyObject*> key)
         cdef int32_t place
         if group < 1:
@@ -396,7 +396,7 @@ cdef class RememberedKeys:
             self.append(hash, group)
 
     def forget(self, bytes key not None):
-        """Remove a key, and return its group; KeyError if it is not there: for tests."""
+        """Remove a key, and return its group. Raise KeyError if it is not remembered. For tests."""
         cdef int32_t place = self.find(hash_of(<PyObject*> key))
         cdef int32_t group
         if place == 0:
@@ -406,7 +406,7 @@ cdef class RememberedKeys:
         return group
 
     def forget_oldest(self):
-        """Remove the oldest key, and return its group: for tests; IndexError if there is none."""
+        """Remove the oldest key, and return its group. Raise IndexError if the queue is empty. For tests."""
         cdef Py_ssize_t num_popped
         if self.num_keys == 0:
             raise IndexError("no key is remembered")
@@ -414,9 +414,9 @@ cdef class RememberedKeys:
         return self.pop_oldest(1, &num_popped)
 
     def forget_oldest_of_a_group(self, Py_ssize_t most):
-        """Remove the oldest key and those of its group behind it, as `pop_oldest` does: for tests.
+        """Remove the oldest key and the keys of its group behind it, as `pop_oldest` does. For tests.
 
-        Return the group, and how many they were; IndexError if there is none.
+        Return the group and the number of keys. Raise IndexError if the queue is empty.
         """
         cdef Py_ssize_t num_popped
         cdef int32_t group
@@ -438,7 +438,7 @@ cdef class RememberedKeys:
         return groups
 
     def check(self):
-        """Walk the segments and the index; RuntimeError says what does not hold."""
+        """Check the segments and the index. Raise RuntimeError naming the broken invariant."""
         cdef int32_t at = self.segments[0].next, place
         cdef int i, slot
         cdef Py_ssize_t num_keys = 0, num_in_use = 0, num_indexed = 0, b

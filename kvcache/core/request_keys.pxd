@@ -30,26 +30,26 @@ cdef struct Named:
     uint64_t hash
     int32_t row             # where the key was last found; 0: nowhere
     uint32_t generation     # of that row, then
-    uint32_t seen           # 1, 2, ...: in this order the request used its keys; 0: only looked up
+    uint32_t seen           # order in which the request first used its keys: 1, 2, ...; 0: only looked up
     uint32_t mark           # of the last prepare_store that named it
 
-# What only a policy that asks for it (`ReplacementPolicy.tracks_uses`) knows of a used key.
+# State of a used key, kept only for a policy that sets `ReplacementPolicy.tracks_uses`.
 cdef struct KeyUse:
-    int64_t position        # in the prompt; where it is not known, that of the key used before it
-    int32_t before          # the used key before it in the prompt: its place in named + 1; 0: it is the head
+    int64_t position        # in the prompt; if unknown, the position of the key used before it
+    int32_t before          # place in named + 1 of the used key before it in the prompt; 0: this key is the head
     int32_t after
     int32_t note            # the policy's own
     bint is_positioned
     bint is_taken           # scratch of a policy
 
-# Used keys in the order of the prompt: the positions of the first and the last, and where the last is in named.
+# Used keys in prompt order: the positions of the first and the last, and the last one's place in `named`.
 cdef struct Span:
     int64_t first
     int64_t last
     int32_t tail
 
 cdef enum:
-    STATE_SIZE = 11         # numbers that a policy keeps for a request
+    STATE_SIZE = 11         # numbers that a policy keeps per request
 
 
 @cython.final
@@ -61,31 +61,31 @@ cdef class RequestKeys:
     cdef Py_ssize_t size
     cdef readonly uint32_t num_seen
     cdef int32_t* used              # [size], behind `named`: place in named of each used key, in the order of first use
-    cdef uint32_t num_ordered       # used keys when the request was last reordered
-    cdef uint32_t num_in_full       # and when all of it last was
+    cdef uint32_t num_ordered       # used keys at the last reorder
+    cdef uint32_t num_in_full       # used keys at the last reorder of the whole request
     cdef int32_t tail               # place of the last of its ordered keys
-    cdef uint64_t next_stamp        # of the next key behind the tail: the request owns num_in_full stamps from it down
+    cdef uint64_t next_stamp        # of the next key behind the tail; the request owns num_in_full stamps from it down
     cdef int64_t first_position     # of its ordered keys
     cdef int64_t last_position
-    cdef int64_t newest_position    # of the key used last: one without a position stays behind the key before it
-    cdef uint64_t version           # the table's when all rows were last right
-    cdef uint64_t epoch             # the table's when the first key was named
+    cdef int64_t newest_position    # of the key used last; a key without a position stays behind the key before it
+    cdef uint64_t version           # the table's version when all rows were last valid
+    cdef uint64_t epoch             # the table's epoch when the first key was named
     cdef public int32_t priority    # the request's hint: -1 (one-shot) to 3
-    cdef public int64_t ttl_ns      # for how long a raised priority holds; 0: without end
+    cdef public int64_t ttl_ns      # TTL of a raised priority; 0: no limit
     cdef public int32_t next_use    # the request's hint: 0 (none), 1 (end), 2 (soon), 3 (later)
-    cdef public dict positions      # of keys in the prompt, or None; the context's own, which may grow
-    cdef KeyUse* uses               # [size], or NULL: no policy asks
+    cdef public dict positions      # of keys in the prompt, or None; owned by the context, which may add to it
+    cdef KeyUse* uses               # [size], or NULL if the policy does not track uses
     cdef int32_t head               # place + 1 of the first used key in the prompt
     cdef int32_t finger             # place + 1 of the key used last
-    cdef Py_ssize_t num_positions   # positions that have been read: those of all keys of the request, used or not
-    cdef Py_ssize_t positions_at    # where reading goes on
+    cdef Py_ssize_t num_positions   # positions read so far, for used and unused keys of the request
+    cdef Py_ssize_t positions_at    # where reading resumes
     cdef int64_t largest_position
-    cdef Py_ssize_t prompt_at       # in `positions`, behind the key that was looked for last
-    cdef uint32_t num_in_order      # used keys, from the first on, whose positions were read and do not descend
-    cdef bint is_out_of_order       # whether the used key behind these breaks the order
-    cdef Py_ssize_t order_at        # in `positions`, behind the last of these
-    cdef Py_ssize_t num_passed      # positions up to there
-    cdef int64_t first_in_order     # positions of the first and the last of these
+    cdef Py_ssize_t prompt_at       # in `positions`, behind the key that was last looked up
+    cdef uint32_t num_in_order      # leading used keys whose positions were read and do not descend
+    cdef bint is_out_of_order       # whether the used key after these breaks the order
+    cdef Py_ssize_t order_at        # in `positions`, behind the last of these keys
+    cdef Py_ssize_t num_passed      # positions before order_at
+    cdef int64_t first_in_order     # positions of the first and the last of these keys
     cdef int64_t last_in_order
     cdef uint64_t[STATE_SIZE] policy_state
 
@@ -111,7 +111,7 @@ cdef class RequestKeys:
 
 
 cdef inline int64_t number_of(PyObject* value) except? -1:
-    # Positions beyond 64 bits are all the same to a policy.
+    # Clip positions beyond 64 bits: policies need not distinguish them.
     cdef int overflow = 0
     cdef int64_t number = small_int(value)
     if number >= 0:

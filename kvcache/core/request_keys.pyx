@@ -1,6 +1,6 @@
 """RequestKeys: the keys that one request has named, the rows they were found in, and their order in the prompt.
 
-Compiled because every call of a request walks over it; what it remembers spares the later calls their hashing.
+Compiled because every call of a request walks over it. Later calls of the request skip hashing its keys.
 """
 
 cimport cython
@@ -27,7 +27,7 @@ cdef extern from "Python.h":
 
 
 cdef enum:
-    FEW_KEYS = 8            # so many are found by walking over them, without an index
+    FEW_KEYS = 8            # up to this many keys are searched linearly, without an index
     AHEAD = 12              # rows fetched ahead of a loop over them
 
 
@@ -57,7 +57,7 @@ cdef class RequestKeys:
         raise TypeError("a request's request_keys belongs to one manager and cannot be pickled")
 
     cdef void forget(self) noexcept:
-        """Start afresh, after a reset of the table."""
+        """Clear all keys and state, after a reset of the table."""
         cdef Py_ssize_t i
         for i in range(self.num_named):
             Py_XDECREF(self.named[i].key)
@@ -81,7 +81,7 @@ cdef class RequestKeys:
         if self.num_named + n <= self.size:
             return 0
         size = max(self.num_named + n, 2 * self.size, FEW_KEYS)
-        # In one block: the keys, then the order of their first uses.
+        # Allocate one block: the keys, then the order of their first uses.
         block = <char*> PyMem_Malloc(size * (sizeof(Named) + sizeof(int32_t)))
         if size > FEW_KEYS:
             buckets = <Bucket*> zeroed(buckets_for(size) * sizeof(Bucket))
@@ -105,7 +105,7 @@ cdef class RequestKeys:
         return self.track_uses() if self.uses != NULL else 0
 
     cdef int track_uses(self) except -1:
-        """Keep what `KeyUse` says of each used key from now on."""
+        """Keep a `KeyUse` for each used key from now on."""
         cdef Py_ssize_t size = max(self.size, FEW_KEYS)
         cdef void* block = PyMem_Realloc(self.uses, size * sizeof(KeyUse))
         if block == NULL:
@@ -114,12 +114,12 @@ cdef class RequestKeys:
         return 0
 
     cdef int resolve(self, BlockTable table, list keys, Batch batch, bint add) except -1:
-        """Fill a batch for `keys`: row, hash, and where each is among the request's (-1: nowhere)."""
+        """Fill a batch for `keys`: row, hash, and place in `named` (-1: not named)."""
         cdef Py_ssize_t n = len(keys)
         cdef Py_ssize_t i = 0
         cdef bint was_empty = self.num_named == 0
         batch.reserve(n)
-        # Comparing pointers pays only for a call that is not tiny beside the request.
+        # Comparing pointers pays off only if the call is not tiny compared to the request.
         if not was_empty and 16 * n >= self.num_named:
             i = self.walk(table, keys, batch)
         if i == n:
@@ -133,7 +133,7 @@ cdef class RequestKeys:
         return 0
 
     cdef Py_ssize_t walk(self, BlockTable table, list keys, Batch batch) noexcept:
-        """Resolve leading keys that are the very objects named before, in that order, and return how many."""
+        """Resolve leading keys that are the same objects as named before, in the same order. Return their number."""
         cdef Py_ssize_t i = 0, at = 0, j, n = len(keys)
         cdef Py_ssize_t num_named = self.num_named
         cdef bint in_step = self.version == table.version
@@ -142,7 +142,7 @@ cdef class RequestKeys:
         if n != 0:
             key = PyList_GET_ITEM(keys, 0)
             if self.named[0].key != key and PyBytes_CheckExact(key):
-                # A call about a part of the request, or about keys that it has not named.
+                # The call covers a part of the request, or keys that it has not named.
                 at = self.locate(key, hash_of(key))
                 if at < 0:
                     return 0
@@ -154,7 +154,7 @@ cdef class RequestKeys:
             if j == num_named:
                 break
             named = &self.named[j]
-            # A row is trusted only while its generation says that it has not changed hands.
+            # A row is valid only while its generation is unchanged.
             if not in_step and (named.row == 0 or table.rows[named.row].generation != named.generation):
                 named.row = table.find_one(key, named.hash)
                 named.generation = table.rows[named.row].generation
@@ -168,12 +168,12 @@ cdef class RequestKeys:
         return i
 
     cdef Py_ssize_t locate(self, PyObject* key, uint64_t hash) noexcept nogil:
-        """Return where the key stands in `named`, or -1."""
+        """Return the place of the key in `named`, or -1."""
         cdef Probe probe
         return self.seek(key, hash, &probe)
 
     cdef Py_ssize_t seek(self, PyObject* key, uint64_t hash, Probe* probe) noexcept nogil:
-        """Do what `locate` does; `probe` ends where the index has or would have the key."""
+        """Do the same as `locate`. `probe` ends at the key's slot in the index, or at the slot where it belongs."""
         cdef int32_t place
         if self.buckets == NULL:
             for place in range(<int32_t> self.num_named):
@@ -188,9 +188,9 @@ cdef class RequestKeys:
     cdef void meet(
         self, BlockTable table, list keys, Py_ssize_t start, Py_ssize_t stop, Batch batch, bint add
     ) noexcept:
-        """Write where keys that were just looked up are among the request's, and keep the rows they were found in.
+        """Write the places in `named` of keys that were just looked up, and store the rows they were found in.
 
-        With `add` those that are not there yet are appended; `reserve` has made room.
+        With `add`, append keys that are not named yet; `reserve` has made room.
         """
         cdef Py_ssize_t i, place
         cdef PyObject* key
@@ -232,7 +232,7 @@ cdef class RequestKeys:
         return named.row
 
     cdef int read_new_positions(self, BlockTable table) except -1:
-        """Read the positions added since the last time; changed ones are not seen. For a policy that tracks uses."""
+        """Read the positions added since the last call, for a policy that tracks uses. Changed ones are ignored."""
         cdef uint64_t call = table.num_calls
         cdef PyObject* key
         cdef PyObject* value
@@ -249,7 +249,7 @@ cdef class RequestKeys:
         return 0
 
     cdef int read_positions(self, BlockTable table, list keys, Batch batch) except -1:
-        """Read the positions added since the last time, and where the keys of a call are in the prompt."""
+        """Read the positions added since the last call, and write the positions of the call's keys to the batch."""
         cdef Py_ssize_t i
         cdef uint64_t call = table.num_calls
         cdef PyObject* value
@@ -263,7 +263,7 @@ cdef class RequestKeys:
         return 0
 
     cdef Py_ssize_t add_uses(self, Batch batch, Py_ssize_t n) noexcept nogil:
-        """Pick out the keys of a resolved batch that the request has not used before, and return how many they are."""
+        """Select the keys of a resolved batch that the request has not used before, and return their number."""
         cdef Py_ssize_t i, place, num_used = 0
         cdef Named* named
         cdef const Py_ssize_t* places = batch.places
@@ -282,7 +282,7 @@ cdef class RequestKeys:
         return num_used
 
     cdef void link_use(self, Py_ssize_t place, int64_t position, bint is_positioned) noexcept nogil:
-        """Append a key, which has just become the request's last used one, and link it by its position."""
+        """Append a key, the request's newest used key, and link it by its position."""
         cdef KeyUse* uses = self.uses
         cdef int32_t before = self.finger
         cdef int32_t after
@@ -309,9 +309,9 @@ cdef class RequestKeys:
         self.finger = <int32_t> place + 1
 
     cdef bint is_in_order(self, dict positions) except -1:
-        """Return whether the keys were first used in the order of the prompt, as one walk over `positions` shows.
+        """Return whether the keys were first used in the order of the prompt.
 
-        Each position is read once: a later call goes on where the last one stopped. It runs no Python.
+        Each position is read once: a later call resumes where the last one stopped. It runs no Python.
         """
         cdef int64_t position
         cdef PyObject* key
@@ -338,15 +338,15 @@ cdef class RequestKeys:
         return not self.is_out_of_order
 
     cdef bint is_whole_prompt(self, dict positions) except -1:
-        """Return whether the used keys are the very keys that have positions, first used in the prompt's order."""
+        """Return whether the used keys are exactly the keys of `positions`, first used in prompt order."""
         return self.num_seen == len(positions) and self.is_in_order(positions) and self.num_passed == self.num_seen
 
     cdef int rows_in_prompt(
         self, BlockTable table, Py_ssize_t start, dict positions, Batch batch, Span* span
     ) except -1:
-        """Write rows and hashes of the used keys from `start` on to the batch, in the order of the prompt.
+        """Write rows and hashes of the used keys from `start` on to the batch, in prompt order.
 
-        One without a position stays behind the key that it was used after. `span` is not written if there is none.
+        A key without a position stays behind the key used before it. If there are no keys, `span` is not written.
         """
         cdef Py_ssize_t i, n = self.num_seen - start
         cdef bint is_sorted
@@ -355,7 +355,7 @@ cdef class RequestKeys:
         batch.reserve(n)
         is_sorted = self.is_in_order(positions)
         if is_sorted:
-            # What is used later follows what was ordered before.
+            # These keys follow the keys that were ordered before.
             span.first = self.first_in_order if start == 0 else self.last_position
             span.last = self.last_in_order
             span.tail = self.used[start + n - 1]
@@ -375,7 +375,7 @@ cdef class RequestKeys:
         return 0
 
     cdef int sort_used(self, BlockTable table, Py_ssize_t start, dict positions, Batch batch) except -1:
-        """Write the used keys from `start` on to `batch.in_prompt`, in the order of the prompt."""
+        """Write the used keys from `start` on to `batch.in_prompt`, in prompt order."""
         cdef Py_ssize_t i
         cdef uint64_t call = table.num_calls
         cdef bint is_sorted = True
@@ -399,8 +399,8 @@ cdef class RequestKeys:
 
 
 cdef PyObject* _position_of(dict positions, PyObject* key, Py_ssize_t* at) except? NULL:
-    # Mostly the next one behind the key that was looked for before: a look-up by hash would miss the cache. `at` only
-    # goes forward, so that a prompt in another order costs no more than one walk over the positions.
+    # The key is mostly right behind the key that was last looked up. Checking it first avoids the cache miss of a
+    # look-up by hash. `at` only advances, so a prompt in another order costs at most one walk over the positions.
     cdef PyObject* candidate
     cdef PyObject* value
     while PyDict_Next(positions, at, &candidate, &value):

@@ -59,7 +59,7 @@ cdef class ReuseFilter:
 
     @cython.critical_section
     def admit(self, list keys not None):
-        """Count an offer of each key, once per call, and say which may be stored.
+        """Count an offer of each key, once per call, and return which keys may be stored.
 
         Parameters
         ----------
@@ -69,7 +69,7 @@ cdef class ReuseFilter:
         Returns
         -------
         bytearray
-            Per key 1 or 0.
+            1 or 0 per key.
         """
         cdef Py_ssize_t n = len(keys)
         cdef Py_ssize_t i
@@ -101,7 +101,7 @@ cdef class ReuseFilter:
         return admitted
 
     cdef int _make_room(self, Py_ssize_t n) except -1:
-        """Let the table hold a call of more keys than it was made for."""
+        """Grow the table for a call of more keys than it has room for."""
         cdef GhostList larger
         cdef int32_t ghost, copy
         if self.offers.num_ghosts + n <= self.offers.capacity:

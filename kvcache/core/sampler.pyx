@@ -1,4 +1,4 @@
-"""Sampler: the uses of a few keys, chosen by hash; and the stack distances of such a log.
+"""Sampler: logs the uses of a few keys, selected by hash; `run_distances` computes stack distances from such a log.
 
 Compiled because every key of every request passes the filter in the scheduler's thread, one to two nanoseconds each.
 """
@@ -26,29 +26,29 @@ cdef extern from "Python.h":
 cdef class Sampler:
     """Sampler(max_uses, max_halvings)
 
-    Log which keys requests use, for the keys whose hash falls under a threshold that is halved when the log is full.
+    Log which keys requests use, for keys whose hash is below a threshold. A full log halves the threshold.
 
     Parameters
     ----------
     max_uses : int
         Length of the log, >= 2; 12 bytes each.
     max_halvings : int
-        How often the threshold may be halved, 0..63; from then on a full log loses its oldest half.
+        Limit of halvings, 0..63. After that, a full log drops its oldest half.
 
     Notes
     -----
-    Spatially hashed sampling, Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST '15. Unlike theirs the
-    log itself is kept, so that every use in it was sampled at one and the same rate and any policy may be asked later.
+    Spatially hashed sampling, Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST '15. Unlike SHARDS,
+    the log itself is kept: every use in it was sampled at the same rate, and any policy can be simulated later.
     """
 
     cdef readonly Py_ssize_t max_uses
     cdef readonly int max_halvings
     cdef readonly int num_halvings
     cdef readonly Py_ssize_t num_sampled    # uses in the log
-    cdef readonly bint is_window            # the log has lost its oldest uses
-    cdef int64_t num_uses                   # of all keys, since the log begins
+    cdef readonly bint is_window            # the log has dropped its oldest uses
+    cdef int64_t num_uses                   # of all keys, since the start of the log
     cdef int64_t num_requests               # since the last reset
-    cdef Py_ssize_t num_old                 # the log's older part, and all keys' uses in it
+    cdef Py_ssize_t num_old                 # the older part of the log, and the uses of all keys in it
     cdef int64_t num_old_uses
     cdef uint64_t mask                      # a key is sampled if these bits of its hash are 0
     cdef uint64_t* hashes                   # [max_uses + 1]: the last is scratch
@@ -64,7 +64,7 @@ cdef class Sampler:
         self.requests = <uint32_t*> PyMem_Malloc(size * sizeof(uint32_t))
         if self.hashes == NULL or self.requests == NULL:
             raise MemoryError(f"no memory for a log of {max_uses} uses")
-        # Written now: a page that is first touched when a request finishes would be paid for there.
+        # Touch the pages now, not in the call that finishes a request.
         memset(self.hashes, 0, size * sizeof(uint64_t))
         memset(self.requests, 0, size * sizeof(uint32_t))
 
@@ -76,7 +76,7 @@ cdef class Sampler:
         raise TypeError("a sampler belongs to one manager and cannot be pickled")
 
     def take(self, request_keys):
-        """Log a request by its request_keys: the keys that it used, in the order first named."""
+        """Log the keys that a request used, in the order first named."""
         if type(request_keys) is RequestKeys:
             with cython.critical_section(self):
                 self._take_request(<RequestKeys> request_keys)
@@ -86,7 +86,7 @@ cdef class Sampler:
     cdef void _take_request(self, RequestKeys request_keys) noexcept nogil:
         cdef Named* named = request_keys.named
         cdef Py_ssize_t i, n = request_keys.num_named, at = self.num_sampled
-        # Copies, which no write to the log can change.
+        # Local copies, which no write to the log can change.
         cdef uint64_t* hashes = self.hashes
         cdef uint32_t* requests = self.requests
         cdef uint64_t mask = self.mask
@@ -100,7 +100,7 @@ cdef class Sampler:
                 if named[i].seen != 0:
                     self._log(named[i].hash)
             return
-        # Without a branch on the hash, which nothing could predict.
+        # No branch on the hash: it would be unpredictable.
         for i in range(n):
             hashes[at] = named[i].hash
             requests[at] = number
@@ -110,7 +110,7 @@ cdef class Sampler:
 
     @cython.critical_section
     def take_keys(self, list keys not None):
-        """Log a request by the keys that it used, in prefix order; each is exact bytes."""
+        """Log a request by the keys that it used, in prefix order. Each key is exact bytes."""
         cdef Py_ssize_t i
         if not keys:
             return
@@ -138,7 +138,7 @@ cdef class Sampler:
                 kept += self.hashes[kept] & self.mask == 0
             self.num_old = self.num_sampled = kept
             self.num_old_uses = self.num_uses
-            # Few keys with many uses each may all lie under the new threshold: then age decides.
+            # A few keys with many uses each may all be below the new threshold. Then drop the oldest uses.
             if kept <= self.max_uses - (self.max_uses >> 2):
                 return
         self._drop_oldest()
@@ -157,7 +157,7 @@ cdef class Sampler:
         self.is_window = True
 
     def snapshot(self):
-        """Return a copy of the log, and how many uses and requests it stands for.
+        """Return a copy of the log, and the number of uses and requests that it represents.
 
         Returns
         -------
@@ -180,7 +180,7 @@ cdef class Sampler:
 
     @cython.critical_section
     def reset(self):
-        """Forget everything; every key is sampled again."""
+        """Clear the log. Every key is sampled again."""
         self.num_halvings = 0
         self.num_sampled = self.num_old = 0
         self.num_uses = self.num_requests = self.num_old_uses = 0
@@ -201,8 +201,8 @@ def run_distances(const int64_t[::1] keys, const int64_t[::1] starts):
     Returns
     -------
     numpy.ndarray
-        int64, shape (n,): how many other keys have been used since this key or one before it in the request was last
-        used, whichever are more; n if one of them has never been.
+        int64, shape (n,): the number of other keys used since the last use of this key or of a key before it in the
+        request, whichever is larger. n if one of these keys has not been used before.
 
     Notes
     -----

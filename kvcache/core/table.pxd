@@ -45,15 +45,15 @@ cdef class BlockTable:
     cdef int32_t num_rows
     cdef int32_t num_fresh                  # rows that have ever held a block since the last reset
     cdef int32_t num_stale                  # rows from num_fresh up to here may hold a key from before the last reset
-    cdef set withheld                       # ids of slots that are given to no key, or None
-    cdef uint64_t num_calls                 # of operations begun: tells who runs Python amid one
+    cdef set withheld                       # ids of slots that are assigned to no key, or None
+    cdef uint64_t num_calls                 # operations begun; detects Python code that runs during an operation
     cdef int32_t free_head
-    cdef uint32_t mark                      # of the call: rows that bear it must stay
-    cdef bint keeps_queues                  # False: the policy keeps an order of its own, and no row is linked here
+    cdef uint32_t mark                      # of the current call: rows with this mark are protected
+    cdef bint keeps_queues                  # False: the policy keeps its own order, and rows are not linked here
     cdef uint64_t stamp
-    cdef uint64_t version                   # raised whenever a key comes or goes
-    cdef uint64_t epoch                     # unlike every other table's, and another after each reset
-    cdef int32_t* aside                     # [aside_size]: heap tops that this call must not choose
+    cdef uint64_t version                   # incremented when a key is added or removed
+    cdef uint64_t epoch                     # unique among all tables, and changed by each reset
+    cdef int32_t* aside                     # [aside_size]: heap tops that this call must not evict
     cdef Py_ssize_t aside_size
     cdef Py_ssize_t num_aside
 
@@ -93,7 +93,7 @@ cdef inline void detach(BlockTable t, int32_t row) noexcept nogil:
 
 
 cdef inline void attach(BlockTable t, int32_t row) noexcept nogil:
-    # Back to where it stands; BlockTable.reserve_heaps has been called.
+    # Return a row to its place in its queue. Call BlockTable.reserve_heaps before.
     cdef int32_t queue = queue_of(t, row)
     if not t.keeps_queues:
         t.rows[row].where = LISTED
@@ -104,7 +104,7 @@ cdef inline void attach(BlockTable t, int32_t row) noexcept nogil:
 
 
 cdef inline void count_rows(BlockTable t, int32_t list_idx, Py_ssize_t n) noexcept nogil:
-    # So many rows more (or fewer) are in a list: for a policy that keeps an order of its own.
+    # Add `n` rows (or remove -n) to a list's count, for a policy that keeps its own order.
     t.num_in_list[list_idx] += n
 
 
@@ -114,14 +114,14 @@ cdef inline void make_youngest(BlockTable t, int32_t row) noexcept nogil:
 
 
 cdef inline void enter(BlockTable t, int32_t row, int32_t list_idx) noexcept nogil:
-    # A new row, PINNED, at the most-recent end.
+    # Append a new row, PINNED, at the most-recent end.
     t.num_in_list[list_idx] += 1
     t.rows[row].list_idx = <uint8_t> list_idx
     make_youngest(t, row)
 
 
 cdef inline void move_to_tail(BlockTable t, int32_t row, int32_t list_idx) noexcept nogil:
-    # To the most-recent end of a list; a pinned row takes its place there when it comes back.
+    # Move a row to the most-recent end of a list. A pinned row takes its place there when it is unpinned.
     cdef int32_t queue
     if t.rows[row].where != PINNED:
         queue_remove(t.rows, &t.queues[queue_of(t, row)], row)
@@ -133,7 +133,7 @@ cdef inline void move_to_tail(BlockTable t, int32_t row, int32_t list_idx) noexc
 
 
 cdef inline void set_stamp(BlockTable t, int32_t row, uint64_t stamp) noexcept nogil:
-    # To another place in its queue; BlockTable.reserve_heaps has been called.
+    # Move a row to another place in its queue. Call BlockTable.reserve_heaps before.
     cdef bint is_pinned = t.rows[row].where == PINNED
     if not is_pinned:
         detach(t, row)
@@ -143,7 +143,7 @@ cdef inline void set_stamp(BlockTable t, int32_t row, uint64_t stamp) noexcept n
 
 
 cdef inline void prefetch_release(BlockTable t, int32_t row) noexcept nogil:
-    # What `release` will need of a victim, while the next one is still searched.
+    # Prefetch what `release` will read of a victim, while the caller searches for the next one.
     prefetch(&t.buckets[home_of(<uint32_t> t.rows[row].hash, t.num_buckets)])
     prefetch(t.rows[row].key)
 
@@ -153,7 +153,7 @@ cdef inline bint may_leave(BlockTable t, int32_t row) noexcept nogil:
 
 
 cdef inline int32_t pick_victim(BlockTable t, int32_t queue_idx) noexcept nogil:
-    # The oldest row of a queue that may leave, or 0. Rows passed over in the list are passed over once per call.
+    # Return the oldest evictable row of a queue, or 0. A call skips each row of the list that must stay only once.
     cdef EvictionQueue* queue = &t.queues[queue_idx]
     cdef int32_t row, top
     row = queue.cursor if queue.cursor_mark == t.mark else t.rows[queue_idx].next
@@ -172,7 +172,7 @@ cdef inline int32_t pick_victim(BlockTable t, int32_t queue_idx) noexcept nogil:
 
 
 cdef inline int32_t take_victim(BlockTable t, int32_t list_idx, int32_t priority) noexcept nogil:
-    # Take the oldest row of a list and priority that may leave out of its queue; 0: there is none.
+    # Remove the oldest evictable row of a list and priority from its queue. Return it, or 0 if there is none.
     cdef int32_t queue = list_idx * NUM_PRIORITIES + priority
     cdef int32_t row = pick_victim(t, queue)
     if row != 0:

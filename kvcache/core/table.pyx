@@ -1,4 +1,4 @@
-"""BlockTable: blocks by key; how rows and slots come and go, and which evictable row is the oldest.
+"""BlockTable: blocks by key. It assigns and frees rows and slots, and finds the oldest evictable row.
 
 Compiled because a batch of keys is resolved here once per request. Block `b` of a pool is in row `first + b`.
 """
@@ -33,7 +33,7 @@ cdef enum:
     CHUNK = 64              # keys whose look-ups are in flight together
     AHEAD = 12              # buckets fetched ahead of a loop over known hashes
     KEYS_AHEAD = 8          # key objects fetched ahead of their hashing: header and bytes
-    LONG_QUEUE = 32768      # nodes of a heap from which on it is given room for every row
+    LONG_QUEUE = 32768      # from this many nodes on, a heap gets room for every row
 
 
 cdef class BlockTable:
@@ -75,7 +75,7 @@ cdef class BlockTable:
         for queue in range(self.first):
             self.rows[queue].prev = self.rows[queue].next = queue
         if ranked:
-            # Every row stands in a heap: all of the normal one's memory now, so that no call moves it.
+            # Every row is in a heap: allocate all of the normal heap now, so that no call moves it.
             self.queues[NORMAL].nodes = <HeapNode*> PyMem_Malloc(self.cache_capacity * sizeof(HeapNode))
             if self.queues[NORMAL].nodes == NULL:
                 raise MemoryError(f"no memory for a table of {self.cache_capacity} blocks")
@@ -140,7 +140,7 @@ cdef class BlockTable:
         return 0
 
     cdef int reserve_heaps(self, Py_ssize_t n) except -1:
-        """Make room for `n` rows to come back to whichever queues, so that `attach` cannot fail."""
+        """Make room for `n` rows to return to any queues, so that `attach` cannot fail."""
         cdef int32_t queue_idx
         cdef Py_ssize_t size
         cdef Py_ssize_t most = self.num_rows - self.first   # no queue holds more rows than there are
@@ -151,7 +151,7 @@ cdef class BlockTable:
             size = min(queue.num_nodes + n, most)
             if size <= queue.size:
                 continue
-            # A long queue gets all the room there is, untouched until used: growing again would copy megabytes.
+            # A long queue gets all the room at once; pages stay unused until needed. Growing would copy megabytes.
             size = min(max(size, 2 * <Py_ssize_t> queue.size), most) if size < LONG_QUEUE else most
             nodes = PyMem_Realloc(queue.nodes, size * sizeof(HeapNode))
             if nodes == NULL:
@@ -187,7 +187,7 @@ cdef class BlockTable:
         return row
 
     cdef int find(self, list keys, Py_ssize_t start, Py_ssize_t stop, Batch batch) except -1:
-        """Write hash and row (0: absent) of each key to the batch; ValueError names a key that is none.
+        """Write hash and row (0: absent) of each key to the batch. Raise ValueError naming an invalid key.
 
         In passes, so that the cache misses of a chunk overlap: key, bucket, row, the row's key.
         """
@@ -246,7 +246,7 @@ cdef class BlockTable:
     cdef void admit(
         self, list keys, const uint64_t* hashes, const Py_ssize_t* picked, Py_ssize_t n, int32_t* out
     ) noexcept:
-        """Give the picked ones of `keys` rows, PINNED and not ready; so many are free."""
+        """Assign rows to the picked `keys`, PINNED and not ready. The caller has checked that `n` rows are free."""
         cdef Py_ssize_t i, at
         cdef int32_t row
         cdef PyObject* key
@@ -272,7 +272,7 @@ cdef class BlockTable:
                     self.free_head = rows[row].next
                 if rows[row].where != WITHHELD:
                     break
-                rows[row].ref_cnt = False   # no longer among the free ones
+                rows[row].ref_cnt = False   # no longer in the free list
             Py_INCREF(<object> key)
             rows[row].key = key
             rows[row].hash = hashes[at]
@@ -287,7 +287,7 @@ cdef class BlockTable:
         self.num_free -= n
 
     cdef void release(self, const int32_t* victims, Py_ssize_t n, list keys) noexcept:
-        """Free PINNED rows that no list counts any more; `keys`, new and of that length, takes their keys over."""
+        """Free PINNED rows that are in no list. Move their keys to the new list `keys`, of length `n`."""
         cdef Py_ssize_t i
         cdef int32_t row
         cdef Row* rows = self.rows
@@ -297,7 +297,7 @@ cdef class BlockTable:
             if i + 2 * AHEAD < n:
                 row = victims[i + 2 * AHEAD]
                 prefetch(&buckets[home_of(<uint32_t> rows[row].hash, num_buckets)])
-                prefetch(rows[row].key)     # which whoever takes it over soon drops
+                prefetch(rows[row].key)     # the new owner soon drops it
             if i + AHEAD < n:
                 prefetch_overflow(buckets, num_buckets, rows[victims[i + AHEAD]].hash)
             row = victims[i]
@@ -312,14 +312,14 @@ cdef class BlockTable:
         self.num_free += n
 
     cdef Py_ssize_t take_oldest(self, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
-        """Take up to `n` rows that may leave out of their queue, oldest first; return how many there were."""
+        """Remove up to `n` evictable rows from their queue, oldest first, and return their number."""
         cdef int32_t head = list_idx * NUM_PRIORITIES + priority
         cdef EvictionQueue* queue = &self.queues[head]
         cdef Row* rows = self.rows
         cdef uint64_t first_in_heap = queue.nodes[0].stamp if queue.num_nodes else <uint64_t> -1
         cdef int32_t row = rows[head].next
         cdef Py_ssize_t got = 0
-        # Mostly they are the list's first, and are cut off in one piece; `take_victim` does the rest.
+        # Mostly they are the first rows of the list, which are cut off in one piece. `take_victim` does the rest.
         if queue.cursor_mark != self.mark:
             while got < n and row != head and may_leave(self, row) and rows[row].stamp < first_in_heap:
                 prefetch_release(self, row)
@@ -340,7 +340,7 @@ cdef class BlockTable:
         return got
 
     cdef void return_aside(self) noexcept nogil:
-        """Let rows that were set aside while victims were chosen back into their queues."""
+        """Return rows that were set aside during victim selection to their queues."""
         cdef Py_ssize_t i
         for i in range(self.num_aside):
             attach(self, self.aside[i])
@@ -350,7 +350,7 @@ cdef class BlockTable:
         return self.withheld is not None and (row - self.first) in self.withheld
 
     cdef int withhold(self, set slots) except -1:
-        """Give free slots to no key."""
+        """Withhold free slots: assign them to no key."""
         cdef int32_t row
         for block_id in slots:
             row = self.first + <int32_t> block_id
@@ -365,7 +365,7 @@ cdef class BlockTable:
         return 0
 
     cdef int give_back(self, list slots) except -1:
-        """Free slots, all different, that were withheld, in the order given."""
+        """Free withheld slots, all different, in the order given."""
         cdef int32_t row
         if self.withheld is None or not self.withheld.issuperset(slots):
             raise BlockStateError(f"slots are not withheld: {sorted(set(slots) - (self.withheld or set()))}")
@@ -380,16 +380,16 @@ cdef class BlockTable:
         return 0
 
     cdef void drop_stale(self, int32_t stop) noexcept:
-        """Release keys from before the last reset, down to row `stop`: a little in each call, not all at the reset."""
+        """Release keys from before the last reset, down to row `stop`. Each call releases a few; reset stays short."""
         while self.num_stale > stop:
             self.num_stale -= 1
             Py_XDECREF(self.rows[self.first + self.num_stale].key)
             self.rows[self.first + self.num_stale].key = NULL
 
     cdef list reset(self):
-        """Forget every key, and return the callers' blocks: to let go when nothing else is left to do.
+        """Forget every key. Return the callers' blocks, which the caller drops after everything else.
 
-        Rows are overwritten as they are used again; their keys are dropped a few in each later call.
+        Rows are overwritten when they are used again. Each later call drops a few of their keys.
         """
         cdef int32_t row, queue
         cdef Py_ssize_t num_dropped = 0
@@ -433,7 +433,7 @@ cdef class BlockTable:
         return [key for _, _, key in sorted(found)]
 
     cdef int check(self) except -1:
-        """Walk every row, queue and slot; BlockStateError names what does not hold. O(capacity)."""
+        """Check every row, queue and slot. Raise BlockStateError naming the broken invariant. O(capacity)."""
         cdef int32_t row, queue_idx, i, num_listed
         cdef Py_ssize_t withheld = 0, resident = 0, evictable = 0, referenced = 0, pending = 0
         cdef Py_ssize_t unused = 0, used_slots = 0
