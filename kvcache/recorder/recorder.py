@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import stat
+import sys
 import threading
 import time
 import uuid
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 from kvcache.control.watch import Watch
@@ -35,7 +37,7 @@ NUM_FILES = 4
 """Files of one recording at most; the oldest is deleted first."""
 _FLUSH_S = 1.0
 _QUIET_S = 1.0
-"""How long `stop` waits for a call of another thread to end."""
+"""How long start and stop wait for a call of another thread to end."""
 _FRAME_RECORDS = 512
 _FRAME_UNITS = 1 << 15
 # One thread at a time starts or stops a recorder.
@@ -98,9 +100,8 @@ class Recorder:
     -----
     `shutdown` of the manager stops its recording. A kill loses the last second at most. A forked child does not record.
 
-    A recording starts and stops between two calls. A call that another thread is inside of at the start is not
-    recorded. `stop` waits a second for a call of another thread; after that it leaves out the statistics that a
-    replay compares.
+    A recording starts and stops between two calls: both wait a second for a call of another thread to end. After that
+    the start counts a lost record, and the end leaves out the statistics that a replay compares.
     """
 
     def __init__(
@@ -143,6 +144,12 @@ class Recorder:
         calls = RecordedCalls(queue, names)
         encoder = FrameEncoder(salt, any(one.link is not None for one in controllers))
         self._calls = weakref.ref(calls)
+        plain = {
+            method.__code__
+            for one in type(manager).__mro__
+            for name, method in vars(one).items()
+            if name in names and isinstance(method, FunctionType)
+        }
         try:
             Watch.of(manager).add(calls)
         except ValueError:
@@ -160,9 +167,15 @@ class Recorder:
         self._end = weakref.finalize(manager, _end, queue, self._thread)
         _QUEUES.add(queue)
         self._thread.start()
+        end_s = time.monotonic() + _QUIET_S
+        # A call that began before the wrappers came would change the cache unrecorded.
+        while is_inside := _is_in_call(manager, plain):
+            if time.monotonic() >= end_s:
+                break
+            time.sleep(1e-3)
         with queue.lock:
             queue.open()
-            if header["is_from_start"] and not _is_new(manager):
+            if is_inside or (header["is_from_start"] and not _is_new(manager)):
                 queue.put((0, Op.LOST, 0))  # calls were made meanwhile
 
     def stop(self) -> None:
@@ -201,6 +214,16 @@ class Recorder:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+
+
+def _is_in_call(manager: Any, methods: set[CodeType]) -> bool:
+    """Return whether another thread is inside one of the manager's plain `methods`."""
+    for ident, frame in sys._current_frames().items():
+        while frame is not None and ident != threading.get_ident():
+            if frame.f_code in methods and frame.f_locals.get("self") is manager:
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 _QUEUES: weakref.WeakSet[CallQueue] = weakref.WeakSet()

@@ -78,6 +78,7 @@ class ReferenceGittinsAboveTier(REFERENCE_POLICIES["gittins"]):
 
 TestGittinsAboveTier = cache_machine("gittins", ReferenceGittinsAboveTier).TestCase
 TestGittinsAboveTier.settings = settings(max_examples=20)
+TestGittinsAboveTier = pytest.mark.slow(TestGittinsAboveTier)
 TestGate = cache_machine("arc", manager_options={"store_threshold": 2, "max_tracker_size": 5}).TestCase
 
 

@@ -235,6 +235,7 @@ def record_beside_calls(path, seed, num_threads, begins_late):
     return outcome.num_calls
 
 
+@pytest.mark.slow
 def test_recorder_that_is_stopped_inside_a_call_does_not_wait_for_it(tmp_path):
     made = []
 
