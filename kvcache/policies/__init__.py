@@ -1,4 +1,4 @@
-"""Replacement policies: the abstract one, the batch operations that a manager speaks, and the compiled ones."""
+"""Replacement policies: the abstract base class, the batch operations that a manager calls, and compiled policies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""amq: multi-queue replacement that finds out for itself after how many requests a block is stale.
+"""amq: multi-queue replacement that learns after how many requests a block is stale.
 
-Compiled because its base is; our own, mq without its parameter.
+Compiled because its base class is. The rule is the project's own: mq without its parameter.
 """
 
 cimport cython
@@ -20,13 +20,14 @@ cdef enum:
 cdef class AMQCachePolicy(MultiQueue):
     """AMQCachePolicy(cache_capacity)
 
-    Multi-Queue whose blocks live as long as the traffic's own median distance between a key's first two uses.
+    Multi-Queue with a block lifetime equal to the measured median distance between a key's first two uses.
 
     Notes
     -----
-    As mq, but a block expires when it has neither been used nor demoted for `life` requests. The distances from a key's
-    first use to its second, in requests, fill a histogram of two bins per octave; every 64 requests, once it holds 256,
-    `life` becomes the middle of its median bin's upper edge and the next. Integers only.
+    Like mq, but a block expires when it has been neither used nor demoted for `life` requests. A histogram with two
+    bins per octave collects the distances, in requests, from a key's first use to its second. Every 64 requests, if it
+    holds at least 256 distances, `life` is set to the middle of the upper edge of its median bin and the next edge. All
+    arithmetic is in integers.
     """
 
     cdef uint32_t[NUM_BINS] bins

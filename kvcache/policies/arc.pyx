@@ -1,4 +1,4 @@
-"""arc: two recency lists, blocks seen once and blocks seen again, whose shares follow the ghosts that are asked for.
+"""arc: two recency lists, for blocks seen once and blocks seen again. Hits on ghosts adapt the sizes of the lists.
 
 Compiled because it loops over rows. Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST '03.
 """
@@ -19,19 +19,19 @@ from kvcache.block import BlockStateError
 cdef enum:
     T1 = 0
     T2 = 1
-    AHEAD = 12      # ghosts fetched ahead of a loop over rows
+    AHEAD = 12      # ghosts prefetched ahead of a loop over rows
 
 
 @cython.final
 cdef class ARCCachePolicy(PolicyAdapter):
     """ARCCachePolicy(cache_capacity)
 
-    Balance recency and frequency by what was evicted too early.
+    Balance recency and frequency by the uses of recently evicted keys.
 
     Notes
     -----
-    REPLACE of Megiddo & Modha, FAST '03, fig. 4; unlike it, passes over referenced, unready and protected blocks, and
-    trims both ghost lists to `cache_capacity`.
+    REPLACE of Megiddo & Modha, FAST '03, fig. 4. Unlike the original, it skips referenced, unready and protected
+    blocks, and trims both ghost lists to `cache_capacity`.
     """
 
     cdef double target
@@ -55,7 +55,7 @@ cdef class ARCCachePolicy(PolicyAdapter):
 
     @property
     def target_t1_size(self):
-        """Blocks that the list of blocks seen once should hold, a float."""
+        """Target length of the list of blocks seen once, a float."""
         return self.target
 
     @target_t1_size.setter
@@ -65,7 +65,7 @@ cdef class ARCCachePolicy(PolicyAdapter):
         self.target = value
 
     def gauges(self):
-        """Return the lengths of both lists and of their ghosts, and the length that the first should have."""
+        """Return the lengths of both lists and of their ghost lists, and the target length of the first list."""
         return {
             "t1_blocks": self.table.num_in_list[T1],
             "t2_blocks": self.table.num_in_list[T2],
@@ -130,7 +130,7 @@ cdef class ARCCachePolicy(PolicyAdapter):
                 prefetch_ghost(self.b2, self.table.rows[row].hash)
             out[got] = row
             got += 1
-        # Ghosts decide nothing above: pushed in a loop of their own, their cache misses overlap.
+        # The loop above does not depend on ghosts. Pushing them in a separate loop overlaps their cache misses.
         for i in range(got):
             row = out[i]
             if self.table.rows[row].list_idx == T1:

@@ -1,7 +1,7 @@
-"""What a replacement policy must answer: five primitives, and the batch operations. Read this first.
+"""The interface of replacement policies: five primitives, and the batch operations. Read this first.
 
-Five primitives make a policy. A manager calls batch operations only: their default bodies
-(`kvcache.control.generic_cache`) are written in terms of the five, and compiled policies bring their own.
+A policy consists of five primitives. A manager calls only batch operations. Their defaults
+(`kvcache.control.generic_cache`) use the five primitives; compiled policies implement their own.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class RequestUses:
-    """The keys that one request has used, in the order of their first use: what a policy may know of a request.
+    """The keys that one request has used, in the order of first use, as seen by a policy.
 
     Attributes
     ----------
     keys : dict
-        Each used key and its position in the prompt; where that is not known, that of the key used before it.
+        Each used key and its position in the prompt, or, if unknown, the position of the key used before it.
     positions : dict or None
-        Where in the prompt the request's keys stand, used or not, as far as the engine knows; it may grow.
+        Positions in the prompt of the request's keys, used or not, as far as the engine knows. It may grow.
     next_use : str or None
-        When the request's blocks will be used next: ``"end"`` (never), ``"soon"``, ``"later"``; None: it did not say.
+        Next use of the request's blocks: ``"end"`` (never), ``"soon"`` or ``"later"``. None if no hint was given.
     policy_state : object
-        What the policy remembers of the request; None at first.
+        State that the policy keeps for the request; initially None.
     """
 
     __slots__ = (
@@ -53,7 +53,7 @@ class RequestUses:
         self.forget()
 
     def forget(self) -> None:
-        """Start afresh, after a reset of the cache."""
+        """Clear all keys, after a reset of the cache."""
         self.keys: dict[bytes, int] = {}
         self.policy_state: Any = None
         self.last_position: int | None = None
@@ -68,14 +68,14 @@ class RequestUses:
 
     @property
     def length(self) -> int:
-        """Keys of the request, used or not, whose positions are known; 0: none."""
+        """Number of the request's keys, used or not, whose positions are known."""
         return self._num_read
 
     def __contains__(self, key: object) -> bool:
         return key in self.keys
 
     def read_positions(self) -> None:
-        """Read the positions added since the last time; changed ones are not seen."""
+        """Read the positions added since the last call. Changed positions are ignored."""
         if self.positions is not None:
             for position in islice(self.positions.values(), self._num_read, None):
                 self.last_position = position if self.last_position is None else max(position, self.last_position)
@@ -91,13 +91,13 @@ class RequestUses:
             last = self.keys[key] = positions.get(key, last)
 
     def take_back(self, keys: list[bytes]) -> None:
-        """Remove the keys added last, where counting their use failed."""
+        """Remove the keys added last, because counting their use failed."""
         for key in keys:
             del self.keys[key]
             self._positioned.discard(key)
 
     def is_last(self, key: bytes) -> bool:
-        """Return whether no key of the request stands behind `key`, where positions are known."""
+        """Return whether no known position of the request is greater than that of `key`."""
         return key in self._positioned and self.keys[key] == self.last_position
 
     def predecessor(self, key: bytes) -> bytes | None:
@@ -109,12 +109,12 @@ class RequestUses:
 
 
 class CachePolicy(ABC):
-    """Decide which blocks leave when room is needed.
+    """Decide which blocks to evict when room is needed.
 
     Parameters
     ----------
     cache_capacity : int
-        Blocks that the cache holds, >= 1.
+        Capacity of the cache in blocks, >= 1.
 
     Raises
     ------
@@ -123,9 +123,9 @@ class CachePolicy(ABC):
 
     Notes
     -----
-    Write `get`, `insert`, `remove`, `touch` and `evict` and the policy runs under every manager. The other methods
-    have defaults. A policy holds the very `BlockStatus` objects that it is given; their `ref_cnt` changes
-    while it holds them, and a block whose `ref_cnt` is not 0 must be passed over by `evict`.
+    A policy that implements `get`, `insert`, `remove`, `touch` and `evict` runs under every manager. The other methods
+    have defaults. A policy keeps the `BlockStatus` objects that it is given. Their `ref_cnt` changes meanwhile, and
+    `evict` must skip a block whose `ref_cnt` is not 0.
     """
 
     declines: ClassVar[bool] = False
@@ -142,67 +142,67 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def get(self, key: bytes) -> BlockStatus | None:
-        """Return the block of `key`, the object that was inserted, or None; this is no use of it."""
+        """Return the block of `key` (the object that was inserted), or None. This does not count as a use."""
 
     @abstractmethod
     def insert(self, key: bytes, block: BlockStatus) -> None:
-        """Take a block in that is not there yet, at the most-recent end.
+        """Insert a block at the most-recent end.
 
         Parameters
         ----------
         key : bytes
-            Not in the cache yet.
+            A key that is not in the cache.
         block : BlockStatus
-            To be kept; its `ref_cnt` changes while it is in the cache.
+            The block to keep. Its `ref_cnt` changes while it is in the cache.
         """
 
     @abstractmethod
     def remove(self, key: bytes) -> None:
-        """Remove a block without remembering it; KeyError if it is not there."""
+        """Remove a block without remembering it. Raise KeyError if it is not in the cache."""
 
     @abstractmethod
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Count one use of each key, from last to first; keys that are not there are ignored."""
+        """Count one use of each key, from last to first. Unknown keys are ignored."""
 
     @abstractmethod
     def evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
-        """Let exactly `n` blocks go, none referenced, unready or protected; or None, and nothing has changed.
+        """Evict exactly `n` ready, unreferenced, unprotected blocks. If fewer are eligible, return None.
 
         Parameters
         ----------
         n : int
-            Blocks to evict, 0 <= n.
+            Number of blocks to evict, >= 0.
         protected : container of bytes
-            Keys that must stay.
+            Keys that must not be evicted.
 
         Returns
         -------
         list of (bytes, BlockStatus), or None
-            Exactly `n` victims in eviction order; None if there are fewer, and nothing has changed then.
+            Exactly `n` victims in eviction order. If fewer are eligible, None, and nothing changes.
         """
 
     def gauges(self) -> dict[str, float]:
-        """Return what the policy would show of itself now, by name; called in any thread, cheap, and changes nothing.
+        """Return the policy's current gauges by name. May be called from any thread; must be cheap and change nothing.
 
-        Exporters give each as ``kvcache_policy_quantity`` with its name as a label. Empty by default.
+        Exporters publish each as ``kvcache_policy_quantity``, with its name as a label. Empty by default.
         """
         return {}
 
     def order(self, keys: Iterable[bytes]) -> None:  # noqa: B027
-        """Move each key, from last to first, to the most-recent end where it stands; no use is counted.
+        """Move each key, from last to first, to the most-recent end of its list. Count no use.
 
         The default does nothing.
         """
 
     def use(self, keys: list[bytes], first: bool) -> None:
-        """Count one use of each key for one request; `first` on the first call for that request.
+        """Count one use of each key for one request. `first` is true on the first call for that request.
 
         A policy whose clock counts requests advances it only if `first`. The default is `touch`.
         """
         self.touch(keys)
 
     def count_uses(self, keys: list[bytes], request: RequestUses) -> None:
-        """Count one use of each key, all different, that `request` has just used for the first time.
+        """Count one use of each key that `request` has just used for the first time. The keys are distinct.
 
         The default is `use`.
         """
@@ -211,64 +211,64 @@ class CachePolicy(ABC):
     def make_room(
         self, keys: list[bytes], num_free: int, offered: list[bytes], request: RequestUses | None
     ) -> tuple[int, list[tuple[bytes, BlockStatus]]]:
-        """Return how many of the first `keys` to store, and the blocks that leave for them.
+        """Return how many leading `keys` to store, and the blocks to evict for them.
 
         Parameters
         ----------
         keys : list of bytes
-            Absent keys, in prefix order; those taken are inserted next.
+            Absent keys, in prefix order. The accepted keys are inserted next.
         num_free : int
-            Free slots: with exactly so many fewer blocks than keys are taken.
+            Free slots. Victims are needed only for keys beyond this number.
         offered : list of bytes
-            All different keys of the call, which must stay.
+            All distinct keys of the call. They must not be evicted.
         request : RequestUses or None
-            The request, which has used them.
+            The request, which has already used the keys.
 
         Returns
         -------
         tuple of (int, list of (bytes, BlockStatus))
-            Keys taken, and victims in eviction order.
+            Number of accepted keys, and victims in eviction order.
 
         Notes
         -----
-        Asked only if `declines`. The default takes all keys, or none.
+        Called only if `declines` is true. The default accepts all keys, or none.
         """
         victims = self.evict(max(0, len(keys) - num_free), set(offered))
         return (0, []) if victims is None else (len(keys), victims)
 
     def hint(self, keys: list[bytes], next_use: str) -> None:  # noqa: B027
-        """Take what was said of keys after they were used: ``"end"``, ``"soon"`` or ``"later"``.
+        """Handle a hint for keys that arrives after their use: ``"end"``, ``"soon"`` or ``"later"``.
 
-        The default does nothing. What a request said when it began is in `RequestUses.next_use`.
+        The default does nothing. A hint given at the start of a request is in `RequestUses.next_use`.
 
         Parameters
         ----------
         keys : list of bytes
-            In prefix order; unknown ones are ignored.
+            In prefix order. Unknown keys are ignored.
         next_use : str
-            When they will be used next.
+            When the keys will be used next.
         """
 
     def clear(self) -> None:
-        """Forget everything, ghosts and adaptive state too.
+        """Forget everything, including ghosts and adaptive state.
 
-        The default raises NotImplementedError; the manager then makes a fresh instance.
+        The default raises NotImplementedError; the manager then creates a new instance.
         """
         raise NotImplementedError
 
     def native(self, num_blocks: int) -> BlockCacheOps | None:
-        """Return the policy's own batch operations over a pool of `num_blocks` slots, or None for the default ones.
+        """Return the policy's own batch operations over a pool of `num_blocks` slots, or None to use the default ones.
 
-        Compiled policies own their pool and answer with themselves.
+        Compiled policies own their pool and return themselves.
         """
         return None
 
 
 class BlockCacheOps(Protocol):
-    """What a manager asks of a policy, a list of keys at a time.
+    """The operations of a policy that a manager calls, each with a list of keys.
 
-    `request_keys` is what `open_request` made for the request, or None where no request is known. Every operation
-    checks all its keys before it changes anything.
+    `request_keys` is the object that `open_request` returned, or None if the request is unknown. Every operation checks
+    all its keys before it changes anything.
     """
 
     lookups: int
@@ -278,7 +278,7 @@ class BlockCacheOps(Protocol):
 
     @property
     def declined_blocks(self) -> int:
-        """Of the gated blocks, those that the policy did not take."""
+        """Gated blocks that the policy declined to store."""
 
     @property
     def num_free(self) -> int:
@@ -293,76 +293,76 @@ class BlockCacheOps(Protocol):
         """Blocks being written."""
 
     def current_policy(self) -> CachePolicy:
-        """Return the policy; after `reset` it may be another one."""
+        """Return the policy. After `reset`, it may be another object."""
 
     @property
     def num_raised(self) -> int:
         """Blocks held at a raised priority."""
 
     def keep_events(self, events: EventLog, medium: str) -> None:
-        """Add what comes to `medium` and leaves it to `events`, in the same step as it does; called once, at first."""
+        """Append an event to `events` for each change of `medium`, in the step that makes it. Called once, at first."""
 
     def open_request(self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0) -> Any:
-        """Return the (empty) keys of a new request, with its retention hint (`ttl_ns` 0: no end).
+        """Return the (empty) keys of a new request, with its retention hint (`ttl_ns` 0: no TTL).
 
-        `num_keys` is about how many it will name, as far as is known.
+        `num_keys` is an estimate of the number of keys that the request will name.
         """
 
     def advance(self, elapsed_s: float, max_raised: int) -> None:
-        """Let raised blocks whose time is over fall back; at most `max_raised` may be held from now on."""
+        """Return expired blocks to normal priority. From now on, at most `max_raised` blocks may be raised."""
 
     def needs_time(self, request_keys: Any, positions: dict[bytes, int] | None) -> bool:
-        """Return whether `advance` is due before a request's use of keys, and take the request's positions.
+        """Set the request's positions, and return whether `advance` must be called before the request uses keys.
 
-        Due it is at every use; to a policy that reads the clock, at the first of a request.
+        True for every use. If the policy reads the clock, true only for the first use of a request.
         """
 
     def has_used(self, request_keys: Any) -> bool:
         """Return whether a request has used a key since the last reset."""
 
     def lookup(self, keys: list[bytes], request_keys: Any) -> int:
-        """Return how many of the first keys are ready, and count the look-up."""
+        """Return the number of leading keys that are ready, and count the look-up."""
 
     def match_prefix(self, keys: list[bytes], request_keys: Any, start: int = 0) -> int:
-        """Return where the run of ready keys that begins at `start` ends (`start` itself: it is not ready).
+        """Return the end of the run of ready keys that begins at `start` (`start` itself if that key is not ready).
 
-        This is neither counted nor a use.
+        This counts neither a look-up nor a use.
         """
 
     def status_of(self, key: bytes) -> int:
-        """Return the state of one key, 0 absent, 1 being written, 2 ready, and count the look-up."""
+        """Return the state of one key (0 absent, 1 being written, 2 ready), and count the look-up."""
 
     def status(self, keys: list[bytes]) -> bytes:
         """Return the state of each key as one byte: 0 absent, 1 being written, 2 ready."""
 
     def locate(self, keys: list[bytes]) -> list[int]:
-        """Return the id of each key's block, without taking a reference; -1 where it is absent or being written."""
+        """Return the id of each key's block, or -1 if it is absent or being written. Take no reference."""
 
     def touch(self, keys: list[bytes], request_keys: Any) -> None:
-        """Count a use of each key (once per request), then order those that were counted before."""
+        """Count a use of each key (once per request), then order the keys that were counted before."""
 
     def pin(self, keys: list[bytes], request_keys: Any) -> LoadStoreSpec:
-        """Take a reference on each key's block and return where the blocks lie."""
+        """Take a reference on each key's block, and return the blocks' locations."""
 
     def unpin(self, keys: list[bytes], request_keys: Any) -> None:
-        """Give the references back."""
+        """Release one reference per key."""
 
     def reserve(self, keys: list[bytes], request_keys: Any, admit: bytearray | None) -> PrepareStoreOutput | None:
-        """Make room for the absent keys (where `admit` is given: those it marks with 1); None if that cannot be."""
+        """Reserve slots for the absent keys (with `admit`, those marked 1). Return None if they do not fit."""
 
     def commit(self, keys: list[bytes], request_keys: Any) -> list[bytes]:
-        """Make written blocks ready and return their keys: `keys` itself where it is all of them."""
+        """Mark written blocks as ready, and return their keys (`keys` itself if it is all of them)."""
 
     def abort(self, keys: list[bytes], request_keys: Any) -> int:
-        """Drop blocks that were being written and return how many."""
+        """Drop blocks that were being written, and return their number."""
 
     def reorder(self, request_keys: Any, positions: dict[bytes, int] | None) -> None:
         """Order the keys that a running request used, so that its head is evicted after its tail."""
 
     def end_request(self, request_keys: Any, positions: dict[bytes, int] | None, use_positions: bool = False) -> None:
-        """Order all keys that the request used, by their positions in the prompt or as first used.
+        """Order all keys that the request used, by position in the prompt or by first use.
 
-        With `use_positions` every key of `positions` is used, if it was not before.
+        With `use_positions`, first count a use of each key of `positions` that the request has not used.
         """
 
     def take_hint(
@@ -374,17 +374,17 @@ class BlockCacheOps(Protocol):
         priority: int,
         ttl_ns: int,
     ) -> None:
-        """Take a hint that comes after the uses: for `keys`, or if that is None, for the keys that the request used.
+        """Apply a hint that arrives after the uses, to `keys` or, if None, to the keys that the request used.
 
-        `next_use` stands for `priority` and `ttl_ns` where a policy knows priorities alone. Later uses of the request
-        carry the hint, too.
+        A policy that supports only priorities applies `priority` and `ttl_ns` instead of `next_use`. Later uses by the
+        request carry the hint, too.
         """
 
     def withhold(self, block_ids: Iterable[int]) -> None:
-        """Give these free slots to no key until `give_back` or `reset`."""
+        """Keep these free slots unused until `give_back` or `reset`."""
 
     def give_back(self, block_ids: Iterable[int]) -> None:
-        """Free slots that were withheld, in the order given."""
+        """Free withheld slots, in the order given."""
 
     def reset(self) -> None:
-        """Forget everything; block ids start again at 0."""
+        """Forget everything. Block ids start again at 0."""

@@ -1,4 +1,4 @@
-"""lfuda: least frequently used with dynamic ageing: a block is worth its uses plus the worth of what last left.
+"""lfuda: least frequently used with dynamic ageing. A block's priority is its uses plus the cache age at its last use.
 
 Compiled because it loops over rows. Arlitt et al., "Evaluating Content Management Techniques for Web Proxy Caches",
 2000, with a history of the uses of evicted keys.
@@ -18,22 +18,22 @@ from kvcache.policies.base import CachePolicy
 from kvcache.block import BlockStateError
 
 cdef enum:
-    HISTORY_FACTOR = 4      # evicted keys remembered, in capacities
+    HISTORY_FACTOR = 4      # size of the history of evicted keys, in capacities
 
 
 @cython.final
 cdef class LFUDACachePolicy(PolicyAdapter):
     """LFUDACachePolicy(cache_capacity)
 
-    Evict the block of least worth: its uses, plus the age of the cache when it was last used.
+    Evict the block with the lowest value: its uses, plus the age of the cache at its last use.
 
     Notes
     -----
-    The age is the greatest worth that was ever evicted. O(log capacity) a block: a heap by worth, then by recency. The
-    uses of the last ``4 * cache_capacity`` evicted keys are remembered.
+    The age is the highest value evicted so far. O(log capacity) per block: a heap ordered by value, then by recency.
+    The history keeps the uses of the last ``4 * cache_capacity`` evicted keys.
     """
 
-    cdef uint32_t* uses             # [num_rows]; the worth is in the table's ranks
+    cdef uint32_t* uses             # [num_rows]; the value is in the table's ranks
     cdef readonly GhostList history
     cdef readonly uint64_t age
 
@@ -50,13 +50,13 @@ cdef class LFUDACachePolicy(PolicyAdapter):
         free(self.uses)
 
     cdef void _rank(self, int32_t row) noexcept nogil:
-        """Give the row the youngest stamp, and let it sink to where its worth puts it."""
+        """Set the row's stamp to the youngest, and move it down the heap according to its value."""
         make_youngest(self.table, row)
         if self.table.rows[row].where == HEAPED:
             heap_update(self.table.rows, &self.table.queues[queue_of(self.table, row)], row, self.table.ranks[row])
 
     def gauges(self):
-        """Return the age of the cache, and the keys that are remembered."""
+        """Return the age of the cache, and the number of keys in the history."""
         return {"age": self.age, "remembered_keys": self.history.num_ghosts}
 
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:

@@ -1,6 +1,6 @@
-"""lru: the block whose last use is longest ago leaves first.
+"""lru: evict the least recently used block.
 
-Compiled because it loops over rows. The shortest policy: read it first. Its hooks are described in `core/policy.pxd`.
+Compiled because it loops over rows. This is the shortest policy: read it first. `core/policy.pxd` describes the hooks.
 """
 
 cimport cython
@@ -12,34 +12,34 @@ from kvcache.core.table cimport BlockTable, enter, move_to_tail
 from kvcache.policies.base import CachePolicy
 
 cdef enum:
-    RECENCY = 0     # its one list: oldest block first
+    RECENCY = 0     # its only list: oldest block first
 
 
 @cython.final
 cdef class LRUCachePolicy(PolicyAdapter):
     """LRUCachePolicy(cache_capacity)
 
-    Evict the least recently used block, passing over those referenced, not ready or protected.
+    Evict the least recently used block, and skip blocks that are referenced, not ready or protected.
     """
 
     def __cinit__(self, cache_capacity):
         self.table = BlockTable(cache_capacity)
 
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
-        """Make each block the most recent, the prompt's head last: a tail without its head is of no use."""
+        """Move each block to the most-recent end, the prompt's head last: a tail is useless without its head."""
         cdef Py_ssize_t i
         for i in range(n - 1, -1, -1):
             if rows[i] != 0:
                 move_to_tail(self.table, rows[i], RECENCY)
 
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
-        """Let new blocks enter as the most recent."""
+        """Append new blocks at the most-recent end."""
         cdef Py_ssize_t i
         for i in range(n):
             enter(self.table, rows[i], RECENCY)
 
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* victims) noexcept nogil:
-        """Take the oldest blocks."""
+        """Remove the oldest blocks."""
         return self.table.take_oldest(RECENCY, priority, n, victims)
 
 

@@ -8,7 +8,7 @@ cdef enum:
     NUM_BINS = 64           # two per octave of a 32-bit distance
 
 cdef struct Member:
-    int64_t moved_at        # when it was last used or demoted
+    int64_t moved_at        # when the block was last used or demoted
     int64_t used_at
     uint32_t uses
     int32_t prev            # neighbours in its queue, referenced blocks included
@@ -17,8 +17,8 @@ cdef struct Member:
 cdef class MultiQueue(PolicyAdapter):
     cdef Member* members            # [num_rows]; queue L's head is member L
     cdef readonly GhostList history
-    cdef readonly int64_t clock     # requests that have counted a use
-    cdef readonly int64_t life      # requests after which an unused block goes down one queue
+    cdef readonly int64_t clock     # requests that counted a use
+    cdef readonly int64_t life      # an unused block moves down one queue after this many requests
     cdef uint32_t* distances        # [NUM_BINS], or NULL if life is fixed
     cdef uint32_t num_distances
 

@@ -1,4 +1,4 @@
-"""mq: recency queues by the logarithm of a block's uses; who is not used for a while goes down one.
+"""mq: recency queues by the logarithm of a block's uses. A block that is not used for a while moves down one queue.
 
 Compiled because it loops over rows. Zhou, Philbin & Li, "The Multi-Queue Replacement Algorithm for Second Level
 Buffer Caches", USENIX ATC '01, with a history of the uses of evicted keys.
@@ -19,8 +19,8 @@ from kvcache.policies.base import CachePolicy
 from kvcache.block import BlockStateError
 
 cdef enum:
-    DEMOTIONS_PER_TICK = 1024   # more wait for the next request: no call is unbounded
-    HISTORY_FACTOR = 4          # evicted keys remembered, in capacities
+    DEMOTIONS_PER_TICK = 1024   # the rest waits for the next request, so that each call is bounded
+    HISTORY_FACTOR = 4          # size of the history of evicted keys, in capacities
 
 cdef int64_t LIFE = 500
 
@@ -51,7 +51,7 @@ cdef inline void join_queue_before(Member* members, int32_t row, int32_t younger
 
 
 cdef inline void join_queue(Member* members, int32_t row, int32_t level) noexcept nogil:
-    # At the most-recent end: a queue's head is the neighbour of its last.
+    # Append at the most-recent end: a queue's head links to its last member.
     join_queue_before(members, row, level)
 
 
@@ -63,7 +63,7 @@ cdef inline void leave_queue(Member* members, int32_t row) noexcept nogil:
 cdef class MultiQueue(PolicyAdapter):
     """MultiQueue(cache_capacity)
 
-    What mq and amq share: eight queues, their demotions, and the history.
+    Shared by mq and amq: eight queues, their demotions, and the history.
     """
 
     def __cinit__(self, cache_capacity):
@@ -79,11 +79,11 @@ cdef class MultiQueue(PolicyAdapter):
 
     @property
     def queues(self):
-        """The keys of each queue, seldom used ones first."""
+        """The keys of each queue, the least used queue first."""
         return [ListView(self, level) for level in range(NUM_LEVELS)]
 
     def gauges(self):
-        """Return the length of each queue, and the keys that are remembered."""
+        """Return the length of each queue, and the number of keys in the history."""
         queues = {f"queue_{level}_blocks": self.table.num_in_list[level] for level in range(NUM_LEVELS)}
         return {**queues, "remembered_keys": self.history.num_ghosts}
 
@@ -105,7 +105,7 @@ cdef class MultiQueue(PolicyAdapter):
                 row = self.members[level].next
 
     cdef void _count_use(self, int32_t row) noexcept nogil:
-        """Count a use of a row that stands in no queue."""
+        """Count a use of a row that is in no queue."""
         cdef Member* member = &self.members[row]
         if self.distances != NULL and member.uses == 1:
             self.distances[bin_of(<uint32_t> (self.clock - member.used_at))] += 1
@@ -160,7 +160,7 @@ cdef class MultiQueue(PolicyAdapter):
             self.members[row].uses = 0
             if ghost != 0:
                 self.members[row].uses = self.history.ghosts[ghost].uses
-                # The history keeps the clock's low half: distances below 2**32 requests stay right.
+                # The history stores the low 32 bits of the clock: distances below 2**32 requests are exact.
                 self.members[row].used_at = (
                     self.clock - <int64_t> <uint32_t> (<uint32_t> self.clock - self.history.ghosts[ghost].used_at))
                 self.history.drop(ghost)
@@ -231,13 +231,13 @@ cdef class MultiQueue(PolicyAdapter):
 cdef class MQCachePolicy(MultiQueue):
     """MQCachePolicy(cache_capacity)
 
-    Keep what is used often, as long as it is used: eight recency queues by the logarithm of a block's uses.
+    Keep frequently used blocks while they are in use: eight recency queues by the logarithm of a block's uses.
 
     Notes
     -----
-    Multi-Queue of Zhou, Philbin & Li, USENIX ATC '01. The clock counts requests; a block that is not used for 500 of
-    them goes down one queue, at most 1,024 blocks a request. Eviction starts at the lowest queue's oldest block. The
-    uses of the last ``4 * cache_capacity`` evicted keys are remembered.
+    Multi-Queue of Zhou, Philbin & Li, USENIX ATC '01. The clock counts requests. A block that is not used for 500
+    requests moves down one queue, at most 1,024 blocks per request. Eviction starts at the lowest queue's oldest block.
+    The history keeps the uses of the last ``4 * cache_capacity`` evicted keys.
     """
 
 

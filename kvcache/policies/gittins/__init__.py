@@ -1,4 +1,4 @@
-"""gittins: the policy, and what it learns, groups and remembers, a module each."""
+"""gittins: the policy, and one module each for learned values, groups, and lost parents."""
 
 from kvcache.policies.gittins.policy import GittinsCachePolicy
 

@@ -5,7 +5,7 @@ from kvcache.policies.gittins.values cimport NUM_BINS, NUM_CELLS, NUM_CLASSES, V
 
 cdef enum:
     MOST_GROUPS = 1 << 27
-    GROUPS_PER_CALL = 16        # most groups that one call makes
+    GROUPS_PER_CALL = 16        # limit of groups that one call creates
     NUM_WORDS = (NUM_CELLS + 63) // 64
 
 cdef extern from *:
@@ -16,31 +16,31 @@ cdef extern from *:
 
 cdef enum:
     ALL = 0
-    HOLDERS = 1                 # those with resident members
+    HOLDERS = 1                 # groups with resident members
     NUM_QUEUES = 2
 
 cdef struct Queue:
     int32_t first
     int32_t last
 
-# Known keys whose last use was the same request and that share a class.
+# Known keys with the same request as last use and the same class.
 cdef struct Group:
     int32_t length          # keys of the request
     int32_t num_known       # 0: free
     int32_t cohort
     int32_t[NUM_QUEUES] prev    # in the cohort's queues; free: the next free one
     int32_t[NUM_QUEUES] next
-    int32_t tail            # last resident member in path order, 0: none; the policy's own
-    uint32_t serial         # raised when the group vanishes
+    int32_t tail            # last resident member in path order, 0: none; maintained by the policy
+    uint32_t serial         # incremented when the group is freed
 
-# Groups of a class that were made in one tick, in the order they were made: they age as one. The cohorts of a class are
-# made, age and are linked in one order, so that a cell is a part of its class, and both its queues are ordered by age.
+# Groups of a class that were created in the same tick, in order of creation. They age together. The cohorts of a class
+# are created, age and are linked in one order. So a cell is a section of its class, and its queues are ordered by age.
 cdef struct Cohort:
     int32_t t0
     int32_t num_groups      # 0: free
-    int32_t num_known       # by all its groups
+    int32_t num_known       # known keys of all its groups
     Queue[NUM_QUEUES] groups
-    int32_t[NUM_QUEUES] prev    # in the class's queue, and in the cell's of HOLDERS; free: the next free one
+    int32_t[NUM_QUEUES] prev    # in the class's queue, and in the cell's HOLDERS queue; if free: the next free one
     int32_t[NUM_QUEUES] next
     uint8_t cls
     uint8_t bin
@@ -57,14 +57,14 @@ cdef class AgedGroups:
     cdef Cohort* cohorts                # [size]; 0: none
     cdef int32_t cohorts_fresh
     cdef int32_t cohorts_free
-    cdef Queue[NUM_QUEUES][NUM_CELLS] queues    # of cohorts; of ALL, the part that is in the cell
+    cdef Queue[NUM_QUEUES][NUM_CELLS] queues    # of cohorts; for ALL, the section that is in the cell
     cdef int32_t[NUM_CLASSES] youngest          # cohort of each class
-    cdef int32_t[NUM_CELLS] ends                # when the oldest cohort of a cell leaves it; NEVER: it has none
-    cdef uint64_t[NUM_WORDS] occupied   # a bit for each cell that has groups
-    cdef uint64_t[NUM_WORDS] holders    # a bit for each cell that holds resident blocks, by its rank
+    cdef int32_t[NUM_CELLS] ends                # when the oldest cohort of a cell leaves it; NEVER: the cell is empty
+    cdef uint64_t[NUM_WORDS] occupied   # a bit per cell that has groups
+    cdef uint64_t[NUM_WORDS] holders    # a bit per cell that has resident blocks, by rank
     cdef int32_t now
-    cdef int32_t due                    # no cohort leaves its bin before
-    cdef uint64_t num_aged              # groups moved to their next bin, since the start
+    cdef int32_t due                    # no cohort leaves its bin before this time
+    cdef uint64_t num_aged              # groups moved to their next bin since the start
 
     cdef int grow(self, int64_t size) except -1
     cdef void clear(self) noexcept nogil
@@ -78,7 +78,7 @@ cdef class AgedGroups:
 
 
 cdef inline int reserve_groups(AgedGroups aged) except -1:
-    # For one more call.
+    # Make room for one more call.
     if aged.num_groups + GROUPS_PER_CALL >= aged.size:
         aged.grow(2 * <int64_t> aged.size)
     return 0
@@ -99,7 +99,7 @@ cdef inline void add_known(AgedGroups aged, int32_t group, int32_t n) noexcept n
 
 
 cdef inline void leave_group(AgedGroups aged, int32_t group, int32_t n) noexcept nogil:
-    # So many keys are no longer known by their group; without any, it vanishes.
+    # Remove `n` known keys from a group. Free the group if no key is left.
     add_known(aged, group, -n)
     if aged.groups[group].num_known == 0:
         aged.free_group(group)

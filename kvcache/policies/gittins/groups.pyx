@@ -1,6 +1,6 @@
-"""AgedGroups: known keys in groups, by class and age; the groups of a class that were made together age as one.
+"""AgedGroups: known keys in groups, by class and age. Groups of a class that were created together age together.
 
-Compiled because groups are made, left and linked at every use, and up to 256 of them age within one call.
+Compiled because every use creates, leaves and links groups, and up to 256 groups age within one call.
 """
 
 cimport cython
@@ -14,10 +14,10 @@ from kvcache.policies.gittins.values cimport count_survivors
 from kvcache.block import BlockStateError
 
 cdef enum:
-    AGEING_STEPS = 256          # groups that one use moves to their next bin; more wait for the next
-    MOST_NEIGHBOURS = 512       # groups looked at, each way, for a group's place among those with resident members
+    AGEING_STEPS = 256          # groups that one use moves to their next bin; the rest waits for the next use
+    MOST_NEIGHBOURS = 512       # groups visited in each direction to find a group's place among the holders
     NEVER = 0x7fffffff
-    COHORTS_AHEAD = 4           # late cohorts fetched ahead of their move
+    COHORTS_AHEAD = 4           # late cohorts prefetched ahead of their move
 
 ctypedef fused Linked:
     Group
@@ -25,7 +25,7 @@ ctypedef fused Linked:
 
 
 cdef inline void insert(Linked* items, int which, Queue* queue, int32_t item, int32_t prev) noexcept nogil:
-    """Put an item into a queue behind `prev`, which is in it; 0: first."""
+    """Link an item behind `prev`, which is in the queue; 0: first."""
     cdef int32_t next = items[prev].next[which] if prev != 0 else queue.first
     items[item].prev[which] = prev
     items[item].next[which] = next
@@ -40,7 +40,7 @@ cdef inline void insert(Linked* items, int which, Queue* queue, int32_t item, in
 
 
 cdef inline void take_out(Linked* items, int which, Queue* queue, int32_t item) noexcept nogil:
-    """Take an item out of the queue that it is in."""
+    """Unlink an item from its queue."""
     cdef int32_t prev = items[item].prev[which]
     cdef int32_t next = items[item].next[which]
     if prev != 0:
@@ -62,7 +62,7 @@ cdef class AgedGroups:
     Parameters
     ----------
     values : ValueTable
-        Where keys are counted that outlive a bin of age, and whose ranks `holders` follows.
+        Counts the keys that outlive an age bin. The order of `holders` follows its ranks.
     """
 
     def __cinit__(self, ValueTable values not None):
@@ -76,7 +76,7 @@ cdef class AgedGroups:
         raise TypeError("groups belong to one policy and cannot be pickled")
 
     cdef int grow(self, int64_t size) except -1:
-        """Make room for so many groups, and for a cohort of each."""
+        """Make room for `size - 1` groups, and for one cohort per group."""
         cdef void* block = NULL
         if size <= MOST_GROUPS:
             block = realloc(self.groups, size * sizeof(Group))
@@ -106,7 +106,7 @@ cdef class AgedGroups:
         self.due = 0
 
     cdef int32_t make_group(self, int32_t cls, int32_t length) noexcept nogil:
-        """Make a group, without members, the youngest of its class."""
+        """Create an empty group, the youngest of its class."""
         cdef int32_t group = self.groups_free
         cdef int32_t cohort = self.youngest[cls]
         cdef Group* made
@@ -131,7 +131,7 @@ cdef class AgedGroups:
         return group
 
     cdef void free_group(self, int32_t group) noexcept nogil:
-        """Take out a group without members."""
+        """Free an empty group."""
         cdef Group* groups = self.groups
         cdef Cohort* cohort = &self.cohorts[groups[group].cohort]
         take_out(groups, ALL, &cohort.groups[ALL], group)
@@ -144,8 +144,8 @@ cdef class AgedGroups:
         self.num_groups -= 1
 
     cdef void age(self) noexcept nogil:
-        """Move cohorts whose age has left their bin to the next, at most 256 groups in all."""
-        cdef int32_t[AGEING_STEPS] late     # cells, ascending; each costs a step
+        """Move cohorts that have outlived their bin to the next one, at most 256 groups in all."""
+        cdef int32_t[AGEING_STEPS] late     # cells, ascending; each counts as a step
         cdef int32_t cell, end, due = NEVER
         cdef int i, word, num_late = 0, num_left = AGEING_STEPS
         cdef uint64_t bits
@@ -176,17 +176,17 @@ cdef class AgedGroups:
                     self.due = 0  # more are late
                     return
                 due = min(due, self.ends[cell])
-                # What came to the next bin may be late there, too.
+                # A cohort that was moved to the next bin may be late there, too.
                 cell += 1
             due = min(due, self.ends[cell])
         self.due = due
 
     cdef void link_holder(self, int32_t group) noexcept nogil:
-        """Put a group that gets its first resident member among its cohort's holders, by age."""
+        """Link a group with its first resident member into its cohort's holders, by age."""
         _link_group(self, group, _group_before(self, group))
 
     cdef void unlink_holder(self, int32_t group) noexcept nogil:
-        """Take a group out of its cohort's holders."""
+        """Unlink a group from its cohort's holders."""
         cdef int32_t cohort = self.groups[group].cohort
         cdef Queue* queue = &self.cohorts[cohort].groups[HOLDERS]
         take_out(self.groups, HOLDERS, queue, group)
@@ -194,7 +194,7 @@ cdef class AgedGroups:
             _unlink_cohort(self, cohort)
 
     cdef void mark_holders(self) noexcept nogil:
-        """Mark the cells that hold resident blocks by their ranks, which have changed."""
+        """Recompute the set of cells with resident blocks, because the ranks have changed."""
         cdef int rank
         memset(self.holders, 0, sizeof(self.holders))
         for rank in range(self.values.num_ranked):
@@ -202,7 +202,7 @@ cdef class AgedGroups:
                 self.holders[rank >> 6] |= <uint64_t> 1 << (rank & 63)
 
     cdef int check(self, dict known) except -1:
-        """Raise BlockStateError unless all is linked rightly; enter how many keys each group knows in `known`."""
+        """Check all links. Raise BlockStateError if one is wrong. Write the known keys of each group to `known`."""
         cdef int32_t cell, cohort, next, rank
         cdef Py_ssize_t num_groups = 0
         for cell in range(NUM_CELLS):
@@ -246,7 +246,7 @@ cdef class AgedGroups:
 
 
 cdef int32_t _make_cohort(AgedGroups aged, int32_t cls) noexcept nogil:
-    """Append a cohort of this tick, without groups, to a class."""
+    """Append an empty cohort of this tick to a class."""
     cdef int32_t cohort = _take_cohort(aged)
     cdef int32_t prev = aged.youngest[cls]
     cdef Cohort* made = &aged.cohorts[cohort]
@@ -262,7 +262,7 @@ cdef int32_t _make_cohort(AgedGroups aged, int32_t cls) noexcept nogil:
 
 
 cdef int32_t _take_cohort(AgedGroups aged) noexcept nogil:
-    # There are no more of them than groups.
+    # Room is guaranteed: there are at most as many cohorts as groups.
     cdef int32_t cohort = aged.cohorts_free
     if cohort != 0:
         aged.cohorts_free = aged.cohorts[cohort].prev[ALL]
@@ -274,7 +274,7 @@ cdef int32_t _take_cohort(AgedGroups aged) noexcept nogil:
 
 
 cdef void _free_cohort(AgedGroups aged, int32_t cohort) noexcept nogil:
-    """Take out a cohort without groups."""
+    """Free an empty cohort."""
     cdef Cohort* cohorts = aged.cohorts
     cdef int32_t prev = cohorts[cohort].prev[ALL]
     cdef int32_t next = cohorts[cohort].next[ALL]
@@ -290,7 +290,7 @@ cdef void _free_cohort(AgedGroups aged, int32_t cohort) noexcept nogil:
 
 
 cdef int32_t _split_cohort(AgedGroups aged, int32_t cohort, int32_t n) noexcept nogil:
-    """Move the first `n` groups, but not all, of its cell's oldest cohort to a cohort of their own before it."""
+    """Move the first `n` groups, but not all, of its cell's oldest cohort to a new cohort before it."""
     cdef int32_t older = _take_cohort(aged)
     cdef Cohort* source = &aged.cohorts[cohort]
     cdef Cohort* made = &aged.cohorts[older]
@@ -326,7 +326,7 @@ cdef int32_t _split_cohort(AgedGroups aged, int32_t cohort, int32_t n) noexcept 
 
 
 cdef inline void _enter_cell(AgedGroups aged, int32_t cell, int32_t cohort) noexcept nogil:
-    """Count a cohort, the youngest of its cell, as part of it."""
+    """Add a cohort, the youngest of its cell, to the cell."""
     cdef Queue* queue = &aged.queues[ALL][cell]
     if queue.first == 0:
         _set_oldest(aged, cell, cohort)
@@ -354,7 +354,7 @@ cdef inline void _set_oldest(AgedGroups aged, int32_t cell, int32_t cohort) noex
 
 
 cdef inline int _age_cell(AgedGroups aged, int32_t cell, int num_left) noexcept nogil:
-    """Move a cell's late cohorts to its next bin; return how many groups may still move; -1: some must wait."""
+    """Move a cell's late cohorts to its next bin. Return how many groups may still move, or -1 if some must wait."""
     cdef int32_t cohort
     while aged.ends[cell] <= aged.now:
         cohort = aged.queues[ALL][cell].first
@@ -370,7 +370,7 @@ cdef inline int _age_cell(AgedGroups aged, int32_t cell, int num_left) noexcept 
 
 
 cdef inline void _move_to_next_bin(AgedGroups aged, int32_t cell, int32_t cohort) noexcept nogil:
-    """Move the oldest cohort of a cell: it follows the youngest of the next bin already."""
+    """Move the oldest cohort of a cell. In its class, it already follows the youngest cohort of the next bin."""
     cdef bint is_holder = aged.cohorts[cohort].groups[HOLDERS].first != 0
     _leave_cell(aged, cell, cohort)
     if is_holder:
@@ -382,7 +382,7 @@ cdef inline void _move_to_next_bin(AgedGroups aged, int32_t cell, int32_t cohort
 
 
 cdef void _link_group(AgedGroups aged, int32_t group, int32_t prev) noexcept nogil:
-    """Put a group behind `prev` (0: first) among its cohort's holders."""
+    """Link a group behind `prev` (0: first) in its cohort's holders."""
     cdef int32_t cohort = aged.groups[group].cohort
     cdef Queue* queue = &aged.cohorts[cohort].groups[HOLDERS]
     if queue.first == 0:
@@ -391,7 +391,7 @@ cdef void _link_group(AgedGroups aged, int32_t group, int32_t prev) noexcept nog
 
 
 cdef int32_t _group_before(AgedGroups aged, int32_t group) noexcept nogil:
-    """Return the youngest older holder of the cohort, or 0."""
+    """Return the next older holder in the cohort, or 0."""
     cdef Group* groups = aged.groups
     cdef int32_t older = groups[group].prev[ALL]
     cdef int32_t younger = groups[group].next[ALL]
@@ -408,12 +408,12 @@ cdef int32_t _group_before(AgedGroups aged, int32_t group) noexcept nogil:
             return older
         older = groups[older].prev[ALL]
         younger = groups[younger].next[ALL]
-    # Far from all others; the youngest end is close enough.
+    # Give up the search; the youngest end is close enough.
     return queue.last
 
 
 cdef void _link_cohort(AgedGroups aged, int32_t cohort, int32_t prev) noexcept nogil:
-    """Put a cohort behind `prev` (0: first) among its cell's holders."""
+    """Link a cohort behind `prev` (0: first) in its cell's holders."""
     cdef int32_t cell = cell_of(&aged.cohorts[cohort])
     cdef int32_t rank = aged.values.rank_of[cell]
     insert(aged.cohorts, HOLDERS, &aged.queues[HOLDERS][cell], cohort, prev)
@@ -430,7 +430,7 @@ cdef void _unlink_cohort(AgedGroups aged, int32_t cohort) noexcept nogil:
 
 
 cdef int32_t _cohort_before(AgedGroups aged, int32_t cohort) noexcept nogil:
-    """Return the youngest older holder of the cell, or 0."""
+    """Return the next older holder in the cell, or 0."""
     cdef Cohort* cohorts = aged.cohorts
     cdef int32_t older = cohorts[cohort].prev[ALL]
     cdef int32_t younger = cohorts[cohort].next[ALL]
@@ -448,12 +448,12 @@ cdef int32_t _cohort_before(AgedGroups aged, int32_t cohort) noexcept nogil:
             return older
         older = cohorts[older].prev[ALL]
         younger = cohorts[younger].next[ALL]
-    # Far from all others; the youngest end is close enough.
+    # Give up the search; the youngest end is close enough.
     return queue.last
 
 
 cdef Py_ssize_t _check_cohort(AgedGroups aged, int32_t cohort, dict known) except -1:
-    """Enter what each group of a cohort knows in `known`, and return how many groups there are."""
+    """Write the known keys of each group of a cohort to `known`, and return the number of groups."""
     cdef int32_t group = aged.cohorts[cohort].groups[ALL].first, last = 0
     cdef Py_ssize_t num_known = 0
     groups = []

@@ -1,6 +1,6 @@
-"""LostParents: blocks that left by failed stores while resident blocks continued them, by the rows they had.
+"""LostParents: blocks removed by failed stores while resident blocks continued them, by their former rows.
 
-Compiled because a block that leaves may search here, inside a C loop over victims.
+Compiled because each evicted block may search here, inside a C loop over victims.
 """
 
 cimport cython
@@ -20,12 +20,12 @@ cdef enum:
 cdef class LostParents:
     """LostParents(num_blocks)
 
-    Lost parents by row and generation, each until the last of its children has left.
+    Lost parents by row and generation. Each is kept until the last of its children is evicted.
 
     Parameters
     ----------
     num_blocks : int
-        The policy's capacity: the number of buckets depends on it, not how many there may be.
+        The policy's capacity. It sets the number of buckets, not the maximum number of entries.
     """
 
     def __cinit__(self, Py_ssize_t num_blocks):
@@ -61,7 +61,7 @@ cdef class LostParents:
         self.free_head = 0
 
     cdef void add(self, int32_t row, uint32_t generation, uint64_t hash, uint32_t num_children) noexcept nogil:
-        """Add a parent that leaves; `reserve_lost` has made room."""
+        """Add a parent that is being removed; `reserve_lost` has made room."""
         cdef int32_t* bucket = _bucket_of(self, row, generation)
         cdef int32_t at = self.free_head
         if at != 0:
@@ -78,7 +78,7 @@ cdef class LostParents:
         self.num_lost += 1
 
     cdef bint take_child(self, int32_t row, uint32_t generation, uint64_t* hash) noexcept nogil:
-        """Return whether a parent is lost, and write its hash; one of its children leaves it, the last one for good."""
+        """Return whether a parent is lost, and write its hash. Remove one child, and the entry with the last."""
         cdef int32_t* link = _bucket_of(self, row, generation)
         cdef LostParent* lost
         cdef int32_t at
@@ -99,7 +99,7 @@ cdef class LostParents:
         return False
 
     cdef int check(self) except -1:
-        """Raise BlockStateError unless each is counted and stands in its bucket."""
+        """Raise BlockStateError unless each entry is counted and in its bucket."""
         cdef Py_ssize_t i, num_lost = 0
         cdef int32_t at
         for i in range(self.num_buckets):

@@ -1,6 +1,7 @@
-"""gittins: keep the blocks with the highest expected uses per time of occupancy, as learned from their class and age.
+"""gittins: keep the blocks with the highest expected uses per unit of occupancy time, learned by class and age.
 
-Compiled because it is a PolicyAdapter. Our own; compare LHD (Beckmann, Chen & Cidon, NSDI '18) and the Gittins index.
+Compiled because it is a PolicyAdapter. The rules are the project's own. Compare LHD (Beckmann, Chen & Cidon, NSDI '18)
+and the Gittins index.
 """
 
 cimport cython
@@ -28,38 +29,38 @@ from kvcache.policies.base import CachePolicy
 
 cdef enum:
     TICK_SHIFT = 11             # a tick is 2,048 ms
-    MEMORY_FACTOR = 4           # remembered keys, in capacities
+    MEMORY_FACTOR = 4           # size of the memory of keys, in capacities
     MOST_SHARING = 15
-    WIDELY_SHARED = 2           # from this sharing on
+    WIDELY_SHARED = 2           # a key is widely shared from this sharing on
     TOUCHES_PER_TABLE = 64
-    MOST_PASSED = 2048          # groups that one store passes over because their tail must stay
-    SHARING_SHIFT = 27          # of a label: MOST_GROUPS = 1 << SHARING_SHIFT
-    SPARE_KEYS = 4096           # remembered keys that one call may add before memory has to grow
-    CONTINUES = 1               # of a request: it goes on where an older one ended
-    ALL_KNOWN = 2               # of a request: all its keys so far were known
+    MOST_PASSED = 2048          # groups with a protected tail that one store skips
+    SHARING_SHIFT = 27          # bit offset in a label; MOST_GROUPS = 1 << SHARING_SHIFT
+    SPARE_KEYS = 4096           # remembered keys that one call may add before the memory must grow
+    CONTINUES = 1               # flag of a request: it continues an older one
+    ALL_KNOWN = 2               # flag of a request: all its keys so far were known
     LEADING_SHIFT = 2
-    PASSING_SHARE = 20          # of the blocks, one in so many may be passing
+    PASSING_SHARE = 20          # one in so many blocks may be passing
 
 cdef enum:
-    # The table's lists.
+    # The lists of the table.
     GROUPED = 0
     PASSING = 1
 
 cdef enum:
-    # Where a request's state keeps what.
+    # Fields of a request's state.
     PROGRESS = 0                # CONTINUES, ALL_KNOWN, and above them the number of leading known keys
     ERA = 1
-    CALL = 2                    # of its last use
-    GROUPS = 3                  # by class without the hint: group and its serial number
+    CALL = 2                    # of the request's last use
+    GROUPS = 3                  # by class without the hint: group and its serial
 
-# What is kept of a known key: its group, and in the upper four bits its sharing, the rounded logarithm of how many
-# requests have used it that continued no older one. Zero in an array of labels: none.
+# State of a known key: its group, and in the upper four bits its sharing. Sharing is the rounded logarithm of the
+# number of new sessions (requests that continue no older one) that used the key. Zero in an array of labels: no label.
 ctypedef int32_t Label
 
-# A resident key, by its row. The table keeps no queues for this policy: `prev` and `next` of a row link the resident
-# members of a group, in path order, and its stamp holds a Place.
+# A resident key, by its row. The table keeps no queues for this policy. `prev` and `next` of a row link the resident
+# members of a group in path order, and its stamp holds a Place.
 cdef struct Member:
-    uint32_t kids           # resident keys whose parent it is
+    uint32_t kids           # resident keys with this parent
     uint32_t parent_generation
 
 cdef struct Place:
@@ -79,19 +80,22 @@ cdef inline int sharing_in(Label label) noexcept nogil:
 cdef class GittinsCachePolicy(PolicyAdapter):
     """GittinsCachePolicy(cache_capacity)
 
-    Keep the blocks with the highest expected uses per time of occupancy, and store none worth less than what it evicts.
+    Keep the blocks with the highest expected uses per unit of occupancy time; do not store less valuable blocks.
 
     Notes
     -----
-    Learns, per class of blocks and age, how often blocks of that age are used again: continues an older request or
-    not, last block of its request or not, used before or not, and the request's hint of its next use. Ages are
-    wall-clock time in 54 bins; the table is rebuilt every 64 requests. While most of what is used again after 4 to 16
-    seconds is shared by many sessions (as system prompts are), such blocks form classes by how many sessions have used
-    them, whatever continued what: sessions then take longer to come back, and beside the prompts' quick uses their new
-    blocks would look as if they came back at once. The number is counted as its rounded logarithm (Morris, CACM 1978),
-    and when the classes part, counting begins anew. A group of blocks leaves from its tail, and no block while a
-    resident block continues it. The classes and ages of the last ``4 * cache_capacity`` keys that left, or were not
-    stored, are remembered. Under a backend of your own, where callers bring the blocks, it declines nothing.
+    Blocks are divided into classes: the request continues an older one or not, the block is the last of its request or
+    not, the block was used before or not, and the request's hint of next use. For each class and age, the policy learns
+    how often blocks are used again. Ages are wall-clock times in 54 bins. The table is rebuilt every 64 requests.
+
+    Blocks that many sessions share, such as system prompts, may dominate the uses after 4 to 16 seconds. While they do,
+    they form separate classes by the number of sessions that used them. Otherwise, the quick uses of these prompts
+    would make the new blocks of ordinary sessions look as if they returned at once, too. The number of sessions is
+    counted as its rounded logarithm (Morris, CACM 1978). When the classes are split, counting starts again.
+
+    Blocks of a group are evicted from its tail, and no block is evicted while a resident block continues it. The policy
+    remembers the class and age of the last ``4 * cache_capacity`` keys that were evicted or not stored. With a custom
+    backend, where callers provide the blocks, it declines nothing.
     """
 
     cdef Member* members                # [num_rows]
@@ -100,8 +104,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef RememberedKeys memory
     cdef LostParents lost
     cdef int32_t* found                 # [call_size]: remembered keys of one call
-    # [call_size]: keys of the last use that do not stand in the memory yet. Most are stored at once and never enter it:
-    # their group is 0 then.
+    # [call_size]: keys of the last use that are not in the memory yet. Most keys are stored at once and never enter the
+    # memory. Then their group is 0.
     cdef HashInGroup* new_keys
     cdef Py_ssize_t num_new
     cdef HashInGroup* leaving           # [call_size]: victims of one call
@@ -111,11 +115,11 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef int64_t start_ms
     cdef uint64_t era
     cdef public bint stores_all
-    cdef int32_t passing_first          # rows that pass, oldest first; 0: none
+    cdef int32_t passing_first          # passing rows, oldest first; 0: none
     cdef int32_t passing_last
-    cdef Py_ssize_t num_grouped         # of the keys that `on_offer` took, the first so many enter their groups
+    cdef Py_ssize_t num_grouped         # the first `num_grouped` keys that `on_offer` accepted enter their groups
     cdef readonly uint64_t touches
-    cdef readonly uint64_t num_passed           # groups passed over because their tail had to stay, since the start
+    cdef readonly uint64_t num_passed           # groups skipped because of a protected tail, since the start
 
     def __cinit__(self, cache_capacity):
         self.table = BlockTable(cache_capacity, 2, keeps_queues=False)
@@ -125,7 +129,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             raise MemoryError(f"no memory for {cache_capacity} blocks")
         self.values = ValueTable()
         self.aged = AgedGroups(self.values)
-        # Untouched until used: to grow is to copy megabytes.
+        # Pages stay untouched until used. Growing would copy megabytes.
         self.aged.grow(cache_capacity + SPARE_KEYS)
         self.memory = RememberedKeys(MEMORY_FACTOR * cache_capacity + cache_capacity // 16 + SPARE_KEYS)
         self.lost = LostParents(cache_capacity)
@@ -139,12 +143,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     @property
     def reads_clock(self):
-        """Whether a manager gives it the time: yes."""
+        """Whether a manager sets the time: always true."""
         return True
 
     @property
     def now_ms(self):
-        """The time that the policy was last given, in milliseconds."""
+        """The last time that the manager set, in milliseconds."""
         return self.now_ns // 1_000_000
 
     @now_ms.setter
@@ -152,36 +156,36 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.now_ns = now_ms * 1_000_000
 
     def gauges(self):
-        """Return the keys that are remembered, and the uses that were learned from."""
+        """Return the number of remembered keys, and the number of learned uses."""
         return {"remembered_keys": self.num_remembered, "learned_uses": self.touches}
 
     @property
     def num_remembered(self):
-        """Keys that are known without being resident."""
+        """Number of keys that are known but not resident."""
         return self.memory.num_keys + self.num_new
 
     @property
     def worths(self):
-        """The value of a block of each class that has just been used, for requests without a hint."""
+        """The value, per class, of a block that has just been used, for requests without a hint."""
         return [self.values.value[cls * NUM_BINS] for cls in range(CLASSES_PER_HINT)]
 
     @property
     def splits_shared(self):
-        """Whether widely shared blocks form classes of their own now."""
+        """Whether widely shared blocks form separate classes now."""
         return self.values.splits_shared
 
     @property
     def num_aged(self):
-        """Groups moved to their next bin, since the start."""
+        """Groups moved to their next bin since the start."""
         return self.aged.num_aged
 
     @property
     def num_searched(self):
-        """Lost parents looked at, since the start."""
+        """Lost parents visited since the start."""
         return self.lost.num_searched
 
     cdef int reserve_policy(self, Py_ssize_t n) except -1:
-        """Make room, before anything changes, for a call of `n` keys: each may be remembered, and evict another."""
+        """Make room for a call of `n` keys before anything changes. Each key may be remembered, and evict another."""
         cdef void* block
         self.memory.reserve(2 * n + self.num_new)
         reserve_groups(self.aged)
@@ -219,7 +223,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.touches = 0
 
     cdef void _trim(self) noexcept nogil:
-        """Forget the oldest remembered keys beyond the memory's size."""
+        """Drop the oldest remembered keys beyond the size of the memory."""
         cdef Py_ssize_t num_over, num_popped, num_until_fetch = 0
         cdef Label label
         self._enter_memory()
@@ -234,7 +238,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             num_until_fetch -= num_popped
 
     cdef void _enter_memory(self) noexcept nogil:
-        """Let used keys that were not stored, then the call's victims, enter the memory."""
+        """Add to the memory the used keys that were not stored, then the call's victims."""
         self.memory.append_all(self.new_keys, self.num_new)
         self.memory.append_all(self.leaving, self.num_leaving)
         self.num_new = self.num_leaving = 0
@@ -299,7 +303,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self._remove_member(row)
 
     cdef inline Label _label_of(self, int32_t row, int32_t key) noexcept nogil:
-        """Return the label of a key that is resident in `row` or remembered as `key`; 0: it is unknown."""
+        """Return the label of a key that is resident in `row` or remembered at place `key`, or 0 if it is unknown."""
         if row != 0:
             return self._place_of(row).label
         return self.memory.group_of(key) if key != 0 else 0
@@ -333,7 +337,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     ) noexcept nogil:
         cdef Py_ssize_t i, first = request.num_seen - n
         cdef int32_t row, key, group, cls, length, hint, num_positions = <int32_t> request.num_positions
-        # Neighbours mostly leave one group, and join one: such a run is counted at its end.
+        # Neighbouring keys mostly leave the same group and join the same group: count such a run at its end.
         cdef int32_t left = 0, num_left = 0, num_shared = 0, joined = 0, num_joined = 0, joined_cls = -1
         cdef uint64_t* state = request.policy_state
         cdef uint64_t* kept
@@ -389,7 +393,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                     self._remove_member(row)
             elif key != 0:
                 if not self.memory.holds(key, hashes[i]):
-                    # Its segment has been merged with another meanwhile.
+                    # Its segment was merged with another one in the meantime.
                     key = self.memory.find(hashes[i])
                 label = self.memory.group_of(key)
                 self.memory.remove(key)
@@ -436,15 +440,15 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         state[CALL] = self.num_uses
 
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
-        """Keep uses out that come without a request: `BlockCache` makes one for each call."""
+        """Unused: `BlockCache` creates a request for each call without one."""
 
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
-        """Leave all where it is: a group knows its path's order."""
+        """Do nothing: a group keeps its path's order."""
 
     cdef void on_hint(
         self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t next_use
     ) noexcept nogil:
-        """Move known keys to the classes of another hint; their age counts from now, as after a use."""
+        """Move known keys to the classes of another hint. Their age starts at 0, as after a use."""
         cdef Py_ssize_t i
         cdef int32_t row, key, group, cls, length
         cdef Label label
@@ -466,7 +470,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             cls = class_of(self.aged, group)
             cls = cls % CLASSES_PER_HINT if cls < FIRST_SHARED else 3
             if group == <int32_t> <uint32_t> made[cls]:
-                continue  # named twice
+                continue  # the call names the key twice
             length = self.aged.groups[group].length
             if row != 0:
                 count_rows(self.table, self.table.rows[row].list_idx, -1)
@@ -490,7 +494,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return request.uses[place].is_positioned and request.uses[place].position == request.largest_position
 
     cdef uint32_t _widened(self) noexcept nogil:
-        """Return a bit for each sharing that a use by a new session raises: that of 2**n in one of about 2**n."""
+        """Return a bit per sharing that a use by a new session raises: sharing n with probability of about 1 / 2**n."""
         cdef uint32_t draw = <uint32_t> (self.touches * <uint64_t> 2654435761)
         cdef uint32_t bits = 0
         cdef int sharing
@@ -500,7 +504,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return bits
 
     cdef inline void _count_hits(self, int32_t group, int32_t n, int32_t num_shared) noexcept nogil:
-        """Count uses of `n` keys, `num_shared` of them widely shared, which leave their group."""
+        """Count uses of `n` keys that leave their group; `num_shared` of them are widely shared."""
         cdef const Cohort* cohort
         if n != 0:
             cohort = &self.aged.cohorts[self.aged.groups[group].cohort]
@@ -559,13 +563,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return num_taken
 
     cdef inline bint _is_new(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
-        """Return whether a key stands among the new ones; the note may be of an earlier use, which had others."""
+        """Return whether a key is among the new ones. The note may stem from an earlier use with other new keys."""
         cdef int32_t key = -names.uses[place].note - 1
         return (0 <= key < self.num_new and self.new_keys[key].group != 0
                 and self.new_keys[key].hash == names.named[place].hash)
 
     cdef inline int32_t _remembered(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
-        """Return where a key that a request named is remembered, or 0."""
+        """Return the place at which a key of a request is remembered, or 0."""
         cdef int32_t key = names.uses[place].note
         if self.memory.holds(key, names.named[place].hash):
             return key
@@ -574,7 +578,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef Py_ssize_t _without_holes(
         self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n
     ) noexcept nogil:
-        """Return how many keys come before the first whose predecessor is neither resident nor among them."""
+        """Return the number of keys before the first whose predecessor is neither resident nor among them."""
         cdef Py_ssize_t i, num_taken = n
         cdef int32_t before
         for i in range(n):
@@ -590,9 +594,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef Py_ssize_t _make_way(
         self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_move, bint is_whole, int32_t* victims
     ) noexcept nogil:
-        """Take up to `n` victims, whatever the waiting keys are worth; return how many.
+        """Select up to `n` victims, whatever the values of the waiting keys. Return their number.
 
-        Keys worth more than a grouped block take its place. The others pass, and so do all keys of a move.
+        Keys worth more than a grouped block replace it. The other keys become passing, as do all keys of a move.
         """
         cdef Py_ssize_t share = max(1, self.table.cache_capacity // PASSING_SHARE)
         cdef Py_ssize_t num_over = self.table.num_in_list[PASSING] - share
@@ -610,7 +614,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef Py_ssize_t _choose_passing(
         self, RequestKeys names, Py_ssize_t n, bint is_whole, int32_t* victims
     ) noexcept nogil:
-        """Take up to `n` passing victims, oldest first; return how many."""
+        """Select up to `n` passing victims, oldest first. Return their number."""
         cdef Py_ssize_t got = 0
         cdef int32_t row, next = self.passing_first
         while next != 0 and got < n:
@@ -626,9 +630,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_whole, bint by_worth,
         int32_t* victims
     ) noexcept nogil:
-        """Take up to `n` grouped victims, `by_worth` each worth less than the waiting key that takes its place.
+        """Select up to `n` grouped victims. `by_worth`: each is worth less than the waiting key that replaces it.
 
-        Return how many. With `is_whole`, the call names all keys that the request has named: those resident are marked.
+        Return their number. `is_whole`: the call names all keys of the request, and the resident ones are marked.
         """
         cdef Py_ssize_t got = 0, got_before = -1
         cdef int word, num_left = MOST_PASSED
@@ -682,9 +686,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return self.values.value[class_of(self.aged, group) * NUM_BINS]
 
     cdef inline void _evict(self, int32_t tail) noexcept nogil:
-        """Take a victim out, and fetch ahead what the next one, its release and the memory will need."""
+        """Remove a victim, and prefetch data for the next victim, for the release and for the memory."""
         prefetch(&self.members[self.table.rows[tail].prev])
-        # Keys of a prompt mostly lie in rows that follow one another.
+        # Keys of a prompt are mostly in consecutive rows.
         prefetch(&self.table.rows[max(tail - 5, 0)])
         prefetch(&self.members[max(tail - 8, 0)])
         prefetch(self.table.rows[tail].key)
@@ -706,7 +710,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return place < 0 or names.named[place].seen == 0
 
     cdef inline void _detach_row(self, int32_t row) noexcept nogil:
-        """Take a row from its group and its parent; its key stays known."""
+        """Remove a row from its group and its parent. Its key stays known."""
         count_rows(self.table, self.table.rows[row].list_idx, -1)
         self._unlink(row)
         self._leave_parent(row)
@@ -722,7 +726,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self.members[parent].kids -= 1
 
     cdef int32_t _found_again(self, int32_t row, uint32_t generation) noexcept nogil:
-        """Return the row that a parent which once failed has now, or 0; one of its children leaves it."""
+        """Return the current row of a parent that was once lost, or 0. Remove one child from the lost parent."""
         cdef Probe probe
         cdef uint64_t hash = 0
         if not self.lost.take_child(row, generation, &hash):
@@ -758,7 +762,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             else:
                 self._place_of(row).label = label
         count_rows(self.table, GROUPED, min(n, self.num_grouped))
-        # The tail of a prompt leaves before its head.
+        # The tail of a prompt is evicted before its head.
         for i in range(n - 1, self.num_grouped - 1, -1):
             self._append_passing(self._place_of(rows[i]).label, rows[i])
             count_rows(self.table, PASSING, 1)
@@ -786,7 +790,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self._trim()
 
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
-        """Take in blocks of no request."""
+        """Insert blocks that belong to no request."""
         cdef Py_ssize_t i
         cdef int32_t key
         cdef Label label
@@ -806,7 +810,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         count_rows(self.table, GROUPED, n)
 
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
-        """Take `n` victims in the order of the table, and decline nothing."""
+        """Select `n` victims in the order of the table, and decline nothing."""
         cdef Py_ssize_t got = 0
         cdef int rank
         cdef int32_t cell, cohort, next_cohort, group, next, row, prev
@@ -882,7 +886,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 continue
             if self.memory.find(rows[row].hash) != 0:
                 raise BlockStateError(f"invariant broken: row {row} is resident and remembered")
-            # A child left behind by a failed store may have counted itself out of another's.
+            # A child that a failed store left behind may have been subtracted from another parent's count.
             if self.lost.num_lost == 0 and self.members[row].kids > kids.get(row, 0):
                 raise BlockStateError(f"invariant broken: row {row} counts too many children")
         for label in self.memory.groups():

@@ -5,12 +5,12 @@ cdef enum:
     NUM_BINS = 54
     CLASSES_PER_HINT = 8
     NUM_HINTS = 4               # none, end, soon, later
-    FIRST_SHARED = CLASSES_PER_HINT * NUM_HINTS     # classes of shared blocks, while they are told apart
+    FIRST_SHARED = CLASSES_PER_HINT * NUM_HINTS     # classes of shared blocks, in use while `splits_shared`
     NUM_SHARED = 4
     NUM_CLASSES = FIRST_SHARED + NUM_SHARED
     NUM_CELLS = NUM_CLASSES * NUM_BINS              # cell: class * NUM_BINS + bin
-    FIRST_JUDGED = 1            # bins in which a use tells whose blocks come back within seconds: from 4 s on
-    END_JUDGED = 7              # and before 16 s
+    FIRST_JUDGED = 1            # uses in the bins from here (4 s) decide whether to split off shared blocks
+    END_JUDGED = 7              # to here (16 s), exclusive
 
 
 @cython.final
@@ -23,12 +23,12 @@ cdef class ValueTable:
     cdef int64_t[NUM_CELLS] value
     cdef int32_t[NUM_CELLS] ranked      # cells in the order of the table
     cdef int32_t[NUM_CELLS] rank_of
-    cdef int num_ranked                 # cells of the classes in use
+    cdef int num_ranked                 # number of cells of the classes in use
     cdef int num_hints                  # 1 + the highest hint in use
     cdef bint knows_shared              # the classes of shared blocks are in use
-    cdef int64_t num_again              # uses of keys 4 to 16 s after their last one, halved at 65,536
-    cdef int64_t num_shared             # of these, of widely shared keys
-    cdef readonly bint splits_shared    # they are told apart now
+    cdef int64_t num_again              # uses of keys 4 to 16 s after their previous use; halved at 65,536
+    cdef int64_t num_shared             # of these, uses of widely shared keys
+    cdef readonly bint splits_shared    # widely shared blocks form separate classes now
 
     cdef void clear(self) noexcept nogil
     cdef void rebuild(self) noexcept nogil

@@ -1,6 +1,6 @@
-"""ValueTable: how often keys of each class and age were used again, and what a block of each is therefore worth.
+"""ValueTable: how often keys of each class and age were used again, and the resulting value of a block.
 
-Compiled because each run of used keys counts here, and the values of all cells are worked out within a call.
+Compiled because each run of used keys is counted here, and all values are recomputed within a call.
 """
 
 cimport cython
@@ -10,11 +10,11 @@ from libc.string cimport memset
 from kvcache.block import BlockStateError
 
 cdef enum:
-    FEWEST_AGAIN = 1024         # uses of such ages, to judge how many are of widely shared keys
+    FEWEST_AGAIN = 1024         # uses at these ages that are needed to estimate the share of widely shared keys
     MOST_AGAIN = 65536
     HALVING_TOTAL = 1 << 21
     MOST_CHANCE = 64512
-    PRIOR = 4096                # weight of what all classes show against a class's own counts
+    PRIOR = 4096                # weight of the counts over all classes against a class's own counts
     PRIOR_SHARED = 512
 
 
@@ -22,15 +22,16 @@ cdef enum:
 cdef class ValueTable:
     """ValueTable()
 
-    Counts of hits and survivors of each class and bin of age, the value of each such cell, and their order.
+    Counts of hits and survivors per class and age bin, the value of each such cell, and the order of the cells.
 
     Notes
     -----
-    A class is in use once its hint was given, or once shared blocks were told apart; cells of others have no rank.
+    A class is in use after its hint was first given, or after shared blocks were first split off. Cells of other
+    classes have no rank.
     """
 
     def __cinit__(self):
-        # 0, 2, 3, then four to each doubling: 4, 5, 6, 7, 8, 10, 12, 14, 16, ...
+        # 0, 2, 3, then four per octave: 4, 5, 6, 7, 8, 10, 12, 14, 16, ...
         cdef int b
         self.edges[0] = 0
         self.edges[1] = 2
@@ -42,7 +43,7 @@ cdef class ValueTable:
         raise TypeError("a value table belongs to one policy and cannot be pickled")
 
     cdef void clear(self) noexcept nogil:
-        """Forget all that was counted, and take up the classes without a hint."""
+        """Clear all counts. Only the classes without a hint stay in use."""
         memset(self.hit, 0, sizeof(self.hit))
         memset(self.sur, 0, sizeof(self.sur))
         self.total = 0
@@ -54,12 +55,12 @@ cdef class ValueTable:
         _work_out(self)
 
     cdef void rebuild(self) noexcept nogil:
-        """Work out all values and ranks anew; the caller marks what it keeps by rank."""
+        """Recompute all values and ranks. The caller updates all state that depends on ranks."""
         _judge_sharing(self)
         _work_out(self)
 
     cdef void take_up_hint(self, int32_t hint) noexcept nogil:
-        """Value the classes of a hint that nobody has given before; ranks change."""
+        """Start to use the classes of a hint that was not given before. Ranks change."""
         _take_up_classes(self, self.num_hints * CLASSES_PER_HINT, (hint + 1) * CLASSES_PER_HINT)
         self.num_hints = hint + 1
 
@@ -67,7 +68,7 @@ cdef class ValueTable:
         return self.knows_shared if cls >= FIRST_SHARED else cls < self.num_hints * CLASSES_PER_HINT
 
     cdef int check(self) except -1:
-        """Raise BlockStateError unless counts and ranks hold."""
+        """Check counts and ranks. Raise BlockStateError naming the broken invariant."""
         cdef int32_t cell
         cdef int64_t total = 0
         for cell in range(NUM_CELLS):
@@ -80,12 +81,12 @@ cdef class ValueTable:
 
 
 cdef void _judge_sharing(ValueTable values) noexcept nogil:
-    """Tell shared blocks apart while over 9/16 of what is used again in seconds is widely shared, down to 3/8."""
+    """Split off shared blocks if over 9/16 of the uses after seconds are widely shared; merge them again below 3/8."""
     cdef bint splits
     if values.num_again >= FEWEST_AGAIN:
         splits = 16 * values.num_shared > (6 if values.splits_shared else 9) * values.num_again
         if splits and not values.splits_shared:
-            # What was counted is of classes that held the shared blocks too.
+            # The counts so far are of classes that contained the shared blocks.
             memset(values.hit, 0, sizeof(values.hit))
             memset(values.sur, 0, sizeof(values.sur))
             values.total = 0
@@ -99,7 +100,7 @@ cdef void _judge_sharing(ValueTable values) noexcept nogil:
 
 
 cdef void _take_up_classes(ValueTable values, int first, int end) noexcept nogil:
-    """Value classes that have not been in use before, by the table as it is."""
+    """Compute the values of classes that were not in use before, and rank them in the current table."""
     cdef int cls, b
     for cls in range(first, end):
         _value_class(values, cls)
@@ -110,7 +111,7 @@ cdef void _take_up_classes(ValueTable values, int first, int end) noexcept nogil
 
 
 cdef void _work_out(ValueTable values) noexcept nogil:
-    """Work out the value of each cell, and the order of the cells, from what has been counted."""
+    """Compute the value of each cell, and the order of the cells, from the counts."""
     cdef int cls, b, cell
     cdef int64_t chance = 4096
     cdef int64_t[NUM_BINS] num_hit
@@ -171,12 +172,12 @@ cdef void _value_class(ValueTable values, int cls) noexcept nogil:
 
 
 cdef void _rank_cells(ValueTable values) noexcept nogil:
-    """Order the cells by value, then by bin, falling, then by class."""
+    """Order the cells by value, then by bin, descending, then by class."""
     cdef int32_t cell
     cdef int i, j
-    cdef uint64_t[NUM_CELLS] ranks      # all three in one number; a value has 34 bits at the most
+    cdef uint64_t[NUM_CELLS] ranks      # all three in one number; a value has at most 34 bits
     cdef uint64_t rank
-    # By insertion: from one table to the next, few cells change places.
+    # Insertion sort: from one table to the next, few cells move.
     for i in range(values.num_ranked):
         cell = values.ranked[i]
         rank = <uint64_t> values.value[cell] << 16 | (NUM_BINS - cell % NUM_BINS) << 8 | cell // NUM_BINS
