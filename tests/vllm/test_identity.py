@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from kvcache.integrations.vllm import identity
 from kvcache.integrations.vllm.identity import fingerprint
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
@@ -149,13 +149,14 @@ def test_fingerprint_longest_prompt_counts_for_longrope_only(folder: Path) -> No
 
 @pytest.mark.parametrize("case", ["dummy", "hub", "no config"])
 def test_fingerprint_unreadable_weights_uses_name_and_warns(
-    folder: Path, case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    warnings: list[str] = []
+    monkeypatch.setattr(identity.logger, "warning", lambda text, *values: warnings.append(text % values))
     load_config = SimpleNamespace(load_format="dummy" if case == "dummy" else "auto", download_dir=str(folder))
     model = model_config(folder) if case == "dummy" else model_config(Path("org/none"), revision="1")
     found = taken(None if case == "no config" else engine(model, load_config=load_config))
-    assert "by the model's name only" in caplog.text if case == "no config" else "by this name only" in caplog.text
+    assert ("by the model's name only" if case == "no config" else "by this name only") in warnings[0]
     if case == "hub":
         assert found["weights"] == "org/none@1, format auto, seed 0"
         other = copy.copy(model)
