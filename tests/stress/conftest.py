@@ -1,4 +1,4 @@
-"""Shared by the attacks: their budget, and threads that run until one of them fails."""
+"""Fixtures of the stress tests: the budget, and threads that run until one of them fails."""
 
 import os
 import random
@@ -17,13 +17,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def budget():
-    """How long to attack: 1 is what CI spends, `KVCACHE_STRESS` says otherwise."""
+    """The amount of work: 1 in CI, or the value of `KVCACHE_STRESS`."""
     return float(os.environ.get("KVCACHE_STRESS", "0.3"))
 
 
 @pytest.fixture
 def run_threads():
-    """Run each body, called with random numbers, again and again in its own thread; raise the first fault."""
+    """Call each body with random numbers repeatedly in its own thread; raise the first exception."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield _run_threads

@@ -1,4 +1,4 @@
-"""Threads that submit, wait for, cancel and close the same copies, with and without a GIL: every byte arrives once."""
+"""Threads that submit, await, cancel and close the same copies, with and without a GIL: every byte arrives once."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ def test_copies_of_many_threads_are_whole(run_threads, budget):
     queue = CopyQueue(geometry, True, 3, 1 << 14)
 
     def submit(rng, own):
-        # Blocks of its own: what a thread reads when its job has ended nobody writes.
+        # Each thread has its own blocks, so no other thread writes the blocks that it reads after its job has ended.
         ids = np.array(rng.sample(own, rng.choice([1, 3, 20])))
         place = queue.submit(len(ids), ids, [len(ids)], [0], ids)
         submitted.append(len(ids))

@@ -1,4 +1,4 @@
-"""A disk tier on a file system that fails, cuts short, lies and hangs: no wrong byte, no waiting, and work goes on."""
+"""A disk tier on a file system that fails, truncates, lies and hangs: it serves no wrong byte, and no caller blocks."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def key_of(number):
 
 
 class Mount:
-    """The file system in another process, and what it is told."""
+    """A faulty file system in another process, and its commands."""
 
     def __init__(self, path, process):
         self.path = path
@@ -78,7 +78,7 @@ def end_of(tier, job_id):
 
 
 def use(host, tier, draw, counts, num_steps):
-    """Store and load at random; compare every block that is said to have come."""
+    """Store and load at random; compare every block that the tier reports as loaded."""
     for _ in range(num_steps):
         counts["jobs"] += 1
         job_id = counts["jobs"]
@@ -212,7 +212,7 @@ def test_shutdown_returns_though_the_mount_hangs_and_the_process_ends_with_it(tm
             child.stdin.write("\n")
             child.stdin.flush()
             assert child.stdout.readline() == "shut\n"
-            # The kernel waits for an answer to what this file system has taken, also for a process that was killed.
+            # A process waits for requests that this file system has not answered, even after it was killed.
             mount.say("clear")
             assert child.wait(20) == 0
         finally:

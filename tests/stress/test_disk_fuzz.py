@@ -1,6 +1,6 @@
-"""Whatever bytes stand in a disk tier's files: one kind of error or a sound tier, and never a wrong block.
+"""A disk tier with arbitrary bytes in its files raises one kind of error or works, and never serves a wrong block.
 
-10,000 plain mutations and 1,000 of what Hypothesis draws for each file by default; `KVCACHE_STRESS=100`: a million.
+By default, 10,000 plain mutations of each file and 1,000 drawn by Hypothesis; with `KVCACHE_STRESS=100`, a million.
 """
 
 import json
@@ -63,7 +63,7 @@ def make_directory(path):
 
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory):
-    """Return a folder where a sync costs nothing, if there is one."""
+    """Yield a folder in memory, where a sync is fast, or else a temporary folder."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path_factory.mktemp("fuzz")
         return
@@ -73,14 +73,14 @@ def memory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sound(memory):
-    """Return a directory with blocks, and its files' bytes."""
+    """Return a directory with blocks, and the bytes of its files."""
     path = memory / "sound"
     return path, make_directory(path)
 
 
 @st.composite
 def edited(draw, body):
-    """Draw bytes that differ from `body` in a few places, or in their length."""
+    """Draw bytes that differ from `body` in a few places, or in length."""
     body = bytearray(body)
     for _ in range(draw(st.integers(1, 4))):
         kind = draw(st.sampled_from(["flip", "flip", "write", "copy", "cut", "grow"]))
@@ -183,7 +183,7 @@ def test_records_of_any_bytes_name_no_block_that_was_not_there(sound, data):
 
 
 def mutated(dice, body):
-    """Return bytes that differ from `body` in a few places, or in their length: quicker than Hypothesis draws them."""
+    """Return bytes that differ from `body` in a few places, or in length; faster than drawing them with Hypothesis."""
     body = bytearray(body)
     for _ in range(dice.randint(1, 4)):
         at = dice.randrange(max(1, len(body)))
@@ -250,7 +250,7 @@ def test_recency_of_any_bytes_costs_order_and_nothing_else(sound, data):
 
 
 def damage(draw, path):
-    """Damage one file of a directory as disks, crashes and people do; say how."""
+    """Damage one file of a directory as a disk, a crash or a user would; return a description."""
     name = draw.choice(["data", "data", "records", "records", "recency", "kvcache.json", "lock"])
     file = path / name
     if not file.is_file() or file.is_symlink():

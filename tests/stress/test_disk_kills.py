@@ -1,4 +1,4 @@
-"""A disk tier whose writer is killed at any moment: no wrong byte, nothing done is lost, nothing reset comes back."""
+"""Kill the writer of a disk tier at random: no wrong byte, no completed store is lost, no reset block returns."""
 
 import json
 import os

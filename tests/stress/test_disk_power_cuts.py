@@ -1,8 +1,8 @@
-"""A disk tier whose machine loses power serves no wrong byte, keeps what was made durable, and forgets what was reset.
+"""After a power cut, a disk tier serves no wrong byte, keeps durable blocks, and has no blocks from before a reset.
 
-Two ways. What the tier does to its directory is recorded, call by call, and replayed to states that a crash may leave:
-of what was not synced, each sector of a file may be there or not, and of changed names a beginning. And on a loop
-device (root only), the device's bytes at moments after what was reported are mounted anew.
+There are two kinds of tests. The first records each change that the tier makes to its directory, and replays them
+to states that a crash may leave: any sectors that were not synced, and any first part of the renames, may be written.
+The second (root only) runs on a loop device: it copies the device's bytes at some moments, and mounts the copies.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ def key_of(number):
 
 
 def finish(tier):
-    """Return the end of the one job under way; what was found at the start belongs to none."""
+    """Return the result of the only job in flight; skip results without a job, which list blocks found at the start."""
     while not (results := [result for result in tier.get_finished() if result.job_id is not None]):
         time.sleep(0.0002)
     return results[0]
 
 
 class Recorder:
-    """Note every change of the files of one directory, in order, and from where on a sync does not cover them."""
+    """Record every change to the files of one directory in order, and which changes a sync covers."""
 
     def __init__(self, path, monkeypatch):
         self.path = path
@@ -130,7 +130,7 @@ class Recorder:
 
 
 class File:
-    """What is durable of a file, and what is not yet."""
+    """A file: its durable bytes, and its pending changes."""
 
     def __init__(self):
         self.body = bytearray()
@@ -146,7 +146,7 @@ class File:
             self.body[offset : offset + len(piece)] = piece
 
     def crash(self, draw, share):
-        """Apply a share of what is pending, sector by sector."""
+        """Apply a random share of the pending changes, sector by sector."""
         for _, event in self.pending:
             if event[0] == "truncate":
                 if draw.random() < share:
@@ -163,7 +163,7 @@ class File:
 
 
 def crash_state(events, draw, is_kill):
-    """Return the files that a crash after `events` may leave; a kill leaves everything."""
+    """Return the files that a crash after `events` may leave; a killed process loses no change."""
     files, names, pending_names = {}, {}, []
 
     def rename(event):
@@ -200,7 +200,7 @@ def crash_state(events, draw, is_kill):
 
 
 class Workload:
-    """Store, load, flush, reset and reopen at random; after each step, promise what a crash must leave."""
+    """Store, load, flush, reset and reopen at random; after each step, record which blocks must survive a crash."""
 
     def __init__(self, path, seed, promise):
         self.path = path
@@ -249,7 +249,7 @@ class Workload:
         self.stored, self.durable = {}, {}
         self.say()
         self.tier.reset()
-        # A kill from here on brings nothing back, though power loss may until the reset is reported.
+        # From here on, a killed process leaves no blocks. A power cut may leave some until the tier reports the reset.
         self.promise({}, {}, self.generation, is_reset=True)
         while self.tier.stats().unavailable_reason:
             self.tier.get_finished()
@@ -262,7 +262,7 @@ class Workload:
         self.say()
         num_blocks = self.draw.choice([NUM_BLOCKS - 4, NUM_BLOCKS])
         if num_blocks < self.num_blocks:
-            # Which slots are lost is not this test's business.
+            # This test does not check which blocks a smaller tier drops.
             self.stored, self.durable = {}, {}
             self.say()
         self.num_blocks = num_blocks
@@ -270,7 +270,7 @@ class Workload:
 
 
 def held_blocks(path):
-    """Open the directory that a crash left, and return each block that it serves: number -> generation, -1 if wrong."""
+    """Open the directory after a crash, and return each block that it serves: number -> generation, -1 if wrong."""
     host = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
     tier = DiskTier(path, capacity_for(NUM_BLOCKS, BLOCK_BYTES), host, flush_interval_s=1000, preallocate=False)
     try:
@@ -291,7 +291,7 @@ def held_blocks(path):
 
 
 def faults_of(found, must, generations):
-    """Return what is wrong with what a crash left."""
+    """Return descriptions of wrong and missing blocks after a crash."""
     wrong = {number: generation for number, generation in found.items() if generation not in generations}
     missing = {number for number, generation in must.items() if found.get(number) != generation}
     return [
@@ -339,7 +339,7 @@ def test_every_state_that_a_crash_may_leave_is_sound(tmp_path, monkeypatch, seed
 
 
 def snapshot(image, target):
-    """Copy the bytes of a device at one moment: until two copies are alike."""
+    """Copy the bytes of a device; repeat until two copies are equal."""
     last = b""
     while (now := image.read_bytes()) != last:
         last = now

@@ -1,4 +1,4 @@
-"""Millions of events with messages dropped on purpose: after replays both views are equal and digests agree."""
+"""Millions of events with dropped messages: after replays, both views and their digests are equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from kvcache import OffloadingEvent
 from kvcache.exporters.kv_events import KVEventPublisher, KVEventSubscriber
 
-# By hand: KVCACHE_STRESS=50 sends ten million block events.
+# Run by hand with KVCACHE_STRESS=50 to send ten million block events.
 NUM_EVENTS = 200_000 * int(os.environ.get("KVCACHE_STRESS", "1"))
 KEYS_PER_EVENT = 32
 
@@ -18,7 +18,7 @@ def test_views_agree_after_one_message_in_a_hundred_was_lost():
     rng = random.Random(5)
     with KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", digest_every=64) as publisher:
         subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint or "", timeout_s=60)
-        # What is published before a subscription has arrived is lost to it.
+        # A subscriber misses messages that are published before its subscription arrives.
         while not subscriber.poll(0.02):
             publisher.publish([OffloadingEvent([b"the start" + bytes(4)], 16, "CPU", False)])
         receive, num_seen, num_dropped = subscriber.receive, 0, 0
@@ -48,7 +48,7 @@ def test_views_agree_after_one_message_in_a_hundred_was_lost():
         subscriber.receive = receive  # type: ignore[method-assign]
         end_s = time.monotonic() + 60
         expected = publisher.snapshot()[1]
-        # One last message, so that a loss at the very end is seen, too.
+        # Publish one more message, so that the subscriber detects a loss at the end.
         publisher.publish([OffloadingEvent([b"the end!" + bytes(4)], 16, "CPU", False)])
         while b"the end!" not in {block for block, _ in subscriber.view.media().get("CPU", ())}:
             assert time.monotonic() < end_s

@@ -1,4 +1,4 @@
-"""Neither key objects nor blocks are lost: counted in a process of their own."""
+"""Managers leak no key objects and no blocks; a separate process counts them."""
 
 from __future__ import annotations
 

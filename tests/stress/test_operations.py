@@ -1,8 +1,8 @@
 """Random manager operations under finalizers, threads and failing plug-ins: no wrong slot, no lost slot, flat memory.
 
-Every block that is stored writes its key where its slot says, and every load compares: a slot that two keys share, or
-that a key gets which is not its own, is a wrong byte at once. `KVCACHE_STRESS` multiplies how many calls are made per
-kind (50,000 by default, more by hand).
+Every store writes its key to its slot, and every load compares the slot with its key. So a load finds a slot that two
+keys share, or that belongs to another key. `KVCACHE_STRESS` multiplies the number of calls of each kind, 50,000 by
+default.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KEYS = [b"key %d" % i + bytes(28) for i in range(NUM_KEYS)]
 
 
 class Boom(Exception):
-    """What the failing plug-in raises."""
+    """Raised by the failing plug-in."""
 
 
 class FailingPolicy(ReferenceLRU):
-    """A policy in plain Python that raises now and then, before or after its work."""
+    """A Python policy that sometimes raises before or after its work."""
 
     dice = random.Random(7)
     is_failing = False
@@ -113,7 +113,7 @@ class Driver:
         try:
             spec = self.manager.prepare_load(keys[: self.manager.lookup(keys)], context)
         except (KeyError, BlockStateError):
-            return  # another thread, or a finalizer, came in between
+            return  # another thread or a finalizer ran in between
         ids: list[int] = spec.block_ids.tolist()  # type: ignore[attr-defined]
         for block_id, key in zip(ids, keys, strict=False):
             assert self.memory[block_id] == key, f"slot {block_id} of {key!r} holds {self.memory[block_id]!r}"
@@ -122,7 +122,7 @@ class Driver:
 
 
 class Bomb:
-    """Part of a circle, so that the collector finds it: its finalizer drives the manager, whatever that is doing."""
+    """Part of a reference cycle: when the garbage collector finds it, its finalizer calls the manager."""
 
     live = True
 

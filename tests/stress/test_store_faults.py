@@ -1,4 +1,4 @@
-"""Many faults of real stores one after the other, under one load that never ends; the faults of `tests/tiers`."""
+"""Run the faults of `tests/tiers` on real stores, one after the other, under continuous load."""
 
 from __future__ import annotations
 

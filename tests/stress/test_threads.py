@@ -1,8 +1,8 @@
 """Threads that call every operation at once, with and without a GIL: no slot serves two keys, and none is lost.
 
-A block has one writer between `prepare_store` and `complete_store`, and none while anybody loads it: each thread writes
-its key into the blocks that it was given, and checks what it reads. So two threads that were given one slot are found
-at once, and what the manager keeps of blocks and references is counted when all have ended.
+A block has one writer between `prepare_store` and `complete_store`, and no writer while a thread loads it. Each thread
+writes its keys into the blocks that it stores, and checks the blocks that it loads. So the test detects two
+threads that got the same slot. When all threads have ended, it checks the manager's counts of blocks and references.
 """
 
 import gc
@@ -22,11 +22,11 @@ KEYS = [b"%028d\0\0\0\0" % i for i in range(160)]
 
 
 class Slots:
-    """What stands in each slot, and who writes it."""
+    """The content and the current writer of each slot."""
 
     def __init__(self):
         self.content = [None] * NUM_BLOCKS
-        self.lock = threading.RLock()  # a finalizer may run while its thread holds it
+        self.lock = threading.RLock()  # reentrant: a finalizer may run while its thread holds the lock
         self.writers = {}
 
     def begin(self, block_ids, writer):
@@ -115,7 +115,7 @@ class Requests:
                     assert 0 <= block.block_id < NUM_BLOCKS
                     assert block.ref_cnt >= -1
                 except BlockStateError:
-                    pass  # it has left
+                    pass  # evicted meanwhile
         elif operation == "lists":
             for name in ("t1", "t2", "b1", "b2"):
                 blocks = getattr(manager.policy, name, ())
@@ -131,7 +131,7 @@ class Requests:
             assert len(set(block_ids)) == len(block_ids)
 
     def check(self):
-        """Check what must hold when no thread is at work."""
+        """Check the invariants that hold while no thread runs."""
         manager = self.manager
         manager.on_request_finished(self.shared_context)
         stats = manager.stats()
@@ -142,10 +142,10 @@ class Requests:
         assert len(set(block_ids)) == len(block_ids) == NUM_BLOCKS - stats.num_free
         self.slots.check(block_ids, found)
         if self.may_decline:
-            # It need not take new blocks in place of those it values.
+            # Such a policy may decline new blocks and keep more valuable ones.
             manager.reset_cache()
             found = {}
-        # Every slot can be had once more: none was lost, and none is there twice.
+        # Every slot can be allocated once more: no slot is lost or duplicated.
         fresh = [b"fresh%027d" % i for i in range(NUM_BLOCKS)]
         output = manager.prepare_store(fresh)
         assert sorted(output.store_spec.block_ids.tolist()) == list(range(NUM_BLOCKS))
@@ -168,7 +168,7 @@ def test_no_slot_serves_two_keys_whatever_finalizers_do(policy, run_threads, bud
     busy = threading.local()
 
     class Finalized:
-        """Part of a circle; the collector, wherever it runs, has it call the manager."""
+        """Part of a reference cycle: the garbage collector runs its finalizer, which calls the manager."""
 
         def __init__(self):
             self.me = self
@@ -208,7 +208,7 @@ def test_a_policy_alone_is_used_by_many_threads(policy, run_threads, budget):
         key = rng.choice(KEYS)
         alone.touch(rng.choices(KEYS, k=4))
         alone.get(rng.choice(KEYS))
-        with lock:  # asking and inserting are two calls
+        with lock:  # looking up and inserting are two calls
             if alone.get(key) is None:
                 if sum(alone.get(k) is not None for k in KEYS) >= NUM_BLOCKS:
                     victims = alone.evict(2, {key})

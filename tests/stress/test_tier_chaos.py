@@ -1,7 +1,7 @@
 """Tiers that raise, hang, lose, answer late and lie, under a manager: no wrong byte, no slot in two hands, no error.
 
-An own checker keeps the truth: whose bytes every host block must hold, and which jobs a tier still has in its hands.
-A hundred thousand steps and more by hand: ``KVCACHE_STRESS=10 make stress``.
+The test records the expected bytes of every host block, and the jobs that each tier still runs.
+``KVCACHE_STRESS=10 make stress`` makes more than a hundred thousand steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def payload(key):
 
 
 class ChaosTier(ManualTier):
-    """A tier in the test's own hands; every call may raise or answer nonsense, and jobs end when chance wants it."""
+    """A tier under the test's control: every call may raise or return an invalid answer, and jobs end at random."""
 
     def __init__(self, draw, num_blocks, host):
         super().__init__(num_blocks, host, is_automatic=False)
@@ -105,7 +105,7 @@ class ChaosTier(ManualTier):
         return super().stats()
 
     def move_on(self):
-        """End some jobs, late ones too; a failed load leaves garbage."""
+        """End some jobs, including late ones; a failed load leaves garbage."""
         for job in list(self.pending):
             if self.draw.random() < 0.5:
                 continue
@@ -117,7 +117,7 @@ class ChaosTier(ManualTier):
 
 
 class Engine:
-    """Random calls of a scheduler, checked against what it knows itself."""
+    """Make random calls of a scheduler, and check the results against its own records."""
 
     def __init__(self, draw, host, manager, tiers):
         self.draw, self.host, self.manager, self.tiers = draw, host, manager, tiers
@@ -191,7 +191,7 @@ class Engine:
         self.manager.on_schedule_end()
 
     def reset(self):
-        """The engine has let everything of its own go before, as the contract says."""
+        """Complete all jobs and requests first, as the contract requires; then reset."""
         for context, keys, found, _ in self.loading:
             self.manager.complete_load(keys[:found], context)
         for context, keys, _ in self.storing:
@@ -216,7 +216,7 @@ def test_chaos_gives_no_wrong_byte_and_raises_nothing(write_policy, num_tiers, s
     )
     engine = Engine(draw, host, manager, tiers)
     for step in range(6000 * BUDGET):
-        # Quiet and wild times by turns: whoever only fails is left alone.
+        # Alternate between quiet and faulty periods: the manager pauses a tier that fails all the time.
         for tier in tiers:
             tier.rate = 0.08 if step % 1500 < 700 else 0.0
         now_s[0] += draw.choice([0.0, 0.05, 0.2])
@@ -240,7 +240,7 @@ def test_chaos_gives_no_wrong_byte_and_raises_nothing(write_policy, num_tiers, s
 
 
 class WildTier(JobTier):
-    """A `JobTier` whose subclass raises, hangs, lies and is slow, in its threads."""
+    """A `JobTier` whose subclass raises, hangs, lies and is slow in its threads."""
 
     def __init__(self, host, seed):
         self.draw = random.Random(seed)
@@ -302,7 +302,7 @@ def test_job_tier_over_a_wild_medium_gives_no_wrong_byte(monkeypatch):
                 time.sleep(0.0002)
         tier.rate = 0.0
         engine.reset()
-        # Slots of jobs that are overdue come back when these end, which nothing but the tier can say.
+        # An overdue job releases its slots only when the tier reports its end.
         end_s = time.monotonic() + 30
         while manager.stats().num_free < NUM_HOST and time.monotonic() < end_s:
             assert manager.settle(10)

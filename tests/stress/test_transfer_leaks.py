@@ -1,4 +1,4 @@
-"""A hundred thousand transfers leave nothing behind."""
+"""A hundred thousand transfers leak no memory, threads or files."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ def test_a_hundred_thousand_jobs_leave_nothing_behind():
     report = json.loads(ended.stdout)
     assert report["ended"] == 100_000
     left = report["left"]
-    # A job that stayed would hold a hundred bytes at the least: eight megabytes, and one of Python's.
+    # A leak of one job would be at least 100 bytes: 10 MB after all jobs.
     assert left["resident_bytes"] < 2 << 20
     assert left["traced_bytes"] < 64 << 10
     assert left["threads"] == left["files"] == left["threads_after_shutdown"] == 0
