@@ -1,6 +1,6 @@
-"""What is announced can be loaded: no key announced stored that a look-up misses, none removed that a look-up hits.
+"""Events match look-ups: a look-up hits every block that was announced as stored, and no block announced as removed.
 
-Held at every step, for every policy, with resets, failed stores, and tiers that fail, refuse and evict by themselves.
+Checked after every step, for every policy, with resets, failed stores, and tiers that fail, reject and evict.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ runs = st.tuples(st.integers(0, 10), st.integers(1, 7)).map(lambda run: KEYS[run
 
 
 class MoodyTier(MemoryTier):
-    """Fails and refuses as it is told to."""
+    """A tier that fails and rejects jobs on demand."""
 
     fails_get = fails_put = refuses = False
 
@@ -40,7 +40,7 @@ class MoodyTier(MemoryTier):
 
 
 class AnnouncedMachine(RuleBasedStateMachine):
-    """A router's view, kept from events alone, against look-ups of every key."""
+    """Compare a router's view, built from events alone, with look-ups of every key."""
 
     policy = "lru"
     write_policy = None
@@ -66,7 +66,7 @@ class AnnouncedMachine(RuleBasedStateMachine):
         context = ReqContext() if with_request else None
         output = self.manager.prepare_store(keys, context)
         if output is not None:
-            # Written blocks are announced when they are ready, and not before.
+            # A written block is announced when it becomes ready, not earlier.
             self.look_up_all()
             self.manager.complete_store(output.keys_to_store, context, success)
         if context is not None:
@@ -101,7 +101,7 @@ class AnnouncedMachine(RuleBasedStateMachine):
     def reset(self):
         self.end_loads()
         self.manager.reset_cache()
-        # A publisher announces that all is cleared; the manager makes no events of it.
+        # The publisher announces a reset; the manager records no event for it.
         self.view.clear()
 
     @rule(fails_get=st.booleans(), fails_put=st.booleans(), refuses=st.booleans())

@@ -1,4 +1,4 @@
-"""The view against plain sets and the digest as the router page spells it out."""
+"""BlockView against plain sets, and its digest against the definition in docs/howto/routers.md."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PlainView:
         }
 
 
-# Few hashes, so that events meet; short, inline and long ones.
+# Few hashes, so that events overlap; short, inline and long ones.
 hashes = st.sampled_from([b"", b"a", b"a\0", b"ab", b"12345678", b"x" * 40, b"x" * 41, b"y" * 300]) | st.binary(
     max_size=3
 )
@@ -109,13 +109,13 @@ def test_value_of_a_block_never_changes(block_hash, group_idx, value):
 
 
 def test_splitmix64_is_the_published_one():
-    # The first outputs of the generator for the seed 0.
+    # The first outputs of the generator for seed 0.
     assert splitmix64(0) == 0xE220A8397B1DCDAF
     assert splitmix64(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4
 
 
 def test_drift_among_keys_that_hardly_differ_is_found():
-    """Swapped groups, moved bytes, counters: sums of values that were not mixed would often agree."""
+    """Swapped groups, moved bytes and counters: sums of unmixed values would often be equal."""
     counters = [
         number.to_bytes(width, order) for number in range(64) for width in (1, 8) for order in ("big", "little")
     ]
@@ -123,11 +123,11 @@ def test_drift_among_keys_that_hardly_differ_is_found():
     blocks = list(itertools.product(sorted({*counters, *padded}), (0, 1, 2, 256)))
     values = [block_value(*block) for block in blocks]
     assert len(set(values)) == len(blocks)
-    # No two pairs have one sum: 3 million of them, where chance gives 2**-22 collisions.
+    # All 2 million sums of pairs differ; random sums would have 2**-22 expected collisions.
     few = values[:: len(values) // 2000 or 1][:2000]
     sums = {(a + b) % WORD for a, b in itertools.combinations(few, 2)}
     assert len(sums) == len(few) * (len(few) - 1) // 2
-    # Every bit of the sum is drawn evenly.
+    # Every bit of the sum is uniformly distributed.
     for bit in range(64):
         assert abs(sum(value >> bit & 1 for value in values) - len(values) / 2) < 4 * len(values) ** 0.5
 

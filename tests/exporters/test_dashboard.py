@@ -27,7 +27,7 @@ def test_every_query_names_series_that_exist(prefix: str) -> None:
     assert (len(panels), len(alerts)) == (24, 6)
     for text in [*queries, *alerts]:
         named = set(re.findall(rf"(?<![\w:]){prefix}\w+", text))
-        assert named or text.startswith("count(ALERTS{")  # Prometheus' own
+        assert named or text.startswith("count(ALERTS{")  # exported by Prometheus itself
         assert named <= known, text
 
 
@@ -39,7 +39,7 @@ def test_grafanas_own_models_read_every_field(prefix: str) -> None:
 
     plugins.register_default_plugins()
     made = dashboard(prefix)
-    # The models lose unknown fields, and add fields that the dashboard leaves out.
+    # The models drop unknown fields, and add fields that the dashboard omits.
     assert _in(made, json.loads(JSONEncoder().encode(Dashboard.from_json(made)))) == made
 
 

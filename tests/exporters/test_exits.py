@@ -1,4 +1,4 @@
-"""Processes that end while exporters, recorder and subscriber work: no crash, no hang, whatever was closed before."""
+"""A process that ends while exporters, a recorder and a subscriber run neither crashes nor hangs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ print("end")
 
 @pytest.mark.parametrize("way", ["left open", "closed in half", "at exit", "dropped", "forked"])
 def test_process_ends_while_threads_are_busy(tmp_path: Path, way: str) -> None:
-    # Imported here, where a missing one may be a reason to skip.
+    # Import them here, so that a missing package skips the test.
     for name in ("msgspec", "prometheus_client", "zmq"):
         importlib.import_module(name)
     tmp_path.chmod(0o700)

@@ -30,7 +30,7 @@ def store(manager, keys, success=True):
 
 
 def drive(manager, num_requests, seed):
-    """Store runs of keys, some of which fail, with a reset now and then."""
+    """Store runs of keys, some of which fail, with occasional resets."""
     draw = random.Random(seed)
     for _ in range(num_requests):
         start = draw.randrange(len(KEYS) - 12)
@@ -52,7 +52,7 @@ def ready(manager):
 def test_what_is_published_is_what_the_manager_holds(policy):
     manager = CPUOffloadingManager(16, 60, policy, True)
     with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=4) as publisher:
-        store(manager, KEYS[:20])  # is not taken, so it is published, too
+        store(manager, KEYS[:20])  # not taken yet, so it is published, too
         publisher.follow(manager)
         subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=60)
         for seed in range(10):
@@ -69,7 +69,7 @@ def test_what_is_published_is_what_the_manager_holds(policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[36], [5, 12, 40, 44, 45, 70, 300, 7_000], [1, 2, 3, 4, 36], [36, 4]])
 def test_blocks_that_leave_by_their_hashes_are_the_right_ones(sizes):
-    """A key of up to 4 bytes is put in with a group behind it, and so has another hash."""
+    """A key of up to 4 bytes gets a group index appended, so its hash differs."""
     draw = random.Random(str(sizes))
     manager = CPUOffloadingManager(16, 50, "lru", True)
     with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=2) as publisher:
@@ -110,13 +110,13 @@ def test_large_keys_are_sent_in_messages_of_bounded_size():
         keys = [bytes([number]) * (1 << 20) for number in range(12)]
         store(manager, keys)
         assert publisher.flush(60)
-        # 12 MiB, of which a message has little over 4.
+        # 12 MiB of keys; a message holds little more than 4 MiB.
         assert publisher.stats()["sent_batches"] >= 3
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
 def test_tiers_of_a_manager_are_followed(write_policy):
-    """Two managers do the same; the events of one are taken."""
+    """Two managers do the same work; the test takes the events of one and follows the other."""
     rule = TierConfig(write_policy=write_policy, deadline_s=60)
     followed, read = (
         TieredOffloadingManager(16, 20, [(MemoryTier(40 * 8, np.zeros((20, 8), np.uint8)), rule)], "lru", True)
@@ -163,7 +163,7 @@ def test_followed_log_beyond_its_bound_clears_the_view():
         publisher.follow(manager)
         store(manager, KEYS[:4])
         assert held(publisher) == set(KEYS[:4])
-        with publisher._thread._log_lock:  # the thread takes nothing meanwhile
+        with publisher._thread._log_lock:  # the publishing thread cannot take events meanwhile
             manager.events.max_keys = 3
             for number in range(10, 30):
                 store(manager, KEYS[number : number + 1])
@@ -194,7 +194,7 @@ def test_wrong_use_is_refused_and_changes_nothing():
         with pytest.raises(ValueError, match="follows a manager, whose events"):
             publisher.publish([OffloadingEvent([KEYS[9]], 16, "CPU", False)])
         store(manager, KEYS[:3])
-        publisher.publish(manager.take_events())  # a leftover of a loop that published: there are none
+        publisher.publish(manager.take_events())  # the call of an old publishing loop; it finds no events
         other.publish([OffloadingEvent([KEYS[9]], 16, "CPU", False)])
         assert held(publisher) == set(KEYS[:3])
         assert held(other) == {KEYS[9]}
@@ -281,7 +281,7 @@ def test_ranks_publish_on_ports_that_follow():
         other.listen()
         port = other.getsockname()[1]
         given = [{"type": "kv_events", "endpoint": f"tcp://127.0.0.1:{port - 1}"}]
-        # It is taken: that is logged, and the engine goes on without.
+        # The port is in use: the manager logs that and works without the exporter.
         manager = opened(given, "1")
         assert manager.telemetry.exporters == []
         found = check_config({"num_cpu_blocks": 8, "exporters": [{**given[0], "endpoint": f"tcp://127.0.0.1:{port}"}]})

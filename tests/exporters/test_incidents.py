@@ -1,6 +1,6 @@
-"""Scripted incidents of engines, in a real Prometheus: each alert fires in its own, and every panel has an answer.
+"""Scripted incidents of engines in a real Prometheus: each alert fires in its own incident, and every panel has data.
 
-Engines run on a clock of the test's, in steps of five minutes; what they count is what Prometheus gets.
+Engines run on a simulated clock, in steps of five minutes. Prometheus gets the metrics that they count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.tier import TierResult
 
 STEP_MIN = 5
-# Two hours of yesterday, the same two of today; the incident comes half an hour into these.
+# Two hours of yesterday, and the same two of today; the incident begins half an hour into today's.
 YESTERDAY = range(0, 2 * 60 + 1, STEP_MIN)
 TODAY = range(24 * 60, 26 * 60 + 1, STEP_MIN)
 INCIDENT_MIN = 24 * 60 + 30
@@ -45,7 +45,7 @@ ALERTS = [
 
 
 class ScriptedTier(ManualTier):
-    """A tier whose jobs end at once, until it fails them (``"error"``), keeps them (``"hang"``) or takes its time."""
+    """A tier whose jobs end at once, unless `fault` makes them fail (``"error"``), stay (``"hang"``) or end late."""
 
     medium = "DISK"
 
@@ -66,7 +66,7 @@ class ScriptedTier(ManualTier):
 
 
 class Engine:
-    """A scheduler's loop over a manager with one tier, by a clock that only this moves."""
+    """A scheduler's loop over a manager with one tier, on a simulated clock."""
 
     def __init__(self, name: str, tier: Any = None) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class Engine:
         self.manager = TieredOffloadingManager(
             16, NUM_BLOCKS, [(self.tier, config)], enable_events=True, clock=lambda: self.now_s
         )
-        # What calls take is real time, which nobody bounds here; only the slow engine's is looked at.
+        # Calls take real time, which the test does not control, so only the slow engine times them.
         self.telemetry = Telemetry(self.manager, block_bytes=4096, labels={"engine": "0"}, time_calls=name == "slow")
         self.copies = Histogram(1e-9, *JOB_EXPONENTS)
         self.ages = Histogram(1e-2, 0, 26)
@@ -85,7 +85,7 @@ class Engine:
         self.hold = ReqContext()
 
     def planted(self) -> list[Part]:
-        """Return what a worker reports, and ages, which are sampled by real time."""
+        """Return the statistics of a worker, and ages at eviction, which depend on real time."""
         data = HistogramData(*self.copies.data())
         stats = TransferStats(data.count, 1, 4096 * data.count, data, data)
         parts = [Part("transfer", stats, (("source", "GPU"), ("destination", "CPU")))]
@@ -112,8 +112,8 @@ class Engine:
         self.manager.on_schedule_end()
 
     def serve(self, is_incident: bool) -> None:
-        """Serve what comes in one step: a prefix of half the blocks that is known, and new ones; 350 blocks in all."""
-        for number in range(35):  # of twenty prefixes, which host memory does not hold
+        """Serve the requests of one step, 350 blocks in all: most of a request is a known prefix, the rest is new."""
+        for number in range(35):  # twenty prefixes, which do not fit into host memory
             is_new = is_incident and self.name == "cold"
             prefix = self.serial if is_new else number % 20
             self.serial += 1
@@ -125,7 +125,7 @@ class Engine:
         if self.name in ("down", "hung"):
             self.tier.fault = {"down": "error", "hung": "hang"}[self.name]
         while self.name == "slow" and not self.worst_lookup_s() > 0.25:
-            # Of the many calls a second that this engine makes, not every one is timed.
+            # This engine makes many calls a second, so only a sample of them is timed.
             self.tier.fault = "slow"
             self.serial += 1
             self.request([b"slow %d" % self.serial])
@@ -150,7 +150,7 @@ class Engine:
 
 
 class DamagedDisk(Engine):
-    """An engine over a real disk tier, whose file somebody overwrites."""
+    """An engine over a real disk tier, whose file the test overwrites."""
 
     def __init__(self, folder: Path) -> None:
         self.data = folder / "data"
@@ -172,14 +172,14 @@ class DamagedDisk(Engine):
 
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Series]:
-    """Run every engine through both days; what it counted, by series and minute."""
+    """Run every engine through both days; return its metrics by series and minute."""
     engines = [Engine(name) for name in ("healthy", "cold", "down", "hung", "full", "slow")]
     engines.append(DamagedDisk(tmp_path_factory.mktemp("disk")))
     found: Series = {}
     for minute in [*YESTERDAY, *TODAY]:
         for engine in engines:
             if minute < TODAY[0] and engine.name not in ("healthy", "cold"):
-                continue  # another instance yesterday, as after an update
+                continue  # another instance name yesterday, as after an update
             engine.now_s = 1000.0 + 60 * minute
             if minute == INCIDENT_MIN:
                 engine.begin()
@@ -206,12 +206,12 @@ def labels_of(name: str) -> dict[str, str]:
 
 
 def values(points: dict[int, float]) -> str:
-    """Return a series as promtool's tests write it."""
+    """Return a series in the syntax of promtool's tests."""
     minutes = range(0, TODAY[-1] + 1, STEP_MIN)
     return " ".join(str(points[minute]) if minute in points else "_" for minute in minutes)
 
 
-# An alert of one event ends an hour later by itself; the others go on.
+# An alert of a single event ends after an hour; the others continue.
 MOMENTS = {"before": INCIDENT_MIN - STEP_MIN, "soon": INCIDENT_MIN + 2 * STEP_MIN, "after": TODAY[-1]}
 FIRES_AT = {
     "KVCacheTierUnavailable": ("soon", "after"),
@@ -235,7 +235,7 @@ def test_an_alert_fires_in_its_incident_and_nowhere_else(
     named = set(re.findall(r"kvcache_\w+", rules()))
     given = {name: points for name, points in series.items() if name.partition("{")[0] in named}
     if alert["alert"] == "KVCacheSchedulerBlocked":
-        # Another call of this process may have been kept waiting by a loaded machine.
+        # Other calls of this process may be slow on a loaded machine.
         given = {name: points for name, points in given.items() if labels_of(name).get("call") == "lookup"}
     expected = []
     for instance in FIRES[alert["alert"]] if moment in FIRES_AT[alert["alert"]] else ():
@@ -265,7 +265,7 @@ def test_an_alert_fires_in_its_incident_and_nowhere_else(
 
 
 class Prometheus:
-    """A server over the samples of a run, which end an hour ago; it scrapes nothing."""
+    """A server with the samples of a run, which end an hour ago; it scrapes nothing."""
 
     def __init__(self, series: Series, folder: Path) -> None:
         self.end_s = int(time.time()) // 60 * 60 - 3600
@@ -304,7 +304,7 @@ class Prometheus:
         return list(found["data"]["result"])
 
     def panel(self, title: str, **chosen: str) -> dict[str, dict[str, float]]:
-        """Return what each query of a panel answers: by its legend, then by instance."""
+        """Return the results of each query of a panel: by legend, then by instance."""
         (panel,) = (one for one in dashboard()["panels"] if one["title"] == title)
         found = {}
         for target in panel["targets"]:
@@ -339,7 +339,7 @@ def test_every_query_of_a_panel_has_an_answer_that_is_a_number(prometheus: Prome
 
 def test_panels_show_the_incidents(prometheus: Prometheus) -> None:
     (by_instance,) = prometheus.panel("Hit rate").values()
-    assert by_instance.keys() == {"healthy", "cold", "down", "hung", "slow"}  # of the others nothing is needed: a gap
+    assert by_instance.keys() == {"healthy", "cold", "down", "hung", "slow"}  # the others need no blocks
     assert by_instance["healthy"] == pytest.approx(0.8)
     assert by_instance["cold"] == 0
     works, reads, writes = prometheus.panel("Tier state").values()

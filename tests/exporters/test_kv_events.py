@@ -46,7 +46,7 @@ def publisher() -> Iterator[KVEventPublisher]:
 
 
 def subscribed(publisher: KVEventPublisher) -> KVEventSubscriber:
-    """Return a subscriber that has surely joined: PUB sockets drop what is sent before."""
+    """Return a subscriber that has joined: PUB sockets drop messages sent before."""
     subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint or "", timeout_s=30)
     end_s = time.monotonic() + 30
     while not subscriber.poll(0.01):
@@ -56,7 +56,7 @@ def subscribed(publisher: KVEventPublisher) -> KVEventSubscriber:
 
 
 def settle(publisher: KVEventPublisher, subscriber: KVEventSubscriber) -> None:
-    """Wait until both agree."""
+    """Wait until publisher and subscriber agree."""
     end_s = time.monotonic() + 30
     assert publisher.flush(30)
     while subscriber.view.media() != publisher.snapshot()[1]:
@@ -150,7 +150,7 @@ def test_lost_messages_are_replayed(publisher):
     publisher.publish([stored(key(2))])
     settle(publisher, subscriber)
     assert subscriber.num_replays >= 1
-    assert subscriber.num_snapshots <= 1  # the first message may have been the second one sent
+    assert subscriber.num_snapshots <= 1  # the first received message may be the second one sent
     assert subscriber.view.media() == {"CPU": {((1).to_bytes(8, "big"), 0), ((2).to_bytes(8, "big"), 0)}}
     subscriber.close()
 

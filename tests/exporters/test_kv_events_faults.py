@@ -1,4 +1,4 @@
-"""Hostile and unlucky peers of KV events: clocks that go back, replies that are none, readers that stand still."""
+"""Faulty peers of KV events: clocks that go back, invalid replies, readers that stop reading."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def publisher() -> Iterator[KVEventPublisher]:
 
 @pytest.fixture
 def follower(publisher: KVEventPublisher) -> Iterator[KVEventSubscriber]:
-    """A subscriber to a publisher that has gone; another one, whose clock is an hour behind, answers in its place."""
+    """A subscriber to a publisher that was replaced by one whose clock is an hour behind."""
     with KVEventSubscriber(NOWHERE, publisher.replay_endpoint or "", timeout_s=30) as made:
         for seq in range(5):
             made.receive(message(seq, batch(time.time() + 3600 + seq, 100 + seq)))
@@ -93,7 +93,7 @@ def test_digest_of_a_restarted_publisher_asks_for_a_snapshot(publisher, follower
 
 @contextmanager
 def foreign_publisher(reply: list[bytes]) -> Iterator[str]:
-    """Answer every request by the same frames, and the last of them once more."""
+    """Answer every request with the same frames, and send the last of them twice."""
     ends = threading.Event()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
@@ -137,7 +137,7 @@ def test_reply_that_is_none_ends_in_a_timeout_error(reply):
 
 @contextmanager
 def endless_publisher(payload: bytes) -> Iterator[tuple[str, list[int]]]:
-    """Answer the first request by batches without end; yield the endpoint and how many were sent."""
+    """Answer the first request with endless batches; yield the endpoint and the number of sent batches."""
     ends, num_sent = threading.Event(), [0]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
@@ -155,7 +155,7 @@ def endless_publisher(payload: bytes) -> Iterator[tuple[str, list[int]]]:
                         router.send_multipart([client, b"", b"kv-events", bytes(8), payload])
                         num_sent[0] += 1
                 except zmq.ZMQError:
-                    pass  # the client reads slowly, or has gone
+                    pass  # the client reads slowly, or is gone
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -202,7 +202,7 @@ def test_number_that_no_batch_has_is_rejected():
 
 
 def replay(publisher: KVEventPublisher, start_seq: int) -> list[int]:
-    """Return the numbers of all messages that a reader of a replay gets."""
+    """Return the numbers of all messages in a replay."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -216,7 +216,7 @@ def replay(publisher: KVEventPublisher, start_seq: int) -> list[int]:
 
 
 def publish_batches(publisher: KVEventPublisher, num_batches: int) -> None:
-    """Publish so many batches, each as full as they get."""
+    """Publish `num_batches` full batches."""
     for number in range(num_batches):
         publisher.publish([stored(*range(1024 * (number % 2), 1024 * (number % 2) + 1024))])
     assert publisher.flush(60)
@@ -244,14 +244,14 @@ def test_clients_that_never_read_hold_neither_memory_nor_others(publisher):
             for _ in range(5):
                 socket.send_multipart((b"", bytes(8)))
         end_s = time.monotonic() + 30
-        # One reply a client at a time.
+        # The publisher sends one reply at a time to each client.
         while publisher.stats()["rejected_requests"] < 16:
             assert time.monotonic() < end_s
             time.sleep(0.01)
         publisher.publish([stored(1)])
         assert publisher.flush(30)
         assert replay(publisher, 999) == [999, 1000, -1]
-        # Four replies are 140 MB, of which each client's connection holds 64 messages of 35 KB.
+        # Four replies are 140 MB, but only 64 messages of 35 KB wait in each client's connection.
         assert resident_bytes() - before < 64 << 20
         for socket in idle:
             socket.close()

@@ -1,4 +1,4 @@
-"""Publishers that take another's place: by the digests' epoch a view is never of two of them."""
+"""Publishers that replace another one: the epoch of digests prevents views with blocks of both."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def message(seq: int, number: int) -> list[bytes]:
 
 
 def digest_message(seq: int, subscriber: KVEventSubscriber, epoch: int | None) -> list[bytes]:
-    """Return a digest of what the subscriber holds."""
+    """Return a digest of the subscriber's view."""
     payload = encode(Digest(seq, subscriber.view.digests(), epoch=epoch))
     return [DIGEST_PREFIX + b"kv-events", seq.to_bytes(8, "big"), payload]
 
@@ -76,7 +76,7 @@ def successor() -> Iterator[KVEventPublisher]:
 
 @pytest.fixture
 def follower(successor: KVEventPublisher) -> Iterator[KVEventSubscriber]:
-    """A subscriber that was verified by a publisher, in whose place another one answers from now on."""
+    """A subscriber that a publisher verified before another publisher replaced it."""
     with KVEventSubscriber(NOWHERE, successor.replay_endpoint or "", timeout_s=30) as made:
         for seq in range(5):
             made.receive(message(seq, 100 + seq))
@@ -123,7 +123,7 @@ def test_successor_first_heard_at_the_number_that_comes_next_is_noticed(digest_e
         num_batches = first.stats()["sent_batches"]
         first.close(30)
         with KVEventPublisher(first.endpoint, first.replay_endpoint, digest_every=digest_every) as second:
-            # Published before anybody has connected again: nobody hears it.
+            # The subscriber has not reconnected yet, so it misses these batches.
             publish_one_by_one(second, *range(num_batches))
             number = num_batches
             while not numbers_held(subscriber) & set(range(num_batches, number)):
@@ -132,7 +132,7 @@ def test_successor_first_heard_at_the_number_that_comes_next_is_noticed(digest_e
                 number += 1
                 subscriber.poll(0.01)
                 held = numbers_held(subscriber)
-                # Never of both.
+                # The view never holds blocks of both publishers.
                 assert max(held) < 100 or min(held) >= 100, sorted(held)
             assert subscriber.is_verified
 
@@ -236,12 +236,12 @@ def test_answer_to_a_request_for_a_digest_is_the_end_of_a_snapshot(successor):
     assert digest.digests == {"CPU": (2, digest.digests["CPU"][1])}
     assert digest.epoch is not None
     assert 0 <= digest.epoch < 1 << 53
-    # What vLLM's clients know is as before.
+    # The protocol for vLLM's clients is unchanged.
     assert ask(successor, bytes(8))[-1] == [b"", b"", END_OF_REPLAY, b""]
 
 
 def first_digest(timeout_s: float) -> Digest | None:
-    """Return the digest that a new publisher sends with its first batch; None: the subscription came late."""
+    """Return the digest that a new publisher sends with its first batch; None if the subscription came too late."""
     with (
         KVEventPublisher(ANY_PORT, digest_every=1000) as publisher,
         zmq.Context() as context,
@@ -285,7 +285,7 @@ def test_poll_returns_though_messages_arrive_all_the_time(monkeypatch: pytest.Mo
 
 
 class OldDigest(msgspec.Struct, omit_defaults=True):
-    """As it was before it had an epoch."""
+    """The digest before `epoch` was added."""
 
     seq: int
     digests: dict[str, tuple[int, int]] | None = None
@@ -300,7 +300,7 @@ def test_older_subscribers_read_the_digest(successor):
 
 
 def test_publisher_without_an_epoch_still_replays():
-    """As vLLM's own does: it takes any eight bytes for a number."""
+    """Like vLLM's publisher, this one takes any eight bytes for a sequence number."""
     ends = threading.Event()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)

@@ -1,4 +1,4 @@
-"""What the publishing thread encodes, byte for byte, and its queue under garbage, threads and finalizers."""
+"""The bytes that the publishing thread encodes, and its queue under invalid events, threads and finalizers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def split(key: bytes) -> tuple[bytes, int]:
 
 
 def plain_events(events: list[OffloadingEvent | None], block_size: int) -> list:
-    """Return the events of the wire, in plain Python; groups of one event in ascending order."""
+    """Return the wire events in plain Python; the groups of one event are in ascending order."""
     made: list = []
     for event in events:
         if event is None:
@@ -64,7 +64,7 @@ def plain_events(events: list[OffloadingEvent | None], block_size: int) -> list:
 
 
 def joined(events: list) -> list:
-    """Return what happened to each block, run by run: events that differ in their blocks alone are put together."""
+    """Return the changes of each block, run by run: adjacent events that differ only in their blocks are merged."""
     runs: list = []
     for event in events:
         hashes = [] if isinstance(event, AllBlocksCleared) else event.block_hashes
@@ -129,7 +129,7 @@ def test_messages_are_byte_for_byte_what_msgspec_makes_of_the_structs(published,
         assert batch.data_parallel_rank == rank
         sent += batch.events
         plain.apply(batch)
-    # A batch's keys may be cut amid an event; put together, nothing differs.
+    # A batch may split an event's keys; after merging, the events are equal.
     assert joined(sent) == joined(plain_events(published, 8))
     assert all(len(event.block_hashes) <= MAX_BATCH_KEYS for event in sent if not isinstance(event, AllBlocksCleared))
     whole = BlockView()
@@ -185,7 +185,7 @@ def test_snapshot_carries_every_block_and_its_digest():
 
 
 class Rude:
-    """A key whose representation publishes."""
+    """A key whose `__repr__` publishes."""
 
     def __init__(self, publisher):
         self.publisher = publisher
@@ -258,7 +258,7 @@ def test_events_that_were_published_hold_no_key():
 
 
 def test_threads_publish_clear_flush_and_look_at_once():
-    """One thread publishes; others clear, flush, take snapshots and ask for replays all the while."""
+    """One thread publishes; others clear, flush, take snapshots and request replays at the same time."""
     with KVEventPublisher(ANY_PORT, ANY_PORT, queue_events=50, buffer_batches=20, digest_every=3) as publisher:
         stop, errors = threading.Event(), []
 

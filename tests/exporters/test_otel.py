@@ -35,7 +35,7 @@ from kvcache.tiers.memory import MemoryTier
 
 
 class Collected(Sender):
-    """Keeps what is sent."""
+    """Keeps exported spans."""
 
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []

@@ -1,4 +1,4 @@
-"""The Prometheus exporter: what is served, to whom, and what a bad client costs."""
+"""The Prometheus exporter: its output, its limits, and its behaviour with faulty clients."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_collector_is_mounted_in_ones_own_registry_for_each_engine(telemetry: 
 
 
 class Copies(OffloadingHandler):
-    """Ends each job at once; job 2 as failed."""
+    """Ends each job at once, job 2 as failed."""
 
     def __init__(self) -> None:
         self.jobs: list[int] = []

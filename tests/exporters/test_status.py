@@ -1,4 +1,4 @@
-"""The status socket: what it answers, and that nothing sent to it reaches the engine."""
+"""The status socket: its answers, and that no request can harm the engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def raw(server: StatusServer, data: bytes, half_close: bool = True) -> dict[str,
             if half_close:
                 client.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # refused before everything was sent
+            pass  # refused before all bytes were sent
         answer = b""
         while part := client.recv(1 << 16):
             answer += part
@@ -145,7 +145,7 @@ def test_client_that_stands_still_is_dropped(server: StatusServer, monkeypatch: 
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(server.path))
         client.sendall(b'{"command": ')
-        assert ask(server.path, "status")["parts"]  # nobody waits for it
+        assert ask(server.path, "status")["parts"]  # the stalled client does not block others
         client.settimeout(10)
         assert client.recv(1) == b""
     assert server.stats().slow_clients == 1
@@ -373,7 +373,7 @@ class CountingOptions(Options):
 
 
 class Counting(Command):
-    """A command of a third party."""
+    """A third party's command."""
 
     options = CountingOptions
     closed = 0
