@@ -1,4 +1,4 @@
-"""`kvcache bench copy` measures every way in one run, and refuses what it cannot do."""
+"""`kvcache bench copy` measures every way in one run, and rejects unsupported options."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`kvcache bench tier` measures a tier in turns with its medium's client, and refuses what is no tier."""
+"""`kvcache bench tier` measures a tier in turns with its medium's client, and rejects an invalid tier."""
 
 import json
 

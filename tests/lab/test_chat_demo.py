@@ -1,4 +1,4 @@
-"""`kvcache chat-demo`: exact token counts, a picture, and an error rather than a lie when tokens differ."""
+"""`kvcache chat-demo`: exact token counts, a plot, and an error if tokens differ."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_counts_tokens_by_turn_and_saves_a_plot(run: Any, tmp_path: Path) -> Non
     assert out.splitlines()[-2:] == said
     assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     document = json.loads(document_path.read_text())
-    # First turns: 48 tokens, of which the second user finds the system prompt's 32. Second turns: 68 tokens; of the 51
-    # with keys and values three blocks are whole. The last block of a hit is computed again.
+    # First turns: 48 tokens; the second user hits the system prompt's 32 tokens. Second turns: 68 tokens; of the 51
+    # with keys and values, three blocks are whole. The last block of a hit is computed again.
     first, second = document["turns"]
     assert (first["prompt_tokens"], first["computed_tokens"]) == (96, 48 + 32)
     assert (second["prompt_tokens"], second["computed_tokens"]) == (136, 36 + 36)

@@ -1,4 +1,4 @@
-"""Fleets in a simulation: the same as in plain Python, step by step; and what the command says of them."""
+"""Simulated fleets equal a plain Python simulation step by step; the output of the command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCK = 16
 
 
 class PlainFleet:
-    """The specification: reference managers, and routers that look into every engine."""
+    """The specification: reference managers, and routers that inspect every engine."""
 
     def __init__(self, plan: FleetPlan) -> None:
         self.plan = plan
@@ -37,7 +37,7 @@ class PlainFleet:
         self.free_s = [0.0] * plan.num_engines
         self.number = 0
         self.sent: dict[int, int] = {}
-        # Per block the engines that hold it, the one that took it last at the end.
+        # For each block, the engines that hold it; the engine that stored it last is at the end.
         self.holders: dict[int, list[int]] = {}
         self.totals = dict.fromkeys(
             ("blocks", "local", "store", "missed", "written", "rejected", "single", "single_remembered"), 0
@@ -160,7 +160,7 @@ def test_one_engine_hits_what_a_replay_hits(shared: Path) -> None:
     assert run_fleet(scaled, FleetPlan(1, "events", 3000)).local_blocks == 18_850
     stored = run_fleet(scaled, FleetPlan(1, "round_robin", 3000, 100_000))
     assert stored.local_blocks == 18_850
-    # lru at 100,000 blocks hits 104,924; the store does not see what host memory hits.
+    # lru at 100,000 blocks hits 104,924; the store does not see uses that hit host memory.
     assert abs(stored.local_blocks + stored.store_blocks - 104_924) < 10
 
 
@@ -175,7 +175,7 @@ def test_a_store_for_all_makes_routers_alike_and_prefix_routing_spares_its_traff
 
 
 def test_copies_share_what_all_users_of_a_trace_share() -> None:
-    # A prompt of two blocks that nine users go on from, each in a way of his own; and one who shares nothing.
+    # Nine requests continue a shared prompt of two blocks in different ways; the tenth request shares no blocks.
     requests = [Request(np.array([7, 8, 100 + i, 200 + i]), 64, 1, float(i)) for i in range(9)]
     requests.append(Request(np.array([50, 51]), 32, 1, 9.0))
     compact = CompactTrace.of(requests, BLOCK)
@@ -188,7 +188,7 @@ def test_copies_share_what_all_users_of_a_trace_share() -> None:
     assert len({block for _, ids, _ in seen for block in ids.tolist()}) == scaled.num_ids
     heads = {tuple(ids[:2].tolist()) for _, ids, _ in seen if len(ids) == 4}
     assert len(heads) == 1
-    # One copy is the trace.
+    # A single copy equals the trace.
     once = [ids.tolist() for _, ids, _ in ScaledTrace(compact)]
     pairs = zip(once, requests, strict=True)
     back = {new: old for ids, request in pairs for new, old in zip(ids, request.hash_ids, strict=True)}

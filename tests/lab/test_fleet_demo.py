@@ -1,4 +1,4 @@
-"""`kvcache fleet-demo`: engines in processes over one real server; what one computed, the other hits."""
+"""`kvcache fleet-demo`: engines in processes over one real server load blocks that another engine computed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_second_engine_hits_what_the_first_computed_and_nothing_is_wrong(run, tm
     first, second = document["one_after_the_other"]["engines"]
     assert first["store_blocks"] == 0
     assert second["store_blocks"] > 0
-    # Nothing that the store held was computed or sent again.
+    # No block in the store was computed or stored again.
     assert document["one_after_the_other"]["stored_blocks"] == document["one_after_the_other"]["unique_blocks"]
     (together,) = document["together"]
     assert together["num_engines"] == 3

@@ -1,4 +1,4 @@
-"""Simulation grids: the offline optimum, cells in other processes, and what is written of them."""
+"""Simulation grids: the offline optimum, cells in other processes, and the written results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_unbounded_cache_reproduces_its_prefix_hits(conversation: CompactTrace) 
 
 
 def optimum_by_the_book(requests: list[list[int]], num_blocks: int) -> list[int]:
-    """Sort every block that could be kept after each request, as the definition says."""
+    """After each request, sort every block that could be kept, as the definition states."""
     kept: set[int] = set()
     hits_of_requests = []
     for i, ids in enumerate(requests):
@@ -318,7 +318,7 @@ def test_grid_command_writes_table_json_csv_and_plot(run: Any, trace: Path, tmp_
 
 
 def test_grid_shows_rejected_requests_where_there_are_any(run: Any, trace: Path) -> None:
-    # All five name more than one block: the cache of 1 holds none of them, and gittins rejects nothing.
+    # All five name more than one block, which does not fit into a cache of 1; gittins rejects no request.
     status, out, err = run("plan", trace, "--policy", "lru,gittins,min", "--blocks", "1,5", "--jobs", 1)
     assert (status, err) == (0, "")
     heading = out.index("requests rejected, of 5: they name more blocks than the cache has")

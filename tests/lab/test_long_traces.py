@@ -1,4 +1,4 @@
-"""Grids of long traces: what has finished is kept, memory is bounded, and a sample stands for the whole."""
+"""Grids of long traces: finished cells are kept, memory is bounded, and a sample estimates the whole trace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_checkpoint_gives_back_what_it_was_given(tmp_path: Path) -> None:
     with Checkpoint(path, facts) as checkpoint:
         for each in cells:
             checkpoint.add(each)
-    # As a process leaves it that dies while it writes.
+    # A process that dies while it writes leaves a partial line.
     with path.open("a") as file:
         file.write('{"policy": "mq", "num_')
     with Checkpoint(path, facts) as checkpoint:
@@ -82,7 +82,7 @@ def test_finished_cells_are_not_replayed_again(run: Any, chats: Path, tmp_path: 
     first = json.loads(run(*argv, "--policy", "lru")[1])
     lines = path.read_text().splitlines()
     assert len(lines) == 1 + 3
-    # What is in the file is believed.
+    # Finished cells are read from the file, not computed again.
     path.write_text(
         "\n".join([*lines[:1], lines[1].replace('"rejected_requests": 0', '"rejected_requests": 77'), *lines[2:], ""])
     )

@@ -1,4 +1,4 @@
-"""A grid on a Dask cluster gives the integers of a grid on this machine, also where a worker dies in mid-run."""
+"""A grid on a Dask cluster gives the same integers as on this machine, also if a worker dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcache.lab.traces.requests import ReplayError
 distributed = pytest.importorskip("distributed")
 pytestmark = [
     pytest.mark.slow,
-    # Of dask itself: sockets of workers that were killed, and its own deprecations.
+    # Warnings of dask itself: sockets of killed workers, and its own deprecations.
     pytest.mark.filterwarnings("ignore"),
 ]
 

@@ -1,4 +1,4 @@
-"""The offline optimum in bounded memory: next uses found in parts, and the nearest of them kept."""
+"""The offline optimum in bounded memory: it finds next uses in parts, and keeps the blocks with the nearest ones."""
 
 from __future__ import annotations
 

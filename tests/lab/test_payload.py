@@ -1,4 +1,4 @@
-"""Real bytes in a replay: what is stored comes back, and whatever does not is named."""
+"""Real bytes in a replay: loaded blocks equal stored ones, and errors name a block that differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recording read as a trace: a plan of it reproduces the hits of the engine."""
+"""Read a recording as a trace: a plan of it reproduces the hits of the engine."""
 
 from __future__ import annotations
 

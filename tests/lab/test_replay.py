@@ -1,4 +1,4 @@
-"""Keys of a replay, its steps, and what it counts; the rows that every policy must reproduce on the real trace."""
+"""Keys, steps and counts of a replay; the rows that every policy must reproduce on the real trace."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_split_must_divide_the_tokens_of_a_block(split: Any) -> None:
 
 
 class Recorder:
-    """Stands for a manager, a payload or both, and writes down what is called."""
+    """Replaces a manager, a payload or both, and records the calls."""
 
     block_size = 16
 

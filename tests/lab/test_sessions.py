@@ -1,4 +1,4 @@
-"""Recorded sessions of agents, merged into the traffic of some users; and generated agents."""
+"""Recorded sessions of agents, merged into the traffic of several users; and generated agents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_user_takes_sessions_one_after_the_other(tmp_path: Path) -> None:
         assert trace.position_bytes == trace.size_bytes
     times, ids = zip(*found, strict=True)
     assert times in ((0.0, 10.0, 10.0, 15.0), (0.0, 5.0, 5.0, 15.0))
-    # Two blocks are tools and system prompt, which both sessions have; the rest is their own.
+    # Both sessions share two blocks, the tools and the system prompt; their other blocks differ.
     assert ids[0][:2] == ids[1][:2] == ids[2][:2] == [0, 1]
     assert not set(ids[1][2:]) & set(ids[3][2:])
     assert len({block for named in ids for block in named}) == 2 + 2 + 2
@@ -140,7 +140,7 @@ def test_command_replays_sessions(run: Any, tmp_path: Path) -> None:
     assert (status, err) == (0, "")
     document = json.loads(out)
     assert document["source"] == {"kind": "trace", "file": str(tmp_path), "format": "sessions", "skipped_lines": 0}
-    # Of 66 blocks named, 2 are shared and 5 are each session's own.
+    # Of 66 blocks named, 2 are shared, and each session has 5 of its own.
     assert (document["requests"], document["blocks"], document["hit_blocks"]) == (12, 66, 66 - 2 - 3 * 5)
 
 

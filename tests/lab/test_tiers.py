@@ -1,4 +1,4 @@
-"""Tiers in a simulation: the same hits by medium as over real disks, and what they cost and save."""
+"""Simulated tiers: the same hits by medium as over real disks, and their costs and savings."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_simulation_hits_what_real_tiers_hit(
     assert sum(simulated) == sum(real)
     assert all(count > 0 for count in simulated)
     if WHOLE and len(disks) > 1:
-        # Of a prompt that half the pool cannot take, which tier's blocks come first is a matter of the disks' times:
-        # real tiers with one thread and with four differ by 0.6 %.
+        # If a prompt is larger than half of the pool, the disks' speed decides which tier's blocks arrive first.
+        # The results of real tiers with one thread and with four differ by 0.6 %.
         assert simulated == pytest.approx(real, rel=0.03)
     else:
         assert simulated == real
@@ -88,7 +88,7 @@ def test_tier_below_a_small_memory_hits_what_a_large_memory_hits(shared: Path) -
         compact = CompactTrace.of(trace, trace.block_size)
     cell = run_job(compact, Job("lru", 3000, (20_000,)), Plan())
     assert cell.serving is not None
-    # The tier holds what memory holds, too: lru at 3,000 blocks, and at 20,000 in all.
+    # The tier also holds the blocks of memory, so the sum of hits equals lru at 20,000 blocks.
     assert [medium["hit_blocks"] for medium in cell.serving["media"]] == [18_850, 83_035 - 18_850]
 
 
@@ -99,9 +99,9 @@ def flow(hits: list[list[int]], hit_tokens: list[int]) -> Flow:
 def test_requests_queue_for_the_link_and_for_an_engine() -> None:
     serving = Serving(100, (Medium("memory", 1000.0), Medium("disk", 100.0)), 0.01)
     arrivals, lengths = np.array([0.0, 0.0, 100.0]), np.array([100, 100, 100])
-    # 100 tokens take 1 s; 10 blocks take 1 s from memory, and 10 s from disk before that.
+    # Prefill of 100 tokens takes 1 s. Ten blocks take 10 s from disk, then 1 s from memory.
     facts = weigh(arrivals, lengths, flow([[0, 0], [0, 0], [0, 10]], [0, 0, 50]), serving)
-    # 1 s, 2 s behind the first, and 10 + 1 + 0.5 s.
+    # The requests take 1 s, 2 s (after the first), and 10 + 1 + 0.5 s.
     assert (facts["ttft_p50_s"], facts["ttft_p99_s"]) == pytest.approx((2.0, 2 + 0.98 * 9.5))
     assert facts["load_s"] == pytest.approx(11.0)
     assert facts["saved_prefill_s"] == pytest.approx(0.5)
@@ -177,7 +177,7 @@ def test_command_shows_hits_by_medium(run: Any, trace: Path, tmp_path: Path) -> 
         (cell["num_blocks"], *cell["tiers"]): [medium["hit_blocks"] for medium in cell["serving"]["media"]]
         for cell in document["cells"]
     }
-    # 32 KiB are two blocks of 16 KiB; six blocks come round.
+    # 32 KiB are two blocks of 16 KiB; the trace repeats six blocks.
     assert hits == {
         (2,): [0],
         (3,): [0],
@@ -241,7 +241,7 @@ def test_arbiter_computes_what_a_slow_tier_holds(
     assert (status, err) == (0, "")
     alone, over = json.loads(target.read_text())["cells"]
     assert alone["arbiter"] is None
-    # 512 tokens take 2.56 ms; a block of 16 KiB takes 16 us, or 16 s.
+    # Prefill of 512 tokens takes 2.56 ms; loading a block of 16 KiB takes 16 us, or 16 s.
     assert (over["arbiter"]["loads"], over["arbiter"]["cuts"]) == (loads, cuts)
     assert over["arbiter"]["cut_blocks"] == 2 * cuts
     assert over["hit_blocks"] == 2 * loads
@@ -252,14 +252,14 @@ def test_arbiter_computes_what_a_slow_tier_holds(
 
 def test_arbiter_counts_the_loads_that_wait_for_the_link(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    # 20 prompts, and a minute later all of them at once: their blocks are in the tier.
+    # 20 prompts, and the same prompts at once a minute later, when their blocks are in the tier.
     lines = [
         {"timestamp": at_ms, "input_length": 1024, "output_length": 1, "hash_ids": [2 * i, 2 * i + 1]}
         for at_ms in (0, 60_000)
         for i in range(20)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    # Two blocks of 16 KiB load in 2.05 ms and compute in 5.12 ms: the third waits longer than that.
+    # Two blocks of 16 KiB load in 2.05 ms and compute in 5.12 ms. The third request would wait longer than that.
     argv = ("plan", path, "--blocks", 2, "--model", "2x1x8,fp8,params=1e9", "--jobs", 1, "--json", "-")
     serving = ("--serving", "engines=20")
     cells = [

@@ -1,4 +1,4 @@
-"""Readers of request traces: formats, compression, and what they say of bad lines."""
+"""Readers of request traces: formats, compression, and errors for bad lines."""
 
 from __future__ import annotations
 

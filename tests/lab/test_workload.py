@@ -1,4 +1,4 @@
-"""The generated chats: seeded, in order, and prefix-chained as a trace's requests are."""
+"""The generated chats are seeded, ordered, and prefix-chained like the requests of a trace."""
 
 from __future__ import annotations
 

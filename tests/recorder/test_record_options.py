@@ -1,4 +1,4 @@
-"""How a recording is asked for: a configuration, an engine's settings, the status socket, the command line."""
+"""Ways to start a recording: a configuration, an engine's settings, the status socket, the command line."""
 
 from __future__ import annotations
 

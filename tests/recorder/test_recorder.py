@@ -1,4 +1,4 @@
-"""Recordings: every call is written, read back, and answered alike when it is run again."""
+"""A recording holds every call, and a replay of it returns the same answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def key(number: int) -> bytes:
 
 
 def serve(manager, rng, num_requests, clock=None, num_prompts=30):
-    """Make all kinds of calls, good ones and bad ones, as several requests at a time would."""
+    """Make all kinds of valid and invalid calls, as concurrent requests would."""
     open_requests = []
     for number in range(num_requests):
         if clock is not None:
@@ -109,7 +109,7 @@ def test_recording_replays_to_the_same_answers(tmp_path, policy):
     outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
     assert (outcome.difference, outcome.end, outcome.num_skipped) == (None, "", 0)
     assert outcome.num_calls > 5000
-    # It is compared: under another policy, or with one answer changed, there is a difference.
+    # The replay compares answers: another policy, or a changed answer, gives a difference.
     other = "lru" if policy != "lru" else "mq"
     assert replay_recording(Recording(tmp_path / "run.kvlog"), other).difference is not None
 
@@ -119,7 +119,7 @@ def test_tiered_recording_needs_no_tier_to_replay(tmp_path, write_policy):
     rng = random.Random(write_policy)
 
     class Moody(MemoryTier):
-        """Refuses, fails and reports without being asked."""
+        """A tier that rejects, fails and reports at random."""
 
         def submit_load(self, job_id, keys, block_ids):
             if rng.random() < 0.1:
@@ -141,7 +141,7 @@ def test_tiered_recording_needs_no_tier_to_replay(tmp_path, write_policy):
         True,
     )
     with Recorder(manager, tmp_path / "run.kvlog"):
-        # A tier that is slow for once is left alone for a while: then it takes more requests to see some promoted.
+        # The manager pauses a tier after a slow job; then more requests are needed to promote blocks.
         for step in range(300):
             serve(manager, rng, 10)
             manager.settle(10)
@@ -159,7 +159,7 @@ def test_recording_of_an_arbiter_replays_to_the_same_decisions(tmp_path, is_key_
     rng = random.Random(9)
 
     class Slow(MemoryTier):
-        """Its jobs take a while of their own, which it makes up."""
+        """A tier that reports random durations of its jobs."""
 
         def get_finished(self):
             results = []
@@ -181,7 +181,7 @@ def test_recording_of_an_arbiter_replays_to_the_same_decisions(tmp_path, is_key_
         for number in range(400):
             context = ReqContext(str(number))
             prompt = rng.randrange(40)
-            # Two groups, whose keys stand between one another.
+            # Two groups with interleaved keys.
             keys = [b"%d %d" % (prompt, i // 2) + bytes([0, 0, 0, i % 2]) for i in range(2 * rng.randrange(1, 14))]
             if is_key_by_key:
                 context.set_offload_key_positions({key: 16 * (i // 2 + 1) for i, key in enumerate(keys)})
@@ -210,7 +210,7 @@ def test_recording_of_an_arbiter_replays_to_the_same_decisions(tmp_path, is_key_
     assert min(stats.arbiter_loads, stats.arbiter_cuts, stats.arbiter_cut_blocks) > 0, stats
     outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
     assert (outcome.difference, outcome.end) == (None, "")
-    # The times are what it learned from: without them it decides otherwise.
+    # The arbiter learned from the times: without them it decides differently.
     if not is_key_by_key:
         assert replay_recording(Timeless(tmp_path / "run.kvlog")).difference is not None
 
@@ -444,7 +444,7 @@ def test_recorded_keys_are_let_go_of_once_they_are_hashed(tmp_path):
         for start in range(0, 10_000, 50):
             manager.lookup(keys[start : start + 50])
             manager.lookup(keys[start : start + 2])
-        manager.touch(keys)  # more than a chunk holds
+        manager.touch(keys)  # larger than a chunk
     assert [sys.getrefcount(one) for one in keys] == before
     calls = [call for call in Recording(tmp_path / "run.kvlog") if call.keys is not None and call.op is ops.Op.LOOKUP]
     assert [len(call.keys) for call in calls] == [50, 2] * 200
@@ -453,7 +453,7 @@ def test_recorded_keys_are_let_go_of_once_they_are_hashed(tmp_path):
 
 def test_long_lists_with_something_else_among_their_keys_are_recorded(tmp_path):
     class Odd:
-        """Its last reference goes where the caller drops it, not in the recorder's thread."""
+        """The caller drops the last reference to such an object, not the recorder's thread."""
 
         def __del__(self):
             ended_in.append(threading.current_thread())
@@ -709,13 +709,13 @@ def test_flipped_bytes_are_found(tmp_path, whole):
         assert found == records or end
 
 
-# By hand: KVCACHE_STRESS=100 tries a million.
+# Run by hand with KVCACHE_STRESS=100 for a million cases.
 NUM_FUZZED = 10_000 * int(os.environ.get("KVCACHE_STRESS", "1"))
 
 
 @pytest.mark.parametrize("kind", range(4))
 def test_recording_with_hostile_frame_ends_in_a_clear_error(monkeypatch, whole, kind):
-    """The checksum of the frame is right, and its content is anything."""
+    """The checksum of the frame is right, but its content is arbitrary."""
     config = {"block_size": 16, "num_blocks": 20, "cache_policy": "arc", "enable_events": True}
     header = header_bytes({"manager": config, "is_from_start": True})
     first = whole.index(b"FRAM")
@@ -761,7 +761,7 @@ ODD_VALUES = (
 
 
 def hostile_text(rng, kind, document):
-    """Return bytes, odd JSON, or records with a few values replaced or removed."""
+    """Return bytes, unusual JSON, or records with a few values replaced or removed."""
     if kind == 0:
         return rng.randbytes(rng.randrange(200))
     rows = [[rng.choice(list(ops.Op)), *(rng.choice(ODD_VALUES) for _ in range(rng.randrange(7)))] for _ in range(9)]

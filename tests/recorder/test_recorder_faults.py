@@ -1,4 +1,4 @@
-"""What must not hurt a recording, or be hurt by one: neighbours, forks, threads, a file that stands still."""
+"""Recordings and calls stay correct beside other recorders, forks and threads, and with a file that blocks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_record_longer_than_the_bound_is_lost_and_does_not_break_it(tmp_path, nu
         manager.touch(long[:5])
         manager.touch(long)
         manager.touch(long[:7])
-    is_lost = num_keys > 2_000  # a fourth of 64 KiB, at 8 bytes a key
+    is_lost = num_keys > 2_000  # a quarter of 64 KiB, at 8 bytes a key
     assert recorder.stats().num_lost == is_lost
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 1 << 16
     recorded = [len(call.keys) for call in Recording(tmp_path / "run") if call.op is Op.TOUCH]
@@ -168,7 +168,7 @@ def test_record_longer_than_the_buffer_is_lost(tmp_path):
     assert len(recorded) == 100
 
 
-# A call that another thread is inside of when a recording begins is not in it.
+# A recording omits a call that another thread is making when the recording begins.
 @pytest.mark.parametrize(("num_threads", "begins_late"), [(1, False), (3, False), (1, True)])
 def test_recordings_that_begin_and_end_beside_calls_replay(tmp_path, num_threads, begins_late):
     before = sys.getswitchinterval()
@@ -179,12 +179,12 @@ def test_recordings_that_begin_and_end_beside_calls_replay(tmp_path, num_threads
             num_replayed += record_beside_calls(tmp_path / f"{cycle}", cycle, num_threads, begins_late)
     finally:
         sys.setswitchinterval(before)
-    # One that begins late is replayed from a reset on, if there is one in it.
+    # A recording that begins late is replayed from its first reset, if it has one.
     assert num_replayed > 0
 
 
 def record_beside_calls(path, seed, num_threads, begins_late):
-    """Record a part of what threads do, and return how many calls were made again with the same answers."""
+    """Record some of the calls of several threads; return how many were replayed with the same answers."""
     manager = CPUOffloadingManager(16, 60, "lru", True)
     is_over = threading.Event()
     failures = []
@@ -253,7 +253,7 @@ def test_recorder_that_is_stopped_inside_a_call_does_not_wait_for_it(tmp_path):
 
 
 def run_recorder(tmp_path, code, **options):
-    """Run `code` in a process of its own, where `manager` is recorded to ``run`` and `serve` makes calls."""
+    """Run `code` in its own process, where `manager` is recorded to ``run`` and `serve` makes calls."""
     begin = """
 import os, resource, signal, sys, time
 from kvcache import CPUOffloadingManager, Recorder, ReqContext
@@ -290,7 +290,7 @@ def test_kill_at_any_moment_leaves_what_was_written_whole(tmp_path, seed):
             outcome = replay_recording(Recording(path / "run"))
             assert outcome.difference is None
             assert outcome.num_calls == len(calls)
-        # The next recorder is not in its way.
+        # The old recording does not prevent a new one.
         manager = CPUOffloadingManager(16, 50)
         Recorder(manager, path / "run").stop()
         assert [call.op for call in Recording(path / "run")] == [Op.STATS]
@@ -311,7 +311,7 @@ def test_kill_between_two_files_leaves_the_older_ones(tmp_path, num_bytes):
     assert (outcome.num_calls, outcome.difference) == (12, None)
     assert outcome.end == recording.end != ""
     assert str(tmp_path / "run") in outcome.end
-    # A recorder that comes later takes all that for a recording, and is none the worse.
+    # A later recorder treats these files as a recording, and works.
     with Recorder(manager, tmp_path / "run"):
         manager.reset_cache()
     assert replay_recording(Recording(tmp_path / "run")).num_calls == 1

@@ -1,4 +1,4 @@
-"""A fault that a plug-in policy carries is found by replay and shrunk to few calls, which make a test that fails."""
+"""A replay finds a fault of a plug-in policy, and shrinks the calls to a test that fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reference = REFERENCE_POLICIES["lru"]
 
 
 class SwapsVictims(Reference):
-    """Evicts in another order once it has to evict many blocks at a time."""
+    """Evicts in another order if it has to evict many blocks at a time."""
 
     def evict(self, n, protected):
         victims = super().evict(n, protected)
@@ -30,7 +30,7 @@ class SwapsVictims(Reference):
 
 
 class TurnsWithAge(Reference):
-    """Evicts in the wrong order once it has evicted often."""
+    """Evicts in the wrong order after many evictions."""
 
     def clear(self):
         super().clear()
@@ -46,7 +46,7 @@ class TurnsWithAge(Reference):
 
 
 class EvictsWhatMustStay(Reference):
-    """Takes blocks that are being read for free, in stores of many blocks."""
+    """Evicts blocks that are being read, in stores of many blocks."""
 
     def evict(self, n, protected):
         if n <= 5:
@@ -97,7 +97,7 @@ def test_planted_difference_is_found_and_shrunk_to_a_failing_test(tmp_path, faul
     namespace_text = text.replace("POLICY", f'__import__("sys").modules[{faulty.__module__!r}].{faulty.__qualname__}')
     with pytest.raises(AssertionError):
         run_test(namespace_text)
-    # The same calls pass under the policy that is right.
+    # The same calls pass under a correct policy.
     run_test(text.replace("POLICY", "'lru'"))
 
 
@@ -126,7 +126,7 @@ def test_fault_over_tiers_is_found_and_shrunk_to_a_failing_test(tmp_path, has_ar
             manager.report_prefill(0, 16 * len(keys), 0.01)
             manager.on_schedule_end()
             if number == 50:
-                # A fast thread may be through before the tier has stored anything.
+                # A fast thread may end before the tier has stored a block.
                 assert manager.settle(10)
     assert manager.tier_stats()[0].promoted_blocks > 0
     manager.shutdown()
