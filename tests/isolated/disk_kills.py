@@ -1,4 +1,4 @@
-"""Kill a writer of a disk tier at random moments, again and again, and look what the next one finds.
+"""Kill a writer of a disk tier at random moments, repeatedly, and check the files that it leaves.
 
 Run as ``python tests/isolated/disk_kills.py FOLDER NUM_KILLS SEED``; prints one line of JSON.
 """
@@ -46,7 +46,7 @@ def payload(number):
 
 
 def write_until_killed(folder, first, pipe, draw):
-    """Store blocks and load older ones, and reset now and then; say which are begun, done and gone."""
+    """Store blocks, load older ones, and reset sometimes; print which blocks are begun, stored and reset."""
     host_blocks, tier = open_tier(folder)
     free = list(range(NUM_JOBS))
     jobs, loading = {}, set()
@@ -56,7 +56,7 @@ def write_until_killed(folder, first, pipe, draw):
         if draw.random() < 0.02:
             os.write(pipe, b"Y 0 %d\n" % (number - 1))
             tier.reset()
-            # Written once `reset` has returned: from here on, a kill brings nothing back.
+            # `reset` has returned: from here on, a kill must not bring blocks back.
             os.write(pipe, b"X 0 %d\n" % (number - 1))
             while jobs or loading or tier.stats().unavailable_reason:
                 for result in tier.get_finished():
@@ -103,7 +103,7 @@ def mixed(word):
 
 
 def blocks_on_disk(folder):
-    """Read the files without kvcache, by their format alone; return which blocks they hold, and which are wrong."""
+    """Read the files by their format, without kvcache; return the blocks that they hold, and the wrong ones."""
     header = json.loads((folder / "kvcache.json").read_text())
     text = json.dumps(
         [header["format"], header["version"], header["block_bytes"], header["fingerprint"], header["salt"]],
@@ -169,7 +169,7 @@ def run(folder, num_kills, seed):
             os.kill(child, signal.SIGKILL)
             lines = pipe.readlines()
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the writer failed by itself"
-        # A number that was begun and never done may come again: nothing is left out by the count.
+        # A number whose store began but did not end may be used again; no number is skipped.
         begun_now = ranges(lines, "B")
         begun += begun_now
         done.update(ranges(lines, "D"))
@@ -183,12 +183,12 @@ def run(folder, num_kills, seed):
         host_blocks, tier = open_tier(folder)
         num_held = tier.stats().num_held
         counts["above_capacity"] += num_held > NUM_BLOCKS
-        # Blocks that are being loaded are stepped over, and younger ones leave in their stead.
+        # Eviction skips blocks that are being loaded, and evicts younger ones instead.
         youngest = begun[-(NUM_BLOCKS - NUM_JOBS * LOAD_BLOCKS) :]
         must_hold = {n for n in youngest if n in done and n not in perhaps_gone and n > gone}
         held = [n for n in begun if tier.lookup([key_of(n)])]
         if sum(line.startswith("Y ") for line in lines) > len(resets):
-            # Killed in `reset`: either is right, now and after the kills to come.
+            # Killed in `reset`: the blocks may be there or not, now and after later kills.
             must_hold.clear()
             perhaps_gone.update(done.difference(held))
         counts["stale"] += sum(n <= gone for n in held)

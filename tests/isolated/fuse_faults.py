@@ -1,8 +1,8 @@
-"""A file system in memory whose calls fail, are cut short, lie or hang as a line on standard input says.
+"""A file system in memory whose calls fail, are truncated, lie or hang, as lines on standard input command.
 
 Run as root: ``python tests/isolated/fuse_faults.py MOUNTPOINT SEED``; prints "mounted". Lines: ``fault OP SHARE KIND``
 with OP one of read, write, fsync, open, lookup or all, and KIND an errno's name, short, flip or hang; ``clear`` ends
-all faults and lets what hangs go on; ``end``.
+all faults and continues calls that hang; ``end``.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Refused(Exception):
 
 
 class FileSystem:
-    """Nodes in memory; `faults` per operation: a share and a kind."""
+    """Files in memory; `faults` holds a share and a kind for each operation."""
 
     def __init__(self, seed):
         self.draw = random.Random(seed)
@@ -98,7 +98,7 @@ class FileSystem:
         return ""
 
     def answer(self, operation, number, body):
-        """Return the reply's body; None if there is none."""
+        """Return the body of the reply, or None if it has no body."""
         kind = self.fault(operation)
         if kind and kind not in ("short", "flip", "hang"):
             raise Refused(getattr(errno, kind))
@@ -233,7 +233,7 @@ def main(path, seed):
     options = f"fd={device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},max_read={MAX_WRITE}"
     if LIBC.mount(b"kvcache", path.encode(), b"fuse.kvcache", 6, options.encode()):
         sys.exit(f"cannot mount: {os.strerror(ctypes.get_errno())}")
-    # So that whoever ends the test leaves no mount behind.
+    # Leave no mount behind, however the test ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         print("mounted", flush=True)

@@ -1,7 +1,7 @@
-"""Churn a cache and count what stays: key objects by reference, BlockStatus objects by the collector.
+"""Store and evict many blocks and count leaks: key objects by reference, BlockStatus objects by the collector.
 
-Prints what later rounds added (key references, BlockStatus objects, KiB), and what is left of the first two once the
-manager is gone; run by test_leaks.py.
+Prints the growth in later rounds (key references, BlockStatus objects, KiB), and the numbers of the first two after the
+manager is destroyed. test_leaks.py runs it.
 """
 
 import gc

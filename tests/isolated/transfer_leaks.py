@@ -1,4 +1,4 @@
-"""Run many transfers of every kind and see whether anything of them stays: memory, Python objects, threads, files.
+"""Run many transfers of every kind and report leaks of memory, Python objects, threads and files.
 
 Run as ``python tests/isolated/transfer_leaks.py NUM_JOBS``; prints one line of JSON.
 """
@@ -68,7 +68,7 @@ def main(num_jobs):
     before = state()
     ended += run_jobs(worker, tenth, num_jobs - 2 * tenth)
     after = state()
-    # Python's own objects in a run of their own: tracing them takes memory, too.
+    # Trace Python's own objects in a separate run, because tracing takes memory, too.
     tracemalloc.start()
     run_jobs(worker, -100, 100)
     gc.collect()

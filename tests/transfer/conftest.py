@@ -1,4 +1,4 @@
-"""What more than one module here needs."""
+"""Fixtures that several modules need."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Random geometries and transfers, with a slow reference that every handler is held against.
+"""Random geometries and transfers, with a slow reference implementation for every handler.
 
-The reference moves one layer of one block at a time and knows nothing of runs, so that it can be seen to be right.
+The reference copies one layer of one block at a time, without runs, so it is easy to verify.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GUARD = 64
 
 @dataclass
 class NoisyPool:
-    """A host pool in the middle of noise."""
+    """A host pool surrounded by noise."""
 
     memory: npt.NDArray[np.int8]
     num_blocks: int
@@ -50,7 +50,7 @@ class NoisyPool:
 
 @dataclass
 class Case:
-    """One transfer: where everything lies, and which blocks move."""
+    """One transfer: the memory of all tensors, and the blocks to move."""
 
     buffers: list[torch.Tensor]
     kv_caches: CanonicalKVCaches
@@ -63,12 +63,12 @@ class Case:
 
     @property
     def device_spec(self) -> GPULoadStoreSpec:
-        """The device's side."""
+        """The spec of the device's blocks."""
         return GPULoadStoreSpec(self.device_ids, self.group_sizes, self.block_indices)
 
     @property
     def host_spec(self) -> CPULoadStoreSpec:
-        """The host's side."""
+        """The spec of the host's blocks."""
         return CPULoadStoreSpec(self.host_ids)
 
     def pieces(self) -> Iterator[tuple[int, int, int, int, int]]:

@@ -1,4 +1,4 @@
-"""A stream of host tensors, which tests the device's handler without a device."""
+"""A stream of host tensors, to test the device's handler without a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.transfer.streams import DeviceStream
 
 @dataclass
 class HostEvent:
-    """An event of a `HostStream`; its place is its number, and a place takes one second."""
+    """An event of a `HostStream`. Its number is its place in the stream; each place takes one second."""
 
     stream: HostStream
     place: int

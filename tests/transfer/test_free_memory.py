@@ -1,4 +1,4 @@
-"""How much memory is left, and that a pool beyond it is refused."""
+"""The free memory of the machine, and errors for pools that exceed it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every byte of every geometry goes where a slow reference puts it, and no other byte changes."""
+"""A handler copies every byte of every geometry to the place of the slow reference, and changes no other byte."""
 
 import numpy as np
 import pytest
@@ -77,7 +77,7 @@ def test_adjacent_blocks_become_one_run():
 def test_partial_blocks_start_and_end_inside_a_host_block():
     geometry = Geometry([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, 4)
     runs = geometry.runs(np.array([7, 5, 3]), [3], [6], np.array([2, 0]))
-    # Block 6 of the request is the third device block of its offloaded block, and block 8 begins the next one.
+    # Block 6 of the request is the third device block of its offloaded block, and block 8 is the first of the next one.
     assert runs.tolist() == [[1100, 70, 10], [1110, 50, 10], [1000, 30, 10]]
 
 
@@ -148,7 +148,7 @@ def test_more_bytes_than_can_be_counted_are_refused():
 
 
 class Fickle(list):
-    """A sequence that answers otherwise the second time."""
+    """A sequence whose elements change when they are read."""
 
     def __getitem__(self, i):
         value = super().__getitem__(i)

@@ -1,4 +1,4 @@
-"""Jobs end once, in order, as told, whatever goes wrong on the way."""
+"""Every job ends once, in order, and with the right result, also under faults."""
 
 import gc
 import mmap
@@ -47,7 +47,7 @@ def store_spec(device_ids, host_ids):
     return GPULoadStoreSpec(device_ids, [len(device_ids)], [0]), CPULoadStoreSpec(host_ids)
 
 
-# Of a `busy` handler's blocks: minutes of copying, for a test that looks at what is in flight and then gives it up.
+# Minutes of copying on a `busy` handler, for tests that inspect jobs in flight and then abandon them.
 LONG_JOB = store_spec(list(range(64)) * 5000, list(range(64)) * 5000)
 
 
@@ -73,7 +73,7 @@ def handlers(request, kv_caches, pool):
 
 @pytest.fixture
 def busy():
-    """A handler whose queue is held up by one job of some milliseconds, with the tensors it reads."""
+    """A handler whose queue is blocked by one job of some milliseconds, with the tensors that it reads."""
     kv_caches = make_kv_caches(64, 1 << 20, 1)
     pool = HostPool(64, 1 << 20, pin=False)
     handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True, 1)
@@ -225,7 +225,7 @@ def test_memory_of_a_tensor_stays_while_it_is_copied(busy):
     tensor = kv_caches.tensors[0].tensor
     first, last = tensor[0].clone(), tensor[63].clone()
     handler.transfer_async(1, LONG_JOB)
-    # The tensor lets go of its memory, which is large enough for the system to take it back at once.
+    # The tensor releases its memory, which is large enough to be returned to the system at once.
     tensor.set_()
     handler.transfer_async(2, store_spec([0, 63], [0, 63]))
     time.sleep(0.2)
@@ -284,7 +284,7 @@ def test_shutdown_abandons_what_is_in_flight_if_told_so(busy):
 
 
 def test_any_number_of_threads_may_shut_down():
-    # Joined twice, a copying thread left one caller hanging, or let one return before the copy had ended.
+    # A copying thread was joined twice: one caller hung, or returned before the copy had ended.
     code = """
 import threading, numpy as np
 from kvcache.transfer._native.copy import CopyQueue
@@ -317,18 +317,18 @@ for _ in range(30):
 @pytest.mark.slow
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_a_handler_that_is_dropped_in_flight_ends_before_its_memory(request, in_a_cycle):
-    # A collection that began by itself, in another thread, would leave none to the one below.
+    # Disable automatic collections: one in another thread would leave no garbage for the explicit one.
     gc.disable()
     request.addfinalizer(gc.enable)
     kv_caches = make_kv_caches(64, 1 << 20, 1)
-    # Once was not enough to see memory go first.
+    # One round was not enough to reproduce the memory being freed first.
     for _ in range(10):
         pool = HostPool(64, 1 << 20, pin=False)
         handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True, 2)
         for job_id in range(5):
             handler.transfer_async(job_id, store_spec(range(64), range(64)))
         if in_a_cycle:
-            # Now it is the collector that takes them apart, in an order of its own.
+            # Now the garbage collector destroys the objects, in arbitrary order.
             handler.me = handler
         blocks = weakref.ref(pool.tensor)
         del pool, handler
@@ -337,7 +337,7 @@ def test_a_handler_that_is_dropped_in_flight_ends_before_its_memory(request, in_
 
 
 def test_the_collector_leaves_the_pool_until_no_thread_copies(monkeypatch):
-    # It empties every tensor in a cycle, whoever else holds it, and may do so before it comes to the queue.
+    # The collector empties every tensor in a cycle, even if it is referenced elsewhere, and maybe before the queue.
     class Mapping(mmap.mmap):
         pass
 
@@ -373,7 +373,7 @@ def test_a_spinning_main_thread_does_not_slow_a_copy_down(busy):
     interval = sys.getswitchinterval()
     sys.setswitchinterval(5)
     try:
-        # With the GIL never handed over, a copy that needed it would not even start.
+        # No thread hands over the GIL, so a copy that needed it would not start.
         for job_id in range(1, 4):
             handler.transfer_async(job_id, spec)
         until = time.monotonic() + 30
@@ -432,7 +432,7 @@ def test_a_step_of_the_wall_clock_does_not_hold_up_a_wait(tmp_path):
     if compiler is None:
         pytest.skip("needs a C compiler")
     source = tmp_path / "stepped.c"
-    # To the waiter the wall clock reads a day ahead of what the system goes by: as if it were set back by a day.
+    # The waiter reads a wall clock that is a day ahead of the system's, as if the clock had been set back by a day.
     source.write_text("""
 #include <sys/syscall.h>
 #include <time.h>
@@ -538,7 +538,7 @@ assert len(list(Path("/proc/self/task").iterdir())) == threads + 1
 
 
 def test_who_waits_copies_too():
-    # A job for two threads where only one can be had: the second place is the waiter's.
+    # The job needs two threads, but only one can start: the waiting thread is the second one.
     code = """
 import resource, time, numpy as np
 from pathlib import Path
@@ -573,7 +573,7 @@ def test_ten_thousand_jobs_in_flight_hold_no_more_than_their_specs():
         handler.transfer_async(job_id, spec)
     held = resident_bytes() - before
     handler.shutdown(wait=False)
-    # Two int64 arrays per job, as the specs hold them; their runs would be 96 times that.
+    # Each job holds the two int64 arrays of its specs; its runs would need 96 times that.
     assert held < 10_000 * 2 * 8 * num_ids
     assert len(handler.get_finished()) == 10_000
 
@@ -610,7 +610,7 @@ def test_worker_names_the_media_it_cannot_serve(kv_caches, pool):
 
 
 class BrokenHandler(OffloadingHandler):
-    """A third party's handler that raises wherever it can."""
+    """A third party's handler that raises in every method."""
 
     def transfer_async(self, job_id, spec):
         raise OSError("no such medium")
@@ -627,7 +627,7 @@ class BrokenHandler(OffloadingHandler):
 
 
 class MinimalHandler(OffloadingHandler):
-    """A third party's handler that defines what the contract asks for, and no more."""
+    """A third party's handler that defines only the methods that the contract requires."""
 
     def transfer_async(self, job_id, spec):
         return True
@@ -657,13 +657,13 @@ def test_a_handler_that_raises_everywhere_costs_the_others_nothing(kv_caches, po
     worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
     worker.transfer_async(1, store_spec([1], [1]))
     worker.wait([1])
-    # What it returned before it raised counts, too.
+    # Results that the handler returned before it raised are reported, too.
     assert [result.job_id for result in worker.get_finished()] == [7, 1]
     assert [result.job_id for result in worker.get_finished()] == [7]
     worker.shutdown()
     assert store.transfer_async(2, store_spec([1], [1])) is False
     assert load.transfer_async(3, store_spec([1], [1])[::-1]) is False
-    # The engine asks at every step: it is warned once.
+    # The engine polls at every step, but each warning is logged once.
     assert [record.message for record in caplog.records] == [
         "BrokenHandler did not wait: its jobs may still be in flight",
         "BrokenHandler did not return its finished jobs",

@@ -1,4 +1,4 @@
-"""A pool that is there at once, or says clearly why it is not."""
+"""A host pool allocates all its memory at construction, or raises an error with the reason."""
 
 import mmap
 from contextlib import nullcontext
@@ -99,7 +99,7 @@ def test_a_block_that_is_not_there_is_refused(block_id):
 
 @pytest.fixture
 def locked(monkeypatch):
-    """Memory that a simulated platform has locked, as {address: bytes}; it locks at most `locked.limit` pieces."""
+    """Memory locked by a simulated platform, as {address: bytes}; it locks at most `locked.limit` pieces."""
 
     class Locked(dict):
         limit = 100

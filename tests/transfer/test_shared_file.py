@@ -1,4 +1,4 @@
-"""Memory that processes share is found by its own user only, and none of it stays when nobody holds it."""
+"""Only the same user can open memory that processes share, and no file stays after the last process has closed it."""
 
 import fcntl
 import os
@@ -39,7 +39,7 @@ def test_owner_and_others_share_bytes(path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert owner.has_owner()
     assert other.has_owner()
-    # Asking has not cost the owner its lock.
+    # `has_owner` did not release the owner's lock.
     with pytest.raises(ValueError, match="belongs to another engine; give this one a pool_path of its own"):
         blocks_at(path)
     owner.close()
@@ -106,7 +106,7 @@ def test_foreign_lock_is_waited_for_in_bounded_time(path, is_owner, monkeypatch)
     path.touch(0o600)
     fd = os.open(path, os.O_RDWR)
     lock_whole(fd, fcntl.F_WRLCK)
-    # A wait without end, as there was, would end with this.
+    # This timer ends an unbounded wait, which was a bug.
     release = threading.Timer(20, lock_whole, (fd, fcntl.F_UNLCK))
     release.start()
     try:
@@ -119,7 +119,7 @@ def test_foreign_lock_is_waited_for_in_bounded_time(path, is_owner, monkeypatch)
 
 def test_owner_is_not_refused_because_a_worker_asks_for_one(path):
     worker = blocks_at(path, is_owner=False)
-    # What `has_owner` holds while it asks, for longer than it takes.
+    # The lock that `has_owner` takes, held for longer.
     fd = os.open(path, os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_SH)
     answered = threading.Timer(0.1, fcntl.flock, (fd, fcntl.LOCK_UN))
@@ -136,7 +136,7 @@ def test_file_that_replaced_an_orphan_is_not_removed(path, tmp_path, monkeypatch
     found = []
 
     def replace_and_lock(fd, kind):
-        # Between its opening and its lock another process has removed the orphan and made a file of that name.
+        # Between opening and locking, another process removes the orphan and creates a file of the same name.
         if kind == fcntl.F_WRLCK and not found:
             orphan.unlink()
             found.append(blocks_at(orphan, is_owner=False))

@@ -1,4 +1,4 @@
-"""The device's handler over host tensors: what it copies, how jobs end, and its behaviour under threads and faults."""
+"""The device's handler over host tensors: copies, ends of jobs, threads and faults."""
 
 import sys
 import threading
@@ -39,7 +39,7 @@ def spec_of(device_ids, host_ids):
 
 
 class LinkStream(HostStream):
-    """Records the bytes of each copy over the link."""
+    """Records the size of each copy over the link."""
 
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ def test_job_stays_while_its_event_raises(monkeypatch, caplog):
     stream = HostStream(done=0)
     handler, _ = make_handler(layered(), stream=stream)
     handler.transfer_async(1, spec_of([1], [1]))
-    # As while another thread captures a graph: the copy still runs.
+    # As if another thread captured a graph: the copy is still running.
     stream.broken = True
     assert handler.get_finished() == handler.get_finished() == []
     monkeypatch.setattr(staged.time, "sleep", lambda seconds: setattr(stream, "broken", False))
@@ -290,7 +290,7 @@ def test_threads_that_ask_while_jobs_are_submitted_take_each_result_once(num_tak
         until = time.monotonic() + 60
         try:
             while len(taken) < num_jobs and time.monotonic() < until:
-                # A job that ended before the device did anything was reported without its end.
+                # A job must not be reported before the device has run it.
                 done = stream.done
                 results = handler.get_finished()
                 assert all(result.success and 2 * result.job_id <= stream.done for result in results), (done, results)
