@@ -1,6 +1,6 @@
-"""What a plug-in author tests with: the conformance kit, and the specification in plain Python.
+"""Test tools for authors of plug-ins: the conformance kit, and the specification in plain Python.
 
-Names are imported when first used, so that the reference policies need neither pytest nor Hypothesis (extra `testing`).
+Names are imported on first use, so that the reference policies need neither pytest nor Hypothesis (extra `testing`).
 """
 
 from __future__ import annotations
@@ -46,6 +46,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'kvcache.testing' has no attribute {name!r}")
     pytest = sys.modules.get("pytest")
     if pytest is not None and home not in sys.modules:
-        # So that a failing check shows its values.
+        # Makes pytest show the values of a failed check.
         pytest.register_assert_rewrite(home)
     return getattr(importlib.import_module(home), name)

@@ -1,4 +1,4 @@
-"""Run a test that must give a verdict in bounded time, whatever the code under test does."""
+"""Run a test with a time limit, whatever the code under test does."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from threading import Thread
 
 
 def run_within(timeout_s: float, test: Callable[[], None]) -> None:
-    """Run `test` in a thread of its own; raise what it raises, or AssertionError if it does not end in time.
+    """Run `test` in a separate thread. Raise its exception, or AssertionError if it does not end in time.
 
     Notes
     -----
-    The error says where the thread was. Compiled code that does not return and holds the GIL stops this one, too.
+    The error shows the position of the thread. Compiled code that hangs and holds the GIL also blocks this thread.
     """
     raised: list[BaseException] = []
 
@@ -37,10 +37,10 @@ def run_within(timeout_s: float, test: Callable[[], None]) -> None:
 
 @contextmanager
 def shrinking_within(timeout_s: float) -> Iterator[None]:
-    """Let Hypothesis make a failing example smaller for so long at most; its own bound is five minutes."""
+    """Limit the time in which Hypothesis shrinks a failing example. Its own limit is five minutes."""
     from hypothesis.internal.conjecture import engine
 
-    # There is no setting for it; where the name is gone, Hypothesis's own bound holds.
+    # Hypothesis has no setting for this. If the private name is missing, its own limit applies.
     before = getattr(engine, "MAX_SHRINKING_SECONDS", None)
     if before is not None:
         engine.MAX_SHRINKING_SECONDS = int(timeout_s)

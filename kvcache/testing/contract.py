@@ -1,6 +1,6 @@
 """The contract of a policy as pytest tests: subclass, name the policy, and run pytest.
 
-They drive the five primitives as a manager does, then run the state machine under every manager.
+The tests drive the five primitives as a manager does, then run the state machine under every manager.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _KEYS = [b"key %d" % i for i in range(12)]
 
 
 class PolicyContract:
-    """What every policy must do.
+    """Tests that every policy must pass.
 
     Attributes
     ----------
     policy : str or type
         The policy under test: a registered name or a class.
     reference : type, optional
-        Its twin in plain Python; see `CacheMachine`.
+        Its plain-Python twin; see `CacheMachine`.
     evicts_tails_first : bool
-        Whether a prefix's tail leaves before its head once a request is over, as every built-in policy has it. A policy
-        without `order` may set this to False.
+        Whether a prefix's tail is evicted before its head after a request has ended, as with all built-in policies.
+        A policy without `order` may set this to False.
     verdict_s : float
-        How long the state machine may take; a failing sequence of operations is made smaller for a tenth of it.
+        Time limit of the state machine. Shrinking a failing sequence of operations may take a tenth of it.
     stores_all : bool
-        Whether every key is stored for which there is room; a policy that `declines` sets this to False.
+        Whether every key is stored for which there is room. A policy that `declines` sets this to False.
 
     Examples
     --------
@@ -57,7 +57,7 @@ class PolicyContract:
         return made
 
     def filled(self, num_blocks: int, capacity: int = 8) -> tuple[CachePolicy, list[BlockStatus]]:
-        """Return a policy of `capacity` that holds `num_blocks` ready blocks, key 0 inserted first, and the blocks."""
+        """Return a policy of `capacity` with `num_blocks` ready blocks, key 0 inserted first, and the blocks."""
         policy = self.make(capacity)
         blocks = [BlockStatus(block_id) for block_id in range(num_blocks)]
         for key, block in zip(_KEYS, blocks, strict=False):
@@ -242,7 +242,7 @@ class PolicyContract:
             run_within(self.verdict_s, lambda: run_state_machine_as_test(machine))
 
     def _with_a_past(self) -> CachePolicy:
-        """Return a policy of 8 blocks that has evicted; keys 2, 3, 6 and 7 can leave, key 5 is being read."""
+        """Return a policy of 8 blocks that has evicted. Keys 2, 3, 6 and 7 are evictable; key 5 is being read."""
         policy, blocks = self.filled(8)
         policy.touch(_KEYS[2:4])
         policy.evict(2, {_KEYS[i] for i in (2, 3, 5, 6, 7)})
@@ -254,7 +254,7 @@ class PolicyContract:
 
     @staticmethod
     def _future(policy: CachePolicy) -> list[bytes]:
-        """Let a policy run on for a while, and return everything that it evicts, in order."""
+        """Run a policy for a while, and return all keys that it evicts, in order."""
         evicted: list[bytes] = []
         for i in (8, 9, 0, 1, 4, 10, 2):
             policy.touch([_KEYS[i]])
@@ -269,7 +269,7 @@ class PolicyContract:
 
 
 def drained(policy: CachePolicy, protected: Iterable[bytes] = ()) -> list[bytes]:
-    """Evict one block after the other until none may leave, and return their keys, in order."""
+    """Evict one block at a time until none is evictable, and return their keys, in order."""
     keys: list[bytes] = []
     while (victims := policy.evict(1, set(protected))) is not None:
         assert len(victims) == 1, f"evict(1, ...) must return one victim, got {victims!r}"

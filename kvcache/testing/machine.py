@@ -1,7 +1,8 @@
-"""A Hypothesis state machine that holds four managers side by side, after every step, for any policy.
+"""A Hypothesis state machine that compares four managers after every step, for any policy.
 
-One is the manager's specification over the reference policy; one runs the reference policy under the default cache;
-one is what users get; and one drives the policy's five primitives over a backend. Where two of them part, one is wrong.
+The managers are: the manager's specification over the reference policy; the reference policy under the default cache;
+the manager that users get; and a manager that drives the policy's five primitives over a backend. If two of them
+differ, one has a bug.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _one_key = st.sampled_from(KEYS)
 _starts = st.sampled_from((0, 3, 6, 10, 15))
 _prefixes = st.builds(lambda start, length: list(KEYS[start : start + length]), _starts, st.integers(1, 6))
 _key_lists = st.one_of(_prefixes, st.lists(_one_key, max_size=6))
-# What the keys come in, and whether they are other objects than the last time.
+# The type in which keys are passed, and whether the keys are new objects.
 _forms = st.tuples(st.sampled_from(_CONTAINERS), st.sampled_from((False, False, True)))
 _context_slots = st.integers(0, _NUM_CONTEXTS)
 # Keys, request, form, whether the first store fails, whether the request ends.
@@ -52,12 +53,12 @@ class CacheMachine(RuleBasedStateMachine):
     policy : str or type
         The policy under test: a registered name or a class.
     reference : type, optional
-        Its twin in plain Python. The default is the built-in one of that name; where there is none, the policy itself,
-        so that the managers are still held against each other.
+        Its plain-Python twin. The default is the built-in twin of that name. If there is none, the policy itself is
+        used, so that the managers are still compared with each other.
     max_capacity : int
-        Caches of 1 to so many blocks are drawn.
+        Limit of the cache size, in blocks.
     manager_options : dict
-        Further arguments of every manager.
+        Additional arguments of every manager.
     """
 
     policy: ClassVar[Policy] = "lru"
@@ -83,14 +84,14 @@ class CacheMachine(RuleBasedStateMachine):
             "CPU manager": CPUOffloadingManager(16, capacity, self.policy, **timed),
         }
         if not twin.declines:
-            # Over the five primitives alone, a policy can decline nothing.
+            # With only the five primitives, a policy cannot decline keys.
             self.managers["backend manager"] = BackendOffloadingManager(
                 CPUBackend(16, capacity), self.policy, **options
             )
         if twin.stores_all:
             for manager in self.managers.values():
                 _policy(manager).stores_all = True
-        # A policy that knows no hints may not be given any: the compiled ones keep blocks by priority all the same.
+        # Give no hints to a policy that does not support them: the compiled managers would still apply priorities.
         self.takes_hints = getattr(twin, "hint", CachePolicy.hint) is not CachePolicy.hint
         self.contexts = [ReqContext(str(slot)) for slot in range(_NUM_CONTEXTS)]
 
@@ -127,7 +128,7 @@ class CacheMachine(RuleBasedStateMachine):
         keys = self._drawn(data, lambda ref_cnt: ref_cnt < 0)
         if slot:
             self._call("complete_store", keys, slot, form, success)
-        else:  # the older form
+        else:  # the older signature
             self._all(lambda manager: manager.complete_store(list(keys), success))
 
     @rule(requests=st.lists(_requests, min_size=1, max_size=6))
@@ -156,14 +157,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(num_requests=st.sampled_from((1, 63, 250, 501)))
     def let_time_pass(self, num_requests: int) -> None:
-        # For the policies whose blocks age by the number of requests.
+        # For policies that age blocks by the number of requests.
         for manager in self.managers.values():
             for _ in range(num_requests):
                 manager.touch([_NEVER_STORED])
 
     @rule(num_keys=st.sampled_from((3, 40, 300)), num_between=st.integers(0, 2))
     def churn(self, num_keys: int, num_between: int) -> None:
-        # Keys that come, are used again after a while and go: what ghosts, histories and histograms live on.
+        # Keys that are stored, used again after a while, and evicted: ghosts, histories and histograms need them.
         for manager in self.managers.values():
             for i in range(num_keys):
                 key = b"churn %d" % i
@@ -175,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((0.5, 2.048, 5.0, 60.0, 3600.0, 1e6)))
     def wait(self, seconds: float) -> None:
-        # For the policies that read the clock.
+        # For policies that read the clock.
         self.now_s += seconds
 
     @rule(slot=_context_slots)
@@ -214,7 +215,7 @@ class CacheMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def name_no_keys(self, method: str, keys: list[Any], bad: object, slot: int, data: st.DataObject) -> None:
-        # A look-up ends at the first miss, so that only a bad head is sure to be seen.
+        # A look-up ends at the first miss, so only an invalid first key is certain to be detected.
         at = 0 if method == "lookup" else data.draw(st.integers(0, len(keys)), label="at")
         spoiled = [*keys[:at], bad, *keys[at:]]
         self._all(lambda manager: getattr(manager, method)(list(spoiled), self._context(slot)), ValueError)
@@ -252,7 +253,7 @@ class CacheMachine(RuleBasedStateMachine):
         return self.contexts[slot - 1] if slot else None
 
     def _drawn(self, data: st.DataObject, wanted: Callable[[int], bool]) -> list[bytes]:
-        """Draw keys: most often those whose blocks are in a certain state, sometimes any."""
+        """Draw keys: mostly keys whose blocks are in a certain state, sometimes any keys."""
         blocks = self.specified.blocks
         fitting = [key for key in KEYS if key in blocks and wanted(blocks[key].ref_cnt)]
         choices = [_key_lists]
@@ -269,7 +270,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
 
     def _all(self, call: Callable[[Any], Any], error: type[Exception] | None = None) -> Any:
-        """Make one call to every manager; all must give the specification's answer, or its kind of error."""
+        """Make the same call to every manager. All must return the specification's result, or raise its error type."""
         answers: dict[str, Any] = {}
         outcomes = {}
         for name, manager in self.managers.items():
@@ -292,9 +293,9 @@ def cache_machine(policy: Policy, reference: type[CachePolicy] | None = None, **
     policy : str or type
         The policy under test: a registered name or a class.
     reference : type, optional
-        Its twin in plain Python.
+        Its plain-Python twin.
     **attributes
-        Further attributes of `CacheMachine`.
+        Other attributes of `CacheMachine`.
 
     Returns
     -------
@@ -342,7 +343,7 @@ def _ghosts(ghosts: Any) -> Any:
     return len(ghosts), [key for key in KEYS if key in ghosts]
 
 
-# What a policy may show of itself, and how it is compared; only what both sides have is.
+# State that a policy may expose, and how to compare it. Only state that both sides have is compared.
 _SHOWN: dict[str, Callable[[Any], Any]] = {
     "t1": _list,
     "t2": _list,

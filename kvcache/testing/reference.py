@@ -1,7 +1,7 @@
 """The specification of every policy and of the store gate, in plain dicts.
 
-It is written from the texts, not from the compiled code, so that the two can be held against each other; where speed
-and clarity part, clarity wins.
+It is written from the papers and rules, not from the compiled code, so that tests can compare the two. Clarity comes
+before speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Victims = list[tuple[bytes, BlockStatus]]
 
 
 def _eligible(order: Iterable[bytes], blocks: dict[bytes, BlockStatus], protected: Container[bytes]) -> Iterator[bytes]:
-    """Yield the keys that may be evicted: neither referenced, nor being written, nor protected."""
+    """Yield the keys of evictable blocks: not referenced, not being written, not protected."""
     return (key for key in order if blocks[key].ref_cnt == 0 and key not in protected)
 
 
@@ -61,7 +61,7 @@ class ReferenceLRU(CachePolicy):
 class ReferenceARC(CachePolicy):
     """Blocks seen once (`t1`) and seen again (`t2`), their ghosts (`b1`, `b2`), and a target for the length of `t1`.
 
-    Megiddo & Modha, FAST '03; unlike theirs, it passes over blocks that are in use.
+    Megiddo & Modha, FAST '03. Unlike the original, it skips blocks that are in use.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -134,7 +134,7 @@ class ReferenceARC(CachePolicy):
 
 @dataclass(slots=True)
 class _Ranked:
-    """What the frequency policies know of a resident block."""
+    """State of a resident block in the frequency policies."""
 
     block: BlockStatus
     uses: int
@@ -144,7 +144,7 @@ class _Ranked:
 
 
 class ReferenceMQ(CachePolicy):
-    """Eight recency queues by the logarithm of a block's uses; who is not used for `life` requests goes down one.
+    """Eight recency queues by the logarithm of a block's uses. A block unused for `life` requests moves down one queue.
 
     Multi-Queue (Zhou, Philbin & Li, USENIX ATC '01), with a history of the uses of evicted keys.
     """
@@ -161,7 +161,7 @@ class ReferenceMQ(CachePolicy):
         self.life = 500
         self.ranked: dict[bytes, _Ranked] = {}
         self.queues: list[Blocks] = [OrderedDict() for _ in range(self.num_queues)]
-        # Evicted keys, oldest first: how often and when last they were used.
+        # Evicted keys, oldest first: number of uses, and time of the last use.
         self.history: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
 
     def get(self, key: bytes) -> BlockStatus | None:
@@ -234,7 +234,7 @@ class ReferenceMQ(CachePolicy):
 
 
 class ReferenceAMQ(ReferenceMQ):
-    """Multi-Queue that sets `life` by itself, to the median of the distances between a key's first two uses."""
+    """Multi-Queue that sets `life` to the median of the distances between a key's first two uses."""
 
     ticks_per_setting = 64
     fewest_distances = 256
@@ -279,9 +279,9 @@ class ReferenceAMQ(ReferenceMQ):
 
 
 class ReferenceLFUDA(CachePolicy):
-    """Least frequently used with dynamic ageing: a block is worth its uses plus the worth of what last left.
+    """Least frequently used with dynamic ageing. A block's value is its uses plus the age of the cache at its last use.
 
-    With a history of the uses of evicted keys.
+    A history keeps the uses of evicted keys.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -293,7 +293,7 @@ class ReferenceLFUDA(CachePolicy):
         self.sequence = 0
         self.blocks: dict[bytes, BlockStatus] = {}
         self.uses: dict[bytes, int] = {}
-        # (worth, sequence number): the smallest goes first.
+        # (value, sequence number): the smallest is evicted first.
         self.rank: dict[bytes, tuple[int, int]] = {}
         self.history: OrderedDict[bytes, int] = OrderedDict()
 
@@ -353,14 +353,14 @@ REFERENCE_POLICIES: dict[str, type[CachePolicy]] = {
 
 
 class ReferenceGate:
-    """Admit a key once it has been offered `threshold` times, as far as a bounded table remembers.
+    """Admit a key after it was offered `threshold` times, within the limits of a bounded table.
 
     Parameters
     ----------
     threshold : int
-        Offers before a key is stored.
+        Number of offers after which a key is stored.
     max_tracker_size : int
-        Keys whose offers are remembered.
+        Limit of keys in the table.
     """
 
     def __init__(self, threshold: int, max_tracker_size: int = 64_000) -> None:
@@ -369,11 +369,11 @@ class ReferenceGate:
         self.offers: OrderedDict[bytes, int] = OrderedDict()
 
     def admitted(self, keys: Collection[bytes]) -> set[bytes]:
-        """Count one offer of each key of a call, and return those that may be stored."""
+        """Count one offer of each key of a call, and return the keys that may be stored."""
         offered = dict.fromkeys(keys)
         for key in offered:
             self.offers[key] = self.offers.pop(key, 0) + 1
-        # The keys of this call are the youngest, so only as many as there are others may be dropped.
+        # The keys of this call are the youngest. Drop only older keys.
         for _ in range(min(len(self.offers) - self.max_tracker_size, len(self.offers) - len(offered))):
             self.offers.popitem(last=False)
         return {key for key in offered if self.offers[key] >= self.threshold}

@@ -1,6 +1,6 @@
 """The specification of `gittins` in plain dicts: reuse timing, learned per class of blocks and age.
 
-Written from the rules alone: ordered dicts for every queue, no rows, and every value recomputed where it is needed.
+Written from the rules alone: ordered dicts for every queue, no rows, and every value recomputed when it is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EDGES = [0, *sorted({(m << b) >> 2 for b in range(1, 15) for m in range(4, 8)} -
 NUM_BINS = len(EDGES) - 1
 CLASSES_PER_HINT = 8
 NEXT_USES = (None, "end", "soon", "later")
-# Classes of shared blocks, while they are told apart.
+# Classes of shared blocks, in use while `splits_shared`.
 FIRST_SHARED = CLASSES_PER_HINT * len(NEXT_USES)
 NUM_SHARED = 4
 
@@ -25,7 +25,7 @@ Victims = list[tuple[bytes, BlockStatus]]
 
 
 class Group:
-    """Known keys whose last use was the same request and that share a class."""
+    """Known keys with the same request as last use and the same class."""
 
     def __init__(self, t0: int, cls: int, length: int) -> None:
         self.t0 = t0
@@ -37,7 +37,7 @@ class Group:
 
 
 class _Resident:
-    """What is known of a resident key: its block, its parent's key, and how many resident keys have it as parent."""
+    """State of a resident key: its block, its parent's key, and the number of its resident children."""
 
     def __init__(self, block: BlockStatus | None, parent: bytes | None) -> None:
         self.block = block
@@ -46,7 +46,7 @@ class _Resident:
 
 
 class _Progress:
-    """What a request has shown so far: whether it continues an older one, and the groups that it may join."""
+    """State of a request: whether it continues an older one, and the groups that it may join."""
 
     def __init__(self) -> None:
         self.continues = False
@@ -56,9 +56,9 @@ class _Progress:
 
 
 class ReferenceGittins(CachePolicy):
-    """Keep the blocks with the highest expected uses per time of occupancy, as learned from their class and age.
+    """Keep the blocks with the highest expected uses per unit of occupancy time, as learned from their class and age.
 
-    The rules are the project's own; compare LHD (Beckmann, Chen & Cidon, NSDI '18) and the Gittins index.
+    The rules are the project's own. Compare LHD (Beckmann, Chen & Cidon, NSDI '18) and the Gittins index.
     """
 
     declines = True
@@ -91,21 +91,21 @@ class ReferenceGittins(CachePolicy):
         self.group_of: dict[bytes, Group] = {}
         self.blocks: dict[bytes, _Resident] = {}
         self.memory: OrderedDict[bytes, None] = OrderedDict()
-        # Resident keys of the first-in-first-out share, oldest first; with `stores_all` only.
+        # Resident keys of the first-in-first-out share, oldest first. Used with `stores_all` only.
         self.passing: OrderedDict[bytes, None] = OrderedDict()
         self.cells: dict[Cell, OrderedDict[Group, None]] = {}
-        self.num_groups: Counter[int] = Counter()  # by class, where there are any
-        # Of a known key: about the logarithm of how many requests have used it that continued no older one.
+        self.num_groups: Counter[int] = Counter()  # by class, for classes that have groups
+        # For each known key: about the logarithm of the number of requests that used it and continued no older request.
         self.sharing: dict[bytes, int] = {}
-        self.num_again = 0  # uses of keys 4 to 16 s after their last one, halved at times
-        self.num_shared = 0  # of these, of widely shared keys
+        self.num_again = 0  # uses of keys 4 to 16 s after their previous use, halved at times
+        self.num_shared = 0  # of these, uses of widely shared keys
         self.splits_shared = False
-        self.hit: dict[int, list[int]] = {}  # by class, like the next two
+        self.hit: dict[int, list[int]] = {}  # by class; so are the next two
         self.sur: dict[int, list[int]] = {}
         self.value: dict[int, list[int]] = {}
         self.chances: list[int] = []
         self.total = 0
-        # Bumped by `clear`, so that what open requests remember of older groups is void.
+        # Incremented by `clear`, to invalidate the groups that open requests refer to.
         self.era = object()
         self._rebuild()
         self._take_up(None)
@@ -116,7 +116,7 @@ class ReferenceGittins(CachePolicy):
 
     @property
     def worths(self) -> list[int]:
-        """The value of a block of each class that has just been used, for requests without a hint."""
+        """The value, per class, of a block that has just been used, for requests without a hint."""
         return [self.value[cls][0] for cls in range(CLASSES_PER_HINT)]
 
     def get(self, key: bytes) -> BlockStatus | None:
@@ -135,7 +135,7 @@ class ReferenceGittins(CachePolicy):
         self._trim()
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        # Without a request, a call is one of its own.
+        # Treat a call without a request as a request of its own.
         request = RequestUses()
         request.add(list(dict.fromkeys(keys)))
         self.count_uses(list(request.keys), request)
@@ -152,7 +152,7 @@ class ReferenceGittins(CachePolicy):
             return None
         victims = self._select(n, protected, None)
         if len(victims) < n:
-            # What is left has resident children in use; the head of a path then leaves before its tail.
+            # The remaining blocks have resident children in use. Then the head of a path is evicted before its tail.
             for key in [key for key in self.blocks if key not in protected]:
                 block = self.get(key)
                 if len(victims) < n and block is not None and block.ref_cnt == 0:
@@ -206,7 +206,7 @@ class ReferenceGittins(CachePolicy):
                 joined.resident[key] = None
 
     def hint(self, keys: list[bytes], next_use: str | None) -> None:
-        """Move known keys to the classes of another hint; their age counts from now."""
+        """Move known keys to the classes of another hint. Their age starts at 0."""
         if self.start_ms is None:
             self.start_ms = self.now_ms
         self.now = max(self.now, (self.now_ms - self.start_ms) >> self.ticks_shift)
@@ -228,7 +228,7 @@ class ReferenceGittins(CachePolicy):
                 self.memory.move_to_end(key)
 
     def _share(self, key: bytes, by_new_session: bool) -> int:
-        """Count a use of a known key, and return its sharing: 2**n users raise it in one of about 2**n cases."""
+        """Count a use of a known key, and return its sharing: sharing n is raised with probability 1 / 2**n."""
         sharing = self.sharing[key]
         draw = self.touches * 2654435761 % (1 << 32)
         if by_new_session and sharing < self.most_sharing and draw >> (32 - (sharing + 1) // 2) == 0:
@@ -236,11 +236,11 @@ class ReferenceGittins(CachePolicy):
         return sharing
 
     def _judge_sharing(self) -> None:
-        """Tell shared blocks apart while over 9/16 of what is used again in seconds is widely shared, down to 3/8."""
+        """Split off shared blocks if over 9/16 of the uses after seconds are widely shared; merge them below 3/8."""
         if self.num_again >= self.fewest_again:
             splits = 16 * self.num_shared > (6 if self.splits_shared else 9) * self.num_again
             if splits and not self.splits_shared:
-                # What was counted is of classes that held the shared blocks too.
+                # The counts so far are of classes that contained the shared blocks.
                 self._forget_counts()
                 self._take_up_classes(range(FIRST_SHARED, FIRST_SHARED + NUM_SHARED))
             self.splits_shared = splits
@@ -312,15 +312,15 @@ class ReferenceGittins(CachePolicy):
             self._store(key, _predecessor(key, offered, request))
         for key in keys[:num_grouped]:
             self.group_of[key].resident[key] = None
-        # The tail of a prompt leaves before its head.
+        # The tail of a prompt is evicted before its head.
         self.passing.update(dict.fromkeys(reversed(keys[num_grouped:])))
         self._trim()
         return len(keys), victims
 
     def _make_way(self, n: int, named: Container[bytes], waiting: list[bytes] | None) -> tuple[Victims, int]:
-        """Evict up to `n` blocks, whatever the waiting keys are worth; None instead of these: they are moved.
+        """Evict up to `n` blocks, whatever the values of the `waiting` keys (None: the keys are being moved).
 
-        Return the victims, and how many of the waiting keys pass.
+        Return the victims, and the number of waiting keys that become passing.
         """
         share = max(1, self.cache_capacity // self.passing_share)
         victims = self._select_passing(min(n, len(self.passing) - share), named)
@@ -355,7 +355,7 @@ class ReferenceGittins(CachePolicy):
         )
 
     def _recall(self, keys: Sequence[bytes], offered: Sequence[bytes], request: RequestUses | None) -> None:
-        """Make keys known that the memory has dropped since their use."""
+        """Add keys again that were dropped from the memory after their use."""
         groups: dict[int, Group] = {}
         for key in keys:
             if key not in self.group_of:
@@ -374,7 +374,7 @@ class ReferenceGittins(CachePolicy):
         return list(taken)
 
     def _select(self, num_needed: int, named: Container[bytes], waiting: list[bytes] | None) -> Victims:
-        """Evict up to `num_needed` blocks, each worth less than the key of `waiting` that takes its place."""
+        """Evict up to `num_needed` blocks, each worth less than the key of `waiting` that replaces it."""
         victims: Victims = []
         num_left = self.most_passed
         while len(victims) < num_needed:
@@ -415,14 +415,14 @@ class ReferenceGittins(CachePolicy):
         return resident.block
 
     def _remove(self, key: bytes) -> _Resident:
-        """Take a block out; its key stays known, if it was."""
+        """Remove a block. If its key was known, it stays known."""
         resident = self.blocks.pop(key)
         self.passing.pop(key, None)
         if key in self.group_of:
             self.group_of[key].resident.pop(key, None)
             self.memory[key] = None
         parent = None if resident.parent is None else self.blocks.get(resident.parent)
-        # The parent of a child left behind may have come back: its count is of its own children.
+        # A parent may have been removed and stored again. Its count then does not include the older children.
         if parent is not None and parent.kids > 0:
             parent.kids -= 1
         return resident
@@ -479,7 +479,7 @@ class ReferenceGittins(CachePolicy):
         self._order = sorted(self.cells, key=lambda cell: (self.value[cell[0]][cell[1]], -cell[1], cell[0]))
 
     def _take_up(self, next_use: str | None) -> None:
-        """Add the classes of a hint when it is first given; until then they hold nothing."""
+        """Add the classes of a hint when it is first given. Until then they are empty."""
         self._take_up_classes(range(CLASSES_PER_HINT * (1 + NEXT_USES.index(next_use))))
 
     def _take_up_classes(self, classes: range) -> None:

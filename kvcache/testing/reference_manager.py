@@ -1,6 +1,6 @@
-"""The specification of the manager in plain dicts: whole, checked, and with no regard for speed.
+"""The specification of the manager in plain dicts: complete, checked, and not optimized.
 
-It shares no code with the batch operations, so that a fault in those shows as a difference.
+It shares no code with the batch operations, so that a bug in those shows as a difference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReferenceManager(OffloadingManager):
     Parameters
     ----------
     block_size, num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size, clock
-        As of `CPUOffloadingManager`; the policy is named by `REFERENCE_POLICIES`, or a class.
+        As for `CPUOffloadingManager`. The policy is a name in `REFERENCE_POLICIES`, or a class.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class ReferenceManager(OffloadingManager):
         self.start_s: float | None = None
         self.now_ms = 0
         self.counts: Counter[str] = Counter()
-        # What each request has named, in the order first seen: counted once, ordered when the request is over.
+        # Keys that each request has named, in the order first seen: counted once, ordered at the request's end.
         self.named: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
         self.ended: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
-        # What was said of a request's next use after it began.
+        # Hints of next use that a request received after it began.
         self.hinted: WeakKeyDictionary[ReqContext, str] = WeakKeyDictionary()
         self.reset_cache()
 
@@ -69,7 +69,7 @@ class ReferenceManager(OffloadingManager):
             self.events.clear()
         self.gate = ReferenceGate(self.store_threshold, self.max_tracker_size)
         self.blocks: dict[bytes, BlockStatus] = {}
-        self.in_use: set[bytes] = set()  # being written or read: not to be evicted
+        self.in_use: set[bytes] = set()  # being written or read: not evictable
         self.num_fresh_used = 0
         self.freed: list[int] = []
 
@@ -213,14 +213,14 @@ class ReferenceManager(OffloadingManager):
         self.policy.hint(keys, next_use)
 
     def hinted_keys(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> list[bytes]:
-        """Return the keys that a later hint is about, and remember it for what the request uses from now on.
+        """Return the keys that a later hint applies to, and store the hint for later uses by the request.
 
         Parameters
         ----------
         request_or_keys : ReqContext or iterable of bytes
-            What `hint` was given.
+            The first argument of `hint`.
         next_use : str
-            What was said.
+            The hint.
 
         Returns
         -------
@@ -265,7 +265,7 @@ class ReferenceManager(OffloadingManager):
         return len(unseen)
 
     def _begin(self, keys: Iterable[bytes], req_context: ReqContext | None) -> list[bytes]:
-        """Let time pass for a policy that reads the clock: until a request uses a key, and for calls without one."""
+        """Advance the clock of a policy that reads it: until a request uses a key, and for calls without a request."""
         if isinstance(keys, Iterable) and not isinstance(keys, bytes | str):
             keys = list(keys)
             is_begun = req_context is not None and req_context in self.named and len(self.named[req_context].keys) > 0
@@ -286,14 +286,14 @@ class ReferenceManager(OffloadingManager):
     def in_prefix_order(
         self, req_context: ReqContext, named_by: Mapping[ReqContext, RequestUses] | None = None
     ) -> list[bytes]:
-        """Return the keys that a request has named, by their positions in the prompt, or as first seen.
+        """Return the keys that a request has named, by position in the prompt, or as first seen.
 
         Parameters
         ----------
         req_context : ReqContext
             The request.
         named_by : mapping, optional
-            Where to look; left out: among the requests that run.
+            Mapping to search. The default is the running requests.
         """
         request = (self.named if named_by is None else named_by).get(req_context)
         named = [] if request is None else list(request.keys)

@@ -1,6 +1,6 @@
-"""The specification of retention hints in plain dicts: who is raised, until when, and who leaves first.
+"""The specification of retention hints in plain dicts: which blocks are raised, their deadlines, and eviction order.
 
-Written from the text alone: no heaps, no queues, every question answered by looking at all blocks.
+Written from the rules alone: no heaps, no queues. Every answer comes from a walk over all blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ONE_SHOT, NORMAL, HIGHEST = -1, 0, 3
 
 
 class _AllBut:
-    """All keys but a few: what an eviction within one priority must not take."""
+    """All keys except a few: the protected keys for an eviction within one priority."""
 
     def __init__(self, few: Collection[bytes]) -> None:
         self.few = few
@@ -36,9 +36,9 @@ class RetainingReferenceManager(ReferenceManager):
     retention_share : float
         Share of the blocks that may be held at a raised priority.
     clock : callable
-        Seconds that never go back.
+        Returns seconds of a monotonic clock.
     *arguments, **options
-        As of `ReferenceManager`.
+        As for `ReferenceManager`.
     """
 
     falls_per_call = 256
@@ -57,7 +57,7 @@ class RetainingReferenceManager(ReferenceManager):
     def reset_cache(self) -> None:
         super().reset_cache()
         self.priorities: dict[bytes, int] = {}
-        # When a raised block falls back (seconds; infinity: no end), in the order in which the ends were set.
+        # Deadlines of raised blocks (seconds; infinity: no TTL), in the order in which they were set.
         self.ends: dict[bytes, float] = {}
 
     def touch(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
@@ -137,7 +137,7 @@ class RetainingReferenceManager(ReferenceManager):
 
     def _retain(self, keys: Iterable[bytes], retention: Retention) -> None:
         end = self._end_of(retention)
-        # The head last: of ends that are equal, those set first come first.
+        # The head last: blocks with equal deadlines expire in the order in which the deadlines were set.
         for key in reversed(list(dict.fromkeys(keys))):
             self._raise(key, retention.priority_class, end)
         self._crowd_out()
@@ -186,5 +186,5 @@ class RetainingReferenceManager(ReferenceManager):
 
 
 def _listed(keys: Any) -> list[bytes]:
-    # An iterator is used up once; what is no iterable of keys is refused before time passes.
+    # Consume an iterator only once. Reject a value that is not an iterable of keys before the clock advances.
     return list(keys) if isinstance(keys, Iterable) and not isinstance(keys, bytes | str) else checked_keys(keys)

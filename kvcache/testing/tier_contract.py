@@ -1,7 +1,7 @@
 """The contract of all tiers, as tests: subclass `TierContract`, override `open_tier`, and run it under pytest.
 
-Each failure names the expected and the actual value, with or without pytest's rewriting of assertions. A call of the
-tier that hangs is a failure; it does not hang the test run.
+Each failure shows the expected and the actual value, with or without pytest's assertion rewriting. If a call of the
+tier hangs, the test fails; the test run does not hang.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TierContract(ABC):
     survives_restart : bool
         Whether a tier that is shut down and opened again at the same place still holds its blocks.
     timeout_s : float
-        How long a job, or a call, may take.
+        Time limit of a job or a call.
     """
 
     block_bytes = 4096
@@ -52,12 +52,12 @@ class TierContract(ABC):
 
     @abstractmethod
     def open_tier(self, path: Path, host_blocks: HostBlocks, num_blocks: int) -> Tier:
-        """Open the tier under test; the same path is the same place.
+        """Open the tier under test. The same path must open the same storage.
 
         Parameters
         ----------
         path : Path
-            A folder of the test's own, for what the tier keeps, or to derive a name from.
+            A folder that belongs to the test, for the tier's files, or to derive a name from.
         host_blocks : numpy.ndarray
             The pool, uint8, shape (num_blocks, block_bytes).
         num_blocks : int
@@ -66,7 +66,7 @@ class TierContract(ABC):
         Returns
         -------
         Tier
-            Shut down by the contract.
+            The tier. The contract shuts it down.
         """
 
     def options(self, path: Path, num_blocks: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class TierContract(ABC):
         with _Bench(self, tmp_path, 16) as bench:
             bench.store(_keys(0, 1))
             result = bench.store(_keys(1, 2))
-            # A held key goes in neither list.
+            # A held key is in neither list.
             _expect("(done, failed) of a held key and a new one", (result.done, result.failed), (_keys(2), []))
 
     def test_absent_block_fails_without_an_error(self, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def _expect(what: str, actual: object, expected: object) -> None:
 
 
 class _Watched:
-    """Calls a tier in a thread of its own; a call that takes too long is a failure."""
+    """Calls a tier in a separate thread. A call that exceeds the time limit fails."""
 
     def __init__(self, open_tier: Callable[[], Tier], timeout_s: float) -> None:
         self._calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
@@ -323,7 +323,7 @@ class _Bench:
             self.host_blocks[first_block + i] = _payload(key, self.host_blocks.shape[1])
 
     def submit_store(self, keys: list[bytes]) -> int | None:
-        """Submit a job, and again while the tier is busy; return its id, or None if it is never taken."""
+        """Submit a job, and retry while the tier is busy. Return its id, or None if the tier never accepts it."""
         self.fill(keys, 0)
         self.last_job += 1
         return self.last_job if self.tier.submit_store(self.last_job, keys, list(range(len(keys)))) else None
@@ -348,7 +348,7 @@ class _Bench:
         return result
 
     def found(self, keys: list[bytes]) -> int:
-        """Return the answer of `lookup`, once it is one."""
+        """Repeat `lookup` until it returns an answer, and return it."""
         end_s = time.monotonic() + self._timeout_s
         while (answer := self.tier.lookup(keys)) is None:
             if time.monotonic() > end_s:
@@ -359,7 +359,7 @@ class _Bench:
         return found
 
     def wait_for(self, job_ids: set[int]) -> list[TierResult]:
-        """Return the results of jobs, and whatever else was reported with them."""
+        """Return the results of jobs, and everything else that was reported with them."""
         results, self._early = self._early, []
         results = [result for result in results if result.job_id is not None]
         end_s = time.monotonic() + self._timeout_s

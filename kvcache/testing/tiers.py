@@ -1,4 +1,4 @@
-"""Tiers for tests: one in memory that a test drives by hand, and one that injects faults into any other."""
+"""Tiers for tests: an in-memory tier that a test drives by hand, and a wrapper that injects faults into any tier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PendingJob:
-    """A job that a `ManualTier` has taken and not yet ended."""
+    """A job that a `ManualTier` has accepted and not yet ended."""
 
     job_id: int
     is_load: bool
@@ -33,23 +33,23 @@ class PendingJob:
 
 
 class ManualTier(Tier):
-    """A tier in memory whose jobs the test ends.
+    """An in-memory tier whose jobs are ended by the test.
 
     Parameters
     ----------
     num_blocks : int
-        Blocks it holds.
+        Capacity in blocks.
     host_blocks : numpy.ndarray, optional
-        The pool; None: no bytes are moved, only keys.
+        The pool. None: no bytes are moved, only keys.
     cache_policy : str or type
-        Which block is evicted when it is full.
+        The policy that selects victims when the tier is full.
     is_automatic : bool
-        Whether jobs end by themselves with the next `get_finished`.
+        Whether jobs end on their own at the next `get_finished`.
 
     Attributes
     ----------
     pending : list of PendingJob
-        Jobs to be ended, in the order they came.
+        Jobs that have not ended, in the order of submission.
     """
 
     medium = "MANUAL"
@@ -128,7 +128,7 @@ class ManualTier(Tier):
         return results
 
     def reset(self) -> None:
-        # Blocks of a load under way are read from a copy, so nothing needs to wait.
+        # Loads in progress read their blocks from a copy, so nothing needs to wait.
         self._forget_jobs.update(job.job_id for job in self.pending)
         self._index.reset_cache()
 
@@ -151,29 +151,29 @@ class ManualTier(Tier):
 
 
 class ThrottledTier(ManualTier):
-    """A tier behind a link of some latency and rate, on a clock that the test moves.
+    """A tier behind a link with a latency and a rate, on a clock that the test controls.
 
-    Jobs share the link one after the other; stores take no time.
+    Jobs use the link one at a time. Stores take no time.
 
     Parameters
     ----------
     num_blocks : int
-        Blocks it holds.
+        Capacity in blocks.
     latency_s : float
         Seconds before the first byte of a load.
     block_s : float
-        Seconds a block.
+        Seconds per block.
     clock : callable
-        Seconds that only grow.
+        Returns seconds of a monotonic clock.
     host_blocks : numpy.ndarray, optional
-        The pool; None: no bytes are moved, only keys.
+        The pool. None: no bytes are moved, only keys.
 
     Attributes
     ----------
     latency_s, block_s : float
-        May change at any time, for jobs that come later.
+        May be changed at any time, for later jobs.
     stalled_until_s : float
-        Until then nothing moves.
+        Nothing is transferred before this time.
     """
 
     medium = "THROTTLED"
@@ -202,7 +202,7 @@ class ThrottledTier(ManualTier):
         return super().submit_load(job_id, keys, block_ids)
 
     def next_end_s(self) -> float | None:
-        """Return when the next load ends, in seconds of the clock, or None."""
+        """Return the time when the next load ends, in seconds of the clock, or None."""
         return min((end_s for _, end_s in self._times.values()), default=None)
 
     def get_finished(self) -> list[TierResult]:
@@ -219,26 +219,26 @@ class ThrottledTier(ManualTier):
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Rates of faults: probabilities, drawn per job unless stated otherwise.
+    """Fault rates: probabilities, drawn per job unless stated otherwise.
 
     Parameters
     ----------
     error_rate : float
         The job fails as a whole, with an error.
     refuse_rate : float
-        The job is not taken.
+        The job is refused.
     flip_rate : float
-        Per block of a load: a bit is flipped, and the tier notices.
+        Per block of a load: a bit is flipped, and the tier detects it.
     short_rate : float
-        Only the first blocks of a load arrive, the rest is garbage.
+        Only the first blocks of a load arrive. The rest are garbage.
     lost_rate : float
-        The reply never comes.
+        The reply is lost.
     late_rate : float
-        The reply comes `delay_s` later.
+        The reply is delayed by `delay_s`.
     delay_s : float
         See `late_rate`.
     is_reordering : bool
-        Whether replies that are due together come in any order.
+        Whether replies that are due at the same time are reordered.
     unknown_rate : float
         Per lookup: the answer is "ask again".
     """
@@ -255,24 +255,24 @@ class Faults:
 
 
 class FaultyTier(Tier):
-    """Another tier, with faults that a tier may have.
+    """Wraps another tier, and injects faults.
 
     Parameters
     ----------
     inner : Tier
-        The tier whose replies are tampered with.
+        The wrapped tier.
     faults : Faults
-        The faults and their rates.
+        The fault rates.
     host_blocks : numpy.ndarray
-        The pool; garbage is written to the blocks of loads that fail.
+        The pool. Garbage is written to the blocks of failed loads.
     seed : int
-        Of the faults' own random numbers.
+        Seed of the random faults.
     clock : callable
-        Seconds that only grow.
+        Returns seconds of a monotonic clock.
 
     Attributes
     ----------
-    num_faults : int
+    Number of injected faults.
         Faults injected so far.
     lost : list of int
         Jobs whose replies were lost.
