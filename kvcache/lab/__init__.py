@@ -1,4 +1,4 @@
-"""The laboratory: simulate traces, plan capacities, compare policies, measure this machine.
+"""The laboratory: simulate traces, plan capacities, compare policies, and benchmark this machine.
 
 Serving code never imports it.
 """

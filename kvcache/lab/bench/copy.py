@@ -1,6 +1,6 @@
-"""Measure how fast blocks are copied, beside one large copy of as many bytes and beside torch's own ways.
+"""Measure how fast blocks are copied, compared with one large copy of as many bytes and with torch's own copies.
 
-All ways run in turn: other load on the machine slows them down alike, so the ratios are reliable.
+All ways run in turn. Other load on the machine slows all of them down equally, so the ratios are reliable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvcache.transfer.host_pool import HostPool
 
 DIRECTIONS = ("store", "load")
 LAYOUTS = ("scattered", "contiguous")
-# Of each pool a job uses four blocks in five, so that scattered ones have gaps between them.
+# A job uses four of five blocks of each pool, so that scattered blocks have gaps between them.
 _SPREAD = 1.25
 
 
@@ -115,7 +115,7 @@ class CopyBench:
         return found | {"torch copy_ per block": one_by_one, "torch index_select": select, "torch indexing": advanced}
 
     def one_copy(self, direction: str) -> Callable[[], object]:
-        """Return a function that moves as many bytes in one piece."""
+        """Return a function that copies as many bytes in one piece."""
         num_bytes = self.num_blocks * self.block_bytes
         if self._device.is_cpu:
             ends = (self._pool.address, self._device.data_ptr())

@@ -1,4 +1,4 @@
-"""Measure a disk tier: its rate both ways, checksums on, and how long the caller's thread is kept."""
+"""Measure a disk tier: its rates in both directions, with checksums, and how long calls block the caller's thread."""
 
 from __future__ import annotations
 

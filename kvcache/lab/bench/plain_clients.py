@@ -1,4 +1,4 @@
-"""The plain loop of a medium's own client over the same blocks, to compare a tier with."""
+"""A plain loop over the same blocks with a medium's own client, as a baseline for a tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PlainClient(ABC):
-    """Blocks put and fetched one after the other, without checksums."""
+    """Stores and fetches blocks one after the other, without checksums."""
 
     def __init__(self, options: Mapping[str, Any], host_blocks: HostBlocks) -> None:
         self.options = options
@@ -20,7 +20,7 @@ class PlainClient(ABC):
 
     @abstractmethod
     def put(self, names: Sequence[bytes]) -> None:
-        """Put host block i under the i-th name."""
+        """Store host block i under the i-th name."""
 
     @abstractmethod
     def fetch(self, names: Sequence[bytes]) -> None:

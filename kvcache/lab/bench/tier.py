@@ -1,4 +1,4 @@
-"""Measure any tier beside its medium's own client: rates both ways, in turns, and how long a call keeps its thread."""
+"""Measure any tier and, in turns, its medium's own client: rates both ways, and how long calls block a thread."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PATIENCE_S = 120.0
 class TierRates:
     """Rates in bytes a second, each the best of its rounds; times of single calls in seconds.
 
-    `plain_*` are the rates of the plain client, 0 if the medium has none. `store_ratio` and `load_ratio` are the
-    medians over rounds of the tier's rate over the plain client's: load on the machine changes between rounds, hardly
-    within one.
+    `plain_*` are the rates of the plain client, 0 if the medium has none. `store_ratio` and `load_ratio` are the tier's
+    rate divided by the plain client's in each round, the medians over rounds: the load of the machine changes little
+    within a round.
     """
 
     tier: str
@@ -65,7 +65,7 @@ def measure_tier(
     flat = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
     host_blocks: HostBlocks = flat.reshape(num_blocks, block_bytes)
     host_blocks[:] = np.random.default_rng(0).integers(0, 256, host_blocks.shape, np.uint8)
-    # A namespace of this run's own: nothing that engines have stored is found, or removed.
+    # A separate namespace, so that the run neither finds nor removes the blocks of engines.
     tier = settings.tier.from_config(settings.options, host_blocks, {"bench": secrets.token_hex(8)})
     plain = plain_client(entry, host_blocks)
     times: dict[str, list[float]] = {name: [] for name in ("store", "load", "plain store", "plain load", "exists")}
@@ -95,7 +95,7 @@ def measure_tier(
 
     try:
         for number in range(-1, num_rounds):
-            # The second of a round runs with caches that the first has filled.
+            # The second part of a round benefits from caches that the first part filled.
             for run in (run_tier, run_plain) if number % 2 else (run_plain, run_tier):
                 run(number)
     finally:
@@ -169,7 +169,7 @@ def move(
             is_taken = submit(position, batch, list(ids[: len(batch)]))
             calls.append(time.perf_counter() - start)
             if not is_taken:
-                # Its bytes under way are bounded.
+                # The tier limits its bytes in flight.
                 break
             busy[position] = free.pop()
             position += len(batch)
@@ -194,7 +194,7 @@ def move(
 
 
 def _ask(tier: Tier, keys: list[bytes]) -> None:
-    # All at once, as they are unknown, though a look-up ends at the first that is absent.
+    # Look up all keys at once: they are absent, and a look-up ends at the first absent key.
     while tier.lookup(keys) is None:
         tier.get_finished()
         time.sleep(0.0001)

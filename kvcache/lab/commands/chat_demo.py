@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcache.integrations.transformers.chats import Turn
 
 
-# A time claimed in a title is the median of so many turns at least.
+# A title states a time only as the median of at least this many turns.
 _LEAST_TURNS = 9
 
 
@@ -189,7 +189,7 @@ def _save_plot(path: Path, done: list[Turn], document: dict[str, Any]) -> None:
 
 
 def _title(done: list[Turn], document: dict[str, Any]) -> str:
-    """Return a title with the counted tokens, and with times if they are the median of enough turns."""
+    """Return a title with the counted tokens, and with times if they are medians of enough turns."""
     title = f"Same chats, same tokens: {document['hit_rate']:.0%} of prompt tokens loaded"
     if len(done) < _LEAST_TURNS:
         return title

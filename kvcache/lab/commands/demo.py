@@ -1,4 +1,4 @@
-"""`kvcache demo`: a replay of generated traffic, so that it needs no file."""
+"""`kvcache demo`: a replay of generated traffic, which needs no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvcache fleet`: engines behind a router over a shared store, in a simulation."""
+"""`kvcache fleet`: simulate engines behind a router over a shared store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ kvcache fleet trace.jsonl --model llama-3.1-70b --memory 512GiB \\
     --engines 1000 --router round_robin,prefix --store 200TiB@5GB/s
 """
 _TOKENS_PER_S = 10_000
-# Of one engine's pool and of the store's, as measured with 1,000 pools of 3,000 blocks (docs/scale.md).
+# Bytes per block of an engine's pool and of the store, measured with 1,000 pools of 3,000 blocks (docs/scale.md).
 _ROW_BYTES = 160
 _REQUEST_BYTES = 96
 
@@ -224,7 +224,7 @@ def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> N
 
 
 def _check_memory(plan: FleetPlan, compact: CompactTrace, copies: int) -> None:
-    """Raise ValueError if a fleet's full pools and its requests do not fit into the free memory."""
+    """Raise ValueError if the full pools and the requests of a fleet do not fit into the free memory."""
     most = max(1, copies * len(compact.ids))
     blocks = plan.num_engines * min(plan.num_blocks, most) + min(plan.store_blocks, most)
     needed = _ROW_BYTES * blocks + _REQUEST_BYTES * copies * len(compact)

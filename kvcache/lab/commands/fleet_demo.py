@@ -100,7 +100,7 @@ def fleet_demo(
 
 @contextmanager
 def _store(entry: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the entry, or that of a server which is stopped at the end."""
+    """Yield the entry, or the entry of a server that is stopped at the end."""
     if entry is not None:
         yield entry
         return

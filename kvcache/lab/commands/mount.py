@@ -1,4 +1,4 @@
-"""Build the laboratory's commands for `kvcache.cli`; an old spelling ends in an error that names the new one."""
+"""Build the laboratory's commands for `kvcache.cli`. An old spelling raises an error that states the new one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ RENAMED = {
 
 
 class LabCommand(TyperCommand):
-    """A command that refuses old options with their new names."""
+    """A command that rejects old options and states their new names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; an option that was renamed raises ValueError with its new name."""
@@ -67,7 +67,7 @@ class LabCommand(TyperCommand):
 
 
 def build_command(name: str, module: str) -> Any:
-    """Return the command `name` of a module of this package, which holds a function of that name."""
+    """Return the command `name` from the module of this package that defines a function of that name."""
     command: Any = import_module(f"{__package__}.{module}")
     run: Callable[..., None] = getattr(command, name.replace("-", "_"))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -64,7 +64,7 @@ class TraceOptions:
     seed: int
 
     def open(self) -> TraceFile:
-        """Open the trace, or a recording of a manager as one."""
+        """Open the trace; open a recording of a manager as a trace."""
         from kvcache.lab.traces.recorded_trace import RecordedTrace
         from kvcache.lab.traces.trace import open_trace
 
@@ -81,7 +81,7 @@ class TraceOptions:
         return trace
 
     def split_of(self, trace: TraceFile) -> int:
-        """Return how many blocks to replay each listed block becomes."""
+        """Return the number of blocks to replay for each listed block."""
         replayed = self._sizes[1]
         if replayed is None:
             return 1
@@ -100,7 +100,7 @@ class TraceOptions:
 
 
 def is_recording(file: Path) -> bool:
-    """Return whether a file is a recording of a manager; ValueError if it only has a recording's name."""
+    """Return whether a file is a recording of a manager; raise ValueError if it only has a recording's name."""
     from kvcache.recorder.format import is_recording as has_magic
 
     if has_magic(file):

@@ -1,4 +1,4 @@
-"""`kvcache plan`: many policies at many capacities, with simulated tiers or without."""
+"""`kvcache plan`: many policies at many capacities, with or without simulated tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvcache rerun`: make the calls of a recording again, show the first different answer, and shrink the calls."""
+"""`kvcache rerun`: replay the calls of a recording, show the first different answer, and shrink the calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run one replay with a progress bar, and report it as a table and as JSON; `demo` and `replay` use it."""
+"""Run one replay with a progress bar, and report it as a table and as JSON, for `demo` and `replay`."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _print(title: str, document: dict[str, Any], what_if: WhatIf | None, setting
 
 
 def _beside(counted: dict[str, Any], what_if: WhatIf, settings: Settings) -> str:
-    """Return why the estimate differs from the exact figure above it."""
+    """Return why the estimate differs from the exact figure."""
     exact = f"exactly, {settings.policy} hits {counted['block_hit_rate']:.1%} at {settings.num_blocks:,} blocks"
     if what_if.uses < counted["blocks"]:
         return (
@@ -177,7 +177,7 @@ def _drive(
     progressed: Callable[[int], float],
 ) -> None:
     tally = replay.tally
-    # Refreshed between requests only: a thread of the bar's own would be timed with the manager's calls.
+    # Refresh only between requests: a thread of the bar would add to the times of the manager's calls.
     with common.Bar("replay", "requests", is_quiet) as bar:
         for request in requests:
             replay.step(request, make_keys(request.hash_ids))
@@ -210,7 +210,7 @@ def _table(document: dict[str, Any], settings: Settings) -> Any:
     disk = document.get("disk")
     if disk is not None:
         stats = disk["tier"]
-        # A medium with an index of its own gives no count of held blocks.
+        # A medium with its own index does not count held blocks.
         held = f", {stats['num_held']:,} of {stats['num_blocks']:,} held" if stats["num_blocks"] else ""
         found = f"{disk['found_blocks']:,} blocks found, " if stats["num_blocks"] else ""
         moved = f"{stats['stored_blocks']:,} stored, {stats['loaded_blocks']:,} loaded"

@@ -1,4 +1,4 @@
-"""Read the simulated tiers of `--tier`, and the rates and prices of `--serving`."""
+"""Parse the simulated tiers of `--tier`, and the rates and prices of `--serving`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse_rate(option: str, text: str) -> float:
 
 
 def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
-    """Return the tiers that the options name, the one to ask first in front."""
+    """Return the tiers that the options name, the first one to query in front."""
     tiers: list[TierChoice] = []
     for number, text in enumerate(texts or (), 1):
         if text.lstrip().startswith("{"):
@@ -58,7 +58,7 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
 
 
 def parse_serving(text: str | None, num_media: int) -> ServingChoice:
-    """Parse ``engines=4,link=50GB/s,price=4/0.1``; prices are those of host memory and of each tier."""
+    """Parse ``engines=4,link=50GB/s,price=4/0.1``; the prices are for host memory and each tier."""
     engines, link_bytes_per_s = None, 50e9
     prices: tuple[float | None, ...] = (None,) * num_media
     for part in text.split(",") if text else ():

@@ -67,9 +67,8 @@ class Workload:
 class EngineReport:
     """The counts of one engine.
 
-    Of the `needed_blocks` of its requests, some came from its own host memory, some from the store, and the rest were
-    computed. `wrong_blocks` had other bytes than their key's. `first_block_s` holds the time to the first block of each
-    request.
+    The `needed_blocks` of its requests came from its own host memory or from the store, or were computed. The bytes of
+    `wrong_blocks` did not match their key. `first_block_s` holds the time to the first block of each request.
     """
 
     engine: int
@@ -225,7 +224,7 @@ def _serve(entry: dict[str, Any], number: int, workload: Workload, start: Barrie
         manager.settle(_SETTLE_S)
         seconds = time.perf_counter() - begun
         (stats,) = manager.tier_stats()
-        # A block that was promoted may serve several requests from host memory afterwards.
+        # A promoted block may serve several requests from host memory afterwards.
         promoted = stats.promoted_blocks
         return EngineReport(
             number,

@@ -22,9 +22,9 @@ _NO_ENGINE = -1
 class FleetPlan:
     """The engines, the router and the store of a fleet.
 
-    `router` is ``"round_robin"``, ``"prefix"`` (the engine that got the longest prefix of the prompt last) or
-    ``"events"`` (the engine that holds the longest prefix by its KV events). The last two take the engine that is free
-    first if the other's queue costs more than its prefix saves. `token_s` are seconds of prefill a token,
+    `router` is ``"round_robin"``, ``"prefix"`` (the engine that last got the longest prefix of the prompt) or
+    ``"events"`` (the engine that holds the longest prefix by its KV events). The last two choose the engine that is
+    free first if the other's queue costs more time than its prefix saves. `token_s` are seconds of prefill a token,
     `block_load_s` seconds to load a block from the store; `store_blocks` 0 is no store.
     """
 
@@ -57,14 +57,14 @@ class Router(Protocol):
         """Return the engine that a request goes to."""
 
     def on_placed(self, engine: int, ids: Int64Array) -> None:
-        """Called when a request was sent to an engine."""
+        """Called after a request was sent to an engine."""
 
     def on_events(self, engine: int, stored: Int64Array, evicted: Int64Array) -> None:
         """Called with the blocks that entered and left an engine's host memory."""
 
 
 class RoundRobin:
-    """Send requests to one engine after the other."""
+    """Send requests to the engines in turn."""
 
     num_entries = 0
 
@@ -93,8 +93,8 @@ class PrefixRouter:
         self.num_entries = 0
 
     def choose(self, now_s: float, ids: Int64Array, free_s: Float64Array) -> int:
-        """Return the engine with the prefix, or the one that is free first."""
-        # Of those that are free, the one that has been so for longest.
+        """Return the engine with the prefix, or the engine that is free first."""
+        # Of several free engines, take the one that has been free longest.
         idle = int(free_s.argmin())
         known = self._engine_of[ids]
         unknown = np.flatnonzero(known < 0)
@@ -111,7 +111,7 @@ class PrefixRouter:
         self._engine_of[ids] = engine
 
     def on_events(self, engine: int, stored: Int64Array, evicted: Int64Array) -> None:
-        """Do nothing: evictions go unnoticed."""
+        """Do nothing: this router does not see evictions."""
 
 
 class EventsRouter(PrefixRouter):
@@ -119,14 +119,14 @@ class EventsRouter(PrefixRouter):
 
     def __init__(self, num_ids: int, block_s: float) -> None:
         super().__init__(num_ids, block_s)
-        # Further engines that hold a block, oldest first; most blocks are in one.
+        # Other engines that hold a block, oldest first; most blocks are in only one engine.
         self._others: dict[int, list[int]] = {}
 
     def on_placed(self, engine: int, ids: Int64Array) -> None:
-        """Do nothing: events follow."""
+        """Do nothing: events will follow."""
 
     def on_events(self, engine: int, stored: Int64Array, evicted: Int64Array) -> None:
-        """Follow the blocks that engines hold."""
+        """Record which blocks the engines hold."""
         holders, others = self._engine_of, self._others
         before = holders[evicted]
         sole = evicted[before == engine]

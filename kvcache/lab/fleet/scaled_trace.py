@@ -22,7 +22,7 @@ _STAGGER_S = 600.0
 class ScaledTrace:
     """Copies of a trace at once, which share only the blocks that all users of the trace share.
 
-    A block is shared if prompts continue in at least eight different ways after it, or after a block that it leads to:
+    A block is shared if prompts continue in at least eight different ways after it or after one of its successors:
     system prompts, descriptions of tools. Copies begin within ten minutes, drawn by `seed`; one begins at once. Ids are
     0 to `num_ids` - 1, those of the `num_shared` shared blocks first. `span_s` is the time from the first request to
     the last.
@@ -86,7 +86,7 @@ def _shared_ids(ids: Int64Array, bounds: Int64Array) -> npt.NDArray[np.bool_]:
     parents = np.flatnonzero(~is_last)
     edges = np.unique(ids[parents] * num_ids + ids[parents + 1])
     branches = np.bincount(edges // num_ids, minlength=num_ids) >= _BRANCHES
-    # What leads to a branch is shared as well.
+    # The prefix of a shared block is shared as well.
     at_branch = branches[ids]
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         found = np.flatnonzero(at_branch[first:last])

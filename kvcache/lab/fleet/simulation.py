@@ -1,6 +1,6 @@
-"""Simulate a fleet: each engine with host memory of its own, a router in front, one shared store behind.
+"""Simulate a fleet: engines with their own host memory, behind a router, over one shared store.
 
-Host memory and the store are the pools that serve, under their policies; time is the trace's. docs/scale.md lists the
+Host memory and the store use the pools and policies of production; time is the trace's. docs/scale.md lists the
 limits of the simulation.
 """
 
@@ -97,7 +97,7 @@ def run_fleet(
     free_s = np.zeros(plan.num_engines)
     work_s = np.zeros(plan.num_engines)
     waits_s, ttft_s = np.zeros(num_requests), np.zeros(num_requests)
-    # Per request: blocks, local hits, hits in the store, written to it, blocks in events.
+    # Per request: blocks, local hits, hits in the store, blocks written to it, and blocks in events.
     counts = np.zeros((num_requests, 5), np.int64)
     num_rejected = 0
     for number, (now_s, ids, input_length) in zip(range(num_requests), trace, strict=False):
@@ -174,11 +174,11 @@ def _ids_of(keys: list[bytes]) -> Int64Array:
 
 
 def _queries(asked: Int64Array, found: Int64Array, waits_s: Float64Array) -> tuple[dict[str, Int64Array], Int64Array]:
-    """Return existence queries by request, and the keys in them if answers are remembered."""
+    """Return existence queries by request, and their number of keys if answers are cached."""
     steps = 1 + (waits_s // STEP_S).astype(np.int64)
     again_held, again_absent = (waits_s // HELD_S).astype(np.int64), (waits_s // ABSENT_S).astype(np.int64)
     absent = asked - found
-    # A run is asked for up to the first block that is missing.
+    # A query covers a run up to the first missing block.
     singles = found + (absent > 0)
     batches = -(-asked // QUERY_KEYS)
     queries = {

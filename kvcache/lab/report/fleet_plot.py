@@ -1,4 +1,4 @@
-"""Plot the hits of fleets and the load of their store, by the number of engines."""
+"""Plot the hits of fleets and the load of their store over the number of engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMES = {"round_robin": "round robin", "prefix": "prefix-affine", "events": "by
 
 
 def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, target: str) -> None:
-    """Draw the share of blocks hit, and the keys asked and blocks moved a second."""
+    """Draw the share of blocks hit, and the keys queried and blocks moved a second."""
     from matplotlib.ticker import PercentFormatter
 
     figure = new_figure(11.0, 5.2)

@@ -1,4 +1,4 @@
-"""The tables of simulated fleets: hits, the store's traffic, and which limit is reached first."""
+"""The tables of simulated fleets: hits, the store's traffic, and the first limit that is reached."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _saved(before: float, after: float) -> float:
 
 
 def _limits(result: FleetResult, settings: FleetSettings) -> Iterator[tuple[str, float]]:
-    """Yield how many servers of the store, or routers, the busiest minute needs."""
+    """Yield how many servers of the store, or routers, the busiest minute requires."""
     read, written = result.read_blocks_per_s.peak, result.written_blocks_per_s.peak
     if settings.block_bytes is not None and result.plan.store_blocks:
         yield "store_bytes", (read + written) * settings.block_bytes / settings.server_bytes_per_s

@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Where the results go."""
+    """The files and plots to write."""
 
     json: str | None
     csv: tuple[str, ...] = ()

@@ -236,6 +236,6 @@ def _shown(value: float | None, form: str) -> str:
 def _used_columns(
     heads: tuple[str, ...], lines: list[tuple[str, ...]]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Leave out columns that hold nothing."""
+    """Omit empty columns."""
     used = [i for i in range(len(heads)) if any(line[i] for line in lines)]
     return tuple(heads[i] for i in used), [tuple(line[i] for i in used) for line in lines]

@@ -1,4 +1,4 @@
-"""Plot hit rate over capacity: a line for each policy, the offline optimum, and the cache without limit.
+"""Plot hit rate over capacity: a line for each policy, the offline optimum, and the unlimited cache.
 
 At one capacity there are bars instead, one for each policy, in the parts that each medium served.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PLOT_SUFFIXES = (".png", ".svg", ".html")
 
-# Of more bars than these the names would stand on each other.
+# With more bars than these, the names would overlap.
 _LEVEL_NAMES = 5
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -80,7 +80,7 @@ def check_plot_target(target: str) -> None:
 def draw(chart: Chart, target: str) -> None:
     """Draw `chart` into a PNG, SVG or self-contained HTML file, by the file's suffix."""
     suffix = Path(target).suffix.lower()
-    # A page has a heading of its own.
+    # An HTML page has its own heading.
     figure = _figure(chart, "" if suffix == ".html" else chart.title)
     if suffix == ".html":
         svg = io.StringIO()
@@ -148,7 +148,7 @@ def _draw_lines(figure: Figure, chart: Chart) -> None:
         bytes_axis.xaxis.set_minor_locator(NullLocator())
         bytes_axis.set_xlabel(f"memory at {format_size(chart.block_bytes)} a block", fontsize=9)
         bytes_axis.tick_params(labelsize=9)
-    # Beside the lines: over them it would hide some.
+    # Beside the lines, where it hides none of them.
     figure.legend(loc="outside right upper", frameon=False)
 
 
@@ -210,7 +210,7 @@ def _points(cells: Sequence[Cell]) -> tuple[list[int], list[float]]:
 
 
 def _thinned(capacities: Sequence[int]) -> list[int]:
-    """Leave out ticks that would overlap: closer than a ninth of the logarithmic axis."""
+    """Drop ticks that would overlap: closer than a ninth of the logarithmic axis."""
     ratio = (capacities[-1] / capacities[0]) ** (1 / 9)
     ticks: list[int] = []
     for capacity in capacities:
@@ -231,7 +231,7 @@ def _page(chart: Chart, svg: str) -> str:
         rows.append(f"<tr><td>{blocks:,}</td>{memory}{rates}</tr>")
     return _PAGE.format(
         title=html.escape(chart.title),
-        # The XML declaration and the doctype have no place inside a page.
+        # Remove the XML declaration and the doctype, which are invalid inside a page.
         figure=svg[svg.index("<svg") :],
         heads="".join(f"<th>{html.escape(name)}</th>" for name in (*memory_head, *lines)),
         rows="\n".join(rows),

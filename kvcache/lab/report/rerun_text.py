@@ -1,4 +1,4 @@
-"""The texts of `kvcache rerun`: calls and answers in words, the summary, the test that shows a difference."""
+"""The texts of `kvcache rerun`: calls and answers in words, the summary, and the test that shows a difference."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def shrunk_text(
     if is_broken:
         shrunk = shrink(records, config, breaks_promises(policy), shrink_s)
     else:
-        # Where the recording's own policy answers otherwise now, its reference is to be trusted.
+        # If the recording's own policy now answers differently, trust its reference implementation.
         trusted = recorded if policy is not None and policy != recorded else None
         reference = REFERENCE_POLICIES.get(recorded)
         if trusted is None and reference is not None:

@@ -1,4 +1,4 @@
-"""The look of all plots: colours for the colour-blind, a title at the left, a footnote."""
+"""The style of all plots: colours for the colour-blind, a title at the left, a footnote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe & Ito's colours without yellow, which is lost on white.
+# Okabe & Ito's colours without yellow, which is hardly visible on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
 INK = "#333333"
@@ -49,7 +49,7 @@ def plain_axes(axes: Any) -> None:
 
 
 def caption(figure: Figure, title: str, footnote: str) -> None:
-    """Write the title above, unless it is empty, and the footnote below."""
+    """Write the title above the plot, unless it is empty, and the footnote below."""
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", parse_math=False)
     figure.supxlabel(footnote, x=0.01, ha="left", fontsize=8, color="#666666", parse_math=False)

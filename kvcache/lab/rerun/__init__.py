@@ -1,1 +1,1 @@
-"""Make the calls of a recording again, compare the answers, and shrink what differs."""
+"""Replay the calls of a recording, compare the answers, and shrink the calls that show a difference."""

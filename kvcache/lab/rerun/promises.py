@@ -1,4 +1,4 @@
-"""What every manager of one medium promises, whatever its policy: a fault that no second manager is needed to see."""
+"""The invariants of every manager of one medium, whatever its policy: they find faults without a second manager."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Promises:
         self._num_blocks: int = runner.manager.stats().num_blocks
         self._check = getattr(runner.manager.policy, "check", None)
         self._num_calls = 0
-        # Key to block id and references; -1: it is being written.
+        # Key to block id and references; -1 references: being written.
         self._blocks: dict[bytes, list[int]] = {}
 
     def __call__(self, call: Call, answer: tuple[Any, ...]) -> str:
-        """Return which promise a call's answer breaks; "" for none."""
+        """Return a description of the promise that a call's answer breaks, or ""."""
         self._num_calls += 1
         if answer[0] is Answer.ERROR and not is_expected_error(answer[1]):
             return f"{answer[1]} was raised"

@@ -1,6 +1,6 @@
-"""Run a recording again: the same calls, with the same clock and the same answers of tiers, and compare the answers.
+"""Replay a recording: make the same calls with the same clock and answers of tiers, and compare the answers.
 
-Keys in a recording are hashes; a policy takes one key for another nowhere, so the answers are the same integers.
+Keys in a recording are hashes. No policy depends on the bytes of a key, so the answers are the same integers.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ NOTES = frozenset({Op.CONTEXT, Op.POSITIONS, Op.GROUPS})
 _EXPECTED_ERRORS = (ValueError, KeyError, BlockStateError, NotImplementedError)
 _COMPARED_UNITS = frozenset({"blocks", "calls", "requests"})
 _MAX_ENDED = 100_000
-_BLOCK_BYTES = 256  # of a manager's memory, generously
+_BLOCK_BYTES = 256  # memory of a manager per block, an upper bound
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay parts from what was expected.
+    """The first difference between a replay and the expected answers.
 
     Parameters
     ----------
     call : Call
-        The first call that does.
+        The first call with a different answer.
     expected, got : tuple
-        The answers: kind, then what belongs to it.
+        The answers: the kind, then its values.
     reason : str
-        What is wrong, where no answer was expected.
+        Description of the fault if the answer equals the recorded one.
     """
 
     call: Call
@@ -53,20 +53,20 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """What a replay has found.
+    """The result of a replay.
 
     Parameters
     ----------
     num_calls : int
-        Calls that were made again.
+        Replayed calls.
     num_skipped : int
-        Calls before the first one whose state is known: the recording does not reach back to the manager's start.
+        Calls that could not be replayed, because the recording does not contain the manager's state before them.
     num_lost : int
-        Records that are missing.
+        Missing records.
     difference : Difference or None
-        The first one.
+        The first difference.
     end : str
-        Why the recording was not read to its end; empty if it was.
+        The reason why the recording was not read to its end; empty if it was.
     """
 
     num_calls: int
@@ -77,35 +77,35 @@ class ReplayOutcome:
 
 
 class RecordedTime:
-    """A clock that answers what another one has answered."""
+    """A clock that returns recorded times."""
 
     def __init__(self) -> None:
         self.answers: deque[float] = deque()
         self.now_s = 0.0
 
     def __call__(self) -> float:
-        """Return the next recorded answer; the last one again where there is none."""
+        """Return the next recorded time, or the last one again if none is left."""
         if self.answers:
             self.now_s = self.answers.popleft()
         return self.now_s
 
 
 class ScriptedTier(Tier):
-    """A tier whose answers are given beforehand.
+    """A tier that returns prepared answers.
 
     Attributes
     ----------
     lookups : deque of int or None
-        Answers of the next look-ups; a negative one is nonsense.
+        Answers of the next look-ups; a negative answer is invalid.
     submits : deque of (int, bool)
-        Recorded job id of the next jobs, and whether they are taken.
+        Recorded ids of the next jobs, and whether the tier accepts them.
     reports : deque of list
-        What the next calls of `get_finished` return: (recorded job id or None, done, failed, removed, error) of each
-        result, None for one that makes no sense.
+        Results of the next calls of `get_finished`: (recorded job id or None, done, failed, removed, error) for each
+        result, or None for an invalid one.
     times : deque of list
-        When the jobs that the next reports name had begun and ended: (start, end) of each result, or None.
+        Start and end of the jobs in the next reports: (start, end) for each result, or None.
     raising : deque of TierCall
-        What raises next.
+        The next calls that raise.
     """
 
     def __init__(self, medium: str) -> None:
@@ -120,7 +120,7 @@ class ScriptedTier(Tier):
     def expect(
         self, *, lookups: Any = (), submits: Any = (), reports: Any = (), times: Any = (), raising: Any = ()
     ) -> None:
-        """Add answers for the calls to come."""
+        """Add answers for the next calls."""
         self.lookups.extend(lookups)
         self.submits.extend(submits)
         self.reports.extend(reports)
@@ -128,7 +128,7 @@ class ScriptedTier(Tier):
         self.raising.extend(raising)
 
     def clear(self) -> None:
-        """Forget answers that nobody asked for."""
+        """Drop unused answers."""
         for answers in (self.lookups, self.submits, self.reports, self.times, self.raising):
             answers.clear()
 
@@ -193,24 +193,24 @@ class ScriptedTier(Tier):
 def make_manager(
     config: dict[str, Any], tiers: list[ScriptedTier], clock: Callable[[], float], policy: str | type | None = None
 ) -> CPUOffloadingManager | TieredOffloadingManager:
-    """Make the manager that a recording's header describes.
+    """Create the manager that a recording's header describes.
 
     Parameters
     ----------
     config : dict
-        As `CPUOffloadingManager.configuration` or that of a tiered manager returns it.
+        The configuration, as returned by `configuration` of the manager.
     tiers : list of ScriptedTier
-        Filled with the tiers that it gets.
+        Receives the manager's tiers.
     clock : callable
-        Its clock.
+        The manager's clock.
     policy : str or type, optional
-        Instead of the recording's.
+        A policy to use instead of the recording's.
 
     Raises
     ------
     RecordingError
-        The configuration makes no sense, or names a policy that is no registered one: code that a file names is not
-        run unasked.
+        The configuration is invalid, or names a policy that is not registered. Code that a file names runs only on
+        request.
     """
     options = dict(config)
     given = options.pop("cache_policy", "lru")
@@ -249,19 +249,19 @@ class Runner:
     Parameters
     ----------
     config : dict
-        What the manager is made with, see `make_manager`.
+        The manager's configuration, see `make_manager`.
     policy : str or type, optional
-        Instead of the recording's.
+        A policy to use instead of the recording's.
     is_exact : bool
-        Whether all calls are made, in order; where some are left out, answers of the clock and of tiers stand in for
-        others as well as they can.
+        Whether all calls are made, in order. If calls are left out, recorded answers of the clock and the tiers only
+        approximate the right ones.
 
     Attributes
     ----------
     manager : CPUOffloadingManager or TieredOffloadingManager
         The manager.
     groups : dict
-        Key to what stands for its KV-cache group, as far as an arbiter had to know it.
+        Key to the identifier of its KV-cache group, if an arbiter needed it.
     """
 
     def __init__(self, config: dict[str, Any], policy: str | type | None = None, is_exact: bool = True) -> None:
@@ -280,7 +280,7 @@ class Runner:
             self.manager.arbitration.group_of = self.groups.get
 
     def note(self, record: Call) -> None:
-        """Take in what is known of a request."""
+        """Apply a record that prepares later calls, such as a request's hints."""
         if record.op is Op.CONTEXT:
             self._about[record.context] = record.keys if isinstance(record.keys, dict) else {}
             return
@@ -296,7 +296,7 @@ class Runner:
                 context.set_offload_key_position(key, end_token)
 
     def run(self, call: Call) -> tuple[Any, ...]:
-        """Make one call and return its answer as recordings write it."""
+        """Make one call and return its answer in the format of recordings."""
         self._prepare(call)
         manager: Any = self.manager
         context = self._context(call.context)
@@ -348,7 +348,7 @@ class Runner:
 
     @property
     def last_output(self) -> PrepareStoreOutput | None:
-        """What the last call, a `prepare_store`, returned."""
+        """The result of the last call, if it was a `prepare_store`."""
         return self._last_output  # type: ignore[no-any-return]
 
     def stats(self) -> dict[str, int]:
@@ -393,7 +393,7 @@ class Runner:
 
 
 def context_of(about: dict[str, Any], req_id: str = "") -> ReqContext:
-    """Return a request with the hints that a recording has of it."""
+    """Return a request with the recorded hints."""
     retention = None
     hint = about.get("retention")
     if isinstance(hint, dict):
@@ -429,24 +429,24 @@ def replay_recording(
     check: Callable[[Runner], Callable[[Call, tuple[Any, ...]], str]] | None = None,
     keep: list[Call] | None = None,
 ) -> ReplayOutcome:
-    """Make the calls of a recording again, up to the first different answer.
+    """Replay the calls of a recording, up to the first different answer.
 
     Parameters
     ----------
     recording : Recording
         The recording.
     policy : str or type, optional
-        A policy instead of the recording's: the same answers are expected of it.
+        A policy to use instead of the recording's; it must give the same answers.
     check : callable, optional
-        Called with a `Runner` before its first call; returns a function that is called with every call and its
-        answer, and returns what is wrong, or "".
+        Called with a `Runner` before its first call. It returns a function that is called with every call and its
+        answer, and returns a description of the fault, or "".
     keep : list, optional
-        Filled with the records that were replayed since the last reset, for `kvcache.lab.rerun.shrink`.
+        Receives the records that were replayed since the last reset, for `kvcache.lab.rerun.shrink`.
 
     Raises
     ------
     RecordingError
-        The manager cannot be made, or no call of the recording can be made again.
+        The manager cannot be created, or no call of the recording can be replayed.
     """
     config = recording.header["manager"]
     is_tiered = "tiers" in config
@@ -463,7 +463,7 @@ def replay_recording(
             runner, is_from_start = None, False
             continue
         if runner is None and record.op is Op.RESET and not is_tiered:
-            # From here on, what came before means nothing.
+            # A reset makes all earlier calls irrelevant.
             runner = Runner(config, policy)
             inspect = None if check is None else check(runner)
             if keep is not None:
@@ -506,5 +506,5 @@ def _compare_stats(runner: Runner, record: Call) -> Difference | None:
 
 
 def is_expected_error(name: str) -> bool:
-    """Return whether an error of this name is one that a manager raises of bad arguments."""
+    """Return whether a manager raises an error of this name for bad arguments."""
     return any(name == error.__name__ for error in _EXPECTED_ERRORS)

@@ -20,16 +20,16 @@ _DEFAULTS = {"enable_events": False, "store_threshold": 0, "max_tracker_size": 6
 
 
 def as_test(shrunk: Shrunk, suspect: str | None, trusted: str | None = None) -> str:
-    """Return calls as the text of a pytest test that fails as long as the fault is there.
+    """Return calls as the text of a pytest test that fails while the fault exists.
 
     Parameters
     ----------
     shrunk : Shrunk
-        What `shrink` has found.
+        The result of `shrink`.
     suspect : str, optional
-        The policy that shows the fault; None: that of the recording.
+        The policy that shows the fault; None for that of the recording.
     trusted : str, optional
-        The policy whose answers are expected; None: no answers are known to be right, and `Promises` is what fails.
+        The policy whose answers are expected. None if no correct answers are known; then the test checks `Promises`.
     """
     expected = None if trusted is None else Runner(shrunk.config, trusted, is_exact=False)
     actual = Runner(shrunk.config, suspect, is_exact=False)
@@ -63,7 +63,7 @@ class _Script:
         self._seen: set[int] = set()
 
     def named(self, keys: Any) -> str:
-        """Return the text of a key, None, or a list of these."""
+        """Return the text of a key, None, or a list of them."""
         if keys is None or isinstance(keys, bytes):
             if not keys:
                 return repr(keys)
@@ -79,7 +79,7 @@ class _Script:
         return f"r{number}"
 
     def note(self, record: Call, groups: dict[bytes, bytes]) -> None:
-        """Write what is known of a request before its calls."""
+        """Write the hints, positions or groups that the recording holds for a request."""
         if record.op is Op.GROUPS:
             known = ", ".join(f"{self.named(key)}: {group!r}" for key, group in groups.items())
             self.lines.append(f"manager.arbitration.group_of = {{{known}}}.get")
@@ -99,7 +99,7 @@ class _Script:
             self.lines.append(f"r{record.context} = ReqContext({', '.join(given)})")
 
     def call(self, record: Call, answer: tuple[Any, ...], output: Any) -> None:
-        """Write a call, and that it answers this; of `output` the evicted keys, where they are known."""
+        """Write a call and an assertion of its answer; assert the evicted keys of `output` if they are known."""
         self._inputs(record)
         call = self._call_text(record)
         self.lines += self._expected(call, record, answer, output)
@@ -145,7 +145,7 @@ class _Script:
         return f"manager.{method}({', '.join(arguments)})"
 
     def _inputs(self, record: Call) -> None:
-        """Write what the clock and the tiers answered during a call."""
+        """Write the answers of the clock and the tiers during a call."""
         times = [one.value for one in record.inputs if one.op is Op.CLOCK]
         if times:
             self.lines.append(f"now[0] = {times[0]!r}")

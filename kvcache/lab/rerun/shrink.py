@@ -1,8 +1,8 @@
 """Find few calls that still show a fault.
 
-Delta debugging (Zeller & Hildebrandt, TSE '02) over requests, calls and keys, in turn with smaller pools. Once calls
-are left out the recorded answers mean nothing any more; so two managers are compared, under the policy that is
-suspected and under one that is trusted, or one manager is held to what every manager promises.
+Delta debugging (Zeller & Hildebrandt, TSE '02) over requests, calls and keys, in turn with smaller pools. After calls
+have been removed, the recorded answers are no longer valid. So the search compares a manager under the suspected
+policy with one under a trusted policy, or checks a single manager against `Promises`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def differs_from(suspect: str | type | None, trusted: str | type) -> Oracle:
 
 
 def breaks_promises(suspect: str | type | None) -> Oracle:
-    """Return the oracle that holds one policy to `Promises`."""
+    """Return the oracle that checks one policy with `Promises`."""
 
     def oracle(records: Sequence[Call], config: dict[str, Any]) -> int:
         runner = Runner(config, suspect, is_exact=False)
@@ -61,14 +61,14 @@ def _whole(runner: Runner, answer: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def minimize(items: Sequence[T], shows: Callable[[list[T]], bool]) -> list[T]:
-    """Return a part of `items`, in order, that still shows a fault, and of which no single item can be left out.
+    """Return a subsequence of `items` that still shows a fault, from which no single item can be removed.
 
     Parameters
     ----------
     items : sequence
-        Show the fault together.
+        Items that together show the fault.
     shows : callable
-        Whether some of the items do. May raise `TimeoutError` to end the search with the best so far.
+        Returns whether some of the items show it. `TimeoutError` ends the search with the best result so far.
     """
     kept = list(items)
     num_parts = 2
@@ -92,7 +92,7 @@ def minimize(items: Sequence[T], shows: Callable[[list[T]], bool]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """Few calls that show a fault, the configuration of their manager, and how often calls were tried."""
+    """A few calls that show a fault, the configuration of their manager, and the number of trials."""
 
     records: list[Call]
     config: dict[str, Any]
@@ -105,10 +105,10 @@ class Shrunk:
 
 
 def shrink(records: Sequence[Call], config: dict[str, Any], oracle: Oracle, max_s: float = 60.0) -> Shrunk | None:
-    """Return few records that show the fault of an oracle, or None where all of them do not.
+    """Return a few records that show the fault of an oracle, or None if the records do not show it.
 
-    `records` begin with the first call of a manager made with `config`; after `max_s`, looked at between two tries,
-    what was found is enough.
+    `records` begin with the first call of a manager made with `config`. After `max_s`, checked between two trials,
+    return the best result so far.
     """
     end_s = time.monotonic() + max_s
     num_runs = 0
@@ -169,7 +169,7 @@ def _fewer(
 def _by_request(records: list[Call]) -> list[list[Call]]:
     groups: dict[int, list[Call]] = {}
     for record in records:
-        # What belongs to no request stands alone.
+        # A record without a request forms its own group.
         groups.setdefault(record.context if record.context > 1 else -record.number - 1, []).append(record)
     return list(groups.values())
 

@@ -1,1 +1,1 @@
-"""Simulate requests against managers: one run, grids of them, and the model of serving that weighs their hits."""
+"""Simulate requests against managers: single runs, grids of runs, and a model of serving that weighs the hits."""

@@ -1,4 +1,4 @@
-"""One cell of a grid: a trace under one policy at one capacity, perhaps over tiers or for a shard of a sample."""
+"""One cell of a grid: a trace under one policy at one capacity, optionally over tiers or for a shard of a sample."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
         manager = CPUOffloadingManager(block_size, min(num_blocks, most), job.policy, **options)
     replay, make_keys = Replay(manager, arrivals=arrivals), KeyMaker(plan.split)
     needs_flow = plan.serving is not None and trace.rate == 1
-    # Per request: hits, blocks stored, and of each tier blocks loaded and stored, since the start.
+    # Cumulative, per request: hits, blocks stored, and for each tier blocks loaded and stored.
     counts = np.zeros((len(trace) + 1 if needs_flow else 1, 3 + 2 * len(below)), dtype=np.int64)
     # In a sample, requests without sampled blocks only advance the policy's clock.
     steps = trace.filled() if trace.rate < 1 else ((1, request) for request in trace)
@@ -249,7 +249,7 @@ def _optimum(
 
 
 def _estimated(cell: Cell, trace: CompactTrace, split: int) -> Cell:
-    """Return the estimate of the whole trace by a sample's cell.
+    """Estimate the whole trace from a sample's cell.
 
     If more or fewer sampled uses than expected came, a few hot blocks are, or are not, in the sample; their uses would
     have been hits (SHARDS_adj of Waldspurger et al., FAST '15).

@@ -1,4 +1,4 @@
-"""Finished cells of a grid in a file, one a line, so that a stopped grid can continue."""
+"""A file of finished cells of a grid, one per line, so that a stopped grid can continue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcache.lab.simulate.cells import Cell, Job
 
 
 class Checkpoint:
-    """A file of finished cells; `cells` are those that it held when it was opened.
+    """A file of finished cells; `cells` are those in the file when it was opened.
 
     `facts` is everything that the cells depend on beside policy and capacity: the trace's digest, the split and so on.
     Raise ValueError if the file cannot be used or belongs to another grid. Each line is flushed; a cut last line is

@@ -38,7 +38,7 @@ _MANY_IDS = 10_000_000
 _PROCESS_BYTES = 96 << 20
 _BLOCK_BYTES = 320
 _PLUGIN_BLOCK_BYTES = 1200
-# The cost of a job over that of a plain replay, for the progress bar.
+# The cost of a job relative to a plain replay, for the progress bar.
 _OPTIMUM_WORK, _TIERED_WORK = 0.1, 4.0
 
 
@@ -65,7 +65,7 @@ class Grid:
         ]
 
     def jobs_of(self, cell: Job) -> list[Job]:
-        """Return the jobs that make a cell: one for each shard."""
+        """Return the jobs of a cell: one for each shard."""
         return [Job(cell.policy, cell.num_blocks, cell.tiers, i) for i in range(self.plan.num_shards)]
 
 
@@ -73,11 +73,11 @@ class Runner(Protocol):
     """Runs jobs on other machines."""
 
     def run(self, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:
-        """Yield each job with its cell, as they finish."""
+        """Yield each job with its cell, in the order in which they finish."""
 
 
 def check_grid(policies: Sequence[str], capacities: Sequence[int]) -> None:
-    """Raise ValueError unless policies are known and different, and capacities positive and ascending."""
+    """Raise ValueError unless policies are known and distinct, and capacities are positive and ascending."""
     for i, policy in enumerate(policies):
         if policy in policies[:i]:
             raise ValueError(f"policy {policy!r} is named twice")
@@ -164,7 +164,7 @@ def run_grid(
 
 
 def cell_bytes(job: Job, num_ids: int, plan: Plan) -> int:
-    """Return about how much memory one job takes if the trace names at most `num_ids` different blocks."""
+    """Return the approximate memory of one job if the trace names at most `num_ids` different blocks."""
     if job.policy == OPTIMUM:
         return _PROCESS_BYTES + num_ids * plan.split // 6
     each = _PLUGIN_BLOCK_BYTES if ":" in job.policy else _BLOCK_BYTES
@@ -235,7 +235,7 @@ def _run_processes(
         del nexts
     needs = {job: cell_bytes(job, -(-distinct // plan.num_shards), plan) for job in jobs}
     _check_memory(needs, max_memory_bytes)
-    # Ids done by each job, and at the end a flag to stop: a running job cannot be cancelled.
+    # The number of ids that each job has processed, and a stop flag: a running job cannot be cancelled.
     done = np.lib.format.open_memmap(folder / "done.npy", mode="w+", dtype=np.int64, shape=(len(jobs) + 1,))
     work = np.array([_work_of(job) for job in jobs]) / max(1, len(trace.ids))
     total = max(1e-9, float(work.sum()) * len(trace.ids))

@@ -1,4 +1,4 @@
-"""Links of a simulation as an arbiter sees them: loads wait for those before them, as `serving.weigh` charges them."""
+"""Links of a simulation for an arbiter: a load waits for the loads before it, as in `serving.weigh`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Queue:
         self._free_s = -math.inf
 
     def wait_s(self, num_blocks: int, now_s: float) -> float:
-        """Return in how many seconds so many more blocks would have been moved."""
+        """Return the seconds until `num_blocks` more blocks would have been moved."""
         return max(self._free_s - now_s, 0.0) + self.block_s * num_blocks
 
     def move(self, num_blocks: int, now_s: float) -> None:
-        """Move blocks behind those that wait."""
+        """Move blocks after those that wait."""
         self._free_s = now_s + self.wait_s(num_blocks, now_s)
 
 
 class QueuedLink(LinkRate):
-    """The link of a simulated tier, whose rate is given; its blocks then wait for the link of host memory.
+    """The link of a simulated tier, at a given rate; its blocks then wait for the link of host memory.
 
     The simulated tier ends every job at once, so the queue is kept here and not learned from jobs.
     """
@@ -42,7 +42,7 @@ class QueuedLink(LinkRate):
         self._host = host
 
     def load_s(self, num_blocks: int, now_s: float) -> float:
-        """Return in how many seconds so many more blocks would be on the device."""
+        """Return the seconds until `num_blocks` more blocks would be on the device."""
         arrived_s = self._queue.wait_s(num_blocks, now_s)
         return max(arrived_s, self._host.wait_s(0, now_s)) + self._host.block_s * num_blocks
 
@@ -51,11 +51,11 @@ class QueuedLink(LinkRate):
         self._queue.move(num_blocks, now_s)
 
     def looked(self, now_s: float) -> None:
-        """Do nothing: jobs end as the queue says."""
+        """Do nothing: the queue determines when jobs end."""
 
     def ended(self, num_blocks: int, num_done: int, start_s: float, end_s: float, now_s: float) -> None:
         """Do nothing: the rate is given."""
 
     def is_probe_due(self, now_s: float) -> bool:
-        """Return False: there is nothing to learn."""
+        """Return False: the rate is given."""
         return False

@@ -40,7 +40,7 @@ class DaskRunner:
         """
         from distributed import Client
 
-        # Mapped files are this machine's.
+        # Files are mapped on this machine only.
         arrays: dict[str, Any] = {
             name: np.array(getattr(trace, name)) for name in ("ids", "bounds", "input_lengths", "arrivals_s")
         }

@@ -1,7 +1,7 @@
-"""The offline optimum with bypass: the most prefix hits that any policy could have.
+"""The offline optimum with bypass: an upper bound on the prefix hits of any policy.
 
-After each request it keeps the blocks with the nearest next use, never one without a next use, ties to the shallower
-block. It knows the future, so it is only a ceiling in reports.
+After each request it keeps the blocks with the nearest next use, and none without a next use. Of blocks with the same
+next use, it keeps the shallower one. It knows the future, so reports use it only as an upper bound.
 """
 
 from __future__ import annotations

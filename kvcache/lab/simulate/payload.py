@@ -1,4 +1,4 @@
-"""Real bytes for a replay: blocks made from their keys, moved by the handlers, and compared when they return.
+"""Real bytes for a replay: blocks are generated from their keys, moved by the handlers, and compared after loading.
 
 The "device" is memory beside the pool, far smaller than the working set, so every hit is a copy from the pool.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _WORD_BYTES = 8
 _PATTERN_SEED = 20
-# Bytes of one job: few enough to be in the CPU's cache when they are compared.
+# The bytes of one job: few enough to stay in the CPU's cache until they are compared.
 _JOB_BYTES = 2 << 20
 
 
@@ -47,7 +47,7 @@ class VerifiedPayload(Closable):
         self.pool = HostPool(num_blocks, block_bytes)
         self.verified_blocks = 0
         self._job_blocks = max(1, _JOB_BYTES // block_bytes)
-        # Two halves to store from, two to load into.
+        # Two halves to store from, and two to load into.
         self._device = HostPool(4 * self._job_blocks, block_bytes, pin=False)
         self._words = self._device.array.view(np.uint64)
         random = np.random.default_rng(_PATTERN_SEED)
@@ -65,12 +65,12 @@ class VerifiedPayload(Closable):
         self._moved = {"store": (0, 0.0), "load": (0, 0.0)}
 
     def close(self) -> None:
-        """End the copies and release the memory."""
+        """Shut down the handlers and release the memory."""
         self._worker.shutdown()
         self.pool.close()
 
     def store(self, keys: Sequence[bytes], spec: BlockIDsLoadStoreSpec) -> None:
-        """Make the blocks of `keys` on the device and store them where `spec` says."""
+        """Generate the blocks of `keys` on the device and store them where `spec` says."""
         seeds = _seeds(keys)
         jobs: list[int] = []
         for n, first in enumerate(range(0, len(keys), self._job_blocks)):
@@ -139,7 +139,7 @@ class VerifiedPayload(Closable):
         self._finish(job_id, "load")
         part = seeds[first : first + self._job_blocks]
         words = self._words[self._rows(2 + n % 2, len(part))]
-        # Correct blocks become the bare pattern again, ready for the next load.
+        # Reset correct blocks to the bare pattern for the next load.
         words ^= part[:, None]
         equal = words == self._pattern
         if not equal.all():

@@ -177,7 +177,7 @@ def _simulate(
 
 
 class _Progress:
-    """A bar on a terminal; elsewhere a line every half a minute."""
+    """A progress bar on a terminal; otherwise a line every half minute."""
 
     def __init__(self, is_quiet: bool) -> None:
         self._bar = common.progress("%", is_quiet)

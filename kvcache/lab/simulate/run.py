@@ -84,7 +84,7 @@ class Tally:
 
 
 class ReplayClock:
-    """The time of the trace in seconds, that of the current request, for policies and hints."""
+    """The time of the trace in seconds: the arrival of the current request, for policies and hints."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -118,7 +118,7 @@ def weigh_nothing(arrivals_s: Float64Array, input_lengths: Int64Array, serving: 
 
 
 def price_of(capacities: tuple[int, ...], serving: Serving) -> float | None:
-    """Return the price of media of so many blocks each, or None if a price is missing."""
+    """Return the price of media with `num_blocks` blocks each, or None if a price is missing."""
     total = 0.0
     for blocks, medium in zip(capacities, serving.media, strict=False):
         if medium.price_per_gib is None:
@@ -133,7 +133,7 @@ def _first_tokens(
     """Return the time to first token of each request, and the seconds for which engines were busy."""
     order = np.argsort(arrivals_s, kind="stable")
     arrived = arrivals_s[order]
-    # A request's blocks come from the tiers, all at once, and then over the link of host memory to the device.
+    # A request's blocks come from all tiers at once, and then over the link of host memory to the device.
     ready = arrived
     for i, medium in enumerate(serving.media[1:], 1):
         seconds = flow.hits[order, i] * serving.block_bytes / medium.bytes_per_s

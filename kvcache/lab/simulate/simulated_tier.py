@@ -1,7 +1,7 @@
-"""Tiers without bytes: the bookkeeping of host memory over other media, at capacities that this machine does not have.
+"""Tiers without bytes: host memory over other media, at capacities that this machine does not have.
 
-The manager is the one that serves; its tiers keep an index, hold no blocks and end every job at once. So its counts are
-those over real tiers that keep up.
+The manager is the one used in production. Its tiers keep an index, hold no blocks and end every job at once, so the
+counts equal those over real tiers that are fast enough.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SimulatedTier(Tier):
         return True
 
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        # A block that was found may have been evicted by a store of the same step.
+        # A store of the same step may have evicted a block that was found.
         held = [key for key in keys if self._index.lookup(key)]
         self.loaded_blocks += len(held)
         # Blocks that are being read or written are not evicted.
@@ -95,7 +95,7 @@ class SimulatedTier(Tier):
         )
 
     def shutdown(self) -> None:
-        """Nothing is running."""
+        """Do nothing: no thread is running."""
 
 
 class SimulatedTieredManager(TieredOffloadingManager):

@@ -42,7 +42,7 @@ class TierEntry:
 class PatientManager(TieredOffloadingManager):
     """A tiered manager that waits instead of answering None.
 
-    A request's stores are written before the next request, so that every replay gives the same counts.
+    It writes a request's stores before the next request, so that every replay gives the same counts.
     """
 
     def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int:
@@ -114,6 +114,6 @@ def patient_manager(
 
 
 def plain_host_blocks(num_blocks: int, block_bytes: int) -> HostBlocks:
-    """Return host blocks for a replay that compares no bytes."""
+    """Return host blocks for a replay that does not compare bytes."""
     flat = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
     return flat.reshape(num_blocks, block_bytes)

@@ -1,1 +1,1 @@
-"""Read, generate and hold traces of requests."""
+"""Read, generate and store traces of requests."""

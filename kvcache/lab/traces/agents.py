@@ -88,7 +88,7 @@ class AgentWorkload:
             if agent.steps_left:
                 agent.steps_left -= 1
                 if agent.parent is None and draw.random() < self.subagent_share:
-                    # The agent goes on when its sub-agent has answered.
+                    # The agent continues when its sub-agent has answered.
                     child = self._begin(draw, tool_sets, births, agent)
                     heapq.heappush(due, (now_s, births, child))
                     births += 1

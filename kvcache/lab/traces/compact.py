@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 _ARRAYS = {"ids": "<i8", "bounds": "<i8", "input_lengths": "<i8", "arrivals_s": "<f8"}
 _PIECE_IDS = 1 << 18
-# Of one id while its next use is looked for, the table's growth included.
+# Memory per id while its next use is searched, including the growth of the table.
 _ID_BYTES = 96
 _LEAST_BYTES = 16 << 20
 _COUNTED_SHARE = 64
-# The bits by which ids are sampled and cut into shards must differ.
+# Sampling and sharding must use different bits of the hash.
 _PART_SALT = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -194,7 +194,7 @@ class CompactTrace:
             ids.append(piece[mine])
             give_back(self.ids)
         kept = np.concatenate(counts) if counts else np.empty(0, np.int64)
-        # In proportion: which block is the partial one is not known any more.
+        # Estimated in proportion, because the sample does not know which block is the partial one.
         shares = kept / np.maximum(np.diff(self.bounds), 1)
         return CompactTrace(
             np.concatenate(ids) if ids else np.empty(0, np.int64),

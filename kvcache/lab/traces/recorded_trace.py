@@ -1,4 +1,4 @@
-"""A recording read as a trace: the requests that came, for grids and plots of other policies and capacities."""
+"""Read a recording as a trace: its requests, for grids and plots of other policies and capacities."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ID_MASK = (1 << 63) - 1
 class RecordedTrace(TraceFile):
     """The requests of a recording, in the order in which they came.
 
-    A request is what was called with one `ReqContext`: its keys by position where the engine gave positions, and
-    otherwise in the order in which they were first named. Of calls without one, a look-up of a list begins a request.
-    Its sizes are counted in requests.
+    A request consists of all calls with one `ReqContext`. Its keys are ordered by position if the engine gave
+    positions, and otherwise by the first call that named them. Without a context, each look-up of a list begins a
+    request. `size_bytes` and `position_bytes` count requests.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class RecordedTrace(TraceFile):
         self.size_bytes = len(self._requests)
 
     def close(self) -> None:
-        """Forget the requests."""
+        """Drop the requests."""
         self._requests = []
 
     def __iter__(self) -> Iterator[Request]:
@@ -61,7 +61,7 @@ class RecordedTrace(TraceFile):
 
 
 class _Recorded:
-    """What is known of one request so far."""
+    """The recorded keys and positions of one request."""
 
     __slots__ = ("arrival_s", "named", "positions")
 
@@ -107,7 +107,7 @@ def _requests(recording: Recording) -> list[_Recorded]:
 
 
 def _begins(record: Call, request: _Recorded) -> bool:
-    """Return whether a call without a request begins another one than that before it."""
+    """Return whether a call without a request begins another request than the call before it."""
     if record.op is Op.LOOKUP:
         return True
     return bool(record.keys) and record.keys[0] not in request.named

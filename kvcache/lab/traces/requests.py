@@ -1,4 +1,4 @@
-"""One request of a trace, and the interface of every source of requests."""
+"""A request of a trace, and the interface of all sources of requests."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def _flat(requests: list[Any], base_s: float) -> Iterator[dict[str, Any]]:
             raise _BadSession(f"t must be seconds in 0..1e9, got {at_s!r}")
         nested = request.get("requests")
         if isinstance(nested, list):
-            # Recorders count either from the session's beginning, or from the sub-agent's.
+            # Recorders count from the beginning of either the session or the sub-agent.
             times = [inner.get("t") for inner in nested if isinstance(inner, Mapping)]
             begins = [t for t in times if isinstance(t, int | float)]
             yield from _flat(nested, base_s if begins and min(begins) >= at_s else base_s + at_s)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SHOWN_CHARS = 60
-# Larger than any prompt or clock, and sums fit 64 bits.
+# Larger than any prompt or clock; sums fit into 64 bits.
 _MAX_TOKENS = 1 << 40
 _MAX_TIME = 10**18
 _SIZES = [1 << power for power in range(2, 14)]
@@ -88,7 +88,7 @@ class Trace(TraceFile):
         self.format = ""
         self.block_size = block_size or 0
         try:
-            # A copy of the descriptor: closing the trace leaves standard input open.
+            # A copy of the descriptor, so that closing the trace leaves standard input open.
             self._raw = os.fdopen(os.dup(0), "rb") if str(path) == "-" else self.path.open("rb")
         except OSError as error:
             raise TraceError(f"cannot open trace {self.path}: {error.strerror}") from error
