@@ -1,14 +1,15 @@
 """LoadArbiter: per request, load a prefix from below host memory only as far as loading is faster than computing.
 
-A store across a network can be slower than prefill, and which of the two wins changes with the prefix's length, the
-traffic and the hour; so both rates are learned from what happens, and no threshold has to be configured.
+Loading from a store across a network can be slower than prefill. Which of the two is faster depends on the prefix's
+length, the traffic and the time of day. The arbiter therefore learns both rates from measurements and needs no
+configured threshold.
 
 The model
 ---------
-Loading `n` blocks takes ``latency + n * seconds per block``, once the jobs under way have ended. Computing the token at
-position `p` takes ``first + growth * p``: attention makes later tokens dearer. A prefix may be cut anywhere, but within
-one medium the gain of one more block only grows with its position, so that the best cut lies where the medium changes:
-only those places are compared. Media load at the same time.
+Loading `n` blocks takes ``latency + n * seconds per block``, after the jobs in progress have ended. Computing the token
+at position `p` takes ``first + growth * p``, because attention makes later tokens more expensive. A prefix may be cut
+anywhere. Within one medium, the gain of one more block only grows with its position, so the best cut is at a change of
+medium, and only these cuts are compared. Media load at the same time.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ MAX_PROBE_BLOCKS = 64
 
 
 class CostFit:
-    """Learn ``seconds = a * x + b * y``, a, b >= 0, from samples of which the last few count.
+    """Learn ``seconds = a * x + b * y``, a, b >= 0, from the last few samples.
 
-    Two samples in a row that are off by a factor of two make it forget the ones before.
+    If two samples in a row are off by a factor of two, it drops the samples before them.
 
     Attributes
     ----------
     num_samples : int
         Samples so far.
     a, b : float
-        The rates in use; they follow the learned rates when those leave `BAND`.
+        The rates in use. They are set to the learned rates when those leave `BAND`.
     """
 
     def __init__(self) -> None:
@@ -55,11 +56,11 @@ class CostFit:
         self._surprise: tuple[float, float, float] | None = None
 
     def __call__(self, x: float, y: float) -> float:
-        """Return the seconds that `x` and `y` take."""
+        """Return the expected seconds for `x` and `y`."""
         return self.a * x + self.b * y
 
     def set(self, a: float, b: float) -> None:
-        """Take rates as given."""
+        """Set the rates."""
         self.a, self.b = a, b
         self.num_samples += 1
 
@@ -84,7 +85,7 @@ class CostFit:
 
     def _add(self, sample: tuple[float, float, float]) -> None:
         x, y, seconds = sample
-        # Weighted by 1 / x: a long sample's noise is larger.
+        # Weighted by 1 / x: long samples have more noise.
         fresh = (x, y, y * y / x, seconds, y * seconds / x)
         self._sums = [_DECAY * old + new for old, new in zip(self._sums, fresh, strict=True)]
 
@@ -92,7 +93,7 @@ class CostFit:
         xx, xy, yy, xt, yt = self._sums
         spread = xx * yy - xy * xy
         if spread <= _LEAST_SPREAD * xx * yy:
-            # All samples are alike: the two terms cannot be separated.
+            # All samples are proportional: the two terms cannot be separated.
             return xt / xx, 0.0
         a, b = (xt * yy - yt * xy) / spread, (yt * xx - xt * xy) / spread
         if b < 0:
@@ -101,9 +102,9 @@ class CostFit:
 
 
 class LinkRate:
-    """How fast one medium loads, learned from its finished jobs, and when its present jobs will have ended.
+    """How fast one medium loads, learned from its finished jobs, and when its current jobs will end.
 
-    Times of jobs may be on any clock, as long as it is one; `now_s` is the manager's.
+    Times of jobs may be on any one clock. `now_s` is on the manager's clock.
     """
 
     def __init__(self) -> None:
@@ -118,29 +119,29 @@ class LinkRate:
 
     @property
     def is_known(self) -> bool:
-        """Whether a load has ended yet."""
+        """Whether a load has ended so far."""
         return self.fit.num_samples > 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being loaded."""
+        """Whether no load is in progress."""
         return self._num_jobs == 0
 
     @property
     def latency_s(self) -> float:
-        """Seconds that a load takes beside those of its blocks."""
+        """Seconds of a load that do not depend on the number of blocks."""
         return self.fit.b
 
     @property
     def blocks_per_s(self) -> float:
-        """Blocks a second within a load; 0: not known."""
+        """Blocks per second within a load; 0: unknown."""
         return 1 / self.fit.a if self.fit.a > 0 else 0.0
 
     def load_s(self, num_blocks: int, now_s: float) -> float:
-        """Return in how many seconds `num_blocks` more would be loaded; 0: only the jobs under way."""
+        """Return the expected seconds until `num_blocks` more are loaded; 0: only the jobs in progress."""
         wait_s = 0.0
         if self._num_jobs:
-            # A late job is expected to be late for as long again, but may have ended since the last look.
+            # A late job is expected to be late by the same time again. It may also have ended since the last check.
             wait_s = max(self._due_s - now_s, self._looked_s - self._due_s, 0.0)
         if not num_blocks:
             return wait_s
@@ -158,13 +159,13 @@ class LinkRate:
         self._looked_s = now_s
 
     def ended(self, num_blocks: int, num_done: int, start_s: float, end_s: float, now_s: float) -> None:
-        """Record the end of a job of `num_blocks`; with 0 done blocks the rate stays."""
+        """Record the end of a job of `num_blocks`. If 0 blocks are done, keep the rate."""
         self._num_jobs -= 1
         self._num_blocks -= num_blocks
         self._due_s = now_s + self.fit.a * self._num_blocks
         if num_done and start_s <= end_s < math.inf:
             if start_s >= self._end_s:
-                # The link was idle in between.
+                # The link was idle in the meantime.
                 self._close_window()
                 self._begin_s, self._from_idle = start_s, 1
             self._end_s = max(self._end_s, end_s)
@@ -174,15 +175,15 @@ class LinkRate:
             self._close_window()
 
     def abandoned(self, num_blocks: int, now_s: float) -> None:
-        """Record that no request waits for a job any more."""
+        """Record that no request waits for a job any longer."""
         self.ended(num_blocks, 0, 0.0, 0.0, now_s)
 
     def is_probe_due(self, now_s: float) -> bool:
-        """Return whether it is time to load something for no other end than to learn."""
+        """Return whether it is time to load blocks only to learn the rate."""
         return not self._num_jobs and now_s >= self.probe_s
 
     def take_probe(self, now_s: float) -> int:
-        """Return how many blocks to load now for no other end than to learn; mostly 0."""
+        """Return how many blocks to load now only to learn the rate; mostly 0."""
         if not self.is_probe_due(now_s):
             return 0
         self.probe_s = now_s + _PROBE_INTERVAL_S
@@ -191,7 +192,7 @@ class LinkRate:
         return int(min(max(num_blocks, 1), MAX_PROBE_BLOCKS))
 
     def _close_window(self) -> None:
-        # Jobs that share the link end together: only all of them give its rate.
+        # Jobs that share the link end together: only all of them together give its rate.
         if self._window_blocks:
             self.fit.record(self._window_blocks, self._from_idle, self._end_s - self._begin_s)
         self._begin_s, self._from_idle = self._end_s, 0
@@ -204,7 +205,7 @@ class PrefillRate:
     Parameters
     ----------
     tokens_per_s : float or mapping of int to float, optional
-        Given: tokens a second, at any position or at these positions of a prompt. None: learned from `record`.
+        Tokens per second, at any position or at these positions of a prompt. None: learned from `record`.
 
     Raises
     ------
@@ -221,37 +222,37 @@ class PrefillRate:
 
     @property
     def is_known(self) -> bool:
-        """Whether it was given, or something was recorded."""
+        """Whether the rate was given, or a sample was recorded."""
         return self.fit.num_samples > 0
 
     def record(self, first_token: int, num_tokens: int, seconds: float) -> None:
-        """Record the time of tokens from position `first_token` on; a given rate stays."""
+        """Record the time of tokens from position `first_token` on. A given rate is kept."""
         self.record_together([(first_token, num_tokens)], seconds)
 
     def record_together(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Record the common time of parts of prompts, each a first position and a number of tokens."""
+        """Record the total time of parts of prompts, each with a first position and a number of tokens."""
         if not self._is_given and all(0 <= first <= MAX_TOKENS and 0 <= count <= MAX_TOKENS for first, count in parts):
             num_tokens = sum(count for _, count in parts)
             self.fit.record(num_tokens, sum(count * (first + count / 2) for first, count in parts), seconds)
 
     def compute_s(self, first_token: int, end_token: int) -> float:
-        """Return the seconds that tokens of these positions take."""
+        """Return the expected seconds of the tokens at these positions."""
         return self.fit(end_token - first_token, (end_token * end_token - first_token * first_token) / 2)
 
 
 class Segment(NamedTuple):
-    """Blocks of a prefix that lie in one medium.
+    """Consecutive blocks of a prefix in one medium.
 
     Parameters
     ----------
     link : LinkRate or None
-        The link that they are loaded over; None: loading costs nothing.
+        The link that loads them. None: loading costs nothing.
     num_blocks : int
-        How many.
+        Number of blocks.
     end_token : int
-        Where in the prompt the last one ends.
+        Position in the prompt where the last block ends.
     is_coming : bool
-        Whether they are on their way for another request already.
+        Whether they are already being loaded for another request.
     """
 
     link: LinkRate | None
@@ -267,15 +268,15 @@ class Decision:
     Parameters
     ----------
     num_blocks, kept_blocks : int
-        Blocks that could be loaded, and those that are.
+        Blocks that could be loaded, and blocks that are loaded.
     end_token : int
-        Where in the prompt the loaded prefix ends.
+        Position in the prompt where the loaded prefix ends.
     load_s, compute_s : float
-        Seconds that loading all of them was expected to take, and computing all of them.
+        Expected seconds of loading all blocks, and of computing all of them.
     chosen_s : float
-        Expected seconds of the choice.
+        Expected seconds of the decision.
     is_blind : bool
-        Whether a rate was not known yet: then everything is loaded, to learn it.
+        Whether a rate was still unknown. Then everything is loaded, to learn it.
     """
 
     num_blocks: int
@@ -294,7 +295,7 @@ class Decision:
 
 
 class LoadArbiter:
-    """Decide what of a prefix is loaded.
+    """Decide which part of a prefix to load.
 
     Parameters
     ----------
@@ -304,9 +305,9 @@ class LoadArbiter:
     Attributes
     ----------
     prefill : PrefillRate
-        What computing takes.
+        The prefill rate.
     decisions : deque of Decision
-        The last 256.
+        The last 256 decisions.
     """
 
     def __init__(self, prefill_tokens_per_s: float | Mapping[int, float] | None = None) -> None:
@@ -328,7 +329,7 @@ class LoadArbiter:
         Returns
         -------
         Decision
-            The fastest; of equals, the one that loads more.
+            The fastest choice. If choices are equal, the one that loads more.
         """
         end_token = segments[-1].end_token
         num_blocks = sum(segment.num_blocks for segment in segments)
@@ -357,25 +358,25 @@ class LoadArbiter:
     def is_hopeless(
         self, first_token: int, end_token: int, num_blocks: int, links: Sequence[LinkRate | None], now_s: float
     ) -> bool:
-        """Return whether a prefix is computed sooner than loaded even if a medium held all of it; then none is asked.
+        """Return whether to skip the look-up: computing the prefix is faster than loading it even if a medium has all.
 
-        As long as a link's rate is to be learned anew, it is worth asking.
+        While the rate of a link must be learned, return False.
 
         Parameters
         ----------
         first_token, end_token : int
-            Where in the prompt the prefix begins and ends.
+            Positions in the prompt where the prefix begins and ends.
         num_blocks : int
-            Its blocks.
+            Number of blocks of the prefix.
         links : sequence of LinkRate or None
-            Of all media that may hold it; None: one whose loading costs nothing that counts.
+            Links of all media that may hold it. None: a medium whose loading cost is negligible.
         now_s : float
             The manager's clock.
 
         Returns
         -------
         bool
-            A part of the prefix gains less than all of it, so the answer holds for parts, too.
+            Loading a part of the prefix gains less than loading all of it, so the result also holds for parts.
         """
         known = [link for link in links if link is not None and link.is_known and not link.is_probe_due(now_s)]
         if len(known) < len(links):
@@ -389,19 +390,19 @@ class LoadArbiter:
 
 
 def check_prefill_rate(name: str, value: object) -> dict[int, float]:
-    """Return tokens a second by position.
+    """Return tokens per second by position.
 
     Parameters
     ----------
     name : str
-        The option's name, for the error.
+        The option's name, for the error message.
     value : float, or mapping of int or str to float
-        One rate for all positions, or the rate at each of some positions; JSON's keys are text.
+        One rate for all positions, or the rate at each of some positions. JSON keys are strings.
 
     Raises
     ------
     ValueError
-        It is neither, or a rate grows with the position.
+        The value is neither, or a rate increases with the position.
     """
     points = value.items() if isinstance(value, Mapping) else [(0, value)]
     rates: dict[int, float] = {}
@@ -423,12 +424,12 @@ def check_prefill_rate(name: str, value: object) -> dict[int, float]:
 
 
 def _line(rates: Mapping[int, float]) -> tuple[float, float]:
-    """Return seconds a token at position 0, and their growth with the position, that fit rates at positions best."""
+    """Return seconds per token at position 0, and their growth per position, that best fit rates at positions."""
     places, seconds = list(rates), [1 / rate for rate in rates.values()]
     mean_place, mean_s = sum(places) / len(places), sum(seconds) / len(seconds)
     spread = sum((place - mean_place) ** 2 for place in places)
     if not spread:
         return mean_s, 0.0
     growth = sum((p - mean_place) * (s - mean_s) for p, s in zip(places, seconds, strict=True)) / spread
-    # Not below zero, where a curve is no line.
+    # Clip at zero, in case the points do not fit a line.
     return max(mean_s - growth * mean_place, 0.0), growth

@@ -1,6 +1,6 @@
-"""Where blocks are allocated: the abstract backend and the one in host memory.
+"""Block allocation: the abstract backend, and the backend in host memory.
 
-A backend knows slots; which block leaves when they run out is the policy's business.
+A backend manages slots. If it has no free slot, the policy selects the block to evict.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Backend(ABC):
 
     @abstractmethod
     def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
-        """Return a new block, `ref_cnt` -1, for each hash, in this order; the caller has made sure that there is room.
+        """Return a new block with `ref_cnt` -1 for each hash, in this order. The caller has checked that there is room.
 
         Parameters
         ----------
         block_hashes : list of bytes
-            Keys of the new blocks; there is room for all of them.
+            Keys of the new blocks. There is room for all of them.
 
         Returns
         -------
@@ -49,16 +49,16 @@ class Backend(ABC):
 
     @abstractmethod
     def free(self, block: BlockStatus) -> None:
-        """Take a block back; called once per block.
+        """Free a block. Called once per block.
 
         Parameters
         ----------
         block : BlockStatus
-            An object that `allocate_blocks` returned; freed once.
+            An object that `allocate_blocks` returned. It is freed only once.
         """
 
     def get_load_store_spec(self, block_hashes: Sequence[bytes], blocks: Sequence[BlockStatus]) -> LoadStoreSpec:
-        """Return where `blocks` lie, for the worker.
+        """Return the locations of `blocks`, for the worker.
 
         Parameters
         ----------
@@ -70,7 +70,7 @@ class Backend(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not say where its blocks lie")
 
     def reset(self) -> None:  # noqa: B027
-        """Start block ids again; every block has been freed. The default does nothing."""
+        """Restart block ids. All blocks have been freed before. The default does nothing."""
 
 
 class CPUBackend(Backend):
@@ -85,7 +85,7 @@ class CPUBackend(Backend):
 
     Notes
     -----
-    Fresh ids 0, 1, 2, ... first; when all have been handed out, the last freed is the first reused.
+    Fresh ids 0, 1, 2, ... are used first. After that, the slot freed last is reused first.
     """
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
@@ -98,7 +98,7 @@ class CPUBackend(Backend):
         return self.num_blocks - self._num_fresh_used + len(self._freed)
 
     def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
-        """Return a new block for each of `block_hashes`; ValueError where there are fewer free slots."""
+        """Return a new block for each of `block_hashes`. Raise ValueError if there are fewer free slots."""
         count = len(block_hashes)
         if count > self.get_num_free_blocks():
             raise ValueError(f"{count} blocks were asked for, {self.get_num_free_blocks()} are free")
@@ -115,6 +115,6 @@ class CPUBackend(Backend):
         return CPULoadStoreSpec([block.block_id for block in blocks])
 
     def reset(self) -> None:
-        """Start again at id 0."""
+        """Restart at id 0."""
         self._num_fresh_used = 0
         self._freed.clear()

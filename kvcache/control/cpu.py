@@ -1,4 +1,4 @@
-"""The managers of one medium: a pool of blocks, under the names of the manager's contract."""
+"""The managers of one medium: a pool of blocks that implements the manager's contract."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.specs import CPULoadStoreSpec
 
 
 class PoolManager(BlockPool, OffloadingManager):
-    """A pool of blocks that answers an engine's scheduler: the contract's names for the pool's operations."""
+    """A pool of blocks that answers an engine's scheduler: maps the contract's methods to the pool's operations."""
 
     prepare_load = BlockPool.pin
     complete_load = BlockPool.unpin
@@ -30,23 +30,24 @@ class PoolManager(BlockPool, OffloadingManager):
         return self
 
     def what_if(self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None) -> WhatIf:
-        """Estimate what other policies and capacities would have hit on the requests that have finished.
+        """Estimate the hits of other policies and capacities on the finished requests.
 
         Parameters
         ----------
         policies : str or iterable of str, optional
-            Names of policies; left out: all registered ones that are compiled and read no clock.
+            Names of policies. Default: all registered policies that are compiled and do not read a clock.
         capacities : iterable of int, optional
-            Blocks, ascending; left out: 1/4, 1/2, 1, 2, 4 and 8 times the manager's own.
+            Blocks, ascending. Default: 1/4, 1/2, 1, 2, 4 and 8 times the manager's own capacity.
 
         Raises
         ------
         ValueError
-            The manager was made without `what_if`, a policy is not known, or the capacities do not ascend from 1.
+            The manager was created without `what_if`, a policy is unknown, or the capacities do not ascend from 1.
 
         Notes
         -----
-        Milliseconds for lru alone, seconds for all: ask from a thread other than the scheduler's. It works on a copy.
+        Takes milliseconds for lru alone, and seconds for all policies. Call it outside the scheduler's thread. It works
+        on a copy.
         """
         sampler = self.observer if isinstance(self.observer, Sampler) else None
         return estimate(sampler, self.num_blocks, type(self.policy), policies, capacities)
@@ -58,18 +59,18 @@ class BackendOffloadingManager(PoolManager):
     Parameters
     ----------
     backend : Backend
-        Where blocks are allocated; its free blocks now are the capacity.
+        Allocates the blocks. Its current number of free blocks is the capacity.
     cache_policy : str or type
         A policy's name, class or ``"package.module:Class"``.
     enable_events : bool
-        Whether events are recorded for `take_events`.
+        Whether to record events for `take_events`.
     store_threshold, max_tracker_size, what_if
         As in `CPUOffloadingManager`.
 
     Raises
     ------
     ValueError
-        The policy is not known, or the backend has no free block.
+        The policy is unknown, or the backend has no free block.
     """
 
     def __init__(
@@ -109,28 +110,29 @@ class CPUOffloadingManager(PoolManager):
     cache_policy : str or type
         A policy's name, class or ``"package.module:Class"``.
     enable_events : bool
-        Whether events are recorded for `take_events`.
+        Whether to record events for `take_events`.
     store_threshold : int
-        A key is stored only once it has been offered so often; 0 and 1: at once.
+        A key is stored only after this number of offers. 0 and 1: at once.
     max_tracker_size : int
-        Keys whose offers are remembered.
+        Limit of keys whose offers are remembered.
     what_if : bool or int
-        Whether to sample the keys for the method `what_if`; an int is the number of sampled uses that are kept, 12
-        bytes each, at least 1,024 (True: 131,072).
+        Whether to sample keys for the method `what_if`. An int is the number of sampled uses to keep, at least 1,024,
+        12 bytes each (True: 131,072).
     retention_share : float
-        Share of the blocks, 0 to 1, that may be held at a raised priority; beyond it those nearest their end fall back.
+        Share of the blocks, 0 to 1, that may be held at a raised priority. Beyond it, the blocks with the earliest
+        deadlines return to normal priority.
     clock : callable
-        Returns seconds that never go back; asked only once a request has given a retention hint.
+        Returns seconds of a monotonic clock. Read only after a request has given a retention hint.
 
     Raises
     ------
     ValueError
-        A size is not a positive int, or the policy is not known (the message lists the known ones).
+        A size is not a positive int, or the policy is unknown (the message lists the known policies).
 
     Notes
     -----
-    Block ids are observable: fresh ids 0, 1, 2, ... first; once all have been handed out, the last freed is the first
-    reused, and evicted blocks are freed in eviction order.
+    Block ids are observable. Fresh ids 0, 1, 2, ... are used first. After that, the slot freed last is reused first.
+    Evicted blocks are freed in eviction order.
     """
 
     def __init__(

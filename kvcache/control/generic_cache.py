@@ -1,7 +1,7 @@
 """The batch operations in terms of a policy's five primitives.
 
-They are the specification, the fallback for plug-ins and the oracle of the tests; compiled policies bring operations
-of their own that loop over rows.
+They are the specification, the default for plug-ins and the test oracle. Compiled policies implement their own batch
+operations, which loop over rows.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from kvcache.core.event_log import EventLog
     from kvcache.specs import LoadStoreSpec
 
-    Backend = Any  # kvcache.control.backend.Backend stands on a higher floor
+    Backend = Any  # kvcache.control.backend.Backend is in a higher layer
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _atomic(operation: F) -> F:
-    """Let other threads wait, and finalizers too; what the policy or the backend calls back is refused."""
+    """Exclude other threads and finalizers. Reject calls from inside the policy or the backend."""
 
     @functools.wraps(operation)
     def guarded(self: GenericBlockCache, *args: Any, **kwargs: Any) -> Any:
@@ -52,24 +52,25 @@ def _atomic(operation: F) -> F:
 
 
 class GenericBlockCache:
-    """The batch operations of a policy that has only its five primitives, over a backend's blocks.
+    """The batch operations of a policy that implements only the five primitives, over a backend's blocks.
 
     Parameters
     ----------
     policy : CachePolicy
-        Empty; only this cache calls it from now on.
+        An empty policy. From now on, only this cache may call it.
     backend : Backend
-        Where blocks are allocated.
+        Allocates the blocks.
     capacity : int
-        Blocks that both hold.
+        Capacity of both in blocks.
     on_evicted : callable, optional
-        Called with the keys that an operation evicted before the policy or the backend made it fail; the operation
-        itself returns nothing then.
+        If the policy or the backend fails after an operation has evicted keys, called with those keys. The operation
+        itself then returns nothing.
 
     Notes
     -----
-    Policy and backend may be anybody's code and raise anywhere. What is resident is known here, not asked of the
-    policy, and every operation leaves it whole: a key has its slot and counts once, or neither.
+    Policy and backend may be foreign code and may raise anywhere. This class keeps its own record of resident blocks
+    and does not query the policy. Every operation keeps the record consistent: a key has a slot and is
+    counted, or neither.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class GenericBlockCache:
         self.gated_blocks = 0
         self.declined_blocks = 0
         self.num_raised = 0
-        # A compiled policy declines nothing over blocks that it does not own.
+        # Over blocks that it does not own, a compiled policy declines nothing.
         self._declines: bool = getattr(policy, "declines", False)
         self._reads_clock: bool = getattr(policy, "reads_clock", False)
 
@@ -121,21 +122,21 @@ class GenericBlockCache:
     def open_request(
         self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0
     ) -> RequestUses:
-        # A policy of five primitives knows no priorities: hints are soft, and it may ignore them.
+        # A policy with five primitives has no priorities. Hints are soft, so it may ignore them.
         request = RequestUses(next_use)
         request.epoch = self._epoch
         return request
 
     def _keys_of(self, request_keys: RequestUses) -> dict[bytes, int]:
         if request_keys.epoch is not self._epoch:
-            # Keys named before a reset: the request starts afresh.
+            # The keys were named before a reset: clear them.
             request_keys.forget()
             request_keys.epoch = self._epoch
         return request_keys.keys
 
     def advance(self, elapsed_s: float, max_raised: int) -> None:
         if self._reads_clock:
-            # Rounded as the compiled cache does.
+            # Round as the compiled cache does.
             self._policy.now_ms = int(elapsed_s * 1e9 + 0.5) // 1_000_000  # type: ignore[attr-defined]
 
     @_atomic
@@ -188,7 +189,7 @@ class GenericBlockCache:
 
     @_atomic
     def withhold(self, block_ids: Iterable[int]) -> None:
-        """Every free block is allocated once, so that those wanted can be kept."""
+        """Withhold free slots: allocate every free block once, and keep the wanted ones."""
         wanted = set(block_ids)
         free = self._backend.allocate_blocks([b"withheld-%d" % i for i in range(self.num_free)])
         found = {block.block_id: block for block in free}
@@ -294,7 +295,7 @@ class GenericBlockCache:
     def _reserve_leading(
         self, named: dict[bytes, bool], new: list[bytes], request_keys: RequestUses | None
     ) -> PrepareStoreOutput:
-        """Store as many leading keys as the policy takes."""
+        """Store as many leading keys as the policy accepts."""
         num_absent = sum(key not in self._resident for key in named)
         self._count(list(named), request_keys)
         num_free = int(self._backend.get_num_free_blocks())
@@ -318,7 +319,7 @@ class GenericBlockCache:
         return PrepareStoreOutput(new_taken, spec, list(victims))
 
     def _evict(self, needed: int, protected: dict[bytes, bool]) -> dict[bytes, BlockStatus] | None:
-        """Have the policy choose `needed` victims, and make sure that they may leave; None: it has found too few."""
+        """Call the policy to select `needed` victims, and validate them. Return None if it found too few."""
         try:
             answer = self._policy.evict(needed, set(protected))
             if answer is None:
@@ -349,20 +350,20 @@ class GenericBlockCache:
         return fault
 
     def _put_back(self) -> None:
-        """Give the policy what it lost without leave, named or not, so that a faulty plug-in loses nobody's data."""
+        """Insert resident keys that a faulty policy has dropped, so that a faulty plug-in loses no data."""
         for key, block in self._resident.items():
             with suppress(Exception):
                 if self._policy.get(key) is None:
                     self._policy.insert(key, block)
 
     def _replace(self, victims: dict[bytes, BlockStatus], new: list[bytes]) -> LoadStoreSpec:
-        """Give the victims' slots back and take in the new keys; all of them, or none and the victims are reported."""
+        """Free the victims' slots and insert all new keys. If that fails, insert none, and report the victims."""
         allocated: list[BlockStatus] = []
         inserted: list[bytes] = []
         for key in victims:
             del self._resident[key]
         self._num_evictable -= len(victims)
-        # They have left, whatever becomes of the new keys.
+        # The victims are evicted, even if the new keys fail.
         self._announce(list(victims), True)
         try:
             self._free(victims.values())
@@ -388,7 +389,7 @@ class GenericBlockCache:
         return spec
 
     def _free(self, blocks: Iterable[BlockStatus]) -> None:
-        """Free every block, and raise the backend's first error afterwards."""
+        """Free every block. Afterwards, raise the backend's first error."""
         fault: Exception | None = None
         for block in blocks:
             try:
@@ -426,7 +427,7 @@ class GenericBlockCache:
             except Exception as error:
                 fault = fault or error
                 if self._holds(key):
-                    continue  # it stays as it was, being written
+                    continue  # no change: it is still being written
             del self._resident[key]
             dropped.append(block)
         self.num_pending -= len(dropped)
@@ -443,7 +444,7 @@ class GenericBlockCache:
 
     @_atomic
     def reorder(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> None:
-        # Each time all of it: five primitives cannot put a block behind another.
+        # Reorder all keys each time: with five primitives, a block cannot be placed behind another.
         self._order_used(request_keys, positions)
 
     @_atomic
@@ -474,7 +475,7 @@ class GenericBlockCache:
                 keys = sorted_by_position(keys, positions)
             request_keys.next_use = next_use
         if hasattr(self._policy, "hint"):
-            # Also where there are no keys: a policy may read its clock then, as the compiled ones do.
+            # Also called without keys: a policy may read its clock here, as the compiled policies do.
             self._policy.hint(keys or [], next_use)
 
     def _order_used(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> None:
@@ -487,7 +488,7 @@ class GenericBlockCache:
         try:
             policy.clear()
         except Exception:
-            # Not written, or it failed: a fresh instance remembers nothing either.
+            # `clear` is not implemented, or it failed: a new instance is empty, too.
             try:
                 policy = type(policy)(self._capacity)
                 policy.stores_all = self._policy.stores_all
@@ -514,7 +515,7 @@ class GenericBlockCache:
 
 
 def sorted_by_position(keys: list[bytes], positions: dict[bytes, int]) -> list[bytes]:
-    """Return `keys` by position in the prompt; a key without one stays behind the key that it was named after."""
+    """Return `keys` by position in the prompt. A key without one stays behind the key that was named before it."""
     known = []
     last = -1
     for key in keys:

@@ -24,16 +24,16 @@ class OffloadingManager(ABC):
     medium : str
         The medium of the blocks.
     telemetry : kvcache.control.telemetry.Telemetry or None
-        The source of exporters, if a spec has made the manager; closed by `shutdown`.
+        The source of exporters, if a spec created the manager. Closed by `shutdown`.
     recorder : kvcache.recorder.recorder.Recorder or None
-        The recorder of the manager's calls; stopped by `shutdown`.
+        The recorder of the manager's calls. Stopped by `shutdown`.
 
     Notes
     -----
-    `keys` is any iterable of keys in prefix order, consumed once; a list is the fast path. `req_context` is the request
-    of a call, if it has one. Errors are raised before anything changes: ValueError for a bad argument, KeyError for an
-    unknown key, BlockStateError for a wrong reference count or state. A subclass must implement `lookup`,
-    `prepare_load` and `prepare_store`; the rest has defaults.
+    `keys` is any iterable of keys in prefix order and is consumed once; a list is the fast path. `req_context` is the
+    request of a call, if it has one. Errors are raised before anything changes: ValueError for a bad argument, KeyError
+    for an unknown key, BlockStateError for a wrong reference count or state. A subclass must implement `lookup`,
+    `prepare_load` and `prepare_store`. The other methods have defaults.
     """
 
     block_size: int
@@ -43,7 +43,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
-        """Return whether one key, or how many leading ones of a list or tuple, are offloaded and ready.
+        """Return whether one key is offloaded and ready, or how many leading keys of a list or tuple are.
 
         Parameters
         ----------
@@ -52,35 +52,36 @@ class OffloadingManager(ABC):
         req_context : ReqContext, optional
             The request.
         key
-            Keyword, in place of `keys`: what engines call one key. Managers of this package take it.
+            Keyword for one key, as engines name it, in place of `keys`. The managers of this package accept it.
 
         Returns
         -------
         bool, int or None
-            For one key, True or False; for several, the length of the longest ready prefix. None: ask again
+            For one key, True or False. For several keys, the length of the longest ready prefix. None means "ask again
+            later": a lower tier has not answered yet. A manager without tiers never returns None.
             later, because a lower tier has not answered yet. A manager without tiers never returns None.
         """
 
     @abstractmethod
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
-        """Take a reference on each block, which stays until `complete_load`, and return where they lie, in key order.
+        """Take a reference on each block, until `complete_load`, and return the blocks' locations, in key order.
 
         Raises
         ------
         KeyError, BlockStateError
-            A key is unknown, or its block is not ready; no reference has been taken.
+            A key is unknown, or its block is not ready. No reference is taken.
         """
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
-        """Mark blocks as recently used, the first of `keys` as the most recent; unknown ones are ignored."""
+        """Mark blocks as recently used, the first of `keys` as the most recent. Unknown keys are ignored."""
 
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
-        """Give back the references that `prepare_load` took.
+        """Release the references that `prepare_load` took.
 
         Raises
         ------
         KeyError, BlockStateError
-            A key is unknown, or has fewer references than are given back; nothing has changed.
+            A key is unknown, or has fewer references than the call releases. Nothing changes.
         """
 
     @abstractmethod
@@ -90,20 +91,20 @@ class OffloadingManager(ABC):
         Returns
         -------
         PrepareStoreOutput or None
-            None: the blocks do not fit; nothing has changed.
+            None if the blocks do not fit. Then nothing changes.
         """
 
     def complete_store(  # noqa: B027
         self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True
     ) -> None:
-        """Make written blocks ready, or drop them if `success` is False; unknown keys are ignored."""
+        """Mark written blocks as ready, or drop them if `success` is False. Unknown keys are ignored."""
 
     def stats(self) -> ManagerStats:
-        """Return counters since start and gauges now; all 0 if a manager counts nothing."""
+        """Return counters since the start and current gauges. All are 0 if a manager counts nothing."""
         return ManagerStats()
 
     def parts(self) -> list[Part]:
-        """Return all statistics by component, the manager's own first; callable in any thread."""
+        """Return all statistics by component, the manager's own first. May be called from any thread."""
         return [Part("", self.stats())]
 
     def take_events(self) -> Iterator[OffloadingEvent]:
@@ -111,46 +112,46 @@ class OffloadingManager(ABC):
         return iter(())
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Called when a request begins; return how its blocks are offloaded."""
+        """Called when a request begins. Return how its blocks are offloaded."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
         """Called when a request has ended."""
 
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:  # noqa: B027
-        """Set when blocks will be used next; for a request's blocks also after it has ended.
+        """Set when blocks will be used next. For a request's blocks, this also works after the request has ended.
 
         The default does nothing: a hint is soft.
 
         Parameters
         ----------
         request_or_keys : ReqContext or iterable of bytes
-            A request that runs or has ended, for all keys that it has used; or keys in prefix order, of which unknown
-            ones are ignored.
+            A running or ended request, for all keys that it has used, or keys in prefix order. Unknown keys are
+            ignored.
         next_use : str
             ``"end"`` (never), ``"soon"`` (within a minute) or ``"later"``.
 
         Raises
         ------
         ValueError
-            `next_use` is not one of the three; nothing has changed.
+            `next_use` is not one of the three values. Nothing changes.
 
         Notes
         -----
-        The hint also covers later uses of a running request, and replaces earlier hints. Blocks of priority 2 or 3
-        keep it.
+        The hint also covers later uses of a running request, and replaces earlier hints. Blocks of priority 2 or 3 keep
+        their priority.
         """
 
     def on_schedule_end(self) -> None:  # noqa: B027
         """Called at the end of a scheduler step."""
 
     def reset_cache(self) -> None:
-        """Forget everything; the caller has drained or dropped older jobs.
+        """Forget everything. Before, the caller must drain or drop older jobs.
 
         Raises
         ------
         NotImplementedError
-            This manager cannot be reset: stale blocks must not count as forgotten.
+            This manager cannot be reset. Otherwise, stale blocks would count as forgotten.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 

@@ -1,7 +1,7 @@
 """BlockPool: the operations of a cache of blocks, with admission, clock, counters and events.
 
-Managers, the tiers' indexes and the what-if use it, so every stored or evicted block is counted and reported in one
-place. Every loop over blocks is in the cache.
+Managers, the tiers' indexes and the what-if use it, so that every stored or evicted block is counted and reported in
+one place. Every loop over blocks is in the cache.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AdmissionRule(Protocol):
 
 
 class UseObserver(Protocol):
-    """Is called with the keys that are used, such as the sampler of the what-if."""
+    """Receives the keys that are used. The sampler of the what-if is one."""
 
     def take(self, request_keys: Any) -> None:
         """Called with the keys of a request that has ended."""
@@ -71,37 +71,37 @@ class BlockPool:
     medium : str
         The medium's name in events.
     backend : Backend, optional
-        Where blocks are allocated; left out: a pool of slots.
+        Allocates the blocks. Default: a pool of slots.
     enable_events : bool
-        Whether events are kept for `take_events`.
+        Whether to keep events for `take_events`.
     store_threshold : int
-        A key is stored only once it has been offered so often; 0 and 1: at once.
+        A key is stored only after this number of offers. 0 and 1: at once.
     max_tracker_size : int
-        Keys whose offers are remembered.
+        Limit of keys whose offers are remembered.
     retention_share : float
         Share of the blocks that may be held at a raised priority.
     clock : callable
-        Returns seconds that never go back; asked only once a request has given a retention hint.
+        Returns seconds of a monotonic clock. Read only after a request has given a retention hint.
     observer : UseObserver, optional
         Called with the keys that are used.
 
     Attributes
     ----------
     events : EventLog or None
-        Also for a caller that has events of its own to add.
+        Callers may also add their own events.
     loaded_blocks, stored_blocks, evicted_blocks, rejected_stores, failed_blocks : int
         Counters, see `kvcache.metrics.MANAGER_METRICS`.
 
     Raises
     ------
     ValueError
-        A value is out of range or of the wrong type, or the policy is not known.
+        A value is out of range or of the wrong type, or the policy is unknown.
 
     Notes
     -----
-    `keys` is any iterable of keys, consumed once; a list is the fast path. If `is_move` is true, the blocks move
-    between tiers: they are not counted as the engine's, and admission is not asked. Counters are exact under the GIL
-    (no call stands between reading and writing one); free-threaded builds may miss a count where threads collide.
+    `keys` is any iterable of keys and is consumed once; a list is the fast path. If `is_move` is true, the blocks move
+    between tiers: they do not count as the engine's, and skip admission. Counters are exact under the GIL, because no
+    call separates the read and the write of one. Free-threaded builds may miss a count if threads collide.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class BlockPool:
         if observer is not None and not (isinstance(request_keys, RequestKeys) or hasattr(request_keys, "keys")):
             raise ValueError(f"an observer needs requests that have `keys`, got {type(request_keys).__name__}")
         self.observer = observer
-        self._ended = object()  # what the keys of a request that has ended are kept under, in the request
+        self._ended = object()  # key in the request's dict for the keys of an ended request
         self._hints = HintReader()
         self._max_raised = int(retention_share * num_blocks)
         self.clock = clock
         self._start_s = 0.0
         self._now_s: float | None = None
         self._reads_clock: bool = getattr(self.policy, "reads_clock", False)
-        # True once a request has given a hint, or if the policy reads the clock: others do not pay for the clock.
+        # True after a request has given a hint, or if the policy reads the clock. Otherwise, the clock is not read.
         self._keeps_time = self._reads_clock
         declines = getattr(self.policy, "declines", False)
         self._may_gate: bool = self._admission is not None or self._reads_clock or declines
@@ -205,27 +205,27 @@ class BlockPool:
 
     @property
     def lookups(self) -> int:
-        """Look-ups that were counted."""
+        """Number of counted look-ups."""
         return self._cache.lookups
 
     @property
     def looked_up_blocks(self) -> int:
-        """Keys of the counted look-ups."""
+        """Number of keys in the counted look-ups."""
         return self._cache.looked_up_blocks
 
     @property
     def hit_blocks(self) -> int:
-        """Keys of look-ups that were found ready."""
+        """Number of keys in the look-ups that were ready."""
         return self._cache.hit_blocks
 
     @property
     def gated_blocks(self) -> int:
-        """Blocks that were offered and not admitted."""
+        """Number of blocks that were offered and not admitted."""
         return self._cache.gated_blocks
 
     @property
     def needed_blocks(self) -> int:
-        """Blocks of requests that were loaded, or offered for storing and not here; refused stores are left out."""
+        """Blocks of requests that were loaded, or offered for storing and absent. Refused stores do not count."""
         return self.loaded_blocks + self._missed_blocks
 
     @property
@@ -244,7 +244,7 @@ class BlockPool:
         return self._hints.num_ignored
 
     def configuration(self) -> dict[str, Any]:
-        """Return the configuration of a pool that answers alike, in types of JSON.
+        """Return the configuration of a pool that gives the same answers, in JSON types.
 
         Returns
         -------
@@ -254,7 +254,7 @@ class BlockPool:
         Raises
         ------
         ValueError
-            A backend allocates the blocks; its choices cannot be named here.
+            A backend allocates the blocks, so the configuration cannot be named.
         """
         options = dict(self._options)
         backend = options.pop("backend")
@@ -264,17 +264,17 @@ class BlockPool:
         return options
 
     def stats(self) -> ManagerStats:
-        """Return counters since start and gauges now; counters of tiers are 0."""
+        """Return counters since the start and current gauges. Counters of tiers are 0."""
         return ManagerStats(**{metric.name: getattr(self, metric.name, 0) for metric in MANAGER_METRICS})
 
     def parts(self) -> list[Part]:
-        """Return everything that is counted, by component; callable in any thread."""
+        """Return all statistics by component. May be called from any thread."""
         parts = [Part("", self.stats())]
         try:
             for name, value in self.policy.gauges().items():
                 parts.append(Part("policy", PolicyStats(float(value)), (("name", name),)))
         except Exception:
-            # A plug-in's error does not hide the rest. A warning at every scrape would be too much.
+            # An error of a plug-in must not hide the other statistics. A warning at every scrape would be too much.
             _LOG.debug("the policy's gauges failed", exc_info=True)
         if self.events is not None:
             parts.append(Part("event", EventStats(len(self.events), self.events.num_dropped)))
@@ -293,7 +293,7 @@ class BlockPool:
         hint = None
         if req_context.retention is not None or req_context.kv_transfer_params is not None:
             hint = self._hints.of(req_context)
-        # With positions, all keys of the prompt are known: the index is made for all of them.
+        # The positions contain all keys of the prompt: allocate the index for all of them.
         num_keys = len(req_context.positions or ())
         if hint is None:
             request_keys = self._cache.open_request(num_keys=num_keys)
@@ -302,7 +302,7 @@ class BlockPool:
             if priority != 0 and self._now_s is None:
                 self._start_clock()
             request_keys = self._cache.open_request(priority, hint.ttl_ns, hint.next_use, num_keys)
-        # Another thread, or a finalizer, may have opened the request meanwhile.
+        # Another thread, or a finalizer, may have opened the request in the meantime.
         return req_context.request_keys.setdefault(self, request_keys)
 
     def _start_clock(self) -> None:
@@ -321,18 +321,18 @@ class BlockPool:
             now_s = self.clock()
             if not now_s >= before_s:
                 if self._reads_clock:
-                    return  # such a policy sees no time pass meanwhile
+                    return  # time does not advance for such a policy
                 raise ValueError(f"the clock went back from {before_s} to {now_s} s")
             if now_s > self._now_s:
                 self._now_s = now_s
             else:
-                now_s = self._now_s  # another thread read the clock later, and was here first
+                now_s = self._now_s  # another thread read the clock later, and advanced first
         self._cache.advance(now_s - self._start_s, self._max_raised)
 
     def reorder(self, req_context: ReqContext) -> None:
-        """Order the keys that a running request used, by positions if known: its head is evicted after its tail.
+        """Order the keys that a running request used, by position if known, so that its head is evicted after its tail.
 
-        No use is counted. All calls for a request together are linear in its keys.
+        Counts no use. The total cost of all calls for a request is linear in its keys.
         """
         request_keys = self._request_keys_of(req_context)
         if request_keys is not None:
@@ -341,7 +341,7 @@ class BlockPool:
     def end_request(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
         """Order all keys that a request has used, and forget the request.
 
-        With `use_positions`, every key with a position in the context counts as used first.
+        With `use_positions`, first count a use of every key with a position in the context.
         """
         try:
             request_keys_by_pool = req_context.request_keys
@@ -377,14 +377,14 @@ class BlockPool:
         self._cache.take_hint(keys, kept, positions, next_use, priority, said.ttl_ns)
 
     def _keys_last_used(self, req_context: ReqContext) -> Any:
-        """Return the keys of a request that runs, or of the same context's that ended last if this one used none."""
+        """Return the keys of a running request. If it used none, return those of the context's last ended request."""
         for kept in map(req_context.request_keys.get, (self, self._ended)):
             if kept is not None and self._cache.has_used(kept):
                 return kept
         return self._request_keys_of(req_context)
 
     def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int:
-        """Return whether one key, or how many of the first keys, are ready, and count the look-up.
+        """Return whether one key is ready, or the number of leading ready keys, and count the look-up.
 
         See `OffloadingManager.lookup`.
         """
@@ -394,7 +394,7 @@ class BlockPool:
             if isinstance(keys, bytes):
                 if req_context is not None and not isinstance(req_context, ReqContext):
                     raise _bad_context(req_context)
-                # Engines ask key by key often: one key does not open the request.
+                # Engines often look up key by key: a single key does not open the request.
                 return self._cache.status_of(keys) == 2
             keys = as_key_list(keys)
         return self._cache.lookup(keys, None if req_context is None else self._request_keys_of(req_context))
@@ -404,7 +404,7 @@ class BlockPool:
         return self._cache.status_of(key)
 
     def count_lookup(self, num_keys: int) -> None:
-        """Count a look-up that the caller answers itself from `match_prefix`; see `count_hits`."""
+        """Count a look-up that the caller answers with `match_prefix`; see `count_hits`."""
         cache = self._cache
         cache.lookups += 1
         cache.looked_up_blocks += num_keys
@@ -414,19 +414,19 @@ class BlockPool:
         self._cache.hit_blocks += num_hits
 
     def states(self, keys: list[bytes]) -> bytes:
-        """Return the state of each key as one byte (0 absent, 1 being written, 2 ready); this is not counted."""
+        """Return the state of each key as one byte (0 absent, 1 being written, 2 ready). Counts no look-up."""
         return self._cache.status(keys)
 
     def locate(self, keys: list[bytes]) -> list[int]:
-        """Return the id of each key's block without taking a reference; -1 if it is absent or being written."""
+        """Return the id of each key's block, or -1 if it is absent or being written. Takes no reference."""
         return self._cache.locate(keys)
 
     def match_prefix(self, keys: list[bytes], req_context: ReqContext | None = None, start: int = 0) -> int:
-        """Return where the run of ready keys from `start` on ends; this is neither counted nor a use."""
+        """Return the end of the run of ready keys from `start` on. Counts neither a look-up nor a use."""
         return self._cache.match_prefix(keys, self._request_keys_of(req_context), start)
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        """Mark blocks as recently used; `keys` are in prefix order, and the first becomes the most recent."""
+        """Mark blocks as recently used. `keys` are in prefix order, and the first one becomes the most recent."""
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -437,12 +437,12 @@ class BlockPool:
             self.observer.take_keys(keys)
 
     def pin(self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False) -> LoadStoreSpec:
-        """Take a reference on each block, so that it stays until `unpin`, and return where the blocks lie.
+        """Take a reference on each block, which keeps it until `unpin`, and return the blocks' locations.
 
         Raises
         ------
         KeyError, BlockStateError
-            A key is unknown, or its block is not ready; no reference has been taken.
+            A key is unknown, or its block is not ready. No reference is taken.
         """
         if type(keys) is not list:
             keys = as_key_list(keys)
@@ -456,12 +456,12 @@ class BlockPool:
         return spec
 
     def unpin(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        """Give back references that `pin` took.
+        """Release references that `pin` took.
 
         Raises
         ------
         KeyError, BlockStateError
-            A key is unknown, or has fewer references than are given back; nothing has changed.
+            A key is unknown, or has fewer references than the call releases. Nothing changes.
         """
         if type(keys) is not list:
             keys = as_key_list(keys)
@@ -470,12 +470,12 @@ class BlockPool:
     def reserve(
         self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for the absent keys and return where to write them.
+        """Reserve slots for the absent keys, and return their locations.
 
         Returns
         -------
         PrepareStoreOutput or None
-            None: the blocks do not fit; nothing has changed.
+            None if the blocks do not fit. Then nothing changes.
         """
         if type(keys) is not list:
             keys = as_key_list(keys)
@@ -491,7 +491,7 @@ class BlockPool:
         num_evicted = len(output.evicted_keys)
         self.evicted_blocks += num_evicted
         if not is_move:
-            # Present keys are not missed: an engine may offer blocks that it has just loaded.
+            # Present keys do not count as misses: an engine may offer blocks that it has just loaded.
             num_missed = len(output.keys_to_store)
             if self._may_gate:
                 num_missed += self._cache.gated_blocks - num_gated
@@ -513,9 +513,9 @@ class BlockPool:
         self.evicted_blocks += num_keys
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
-        """Make an engine's blocks that were being written ready, or drop them if `success` is False, and count them.
+        """Mark an engine's written blocks as ready and count them. If `success` is False, drop them.
 
-        Unknown keys are ignored. A bool in place of the context is `success`.
+        Unknown keys are ignored. If `req_context` is a bool, it is `success`.
         """
         if req_context is True or req_context is False:
             success, req_context = req_context, None
@@ -530,7 +530,7 @@ class BlockPool:
             self.stored_blocks += num_ready
 
     def commit(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> list[bytes]:
-        """Make blocks that were being written ready, and return their keys; unknown and ready ones are ignored."""
+        """Mark written blocks as ready, and return their keys. Unknown and ready keys are ignored."""
         ready = self._cache.commit(keys, self._request_keys_of(req_context))
         if not is_move:
             num_ready = len(ready)
@@ -538,18 +538,18 @@ class BlockPool:
         return ready
 
     def abort(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> int:
-        """Drop blocks that were being written, free their slots in the order given, and return how many."""
+        """Drop blocks that were being written, free their slots in the order given, and return their number."""
         num_dropped = self._cache.abort(keys, self._request_keys_of(req_context))
         if not is_move:
             self.failed_blocks += num_dropped
         return num_dropped
 
     def take_events(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:
-        """Take out the events since the last call, or the first `max_events` of them, each once."""
+        """Take out the events since the last call, or the first `max_events` of them. Each is returned once."""
         return iter(()) if self.events is None else self.events.take(max_events)
 
     def reset(self) -> None:
-        """Forget all blocks, requests, ghosts, offers and events; block ids start again at 0."""
+        """Forget all blocks, requests, ghosts, offers and events. Block ids start again at 0."""
         self._cache.reset()
         if self._admission is not None:
             self._admission.clear()
@@ -557,11 +557,11 @@ class BlockPool:
             self.observer.reset()
 
     def withhold(self, block_ids: list[int]) -> None:
-        """Keep these free slots unused until `give_back`; the cost is linear in their number."""
+        """Keep these free slots unused until `give_back`. The cost is linear in their number."""
         self._cache.withhold(block_ids)
 
     def give_back(self, block_ids: list[int]) -> None:
-        """Free slots that were withheld."""
+        """Free withheld slots."""
         self._cache.give_back(block_ids)
 
 

@@ -1,7 +1,7 @@
 """Telemetry: snapshots of a running manager, its tiers, policy and transfers, and the contract of exporters.
 
-Exporters read snapshots in threads of their own. A snapshot reads counters that the scheduler's thread keeps anyway,
-and takes no lock that the scheduler holds for longer than a few lines.
+Exporters read snapshots in their own threads. A snapshot reads counters that the scheduler's thread maintains anyway.
+It takes no lock that the scheduler holds for longer than a few lines.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Snapshot:
     time_s : float
         Seconds since the epoch.
     uptime_s : float
-        Seconds since the telemetry was made.
+        Seconds since the telemetry was created.
     labels : tuple of (str, str)
         Labels of this engine: engine, rank, policy.
     block_size, block_bytes : int
-        Tokens and bytes of one block; 0: not known.
+        Tokens and bytes of one block; 0: unknown.
     parts : tuple of Part
         The components.
     """
@@ -62,7 +62,7 @@ class Snapshot:
             yield from samples_of(part, self.block_size, self.block_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON knows it.
+        """Return all values as JSON types.
 
         Returns
         -------
@@ -88,14 +88,14 @@ class Telemetry:
     Parameters
     ----------
     manager : OffloadingManager or None
-        Read, never driven; None: a worker's process, whose transfers are in `sources`.
+        The manager to read. None: a worker's process, whose transfers are in `sources`.
     block_bytes : int
-        Bytes of one block over all workers; 0: not known.
+        Bytes of one block over all workers; 0: unknown.
     labels : mapping of str to str
         Labels of this engine: ``engine`` and ``rank`` (default ``"0"``). Names are valid in Prometheus; values have at
         most 1,024 characters, since they are in every line of every scrape.
     config : mapping
-        The configuration in effect, for people to read; no secrets.
+        The configuration in effect, for display. It must contain no secrets.
     time_calls : bool
         Whether to time the manager's calls until `close` (`kvcache.control.watch`), and to measure how old blocks
         are when they are evicted.
@@ -103,14 +103,14 @@ class Telemetry:
     Attributes
     ----------
     sources : list of callable
-        Each returns further parts of a snapshot; append to it.
+        Each callable returns more parts of a snapshot. Callers may append to it.
     exporters : list
-        Exporters of this, closed by `close`; append to it.
+        Exporters of this telemetry, closed by `close`. Callers may append to it.
 
     Raises
     ------
     ValueError
-        A label is no such name and text, or `block_bytes` is negative.
+        A label is invalid, or `block_bytes` is negative.
     """
 
     def __init__(
@@ -141,14 +141,14 @@ class Telemetry:
             self.sources.append(self._call_times.parts)
 
     def parts(self) -> list[Part]:
-        """Return the statistics of each component, the manager's own first; callable in any thread."""
+        """Return the statistics of each component, the manager's own first. May be called from any thread."""
         parts = [] if self.manager is None else self.manager.parts()
         for source in list(self.sources):
             parts += source()
         return parts
 
     def snapshot(self) -> Snapshot:
-        """Return all statistics now; callable in any thread."""
+        """Return all current statistics. May be called from any thread."""
         return Snapshot(
             time_s=time.time(),
             uptime_s=time.monotonic() - self._start_s,
@@ -159,7 +159,7 @@ class Telemetry:
         )
 
     def close(self) -> None:
-        """Close the exporters and stop timing calls; an exporter that fails is logged."""
+        """Close the exporters, and stop timing calls. If an exporter fails, log it."""
         while self.exporters:
             exporter = self.exporters.pop()
             try:
@@ -188,14 +188,14 @@ def _is_unicode(text: str) -> bool:
 
 
 class Exporter(ABC):
-    """Reports snapshots of a running engine, in threads of its own.
+    """Reports snapshots of a running engine, in its own threads.
 
     Attributes
     ----------
     options_type : type of Options or None
-        Of the class: the options that `from_config` reads.
+        Class attribute: the options that `from_config` reads.
     needs_events : bool
-        Of the class: whether the manager is to keep events, which this takes.
+        Class attribute: whether the manager must keep events, which the exporter takes.
     """
 
     needs_events: ClassVar[bool] = False
@@ -203,7 +203,7 @@ class Exporter(ABC):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check `options` as `from_config` does, without opening anything; by default with `options_type`.
+        """Check `options` as `from_config` does, without opening anything. By default, use `options_type`.
 
         Raises
         ------
@@ -215,7 +215,7 @@ class Exporter(ABC):
 
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        """Return why an exporter with these `options`, checked, could not be opened now; empty if it could."""
+        """Return why an exporter with these checked `options` cannot be opened now, or an empty string if it can."""
         return ""
 
     @classmethod
@@ -233,12 +233,12 @@ class Exporter(ABC):
         Returns
         -------
         Exporter
-            Open, until `close`.
+            The open exporter. The caller closes it.
 
         Raises
         ------
         ValueError
-            An option is bad.
+            An option is invalid.
         OSError
             The address is in use, or cannot be opened.
         """
@@ -246,31 +246,31 @@ class Exporter(ABC):
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where it is reached, for the log."""
+        """The address of the exporter, for the log."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop, and wait for its threads for a bounded time. A second call does nothing."""
+        """Stop, and wait for the exporter's threads for a bounded time. A second call does nothing."""
 
 
 class JobTracer(Exporter):
-    """An exporter that follows single jobs; it is also opened over each worker's copies."""
+    """An exporter that follows single jobs. Each worker also opens one for its copies."""
 
     job_log: JobLog
 
 
 class Command(ABC):
-    """One command, made when it is first asked for and kept until the server closes.
+    """One command, created at its first request and kept until the server closes.
 
     Parameters
     ----------
     telemetry : Telemetry
-        Of the engine.
+        The engine's telemetry.
 
     Attributes
     ----------
     options : type of Options
-        The options of `run`; others are refused.
+        The options of `run`. Other options are rejected.
     """
 
     options: ClassVar[type[Options]] = Options
@@ -280,12 +280,12 @@ class Command(ABC):
 
     @abstractmethod
     def run(self, **options: Any) -> Any:
-        """Answer one request, in a thread of the server's.
+        """Answer one request, in a thread of the server.
 
         Parameters
         ----------
         **options
-            As `options` has parsed them.
+            The options as parsed by `options`.
 
         Returns
         -------
@@ -295,7 +295,7 @@ class Command(ABC):
         Raises
         ------
         ValueError, OSError
-            The request cannot be answered; the client is sent the message.
+            The request cannot be answered. The message is sent to the client.
         """
 
     def close(self) -> None:  # noqa: B027

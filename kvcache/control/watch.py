@@ -1,7 +1,7 @@
-"""Watch one manager: wrappers around its methods, put on and taken off while it runs, and the one that times calls.
+"""Watch one manager: wrappers around its methods, added and removed while it runs, and the wrapper that times calls.
 
-A manager without wrappers pays nothing: one that has some gets a subclass of its class for that time. A branch in each
-method would cost each call, and a method in the instance makes the interpreter look up every attribute the slow way.
+A manager without wrappers has no overhead. A manager with wrappers temporarily gets a subclass of its class. A branch
+in each method would cost time in each call. A method in the instance would slow every attribute look-up.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ TIMED_CALLS = (
 
 
 class Wrapper(Protocol):
-    """Calls some methods of an object in their place."""
+    """Replaces some methods of an object."""
 
     @property
     def names(self) -> Collection[str]:
-        """The wrapped methods; names that the object lacks are left out."""
+        """The wrapped methods. Names that the object lacks are ignored."""
 
     def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the callable for a bound method; called again when another wrapper comes or goes."""
+        """Return the callable for a bound method. Called again when another wrapper is added or removed."""
 
 
 class Watch:
-    """The wrappers of one object; get it by `Watch.of`.
+    """The wrappers of one object. Get it with `Watch.of`.
 
     Notes
     -----
-    Callable in any thread. A call that is under way ends as it began. The free-threaded build of CPython 3.13 keeps
-    every class once a second thread has run, and with it a target that ever had wrappers.
+    May be called from any thread. A call in progress ends as it began. The free-threaded build of CPython 3.13 keeps
+    every class after a second thread has run, and with the class a target that ever had wrappers.
     """
 
     def __init__(self, target: Any) -> None:
         self._target = target
         self._plain = type(target)
         self._wrappers: list[Wrapper] = []
-        # Reentrant: a finalizer may call `remove` in the same thread.
+        # Reentrant, because a finalizer may call `remove` in the same thread.
         self._lock = threading.RLock()
 
     @classmethod
     def of(cls, target: Any) -> Watch:
-        """Return an object's watch, the same each time."""
+        """Return an object's watch, the same object each time."""
         found: Watch | None = vars(target).get("_watch")
         if found is None:
             found = cls(target)
-            # A dict of its own: a dict that shares its keys with other instances is slow once the class has changed.
+            # Copy the dict: a dict that shares its keys with other instances becomes slow when the class changes.
             target.__dict__ = {**vars(target), "_watch": found}
         return found
 
     def add(self, wrapper: Wrapper) -> None:
-        """Put a wrapper around those before; ValueError if the instance itself replaces a method."""
+        """Add a wrapper around the existing ones. Raise ValueError if the instance itself replaces a method."""
         with self._lock:
             for name in wrapper.names:
                 if name in vars(self._target):
@@ -73,7 +73,7 @@ class Watch:
             self._change_class()
 
     def remove(self, wrapper: Wrapper) -> None:
-        """Take a wrapper off; an unknown one is ignored."""
+        """Remove a wrapper. An unknown wrapper is ignored."""
         with self._lock:
             self._wrappers = [one for one in self._wrappers if one is not wrapper]
             self._change_class()
@@ -95,11 +95,11 @@ class Watch:
 
 
 class CallTimes:
-    """Time the calls of a manager, and measure ages of its blocks, from now on until `close`.
+    """Time the calls of a manager, and measure the ages of its blocks, until `close`.
 
     Notes
     -----
-    About 0.4 microseconds a call: an engine makes some hundred calls a second.
+    About 0.4 microseconds per call. An engine makes a few hundred calls per second.
     """
 
     names: Collection[str] = TIMED_CALLS
@@ -112,7 +112,7 @@ class CallTimes:
             watch.add(wrapper)
 
     def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call that counts the duration of `method`, whether it raised or not."""
+        """Return a callable that records the duration of `method`, whether it raises or not."""
         observe = self._histograms[name].observe_ticks
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ class CallTimes:
         return timed
 
     def parts(self) -> list[Part]:
-        """Return the statistics of each kind of call, and the ages; callable in any thread."""
+        """Return the statistics of each kind of call, and the ages. May be called from any thread."""
         calls = [
             Part("call", CallStats(HistogramData(*one.data()), one.max), (("call", name),))
             for name, one in self._histograms.items()
@@ -133,13 +133,13 @@ class CallTimes:
         return [*calls, Part("eviction", EvictionStats(HistogramData(*self._ages.ages.histogram.data())))]
 
     def close(self) -> None:
-        """Stop timing; a second call does nothing."""
+        """Stop timing. A second call does nothing."""
         for watch, wrapper in self._wrapped:
             watch.remove(wrapper)
 
 
 class _AgesOfStores:
-    """Reports every block that is stored in a pool to `BlockAges`."""
+    """Reports every block stored in a pool to `BlockAges`."""
 
     names: Collection[str] = ("reserve", "prepare_store")
 

@@ -1,6 +1,6 @@
-"""The what-if of running traffic: what other capacities and policies would hit, estimated from a sample of the keys.
+"""The what-if of running traffic: estimates the hits of other capacities and policies from a sample of the keys.
 
-The scheduler's thread only logs the uses of sampled keys. An estimate is computed when it is asked for, on a copy.
+The scheduler's thread only logs the uses of sampled keys. An estimate is computed on demand, on a copy.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 
 DEFAULT_USES = 131_072
 _MIN_USES = 1_024
-# Blocks that the manager's own capacity has at least in the sample, where it has as many at all.
+# Minimum of the manager's own capacity in the sample, in blocks, unless the capacity itself is smaller.
 _MIN_SCALED_BLOCKS = 64
 _MULTIPLES = (0.25, 0.5, 1, 2, 4, 8)
 _NEEDS_TIME = "learns from when requests come, which is not sampled; replay a trace to compare it"
 _NUM_PARTS = 8
 _TURN_S = 0.0005
 _PAUSE_S = 0.00005
-# A key of another length than those of ghosts: no ghost ever holds it.
+# Its length differs from that of ghosts' keys, so no ghost ever matches it.
 _ABSENT = b"-"
 
 
 def sampler_for(what_if: bool | int, num_blocks: int) -> Sampler | None:
-    """Return the sampler that a manager's option `what_if` asks for, or None.
+    """Return the sampler for a manager's option `what_if`, or None.
 
     Parameters
     ----------
     what_if : bool or int
-        False: none; True: a log of 131,072 uses; or the length of the log, at least 1,024.
+        False: none. True: a log of 131,072 uses. An int: the length of the log, at least 1,024.
     num_blocks : int
         The manager's capacity.
     """
@@ -60,27 +60,27 @@ def sampler_for(what_if: bool | int, num_blocks: int) -> Sampler | None:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What policies would hit at several capacities, on the traffic that a manager has seen.
+    """Estimated hits of policies at several capacities, for the traffic of a manager.
 
     Attributes
     ----------
     num_blocks : int
         The manager's capacity.
     policy : str or None
-        The name of its policy; None if it has none.
+        The name of its policy, or None.
     capacities : tuple of int
         Blocks, ascending.
     hit_ratios : dict of str to tuple of float
-        Per policy and capacity, the share of all uses of a key that are prefix hits: the block is there, and so are
-        all blocks before it in the request.
+        Per policy and capacity, the share of all uses of a key that are prefix hits: the block and all blocks before it
+        in the request are present.
     standard_errors : tuple of float
-        Per capacity, what sampling alone makes the ratio of lru uncertain by; other policies' are much the same.
+        Per capacity, the standard error of lru's ratio that sampling causes. Those of other policies are similar.
     sample_rate : float
         Share of the keys that are sampled, a power of 1/2.
     sampled_uses, uses, requests : int
-        Uses of sampled keys, uses of all keys, and requests that the estimate stands on.
+        Uses of sampled keys, uses of all keys, and requests that the estimate is based on.
     notes : tuple of str
-        What limits the estimate.
+        Limits of the estimate.
     """
 
     num_blocks: int
@@ -101,15 +101,15 @@ class WhatIf:
         Parameters
         ----------
         capacity : int
-            Blocks, >= 1. For other policies than lru within `capacities`; between two of them the ratio is taken to be
-            straight over the logarithm of the capacity.
+            Blocks, >= 1. For policies other than lru, it must be within `capacities`. Between two capacities, the ratio
+            is interpolated linearly over the logarithm of the capacity.
         policy : str
             One of `hit_ratios`, or lru.
 
         Raises
         ------
         ValueError
-            The policy has not been estimated, or the capacity is out of range.
+            The policy was not estimated, or the capacity is out of range.
         """
         check_int("capacity", capacity)
         if policy == "lru":
@@ -124,14 +124,14 @@ class WhatIf:
         return float(np.interp(math.log(capacity), np.log(self.capacities), ratios))
 
     def gain(self, capacity: int, policy: str | None = None) -> float:
-        """Return by what share there would be more hits than now; 0.091 is 9.1 % more.
+        """Return the relative change of hits compared to now; 0.091 means 9.1 % more.
 
         Parameters
         ----------
         capacity : int
             Blocks, as in `hits_at`.
         policy : str, optional
-            The manager's own where it is left out; lru if that has not been estimated.
+            Default: the manager's own policy, or lru if that was not estimated.
         """
         own = self._own
         now = self.hits_at(self.num_blocks, own)
@@ -145,7 +145,7 @@ class WhatIf:
         return self.policy if self.policy is not None and self.policy in self.hit_ratios else "lru"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON knows it."""
+        """Return all values as JSON types."""
         return {
             "num_blocks": self.num_blocks,
             "policy": self.policy,
@@ -169,7 +169,7 @@ class WhatIf:
         if self.policy is not None and self.policy not in self.hit_ratios:
             lines.append(f"{self.policy:<{width}} {'-':>11}  the policy in use is not estimated")
         if any(self.standard_errors):
-            # Of lru; those of the others are about the same.
+            # For lru. The errors of the other policies are about the same.
             lines.append(f"{'+-':<{width}}" + "".join(f" {2 * error:>11.1%}" for error in self.standard_errors))
         lines += self._headlines()
         lines.append(
@@ -195,13 +195,13 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """lru at every capacity: the run distances of the counted uses, sorted."""
+    """lru at every capacity: the sorted run distances of the counted uses."""
 
     distances: Int64Array
     sample: _Sample
 
     def at(self, capacity: int) -> float:
-        # A distance of num_sampled says "never before", however large the capacity.
+        # A distance of num_sampled means "never used before", whatever the capacity.
         limit = min(capacity * self.sample.rate, self.sample.num_sampled)
         return self.sample.ratio(int(np.searchsorted(self.distances, limit, side="left")))
 
@@ -212,13 +212,13 @@ class _Sample:
     Parameters
     ----------
     hashes, numbers : numpy.ndarray
-        Of each use: the key's hash, and the request's number.
+        Per use: the key's hash, and the request's number.
     rate : float
         Share of the keys that are sampled.
     uses : int
         Uses of all keys, sampled or not.
     is_window : bool
-        Earlier uses have been dropped: the first quarter warms the ghosts up and is not counted.
+        Whether earlier uses were dropped. Then the first quarter warms up the ghosts and is not counted.
     """
 
     def __init__(
@@ -238,10 +238,10 @@ class _Sample:
         self.expected = uses * rate * (self.num_counted / n if n else 0.0)
 
     def ratio(self, num_hits: int) -> float:
-        """Return the share of all uses that so many sampled hits stand for.
+        """Return the share of all uses that this number of sampled hits represents.
 
-        Where more or fewer sampled uses than expected have come, that is the work of a few hot keys that are, or are
-        not, in the sample: their uses would have been hits (SHARDS_adj of the paper).
+        A difference between the expected and the actual number of sampled uses stems from a few hot keys that are, or
+        are not, in the sample. Their uses would have been hits (SHARDS_adj of the paper).
         """
         if self.expected == 0:
             return 0.0
@@ -252,7 +252,7 @@ class _Sample:
         return _Curve(np.sort(distances[self.num_sampled - self.num_counted :]), self)
 
     def requests(self) -> Iterator[tuple[int, int, list[bytes]]]:
-        """Yield each request's number among the sampled ones, the requests since the one before, and its keys."""
+        """Yield, per sampled request, its number, the number of requests since the previous one, and its keys."""
         raw = self.hashes.tobytes()
         keys = [raw[at : at + 8] for at in range(0, len(raw), 8)]
         starts = self.starts.tolist()
@@ -262,7 +262,7 @@ class _Sample:
             yield i, numbers[i] - numbers[i - 1] if i else 1, keys[begin:end]
 
     def part(self, index: int, uses: int, is_window: bool) -> _Sample:
-        """Return one of the parts that the sample falls into by the hashes' next bits."""
+        """Return one part of the sample, as divided by the next bits of the hashes."""
         halvings = round(-math.log2(self.rate))
         bits = self.hashes << np.uint64(halvings) >> np.uint64(64 - _NUM_PARTS.bit_length() + 1)
         mine = bits == index
@@ -276,7 +276,7 @@ def estimate(
     policies: Iterable[str] | None = None,
     capacities: Iterable[int] | None = None,
 ) -> WhatIf:
-    """Work out what policies would have hit at several capacities; see `CPUOffloadingManager.what_if`."""
+    """Estimate the hits of policies at several capacities; see `CPUOffloadingManager.what_if`."""
     if sampler is None:
         raise ValueError("the manager samples nothing: make it with what_if=True")
     at = _checked_capacities(num_blocks, capacities)
@@ -333,7 +333,7 @@ def _policy(name: str) -> type[CachePolicy]:
 
 
 def _reads_clock(policy: type[CachePolicy]) -> bool:
-    # A property of compiled policies: the class alone does not say.
+    # A property of compiled policies, which the class alone does not show.
     return bool(getattr(policy(1), "reads_clock", False))
 
 
@@ -366,15 +366,15 @@ def _compiled(notes: list[str]) -> dict[str, type[CachePolicy]]:
 
 
 def _ghost_hits(sample: _Sample, policy: type[CachePolicy], capacity: int) -> int:
-    """Return the prefix hits of the counted requests in a cache that is as much smaller as the sample is."""
-    # More blocks than there are keys change nothing, but cost memory.
+    """Return the prefix hits of the counted requests in a cache scaled down by the sample rate."""
+    # More blocks than keys change nothing, but cost memory.
     num_blocks = max(1, min(round(capacity * sample.rate), sample.num_keys))
     pool = BlockPool(num_blocks, policy)
     num_hits = 0
     yield_s = time.perf_counter() + _TURN_S
     for i, gap, keys in sample.requests():
         if time.perf_counter() >= yield_s:
-            # A scheduler that waits for the interpreter would otherwise get it every 5 ms only.
+            # Otherwise, a scheduler that waits for the GIL would get it only every 5 ms.
             time.sleep(_PAUSE_S)
             yield_s = time.perf_counter() + _TURN_S
         if gap > 1:
@@ -392,7 +392,7 @@ def _ghost_hits(sample: _Sample, policy: type[CachePolicy], capacity: int) -> in
 
 
 def _pass(ghost: CachePolicy, num_requests: int) -> None:
-    """Let the clock of a policy that has one run on, for requests none of whose keys is sampled."""
+    """Advance the clock of a policy that has one, for requests without sampled keys."""
     if isinstance(ghost, PolicyAdapter):
         pass_requests(ghost, num_requests)
     else:
@@ -401,11 +401,11 @@ def _pass(ghost: CachePolicy, num_requests: int) -> None:
 
 
 def _standard_errors(sample: _Sample, uses: int, is_window: bool, capacities: tuple[int, ...]) -> tuple[float, ...]:
-    """Return how uncertain sampling makes the curve of lru: from how far the curves of its parts lie apart."""
+    """Return the standard error of lru's curve from sampling, from the differences between the curves of its parts."""
     if sample.rate == 1 or not uses:
         return (0.0,) * len(capacities)
     parts = [sample.part(index, uses, is_window).lru() for index in range(_NUM_PARTS)]
     curves = np.array([[part.at(capacity) for capacity in capacities] for part in parts])
-    # The keys outside the sample are as many again, and more: it is drawn without replacement.
+    # The sample is drawn without replacement, and the other keys are at least as many.
     errors = curves.std(axis=0, ddof=1) * math.sqrt((1 - sample.rate) / _NUM_PARTS)
     return tuple(errors.tolist())
