@@ -272,8 +272,8 @@ class FaultyTier(Tier):
 
     Attributes
     ----------
-    Number of injected faults.
-        Faults injected so far.
+    num_faults : int
+        Number of injected faults.
     lost : list of int
         Jobs whose replies were lost.
     """
