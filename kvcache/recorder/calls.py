@@ -13,32 +13,32 @@ from kvcache.recorder.ops import LISTS, Op
 from kvcache.request import ReqContext
 from kvcache.specs import PrepareStoreOutput
 
-_RECORD_UNITS = 16  # of 8 bytes: a record without its keys
+_RECORD_UNITS = 16  # in units of 8 bytes: a record without its keys
 _MAX_RUN = 4096
 _MAX_NUMBER = 1 << 62
 _MAX_TEXT = 200
 
 
 class CallQueue:
-    """Records on their way to the recorder's thread.
+    """Records that wait for the recorder's thread.
 
     Parameters
     ----------
     max_bytes : int
-        Memory for waiting records; further ones are lost, and counted.
+        Memory for waiting records. If it is used up, further records are lost, and counted.
     clock : callable
-        Returns the seconds that calls are dated with.
+        Returns the timestamps of calls, in seconds.
 
     Attributes
     ----------
     lock : RLock
         Held during each recorded call, so that records are in the order of the calls.
     is_open : bool
-        Whether records are taken.
+        Whether records are accepted.
     is_inside : bool
         Whether the thread that holds the lock is inside a recorded call.
     run : list of bytes
-        Keys that were looked up one by one, with the answer `run_answer`: the last record, which may grow.
+        Keys that were looked up one at a time, all with the result `run_answer`: the last record, which may grow.
 
     Notes
     -----
@@ -56,18 +56,18 @@ class CallQueue:
         self._num_unreported = 0
         self._max_units = max_bytes // 8
         self._num_units = 0  # in the queue
-        self._num_writing = 0  # with the thread
-        self._check_units = 0  # beyond it: wake the thread, or lose the record
+        self._num_writing = 0  # held by the thread
+        self._check_units = 0  # limit for unchecked records; above it, wake the thread or lose the record
         self._records: deque[tuple[Any, ...]] = deque()
         self._bell = threading.Event()
 
     @property
     def num_records(self) -> int:
-        """Records made: calls and their inputs."""
+        """Number of records: calls and their inputs."""
         return self._num_records + len(self.run)
 
     def put_call(self, op: Op, context: Any, keys: Any, flag: Any, answer: Any) -> None:
-        """Queue the record of a call; the caller holds the lock."""
+        """Queue the record of a call. The caller holds the lock."""
         num_keys = len(keys)
         if type(answer) is PrepareStoreOutput:
             stored = answer.keys_to_store
@@ -82,7 +82,7 @@ class CallQueue:
         self.put((num_units, op, self.clock(), context, positions, num_positions, keys, flag, answer))
 
     def put(self, record: tuple[Any, ...]) -> bool:
-        """Queue a record if there is memory for it; the caller holds the lock."""
+        """Queue a record if there is memory for it. The caller holds the lock."""
         if self.run:
             self.end_run()
         num_units = self._num_units + record[0]
@@ -109,25 +109,25 @@ class CallQueue:
         return True
 
     def open(self) -> None:
-        """Take records from now on."""
+        """Accept records from now on."""
         self.is_open = True
         self._check_units = self._max_units // 4
 
     def put_run(self, key: bytes, answer: Any) -> None:
-        """Queue a look-up of one key, the first of a run; the caller holds the lock."""
+        """Queue a look-up of one key, the first of a run. The caller holds the lock."""
         run = [key]
         if self.put((_MAX_RUN // 4, Op.STATUS_RUN, run, answer)):
             self._num_records -= 1
             self.run, self.run_answer = run, answer
 
     def end_run(self) -> None:
-        """Let no key join the run; the caller holds the lock."""
+        """End the run. The caller holds the lock."""
         self._num_records += len(self.run)
         self.run, self.run_answer = [], None
 
     def put_input(self, op: Op, *values: Any, num_keys: int = 0) -> None:
-        """Queue an input of a recorded call; outside of a recorded call, do nothing."""
-        # It fails only while another thread is inside a call, to which this input does not belong.
+        """Queue an input of a recorded call. Outside a recorded call, do nothing."""
+        # This fails only while another thread is in a call, to which this input does not belong.
         if self.lock.acquire(blocking=False):
             if self.is_inside:
                 self.put((_RECORD_UNITS + num_keys, op, *values))
@@ -139,31 +139,31 @@ class CallQueue:
             self.end_run()
             taken, self._records = self._records, deque()
             self._num_writing, self._num_units = self._num_units, 0
-            # While the thread is at work, no record is queued unchecked.
+            # While the thread is working, every record is checked.
             self._check_units = 0
         return taken
 
     def release(self, num_units: int) -> None:
-        """Give back the memory of records that are written."""
+        """Release the memory of written records."""
         with self.lock:
             self._num_writing -= num_units
             if self._num_writing <= 0 and self.is_open and not self._num_unreported:
                 self._check_units = self._max_units // 4
 
     def wait(self, seconds: float) -> None:
-        """Wait until the queue is a quarter full or closed, at most so long."""
+        """Wait until the queue is a quarter full or closed, or until the timeout."""
         self._bell.wait(seconds)
         self._bell.clear()
 
     def close(self) -> None:
-        """Take no more records; the thread writes the rest and ends."""
+        """Accept no more records. The thread writes the rest and ends."""
         self.is_open = False
         self.is_ended = True
         self._check_units = -1
         self._bell.set()
 
     def forget(self) -> None:
-        """Drop everything in a forked child, which has no recorder's thread."""
+        """Drop everything in a forked child, which has no recorder thread."""
         self.lock = threading.RLock()
         self.is_open = self.is_inside = False
         self._check_units = -1
@@ -187,7 +187,7 @@ class RecordedCalls:
         self._queue = queue
 
     def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call that records `method`."""
+        """Return a callable that records the calls of `method`."""
         shape = getattr(self, f"_{name}", None)
         if shape is not None:
             return shape(method)  # type: ignore[no-any-return]
@@ -195,13 +195,13 @@ class RecordedCalls:
         return self._of_keys(op, method) if op in LISTS else self._of_key(op, method)
 
     def _make(self, op: Op, context: Any, keys: Any, flag: Any, call: Callable[..., Any], *args: Any) -> Any:
-        """Make a call and record it, with its answer or error."""
+        """Make a call and record it, with its result or error."""
         queue = self._queue
         lock = queue.lock
         lock.acquire()  # half the cost of `with`
         try:
             if queue.is_inside:
-                return call(*args)  # a part of another call
+                return call(*args)  # part of another call
             queue.is_inside = True
             try:
                 answer = call(*args)
@@ -217,18 +217,18 @@ class RecordedCalls:
 
     def _put_error(self, op: Op, context: Any, keys: Any, flag: Any, error: BaseException) -> None:
         if op is not Op.REPORT_PREFILLS:
-            # Odd objects are released where their caller drops them, not in the recorder's thread.
+            # Release objects of other types in the caller's thread, not in the recorder's thread.
             keys = [key if type(key) is bytes else None for key in keys]
         self._queue.put_call(op, context, keys, flag, ("error", type(error).__name__))
 
-    # ---- the calls by their shape ------------------------------------------------------------------------------
+    # ---- one recording function per call signature -------------------------------------------------------------
 
     def _of_keys(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
         queue = self._queue
 
-        # As `_make`, in one frame less: engines make most calls here.
+        # Same as `_make`, but inlined: engines make most calls here.
         def recorded(keys: Any, req_context: Any = None) -> Any:
-            # A copy: the caller may change its list before the recorder's thread has read it.
+            # Copy the keys: the caller may change its list before the recorder's thread has read it.
             keys = keys.copy() if type(keys) is list else as_key_list(keys)
             lock = queue.lock
             lock.acquire()
@@ -270,9 +270,9 @@ class RecordedCalls:
     def _status(self, method: Callable[..., Any]) -> Callable[..., Any]:
         slow, queue = self._of_key(Op.STATUS, method), self._queue
         if "on_schedule_end" in self.names:
-            return slow  # over tiers, the answer depends on them and on the clock
+            return slow  # with tiers, the result depends on them and on the clock
 
-        # Engines ask key by key: the shortest record.
+        # Engines look up key by key: use the shortest record.
         def status(key: Any, req_context: Any = None) -> Any:
             lock = queue.lock
             lock.acquire()

@@ -1,4 +1,4 @@
-"""The status socket's command that begins and ends a recording of a running engine."""
+"""The status socket's command that starts and stops a recording of a running engine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class RecordOptions(Options):
 
 
 class RecordCommand(Command):
-    """Begin or end a recording of the manager's calls, or return what was recorded so far."""
+    """Start or stop a recording of the manager's calls, or return its counters so far."""
 
     options = RecordOptions
 
     def run(self, **options: Any) -> Any:
-        """Return ``{"file", "num_records", "num_lost", ...}``, or ``{"file": None}`` where nothing is recorded."""
+        """Return ``{"file", "num_records", "num_lost", ...}``, or ``{"file": None}`` if there is no recording."""
         manager: Any = self.telemetry.manager
         if manager is None:
             raise ValueError("no manager is there to be recorded")

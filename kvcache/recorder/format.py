@@ -1,7 +1,7 @@
-"""The file format of recordings: headers, frames of records, and how they are read; docs/howto/record.md describes it.
+"""The file format of recordings: headers, frames of records, and their reader; see docs/howto/record.md.
 
-A reader checks every length and type before it uses them: a cut, damaged or hostile file raises `RecordingError`, or is
-read up to the damage.
+A reader checks every length and type before it uses them. A truncated, damaged or hostile file raises
+`RecordingError`, or is read up to the damage.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ _KEPT_LISTS = 2
 
 
 class RecordingError(ValueError):
-    """A file is not a recording, or is damaged; the message says where."""
+    """A file is not a recording, or is damaged. The message describes the position."""
 
 
 class CutHead(RecordingError):
-    """A file ends in its header: its process was killed, or the disk was full."""
+    """A file is truncated in its header, because its process was killed or the disk was full."""
 
 
 @dataclass(slots=True)
 class Input:
-    """A value that a call depended on beside its arguments: the clock, or an answer of a tier.
+    """A value that a call depended on, besides its arguments: the clock, or an answer of a tier.
 
     Parameters
     ----------
     op : Op
         Its kind.
     value : object
-        Seconds; or the question to the tier and its answer.
+        Seconds, or the call to the tier and its result.
     tier : int
-        Which tier, from 0 on.
+        Index of the tier, from 0 on.
     """
 
     op: Op
@@ -79,26 +79,26 @@ class Input:
 
 @dataclass(slots=True)
 class Call:
-    """One record: a call with its answer, or a note between two calls.
+    """One record: a call with its result, or a note between two calls.
 
     Parameters
     ----------
     number : int
-        Its place in the recording, from 0 on.
+        Position in the recording, from 0 on.
     op : Op
-        Which method.
+        The method.
     time_s : float
-        Seconds of the clock that `Recorder` was given.
+        Timestamp, in seconds of the clock passed to `Recorder`.
     context : int
-        Number of the request; 0: no request, 1: an object that is not a `ReqContext`.
+        Number of the request. 0: no request. 1: an object that is not a `ReqContext`.
     keys : list of bytes or None
-        Hashes of the keys, 8 bytes each; None in place of an object that is not a key.
+        Hashes of the keys, 8 bytes each. None for an object that is not a key.
     flag : int
         Another argument, such as `success`.
     answer : tuple
-        Its kind and its values.
+        The kind and values of the result.
     inputs : list of Input
-        The values that it depended on, in order.
+        The values that the call depended on, in order.
     """
 
     number: int
@@ -119,7 +119,7 @@ def header_bytes(header: dict[str, Any]) -> bytes:
 
 
 def frame_bytes(first_record: int, text: bytes, hashes: bytes) -> bytes:
-    """Return a frame: records as JSON, and the hashes of the keys that they name. ValueError: it is too long."""
+    """Return a frame: records as JSON, and the hashes of their keys. Raise ValueError if it is too long."""
     if len(text) + len(hashes) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(text) + len(hashes)} bytes is longer than {MAX_FRAME_BYTES}")
     packed = zlib.compress(text + hashes, 1)
@@ -128,14 +128,14 @@ def frame_bytes(first_record: int, text: bytes, hashes: bytes) -> bytes:
 
 
 class FrameEncoder:
-    """Encodes records, as `CallQueue` holds them, to frames; each frame can be read alone.
+    """Encodes records from a `CallQueue` as frames. Each frame can be read on its own.
 
     Parameters
     ----------
     salt : bytes
         32 bytes, the salt of the keys' hashes.
     has_groups : bool
-        Whether to record the KV-cache group of each positioned key, which an arbiter decides by.
+        Whether to record the KV-cache group of each positioned key, which an arbiter needs for decisions.
     """
 
     def __init__(self, salt: bytes, has_groups: bool = False) -> None:
@@ -147,7 +147,7 @@ class FrameEncoder:
     def encode(self, first_record: int, records: Sequence[tuple[Any, ...]]) -> tuple[bytes, int]:
         """Return a frame of records and the number of the next record."""
         self._lists: list[list[bytes]] = []
-        # Numbers of the lists that each request named last: its calls mostly name parts of them again.
+        # Numbers of the lists that each request named last. Most of its later calls name parts of them again.
         self._kept: dict[int, list[int]] = {}
         self._rows: list[list[Any]] = []
         number = first_record
@@ -166,7 +166,7 @@ class FrameEncoder:
         return frame_bytes(first_record, text.encode(), hashes), number
 
     def _keys(self, keys: list[bytes], context: int) -> Any:
-        """Return a reference to keys: the number of a list, or [number, first, stop] for a part of an earlier one."""
+        """Return a reference to keys: the number of a list, or [number, first, stop] of a part of an earlier one."""
         n = len(keys)
         kept = self._kept.setdefault(context, []) if n >= _LEAST_SHARED else []
         for number in reversed(kept):
@@ -185,14 +185,14 @@ class FrameEncoder:
     ) -> list[Any]:
         number = NO_CONTEXT if context is None else self._number_of(context, positions, num_positions)
         if op is Op.RESET:
-            # A reader that starts here knows no earlier request.
+            # A reader that starts at this frame has no earlier requests.
             self._requests.clear()
         elif type(keys) is list and op is not Op.REPORT_PREFILLS:
             keys = self._keys(keys, number)
         return [op, int(time_s * 1e6), number, keys, flag, self._answer(answer, number)]
 
     def _number_of(self, context: Any, positions: Any, num_positions: int) -> int:
-        """Return a request's number; add its hint if it is new, and the positions that it has learned."""
+        """Return a request's number. Add its hint if it is new, and the positions added since the last record."""
         if not isinstance(context, ReqContext):
             return BAD_CONTEXT
         known = self._requests.get(context)
@@ -239,7 +239,7 @@ class FrameEncoder:
 
 
 class _Request:
-    """A request's number, and the positions of it that were encoded."""
+    """A request's number, and its positions that were encoded so far."""
 
     __slots__ = ("num_positions", "number", "positions")
 
@@ -250,7 +250,7 @@ class _Request:
 
 
 def _hint_of(context: ReqContext) -> dict[str, Any]:
-    """Return the hint of a request's context and that of its client; "?" stands for an invalid one."""
+    """Return the hint of a request's context, and that of its client. "?" means an invalid hint."""
     said: dict[str, Any] = {}
     if isinstance(context.retention, Retention):
         said["retention"] = asdict(context.retention)
@@ -264,7 +264,7 @@ def _hint_of(context: ReqContext) -> dict[str, Any]:
 
 
 def block_ids_of(spec: Any) -> list[int] | None:
-    """Return the block ids of a spec; None if it has no usable ids."""
+    """Return the block ids of a spec, or None if it has no usable ids."""
     try:
         return np.asarray(spec.block_ids, np.int64).tolist()  # type: ignore[no-any-return]
     except (AttributeError, TypeError, ValueError, OverflowError):
@@ -272,7 +272,7 @@ def block_ids_of(spec: Any) -> list[int] | None:
 
 
 def events_digest(events: Sequence[tuple[bytes, bool]]) -> tuple[int, int, str]:
-    """Return the number of events, that of their keys, and a digest of the keys' hashes and of what was removed."""
+    """Return the number of events, the number of their keys, and a digest of the keys' hashes and the removed flags."""
     digest = hashlib.blake2b(digest_size=8)
     for hashes, is_removed in events:
         digest.update(len(hashes).to_bytes(8, "little") + bytes([bool(is_removed)]) + hashes)
@@ -280,7 +280,7 @@ def events_digest(events: Sequence[tuple[bytes, bool]]) -> tuple[int, int, str]:
 
 
 def is_recording(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file begins as recordings do."""
+    """Return whether a file begins with the magic bytes of recordings."""
     try:
         with Path(path).open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -294,7 +294,7 @@ def read_header(file: BinaryIO, name: str) -> dict[str, Any]:
     Raises
     ------
     RecordingError
-        It is not a recording, is of another version, or is damaged.
+        The file is not a recording, has another version, or is damaged.
     """
     head = file.read(_HEADER.size)
     if len(head) < _HEADER.size and MAGIC.startswith(head[: len(MAGIC)]):
@@ -327,19 +327,19 @@ class Recording:
     Parameters
     ----------
     path : path-like
-        The newest file; older ones of the same recording, ``path.1`` and so on, are read before it. If a kill between
-        two files left it cut in its head or missing, the older ones are read alone.
+        The newest file. The older files of the same recording, ``path.1`` and so on, are read before it. If a kill
+        during rotation left the newest file missing or truncated in its header, only the older ones are read.
 
     Attributes
     ----------
     header : dict
-        Of the oldest file.
+        The header of the oldest file.
     is_whole : bool
-        Whether the oldest file is the recording's first.
+        Whether the oldest file is the first of the recording.
     end : str
-        Why reading ended before the end; "" if it did not.
+        Why reading stopped early; "" if it did not.
     num_lost : int
-        Records that were not written, as far as read.
+        Number of records that were not written, according to the part that was read.
 
     Raises
     ------
@@ -377,7 +377,7 @@ class Recording:
         self.num_lost = 0
 
     def __iter__(self) -> Iterator[Call]:
-        """Yield calls with their inputs, and notes between them, up to the end or to the damage."""
+        """Yield calls with their inputs, and the notes between them, up to the end or to the damage."""
         self.end = ""
         self.num_lost = 0
         inputs: list[Input] = []
@@ -457,7 +457,7 @@ def _segment(header: dict[str, Any]) -> int:
 
 
 class _Frame:
-    """The records of one frame. Raises an error of `_DAMAGES` where they are damaged."""
+    """The records of one frame. If they are damaged, raises an error of `_DAMAGES`."""
 
     def __init__(self, raw: bytes, num_text: int) -> None:
         document = json.loads(raw[:num_text])

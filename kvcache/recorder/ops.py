@@ -1,4 +1,4 @@
-"""Numbers of the recording format: operations, kinds of answers, and tier calls. A new operation takes a new number."""
+"""Numbers of the recording format: operations, kinds of results, and tier calls. A new operation gets a new number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Op(IntEnum):
     HINT = 15
     REPORT_PREFILLS = 16
     STATUS_RUN = 17
-    # Not calls:
+    # Not calls of the manager:
     CONTEXT = 64
     POSITIONS = 65
     CLOCK = 66
@@ -40,7 +40,7 @@ class Op(IntEnum):
 
 
 class Answer(IntEnum):
-    """The kind of a call's answer."""
+    """The kind of a call's result."""
 
     NONE = 0
     FALSE = 1
@@ -54,7 +54,7 @@ class Answer(IntEnum):
 
 
 class TierCall(IntEnum):
-    """Which method of a tier raised."""
+    """The method of a tier that raised."""
 
     LOOKUP = 0
     SUBMIT_STORE = 1

@@ -1,7 +1,7 @@
-"""Recorder: write every call of a manager, its answer and its inputs to a file that can be run again.
+"""Recorder: write every call of a manager, its result and its inputs to a file, for a replay.
 
-The calls run under one lock and queue their records (`kvcache.recorder.calls`). A thread of the recorder hashes the
-keys, packs and writes: a slow disk costs records, which are counted, and not the scheduler's time.
+The calls run under one lock and queue their records (`kvcache.recorder.calls`). A recorder thread hashes the keys,
+and packs and writes the records. If the disk is slow, records are lost and counted; the scheduler is not delayed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _QUIET_S = 1.0
 """How long start and stop wait for a call of another thread to end."""
 _FRAME_RECORDS = 512
 _FRAME_UNITS = 1 << 15
-# One thread at a time starts or stops a recorder.
+# Only one thread at a time may start or stop a recorder.
 _ATTACHING = threading.RLock()
 _METHODS = (
     "lookup", "status", "touch", "prepare_load", "complete_load", "prepare_store", "complete_store", "reorder",
@@ -56,13 +56,13 @@ class RecorderStats:
     Parameters
     ----------
     num_records : int
-        Records made: calls, and their inputs.
+        Number of records: calls, and their inputs.
     num_lost : int
-        Records without room: the file was too slow or failed, or the record was longer than a quarter of `max_bytes`.
+        Lost records: the file was too slow or failed, or the record was longer than a quarter of `max_bytes`.
     num_bytes : int
-        Bytes written to files, deleted files included.
+        Bytes written to files, including deleted files.
     error : str
-        Why writing has stopped; empty while it goes on.
+        Why writing has stopped; empty if it has not.
     """
 
     num_records: int
@@ -77,31 +77,31 @@ class Recorder:
     Parameters
     ----------
     manager : CPUOffloadingManager or TieredOffloadingManager
-        Its calls are recorded. A replay from the start needs a recording from the manager's first call on.
+        The manager to record. A replay from the start needs a recording that begins before the manager's first call.
     path : path-like
-        The file; ``{pid}`` in it stands for the process id. An older recording there is kept as ``path.1``, and so on.
+        The file. ``{pid}`` in it is replaced by the process id. An older recording is renamed to ``path.1``, and so on.
     max_bytes : int or str
-        Bytes of all files of a recording; beyond them the oldest quarter is deleted. A record longer than a quarter
-        is lost.
+        Limit of the bytes of all files of a recording. Beyond it, the oldest quarter is deleted. A record longer than a
+        quarter is lost.
     salt : str or bytes, optional
-        Salt of the keys' hashes; never written. Recordings with the same salt name blocks alike. Left out: random.
+        Salt of the keys' hashes. It is never written. Recordings with the same salt have equal hashes. Default: random.
     buffer_bytes : int or str
-        Memory for records that are not written yet; beyond it records are lost. The keys that they name live as long.
+        Memory for unwritten records. Beyond it, records are lost. The keys of these records are kept alive as long.
     clock : callable, optional
-        Returns the seconds that calls are dated with; left out: the system's monotonic clock.
+        Returns the timestamps of calls, in seconds. Default: the system's monotonic clock.
 
     Raises
     ------
     ValueError
-        The file belongs to another recorder, is not a recording, or cannot be opened; an argument is bad; or the
-        manager is being recorded already or cannot be.
+        The file belongs to another recorder, is not a recording, or cannot be opened. An argument is invalid. Or the
+        manager is already being recorded or cannot be recorded.
 
     Notes
     -----
-    `shutdown` of the manager stops its recording. A kill loses the last second at most. A forked child does not record.
+    `shutdown` of the manager stops its recording. A kill loses at most the last second. A forked child does not record.
 
-    A recording starts and stops between two calls: both wait a second for a call of another thread to end. After that
-    the start counts a lost record, and the end leaves out the statistics that a replay compares.
+    A recording starts and stops between two calls. Both wait up to a second for a call of another thread to end. After
+    that, the start counts a lost record, and the end omits the statistics that a replay compares.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Recorder:
             controller.tier = RecordedTier(queue, number, controller.tier, controller.link is not None)
         manager.recorder = self
         self._manager = weakref.ref(manager)
-        # The thread refers to no manager: one that is dropped, or alive when the interpreter ends, leaves a whole file.
+        # The thread does not refer to the manager. If that is dropped, or lives until exit, the file is complete.
         self._thread = threading.Thread(
             target=_write, args=(queue, encoder, self._file), name="kvcache-recorder", daemon=True
         )
@@ -168,7 +168,7 @@ class Recorder:
         _QUEUES.add(queue)
         self._thread.start()
         end_s = time.monotonic() + _QUIET_S
-        # A call that began before the wrappers came would change the cache unrecorded.
+        # A call that began before the wrappers were added would change the cache without a record.
         while is_inside := _is_in_call(manager, plain):
             if time.monotonic() >= end_s:
                 break
@@ -176,10 +176,10 @@ class Recorder:
         with queue.lock:
             queue.open()
             if is_inside or (header["is_from_start"] and not _is_new(manager)):
-                queue.put((0, Op.LOST, 0))  # calls were made meanwhile
+                queue.put((0, Op.LOST, 0))  # calls were made in the meantime
 
     def stop(self) -> None:
-        """Stop recording, write the rest, and close the file; waits for it, 10 s at most. May be called twice."""
+        """Stop recording, write the rest, and close the file. Waits for at most 10 s. May be called twice."""
         manager = self._manager()
         with _ATTACHING:
             if manager is not None and manager.recorder is self:
@@ -238,7 +238,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class _RecordedClock:
-    """Answers as another clock does, and records what calls are answered."""
+    """Returns the times of another clock, and records them as inputs of calls."""
 
     def __init__(self, queue: CallQueue, clock: Callable[[], float]) -> None:
         self.recorded = clock
@@ -274,8 +274,8 @@ def _end(queue: CallQueue, thread: threading.Thread) -> None:
 
 
 def _write(queue: CallQueue, encoder: FrameEncoder, file: _RotatingFile) -> None:
-    """Write what is queued, until the end: a full queue at once, others every second."""
-    # Even if all keys are new, a frame of several records fits into a file.
+    """Write queued records until the queue is closed: a full queue at once, otherwise every second."""
+    # A frame of several records fits into a file even if all keys are new.
     max_units = min(_FRAME_UNITS, file.max_frame_bytes // 32)
     number = 0
     is_last = False
@@ -303,12 +303,12 @@ def _write(queue: CallQueue, encoder: FrameEncoder, file: _RotatingFile) -> None
             file.write(frame, num_taken)
             number = following
             queue.release(num_units)
-            del taken  # their keys and requests are released now
+            del taken  # release their keys and requests now
     file.close()
 
 
 class _RotatingFile:
-    """The files of a recording: the newest under its own name, older ones numbered from 1 on."""
+    """The files of a recording: the newest under its own name, and older ones numbered from 1 on."""
 
     def __init__(self, path: Path, max_bytes: int, header: dict[str, Any]) -> None:
         self.path = path
@@ -316,7 +316,7 @@ class _RotatingFile:
         self.error = ""
         self._header = header
         self._file_bytes = max_bytes // NUM_FILES
-        # Of another segment's header, which may be some digits longer.
+        # For the header of another segment, whose numbers may have more digits.
         self.max_frame_bytes = self._file_bytes - len(header_bytes(header)) - 16
         if self.max_frame_bytes < 4096:
             raise ValueError(f"max_bytes is too little for the manager's configuration, got {max_bytes}")
@@ -330,7 +330,7 @@ class _RotatingFile:
             raise ValueError(f"cannot record to {path}: {error}") from None
 
     def _shift(self) -> None:
-        """Number the existing files one higher; delete the last."""
+        """Increment the numbers of the existing files, and delete the last file."""
         older = list(older_files(self.path))
         for one in older:
             with one.open("rb") as file:
@@ -346,7 +346,7 @@ class _RotatingFile:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ValueError(f"{self.path} is being recorded to by another manager or process") from None
-        # A recorder that was killed may have left a part of its head.
+        # A recorder that was killed may have left an incomplete header.
         if not MAGIC.startswith(begin):
             raise ValueError(f"{self.path} is no recording, and will not be written over")
         for last in older[NUM_FILES - 2 :]:
@@ -358,7 +358,7 @@ class _RotatingFile:
     def _open(self) -> None:
         self._shift()
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        # No other process rotates the file while it is locked.
+        # While the file is locked, no other process rotates it.
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._size = 0
         self._append(header_bytes(self._header))
@@ -369,7 +369,7 @@ class _RotatingFile:
         self.num_bytes += len(data)
 
     def write(self, frame: bytes, num_records: int) -> None:
-        """Append a frame, to a new file if this one is full or was moved; after an error, only count lost records."""
+        """Append a frame, to a new file if this one is full or was moved. After an error, only count lost records."""
         if self.error:
             self.num_lost += num_records
             return
@@ -396,7 +396,7 @@ class _RotatingFile:
         return (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino)
 
     def close(self) -> None:
-        """Close the file; the path is free for others."""
+        """Close the file. Other recorders may then use the path."""
         if self._fd >= 0:
             # A forked child may hold the file open, and would keep its lock.
             fcntl.flock(self._fd, fcntl.LOCK_UN)

@@ -1,4 +1,4 @@
-"""A tier whose answers are recorded: a replay takes the same decisions with them, and needs no tier."""
+"""A tier whose answers are recorded. A replay uses them to make the same decisions without the tier."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _NO_JOB = (1 << 62) - 1
 
 
 class RecordedTier:
-    """Answers as another tier does, and records the answers that decisions depend on.
+    """Wraps another tier, and records the answers that decisions depend on.
 
     Parameters
     ----------
     queue : CallQueue
         Takes the records.
     number : int
-        Which of the manager's tiers this is, from 0 on.
+        Index of this tier among the manager's tiers, from 0 on.
     tier : Tier
-        The tier.
+        The wrapped tier.
     is_timed : bool
-        Whether to record the times of its jobs: an arbiter learns from them.
+        Whether to record the times of its jobs, from which an arbiter learns.
     """
 
     def __init__(self, queue: CallQueue, number: int, tier: Any, is_timed: bool) -> None:
@@ -95,11 +95,11 @@ class RecordedTier:
 
 
 def _plain(result: Any) -> tuple[int | None, list[bytes], list[bytes], list[bytes], str] | None:
-    """Return the recorded part of a result; None for a result that a manager ignores as invalid."""
+    """Return the recorded part of a result, or None for a result that a manager ignores as invalid."""
     try:
         job_id = result.job_id
         if job_id is not None and (type(job_id) is not int or job_id < 0):
-            job_id = _NO_JOB  # like this one, it belongs to no job
+            job_id = _NO_JOB  # belongs to no job, as this one
         lists = [list(result.done), list(result.failed), list(result.removed)]
         if any(type(key) is not bytes for keys in lists for key in keys):
             return None
@@ -109,7 +109,7 @@ def _plain(result: Any) -> tuple[int | None, list[bytes], list[bytes], list[byte
 
 
 def _times(result: Any) -> tuple[float, float] | None:
-    """Return when a job began and ended; None if that is unknown or invalid."""
+    """Return when a job began and ended, or None if that is unknown or invalid."""
     try:
         start_s, end_s = result.start_s, result.end_s
         return None if start_s is None or end_s is None else (float(start_s), float(end_s))
