@@ -2,8 +2,8 @@
  *
  * The low half of a key's hash is its tag. The tag, as a fraction of all buckets, selects the key's home bucket, so the
  * number of buckets is arbitrary. A full bucket overflows into the next one. The used slots of a bucket are at its
- * start. One comparison of all eight slots finds a tag, a row or the first empty slot: there are no loops with
- * mispredicted ends, and no tombstones. Because the tag is stored, a slot can be moved without reading its key, and
+ * start. One comparison of all eight slots finds a tag, a row or the first empty slot: the index needs no loop with a
+ * mispredicted end, and no tombstones. Because the tag is stored, a slot can be moved without reading its key, and
  * most look-ups of absent keys never read a row.
  */
 #ifndef KVCACHE_INDEX_H

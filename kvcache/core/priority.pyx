@@ -1,4 +1,4 @@
-"""PriorityClasses: retention hints move blocks to queues that are evicted before or after normal blocks, until a TTL.
+"""PriorityClasses: a retention hint moves blocks to a queue evicted before or after normal blocks until its TTL ends.
 
 Compiled because a hinted request moves every one of its blocks, in the scheduler's thread.
 """

@@ -9,7 +9,7 @@ from kvcache.core.table cimport BlockTable
 
 cdef extern from *:
     """
-    /* An int of one digit, as positions are, without a call; -1: it is none. */
+    /* Return the value of a one-digit int, as most positions are, without a call; -1 for any other object. */
     static inline int64_t kv_small_int(PyObject *value)
     {
         if (!PyLong_CheckExact(value))

@@ -153,7 +153,7 @@ cdef inline bint may_leave(BlockTable t, int32_t row) noexcept nogil:
 
 
 cdef inline int32_t pick_victim(BlockTable t, int32_t queue_idx) noexcept nogil:
-    # Return the oldest evictable row of a queue, or 0. A call skips each row of the list that must stay only once.
+    # Return the oldest evictable row of a queue, or 0. A call skips each protected row only once.
     cdef EvictionQueue* queue = &t.queues[queue_idx]
     cdef int32_t row, top
     row = queue.cursor if queue.cursor_mark == t.mark else t.rows[queue_idx].next

@@ -387,7 +387,7 @@ cdef class BlockTable:
             self.rows[self.first + self.num_stale].key = NULL
 
     cdef list reset(self):
-        """Forget every key. Return the callers' blocks, which the caller drops after everything else.
+        """Forget every key. Return the callers' blocks, which must be released last, after all other changes.
 
         Rows are overwritten when they are used again. Each later call drops a few of their keys.
         """
