@@ -13,7 +13,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 PYTEST_ARGS ?=
 PYTEST := $(CURDIR)/$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations=10 $(PYTEST_ARGS)
 # What a second build (debug, sanitized, another Python) runs: slow tests and more examples find no more on it.
-export ONCE := -m 'not slow' --hypothesis-profile=few --ignore-glob=tests/vllm
+export ONCE := -m 'not slow' --hypothesis-profile=few --ignore-glob=tests/vllm --ignore-glob=tests/device
 
 # Build environments follow the constraints too: old pips read the first variable there, new ones the second.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
