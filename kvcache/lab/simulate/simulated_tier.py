@@ -101,9 +101,10 @@ class SimulatedTier(Tier):
 class SimulatedTieredManager(TieredOffloadingManager):
     """Host memory over simulated tiers, for a replay: it waits instead of answering None, and no time passes.
 
-    `cache_policy` is that of host memory and of every tier, `clock` the trace's own time in seconds. For an arbiter,
-    `block_s` are the seconds that each tier takes to load a block, and `host_block_s` those from host memory to the
-    device. `rules` holds for each tier its write policy, and whether an arbiter limits its loads.
+    `cache_policy` is that of host memory and, unless `tier_policy` is given, of every tier; `clock` is the trace's own
+    time in seconds. For an arbiter, `block_s` are the seconds that each tier takes to load a block, and `host_block_s`
+    those from host memory to the device. `rules` holds for each tier its write policy, and whether an arbiter limits
+    its loads.
     """
 
     def __init__(
@@ -113,13 +114,14 @@ class SimulatedTieredManager(TieredOffloadingManager):
         tier_blocks: Sequence[int],
         cache_policy: str,
         *,
+        tier_policy: str | None = None,
         clock: Callable[[], float],
         block_s: Sequence[float] | None = None,
         host_block_s: float = 0.0,
         rules: Sequence[tuple[str, bool]] = (),
         **host_options: Any,
     ) -> None:
-        self.simulated = [SimulatedTier(blocks, cache_policy, clock=clock) for blocks in tier_blocks]
+        self.simulated = [SimulatedTier(blocks, tier_policy or cache_policy, clock=clock) for blocks in tier_blocks]
         rules = rules or [("write_through", False)] * len(tier_blocks)
         configs = [
             TierConfig(write_policy=policy, max_store_blocks=_MAX_STORE_BLOCKS, arbiter=arbiter)
