@@ -75,7 +75,7 @@ fleet-demo: $(VENV)/extra-cli,disk,plot,valkey.stamp
 	$(BIN)/kvcache fleet-demo --plot build/fleet-demo.png
 
 test: $(VENV)/extra-test.stamp
-	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_MAX_TEST_CPU_S=4 $(PYTEST) --hypothesis-profile=few -m 'not slow and not other_policy'
+	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_MAX_TEST_CPU_S=10 $(PYTEST) --hypothesis-profile=few -m 'not slow and not other_policy'
 
 # Everything that `make test` leaves out, and its property tests with all examples.
 test-rest: $(VENV)/extra-test.stamp

@@ -525,6 +525,18 @@ def test_cluster_holds_blocks_on_all_its_servers(cluster, opened):
     assert sorted(store(second, host_b, KEYS, job_id=3).done) == KEYS
 
 
+def wait_for_owner(clients, slot, node_id):
+    """Return once each server of a cluster names `node_id` as the owner of `slot`."""
+    end_s = time.monotonic() + 20
+    while True:
+        found = [client.execute_command("CLUSTER", "SLOTS") for client in clients]
+        owners = {owner[2].decode() for ranges in found for first, last, owner, *_ in ranges if first <= slot <= last}
+        if owners == {node_id}:
+            return
+        assert time.monotonic() < end_s, f"slot {slot} belongs to {owners}, not to {node_id}"
+        time.sleep(0.02)
+
+
 def test_slot_that_moves_to_another_server_is_followed(cluster, opened):
     host = blocks()
     tier = open_tier(opened, cluster[0].url, host, cluster=True)
@@ -538,6 +550,7 @@ def test_slot_that_moves_to_another_server_is_followed(cluster, opened):
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
     # A claim of an older epoch that is still on its way could take slots back.
     clients[0].execute_command("CLUSTER", "BUMPEPOCH")
+    wait_for_owner(clients, 16383, ids[0])
     wait_for_sign(clients, b"cluster_state:ok")
     result = load(tier, host, KEYS)
     assert result.error == ""
