@@ -46,12 +46,6 @@ def complete_policies(incomplete: str) -> list[str]:
     return [f"{done}{comma}{name}" for name in POLICIES.names() if name.startswith(last)]
 
 
-def complete_policies_or_min(incomplete: str) -> list[str]:
-    """Return what `complete_policies` does, with the offline optimum that only a grid has."""
-    done, comma, last = incomplete.rpartition(",")
-    return complete_policies(incomplete) + [f"{done}{comma}min"] * "min".startswith(last)
-
-
 PolicyOption = Annotated[
     str, typer.Option(help="Replacement policy: a name or package.module:Class.", autocompletion=complete_policies)
 ]

@@ -46,7 +46,6 @@ cdef extern from *:
         return kv_hash_bytes(PyBytes_AS_STRING(key), (uint64_t)PyBytes_GET_SIZE(key), secret);
     }
     """
-    uint64_t kv_hash_bytes(const char* at, uint64_t size, const uint64_t* secret) noexcept nogil
     uint64_t kv_hash(PyObject* key, const uint64_t* secret) noexcept nogil
 
 cdef uint64_t[4] secret
@@ -54,7 +53,3 @@ cdef uint64_t[4] secret
 
 cdef inline uint64_t hash_of(PyObject* key) noexcept nogil:
     return kv_hash(key, secret)
-
-
-cdef inline uint64_t hash_of_bytes(const void* at, uint64_t size) noexcept nogil:
-    return kv_hash_bytes(<const char*> at, size, secret)
