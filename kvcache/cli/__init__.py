@@ -36,6 +36,7 @@ def build_app() -> typer.Typer:
     common.add_command(app, "status", status.status)
     common.add_command(app, "top", top.top)
     app.add_typer(typer.Typer(help="Measure this machine.", no_args_is_help=True, cls=LabGroup), name="bench")
+    app.add_typer(typer.Typer(help="Make traces of requests.", no_args_is_help=True, cls=LabGroup), name="trace")
     app.add_typer(record.build_app(), name="record")
     app.add_typer(tier.build_app(), name="tier")
     app.add_typer(metrics.build_app(), name="metrics")

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 _COMMANDS = {
     "bench": ("copy", "disk", "tier"),
+    "trace": ("make",),
     None: ("demo", "replay", "plan", "fleet", "rerun", "chat-demo", "fleet-demo"),
 }
 
@@ -28,7 +29,7 @@ class LabGroup(TyperGroup):
         """Return a command, which is built when it is asked for."""
         if cmd_name not in self._lab_names:
             return super().get_command(ctx, cmd_name)
-        group = "bench_" if self.name == "bench" else ""
+        group = "" if self.name not in _COMMANDS else f"{self.name}_"
         # By name: no file outside `lab` imports it.
         lab: Any = import_module("kvcache.lab.commands.mount")
         return lab.build_command(cmd_name, group + cmd_name.replace("-", "_"))

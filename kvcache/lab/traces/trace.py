@@ -45,9 +45,9 @@ def _read_mooncake(record: dict[str, Any], block_size: int) -> Request:
 def _read_bailian(record: dict[str, Any], block_size: int) -> Request:
     for name in ("chat_id", "parent_chat_id", "turn"):
         if type(_field(record, name)) is not int:
-            raise _BadRecord(f"{name} must be an int, got {_shown(record[name])}")
+            raise _BadRecord(f"{name} must be an int, got {shown(record[name])}")
     if not isinstance(_field(record, "type"), str):
-        raise _BadRecord(f"type must be a string, got {_shown(record['type'])}")
+        raise _BadRecord(f"type must be a string, got {shown(record['type'])}")
     ids = _ids(record)
     # Some published files list no lengths: then every block counts as full.
     input_length = _length(record, "input_length") if "input_length" in record else block_size * len(ids)
@@ -75,8 +75,9 @@ class Trace(TraceFile):
     """The requests of a trace file, in file order; the first good line settles the format.
 
     The file is plain, gzip or zstd, detected by its first bytes; ``-`` is standard input. `block_size` are the tokens
-    of a listed block, by default 512 for Mooncake and 16 for Qwen-Bailian. A line whose ids and tokens do not agree
-    with it is bad. Bad lines raise TraceError, or are counted in `num_skipped` if `skip_bad`.
+    of a listed block, by default the `block_size` of the line, or 512 for Mooncake and 16 for Qwen-Bailian. A line
+    whose ids and tokens do not agree with it is bad. Bad lines raise TraceError, or are counted in `num_skipped` if
+    `skip_bad`.
     """
 
     def __init__(self, path: str | os.PathLike[str], block_size: int | None = None, skip_bad: bool = False) -> None:
@@ -94,7 +95,7 @@ class Trace(TraceFile):
             raise TraceError(f"cannot open trace {self.path}: {error.strerror}") from error
         try:
             self.size_bytes = max(1, os.fstat(self._raw.fileno()).st_size)
-            self._lines = _unpacked(self._raw)
+            self._lines = unpacked(self._raw)
             self._requests = self._read()
             self._first: Request | None = next(self._requests, None)
             if self._first is None:
@@ -143,19 +144,24 @@ class Trace(TraceFile):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            shown = _shown(line.strip().decode("utf-8", "replace"))
-            raise _BadRecord(f"not JSON ({error}): {shown}") from error
+            text = line.strip().decode("utf-8", "replace")
+            raise _BadRecord(f"not JSON ({error}): {shown(text)}") from error
         if not isinstance(record, dict):
-            raise _BadRecord(f"must be a JSON object, got {_shown(record)}")
+            raise _BadRecord(f"must be a JSON object, got {shown(record)}")
         # The first good line settles the format.
         name = self.format or ("bailian" if "chat_id" in record else "mooncake")
         default_size, read = _FORMATS[name]
-        request = read(record, self.block_size or default_size)
-        self.format, self.block_size = name, self.block_size or default_size
+        block_size = self.block_size or record.get("block_size", default_size)
+        if type(block_size) is not int or block_size < 1 or record.get("block_size", block_size) != block_size:
+            expected = f"the {self.block_size} tokens that were given or read" if self.block_size else "an int >= 1"
+            raise _BadRecord(f"block_size must be {expected}, got {shown(record['block_size'])}")
+        request = read(record, block_size)
+        self.format, self.block_size = name, block_size
         return request
 
 
-def _unpacked(raw: io.BufferedReader) -> BinaryIO:
+def unpacked(raw: io.BufferedReader) -> BinaryIO:
+    """Return the content of a file that is plain, gzip or zstd."""
     magic = raw.peek(4)[:4]
     if magic.startswith(_GZIP_MAGIC):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
@@ -205,7 +211,8 @@ class _ZstdFrames(io.RawIOBase):
         return count
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value as an error shows it, cut to 60 characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     text = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
     return repr(text) if isinstance(value, str) else text
@@ -215,21 +222,21 @@ def _field(record: dict[str, Any], name: str) -> Any:
     try:
         return record[name]
     except KeyError:
-        raise _BadRecord(f"lacks {name!r}, has {_shown(', '.join(record))}") from None
+        raise _BadRecord(f"lacks {name!r}, has {shown(', '.join(record))}") from None
 
 
 def _ids(record: dict[str, Any]) -> Int64Array:
     ids = _field(record, "hash_ids")
     if not isinstance(ids, list):
-        raise _BadRecord(f"hash_ids must be a list of ints, got {_shown(ids)}")
+        raise _BadRecord(f"hash_ids must be a list of ints, got {shown(ids)}")
     for value in ids:
         if type(value) is not int:
-            raise _BadRecord(f"hash_ids must be ints, got {_shown(value)}")
+            raise _BadRecord(f"hash_ids must be ints, got {shown(value)}")
     try:
         return np.array(ids, dtype=np.int64)
     except OverflowError:
         wide = next(value for value in ids if not -(1 << 63) <= value < 1 << 63)
-        raise _BadRecord(f"hash_ids must fit 64 bits, got {_shown(wide)}") from None
+        raise _BadRecord(f"hash_ids must fit 64 bits, got {shown(wide)}") from None
 
 
 def _check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
@@ -248,12 +255,12 @@ def _check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
 def _length(record: dict[str, Any], name: str) -> int:
     value = _field(record, name)
     if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
-        raise _BadRecord(f"{name} must be an int in 0..2**40, got {_shown(value)}")
+        raise _BadRecord(f"{name} must be an int in 0..2**40, got {shown(value)}")
     return value
 
 
 def _time(record: dict[str, Any]) -> float:
     value = _field(record, "timestamp")
     if type(value) not in (int, float) or not 0 <= value <= _MAX_TIME:
-        raise _BadRecord(f"timestamp must be a number in 0..1e18, got {_shown(value)}")
+        raise _BadRecord(f"timestamp must be a number in 0..1e18, got {shown(value)}")
     return float(value)

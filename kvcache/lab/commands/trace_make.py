@@ -1,0 +1,96 @@
+"""`kvcache trace make`: turn a log of prompts into a trace."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from kvcache.cli import common
+from kvcache.options import parse_count
+
+EXAMPLES = """
+kvcache trace make prompts.jsonl trace.jsonl --block-size 64
+kvcache trace make chats.jsonl.gz trace.jsonl --tokenizer Qwen/Qwen3-8B --time-unit ms
+kvcache trace make w80.oracleGeneral.zst - | kvcache plan -
+"""
+
+
+def make(
+    log: Annotated[
+        Path,
+        typer.Argument(
+            help="JSONL with token ids, text or messages, or a libCacheSim trace (oracleGeneral, CSV with a header); "
+            "plain, gzip or zstd (- is standard input)."
+        ),
+    ],
+    trace: Annotated[Path, typer.Argument(help="File to write, Mooncake JSONL (- is standard output).")],
+    block_size: Annotated[str, typer.Option(help="Tokens of a block.", metavar="N")] = "16",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hugging Face name of the tokenizer of text.", metavar="NAME", show_default=False),
+    ] = None,
+    log_format: Annotated[
+        Literal["jsonl", "oracleGeneral", "csv"] | None,
+        typer.Option("--format", help="Format of the log [default: by its name, else jsonl].", show_default=False),
+    ] = None,
+    time_unit: Annotated[Literal["s", "ms", "us", "ns"], typer.Option(help="Unit of times that are numbers.")] = "s",
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Count bad records and go on.")] = False,
+    json: common.JsonOption = None,
+    quiet: common.QuietOption = False,
+) -> None:
+    """Turn a log of prompts into a trace, which `plan`, `replay` and `fleet` read."""
+    from kvcache.lab.traces.make import load_tokenizer, make_trace
+
+    tokens = parse_count("--block-size", block_size)
+    target = str(trace)
+    if target == "-" == json:
+        raise ValueError("TRACE and --json are both -: only one can go to standard output")
+    common.check_writable("TRACE", target)
+    common.check_writable("--json", json)
+    tokenize = None if tokenizer is None else load_tokenizer(tokenizer)
+    size_bytes = log.stat().st_size if log.is_file() else 0
+    unfinished = Path(f"{target}.part")
+    try:
+        with ExitStack() as open_now:
+            file = sys.stdout if target == "-" else open_now.enter_context(unfinished.open("w", encoding="utf-8"))
+            bar = open_now.enter_context(common.Bar("make", "requests", quiet))
+
+            def progressed(requests: int, position_bytes: int) -> None:
+                if bar.is_due():
+                    bar.show(position_bytes / size_bytes if size_bytes else 0.0, requests)
+
+            made = make_trace(
+                log,
+                file.write,
+                tokens,
+                log_format=log_format,
+                tokenize=tokenize,
+                time_unit=time_unit,
+                skip_bad=skip_bad,
+                progressed=progressed,
+            )
+        if target != "-":
+            unfinished.replace(target)
+    finally:
+        if target != "-":
+            unfinished.unlink(missing_ok=True)
+    if json != "-":
+        console = common.console("-" if target == "-" else json)
+        skipped = f", {made.skipped_records:,} bad records skipped" if made.skipped_records else ""
+        console.print(
+            f"{made.requests:,} requests, {made.blocks:,} blocks of {made.block_size} tokens{skipped}", soft_wrap=True
+        )
+        if not made.has_times:
+            console.print("The log has no times: requests arrive a second apart.")
+        if made.late_requests:
+            console.print(
+                f"{made.late_requests:,} requests are earlier than the one before them and arrive together with it; "
+                "sort the log by time to change that.",
+                soft_wrap=True,
+            )
+    common.write_json(json, asdict(made))
