@@ -105,6 +105,8 @@ stress: $(VENV)/extra-test.stamp
 lint: $(VENV)/extra-lint.stamp
 	$(BIN)/ruff check .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cython-lint kvcache  # it calls pycodestyle by name
+	$(BIN)/hadolint examples/containers/*.Dockerfile
+	$(BIN)/kubernetes-validate --strict --quiet examples/containers/kubernetes.yaml
 
 # stubtest holds every stub against its compiled module; plain modules carry their types themselves.
 typecheck: $(VENV)/extra-lint.stamp $(VENV)/extra-test.stamp

@@ -6,7 +6,7 @@ import json as json_module
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,17 +14,26 @@ from kvcache.cli import common
 from kvcache.cli.model import DtypeOption, ModelOption, read_weights
 from kvcache.options import parse_size
 
+if TYPE_CHECKING:
+    from kvcache.assembly.check import Finding
+
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def check(
     config: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             help="JSON file: extra_config, or vLLM's kv_transfer_config; - is standard input.", show_default=False
         ),
-    ],
+    ] = None,
+    manifest: Annotated[
+        Path | None,
+        typer.Option(
+            help="Check the pods of a Kubernetes manifest (YAML) instead.", metavar="FILE", show_default=False
+        ),
+    ] = None,
     model: ModelOption = None,
     dtype: DtypeOption = "bf16",
     block_tokens: Annotated[int, typer.Option("--block-size", help="With --model: tokens of an offloaded block.")] = 16,
@@ -36,25 +45,43 @@ def check(
     json: common.JsonOption = None,
 ) -> None:
     """Check a configuration against this machine: options, packages, memory, disk, stores."""
+    common.check_writable("--json", json)
+    if (config is None) == (manifest is None):
+        raise ValueError("name one thing to check: a configuration, or --manifest FILE")
+    if manifest is not None:
+        from kvcache.cli.manifest import check_manifest
+
+        _report(manifest, check_manifest(manifest), strict, json)
+    if config is not None:
+        common.at_least("--workers", workers, 1)
+        _report(
+            config,
+            _findings(config, _block_bytes(model, dtype, block_tokens, block_bytes, workers), workers),
+            strict,
+            json,
+        )
+
+
+def _findings(config: Path, num_bytes: int, workers: int) -> list[Finding]:
     from kvcache.assembly.check import check_config
 
-    common.check_writable("--json", json)
-    common.at_least("--workers", workers, 1)
     given, is_vllm = _read(config)
-    num_bytes = _block_bytes(model, dtype, block_tokens, block_bytes, workers)
-    if is_vllm:
-        from kvcache.integrations.vllm import settings
+    if not is_vllm:
+        return check_config(given, block_bytes=num_bytes, world_size=workers)
+    from kvcache.integrations.vllm import settings
 
-        findings = check_config(
-            given,
-            block_bytes=num_bytes,
-            world_size=workers,
-            known_keys=settings.KNOWN_KEYS,
-            where=settings.WHERE,
-            read=settings.read_settings,
-        )
-    else:
-        findings = check_config(given, block_bytes=num_bytes, world_size=workers)
+    return check_config(
+        given,
+        block_bytes=num_bytes,
+        world_size=workers,
+        known_keys=settings.KNOWN_KEYS,
+        where=settings.WHERE,
+        read=settings.read_settings,
+    )
+
+
+def _report(config: Path, findings: list[Finding], strict: bool, json: str | None) -> None:
+    """Show findings, and fail if one of them is an error."""
     if json != "-":
         from rich.table import Table
         from rich.text import Text
