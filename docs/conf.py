@@ -22,7 +22,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx.ext.viewcode",
-    "command_page",
+    "generated",
     "sphinx_copybutton",
     "sphinx_design",
 ]

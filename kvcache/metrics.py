@@ -7,7 +7,7 @@ that a name, its unit and its help stand in one place. Stats, exporters, dashboa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
@@ -316,13 +316,3 @@ class TransferStats:
 
 MANAGER_METRICS = metrics_of(ManagerStats)
 """What a manager counts."""
-
-
-def as_markdown(metrics: Iterable[Metric]) -> str:
-    """Return the table as the docs show it."""
-    lines = ["| name | kind | unit | meaning |", "|---|---|---|---|"]
-    lines += [
-        f"| `{one.name}` | {one.kind} | {one.unit} | {' '.join(filter(None, (one.help, one.reading)))} |"
-        for one in metrics
-    ]
-    return "\n".join(lines) + "\n"

@@ -183,13 +183,3 @@ def test_every_panel_that_the_operators_page_names_exists() -> None:
     named = {name for text in confirms for name in re.findall(r"\*([A-Z][^*]+)\*", text)}
     assert len(named) == 3
     assert named <= titles
-
-
-def test_options_page_holds_what_the_command_prints() -> None:
-    from kvcache.cli.options import option_tables
-
-    page = (ROOT / "docs" / "howto" / "options.md").read_text()
-    for title, table in option_tables().values():
-        assert f"## {title}\n\n{table.as_markdown()}" in page, (
-            "docs/howto/options.md must hold what `kvcache options` prints"
-        )

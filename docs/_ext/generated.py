@@ -1,9 +1,9 @@
-"""The directive `kvcache-commands`: every command of the command line, with its arguments and options."""
+"""Directives that insert what kvcache itself declares: commands, options, metrics, counters of a manager."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import typer.main
@@ -12,6 +12,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from kvcache.cli import build_app
+from kvcache.cli.options import option_tables
+from kvcache.exporters.dashboard import as_markdown_table
+from kvcache.metrics import MANAGER_METRICS
 
 
 def pages_of(name: str, command: Any) -> Iterator[str]:
@@ -57,16 +60,38 @@ def default_of(param: Any) -> str:
     return f" Default: `{value}`."
 
 
-class Commands(SphinxDirective):
-    """Insert the commands here, as Markdown."""
+def options() -> Iterator[str]:
+    """Yield every option of a configuration, as `kvcache options` prints them."""
+    for title, table in option_tables().values():
+        yield from (f"## {title}", "", *table.as_markdown().splitlines(), "")
+
+
+def counters() -> Iterator[str]:
+    """Yield a table of everything that a manager counts."""
+    yield from ("| name | kind | unit | meaning |", "|---|---|---|---|")
+    for metric in MANAGER_METRICS:
+        yield f"| `{metric.name}` | {metric.kind} | {metric.unit} | {metric.help} {metric.reading} |"
+
+
+SOURCES: dict[str, Callable[[], Iterable[str]]] = {
+    "kvcache-commands": lambda: pages_of("kvcache", typer.main.get_command(build_app())),
+    "kvcache-options": options,
+    "kvcache-metrics": lambda: as_markdown_table().splitlines(),
+    "kvcache-counters": counters,
+}
+
+
+class Generated(SphinxDirective):
+    """Insert the Markdown of one source."""
 
     def run(self) -> list[Any]:
-        """Return the parsed page."""
-        lines = StringList(list(pages_of("kvcache", typer.main.get_command(build_app()))), source="kvcache.cli")
+        """Return the parsed lines."""
+        lines = StringList(list(SOURCES[self.name]()), source=self.name)
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the directive."""
-    app.add_directive("kvcache-commands", Commands)
+    """Register the directives."""
+    for name in SOURCES:
+        app.add_directive(name, Generated)
     return {"parallel_read_safe": True}
