@@ -25,7 +25,7 @@ def check(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="JSON file: extra_config, or vLLM's kv_transfer_config; - is standard input.", show_default=False
+            help="JSON file: extra_config, or vLLM's configuration; - is standard input.", show_default=False
         ),
     ] = None,
     manifest: Annotated[
@@ -63,14 +63,14 @@ def check(
 
 
 def _findings(config: Path, num_bytes: int, workers: int) -> list[Finding]:
-    from kvcache.assembly.check import check_config
+    from kvcache.assembly.check import Finding, check_config
 
-    given, is_vllm = _read(config)
+    given, is_vllm, has_events = _read(config)
     if not is_vllm:
         return check_config(given, block_bytes=num_bytes, world_size=workers)
     from kvcache.integrations.vllm import settings
 
-    return check_config(
+    findings = check_config(
         given,
         block_bytes=num_bytes,
         world_size=workers,
@@ -78,6 +78,9 @@ def _findings(config: Path, num_bytes: int, workers: int) -> list[Finding]:
         where=settings.WHERE,
         read=settings.read_settings,
     )
+    if has_events and not given.get(settings.SELF_DESCRIBING):
+        findings.append(Finding("warning", "events", settings.UNDESCRIBED))
+    return findings
 
 
 def _report(config: Path, findings: list[Finding], strict: bool, json: str | None) -> None:
@@ -97,8 +100,8 @@ def _report(config: Path, findings: list[Finding], strict: bool, json: str | Non
         raise common.CommandError(f"{num_failed} of {len(findings)} checks of {config} failed")
 
 
-def _read(config: Path) -> tuple[Mapping[str, Any], bool]:
-    """Return the options, and whether they are vLLM's: then a kv_transfer_config was around them."""
+def _read(config: Path) -> tuple[Mapping[str, Any], bool, bool]:
+    """Return the options, whether they are vLLM's (inside a kv_transfer_config), and whether its KV events are on."""
     source = "standard input" if str(config) == "-" else str(config)
     try:
         text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
@@ -107,13 +110,15 @@ def _read(config: Path) -> tuple[Mapping[str, Any], bool]:
         raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not JSON: {error}") from error
+    events = given.get("kv_events_config") if isinstance(given, Mapping) else None
+    has_events = isinstance(events, Mapping) and events.get("enable_kv_cache_events") is True
     where = "extra_config"
     for name in _WRAPPERS:
         if isinstance(given, Mapping) and name in given:
             given, where = given[name], name
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
-    return given, where != "extra_config" or "spec_module_path" in given
+    return given, where != "extra_config" or "spec_module_path" in given, has_events
 
 
 def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, workers: int) -> int:

@@ -39,6 +39,19 @@ def test_errors_end_with_status_1_and_are_counted(tmp_path: Path, capsys):
     assert shown.err == f"kvcache: error: 1 of 1 checks of {config} failed\n"
 
 
+@pytest.mark.parametrize(("described", "code"), [(False, 1), (True, 0)])
+def test_check_vllm_events_without_tokens_warns(tmp_path: Path, capsys, described: bool, code: int):
+    config = tmp_path / "engine.json"
+    inner = {"spec_module_path": "kvcache.integrations.vllm", "cpu_bytes_to_use": 1 << 20}
+    given = {
+        "kv_events_config": {"enable_kv_cache_events": True},
+        "kv_transfer_config": {"kv_connector_extra_config": {**inner, "self_describing_kv_events": described}},
+    }
+    config.write_text(json.dumps(given))
+    assert run(str(config), "--strict") == code
+    assert ("routers ignore events without tokens" in " ".join(capsys.readouterr().out.split())) is not described
+
+
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"kv_transfer_config": 3}', "\x00"])
 def test_what_is_no_configuration_is_bad_input(tmp_path: Path, capsys, text):
     config = tmp_path / "c.json"

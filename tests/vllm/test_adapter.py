@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -279,6 +280,14 @@ def test_events_are_the_engines() -> None:
         ({b"b0"}, Medium.CPU, False),
     ]
     assert list(adapter.take_events()) == []
+
+
+@pytest.mark.skipif(not hasattr(base, "Locality"), reason="this release's events have no locality")
+def test_host_event_is_local_and_announces_its_removal() -> None:
+    adapter = manager(num_blocks=2, enable_events=True)
+    serve(adapter, "a", keys_of("a", 2))
+    [event] = adapter.take_events()
+    assert (event.locality, event.ownership, event.removal_expected) == (base.Locality.LOCAL, None, True)
 
 
 def test_first_report_names_every_counter() -> None:

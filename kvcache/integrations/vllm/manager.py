@@ -8,8 +8,10 @@ keys of its prompt are used and ordered, so that blocks found on the device stay
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import fields
 from typing import Any
 
+from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -18,6 +20,7 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 
+from kvcache import events
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.integrations.vllm.metrics import MetricsSource
 from kvcache.integrations.vllm.releases import Release
@@ -28,6 +31,8 @@ from kvcache.tiering.manager import TieredOffloadingManager
 
 RESULTS = (LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT, LookupResult.RETRY)
 """vLLM's answer per state that a manager's `status` returns: absent, pending, ready, ask again."""
+
+_EVENT_FIELDS = {field.name for field in fields(OffloadingEvent)}
 
 
 class EngineRequest(ReqContext):
@@ -76,6 +81,19 @@ class EngineRequest(ReqContext):
                 del self.transfers[i]
                 return moved
         return keys
+
+
+def engine_event(event: events.OffloadingEvent, medium: Medium, is_local: bool) -> OffloadingEvent:
+    """Return our event as vLLM's. A local medium is this machine's alone, and reports every removal.
+
+    vLLM keeps the tokens of a block until all media that announced a removal have removed it. A shared store evicts
+    blocks without a report.
+    """
+    found = {"removal_expected": is_local}
+    if "locality" in _EVENT_FIELDS:
+        found["locality"] = base.Locality.LOCAL if is_local else base.Locality.REMOTE
+    details = {name: value for name, value in found.items() if name in _EVENT_FIELDS}
+    return OffloadingEvent(keys=event.keys, medium=medium, removed=event.removed, **details)
 
 
 class KVCacheOffloadingManager(OffloadingManager):
@@ -161,7 +179,7 @@ class KVCacheOffloadingManager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         for event in self._manager.take_events():
-            yield OffloadingEvent(keys=event.keys, medium=Medium.CPU, removed=event.removed)
+            yield engine_event(event, Medium.CPU, is_local=True)
 
     def get_stats(self) -> Any:
         return self.metrics.changes()

@@ -16,6 +16,8 @@ WHERE = "kv_connector_extra_config"
 SPEC_NAME = "KVCacheOffloadingSpec"
 # Of this adapter; the library's is lru.
 DEFAULT_POLICY = "gittins"
+SELF_DESCRIBING = "self_describing_kv_events"
+UNDESCRIBED = f"KV events are on without {SELF_DESCRIBING!r}: true in {WHERE}; routers ignore events without tokens"
 
 # Read by vLLM itself out of the same mapping.
 ENGINE_KEYS = frozenset(
@@ -24,7 +26,7 @@ ENGINE_KEYS = frozenset(
         "blocks_per_chunk",
         "canonical_layout",
         "offload_prompt_only",
-        "self_describing_kv_events",
+        SELF_DESCRIBING,
         "spec_module_path",
         "spec_name",
         "sync_load_budget_bytes",

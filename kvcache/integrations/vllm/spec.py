@@ -14,7 +14,7 @@ from kvcache.integrations.vllm.identity import engine_config, fingerprint
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
-from kvcache.integrations.vllm.settings import WHERE, blocks_per_rank, read_settings, unknown_keys
+from kvcache.integrations.vllm.settings import UNDESCRIBED, WHERE, blocks_per_rank, read_settings, unknown_keys
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import (
     SharedPool,
@@ -68,6 +68,8 @@ class KVCacheOffloadingSpec(OffloadingSpec):
             # Only the scheduler's spec makes a manager, so this is logged once.
             if unknown := unknown_keys(self.extra_config):
                 logger.warning("kvcache does not know these keys of %s: %s", WHERE, unknown)
+            if self.kv_events_config.enable_kv_cache_events and not self.kv_events_config.self_describing_kv_events:
+                logger.warning("%s", UNDESCRIBED)
             self._manager = self._make_manager(
                 self.tokens_per_block[0] * self.blocks_per_chunk, self.kv_events_config.enable_kv_cache_events
             )

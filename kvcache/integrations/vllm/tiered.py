@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 
-from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager
+from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager, engine_event
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 from kvcache.integrations.vllm.releases import Release
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
@@ -136,7 +136,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         for event in self._tiered.take_events():
             medium = Medium.CPU if event.medium == self._tiered.medium else Medium.STORAGE
-            yield OffloadingEvent(keys=event.keys, medium=medium, removed=event.removed)
+            yield engine_event(event, medium, is_local=medium is Medium.CPU or event.medium == "DISK")
 
     def has_pending_work(self) -> bool:
         return self._tiered.has_pending_work()
