@@ -13,9 +13,9 @@ import pytest
 from kvcache import CPUOffloadingManager, ReqContext
 from kvcache.integrations.vllm.settings import DEFAULT_POLICY
 from kvcache.lab.simulate.run import Replay, ReplayClock, Tally
-from kvcache.lab.simulate.simulated_tier import SimulatedTieredManager
+from kvcache.lab.simulate.simulated_tier import SimulatedTier, SimulatedTieredManager
 from kvcache.lab.simulate.tiered import DiskChoice, patient_manager, plain_host_blocks
-from kvcache.lab.traces.requests import Request
+from kvcache.lab.traces.requests import ReplayError, Request
 from kvcache.registry import POLICIES
 
 HOST_BLOCKS = 150
@@ -105,3 +105,11 @@ def test_promotion_over_full_host_memory_brings_every_wanted_block() -> None:
 
     assert num_hits == 60
     assert manager.simulated[0].stored_blocks == 600
+
+
+def test_replay_over_faulty_simulated_tier_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.lab.simulate.simulated_tier._MOST_STEPS", 100)
+    monkeypatch.setattr(SimulatedTier, "submit_store", lambda *_: 1 / 0)
+    clock = ReplayClock()
+    with pytest.raises(ReplayError, match="has not ended its jobs after 100 steps"):
+        replayed(SimulatedTieredManager(16, HOST_BLOCKS, [TIER_BLOCKS], clock=clock, cache_policy="lru"), clock)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.lab.simulate.links import Queue, QueuedLink
+from kvcache.lab.traces.requests import ReplayError
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier, TierResult, TierStats
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # As in a replay over a real disk: all writes of a step are under way at once.
 _MAX_STORE_BLOCKS = 1024
+_MOST_STEPS = 1_000_000
 
 
 class SimulatedTier(Tier):
@@ -54,7 +56,7 @@ class SimulatedTier(Tier):
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         # As `SlotIndex.place` does.
-        output = self._index.prepare_store(keys[::-1] if self.policy.reads_clock else keys)
+        output = self._index.prepare_store(keys[::-1] if getattr(self.policy, "reads_clock", False) else keys)
         if output is None:
             return False
         self.stored_blocks += len(output.keys_to_store)
@@ -148,6 +150,8 @@ class SimulatedTieredManager(TieredOffloadingManager):
         self._settle()
 
     def _settle(self) -> None:
-        self.on_schedule_end()
-        while self.has_pending_work():
+        for _ in range(_MOST_STEPS):
             self.on_schedule_end()
+            if not self.has_pending_work():
+                return
+        raise ReplayError(f"a simulated tier has not ended its jobs after {_MOST_STEPS:,} steps: the log says why")
