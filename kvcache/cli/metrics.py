@@ -29,11 +29,17 @@ def dashboard(prefix: PrefixOption = "kvcache_") -> None:
     typer.echo(json.dumps(make(prefix), indent=2))
 
 
-def rules(prefix: PrefixOption = "kvcache_") -> None:
+def rules(
+    prefix: PrefixOption = "kvcache_",
+    docs: Annotated[
+        str | None,
+        typer.Option(help="Address of these docs, for runbook_url of each alert.", metavar="URL", show_default=False),
+    ] = None,
+) -> None:
     """Print alert rules for Prometheus."""
     from kvcache.exporters.dashboard import rules as make
 
-    typer.echo(make(prefix), nl=False)
+    typer.echo(make(prefix, docs), nl=False)
 
 
 def table() -> None:

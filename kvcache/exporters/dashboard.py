@@ -37,9 +37,20 @@ def dashboard(prefix: str = PREFIX) -> dict[str, Any]:
     return made
 
 
-def rules(prefix: str = PREFIX) -> str:
-    """Return the alert rules as YAML, with `prefix` as of `series_names`."""
-    return _read("rules.yaml", prefix)
+def rules(prefix: str = PREFIX, docs_url: str | None = None) -> str:
+    """Return the alert rules as YAML, with `prefix` as of `series_names`.
+
+    With the address of these pages, `docs_url`, each alert has a `runbook_url`, its section on the operator's page.
+    """
+    text = _read("rules.yaml", prefix)
+    if docs_url is None:
+        return text
+    page = f"{docs_url.rstrip('/')}/howto/operate.html"
+    return re.sub(
+        r"- alert: (\w+)\n(?:.*\n)*?( +)annotations:\n",
+        lambda alert: f"{alert[0]}{alert[2]}  runbook_url: {json.dumps(f'{page}#{alert[1].lower()}')}\n",
+        text,
+    )
 
 
 def as_markdown_table() -> str:

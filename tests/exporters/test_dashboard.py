@@ -68,6 +68,14 @@ def test_commands_print_dashboard_rules_and_table(run: object) -> None:
     assert (code, out) == (0, as_markdown_table())
 
 
+def test_every_alert_links_its_section_of_the_docs() -> None:
+    text = rules(docs_url="https://docs.example/kvcache/")
+    names = re.findall(r"alert: (\w+)", text)
+    links = re.findall(r'runbook_url: "https://docs.example/kvcache/howto/operate.html#(\w+)"', text)
+    assert links == [name.lower() for name in names]
+    assert re.sub(r" *runbook_url: .*\n", "", text) == rules()
+
+
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_promtool_accepts_the_rules(prefix: str, tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
