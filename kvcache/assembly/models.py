@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,11 @@ _MODELS = {
     "mistral-7b": _attention(32, 8, 128, 7.2e9),
     "mistral-small-24b": _attention(40, 8, 128, 23.6e9),
     "mixtral-8x7b": _attention(32, 8, 128, 12.9e9),
+    "gemma-2-9b": _attention(42, 8, 256, 9.2e9),
+    "gemma-2-27b": _attention(46, 16, 128, 27.2e9),
+    "gemma-3-4b": _attention(34, 4, 256, 3.9e9),
+    "gemma-3-12b": _attention(48, 8, 256, 11.8e9),
+    "gemma-3-27b": _attention(62, 16, 128, 27.0e9),
     "phi-4": _attention(40, 10, 128, 14.7e9),
     "yi-34b": _attention(60, 8, 128, 34.4e9),
     "qwen2.5-7b": _attention(28, 4, 128, 7.6e9),
@@ -94,7 +100,7 @@ _MODELS = {
     "deepseek-r1": (61, 576, 37.0e9),
     "kimi-k2": (61, 576, 32.0e9),
 }
-_TAILS = ("-instruct", "-chat", "-base", "-it", "-hf", "-fp8", "-awq", "-gptq")
+_TAIL = re.compile(r"-(instruct|chat|base|pt|it|hf|fp8|awq|gptq|v\d+[.]\d+|2[45]\d\d)$")
 
 
 def dtype_names() -> list[str]:
@@ -136,10 +142,10 @@ def model_of(name: str, dtype: str = "bf16") -> Model:
 
 
 def _plain(name: str) -> str:
-    """Return a name as the table spells it: lower case, without organisation, vendor's prefix and tuning suffix."""
+    """Return a name as the table spells it: lower case, without organisation, vendor's prefix, tuning and release."""
     plain = name.rpartition("/")[2].lower().removeprefix("meta-")
-    while tail := next((tail for tail in _TAILS if plain.endswith(tail)), None):
-        plain = plain.removesuffix(tail)
+    while (shorter := _TAIL.sub("", plain)) != plain:
+        plain = shorter
     return plain
 
 

@@ -190,6 +190,10 @@ def test_models_weigh_what_their_shapes_say() -> None:
 def test_names_of_the_hub_are_known() -> None:
     assert len(model_names()) >= 20
     assert model_of("Qwen/Qwen3-8B-FP8") == model_of("qwen3-8b")
+    assert model_of("mistralai/Mistral-7B-v0.1") == model_of("mistral-7b")
+    assert model_of("mistralai/Mistral-7B-Instruct-v0.3") == model_of("mistral-7b")
+    assert model_of("google/gemma-3-12b-it") == model_of("gemma-3-12b")
+    assert model_of("deepseek-ai/DeepSeek-V3") == model_of("deepseek-v3")
     assert model_of("meta-llama/Meta-Llama-3.1-8B-Instruct") == model_of("llama-3.1-8b")
 
 

@@ -457,7 +457,7 @@ class TierDirectory:
             # As JSON: to Python, 1 and true are equal.
             if json.dumps(stored, sort_keys=True) != json.dumps(given, sort_keys=True):
                 raise TierDirectoryError(
-                    f"disk tier directory {self.path} holds blocks of another {name}: {stored!r}, not {given!r}; "
+                    f"disk tier directory {self.path} holds blocks of another {name}: {_differences(stored, given)}; "
                     f"choose another directory, or delete this one"
                 )
 
@@ -559,3 +559,17 @@ def _fsync_directory(fd: int) -> None:
 
 _OPEN: WeakSet[TierDirectory] = WeakSet()
 os.register_at_fork(after_in_child=_forget_locks_in_child)
+
+
+def _differences(stored: Any, given: Any, name: str = "") -> str:
+    """Return what differs, field by field where both are objects; long values are cut."""
+    if not (isinstance(stored, dict) and isinstance(given, dict)):
+        shown = (text if len(text) <= 80 else f"{text[:80]}..." for text in (repr(stored), repr(given)))
+        return f"{name} {' is not '.join(shown)}".lstrip()
+    fields = {**stored, **given}
+    pairs = {field: (stored.get(field), given.get(field)) for field in fields}
+    return ", ".join(
+        _differences(*pair, f"{name}.{field}".lstrip("."))
+        for field, pair in pairs.items()
+        if json.dumps(pair[0], sort_keys=True) != json.dumps(pair[1], sort_keys=True)
+    )
