@@ -256,7 +256,7 @@ def test_another_model_is_refused(bench):
     bench.open(fingerprint={"model": "a", "dims": [1, 2]}).shutdown()
     with pytest.raises(TierDirectoryError, match="blocks of another fingerprint: model 'a' is not 'b'; choose"):
         bench.open(fingerprint={"model": "b", "dims": [1, 2]})
-    with pytest.raises(TierDirectoryError, match="blocks of another block_bytes: 4096, not 8192"):
+    with pytest.raises(TierDirectoryError, match="blocks of another block_bytes: 4096 is not 8192"):
         bench.open(block_bytes=8192, fingerprint={"model": "a", "dims": [1, 2]})
 
 
