@@ -11,13 +11,14 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvcache.options import check_int
 from kvcache.transfer import pinning
-from kvcache.transfer._native.pages import touch_pages
 from kvcache.transfer.free_memory import check_memory
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _HUGE_PAGE_BYTES = 2 << 20
 _TOUCH_BYTES = 1 << 30
+_PART_BYTES = 64 << 20
 
 Progress = Callable[[str, int, int], None]
 """Called with the step (``"touch"`` or ``"pin"``), the bytes done and the bytes in total."""
@@ -97,8 +99,7 @@ class HostPool:
         device: torch.device | None = None,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_bytes", block_bytes), ("align_bytes", align_bytes)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+            check_int(name, value)
         if mmap.PAGESIZE % align_bytes:
             raise ValueError(f"align_bytes must divide {mmap.PAGESIZE}, got {align_bytes}")
         self.num_blocks = num_blocks
@@ -160,11 +161,14 @@ class HostPool:
         return block_id
 
     def _touch(self, num_threads: int, progress: Progress | None) -> None:
-        for first in range(0, self.num_bytes, _TOUCH_BYTES):
-            num_bytes = min(_TOUCH_BYTES, self.num_bytes - first)
-            touch_pages(self.address + first, num_bytes, num_threads)
-            if progress is not None:
-                progress("touch", first + num_bytes, self.num_bytes)
+        with ThreadPoolExecutor(num_threads) as threads:
+            for first in range(0, self.num_bytes, _TOUCH_BYTES):
+                part = self.flat[first : first + _TOUCH_BYTES]
+                pages = part[:: mmap.PAGESIZE].tensor_split(-(-part.numel() // _PART_BYTES))
+                # torch releases the GIL, and uses no threads of its own for so few values.
+                list(threads.map(torch.Tensor.zero_, pages))
+                if progress is not None:
+                    progress("touch", first + part.numel(), self.num_bytes)
 
     def pin(self, progress: Progress | None = None) -> None:
         """Page-lock the memory; if that is refused, warn once and leave it unpinned.
