@@ -5,34 +5,40 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from threading import Thread
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def run_within(timeout_s: float, test: Callable[[], None]) -> None:
-    """Run `test` in a separate thread. Raise its exception, or AssertionError if it does not end in time.
+class HangError(AssertionError):
+    """A call did not return in time."""
+
+
+def run_within(timeout_s: float, call: Callable[[], T], name: str = "the test") -> T:
+    """Return the result of `call`, which runs in a separate thread; HangError if it does not end in time.
 
     Notes
     -----
     The error shows the position of the thread. Compiled code that hangs and holds the GIL also blocks this thread.
     """
-    raised: list[BaseException] = []
+    ended: Future[T] = Future()
 
     def run() -> None:
         try:
-            test()
+            ended.set_result(call())
         except BaseException as error:
-            raised.append(error)
+            ended.set_exception(error)
 
     thread = Thread(target=run, name="bounded-test", daemon=True)
     thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    if not wait([ended], timeout_s).done:
         frame = sys._current_frames().get(thread.ident or 0)
         place = "".join(traceback.format_stack(frame)[-4:])
-        raise AssertionError(f"no verdict within {timeout_s} s; the test was here:\n{place}")
-    if raised:
-        raise raised[0]
+        raise HangError(f"{name} did not return within {timeout_s} s; it was here:\n{place}")
+    return ended.result()
 
 
 @contextmanager

@@ -11,13 +11,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcache.request import ReqContext
+from kvcache.testing.bounded import HangError, run_within
 from kvcache.tiering.job_tier import JobTier
 from kvcache.tiering.tier import Tier
 
@@ -84,7 +83,8 @@ class TierContract(ABC):
     def test_from_config_returns_an_open_tier(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:
             tier_type = bench.tier.tier_type
-        if tier_type.from_config.__qualname__ == Tier.from_config.__qualname__:
+        # `Tier.from_config` refuses every class, and that of `JobTier` those without options.
+        if tier_type.from_config.__qualname__.startswith(("Tier.", "JobTier.")) and tier_type.options_type is None:
             return
         with _Bench(self, tmp_path / "configured", 16, tier_type) as bench:
             _expect("keys stored", sorted(bench.store(_keys(0, 1)).done), _keys(0, 1))
@@ -243,14 +243,11 @@ def _expect(what: str, actual: object, expected: object) -> None:
 
 
 class _Watched:
-    """Calls a tier in a separate thread. A call that exceeds the time limit fails."""
+    """Calls a tier with a time limit."""
 
     def __init__(self, open_tier: Callable[[], Tier], timeout_s: float) -> None:
-        self._calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
-        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._timeout_s = timeout_s
-        self._hangs = ""
-        Thread(target=self._serve, name="tier-contract", daemon=True).start()
+        self._hangs = False
         self._tier = self._call("open_tier", open_tier)
         if not isinstance(self._tier, Tier):
             raise AssertionError(f"expected a Tier to be opened, got {self._tier!r}")
@@ -262,28 +259,14 @@ class _Watched:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args: self._call(name, getattr(self._tier, name), *args)
 
-    def end(self) -> None:
-        self._calls.put(None)
-
     def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         if self._hangs:
             return None
-        self._calls.put((method, args))
         try:
-            answer, error = self._answers.get(timeout=self._timeout_s)
-        except Empty:
-            self._hangs = name
-            raise AssertionError(f"{name} did not return within {self._timeout_s} s") from None
-        if error is not None:
-            raise error
-        return answer
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            try:
-                self._answers.put((call[0](*call[1]), None))
-            except BaseException as error:
-                self._answers.put((None, error))
+            return run_within(self._timeout_s, lambda: method(*args), name)
+        except HangError:
+            self._hangs = True
+            raise
 
 
 class _Bench:
@@ -316,7 +299,6 @@ class _Bench:
 
     def __exit__(self, *exc_info: object) -> None:
         self.tier.shutdown()
-        self.tier.end()
 
     def fill(self, keys: list[bytes], first_block: int) -> None:
         for i, key in enumerate(keys):
