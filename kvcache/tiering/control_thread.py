@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Event
+
+from kvcache.background import Background
 
 _RETRY_S = 1.0
 
@@ -15,20 +17,9 @@ _RETRY_S = 1.0
 class ControlThread:
     """Call the slow hooks of a tier.
 
-    Parameters
-    ----------
-    name : str
-        The thread's name.
-    interval_s : float or None
-        Time between two calls of `maintain`; None: it is called at the end only.
-    open_, clear, maintain, close : callable
-        `open_` may raise, the others may not. `clear` is given the generation that begins, and returns whether it has
-        to be tried again.
-
-    Attributes
-    ----------
-    open_error : BaseException or None
-        What `open_` raised. The thread has ended then.
+    `open_` may raise: then `open_error` holds its exception, and the thread has ended. `clear` takes the generation
+    that begins, and returns whether it has to be called again. `maintain` is called every `interval_s` (None: never)
+    and at the end, before `close`.
     """
 
     def __init__(
@@ -45,8 +36,7 @@ class ControlThread:
         self._open, self._clear, self._maintain, self._close = open_, clear, maintain, close
         self._orders: SimpleQueue[int | None] = SimpleQueue()
         self._is_opened = Event()
-        self._thread = Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = Background(name, self._run)
 
     def wait_until_open(self, timeout_s: float) -> bool:
         """Return whether `open_` has ended, or raised, in time."""
@@ -59,9 +49,9 @@ class ControlThread:
     def stop(self, timeout_s: float) -> None:
         """End the thread after a last `maintain` and `close`; wait for it at most so long."""
         self._orders.put(None)
-        self._thread.join(timeout_s)
+        self._thread.stop(timeout_s)
 
-    def _run(self) -> None:
+    def _run(self, _: Event) -> None:
         try:
             self._open()
         except BaseException as error:

@@ -91,8 +91,7 @@ class TierConfig(Options):
     arbiter: bool = option(parse_flag, False, when="loading from this tier may take longer than computing the blocks")
 
     def __post_init__(self) -> None:
-        if self.write_policy not in WRITE_POLICIES:
-            raise ValueError(f"write_policy must be one of {', '.join(WRITE_POLICIES)}, got {self.write_policy!r}")
+        choice_of(*WRITE_POLICIES)("write_policy", self.write_policy)
         for name in ("num_uses", "max_store_blocks", "max_failures"):
             check_int(name, getattr(self, name))
         for name in ("deadline_s", "pause_s"):

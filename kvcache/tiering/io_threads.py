@@ -9,8 +9,10 @@ import time
 from collections import deque
 from itertools import count
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event
 from typing import Generic, Protocol, TypeVar
+
+from kvcache.background import Background
 
 QUERY, LOAD, STORE = 0, 1, 2
 """Priorities: lower numbers begin first, except for one task in `STORE_TURN`."""
@@ -42,9 +44,7 @@ class IOThreads(Generic[T]):
         self._waiting: tuple[deque[T], ...] = (deque(), deque(), deque())
         self._done: deque[T] = deque()
         self._turns = count(1)
-        self._threads = [Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [Background(f"{name}-{i}", self._work) for i in range(num_threads)]
 
     def submit(self, task: T, priority: int) -> None:
         """Queue a task behind those of its priority: QUERY, LOAD or STORE."""
@@ -63,9 +63,7 @@ class IOThreads(Generic[T]):
         for _ in self._threads:
             self._tokens.put(False)
         end_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, end_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return all(thread.stop(max(0.0, end_s - time.monotonic())) for thread in self._threads)
 
     def _next(self) -> T:
         # There are never more tokens than tasks, but another thread may take a task that was seen here.
@@ -78,7 +76,7 @@ class IOThreads(Generic[T]):
                 except IndexError:
                     continue
 
-    def _work(self) -> None:
+    def _work(self, _: Event) -> None:
         while self._tokens.get():
             task = self._next()
             try:

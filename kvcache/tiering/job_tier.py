@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
 from threading import TIMEOUT_MAX, Lock
@@ -34,6 +34,7 @@ from kvcache.tiering.io_threads import LOAD, QUERY, STORE, IOThreads
 from kvcache.tiering.job_table import CANCELLED, BlockOutcome, JobTable, Move, TierBatch
 from kvcache.tiering.slot_index import SlotIndex
 from kvcache.tiering.tier import CodecTierStats, Tier, TierResult, TierStats, checked_host_blocks
+from kvcache.tiers.codecs.base import make_codec
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -190,7 +191,7 @@ class JobTier(Tier):
         self._removals: SimpleQueue[list[bytes]] = SimpleQueue()
         self._is_shut = False
         self._lock = Lock()
-        name = f"kvcache-{medium.lower()}"
+        name = medium.lower()
         self._threads: IOThreads[Move | _Query] = IOThreads(num_threads, name)
         self._control = ControlThread(
             f"{name}-control",
@@ -203,6 +204,17 @@ class JobTier(Tier):
         if self._control.wait_until_open(open_timeout_s) and self._control.open_error is not None:
             self.shutdown()
             raise self._control.open_error
+
+    @classmethod
+    def from_config(
+        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
+    ) -> JobTier:
+        """Open the tier with `host_blocks`, `fingerprint` and the `arguments` of its `options_type`."""
+        if cls.options_type is None:
+            raise NotImplementedError(f"{cls.__name__} needs an options_type to be made from a configuration")
+        arguments = cls.options_type.read(options).arguments()
+        arguments |= {"codec": make_codec(arguments.get("codec"), host_blocks), "fingerprint": fingerprint}
+        return cls(host_blocks=host_blocks, **arguments)
 
     # Hooks that a subclass implements.
 

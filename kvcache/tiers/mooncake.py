@@ -45,7 +45,7 @@ from kvcache.options import (
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
-from kvcache.tiers.codecs.base import Codec, CodecMaker, make_codec, parse_codec, stored_form
+from kvcache.tiers.codecs.base import Codec, CodecMaker, parse_codec, stored_form
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -245,15 +245,6 @@ class MooncakeTier(JobTier):
                 return ""
         except (OSError, ImportError) as error:
             return f"{values.master} cannot be used: {error}"
-
-    @classmethod
-    def from_config(
-        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
-    ) -> MooncakeTier:
-        values = MooncakeOptions.read(options)
-        codec = make_codec(values.codec, host_blocks)
-        others = values.arguments("master", "codec")
-        return cls(values.master, host_blocks, fingerprint=fingerprint, codec=codec, **others)
 
     def __repr__(self) -> str:
         return f"MooncakeTier({self._setup[-1]!r})"

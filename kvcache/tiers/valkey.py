@@ -42,7 +42,7 @@ from kvcache.options import (
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
-from kvcache.tiers.codecs.base import Codec, CodecMaker, make_codec, parse_codec, stored_form
+from kvcache.tiers.codecs.base import Codec, CodecMaker, parse_codec, stored_form
 from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
 
 if TYPE_CHECKING:
@@ -190,14 +190,6 @@ class ValkeyTier(JobTier):
         except (ValkeyError, OSError, ValueError) as error:
             return f"{_address(values.url)} cannot be used: {_shown(error)}"
         return ""
-
-    @classmethod
-    def from_config(
-        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
-    ) -> ValkeyTier:
-        values = ValkeyOptions.read(options)
-        codec = make_codec(values.codec, host_blocks)
-        return cls(values.url, host_blocks, fingerprint=fingerprint, codec=codec, **values.arguments("url", "codec"))
 
     def __repr__(self) -> str:
         return f"ValkeyTier({self._address!r})"

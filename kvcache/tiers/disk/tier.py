@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from kvcache.background import Background
 from kvcache.options import (
     Options,
     check_int,
@@ -35,7 +35,7 @@ from kvcache.options import (
 )
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiering.log_limiter import LogLimiter
-from kvcache.tiers.codecs.base import Codec, CodecMaker, make_codec, parse_codec, stored_form
+from kvcache.tiers.codecs.base import Codec, CodecMaker, parse_codec, stored_form
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import (
     Header,
@@ -83,6 +83,9 @@ class DiskOptions(Options):
         parse_duration, 10.0, when="the engine's start must wait longer, or shorter, for the directory", advanced=True
     )
     codec: CodecMaker | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
+
+    def arguments(self, *left_out: str) -> dict[str, Any]:
+        return {"capacity_bytes": self.capacity, **super().arguments("capacity", *left_out)}
 
 
 class DiskTier(JobTier):
@@ -169,7 +172,7 @@ class DiskTier(JobTier):
         self._max_run = max(1, min(MAX_RUN_BLOCKS, max_io_bytes // block_bytes)) if is_packed else 1
         self._store: BlockStore | None = None
         self._current = (0, self._header.generation)
-        self._marks: list[Thread] = []
+        self._marks: list[Background] = []
         self._is_removed = False
         self._is_late = False
         self._warnings = LogLimiter(_LOG)
@@ -199,15 +202,6 @@ class DiskTier(JobTier):
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
         values = DiskOptions.read(options)
         return "" if values.read_only else writer_of(values.path)
-
-    @classmethod
-    def from_config(
-        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
-    ) -> DiskTier:
-        values = DiskOptions.read(options)
-        codec = make_codec(values.codec, host_blocks)
-        others = values.arguments("path", "capacity", "codec")
-        return cls(values.path, values.capacity, host_blocks, fingerprint=fingerprint, codec=codec, **others)
 
     @staticmethod
     def capacity_for(num_blocks: int, block_bytes: int) -> int:
@@ -275,10 +269,10 @@ class DiskTier(JobTier):
         if self._is_read_only or self._store is None:
             return
         directory = self._store.directory
-        mark = Thread(target=self._mark, args=(directory, directory.header.salt), name="kvcache-disk-mark", daemon=True)
-        mark.start()
-        mark.join(_MARK_S)
-        self._marks = [thread for thread in [*self._marks, mark] if thread.is_alive()]
+        salt = directory.header.salt
+        mark = Background("disk-mark", lambda _: self._mark(directory, salt))
+        mark.stop(_MARK_S)
+        self._marks = [thread for thread in [*self._marks, mark] if thread.is_alive]
 
     def maintain(self) -> None:
         """Write recency and make everything durable; notice that the directory was removed."""
@@ -296,9 +290,7 @@ class DiskTier(JobTier):
 
     def close(self) -> None:
         """Close the files, unless a thread that hangs may still use them."""
-        for mark in self._marks:
-            mark.join(_CLOSE_S)
-        if self._store is not None and not any(mark.is_alive() for mark in self._marks):
+        if all(mark.stop(_CLOSE_S) for mark in self._marks) and self._store is not None:
             self._store.close()
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
