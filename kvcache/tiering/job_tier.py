@@ -85,6 +85,7 @@ class _Query:
         self._tier = tier
 
     def run(self) -> None:
+        self._tier._close_query(self)
         answer = [bool(one) for one in self._tier.exists(self.keys)]
         if len(answer) != len(self.keys):
             raise ValueError(f"exists answered {len(answer)} of {len(self.keys)} keys")
@@ -188,6 +189,7 @@ class JobTier(Tier):
         self._cleared: tuple[int, SlotIndex | None] | None = None
         self._found: list[bytes] = []
         self._num_announced = 0
+        self._waiting_query: _Query | None = None
         self._removals: SimpleQueue[list[bytes]] = SimpleQueue()
         self._is_shut = False
         self._lock = Lock()
@@ -296,8 +298,26 @@ class JobTier(Tier):
             for first in range(0, len(unknown), self._max_query_keys):
                 batch = unknown[first : first + self._max_query_keys]
                 self._existence.ask(batch, now_s)
-                self._threads.submit(_Query(self, batch), QUERY)
+                self._ask(batch)
             return None if unknown or is_waiting else num_held
+
+    def _ask(self, keys: list[bytes]) -> None:
+        # An engine may look up one key a call, so keys join a query that no thread has begun.
+        query = self._waiting_query
+        if (
+            query is not None
+            and query.generation == self.generation
+            and len(query.keys) + len(keys) <= self._max_query_keys
+        ):
+            query.keys += keys
+            return
+        self._waiting_query = query = _Query(self, keys)
+        self._threads.submit(query, QUERY)
+
+    def _close_query(self, query: _Query) -> None:
+        with self._lock:
+            if self._waiting_query is query:
+                self._waiting_query = None
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
         with self._lock:

@@ -1,26 +1,28 @@
-"""The integration of vLLM: `KVCacheOffloadingSpec`, for the engine's own OffloadingConnector.
+"""The integration of vLLM: `KVCacheOffloadingSpec` for its OffloadingConnector, `KVCacheTier` for its own tiering.
 
-The package imports vLLM and checks its release on the first access to the class. Without vLLM, the modules for settings
+The package imports vLLM and checks its release on the first access to a class. Without vLLM, the modules for settings
 can still be imported.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["KVCacheOffloadingSpec"]
+__all__ = ["KVCacheOffloadingSpec", "KVCacheTier"]
 
 if TYPE_CHECKING:
     from kvcache.integrations.vllm.spec import KVCacheOffloadingSpec
+    from kvcache.integrations.vllm.tier import KVCacheTier
+
+_MODULES = {"KVCacheOffloadingSpec": "spec", "KVCacheTier": "tier"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "KVCacheOffloadingSpec":
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvcache.integrations.vllm.releases import installed_release
 
     installed_release()
-    from kvcache.integrations.vllm.spec import KVCacheOffloadingSpec
-
-    globals()[name] = KVCacheOffloadingSpec
-    return KVCacheOffloadingSpec
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return found

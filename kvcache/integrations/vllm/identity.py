@@ -21,6 +21,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.kv_offload.file_mapper import FileMapper
 
 # vLLM's log configuration covers loggers below its own name only.
 logger = init_logger(f"vllm.{__name__}")
@@ -72,6 +73,23 @@ def fingerprint(config: Any, vllm_config: Any = None) -> dict[str, Any]:
         "bytes_per_block": config.worker_kv_bytes_per_block,
         "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
     }
+
+
+def chunk_fingerprint(spec: Any) -> dict[str, Any]:
+    """Return what distinguishes the rows of host memory under vLLM's own manager.
+
+    The layout is that of vLLM's files: engines of another parallel topology share blocks if their bytes are equal.
+
+    Parameters
+    ----------
+    spec : vllm.v1.kv_offload.base.OffloadingSpec
+        The spec that owns the host memory.
+    """
+    found = fingerprint(spec.config, engine_config())
+    # Of one rank; FileMapper knows whether the ranks matter.
+    del found["parallel"], found["bytes_per_block"]
+    mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)
+    return {**found, "chunk": mapper.get_run_config(), "bytes_per_chunk": getattr(spec, "kv_bytes_per_chunk", 0)}
 
 
 def engine_config() -> Any:

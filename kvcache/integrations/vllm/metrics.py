@@ -6,7 +6,7 @@ vLLM ends if an undeclared name is sent, so declarations and values come from on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -47,6 +47,54 @@ def metric_definitions() -> dict[str, Any]:
     return found
 
 
+def tier_metric_definitions() -> dict[str, Any]:
+    """Return the declarations of the metrics of one tier."""
+    return {name: one for name, one in metric_definitions().items() if name.startswith(f"{_PREFIX}tier_")}
+
+
+class SampleChanges:
+    """Converts statistics since a start into changes since the last report.
+
+    Parameters
+    ----------
+    definitions : dict
+        The declared metrics, by name; others are left out, because the engine ends at an undeclared name.
+    """
+
+    def __init__(self, definitions: dict[str, Any]) -> None:
+        self._declared = frozenset(name.removeprefix(_PREFIX) for name in definitions)
+        self._stats: dict[tuple[str, Labels], Any] = {}
+        self._values: dict[tuple[str, Labels], float | HistogramData] = {}
+
+    def since_last(self, parts: Iterable[Part], block_size: int, block_bytes: int) -> OffloadingConnectorStats | None:
+        """Return increments of counters, values of gauges and new observations; None if nothing changed."""
+        sent = OffloadingConnectorStats()
+        for part in parts:
+            place = part.name, part.labels
+            if self._stats.get(place) == part.stats:
+                continue
+            self._stats[place] = part.stats
+            for sample in samples_of(part, block_size, block_bytes):
+                if sample.name in self._declared:
+                    self._add(sent, sample)
+        return None if sent.is_empty() else sent
+
+    def _add(self, sent: OffloadingConnectorStats, sample: Sample) -> None:
+        place = sample.name, sample.labels
+        last, self._values[place] = self._values.get(place), sample.value
+        if last == sample.value:
+            return
+        name, labels = _PREFIX + sample.name, tuple(value for _, value in sample.labels)
+        value = sample.value
+        if isinstance(value, HistogramData):
+            for observation in _observations(value, last if isinstance(last, HistogramData) else None):
+                sent.observe_histogram(name, observation, labels)
+        elif sample.kind == "counter":
+            sent.increase_counter(name, value - (last if isinstance(last, int | float) else 0), labels)
+        else:
+            sent.set_gauge(name, value, labels)
+
+
 class MetricsSource:
     """Converts a manager's counters since its start into changes since the last report.
 
@@ -69,25 +117,14 @@ class MetricsSource:
         self._manager = manager
         self._clock = clock
         self._next_full_s = clock()
-        # Exporters have counters of their own, which are not declared; the engine would end at their names.
-        self._declared = frozenset(name.removeprefix(_PREFIX) for name in metric_definitions())
-        self._stats: dict[tuple[str, Labels], Any] = {}
-        self._values: dict[tuple[str, Labels], float | HistogramData] = {}
+        # Exporters have counters of their own, which are not declared.
+        self._changes = SampleChanges(metric_definitions())
 
     def changes(self) -> OffloadingConnectorStats | None:
         """Return increments of counters, values of gauges and new observations; None if nothing changed."""
-        sent = OffloadingConnectorStats()
         telemetry = self._manager.telemetry
         block_bytes = 0 if telemetry is None else telemetry.block_bytes
-        for part in self._parts():
-            place = part.name, part.labels
-            if self._stats.get(place) == part.stats:
-                continue
-            self._stats[place] = part.stats
-            for sample in samples_of(part, self._manager.block_size, block_bytes):
-                if sample.name in self._declared:
-                    self._add(sent, sample)
-        return None if sent.is_empty() else sent
+        return self._changes.since_last(self._parts(), self._manager.block_size, block_bytes)
 
     def _parts(self) -> Iterator[Part]:
         now_s = self._clock()
@@ -100,21 +137,6 @@ class MetricsSource:
         yield Part("", self._manager.stats())
         if isinstance(self._manager, TieredOffloadingManager):
             yield from self._manager.tier_parts()
-
-    def _add(self, sent: OffloadingConnectorStats, sample: Sample) -> None:
-        place = sample.name, sample.labels
-        last, self._values[place] = self._values.get(place), sample.value
-        if last == sample.value:
-            return
-        name, labels = _PREFIX + sample.name, tuple(value for _, value in sample.labels)
-        value = sample.value
-        if isinstance(value, HistogramData):
-            for observation in _observations(value, last if isinstance(last, HistogramData) else None):
-                sent.observe_histogram(name, observation, labels)
-        elif sample.kind == "counter":
-            sent.increase_counter(name, value - (last if isinstance(last, int | float) else 0), labels)
-        else:
-            sent.set_gauge(name, value, labels)
 
 
 def _observations(now: HistogramData, last: HistogramData | None) -> Iterator[float]:

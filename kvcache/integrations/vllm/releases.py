@@ -19,6 +19,7 @@ ALLOW_UNTRIED = "KVCACHE_ALLOW_UNTRIED_VLLM"
 # Every release needs these: the engine checks for its own classes, or compares with `is`.
 REQUIRED_NAMES = {
     "vllm.v1.kv_offload.base": (
+        "Locality",
         "LookupResult",
         "Medium",
         "OffloadingCounterMetadata",
@@ -27,8 +28,11 @@ REQUIRED_NAMES = {
         "OffloadingManager",
         "OffloadingSpec",
         "OffloadingWorker",
+        "OffloadPolicy",
         "RequestOffloadingContext",
     ),
+    "vllm.v1.kv_offload.file_mapper": ("FileMapper",),
+    "vllm.v1.kv_offload.tiering.base": ("JobResult", "SecondaryTierManager"),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": ("OffloadingConnectorStats",),
 }
 
@@ -44,19 +48,22 @@ class Release:
         stored and loaded keys are ordered when a request ends.
     load_source : bool
         The engine asks for the medium that a loaded block came from (``vllm.v1.metrics.cache_hit_source``).
+    job_bytes : bool
+        The result of a secondary tier's job has the field ``transfer_bytes``.
     """
 
     key_positions: bool
     load_source: bool
+    job_bytes: bool
 
 
 # Each passed tests/vllm/test_adapter.py and the tests of one engine on the CPU; 0.32 passed all. 0.33 had no CPU build:
 # its Python code ran over the compiled operations of 0.32.
 RELEASES = {
-    (0, 30): Release(key_positions=False, load_source=False),
-    (0, 31): Release(key_positions=True, load_source=False),
-    (0, 32): Release(key_positions=True, load_source=True),
-    (0, 33): Release(key_positions=True, load_source=True),
+    (0, 30): Release(key_positions=False, load_source=False, job_bytes=False),
+    (0, 31): Release(key_positions=True, load_source=False, job_bytes=True),
+    (0, 32): Release(key_positions=True, load_source=True, job_bytes=True),
+    (0, 33): Release(key_positions=True, load_source=True, job_bytes=True),
 }
 
 

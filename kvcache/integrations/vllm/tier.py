@@ -1,0 +1,313 @@
+"""KVCacheTier: one of our tiers under vLLM's own TieringOffloadingManager.
+
+vLLM's manager keeps host memory and its worker copies to and from the device. Our tier adds a bound, checksums, an
+eviction policy, and recency that survives a restart. vLLM calls a tier under the manager's lock, so only `drain_jobs`
+and `shutdown` wait for I/O.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadPolicy,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvcache.assembly.assemble import TierSettings, open_tiers, read_tiers
+from kvcache.integrations.vllm.identity import chunk_fingerprint
+from kvcache.integrations.vllm.metrics import SampleChanges, tier_metric_definitions
+from kvcache.integrations.vllm.releases import installed_release
+from kvcache.integrations.vllm.startup import use_engine_log
+from kvcache.metrics import Part
+from kvcache.options import Options, choice_of, option, parse_flag, parse_text
+from kvcache.request import ReqContext
+from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
+from kvcache.tiering.tier import TierResult
+
+_LOG = logging.getLogger(__name__)
+# vLLM's factory reads these keys itself.
+_ENGINE_KEYS = frozenset({"type", "module_path", "backpressure"})
+_STATS_INTERVAL_S = 1.0
+_DRAIN_POLL_S = 0.001
+_DRAIN_WARNING_S = 5.0
+
+
+@dataclass(frozen=True)
+class KVCacheTierOptions(Options):
+    """The options of a `KVCacheTier`; its entry of ``secondary_tiers`` also holds those of the tier it names."""
+
+    where: ClassVar[str] = "a KVCacheTier"
+
+    kind: str = option(parse_text, when="always: `disk`, `memory`, `valkey`, `mooncake`, or `package.module:Class`")
+    locality: str | None = option(choice_of("LOCAL", "REMOTE"), None, when="requests or routers select tiers by it")
+    offload_policy: str = option(
+        choice_of(*(one.value for one in OffloadPolicy)), "chunk_level", when="host blocks are to be written again"
+    )
+    enable_kv_events: bool = option(parse_flag, True, when="the tier's events must be left out of vLLM's events")
+
+
+def read_tier(config: Mapping[str, Any]) -> tuple[KVCacheTierOptions, TierSettings]:
+    """Parse an entry of ``secondary_tiers``; raise ValueError naming each option that is invalid or unknown."""
+    given = {name: value for name, value in config.items() if name not in _ENGINE_KEYS}
+    own = KVCacheTierOptions.take(given)
+    settings = read_tiers([{**KVCacheTierOptions.rest(given), "type": own.kind}], KVCacheTierOptions.where)[0]
+    if settings.config.write_policy != "write_through" or settings.config.arbiter:
+        raise ValueError("vLLM's manager decides what a KVCacheTier writes and loads: omit write_policy and arbiter")
+    return own, settings
+
+
+class _Request(ReqContext):
+    """A request of the engine, and the keys that this tier failed to load for it."""
+
+    __slots__ = ("failed",)
+
+    def __init__(self, req_context: Any, has_positions: bool) -> None:
+        super().__init__(req_context.req_id, req_context.kv_transfer_params)
+        self.failed: set[bytes] = set()
+        if has_positions:
+            self.set_offload_key_positions(req_context._offload_key_positions)
+
+
+class KVCacheTier(SecondaryTierManager):
+    """A bounded, checksummed tier below vLLM's host memory.
+
+    Parameters
+    ----------
+    offloading_spec : vllm.v1.kv_offload.base.OffloadingSpec
+        The spec that makes the tier.
+    primary_kv_view : memoryview
+        vLLM's host blocks, shape (num_chunks, row bytes).
+    tier_type : str
+        vLLM's name of the tier.
+    backpressure_detector : BackpressureDetector, optional
+        vLLM asks it before each store.
+    **options
+        `KVCacheTierOptions`, ``deadline_s``, and the options of the tier that ``kind`` names.
+
+    Raises
+    ------
+    ValueError
+        An option is missing, unknown or invalid, or the tier holds blocks of another model or layout.
+
+    Notes
+    -----
+    vLLM offers each block once and keeps it in host memory until the store has ended. So at most half of the host
+    blocks are under way to the tier; further stores are refused.
+    """
+
+    medium: ClassVar[Any] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        # vLLM 0.30 has no detectors.
+        detector = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **detector)
+        use_engine_log()
+        own, settings = read_tier(options)
+        host_blocks = np.asarray(primary_kv_view)
+        num_chunks, self._row_bytes = host_blocks.shape
+        if settings.config.max_store_blocks == TierConfig.max_store_blocks:
+            config = replace(settings.config, max_store_blocks=max(1, num_chunks // 2))
+            settings = replace(settings, config=config)
+        tier, self._config = open_tiers((settings,), host_blocks, chunk_fingerprint(offloading_spec))[0]
+        # vLLM has reserved the host blocks of every load, so only stores are bounded.
+        budget = HostBudget(2 * num_chunks)
+        self._controller = TierController(tier, self._config, 2 * num_chunks, 1, budget)
+        self._release = installed_release()
+        if self._release.load_source and tier.medium != "DISK":
+            from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+            self.cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+        self.locality = None if own.locality is None else Locality(own.locality)
+        self._kind = own.kind
+        self._policy = OffloadPolicy(own.offload_policy)
+        self._sends_events = own.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] = []
+        self._requests: dict[str, _Request] = {}
+        self._engine_jobs: dict[int, tuple[str, list[bytes]]] = {}
+        self._results: list[JobResult] = []
+        self._changes = SampleChanges(tier_metric_definitions())
+        self._labels = (("tier", tier_type), ("medium", str(tier.medium)))
+        self._block_size = offloading_spec.tokens_per_block[0] * offloading_spec.blocks_per_chunk
+        self._next_stats_s = 0.0
+        stats = tier.stats()
+        _LOG.info(
+            "vLLM's tier %s: %s of %s blocks, %s found%s",
+            tier_type,
+            stats.medium,
+            f"{stats.num_blocks:,}" if stats.num_blocks else "an unknown number of",
+            f"{stats.num_held:,}",
+            f" (unavailable: {stats.unavailable_reason})" if stats.unavailable_reason else "",
+        )
+
+    # The clock of deadlines and pauses: monotonic seconds.
+    clock = staticmethod(time.monotonic)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        self._requests[req_context.req_id] = _Request(req_context, self._release.key_positions)
+        return RequestOffloadingContext(policy=self._policy)
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        request = self._requests.get(req_context.req_id)
+        if request is not None and key in request.failed:
+            # A second promotion would fail like the first one, and the request would never run.
+            return LookupResult.MISS
+        found = self._controller.lookup([key], self.clock())
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self._submit(job_metadata, is_load=False)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self._submit(job_metadata, is_load=True)
+
+    def _submit(self, engine_job: Any, is_load: bool) -> None:
+        controller, now_s = self._controller, self.clock()
+        request = self._requests.get(engine_job.req_context.req_id)
+        positions = (None if request is None else request.positions) or {}
+        chunk_of = dict(zip(engine_job.keys, engine_job.chunk_ids.tolist(), strict=True))
+        # vLLM passes the keys of a store as a set.
+        keys = sorted(chunk_of, key=lambda key: positions.get(key, 0))
+        if is_load:
+            room = controller.load_room if controller.may_load(now_s) else 0
+            controller.touch(keys, request)
+        else:
+            room = controller.store_room if controller.may_store(now_s) else 0
+        self._engine_jobs[engine_job.job_id] = engine_job.req_context.req_id, keys
+        # The head of a prompt is needed before its tail, and the block that is stored last is the most recent.
+        sent = keys[:room] if is_load else keys[:room][::-1]
+        num_under_way = len(keys) + sum(len(job.keys) for job in controller.jobs.values())
+        job = TierJob(
+            engine_job.job_id,
+            controller,
+            is_load,
+            sent,
+            [chunk_of[key] for key in sent],
+            # A job waits for those before it, which vLLM does not bound as our own manager does.
+            now_s + self._config.deadline_s * (1 + num_under_way / TierConfig.max_store_blocks),
+        )
+        if not room or not controller.send(job, now_s):
+            self._end_job(job, TierResult(job.job_id), now_s)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._take_finished()
+        results, self._results = self._results, []
+        return results
+
+    def _take_finished(self) -> None:
+        now_s = self.clock()
+        self._controller.give_up_overdue(now_s)
+        for job, result in self._controller.get_finished(MAX_STEP_BLOCKS, now_s):
+            self._announce(result.removed, removed=True)
+            if job is None or not job.is_load:
+                self._announce(result.done, removed=False)
+            if job is not None:
+                self._end_job(job, result, now_s)
+
+    def _end_job(self, job: TierJob, result: TierResult, now_s: float) -> None:
+        req_id, keys = self._engine_jobs.pop(job.job_id)
+        num_bytes = len(result.done) * self._row_bytes
+        seconds = now_s - (job.sent_s or now_s)
+        if result.start_s is not None and result.end_s is not None:
+            seconds = result.end_s - result.start_s
+        given: dict[str, Any] = {"transfer_bytes": num_bytes} if self._release.job_bytes else {}
+        if job.is_load:
+            done = set(result.done)
+            is_whole = len(done) == len(keys)
+            if not is_whole:
+                given["successful_keys"] = result.done
+                if (request := self._requests.get(req_id)) is not None:
+                    request.failed.update(key for key in keys if key not in done)
+        else:
+            # A block that the tier held already is neither done nor failed.
+            is_whole = job.sent_s > 0 and not result.failed and len(job.keys) == len(keys)
+        self._results.append(JobResult(job.job_id, is_whole, transfer_time=seconds, **given))
+
+    def _announce(self, keys: list[bytes], removed: bool) -> None:
+        if keys and self._sends_events:
+            self._events.append(
+                OffloadingEvent(
+                    keys=keys, medium=self.medium, removed=removed, locality=self.locality, removal_expected=True
+                )
+            )
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        self._controller.touch(list(keys), self._requests.get(req_context.req_id))
+
+    def on_request_finished(self, req_context: Any) -> None:
+        request = self._requests.pop(req_context.req_id, None)
+        if request is None:
+            return
+        if positions := request.positions:
+            # Blocks that were found on the device or in host memory stay recent in the tier, too.
+            self._controller.touch(sorted(positions, key=positions.__getitem__), request)
+        self._controller.end_request(request)
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._controller.pass_on_uses()
+
+    def has_pending_work(self) -> bool:
+        return bool(self._results or self._controller.jobs or self._controller.has_reports)
+
+    def drain_jobs(self) -> None:
+        next_warning_s = self.clock() + _DRAIN_WARNING_S
+        self._take_finished()
+        while self._controller.jobs:
+            if self.clock() >= next_warning_s:
+                next_warning_s += _DRAIN_WARNING_S
+                _LOG.warning("%s: vLLM waits for %d jobs to end", self.tier_type, len(self._controller.jobs))
+            time.sleep(_DRAIN_POLL_S)
+            self._take_finished()
+
+    def shutdown(self) -> None:
+        self._controller.shutdown()
+        # vLLM unmaps the host blocks next, and the tier's arrays in reference cycles would prevent it.
+        del self._controller
+        gc.collect()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        read_tier(extra_config)
+        return tier_metric_definitions()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        now_s = self.clock()
+        if now_s < self._next_stats_s:
+            return None
+        self._next_stats_s = now_s + _STATS_INTERVAL_S
+        part = Part("tier", self._controller.stats(), self._labels)
+        return self._changes.since_last([part], self._block_size, self._row_bytes)
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        return ("kvcache_kind", "kvcache_medium", "kvcache_capacity_blocks", "kvcache_capacity_bytes")
+
+    def config_info(self) -> dict[str, Any]:
+        stats = self._controller.stats().tier
+        values = (self._kind, stats.medium, stats.num_blocks, stats.num_blocks * self._row_bytes)
+        return dict(zip(self.config_info_keys({}), values, strict=True))

@@ -1,0 +1,197 @@
+"""vLLM's own TieringOffloadingManager over its shared region, driven as its scheduler drives it, without a device."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+PAGE = 4096
+TIMEOUT_S = 60.0
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
+    """Return the first true answer of `condition`."""
+    end_s = time.monotonic() + timeout_s
+    while not (answer := condition()):
+        assert time.monotonic() < end_s, "timed out"
+        time.sleep(0.001)
+    return answer
+
+
+def key(number: int, group: int = 0) -> Any:
+    """Return the key of block `number`."""
+    return base.make_offload_key(number.to_bytes(32, "big"), group)
+
+
+def keys(*numbers: int, group: int = 0) -> list[Any]:
+    """Return the keys of blocks."""
+    return [key(number, group) for number in numbers]
+
+
+def engine_spec_config(
+    extra_config: dict[str, Any],
+    *,
+    bytes_per_block: int = PAGE,
+    num_groups: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    rank: int = 0,
+    is_agnostic: bool = False,
+    replicated: bool = False,
+    enable_events: bool = True,
+    model: str = "model",
+) -> OffloadingConfig:
+    """Return the configuration that vLLM makes for a spec."""
+    return OffloadingConfig(
+        groups=tuple(OffloadingGroupConfig(16, (f"layer.{i}",), i) for i in range(num_groups)),
+        worker_kv_bytes_per_block=bytes_per_block,
+        enable_kv_cache_events=enable_events,
+        extra_config=extra_config,
+        engine_id=f"kvcache-test-{uuid.uuid4().hex}",
+        model=OffloadingModelConfig(model, "float32"),
+        cache=OffloadingCacheConfig(16, 1),
+        parallel=OffloadingParallelConfig(rank, tp * pp, tp, pp, 1, 1, 0, 1, None, is_agnostic),
+        replicated_layout=replicated,
+        kv_cache_layout="NHD",
+    )
+
+
+def tier_config(kind: str, **options: Any) -> dict[str, Any]:
+    """Return an entry of ``secondary_tiers`` that names our tier."""
+    return {"type": "KVCacheTier", "module_path": "kvcache.integrations.vllm", "kind": kind, **options}
+
+
+class EngineTiering:
+    """vLLM's manager with tiers, and the steps of its scheduler and worker.
+
+    Parameters
+    ----------
+    tiers : list of dict
+        ``secondary_tiers``.
+    num_chunks : int
+        Chunks of host memory.
+    policy : dict, optional
+        Other keys of ``kv_connector_extra_config``.
+    **config
+        See `engine_spec_config`.
+    """
+
+    def __init__(self, tiers: list[dict[str, Any]], num_chunks: int = 16, policy: Any = None, **config: Any) -> None:
+        num_bytes = config.get("bytes_per_block", PAGE) * config.get("tp", 1) * config.get("pp", 1)
+        extra_config = {"cpu_bytes_to_use": num_chunks * num_bytes, "secondary_tiers": tiers, **(policy or {})}
+        self.spec = TieringOffloadingSpec(engine_spec_config(extra_config, **config))
+        self.manager: Any = self.spec.get_manager()
+        self.tiers = self.manager.secondary_tiers
+        self.view = np.asarray(self.manager.primary_tier.get_kv_memoryview())
+        self.events: list[Any] = []
+        self.num_requests = 0
+
+    @property
+    def tier(self) -> Any:
+        """The first secondary tier."""
+        return self.tiers[0]
+
+    @property
+    def counters(self) -> Any:
+        """The first tier's own counters."""
+        return self.tier._controller.stats().tier
+
+    def content(self, block: bytes) -> np.ndarray[Any, Any]:
+        """Return the bytes of a block, which its key decides."""
+        seed = int.from_bytes(block[-8:], "big")
+        return np.random.default_rng(seed).integers(-128, 128, self.view.shape[1], dtype=np.int8)
+
+    def request(self, blocks: Sequence[Any] = (), **fields: Any) -> Any:
+        """Begin a request whose prompt consists of `blocks`."""
+        self.num_requests += 1
+        context = base.ReqContext(f"request-{self.num_requests}", **fields)
+        if hasattr(context, "set_offload_key_position"):
+            for position, one in enumerate(blocks):
+                context.set_offload_key_position(one, 16 * (position + 1))
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self) -> None:
+        """End a step of the scheduler."""
+        self.manager.on_schedule_end(base.ScheduleEndContext([], []))
+        self.events += self.manager.take_events()
+
+    def settle(self) -> None:
+        """Step until no transfer is under way."""
+
+        def is_idle() -> bool:
+            self.step()
+            return not self.manager.has_pending_work()
+
+        wait_until(is_idle)
+
+    def store(self, blocks: Sequence[Any], finish: bool = True) -> list[Any]:
+        """Serve a request that computes `blocks`; return what host memory took."""
+        context = self.request(blocks)
+        output = self.manager.prepare_store(blocks, context)
+        stored = [] if output is None else output.keys_to_store
+        for one, chunk in zip(stored, [] if output is None else output.store_spec.chunk_ids, strict=True):
+            self.view[chunk] = self.content(one)
+        if stored:
+            self.manager.complete_store(set(stored), context)
+        if finish:
+            self.manager.on_request_finished(context)
+        self.step()
+        return stored
+
+    def find(self, blocks: Sequence[Any], context: Any) -> int:
+        """Look `blocks` up until vLLM knows how many of the first can be loaded."""
+
+        def looked_up() -> int | None:
+            self.step()
+            num_found, is_deferred = 0, False
+            for one in blocks:
+                match self.manager.lookup(one, context):
+                    case base.LookupResult.HIT:
+                        num_found += 1
+                    case base.LookupResult.MISS:
+                        break
+                    case _:
+                        is_deferred = True
+                        num_found += 1
+            self.step()
+            return None if is_deferred else num_found + 1
+
+        return wait_until(looked_up) - 1
+
+    def load(self, blocks: Sequence[Any]) -> int:
+        """Serve a request for `blocks`; check the bytes of those that are found and return their number."""
+        context = self.request(blocks)
+        num_found = self.find(blocks, context)
+        if num_found:
+            spec = self.manager.prepare_load(blocks[:num_found], context)
+            for one, chunk in zip(blocks, spec.chunk_ids, strict=False):
+                np.testing.assert_array_equal(self.view[chunk], self.content(one))
+            self.manager.complete_load(set(blocks[:num_found]), context)
+        self.manager.on_request_finished(context)
+        self.step()
+        return num_found
+
+    def forget_host(self) -> None:
+        """Drop the blocks of host memory, as a reset of the prefix cache does."""
+        self.settle()
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):
+            self.manager.on_reset_flushed()
+
+    def close(self) -> None:
+        del self.view
+        self.manager.shutdown()

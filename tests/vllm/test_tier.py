@@ -1,0 +1,351 @@
+"""KVCacheTier under vLLM's own TieringOffloadingManager: contents, bounds, damage, faults, events, restarts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_tiering import PAGE, EngineTiering, key, keys, tier_config, wait_until
+from vllm.v1.kv_offload import base
+
+from kvcache.integrations.vllm import KVCacheTier
+from kvcache.lab.bench.servers import find_valkey, running_valkey
+from kvcache.tiers.disk.block_store import BlockStore
+from kvcache.tiers.disk.directory import capacity_for, directory_bytes
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., EngineTiering]]:
+    """Make vLLM's manager over tiers; every one is shut down at the end."""
+    made = []
+
+    def build(*tiers: dict[str, Any], **options: Any) -> EngineTiering:
+        made.append(EngineTiering(list(tiers), **options))
+        return made[-1]
+
+    yield build
+    for one in made:
+        if "view" in vars(one):
+            one.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Return the entry of a disk tier of so many blocks."""
+
+    def entry(num_blocks: int = 64, **options: Any) -> dict[str, Any]:
+        capacity = capacity_for(num_blocks, options.pop("row_bytes", PAGE))
+        return tier_config("disk", path=str(tmp_path / "kv"), capacity=capacity, **options)
+
+    return entry
+
+
+@pytest.fixture(params=["disk", "memory", "valkey"])
+def entry(request: pytest.FixtureRequest, disk: Any) -> Iterator[dict[str, Any]]:
+    """One entry per kind of tier."""
+    with ExitStack() as undo:
+        if request.param == "disk":
+            yield disk()
+        elif request.param == "memory":
+            yield tier_config("memory", capacity=64 * PAGE)
+        else:
+            pytest.importorskip("valkey")
+            if find_valkey() is None:
+                pytest.skip("needs valkey-server or redis-server")
+            yield tier_config("valkey", url=f"valkey://127.0.0.1:{undo.enter_context(running_valkey())}")
+
+
+def state_after(events: list[Any]) -> set[bytes]:
+    """Return the keys that a reader of a tier's events knows."""
+    known: set[bytes] = set()
+    for event in events:
+        if event.medium is base.Medium.STORAGE:
+            (known.difference_update if event.removed else known.update)(event.keys)
+    return known
+
+
+def test_tier_blocks_evicted_from_host_memory_come_back_equal(make: Any, entry: Any) -> None:
+    engine = make(entry)
+    for first in range(0, 24, 8):
+        assert engine.store(keys(*range(first, first + 8))) == keys(*range(first, first + 8))
+        engine.settle()
+    # Host memory holds 16 of 24 blocks; the first 8 come from the tier, with checked bytes.
+    assert engine.load(keys(*range(8))) == 8
+    assert engine.load(keys(*range(8, 16))) == 8
+    assert engine.load(keys(100)) == 0
+    stats = engine.manager.get_stats().reduce()
+    assert sum(value for name, value in stats.items() if "tiering_promotion_job_failures" in name) == 0
+
+
+def test_tier_drain_and_reset_end_and_keep_the_blocks(make: Any, entry: Any) -> None:
+    engine = make(entry)
+    engine.store(keys(*range(8)))
+    # Stores are under way here.
+    engine.manager.reset_cache()
+    getattr(engine.manager, "on_reset_flushed", lambda: None)()
+    assert not engine.manager._jobs
+    assert engine.load(keys(*range(8))) == 8
+
+
+def test_tier_groups_are_not_mixed(make: Any, entry: Any) -> None:
+    engine = make(entry, num_groups=2)
+    engine.store(keys(1, 2, group=0))
+    engine.forget_host()
+    assert engine.load(keys(1, 2, group=1)) == 0
+    engine.store(keys(1, group=1))
+    engine.forget_host()
+    assert engine.load(keys(1, 2, group=0)) == 2
+    assert engine.load(keys(1, 2, group=1)) == 1
+
+
+def test_tier_full_disk_stays_within_its_capacity_and_announces_removals(make: Any, disk: Any, tmp_path: Path) -> None:
+    engine = make(disk(16))
+    for number in range(64):
+        assert engine.store(keys(number)) == keys(number)
+        engine.settle()
+        # A use of block 0 in each request keeps it.
+        engine.load(keys(0))
+    assert directory_bytes(tmp_path / "kv") <= capacity_for(16, PAGE)
+    assert (engine.counters.stored_blocks, engine.counters.evicted_blocks) == (64, 48)
+    known = state_after(engine.events)
+    assert len(known) == engine.counters.num_held == 16
+    assert key(0) in known
+    assert all(
+        event.removal_expected and event.locality is None
+        for event in engine.events
+        if event.medium is base.Medium.STORAGE
+    )
+
+
+def test_tier_opened_again_finds_all_blocks_with_their_recency(make: Any, disk: Any) -> None:
+    engine = make(disk(16))
+    for first in (0, 8):
+        engine.store(keys(*range(first, first + 8)))
+        engine.settle()
+    engine.load(keys(*range(4)))
+    engine.settle()
+    engine.close()
+    engine = make(disk(16))
+    engine.step()
+    assert state_after(engine.events) == set(keys(*range(16)))
+    # Eight new blocks evict the eight that were used least recently: 4..7, then the tail of 8..15.
+    engine.store(keys(*range(20, 28)))
+    engine.forget_host()
+    assert engine.load(keys(*range(4))) == 4
+    assert engine.load(keys(4)) == engine.load(keys(15)) == 0
+    assert engine.load(keys(*range(20, 28))) == 8
+
+
+def test_tier_of_another_model_or_layout_is_refused(make: Any, disk: Any) -> None:
+    make(disk()).close()
+    with pytest.raises(ValueError, match="other-model"):
+        make(disk(), model="other-model")
+    with pytest.raises(ValueError, match="another"):
+        make(disk(64, row_bytes=2 * PAGE), tp=2)
+    make(disk())
+
+
+def test_tier_topology_is_ignored_only_if_the_bytes_are_agnostic(make: Any, disk: Any) -> None:
+    engine = make(disk(row_bytes=4 * PAGE), tp=2, bytes_per_block=2 * PAGE, is_agnostic=True)
+    engine.store(keys(1))
+    engine.settle()
+    engine.close()
+    engine = make(disk(row_bytes=4 * PAGE), tp=4, bytes_per_block=PAGE, is_agnostic=True)
+    assert engine.load(keys(1)) == 1
+
+
+def test_tier_damaged_blocks_are_never_served(make: Any, disk: Any, tmp_path: Path) -> None:
+    engine = make(disk(32))
+    engine.store(keys(*range(8)))
+    engine.forget_host()
+    with next((tmp_path / "kv").glob("data*")).open("r+b") as file:
+        for slot in (2, 5):
+            file.seek(slot * PAGE + 100)
+            file.write(bytes(64))
+    # `load` checks the bytes. A block is missing in the middle, the others are kept.
+    assert engine.load(keys(*range(8))) == 2
+    assert engine.load(keys(0, 1, 3, 4, 6, 7)) == 6
+    assert (engine.counters.corrupt_blocks, engine.counters.num_held) == (2, 6)
+    assert state_after(engine.events) == set(keys(0, 1, 3, 4, 6, 7))
+    # They are computed and stored again.
+    engine.store(keys(2, 5))
+    engine.forget_host()
+    assert engine.load(keys(*range(8))) == 8
+
+
+@pytest.mark.parametrize("fault", ["read", "write"])
+def test_tier_failing_disk_costs_its_blocks_only(
+    make: Any, disk: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(disk())
+    engine.store(keys(*range(4)))
+    engine.settle()
+
+    def fail(*args: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    if fault == "read":
+        engine.forget_host()
+        monkeypatch.setattr(BlockStore, "read", fail)
+        # Every request tries once at most, then the breaker keeps requests from the disk.
+        for _ in range(8):
+            assert engine.load(keys(*range(4))) == 0
+        assert 1 <= engine.counters.io_errors <= 4
+    else:
+        monkeypatch.setattr(BlockStore, "write", fail)
+        for number in range(10, 18):
+            assert engine.store(keys(number)) == keys(number)
+            engine.settle()
+        assert 1 <= engine.counters.io_errors <= 4
+        assert engine.load(keys(*range(10, 18))) == 8
+    assert getattr(engine.tier._controller.stats(), f"{fault}s") == "open"
+
+
+def test_tier_hung_disk_holds_half_of_host_memory_at_most(
+    make: Any, disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(disk(), num_chunks=16)
+    go_on, write = threading.Event(), BlockStore.write
+
+    def hang(*args: Any) -> Any:
+        go_on.wait()
+        return write(*args)
+
+    monkeypatch.setattr(BlockStore, "write", hang)
+    try:
+        # No step waits: this loop ends although the disk does not.
+        for number in range(64):
+            assert engine.store(keys(number)) == keys(number)
+        stats = engine.tier._controller.stats()
+        assert (stats.num_storing, stats.tier.stored_blocks) == (8, 0)
+        assert engine.load(keys(63)) == 1
+    finally:
+        go_on.set()
+    engine.settle()
+    assert engine.counters.stored_blocks == 8
+
+
+def test_tier_overdue_job_pauses_the_tier_until_it_ends(make: Any, disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(disk(deadline_s=5))
+    engine.store(keys(0, 1))
+    engine.forget_host()
+    began, go_on, read = threading.Event(), threading.Event(), BlockStore.read
+
+    def hang(*args: Any) -> Any:
+        began.set()
+        go_on.wait()
+        return read(*args)
+
+    monkeypatch.setattr(BlockStore, "read", hang)
+    try:
+        context = engine.request(keys(0))
+        engine.manager.lookup(key(0), context)
+        engine.step()
+        assert began.wait(60)
+        engine.tier.clock = lambda: time.monotonic() + 100
+        engine.step()
+        assert engine.tier._controller.stats().overdue_jobs == 1
+        # vLLM owns the block of the overdue job until it ends, so it is not reported early.
+        assert engine.manager._jobs
+        assert "reads paused" in engine.tier._controller.stats().tier.unavailable_reason
+    finally:
+        go_on.set()
+    assert engine.find(keys(0), context) == 1
+
+
+def test_tier_load_filter_keeps_a_request_from_the_disk(make: Any, disk: Any) -> None:
+    engine = make(disk())
+    engine.store(keys(0))
+    engine.forget_host()
+    host_only = base.TierFilter((base.TierMatcher(base.Medium.CPU),))
+    assert engine.find(keys(0), engine.request(keys(0), load_tier_filter=host_only)) == 0
+    assert engine.find(keys(0), engine.request(keys(0))) == 1
+
+
+def test_tier_request_level_policy_writes_blocks_that_host_memory_holds(make: Any, disk: Any) -> None:
+    engine = make(disk(offload_policy="request_level"), tier_config("memory", capacity=64 * PAGE))
+    engine.store(keys(0))
+    engine.settle()
+    assert engine.counters.stored_blocks == 1
+    engine.tier._controller.tier.reset()
+
+    def is_reset() -> bool:
+        engine.step()
+        return not engine.counters.unavailable_reason
+
+    wait_until(is_reset)
+    engine.store(keys(0))
+    engine.settle()
+    assert engine.counters.stored_blocks == 2
+
+
+def test_tier_two_tiers_serve_each_what_it_holds(make: Any, disk: Any) -> None:
+    engine = make(tier_config("memory", capacity=8 * PAGE), disk())
+    for first in range(0, 24, 8):
+        engine.store(keys(*range(first, first + 8)))
+        engine.settle()
+    engine.forget_host()
+    assert engine.load(keys(*range(24))[:16]) == 16
+    assert [tier._controller.stats().promoted_blocks for tier in engine.tiers] == [0, 16]
+    assert engine.load(keys(*range(16, 24))) == 8
+    assert [tier._controller.stats().promoted_blocks for tier in engine.tiers] == [8, 16]
+
+
+def test_tier_codec_returns_equal_bytes(make: Any, disk: Any) -> None:
+    pytest.importorskip("zstandard")
+    engine = make(disk(row_bytes=2 * PAGE, codec="zstd"))
+    engine.content = lambda block: (block[-5] + engine.view[0] * 0).astype("int8")  # compressible
+    engine.store(keys(1, 2))
+    engine.forget_host()
+    assert engine.load(keys(1, 2)) == 2
+
+
+def test_tier_events_are_off_with_vllms_or_by_option(make: Any, disk: Any) -> None:
+    for entry, enable_events in ((disk(), False), (disk(enable_kv_events=False), True)):
+        engine = make(entry, enable_events=enable_events)
+        engine.store(keys(1))
+        engine.settle()
+        assert state_after(engine.events) == set()
+        engine.close()
+    engine = make(disk(locality="LOCAL"))
+    engine.store(keys(2))
+    engine.settle()
+    assert {event.locality for event in engine.events if event.medium is base.Medium.STORAGE} == {base.Locality.LOCAL}
+
+
+def test_tier_metrics_are_all_declared(make: Any, disk: Any) -> None:
+    engine = make(disk())
+    engine.store(keys(1, 2))
+    engine.settle()
+    engine.tier._next_stats_s = 0.0
+    sent = engine.tier.get_stats()
+    declared = type(engine.spec).build_metric_definitions(engine.spec.extra_config)
+    assert sent._values.keys() <= declared.keys()
+    assert sent._values["vllm:kvcache_tier_written_blocks"] == {("KVCacheTier", "DISK"): 2}
+    assert engine.tier.get_stats() is None
+    info = engine.tier.config_info()
+    assert tuple(info) == engine.tier.config_info_keys({})
+    assert info["kvcache_capacity_bytes"] == 64 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "disc"}, "did you mean 'disk'"),
+        ({"kind": None}, "a KVCacheTier needs 'kind'"),
+        ({"capasity": 1}, "capasity .did you mean 'capacity'"),
+        ({"locality": "NEAR"}, "locality in a KVCacheTier must be one of LOCAL, REMOTE, got 'NEAR'"),
+        ({"write_policy": "write_back"}, "omit write_policy"),
+        ({"offload_policy": "block"}, "must be one of chunk_level, request_level, got 'block'"),
+    ],
+)
+def test_tier_invalid_options_are_refused_by_name(make: Any, disk: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make({**disk(), **options})
+    with pytest.raises(ValueError, match=message):
+        KVCacheTier.build_metric_definitions({**disk(), **options})
