@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +35,13 @@ def check(
             help="Check the pods of a Kubernetes manifest (YAML) instead.", metavar="FILE", show_default=False
         ),
     ] = None,
+    device: Annotated[
+        bool,
+        typer.Option(
+            "--device",
+            help="Measure the accelerator, or the CPU if there is none; --json is kvcache-device.json by default.",
+        ),
+    ] = False,
     model: ModelOption = None,
     dtype: DtypeOption = "bf16",
     block_tokens: Annotated[int, typer.Option("--block-size", help="With --model: tokens of an offloaded block.")] = 16,
@@ -46,8 +54,11 @@ def check(
 ) -> None:
     """Check a configuration against this machine: options, packages, memory, disk, stores."""
     common.check_writable("--json", json)
-    if (config is None) == (manifest is None):
-        raise ValueError("name one thing to check: a configuration, or --manifest FILE")
+    if (config is not None) + (manifest is not None) + device != 1:
+        raise ValueError("name one thing to check: a configuration, --manifest FILE, or --device")
+    if device:
+        # By name: no file outside `lab` imports it.
+        import_module("kvcache.lab.commands.check_device").check_device(json)
     if manifest is not None:
         from kvcache.cli.manifest import check_manifest
 

@@ -51,11 +51,18 @@ class CopyRate:
 class CopyBench:
     """Blocks of one size in two memories, and the ways to copy them.
 
-    `threads` are the numbers of copy threads to measure; blocks on a CUDA device are copied by one.
+    `threads` are the numbers of copy threads to measure; blocks on a CUDA device are copied by one. A block consists of
+    `num_layers` parts, each in a tensor of its own.
     """
 
     def __init__(
-        self, block_bytes: int, num_blocks: int, threads: Sequence[int] = (1, 2), device: str = "cpu", seed: int = 0
+        self,
+        block_bytes: int,
+        num_blocks: int,
+        threads: Sequence[int] = (1, 2),
+        device: str = "cpu",
+        seed: int = 0,
+        num_layers: int = 1,
     ) -> None:
         count = int(num_blocks * _SPREAD)
         self.block_bytes = block_bytes
@@ -66,8 +73,10 @@ class CopyBench:
             self._device = self._device_pool.tensor
         else:
             self._device = torch.zeros((count, block_bytes), dtype=torch.int8, device=device)
+        layer_bytes = block_bytes // num_layers
         kv_caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(self._device, block_bytes)], [[CanonicalKVCacheRef(0, block_bytes)]]
+            [CanonicalKVCacheTensor(one, layer_bytes) for one in self._device.view(num_layers, count, layer_bytes)],
+            [[CanonicalKVCacheRef(i, layer_bytes) for i in range(num_layers)]],
         )
         self._handlers = {
             n: cpu_gpu_handlers(kv_caches, self._pool, num_threads=n) for n in (threads if device == "cpu" else [1])
@@ -126,7 +135,7 @@ class CopyBench:
             return lambda: host.copy_(device, non_blocking=True)
         return lambda: device.copy_(host, non_blocking=True)
 
-    def measure(self, direction: str, layout: str, repeats: int = 5) -> Iterator[CopyRate]:
+    def measure(self, direction: str, layout: str, repeats: int = 5, with_torch: bool = True) -> Iterator[CopyRate]:
         """Time one large copy and every way in turn, `repeats` times (torch's, which are slow, twice); yield the best.
 
         Yields
@@ -135,6 +144,8 @@ class CopyBench:
             First that of the one large copy.
         """
         ways = {"one large copy": self.one_copy(direction)} | self.ways(direction, layout)
+        if not with_torch:
+            ways = {name: way for name, way in ways.items() if not name.startswith("torch")}
         best = dict.fromkeys(ways, float("inf"))
         for round_index in range(repeats):
             for name, way in ways.items():
@@ -162,7 +173,7 @@ class CopyBench:
 
     def _settle(self) -> None:
         if not self._device.is_cpu:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
 
     def _transfer(self, handler: OffloadingHandler, spec: TransferSpec) -> None:
         self._job_id += 1

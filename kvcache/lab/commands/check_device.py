@@ -1,0 +1,70 @@
+"""`kvcache check --device`: what this machine's device does with kvcache's copies, as a table and a file to send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcache.cli import common
+from kvcache.options import format_size
+
+DEFAULT_FILE = "kvcache-device.json"
+
+
+def check_device(json: str | None) -> None:
+    """Measure the accelerator, or the CPU if there is none; write the report and fail if a byte differs."""
+    import torch
+
+    from kvcache.lab.bench.device import find_device, measure
+
+    json = DEFAULT_FILE if json is None else json
+    common.check_writable("--json", json)
+    device = find_device()
+    console = common.console(json)
+    with console.status("") as status:
+        report = measure(device, show=status.update)
+    _show(report, console)
+    common.write_json(json, report)
+    if json != "-":
+        console.print(f"written to {json}: versions and figures, no names of hosts or users", markup=False)
+    different = report["geometries"]["different_bytes"] + report["compute"]["different_bytes"]
+    if different:
+        raise common.CommandError(f"{different} bytes differ after copies on {device} with torch {torch.__version__}")
+
+
+def _show(report: dict[str, Any], console: Any) -> None:
+    from rich.table import Table
+
+    facts = Table(show_header=False, box=None)
+    for name, value in report["environment"].items():
+        if value not in ("", None):
+            facts.add_row(name.replace("_", " "), str(value))
+    pool = report["pool"]
+    pages = ", ".join(f"node {node}: {count} pages" for node, count in pool["pages_per_numa_node"].items())
+    facts.add_row("pool", f"{format_size(pool['bytes'])}, touched at {pool['touch_gb_per_s']:.1f} GB/s; {pages}")
+    if pool["pin_gb_per_s"] is not None:
+        facts.add_row("pinning", f"{pool['pin_gb_per_s']:.1f} GB/s")
+    console.print(facts)
+    rates = {
+        (r["direction"], r["block_bytes"], r["num_blocks"], r["way"] == "one large copy"): r for r in report["copies"]
+    }
+    table = Table("blocks", "of", title="scattered blocks: GB/s, and the ratio to one large copy", title_justify="left")
+    directions = list(dict.fromkeys(rate["direction"] for rate in report["copies"]))
+    for direction in directions:
+        table.add_column(direction, justify="right")
+        table.add_column("one copy", justify="right")
+    for size, count in dict.fromkeys((rate["block_bytes"], rate["num_blocks"]) for rate in report["copies"]):
+        cells = []
+        for direction in directions:
+            ours, one = (rates[direction, size, count, is_one] for is_one in (False, True))
+            cells += [f"{ours['gb_per_s']:.2f} {ours['ratio']:.2f}", f"{one['gb_per_s']:.2f}"]
+        table.add_row(str(count), format_size(size), *cells)
+    console.print(table)
+    found, beside = report["geometries"], report["compute"]
+    console.print(
+        f"{found['number']} random geometries: {found['different_bytes']} of {found['compared_bytes']:,} bytes differ"
+    )
+    ratio = beside["both_s"] / max(beside["copy_s"], beside["compute_s"])
+    console.print(
+        f"{format_size(beside['bytes'])} beside compute: {ratio:.2f} times as long as the longer of the two; "
+        f"{beside['different_bytes']} bytes differ"
+    )
