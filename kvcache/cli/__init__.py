@@ -70,6 +70,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         status = _status_of(error)
         if status is None and "KVCACHE_TRACEBACK" in os.environ:
             raise
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            _fail("this command needs the package torch, which is not installed", _EXIT_FAILED)
         if status is None:
             hint = "a fault of kvcache or of a plug-in; KVCACHE_TRACEBACK=1 shows where"
             _fail(f"{type(error).__name__}: {error} ({hint})", _EXIT_FAILED)

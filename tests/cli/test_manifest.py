@@ -69,6 +69,12 @@ COMMAND = "command: [vllm, serve, Qwen/Qwen3-8B, --kv-transfer-config, $(KV_TRAN
         ([('"cpu_bytes_to_use": "64GiB"', '"cpu_bytes": 3')], "error", "Deployment/vllm, vllm", "'cpu_bytes_to_use'"),
         ([('"cpu_bytes_to_use"', '"pool": 1, "cpu_bytes_to_use"')], "warning", "Deployment/vllm, vllm", "unknown keys"),
         ([('"kv_role": "kv_both",', '"kv_role": "kv_both"')], "error", "Deployment/vllm, vllm", "is not JSON"),
+        (
+            [('"spec_module_path": "kvcache.', '"spec_module_path": "vllm.')],
+            "error",
+            "Deployment/vllm, vllm",
+            "not checked",
+        ),
         ([("key: kv-transfer-config", "key: config")], "error", "Deployment/vllm, vllm", "got '$(KV_TRANSFER_CONFIG)'"),
     ],
 )

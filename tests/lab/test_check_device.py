@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,10 @@ def test_check_device_beside_a_configuration_is_bad_input(run):
     status, _, err = run("check", "engine.json", "--device")
     assert status == 2
     assert "name one thing to check" in err
+
+
+def test_check_device_without_torch_names_the_package(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    status, _, err = run("check", "--device")
+    assert status == 1
+    assert err == "kvcache: error: this command needs the package torch, which is not installed\n"
