@@ -151,7 +151,8 @@ def verdict_of(tier_class, tmp_path):
     """Run the contract by hand, without pytest's rewriting of assertions; return the first complaint."""
 
     class Contract(TierContract):
-        timeout_s = 0.3
+        # Long enough for a loaded machine, except where a call or a job never ends.
+        timeout_s = 1.0 if tier_class in (Endless, Silent) else 60.0
 
         def open_tier(self, path, host_blocks, num_blocks):
             return tier_class(num_blocks, host_blocks, is_automatic=True)
@@ -225,8 +226,8 @@ class Reversed(RemoteTier):
         (Picky, r"from_config raised ValueError\(.* for {}; override TierContract.options"),
         (Reversed, "exists of keys 0, 7, 1, 8, 9 if 0 and 1 are held: expected"),
         (WrongCount, "absent one|blocks found|reset|whether"),
-        (Endless, "lookup did not return within 0.3 s"),
-        (Silent, r"jobs \[\d+(, \d+)*\] did not all end in 0.3 s, but \[\]"),
+        (Endless, "lookup did not return within 1.0 s"),
+        (Silent, r"jobs \[\d+(, \d+)*\] did not all end in 1.0 s, but \[\]"),
         (Grown, "number of keys removed for one: expected 1, got 0"),
         (Spoiled, "1 bytes of b'contract-000' are wrong, the first at 7"),
         (Scribbling, r"host blocks that a load of blocks 0 and 1 changed: expected \[\], got \[60\]"),

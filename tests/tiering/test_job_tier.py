@@ -95,7 +95,7 @@ def make(store, host, monkeypatch):
     made = []
 
     def make_one(**options):
-        made.append(StoreTier(store, host, **options))
+        made.append(StoreTier(store, host, **{"query_deadline_s": 60.0, **options}))
         return made[-1]
 
     yield make_one
@@ -109,7 +109,7 @@ def keys_of(text):
 
 
 def until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not (answer := condition()):
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.0005)

@@ -519,3 +519,38 @@ def test_promotion_under_gittins_is_no_use_until_the_request_loads_its_blocks():
     bench.manager.complete_load([b"a", b"b"], context)
     assert policy.touches == 3
     policy.check()
+
+
+def asked(bench, key, context):
+    """Return whether a block is found ready, and whether it is coming to the request."""
+    return bench.manager.lookup(key, context), bench.manager.is_coming(key, context)
+
+
+def test_is_coming_block_in_tier_is_true_until_it_is_ready():
+    bench, context = Bench().on_tier(b"a"), ReqContext()
+    assert asked(bench, b"a", context) == (None, True)
+    bench.manager.on_schedule_end()
+    assert asked(bench, b"a", context) == (None, True)
+    bench.step()
+    assert bench.manager.lookup(b"a", context) is True
+
+
+def test_is_coming_unknown_block_is_false_until_the_engine_stores_it():
+    bench, context = Bench(), ReqContext()
+    assert asked(bench, b"b", context) == (False, False)
+    bench.manager.prepare_store([b"b"])
+    assert asked(bench, b"b", context) == (False, True)
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_is_coming_block_of_an_overdue_job_or_during_a_reset_is_false(is_reset):
+    bench, context = Bench().on_tier(b"a"), ReqContext()
+    asked(bench, b"a", context)
+    bench.manager.on_schedule_end()
+    if is_reset:
+        bench.manager.reset_cache()
+    else:
+        bench.clock.now_s += 6
+        bench.manager.on_schedule_end()
+        assert bench.manager.policy.get(b"a") is not None
+    assert asked(bench, b"a", context) == (False, False)

@@ -66,7 +66,7 @@ class DiskBench:
             tier.host[block_id] = self.payload(key, tier.host.shape[1])
 
     def result(self, tier, job_id):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             for result in tier.get_finished():
                 if result.job_id == job_id:
@@ -92,7 +92,7 @@ class DiskBench:
 
     def settle(self, tier):
         """Wait until a reset is over."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while tier.stats().unavailable_reason.startswith("reset") and time.monotonic() < end:
             tier.get_finished()
             time.sleep(0.001)

@@ -192,10 +192,7 @@ def test_reset_forgets_also_across_a_restart(bench):
     assert tier.submit_store(6, bench.keys(9), [0]) is False
     result = bench.result(tier, 5)
     assert sorted(result.done + result.failed) == bench.keys(0, 1)
-    end = time.monotonic() + 20
-    while tier.stats().unavailable_reason and time.monotonic() < end:
-        tier.get_finished()
-        time.sleep(0.001)
+    bench.settle(tier)
     bench.store(tier, bench.keys(7))
     tier.shutdown()
     tier = bench.open(num_blocks=4)
@@ -441,16 +438,18 @@ def test_folder_that_cannot_be_made_is_a_clear_error(bench, tmp_path):
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved):
+def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved, caplog):
     tier = bench.open(flush_interval_s=0.01)
     bench.store(tier, bench.keys(1))
     if is_moved:
         (tmp_path / "tier").rename(tmp_path / "moved")
     else:
         shutil.rmtree(tmp_path / "tier")
-    end = time.monotonic() + 20
-    while not tier.stats().unavailable_reason and time.monotonic() < end:
+    end = time.monotonic() + 60
+    message = f"disk tier: directory {tmp_path / 'tier'} was removed"
+    while message not in caplog.text and time.monotonic() < end:
         time.sleep(0.001)
+    assert message in caplog.text
     assert tier.stats().unavailable_reason == f"directory {tmp_path / 'tier'} was removed"
     # The space is released right after the reason is set.
     size = 16 * BLOCK_BYTES if is_moved else 0

@@ -212,14 +212,8 @@ def test_soft_pins_and_replicas_are_asked_for(make_store, opened):
     host = blocks()
     options = {"num_replicas": 2, "soft_pin": True, "soft_pin_ttl_s": 60.0}
     tier = open_tier(opened, replicated.master, host, **options)
-    store_until_done(tier, host, KEYS[:8])
-    native = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-    assert native.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", replicated.master) == 0
-    counts = [len(native.get_replica_desc(tier.name_of(key))) for key in KEYS[:8]]
-    native.close()
-    # The first ones may have come before the second node did.
-    assert counts[-1] in (1, 2)
-    end_s, number = time.monotonic() + 30, 8
+    # The first blocks may come before the second node does.
+    end_s, number = time.monotonic() + 30, 0
     while True:
         store_until_done(tier, host, KEYS[number : number + 1])
         native = importlib.import_module("mooncake.store").MooncakeDistributedStore()

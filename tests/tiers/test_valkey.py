@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import struct
@@ -149,7 +150,7 @@ def test_answer_of_a_byte_now_and_then_ends_within_the_timeout(server, opened):
     proxy = Proxy(server.port)
     host = blocks()
     tier = open_tier(opened, f"valkey://127.0.0.1:{proxy.port}", host, timeout_s=0.5, num_threads=1)
-    store(tier, host, KEYS[:2])
+    store_until_done(tier, host, KEYS[:2])
     proxy.mode = "drip"
     # A byte every 0.2 s is within every limit on one read, and a block would take 13 minutes.
     result = load(tier, host, KEYS[:2])
@@ -360,28 +361,24 @@ def test_server_that_is_down_at_the_start_is_used_once_it_runs(make_server, open
     tier = open_tier(opened, server.url, host, timeout_s=0.5)
     assert store(tier, host, KEYS[:2]).error
     server.start()
-    assert store(tier, host, KEYS[:2], job_id=3).failed == []
+    store_until_done(tier, host, KEYS[:2])
 
 
 def test_restarted_server_is_used_again(server, opened):
     host = blocks()
     tier = open_tier(opened, server.url, host, timeout_s=1.0)
-    store(tier, host, KEYS[:8])
+    store_until_done(tier, host, KEYS[:8])
     server.kill()
     assert load(tier, host, KEYS[:8]).done == []
     server.start()
-    end_s = time.monotonic() + 30
-    job_id = 10
-    while store(tier, host, KEYS[8:16], job_id).failed:
-        assert time.monotonic() < end_s
-        job_id += 1
+    store_until_done(tier, host, KEYS[8:16])
     assert sorted(load(tier, host, KEYS[8:16], job_id=9).done) == KEYS[8:16]
 
 
 def test_stopped_server_fails_jobs_within_the_timeout(server, opened):
     host = blocks()
     tier = open_tier(opened, server.url, host, timeout_s=0.5)
-    store(tier, host, KEYS[:8])
+    store_until_done(tier, host, KEYS[:8])
     os.kill(server.pid, signal.SIGSTOP)
     try:
         result = load(tier, host, KEYS[:8])
@@ -396,7 +393,7 @@ def test_spoiled_answers_lose_jobs_and_never_bytes(server, opened, mode):
     proxy = Proxy(server.port)
     host = blocks()
     tier = open_tier(opened, f"valkey://127.0.0.1:{proxy.port}", host, timeout_s=0.5)
-    store(tier, host, KEYS[:16])
+    store_until_done(tier, host, KEYS[:16])
     proxy.mode = mode
     for job_id in range(2, 6):
         assert load(tier, host, KEYS[:16], job_id).done == []
@@ -451,11 +448,11 @@ def cpu_times_of_a_round(manager: TieredOffloadingManager, run: int) -> list[flo
     for i in range(20):
         keys = [b"%02d-%02d-%02d" % (run, i, j) + bytes(28) for j in range(32)]
         context = ReqContext()
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while timed(manager.lookup, keys, context) is None and i == 0:
             timed(manager.on_schedule_end)
             time.sleep(0.002)
-            # Its deadline is half a second; the rest is for a machine that is busy.
+            # The deadline is half a second; the rest is for a machine that is busy.
             assert time.monotonic() < end_s
         output = timed(manager.prepare_store, keys, context)
         if output is not None:
@@ -569,21 +566,8 @@ def test_tls_server_must_be_signed_by_the_given_authority(make_server, opened, t
         pytest.skip("needs openssl")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
-    command = (
-        openssl,
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-keyout",
-        key,
-        "-out",
-        certificate,
-    )
-    subprocess.run([*map(str, command), *subject], check=True, capture_output=True)
+    command = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -keyout {key} -out {certificate}"
+    subprocess.run([*shlex.split(command), *subject], check=True, capture_output=True)
     files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate))
     tls_port = free_port()
     make_server("--tls-port", str(tls_port), *files, "--tls-auth-clients", "no", "--requirepass", "sesame")

