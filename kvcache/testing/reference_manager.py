@@ -213,20 +213,7 @@ class ReferenceManager(OffloadingManager):
         self.policy.hint(keys, next_use)
 
     def hinted_keys(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> list[bytes]:
-        """Return the keys that a later hint applies to, and store the hint for later uses by the request.
-
-        Parameters
-        ----------
-        request_or_keys : ReqContext or iterable of bytes
-            The first argument of `hint`.
-        next_use : str
-            The hint.
-
-        Returns
-        -------
-        list of bytes
-            In prefix order.
-        """
+        """Return the keys of a hint in prefix order, and store the hint for later uses by the request."""
         if not isinstance(request_or_keys, ReqContext):
             return checked_keys(request_or_keys)
         running = self.named.get(request_or_keys)
@@ -288,12 +275,7 @@ class ReferenceManager(OffloadingManager):
     ) -> list[bytes]:
         """Return the keys that a request has named, by position in the prompt, or as first seen.
 
-        Parameters
-        ----------
-        req_context : ReqContext
-            The request.
-        named_by : mapping, optional
-            Mapping to search. The default is the running requests.
+        By default, the request is one of the running requests.
         """
         request = (self.named if named_by is None else named_by).get(req_context)
         named = [] if request is None else list(request.keys)

@@ -30,14 +30,8 @@ Sources: TypeAlias = tuple[list[tuple[bytes, Source]], bool]
 class LoadChoice:
     """The decision for one request so far; a cut is final.
 
-    Attributes
-    ----------
-    seen_token : int
-        End of the prefix that is decided.
-    limit_token : int
-        End of the prefix that is loaded; less than `seen_token`: the prefix is cut.
-    give_up_s : float
-        When computing would have been done in the time spent waiting.
+    The prefix is decided up to `seen_token` and loaded up to `limit_token`; it is cut if that is less. At `give_up_s`,
+    computing would have been done in the time spent waiting.
     """
 
     __slots__ = ("give_up_s", "limit_token", "seen_token")

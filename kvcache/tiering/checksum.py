@@ -22,19 +22,7 @@ _PREFIX = struct.Struct("<IQ")
 
 
 def checksum(key: bytes, payload: Buffer, num_bytes: int, seed: int) -> int:
-    """Return the 64-bit xxh3 of key, length and payload.
-
-    Parameters
-    ----------
-    key : bytes
-        The block's key.
-    payload : buffer
-        Its bytes, contiguous.
-    num_bytes : int
-        Bytes of a whole block.
-    seed : int
-        Distinguishes a block of one store from the same block of another.
-    """
+    """Return the 64-bit xxh3 of key, length and contiguous payload; each store has its own `seed`."""
     digest = xxhash.xxh3_64(_PREFIX.pack(len(key), num_bytes) + key, seed)
     digest.update(payload)
     return digest.intdigest()

@@ -164,18 +164,10 @@ class TierJob:
 
 
 class TierController:
-    """One tier under a manager.
+    """One tier under a manager: its `jobs` under way and the `backlog` of keys that wait to be written.
 
-    Attributes
-    ----------
-    jobs : dict of int to TierJob
-        Under way.
-    backlog : deque of bytes
-        Keys that wait to be written.
-    dirty : DirtyBlocks or None
-        What host memory holds and the tier does not, with ``"write_back"``.
-    link : LinkRate or None
-        How fast it loads, with an arbiter.
+    With ``"write_back"``, `dirty` holds the blocks of host memory that are not in the tier. With an arbiter, `link` is
+    the rate of loads.
     """
 
     def __init__(self, tier: Tier, config: TierConfig, num_blocks: int, num_tiers: int, budget: HostBudget) -> None:

@@ -17,16 +17,8 @@ if TYPE_CHECKING:
 class PendingRequest:
     """One request that waits.
 
-    Attributes
-    ----------
-    wanted : dict of bytes to TierController
-        Keys to promote with the next `on_schedule_end`, and their tiers.
-    tried : set of bytes
-        Keys whose promotion was tried; a request tries a key once.
-    held : dict of bytes to None
-        Ready blocks that it has a reference on.
-    prefix : list of bytes
-        The leading keys of its last look-up that are held.
+    The next `on_schedule_end` promotes its `wanted` keys from their tiers. It tries each key once: `tried`. It has a
+    reference on each block in `held`, which include `prefix`, the leading keys of its last look-up.
     """
 
     __slots__ = ("deadline_s", "held", "is_over", "prefix", "req_context", "tried", "wanted")
@@ -50,24 +42,9 @@ class PendingRequest:
 class PendingRequests:
     """The requests that wait; None stands for all calls without a request.
 
-    Parameters
-    ----------
-    pool : BlockPool
-        The host pool.
-    deadline_s : float
-        How long a request waits at most. It is then answered from host memory for as long again, so that it gets an
-        answer before it can wait again.
-    max_step_blocks : int
-        Blocks that one call takes references on at most.
-    clock : callable
-        Seconds that only grow.
-
-    Attributes
-    ----------
-    clock : callable
-        As given; a recorder puts its own in its place.
-    waits : Histogram
-        Seconds from a request's first wait to its load, its end or its deadline.
+    A request waits at most `deadline_s`. It is then answered from host memory for as long again, so that it gets an
+    answer before it can wait again. One call takes references on at most `max_step_blocks` blocks. `waits` holds the
+    seconds from a request's first wait to its load, its end or its deadline.
     """
 
     def __init__(self, pool: BlockPool, deadline_s: float, max_step_blocks: int, clock: Callable[[], float]) -> None:

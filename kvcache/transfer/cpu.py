@@ -15,20 +15,10 @@ from kvcache.transfer.geometry import KVGeometry
 class CPUCopyHandler(OffloadingHandler):
     """Copies between an engine's tensors in host memory and the pool, in threads that do not need the GIL.
 
-    Parameters
-    ----------
-    geometry : KVGeometry
-        The tensors, the pool, and the layout of a block in both.
-    to_host : bool
-        Whether blocks go to the pool (a store) or come from it (a load).
-    num_threads : int, optional
-        Maximum number of copy threads; None: one per CPU, at most 4, and fewer for small jobs.
-    inline_bytes : int
-        A job of at most this size runs in the caller's thread if no other is in flight, because passing it to a
-        thread takes longer. -1: never.
+    Blocks go to the pool if `to_host`, and come from it otherwise. At most `num_threads` threads copy; None: one per
+    CPU, at most 4, and fewer for small jobs. A job of at most `inline_bytes` runs in the caller's thread if no other is
+    in flight, because passing it to a thread takes longer; -1: never.
 
-    Notes
-    -----
     A destination block that a job names twice holds the bytes of either source.
     """
 

@@ -17,13 +17,7 @@ from kvcache.transfer.streams import is_accelerator
 
 
 def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -> int:
-    """Return the bytes that one offloaded block needs in the host pool.
-
-    Returns
-    -------
-    int
-        The unpadded bytes of all layers of the largest KV-cache group, times the factor.
-    """
+    """Return the bytes of a block in the host pool: all layers of the largest group, unpadded, times the factor."""
     check_int("block_size_factor", block_size_factor)
     sizes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
     return max(sizes, default=0) * block_size_factor

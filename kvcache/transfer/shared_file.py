@@ -52,29 +52,13 @@ def private_folder(parent: Path = Path("/dev/shm")) -> Path:
 class SharedBlocks:
     """Host blocks in shared memory, in a file whose path the scheduler and the workers share.
 
-    Parameters
-    ----------
-    path : Path
-        The file; created if it is missing. A missing folder is not created.
-    num_blocks, block_bytes : int
-        Its shape.
-    is_owner : bool
-        Whether to be the only owner of the file, and to remove it at `close` or when this process ends. A forked child
-        neither owns nor removes it.
+    A missing file is created, a missing folder is not. `array` is the memory as uint8, shape (num_blocks, block_bytes).
+    With `is_owner`, this process is the only owner of the file, and removes it at `close` or when it ends. A forked
+    child neither owns nor removes the file.
 
-    Attributes
-    ----------
-    array : numpy.ndarray
-        uint8, shape (num_blocks, block_bytes).
+    A ValueError says why the file cannot be used: it cannot be created, is not a regular file, belongs to another user,
+    is open to others, has another size, is locked, or is owned by another process.
 
-    Raises
-    ------
-    ValueError
-        The file cannot be created, is not a regular file, belongs to another user, is open to others, has another
-        size, is locked, or is owned by another process.
-
-    Notes
-    -----
     A process that maps the file has a shared lock of its open file (OFD), which lasts as long as the mapping. A process
     that removes or opens a file first takes the lock (to remove it, the exclusive one), and then checks that the name
     still refers to this file. So only its owner can remove a file in use. An advisory lock (``flock``) of a second

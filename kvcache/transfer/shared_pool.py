@@ -25,18 +25,7 @@ _LOG = logging.getLogger(__name__)
 class SharedHostPool(HostPool):
     """A host pool over an existing mapping; its blocks may be one part each of the mapping's blocks.
 
-    Parameters
-    ----------
-    mapping : mmap.mmap
-        The memory.
-    num_blocks, block_bytes : int
-        As for `HostPool`.
-    first_byte : int
-        Where the first block starts.
-    stride_bytes : int
-        From one block to the next.
-    pin, device : optional
-        As for `HostPool`.
+    The first block starts at `first_byte`, and each next one `stride_bytes` further. See `HostPool` for the rest.
     """
 
     def __init__(
@@ -105,23 +94,8 @@ def shared_pool_handlers(
 ) -> tuple[SharedHostPool, OffloadingHandler, OffloadingHandler]:
     """Make a worker's pool, its rank's part of every shared block, and the two handlers over it.
 
-    Parameters
-    ----------
-    kv_caches : CanonicalKVCaches
-        The engine's tensors, all on one device.
-    shared : SharedBlocks
-        The blocks of all ranks. Jobs are refused until a process owns them.
-    rank : int
-        The part of this worker.
-    rank_bytes : int
-        Bytes from one rank's part of a block to the next.
-    block_size_factor, num_threads : optional
-        As for `cpu_gpu_handlers`.
-
-    Raises
-    ------
-    ValueError
-        A block of this worker has more than `rank_bytes`; or as `cpu_gpu_handlers`.
+    `shared` holds the blocks of all ranks, and each rank's part of a block has `rank_bytes`. Jobs are refused until a
+    process owns the blocks. See `cpu_gpu_handlers` for the rest.
     """
     num_bytes = host_block_bytes(kv_caches, block_size_factor)
     if num_bytes > rank_bytes:

@@ -92,20 +92,10 @@ class _Gather:
 class StagedCopyHandler(OffloadingHandler):
     """Copies between tensors in device memory and the pool, on a stream of its own.
 
-    Parameters
-    ----------
-    geometry : KVGeometry
-        The tensors, the pool, and the layout of a block in both.
-    to_host : bool
-        Whether blocks go to the pool (a store) or come from it (a load).
-    stream : DeviceStream
-        Runs this direction's copies.
-    staging_bytes : int
-        Device memory for gathering layers. If the device has less, the buffer shrinks by halves; below one block,
-        layers are copied one by one, with a warning.
+    Blocks go to the pool if `to_host`, and come from it otherwise. Layers are gathered in `staging_bytes` of device
+    memory. If the device has less, the buffer shrinks by halves; below one block, layers are copied one by one, with a
+    warning.
 
-    Notes
-    -----
     A job waits for all work on the engine's current stream at submission: a store reads finished results, and a load
     does not overwrite blocks that are still read. After `get_finished` has returned a load, work on any stream sees
     its bytes. Until a job has ended, the engine must not write blocks that a store reads, nor read blocks that a load

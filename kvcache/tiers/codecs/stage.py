@@ -32,23 +32,9 @@ assert _HEADER.size == HEADER_BYTES
 
 
 class CodecStage:
-    """Encoded rows of the batches that I/O threads move.
+    """Encoded rows of at most `num_threads` batches of `max_blocks` blocks that I/O threads move at the same time.
 
-    Parameters
-    ----------
-    codec : Codec
-        For blocks of `host_blocks`.
-    host_blocks : numpy.ndarray
-        The pool.
-    num_threads, max_blocks : int
-        Batches that are moved at the same time, and blocks of one batch at most.
-
-    Attributes
-    ----------
-    rows : numpy.ndarray
-        The memory that `get` fills and `put` reads.
-    counts : dict of str to int or float
-        The counters of `CodecTierStats`.
+    `get` fills and `put` reads `rows`; `counts` are the counters of `CodecTierStats`.
     """
 
     def __init__(self, codec: Codec, host_blocks: HostBlocks, num_threads: int, max_blocks: int) -> None:

@@ -23,17 +23,7 @@ class BlocksRead(NamedTuple):
 
 
 class BlockStore:
-    """The slot table and the data file of an open directory.
-
-    Attributes
-    ----------
-    directory : TierDirectory
-        Closed with the store.
-    table : SlotTable
-        Which block lies in which slot.
-    file : DataFile
-        The blocks' payload.
-    """
+    """The slot table and the data file of an open directory, which is closed with the store."""
 
     def __init__(self, directory: TierDirectory, host_blocks: HostBlocks, read_only: bool) -> None:
         self.directory = directory

@@ -71,22 +71,10 @@ class Generation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What `kvcache.json` says.
+    """The contents of `kvcache.json`.
 
-    Parameters
-    ----------
-    block_bytes : int
-        Bytes of one block.
-    num_slots : int
-        Blocks that fit.
-    epoch : int
-        Counts the resets; after the largest comes 1 again.
-    salt : int
-        64 random bits, drawn anew at every reset.
-    fingerprint : dict
-        The model, dtype and geometry whose blocks these are.
-    resizing : bool
-        Whether the files may still have the lengths of an earlier capacity.
+    `epoch` counts the resets and starts again at 1 after the largest number. `salt` is 64 random bits, drawn at every
+    reset. If `resizing`, the files may still have the lengths of an earlier capacity.
     """
 
     block_bytes: int
@@ -204,29 +192,13 @@ def _forget_locks_in_child() -> None:
 class TierDirectory:
     """An open directory: its header, and the lock if it may be written.
 
-    Parameters
-    ----------
-    path : path-like
-        The directory; made if it is missing, unless `read_only`.
-    header : Header or None
-        The block size and fingerprint must be those of the directory. Another number of slots resizes it; if it
-        shrinks, its highest slots are lost. None: the header that is found.
-    read_only : bool
-        Neither lock nor change anything.
+    A missing directory is made. `header` must have the block size and the fingerprint of the directory; another number
+    of slots resizes it, and a directory that shrinks loses its highest slots. None: the header that is found. With
+    `read_only`, nothing is locked or changed.
 
-    Attributes
-    ----------
-    header : Header
-        The header now.
+    A TierDirectoryError says why the directory cannot be used: it cannot be read or written, is locked, is no tier's,
+    holds other blocks, or has a file that is not regular or has the wrong length.
 
-    Raises
-    ------
-    TierDirectoryError
-        The directory cannot be read or written, is locked, is not a tier's, holds other blocks, or has a file that is
-        not regular or has the wrong length.
-
-    Notes
-    -----
     A forked child drops its copy of the lock and has no open directory.
     """
 

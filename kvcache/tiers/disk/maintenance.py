@@ -78,19 +78,8 @@ def inspect_tier(path: Path) -> TierFacts:
 def verify_tier(path: Path, wipe: bool = False, progress: Progress | None = None) -> tuple[int, int]:
     """Read every block and compare its checksum; return how many were right, and how many were not.
 
-    Parameters
-    ----------
-    path : Path
-        The directory. While another process writes to it, blocks that are just being replaced count as bad.
-    wipe : bool
-        Whether to drop bad blocks; needs the directory's lock.
-    progress : callable, optional
-        Called with the blocks done and the blocks in all.
-
-    Raises
-    ------
-    TierDirectoryError
-        The directory is no disk tier, or is in use and `wipe` is wanted.
+    While another process writes to the directory, blocks that are just being replaced count as bad. `wipe` drops bad
+    blocks, and needs the directory's lock.
     """
     with _opened(path, read_only=not wipe) as (store, rows):
         generation = store.table.generation
@@ -119,25 +108,8 @@ def verify_tier(path: Path, wipe: bool = False, progress: Progress | None = None
 def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progress | None = None) -> TierFacts:
     """Pack the most recent blocks into the first slots, and release the rest of the disk space.
 
-    Parameters
-    ----------
-    path : Path
-        The directory; no other process may be writing to it.
-    capacity_bytes : int, optional
-        Its new capacity; None: as it is.
-    progress : callable, optional
-        Called with the blocks done and the blocks in all.
-
-    Raises
-    ------
-    TierDirectoryError
-        The directory is no disk tier, or is in use.
-    ValueError
-        The capacity is below one block.
-
-    Notes
-    -----
-    It can be interrupted: a block is written to its new slot before its old record is wiped.
+    No other process may be writing to the directory. `capacity_bytes` is its new capacity; None: it stays. The work can
+    be interrupted: a block is written to its new slot before its old record is wiped.
     """
     with _opened(path, read_only=False) as (store, rows):
         directory, table = store.directory, store.table

@@ -203,19 +203,10 @@ cdef class CopyQueue:
 
     Transfers of one direction, run by C threads in the order in which they were submitted.
 
-    Parameters
-    ----------
-    geometry : Geometry
-        Where the bytes lie; the queue keeps it, and with it the memory, until its threads have ended.
-    to_host : bool
-        Whether bytes go from the device's blocks to the host's.
-    num_threads : int
-        At most so many threads, 1..64; 0: by the CPUs this process may use, at most 4. A job gets one per MiB.
-    inline_bytes : int
-        A job of at most so many bytes is copied by the caller at once if nothing is in flight.
+    The queue keeps the geometry, and with it the memory, until its threads have ended. It has at most `num_threads`
+    threads, 1..64; 0: one per CPU of this process, at most 4. A job gets one per MiB. A job of at most `inline_bytes`
+    is copied by the caller at once if nothing is in flight.
 
-    Notes
-    -----
     Any thread may call any method; jobs that two threads submit at once are queued in either order. Copying threads
     start with the first job they are needed for. A process that forks must make queues of its own.
     """
@@ -255,30 +246,10 @@ cdef class CopyQueue:
 
     @cython.critical_section
     def submit(self, int64_t job_id, device_ids, group_sizes, block_indices, host_ids, bint lost=False):
-        """Check a transfer and queue it.
+        """Check a transfer as `Geometry.runs` does, queue it, and return its place in the order of submission.
 
-        Parameters
-        ----------
-        job_id : int
-            Given back when the job has ended.
-        device_ids, host_ids : ndarray of int64
-            Blocks, group after group; copied.
-        group_sizes, block_indices : sequence of int
-            As in `GPULoadStoreSpec`.
-        lost : bool
-            Whether the memory is known to be gone: the job ends as failed when its turn comes, and moves nothing.
-
-        Returns
-        -------
-        int
-            The job's place in the order of submission, for `wait`.
-
-        Raises
-        ------
-        ValueError
-            An id is out of range, or the lengths do not fit; no byte has moved.
-        RuntimeError
-            The queue is closed, or belongs to the process that forked this one.
+        It raises before any byte moves: ValueError, or RuntimeError if the queue is closed or belongs to the parent
+        process. With `lost`, the memory is gone: the job ends as failed when its turn comes, and moves nothing.
         """
         cdef Queue* queue = &self.queue
         cdef Plan* plan
@@ -370,12 +341,9 @@ cdef class CopyQueue:
             PyErr_CheckSignals()
 
     def cancel(self, int64_t job_id):
-        """Let a job that has not ended end as failed, as soon as its copying threads notice.
+        """End a job in flight as failed as soon as its threads notice; return whether it was in flight.
 
-        Returns
-        -------
-        bool
-            Whether the job was in flight. Blocks copied by then stay copied.
+        Blocks copied by then stay copied.
         """
         cdef Job* job
         cdef bint found = False

@@ -51,33 +51,12 @@ cdef class Geometry:
 
     Where every byte of a block lies, on the device's side and in the host pool.
 
-    Parameters
-    ----------
-    tensors : sequence of (int, int, int)
-        Address, number of blocks and bytes from one block to the next, per tensor.
-    groups : sequence of sequence of (int, int)
-        Per KV-cache group, the tensor and the bytes to move of each of its layers.
-    host_address : int
-        First byte of the host pool.
-    host_stride_bytes : int
-        From one host block to the next.
-    num_host_blocks : int
-        Blocks of the host pool.
-    block_size_factor : int
-        Device blocks in a host block.
-    owner : object
-        The object that owns the memory; referenced as long as the geometry.
+    `tensors` are (address, number of blocks, bytes from one block to the next). `groups` name, per KV-cache group, the
+    (tensor, bytes to move) of each layer. A host block holds `block_size_factor` device blocks one after the other, and
+    each of them the layers of its group: a part of a host block is one run too. `owner` owns the memory, and is
+    referenced as long as the geometry.
 
-    Raises
-    ------
-    ValueError
-        A number is out of range, a group's device blocks do not fit a host block, or a layer names a tensor that is
-        not there.
-
-    Notes
-    -----
-    In a host block, device blocks follow each other, and in each of them the layers of its group: a part of a host
-    block is one run too. Addresses are trusted.
+    Numbers and references between tensors are checked (ValueError); addresses are trusted.
     """
 
     def __cinit__(
@@ -151,10 +130,7 @@ cdef class Geometry:
     def segments(self, Py_ssize_t group_idx):
         """Return the pieces of one device block of a group: its layers, those that lie side by side as one.
 
-        Returns
-        -------
-        list of (int, int, int, int)
-            Address in device block 0, bytes from one device block to the next, offset in the host block, bytes.
+        A piece is (address in device block 0, stride of device blocks, offset in the host block, bytes).
         """
         cdef Group* group = self._group(group_idx)
         cdef Segment* segment
@@ -182,26 +158,10 @@ cdef class Geometry:
         return num_bytes
 
     def runs(self, device_ids, group_sizes, block_indices, host_ids):
-        """Return the runs of one transfer, in host block order.
+        """Return the runs of one transfer in host block order, as int64 rows of (host address, device address, bytes).
 
-        Parameters
-        ----------
-        device_ids : ndarray of int64
-            Device blocks, group after group.
-        group_sizes, block_indices : sequence of int
-            As in `GPULoadStoreSpec`.
-        host_ids : ndarray of int64
-            Host blocks, group after group.
-
-        Returns
-        -------
-        ndarray of int64, shape (num_runs, 3)
-            Host address, device address, bytes.
-
-        Raises
-        ------
-        ValueError
-            An id is out of range, or the lengths do not fit.
+        The ids are int64, group after group; `group_sizes` and `block_indices` are those of `GPULoadStoreSpec`. An id
+        that is out of range and lengths that do not fit are a ValueError.
         """
         cdef Plan* plan = self.plan(device_ids, group_sizes, block_indices, host_ids)
         cdef Cursor cursor
