@@ -275,7 +275,7 @@ class ReferenceManager(OffloadingManager):
     ) -> list[bytes]:
         """Return the keys that a request has named, by position in the prompt, or as first seen.
 
-        By default, the request is one of the running requests.
+        Without `named_by`, the running requests are searched.
         """
         request = (self.named if named_by is None else named_by).get(req_context)
         named = [] if request is None else list(request.keys)
