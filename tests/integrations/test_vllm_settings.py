@@ -95,7 +95,10 @@ def test_cpu_bytes_to_use_must_be_a_size(value: Any) -> None:
             {"cpu_bytes_to_use": 1, "eviction_policy": "arc"},
             "kvcache reads 'cache_policy', not 'eviction_policy'='arc'",
         ),
-        ({"cpu_bytes_to_use": 1, "canonical_layout": True}, "'canonical_layout' is not supported"),
+        (
+            {"cpu_bytes_to_use": 1, "canonical_layout": True, "data_plane": "kvcache"},
+            "does not support 'canonical_layout'",
+        ),
         (
             {"cpu_bytes_to_use": 1, "advanced": {"pool_path": "/x"}, "tiers": [{"type": "memory", "capacity": 1}]},
             "pool_path",

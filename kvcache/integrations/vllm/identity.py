@@ -75,7 +75,7 @@ def fingerprint(config: Any, vllm_config: Any = None) -> dict[str, Any]:
     }
 
 
-def chunk_fingerprint(spec: Any) -> dict[str, Any]:
+def chunk_fingerprint(spec: Any, vllm_config: Any) -> dict[str, Any]:
     """Return what distinguishes the rows of host memory under vLLM's own manager.
 
     The layout is that of vLLM's files: engines of another parallel topology share blocks if their bytes are equal.
@@ -84,8 +84,10 @@ def chunk_fingerprint(spec: Any) -> dict[str, Any]:
     ----------
     spec : vllm.v1.kv_offload.base.OffloadingSpec
         The spec that owns the host memory.
+    vllm_config : vllm.config.VllmConfig or None
+        See `fingerprint`.
     """
-    found = fingerprint(spec.config, engine_config())
+    found = fingerprint(spec.config, vllm_config)
     # Of one rank; FileMapper knows whether the ranks matter.
     del found["parallel"], found["bytes_per_block"]
     mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)

@@ -53,15 +53,22 @@ class EngineRequest(ReqContext):
         Its running loads and stores: number of resets before, and keys in the order of the prompt.
     promoted : set of bytes
         Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.
+    may_load_below : bool
+        Whether the request allows blocks from tiers.
+    kv_hints : object
+        vLLM's hints of the request, unread; None before 0.31.
     """
 
-    __slots__ = ("has_ended", "promoted", "transfers")
+    __slots__ = ("has_ended", "kv_hints", "may_load_below", "promoted", "transfers")
 
     def __init__(self, req_context: Any, has_positions: bool) -> None:
         super().__init__(req_context.req_id, req_context.kv_transfer_params)
         self.has_ended = False
         self.transfers: list[tuple[int, list[bytes]]] = []
         self.promoted: set[bytes] = set()
+        allowed = getattr(req_context, "load_tier_filter", None)
+        self.may_load_below: bool = allowed is None or allowed.allows(Medium.STORAGE, None)
+        self.kv_hints: Any = getattr(req_context, "kv_hints", None)
         if has_positions:
             self.set_offload_key_positions(req_context._offload_key_positions)
 
@@ -107,7 +114,18 @@ class KVCacheOffloadingManager(OffloadingManager):
         Features of the installed vLLM.
     what_if_log : WhatIfLog, optional
         Closed at `shutdown`.
+
+    Attributes
+    ----------
+    spec_type : type or None
+        vLLM's class for host blocks, if its own worker copies them; None: ours.
+    info : tuple of int
+        Values of `info_keys`.
     """
+
+    info_keys = ("kvcache_capacity_blocks", "kvcache_capacity_bytes")
+    info: tuple[int, ...] = ()
+    spec_type: Any = None
 
     def __init__(
         self,
@@ -145,7 +163,10 @@ class KVCacheOffloadingManager(OffloadingManager):
         ours, keys = req_context.get_state(EngineRequest), list(keys)
         spec = self._manager.prepare_load(keys, ours)
         ours.begin_transfer(keys, self._num_resets)
-        return spec
+        return spec if self.spec_type is None else self._engine_spec(spec)
+
+    def _engine_spec(self, spec: Any) -> Any:
+        return self.spec_type(spec.block_ids)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         ours = req_context.get_state(EngineRequest)
@@ -157,6 +178,8 @@ class KVCacheOffloadingManager(OffloadingManager):
         if output is not None:
             ours.begin_transfer(output.keys_to_store, self._num_resets)
             self._manager.reorder(ours)
+            if self.spec_type is not None:
+                output.store_spec = self._engine_spec(output.store_spec)
         return output
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
@@ -183,6 +206,9 @@ class KVCacheOffloadingManager(OffloadingManager):
 
     def get_stats(self) -> Any:
         return self.metrics.changes()
+
+    def config_info(self) -> list[dict[str, Any]]:
+        return [dict(zip(self.info_keys, self.info, strict=False))]
 
     def reset_cache(self) -> None:
         self._num_resets += 1

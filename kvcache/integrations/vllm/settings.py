@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.assembly.assemble import OffloadSettings
-from kvcache.options import name_unknown
+from kvcache.options import choice_of, name_unknown
 
 WHERE = "kv_connector_extra_config"
 SPEC_NAME = "KVCacheOffloadingSpec"
@@ -34,7 +34,9 @@ ENGINE_KEYS = frozenset(
 )
 _DECIDED_BY_ENGINE = frozenset({"num_cpu_blocks", "enable_events"})
 OUR_KEYS = OffloadSettings.keys() - _DECIDED_BY_ENGINE
-KNOWN_KEYS = ENGINE_KEYS | OUR_KEYS
+DATA_PLANE = "data_plane"
+KNOWN_KEYS = ENGINE_KEYS | OUR_KEYS | {DATA_PLANE}
+parse_data_plane = choice_of("vllm", "kvcache")
 _RENAMED_KEYS = {"eviction_policy": "cache_policy", "cache_policy_module_path": "cache_policy"}
 
 
@@ -53,12 +55,15 @@ def read_settings(extra_config: Mapping[str, Any], num_groups: int = 1) -> Offlo
     for key, ours in _RENAMED_KEYS.items():
         if key in extra_config:
             raise ValueError(f"kvcache reads {ours!r}, not {key!r}={extra_config[key]!r}")
-    if extra_config.get("canonical_layout"):
-        raise ValueError("kvcache keeps each rank's own bytes; 'canonical_layout' is not supported")
+    data_plane = extra_config.get(DATA_PLANE)
+    if data_plane is not None:
+        parse_data_plane(f"{DATA_PLANE} in {WHERE}", data_plane)
+    if extra_config.get("canonical_layout") and data_plane == "kvcache":
+        raise ValueError("the data plane 'kvcache' keeps each rank's own bytes; it does not support 'canonical_layout'")
     spec_name = extra_config.get("spec_name", SPEC_NAME)
     if spec_name != SPEC_NAME and extra_config.get("spec_module_path") == __package__:
         raise ValueError(f"spec_name of {__package__} must be {SPEC_NAME!r}, got {spec_name!r}")
-    given = {key: value for key, value in extra_config.items() if key not in _DECIDED_BY_ENGINE}
+    given = {key: value for key, value in extra_config.items() if key not in _DECIDED_BY_ENGINE | {DATA_PLANE}}
     settings = OffloadSettings.read({"cache_policy": DEFAULT_POLICY if num_groups == 1 else "lru", **given}, WHERE)
     if any(one.exporter.needs_events for one in settings.exporters):
         raise ValueError("the exporter 'kv_events' does not work under vLLM; use vLLM's --kv-events-config")

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import OffloadingSpec
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvcache.assembly.assemble import open_manager
 from kvcache.assembly.tiered import rank_bytes_of
-from kvcache.integrations.vllm.identity import engine_config, fingerprint
+from kvcache.integrations.vllm.identity import chunk_fingerprint, engine_config, fingerprint
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
-from kvcache.integrations.vllm.settings import UNDESCRIBED, WHERE, blocks_per_rank, read_settings, unknown_keys
-from kvcache.integrations.vllm.startup import use_engine_log
-from kvcache.integrations.vllm.tiered import (
-    SharedPool,
-    TieredKVCacheOffloadingManager,
+from kvcache.integrations.vllm.settings import (
+    DATA_PLANE,
+    UNDESCRIBED,
+    WHERE,
+    blocks_per_rank,
+    read_settings,
+    unknown_keys,
 )
+from kvcache.integrations.vllm.startup import use_engine_log
+from kvcache.integrations.vllm.tiered import EngineRegion, SharedPool, TieredKVCacheOffloadingManager
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.tiering.manager import TieredOffloadingManager
@@ -28,8 +37,11 @@ from kvcache.tiering.manager import TieredOffloadingManager
 logger = init_logger(f"vllm.{__name__}")
 
 
-class KVCacheOffloadingSpec(OffloadingSpec):
+class KVCacheOffloadingSpec(TieringOffloadingSpec):
     """Offload vLLM's KV cache to host memory under a policy of ours.
+
+    On CUDA, ROCm and XPU vLLM's own worker copies the blocks, and the layout of host memory is vLLM's. On the CPU, or
+    with ``"data_plane": "kvcache"``, our worker copies them.
 
     Parameters
     ----------
@@ -46,19 +58,45 @@ class KVCacheOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return metric_definitions()
 
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        return KVCacheOffloadingManager.info_keys
+
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
         use_engine_log()
-        self.settings = read_settings(config.extra_config, len(self.tokens_per_block))
-        self.bytes_per_block = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-        if self.settings.tiers:
-            self.bytes_per_block = rank_bytes_of(self.bytes_per_block)
+        self.settings = read_settings(config.extra_config, len(config.groups))
+        data_plane = config.extra_config.get(DATA_PLANE)
+        self.has_engine_worker = data_plane == "vllm" or (
+            data_plane is None and (current_platform.is_cuda_alike() or current_platform.is_xpu())
+        )
         parallel = config.parallel
-        self.num_blocks = blocks_per_rank(self.settings, parallel.world_size, self.bytes_per_block, parallel.pp_size)
+        if self.has_engine_worker:
+            # vLLM reads whole bytes only.
+            extra_config = {**config.extra_config, "cpu_bytes_to_use": self.settings.cpu_bytes_to_use}
+            super().__init__(replace(config, extra_config=extra_config))
+            self.num_blocks = int(self.num_chunks)
+            # Of all ranks, or the one copy that they share.
+            self.block_bytes = int(self.kv_bytes_per_chunk)
+            if not self.num_blocks:
+                raise ValueError(
+                    f"cpu_bytes_to_use must be at least one block of {self.block_bytes} bytes, "
+                    f"got {self.settings.cpu_bytes_to_use}"
+                )
+        else:
+            if config.extra_config.get("canonical_layout"):
+                raise ValueError("'canonical_layout' needs vLLM's worker, which this platform or 'data_plane' excludes")
+            OffloadingSpec.__init__(self, config)
+            self.bytes_per_block = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
+            if self.settings.tiers:
+                self.bytes_per_block = rank_bytes_of(self.bytes_per_block)
+            self.num_blocks = blocks_per_rank(
+                self.settings, parallel.world_size, self.bytes_per_block, parallel.pp_size
+            )
+            self.block_bytes = self.bytes_per_block * parallel.world_size
         self._config = config
         self._engine_config = engine_config()
         self._manager: KVCacheOffloadingManager | None = None
-        self._worker: KVCacheOffloadingWorker | None = None
+        self._worker: Any = None
 
     # The manager's clock: monotonic seconds.
     clock = staticmethod(time.monotonic)
@@ -76,40 +114,69 @@ class KVCacheOffloadingSpec(OffloadingSpec):
             logger.info("%s", self._description(self._manager))
         return self._manager
 
-    def get_worker(self, kv_caches: Any) -> KVCacheOffloadingWorker:
+    def get_worker(self, kv_caches: Any) -> Any:
+        if self.has_engine_worker:
+            return super().get_worker(kv_caches)
         if self._worker is None:
             self._worker = self._make_worker(kv_caches)
         return self._worker
 
+    def create_worker(self, kv_caches: Any) -> Any:
+        # Without tiers, only the workers map the region, and vLLM unlinks it at once.
+        kind = TieringOffloadingSpec if self._is_mapped_by_scheduler() else CPUOffloadingSpec
+        return kind.create_worker(self, kv_caches)
+
+    def _uses_shared_region(self) -> bool:
+        return self._is_mapped_by_scheduler() or CPUOffloadingSpec._uses_shared_region(self)
+
+    def _is_mapped_by_scheduler(self) -> bool:
+        return bool(self.settings.tiers or self.config.canonical_layout)
+
     def _description(self, manager: KVCacheOffloadingManager) -> str:
         """Return the log line that describes the pool and its tiers at start."""
         tokens, num_ranks = self.tokens_per_block[0] * self.blocks_per_chunk, self._config.parallel.world_size
-        num_bytes = self.num_blocks * self.bytes_per_block * num_ranks
+        num_bytes = self.num_blocks * self.block_bytes
         parts = [
             f"kvcache offloads to {self.num_blocks:,} blocks of {tokens} tokens in host memory "
             f"({num_bytes / 2**30:.2f} GiB on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}), "
             f"policy {self.settings.cache_policy}",
+            f"{'vLLM' if self.has_engine_worker else 'kvcache'} copies them"
+            + (", one copy for all ranks" if self.replicated_layout else ""),
             *manager.tier_descriptions(),
         ]
         return "; ".join(parts)
 
     def _make_manager(self, block_size: int, enable_events: bool) -> KVCacheOffloadingManager:
-        shared = self._shared_pool(is_owner=True) if self.settings.tiers else None
+        shared: Any = None
+        identity = None
+        if self.settings.tiers:
+            # A later step that fails closes the blocks, so what may fail comes first.
+            if self.has_engine_worker:
+                identity = chunk_fingerprint(self, self._engine_config)
+                shared = EngineRegion(self)
+            else:
+                identity = fingerprint(self._config, self._engine_config)
+                shared = self._shared_pool(is_owner=True)
         manager = open_manager(
             self.settings,
             block_size=block_size,
             num_blocks=self.num_blocks,
             enable_events=enable_events,
             shared=shared,
-            fingerprint=fingerprint(self._config, self._engine_config) if shared else None,
+            fingerprint=identity,
             clock=self.clock,
-            block_bytes=self.bytes_per_block * self._config.parallel.world_size,
+            block_bytes=self.block_bytes,
             labels={"engine": str(self._config.engine_id), "rank": str(self._config.parallel.data_parallel_index)},
         )
         what_if_log = WhatIfLog(manager) if self.settings.what_if else None
+        adapter: KVCacheOffloadingManager
         if isinstance(manager, TieredOffloadingManager):
-            return TieredKVCacheOffloadingManager(manager, installed_release(), what_if_log, self.clock)
-        return KVCacheOffloadingManager(manager, installed_release(), what_if_log)
+            adapter = TieredKVCacheOffloadingManager(manager, installed_release(), what_if_log, self.clock)
+        else:
+            adapter = KVCacheOffloadingManager(manager, installed_release(), what_if_log)
+        adapter.info = (self.num_blocks, self.num_blocks * self.block_bytes)
+        adapter.spec_type = CPULoadStoreSpec if self.has_engine_worker else None
+        return adapter
 
     def _shared_pool(self, is_owner: bool) -> SharedPool:
         return SharedPool(

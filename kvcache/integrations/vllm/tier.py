@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvcache.assembly.assemble import TierSettings, open_tiers, read_tiers
-from kvcache.integrations.vllm.identity import chunk_fingerprint
+from kvcache.integrations.vllm.identity import chunk_fingerprint, engine_config
 from kvcache.integrations.vllm.metrics import SampleChanges, tier_metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.startup import use_engine_log
@@ -128,7 +128,8 @@ class KVCacheTier(SecondaryTierManager):
         if settings.config.max_store_blocks == TierConfig.max_store_blocks:
             config = replace(settings.config, max_store_blocks=max(1, num_chunks // 2))
             settings = replace(settings, config=config)
-        tier, self._config = open_tiers((settings,), host_blocks, chunk_fingerprint(offloading_spec))[0]
+        identity = chunk_fingerprint(offloading_spec, engine_config())
+        tier, self._config = open_tiers((settings,), host_blocks, identity)[0]
         # vLLM has reserved the host blocks of every load, so only stores are bounded.
         budget = HostBudget(2 * num_chunks)
         self._controller = TierController(tier, self._config, 2 * num_chunks, 1, budget)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager, engine_event
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
@@ -56,6 +58,31 @@ class SharedPool(SharedBlocks):
         elif self.has_owner():
             self.close()
             raise ValueError(f"shared pool {path} belongs to a running engine of the same engine_id; give each its own")
+
+
+class EngineRegion:
+    """vLLM's host blocks, mapped by the scheduler for our tiers; vLLM's workers copy to and from them.
+
+    Parameters
+    ----------
+    spec : TieringOffloadingSpec
+        Its geometry names the region.
+    """
+
+    def __init__(self, spec: Any) -> None:
+        self._region = SharedOffloadRegion(
+            engine_id=spec.config.engine_id,
+            num_chunks=spec.num_chunks,
+            rank=None,
+            kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
+            cpu_page_size=spec.cpu_page_size_per_worker,
+        )
+        self.array = np.asarray(self._region.create_kv_memoryview())
+
+    def close(self) -> None:
+        """Unlink the region; it is unmapped once no tier holds its blocks any more."""
+        self._region.mmap_obj = None
+        self._region.cleanup()
 
 
 class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
@@ -102,6 +129,8 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         ours = req_context.get_state(EngineRequest)
         if self._watch is not None:
             self._watch.on_lookup(ours.req_id, ours.get_offload_key_position(key))
+        if not ours.may_load_below:
+            return RESULTS[self._tiered.pool.states([key])[0]]
         status = self._tiered.status(key, ours)
         if status in (PENDING, ASK_AGAIN) and self._tiered.policy.get(key) is None:
             ours.promoted.add(key)

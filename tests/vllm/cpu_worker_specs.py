@@ -1,0 +1,67 @@
+"""vLLM's region and both managers in a real engine on the CPU: only the GPU worker is replaced, by ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvcache.integrations.vllm import KVCacheOffloadingSpec
+from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+from kvcache.specs import CPULoadStoreSpec
+
+
+class Region:
+    """vLLM's region as our worker maps host blocks."""
+
+    def __init__(self, spec: Any) -> None:
+        self._region = SharedOffloadRegion(
+            engine_id=spec.config.engine_id,
+            num_chunks=spec.num_chunks,
+            rank=spec.config.parallel.rank,
+            kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
+            cpu_page_size=spec.cpu_page_size_per_worker,
+        )
+        self.mapping = self._region.mmap_obj
+        self.array = np.asarray(self._region.create_kv_memoryview())
+
+    def has_owner(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._region.mmap_obj = None
+        self._region.cleanup()
+
+
+class CPUWorker(KVCacheOffloadingWorker):
+    """Our worker over vLLM's region and its specs."""
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return super().submit_store(job_id, src_spec, CPULoadStoreSpec(dst_spec.block_ids))
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        return super().submit_load(job_id, CPULoadStoreSpec(src_spec.block_ids), dst_spec, expedited)
+
+
+class _WithCPUWorker:
+    def get_worker(self: Any, kv_caches: Any) -> Any:
+        if self._worker is None:
+            self._worker = CPUWorker(
+                kv_caches,
+                self.num_chunks,
+                self.blocks_per_chunk,
+                shared=Region(self),
+                rank=self.config.parallel.rank,
+                rank_bytes=self.cpu_page_size_per_worker,
+            )
+        return self._worker
+
+
+class TieringOnCPU(_WithCPUWorker, TieringOffloadingSpec):
+    """vLLM's manager, ``secondary_tiers`` below it."""
+
+
+class KVCacheOnCPU(_WithCPUWorker, KVCacheOffloadingSpec):
+    """Our manager with ``"data_plane": "vllm"``."""

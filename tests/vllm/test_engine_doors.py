@@ -1,0 +1,77 @@
+"""Real engines with our tier below vLLM's manager, and with our manager over vLLM's region: equal tokens, restarts."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_options import BLOCK_BYTES
+from engine_tiering import tier_config, wait_until
+from vllm.v1.kv_offload.base import ScheduleEndContext
+
+from kvcache.lab.bench.servers import find_valkey, running_valkey
+
+# Host memory for 40 of the prompts' 140 blocks.
+COMMON = {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "spec_module_path": "cpu_worker_specs"}
+
+
+def ask_each(engine: Any, prompts: Any) -> tuple[list[list[int]], list[int]]:
+    """Send one prompt after another; return tokens, and how many of each prompt's were not computed."""
+    outputs = []
+    for prompt in prompts:
+        outputs += engine.generate([prompt])
+
+        def is_idle() -> bool:
+            engine.manager.on_schedule_end(ScheduleEndContext([], []))
+            return not engine.manager.has_pending_work()
+
+        wait_until(is_idle)
+    return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+def check_restart(boot: Any, model: Path, crowd: Any, expected: Any, config: dict[str, Any]) -> None:
+    with boot(model, config) as engine:
+        assert ask_each(engine, crowd) == (expected(crowd), [0] * 7)
+        engine.drop_device_cache()
+        assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
+        # A tier sends its metrics once a second.
+        assert 0 < engine.metric("vllm:kvcache_tier_written_blocks") <= 140
+    with boot(model, config) as engine:
+        assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
+        assert 0 < engine.metric("vllm:kvcache_tier_promoted_blocks") <= 140
+
+
+@pytest.mark.slow
+def test_engine_tier_below_vllms_manager_serves_over_a_restart(
+    boot: Any, models: Any, crowd: Any, expected: Any, tmp_path: Path
+) -> None:
+    tier = tier_config("disk", path=str(tmp_path / "kv"), capacity="64MiB", deadline_s=60)
+    config = {**COMMON, "spec_name": "TieringOnCPU", "secondary_tiers": [tier]}
+    check_restart(boot, models["llama"], crowd, expected, config)
+
+
+@pytest.mark.slow
+def test_engine_our_manager_over_vllms_region_serves_over_a_restart(
+    boot: Any, models: Any, crowd: Any, expected: Any, tmp_path: Path
+) -> None:
+    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "64MiB", "deadline_s": 60}
+    options = {"data_plane": "vllm", "cache_policy": "lru", "lookup_deadline_s": 60, "tiers": [tier]}
+    check_restart(boot, models["llama"], crowd, expected, {**COMMON, "spec_name": "KVCacheOnCPU", **options})
+
+
+@pytest.mark.slow
+def test_engine_two_engines_share_a_store_below_vllms_manager(
+    boot: Any, models: Any, crowd: Any, expected: Any
+) -> None:
+    pytest.importorskip("valkey")
+    if find_valkey() is None:
+        pytest.skip("needs valkey-server or redis-server")
+    with ExitStack() as undo:
+        tier = tier_config("valkey", url=f"valkey://127.0.0.1:{undo.enter_context(running_valkey())}", deadline_s=60)
+        config = {**COMMON, "spec_name": "TieringOnCPU", "secondary_tiers": [tier]}
+        with boot(models["llama"], config) as engine:
+            assert ask_each(engine, crowd) == (expected(crowd), [0] * 7)
+        with boot(models["llama"], config) as engine:
+            assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
