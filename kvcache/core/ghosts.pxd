@@ -5,9 +5,9 @@ from kvcache.core.index cimport Bucket, home_of, prefetch
 
 cdef struct Ghost:
     uint64_t hash
-    int32_t prev
-    int32_t next
-    uint32_t uses           # kept for the policy's history
+    int32_t prev            # -1: dropped
+    int32_t next            # if dropped: the next dropped one
+    uint32_t state          # the policy's own: its uses, or its group
     uint32_t used_at
 
 
@@ -18,14 +18,19 @@ cdef class GhostList:
     cdef uint32_t num_buckets
     cdef int32_t num_fresh
     cdef int32_t free_head
+    cdef bint tight
     cdef readonly Py_ssize_t capacity
     cdef Py_ssize_t num_ghosts
 
+    cdef int reserve(self, Py_ssize_t n) except -1
     cdef int32_t find(self, uint64_t hash) noexcept nogil
+    cdef bint holds(self, int32_t ghost, uint64_t hash) noexcept nogil
     cdef int32_t push(self, uint64_t hash) noexcept nogil
+    cdef int32_t append(self, uint64_t hash) noexcept nogil
     cdef void refresh(self, int32_t ghost) noexcept nogil
     cdef void drop(self, int32_t ghost) noexcept nogil
     cdef void clear(self) noexcept nogil
+    cdef int _grow(self, Py_ssize_t capacity) except -1
     cdef void _link_last(self, int32_t ghost) noexcept nogil
     cdef void _unlink(self, int32_t ghost) noexcept nogil
 

@@ -4,10 +4,9 @@ Compiled because every use of an absent key looks here. A ghost keeps only the k
 costs one adaptation step, never a wrong block.
 """
 
-from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint64_t
-from libc.stdlib cimport free
+from libc.stdlib cimport free, realloc
 
 from kvcache.core.index cimport (
     Bucket, Probe, buckets_for, clear as clear_memory, index_delete, index_first, index_insert, index_next,
@@ -32,15 +31,11 @@ cdef class GhostList:
     def __cinit__(self, Py_ssize_t capacity, bint tight=False):
         if not 1 <= capacity < 1 << 30:
             raise ValueError(f"capacity must be >= 1 and < 2**30, got {capacity}")
-        self.capacity = capacity
-        self.ghosts = <Ghost*> PyMem_Calloc(capacity + 2, sizeof(Ghost))
-        self.num_buckets = tight_buckets_for(capacity) if tight else buckets_for(capacity)
-        self.buckets = <Bucket*> zeroed(self.num_buckets * sizeof(Bucket))
-        if self.ghosts == NULL or self.buckets == NULL:
-            raise MemoryError(f"no memory for {capacity} ghosts")
+        self.tight = tight
+        self._grow(capacity)
 
     def __dealloc__(self):
-        PyMem_Free(self.ghosts)
+        free(self.ghosts)
         free(self.buckets)
 
     def __reduce__(self):
@@ -66,6 +61,42 @@ cdef class GhostList:
         if count != self.num_ghosts or count > self.capacity:
             raise RuntimeError(f"{count} ghosts are linked, {self.num_ghosts} counted, {self.capacity} allowed")
 
+    cdef int reserve(self, Py_ssize_t n) except -1:
+        """Make room for `n` more ghosts, so that none is dropped for them. An eighth more is allocated."""
+        if self.num_ghosts + n > self.capacity:
+            self._grow((self.num_ghosts + n) // 8 * 9 + 8)
+        return 0
+
+    cdef int _grow(self, Py_ssize_t capacity) except -1:
+        cdef uint32_t num_buckets = tight_buckets_for(capacity) if self.tight else buckets_for(capacity)
+        cdef Bucket* buckets
+        cdef void* ghosts = NULL
+        cdef int32_t ghost
+        # Pages of new ghosts stay untouched until they are used.
+        if capacity < 1 << 30:
+            ghosts = realloc(self.ghosts, (capacity + 2) * sizeof(Ghost))
+        if ghosts == NULL:
+            raise MemoryError(f"no memory for {capacity} ghosts")
+        self.ghosts = <Ghost*> ghosts
+        buckets = <Bucket*> zeroed(num_buckets * sizeof(Bucket))
+        if buckets == NULL:
+            raise MemoryError(f"no memory for {capacity} ghosts")
+        if self.capacity == 0:
+            self.ghosts[0].prev = self.ghosts[0].next = 0
+        ghost = self.ghosts[0].next
+        while ghost != 0:
+            index_insert(buckets, num_buckets, self.ghosts[ghost].hash, ghost)
+            ghost = self.ghosts[ghost].next
+        free(self.buckets)
+        self.buckets = buckets
+        self.num_buckets = num_buckets
+        self.capacity = capacity
+        return 0
+
+    cdef bint holds(self, int32_t ghost, uint64_t hash) noexcept nogil:
+        """Return whether a ghost that a hash once had is still its ghost."""
+        return 0 < ghost <= self.num_fresh and self.ghosts[ghost].hash == hash and self.ghosts[ghost].prev >= 0
+
     cdef int32_t find(self, uint64_t hash) noexcept nogil:
         """Return the ghost of a hash, or 0."""
         cdef Probe probe
@@ -82,6 +113,11 @@ cdef class GhostList:
             return ghost
         if self.num_ghosts == self.capacity:
             self.drop(self.ghosts[0].next)
+        return self.append(hash)
+
+    cdef int32_t append(self, uint64_t hash) noexcept nogil:
+        """Append a ghost that is not in the list, and return it; `reserve` has made room."""
+        cdef int32_t ghost
         if self.free_head != 0:
             ghost = self.free_head
             self.free_head = self.ghosts[ghost].next
@@ -89,7 +125,7 @@ cdef class GhostList:
             self.num_fresh += 1
             ghost = self.num_fresh
         self.ghosts[ghost].hash = hash
-        self.ghosts[ghost].uses = 0
+        self.ghosts[ghost].state = 0
         self.ghosts[ghost].used_at = 0
         self._link_last(ghost)
         index_insert(self.buckets, self.num_buckets, hash, ghost)
@@ -105,6 +141,7 @@ cdef class GhostList:
         """Forget a ghost."""
         index_delete(self.buckets, self.num_buckets, self.ghosts[ghost].hash, ghost)
         self._unlink(ghost)
+        self.ghosts[ghost].prev = -1
         self.ghosts[ghost].next = self.free_head
         self.free_head = ghost
         self.num_ghosts -= 1

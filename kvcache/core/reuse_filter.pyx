@@ -37,7 +37,7 @@ cdef class ReuseFilter:
 
     cdef readonly Py_ssize_t threshold
     cdef readonly Py_ssize_t max_tracker_size
-    cdef GhostList offers       # uses: offers so far; used_at: the call that offered the key last
+    cdef GhostList offers       # state: offers so far; used_at: the call that offered the key last
     cdef uint32_t call
 
     def __cinit__(self, threshold, max_tracker_size=64_000):
@@ -83,7 +83,7 @@ cdef class ReuseFilter:
                 raise ValueError(f"key must be exact, non-empty bytes, got {<object> key!r}")
         admitted = bytearray(n)
         flags = PyByteArray_AS_STRING(admitted)
-        self._make_room(n)
+        self.offers.reserve(n)
         self.call += 1
         for i in range(n):
             hash = hash_of(PyList_GET_ITEM(keys, i))
@@ -91,27 +91,11 @@ cdef class ReuseFilter:
             if ghost == 0 or self.offers.ghosts[ghost].used_at != self.call:
                 ghost = self.offers.push(hash)
                 self.offers.ghosts[ghost].used_at = self.call
-                if self.offers.ghosts[ghost].uses < self.threshold:
-                    self.offers.ghosts[ghost].uses += 1
-            flags[i] = self.offers.ghosts[ghost].uses >= self.threshold
+                if self.offers.ghosts[ghost].state < self.threshold:
+                    self.offers.ghosts[ghost].state += 1
+            flags[i] = self.offers.ghosts[ghost].state >= self.threshold
         ghost = self.offers.ghosts[0].next
         while self.offers.num_ghosts > self.max_tracker_size and self.offers.ghosts[ghost].used_at != self.call:
             self.offers.drop(ghost)
             ghost = self.offers.ghosts[0].next
         return admitted
-
-    cdef int _make_room(self, Py_ssize_t n) except -1:
-        """Grow the table for a call of more keys than it has room for."""
-        cdef GhostList larger
-        cdef int32_t ghost, copy
-        if self.offers.num_ghosts + n <= self.offers.capacity:
-            return 0
-        larger = GhostList(self.offers.num_ghosts + n)
-        ghost = self.offers.ghosts[0].next
-        while ghost != 0:
-            copy = larger.push(self.offers.ghosts[ghost].hash)
-            larger.ghosts[copy].uses = self.offers.ghosts[ghost].uses
-            larger.ghosts[copy].used_at = self.offers.ghosts[ghost].used_at
-            ghost = self.offers.ghosts[ghost].next
-        self.offers = larger
-        return 0

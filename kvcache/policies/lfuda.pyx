@@ -83,7 +83,7 @@ cdef class LFUDACachePolicy(PolicyAdapter):
             self.uses[row] = 1
             ghost = self.history.find(self.table.rows[row].hash)
             if ghost != 0:
-                self.uses[row] += self.history.ghosts[ghost].uses
+                self.uses[row] += self.history.ghosts[ghost].state
                 self.history.drop(ghost)
             self.table.ranks[row] = self.age + self.uses[row]
             enter(self.table, row, 0)
@@ -97,7 +97,7 @@ cdef class LFUDACachePolicy(PolicyAdapter):
                 break
             self.age = max(self.age, self.table.ranks[row])
             ghost = self.history.push(self.table.rows[row].hash)
-            self.history.ghosts[ghost].uses = self.uses[row]
+            self.history.ghosts[ghost].state = self.uses[row]
             out[got] = row
             got += 1
         return got

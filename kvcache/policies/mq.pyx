@@ -159,7 +159,7 @@ cdef class MultiQueue(PolicyAdapter):
             ghost = self.history.find(self.table.rows[row].hash)
             self.members[row].uses = 0
             if ghost != 0:
-                self.members[row].uses = self.history.ghosts[ghost].uses
+                self.members[row].uses = self.history.ghosts[ghost].state
                 # The history stores the low 32 bits of the clock: distances below 2**32 requests are exact.
                 self.members[row].used_at = (
                     self.clock - <int64_t> <uint32_t> (<uint32_t> self.clock - self.history.ghosts[ghost].used_at))
@@ -179,7 +179,7 @@ cdef class MultiQueue(PolicyAdapter):
             row = out[i]
             leave_queue(self.members, row)
             ghost = self.history.push(self.table.rows[row].hash)
-            self.history.ghosts[ghost].uses = self.members[row].uses
+            self.history.ghosts[ghost].state = self.members[row].uses
             self.history.ghosts[ghost].used_at = <uint32_t> self.members[row].used_at
         return got
 

@@ -378,26 +378,39 @@ def test_a_store_passes_over_2048_blocked_groups_at_most() -> None:
     manager.policy.check()
 
 
-def test_children_whose_parents_failed_leave_without_a_search_among_all_of_these() -> None:
-    both = Both(2002)
-    paths = [keys_of(f"path {i}", 3) for i in range(1000)]
+def test_evict_children_of_failed_parents_matches_reference() -> None:
+    both = Both(302)
+    paths = [keys_of(f"path {i}", 3) for i in range(100)]
     for path in paths:
         for manager in both.managers:
             context = ReqContext()
             assert manager.prepare_store(path, context).keys_to_store == path  # type: ignore[union-attr]
             manager.complete_store(path[1:], context)
             manager.complete_store(path[:1], context, False)
-    policy = both.managers[1].policy  # type: ignore[attr-defined]
-    policy.check()
+    # Half of the parents are stored again, and continued by other children.
+    for path in paths[::2]:
+        both.request([path[0], path[0] + b" branch"], is_checked=path is paths[0])
+    both.managers[1].policy.check()  # type: ignore[attr-defined]
     both.now_s = 3600.0
     for manager in both.managers:
         for i in range(400):
             manager.touch([b"other %d" % i])
-    before = policy.num_searched
-    _, victims = both.request(keys_of("new", 1800))
+    _, victims = both.request(keys_of("new", 200))
 
-    assert len(victims) == 1798
-    assert 0 < policy.num_searched - before < 4 * len(victims)
+    assert len(victims) == 198
+    both.managers[1].policy.check()  # type: ignore[attr-defined]
+
+
+def test_prepare_store_more_keys_than_memory_has_room_for_remembers_all() -> None:
+    manager = CPUOffloadingManager(16, 2, "gittins", clock=lambda: 0.0)
+    keys = keys_of("key", 9000)
+    context = ReqContext()
+    manager.touch(keys, context)
+    assert manager.policy.num_remembered == 9000
+
+    assert stored(manager, keys, context) == (keys[:2], [])
+    assert manager.policy.num_remembered == 4 * 2
+    manager.policy.check()
 
 
 def test_no_stored_block_has_an_absent_predecessor(shared: Path) -> None:

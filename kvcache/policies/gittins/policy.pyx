@@ -10,16 +10,15 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from kvcache.core.eviction_queue cimport Row
-from kvcache.core.index cimport Probe, index_first, index_next, prefetch, zeroed
+from kvcache.core.ghosts cimport GhostList, prefetch_ghost
+from kvcache.core.index cimport Probe, index_first, prefetch, zeroed
 from kvcache.core.policy_adapter cimport PolicyAdapter
-from kvcache.core.remembered cimport SEGMENT_KEYS, HashInGroup, RememberedKeys
-from kvcache.core.request_keys cimport Named, RequestKeys
+from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave
 from kvcache.policies.gittins.groups cimport (
     HOLDERS, MOST_GROUPS, AgedGroups, Cohort, Group, add_known, class_of, leave_group, lowest_bit,
     reserve_groups,
 )
-from kvcache.policies.gittins.lost_parents cimport LostParents, reserve_lost
 from kvcache.policies.gittins.values cimport (
     CLASSES_PER_HINT, FIRST_SHARED, NUM_BINS, NUM_SHARED, ValueTable, count_hits,
 )
@@ -39,6 +38,7 @@ cdef enum:
     CONTINUES = 1               # flag of a request: it continues an older one
     ALL_KNOWN = 2               # flag of a request: all its keys so far were known
     LEADING_SHIFT = 2
+    AHEAD = 8                   # ghosts prefetched ahead of their removal
     PASSING_SHARE = 20          # one in so many blocks may be passing
 
 cdef enum:
@@ -50,8 +50,7 @@ cdef enum:
     # Fields of a request's state.
     PROGRESS = 0                # CONTINUES, ALL_KNOWN, and above them the number of leading known keys
     ERA = 1
-    CALL = 2                    # of the request's last use
-    GROUPS = 3                  # by class without the hint: group and its serial
+    GROUPS = 2                  # by class without the hint: group and its serial
 
 # State of a known key: its group, and in the upper four bits its sharing. Sharing is the rounded logarithm of the
 # number of new sessions (requests that continue no older one) that used the key. Zero in an array of labels: no label.
@@ -61,11 +60,11 @@ ctypedef int32_t Label
 # members of a group in path order, and its stamp holds a Place.
 cdef struct Member:
     uint32_t kids           # resident keys with this parent
-    uint32_t parent_generation
+    uint32_t parent_tag     # lower half of its hash
 
 cdef struct Place:
     Label label
-    int32_t parent          # row, 0: none
+    int32_t parent          # row when the key was stored, 0: none
 
 
 cdef inline int32_t group_in(Label label) noexcept nogil:
@@ -101,17 +100,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef Member* members                # [num_rows]
     cdef ValueTable values
     cdef AgedGroups aged                # the groups of all known keys
-    cdef RememberedKeys memory
-    cdef LostParents lost
+    cdef GhostList memory               # remembered keys, each with its label
     cdef int32_t* found                 # [call_size]: remembered keys of one call
-    # [call_size]: keys of the last use that are not in the memory yet. Most keys are stored at once and never enter the
-    # memory. Then their group is 0.
-    cdef HashInGroup* new_keys
-    cdef Py_ssize_t num_new
-    cdef HashInGroup* leaving           # [call_size]: victims of one call
-    cdef Py_ssize_t num_leaving
     cdef Py_ssize_t call_size
-    cdef uint64_t num_uses              # calls of on_request_use
     cdef int64_t start_ms
     cdef uint64_t era
     cdef public bint stores_all
@@ -131,15 +122,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.aged = AgedGroups(self.values)
         # Pages stay untouched until used. Growing would copy megabytes.
         self.aged.grow(cache_capacity + SPARE_KEYS)
-        self.memory = RememberedKeys(MEMORY_FACTOR * cache_capacity + cache_capacity // 16 + SPARE_KEYS)
-        self.lost = LostParents(cache_capacity)
+        self.memory = GhostList(MEMORY_FACTOR * cache_capacity + cache_capacity // 16 + SPARE_KEYS, tight=True)
         self.on_reset()
 
     def __dealloc__(self):
         free(self.members)
         free(self.found)
-        free(self.new_keys)
-        free(self.leaving)
 
     @property
     def reads_clock(self):
@@ -162,7 +150,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     @property
     def num_remembered(self):
         """Number of keys that are known but not resident."""
-        return self.memory.num_keys + self.num_new
+        return self.memory.num_ghosts
 
     @property
     def worths(self):
@@ -179,28 +167,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         """Groups moved to their next bin since the start."""
         return self.aged.num_aged
 
-    @property
-    def num_searched(self):
-        """Lost parents visited since the start."""
-        return self.lost.num_searched
-
     cdef int reserve_policy(self, Py_ssize_t n) except -1:
         """Make room for a call of `n` keys before anything changes. Each key may be remembered, and evict another."""
-        cdef void* block
-        self.memory.reserve(2 * n + self.num_new)
+        cdef void* found
+        self.memory.reserve(2 * n)
         reserve_groups(self.aged)
-        reserve_lost(self.lost, n)
         if n > self.call_size:
-            block = realloc(self.found, 2 * n * sizeof(int32_t))
-            if block != NULL:
-                self.found = <int32_t*> block
-                block = realloc(self.new_keys, 2 * n * sizeof(HashInGroup))
-            if block != NULL:
-                self.new_keys = <HashInGroup*> block
-                block = realloc(self.leaving, 2 * n * sizeof(HashInGroup))
-            if block == NULL:
+            found = realloc(self.found, 2 * n * sizeof(int32_t))
+            if found == NULL:
                 raise MemoryError(f"no memory for a call of {n} keys")
-            self.leaving = <HashInGroup*> block
+            self.found = <int32_t*> found
             self.call_size = 2 * n
         return 0
 
@@ -213,10 +189,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void on_reset(self) noexcept nogil:
         self.memory.clear()
-        self.num_new = self.num_leaving = 0
         self.values.clear()
         self.aged.clear()
-        self.lost.clear()
         self.passing_first = self.passing_last = 0
         self.start_ms = -1
         self.era += 1
@@ -224,24 +198,24 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void _trim(self) noexcept nogil:
         """Drop the oldest remembered keys beyond the size of the memory."""
-        cdef Py_ssize_t num_over, num_popped, num_until_fetch = 0
-        cdef Label label
-        self._enter_memory()
-        num_over = self.memory.num_keys - MEMORY_FACTOR * self.table.cache_capacity
-        while num_over > 0:
-            if num_until_fetch <= 0:
-                self.memory.fetch_oldest()
-                num_until_fetch = SEGMENT_KEYS
-            label = self.memory.pop_oldest(num_over, &num_popped)
-            leave_group(self.aged, group_in(label), <int32_t> num_popped)
-            num_over -= num_popped
-            num_until_fetch -= num_popped
+        cdef Py_ssize_t i, num_over = self.memory.num_ghosts - MEMORY_FACTOR * self.table.cache_capacity
+        cdef int32_t ahead = self.memory.ghosts[0].next
+        for i in range(num_over + AHEAD):
+            prefetch_ghost(self.memory, self.memory.ghosts[ahead].hash)
+            ahead = self.memory.ghosts[ahead].next
+            if i >= AHEAD:
+                leave_group(self.aged, group_in(self._forget(self.memory.ghosts[0].next)), 1)
 
-    cdef void _enter_memory(self) noexcept nogil:
-        """Add to the memory the used keys that were not stored, then the call's victims."""
-        self.memory.append_all(self.new_keys, self.num_new)
-        self.memory.append_all(self.leaving, self.num_leaving)
-        self.num_new = self.num_leaving = 0
+    cdef inline int32_t _remember(self, uint64_t hash, Label label) noexcept nogil:
+        """Append a key that is not in the memory, and return its ghost; `reserve_policy` has made room."""
+        cdef int32_t ghost = self.memory.append(hash)
+        self.memory.ghosts[ghost].state = label
+        return ghost
+
+    cdef inline Label _forget(self, int32_t ghost) noexcept nogil:
+        """Remove a key from the memory, and return its label."""
+        self.memory.drop(ghost)
+        return self.memory.ghosts[ghost].state
 
     cdef inline Place* _place_of(self, int32_t row) noexcept nogil:
         return <Place*> &self.table.rows[row].stamp
@@ -302,11 +276,22 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         else:
             self._remove_member(row)
 
-    cdef inline Label _label_of(self, int32_t row, int32_t key) noexcept nogil:
-        """Return the label of a key that is resident in `row` or remembered at place `key`, or 0 if it is unknown."""
+    cdef inline Label _label_of(self, int32_t row, int32_t ghost) noexcept nogil:
+        """Return the label of a key that is resident in `row` or remembered as `ghost`, or 0 if it is unknown."""
         if row != 0:
             return self._place_of(row).label
-        return self.memory.group_of(key) if key != 0 else 0
+        return self.memory.ghosts[ghost].state if ghost != 0 else 0
+
+    cdef void _find_absent(
+        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t* ghosts
+    ) noexcept nogil:
+        """Write the ghost of each key that is not resident, or 0."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            if rows[i] == 0:
+                prefetch_ghost(self.memory, hashes[i])
+        for i in range(n):
+            ghosts[i] = self.memory.find(hashes[i]) if rows[i] == 0 else 0
 
     cdef int64_t _lowest_value(self) noexcept nogil:
         """Return the value of the least valuable cell that holds resident blocks, or -1."""
@@ -336,7 +321,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n
     ) noexcept nogil:
         cdef Py_ssize_t i, first = request.num_seen - n
-        cdef int32_t row, key, group, cls, length, hint, num_positions = <int32_t> request.num_positions
+        cdef int32_t row, ghost, group, cls, length, hint, num_positions = <int32_t> request.num_positions
         # Neighbouring keys mostly leave the same group and join the same group: count such a run at its end.
         cdef int32_t left = 0, num_left = 0, num_shared = 0, joined = 0, num_joined = 0, joined_cls = -1
         cdef uint64_t* state = request.policy_state
@@ -350,7 +335,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef Label label
         cdef uint64_t[NUM_SHARED] shared
         self._trim()
-        self.num_uses += 1
         self._read_time()
         if state[ERA] != self.era:
             memset(state, 0, sizeof(request.policy_state))
@@ -364,7 +348,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         hint = request.next_use
         if hint >= self.values.num_hints:
             self._take_up_hint(hint)
-        self.memory.find_absent(rows, hashes, n, found)
+        self._find_absent(rows, hashes, n, found)
         if state[PROGRESS] & ALL_KNOWN:
             i = 0
             while i < n and self._label_of(rows[i], found[i]) != 0:
@@ -384,19 +368,15 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         lowest = self._lowest_value() if self.passing_first != 0 else 0
         for i in range(n):
             row = rows[i]
-            key = found[i]
+            ghost = found[i]
             is_last = self._is_last(request, request.used[first + i], i == n - 1)
             sharing = label = 0
             if row != 0:
                 label = self._place_of(row).label
                 if self.table.rows[row].list_idx == GROUPED:
                     self._remove_member(row)
-            elif key != 0:
-                if not self.memory.holds(key, hashes[i]):
-                    # Its segment was merged with another one in the meantime.
-                    key = self.memory.find(hashes[i])
-                label = self.memory.group_of(key)
-                self.memory.remove(key)
+            elif ghost != 0:
+                label = self.memory.ghosts[ghost].state
             is_known = label != 0
             cls = 4 * (state[PROGRESS] & CONTINUES) + 2 * (not is_last) + is_known
             if is_known:
@@ -431,13 +411,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 else:
                     self._place_of(row).label = label
                 continue
-            self.new_keys[self.num_new].hash = hashes[i]
-            self.new_keys[self.num_new].group = label
-            self.num_new += 1
-            request.uses[request.used[first + i]].note = -<int32_t> self.num_new
+            if ghost == 0:
+                ghost = self._remember(hashes[i], label)
+            else:
+                self.memory.refresh(ghost)
+                self.memory.ghosts[ghost].state = label
+            request.uses[request.used[first + i]].note = ghost
         add_known(self.aged, joined, num_joined)
         self._count_hits(left, num_left, num_shared)
-        state[CALL] = self.num_uses
 
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         """Unused: `BlockCache` creates a request for each call without one."""
@@ -450,20 +431,17 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     ) noexcept nogil:
         """Move known keys to the classes of another hint. Their age starts at 0, as after a use."""
         cdef Py_ssize_t i
-        cdef int32_t row, key, group, cls, length
+        cdef int32_t row, ghost, group, cls, length
         cdef Label label
         cdef uint64_t[CLASSES_PER_HINT] made
         memset(made, 0, sizeof(made))
-        self._enter_memory()
         self._read_time()
         if next_use >= self.values.num_hints:
             self._take_up_hint(next_use)
         for i in range(n):
             row = rows[i]
-            key = self.memory.find(hashes[i]) if row == 0 else 0
-            if row == 0 and key == 0:
-                continue
-            label = self._label_of(row, key)
+            ghost = self.memory.find(hashes[i]) if row == 0 else 0
+            label = self._label_of(row, ghost)
             group = group_in(label)
             if group == 0:
                 continue
@@ -482,7 +460,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if row != 0:
                 self._append_member(label, row)
             else:
-                self.memory.renew(key, label)
+                self.memory.refresh(ghost)
+                self.memory.ghosts[ghost].state = label
 
     cdef void _take_up_hint(self, int32_t hint) noexcept nogil:
         self.values.take_up_hint(hint)
@@ -525,10 +504,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
         cdef Py_ssize_t i, num_free = self.table.num_free, num_taken
-        cdef int32_t key, cls, length
+        cdef int32_t ghost, cls, length
         cdef bint is_whole, is_move = self.stores_all and names.policy_state[ERA] != self.era
         cdef uint64_t[CLASSES_PER_HINT] made
-        cdef Named* named
         num_victims[0] = 0
         if not self.stores_all:
             n = self._without_holes(names, places, n)
@@ -536,19 +514,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         if names.next_use >= self.values.num_hints:
             self._take_up_hint(names.next_use)
         memset(made, 0, sizeof(made))
-        if names.policy_state[CALL] != self.num_uses:
-            self._enter_memory()
         for i in range(n):
-            if self._is_new(names, places[i]):
-                continue
-            named = &names.named[places[i]]
-            key = self._remembered(names, places[i])
-            if key == 0 and not is_move:
-                self._enter_memory()
+            ghost = self._ghost_of(names, places[i])
+            if ghost == 0 and not is_move:
                 cls = 0 if self._is_last(names, <int32_t> places[i], places[i] == last_place) else 2
-                key = self.memory.append(
-                    named.hash, self._join_group(&made[cls], names.next_use * CLASSES_PER_HINT + cls, length))
-            names.uses[places[i]].note = key
+                ghost = self._remember(
+                    names.named[places[i]].hash,
+                    self._join_group(&made[cls], names.next_use * CLASSES_PER_HINT + cls, length))
+            names.uses[places[i]].note = ghost
         num_taken = n
         self.num_grouped = 0 if is_move else n
         if n > num_free:
@@ -562,17 +535,11 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self._trim()
         return num_taken
 
-    cdef inline bint _is_new(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
-        """Return whether a key is among the new ones. The note may stem from an earlier use with other new keys."""
-        cdef int32_t key = -names.uses[place].note - 1
-        return (0 <= key < self.num_new and self.new_keys[key].group != 0
-                and self.new_keys[key].hash == names.named[place].hash)
-
-    cdef inline int32_t _remembered(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
-        """Return the place at which a key of a request is remembered, or 0."""
-        cdef int32_t key = names.uses[place].note
-        if self.memory.holds(key, names.named[place].hash):
-            return key
+    cdef inline int32_t _ghost_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
+        """Return the ghost of a request's key, or 0. The key's note is its ghost at the last use or offer."""
+        cdef int32_t ghost = names.uses[place].note
+        if self.memory.holds(ghost, names.named[place].hash):
+            return ghost
         return self.memory.find(names.named[place].hash)
 
     cdef Py_ssize_t _without_holes(
@@ -678,11 +645,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return got
 
     cdef inline int64_t _worth_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
-        cdef int32_t group
-        if self._is_new(names, place):
-            group = group_in(self.new_keys[-names.uses[place].note - 1].group)
-        else:
-            group = group_in(self.memory.group_of(self._remembered(names, place)))
+        cdef int32_t group = group_in(self.memory.ghosts[names.uses[place].note].state)
         return self.values.value[class_of(self.aged, group) * NUM_BINS]
 
     cdef inline void _evict(self, int32_t tail) noexcept nogil:
@@ -692,11 +655,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         prefetch(&self.table.rows[max(tail - 5, 0)])
         prefetch(&self.members[max(tail - 8, 0)])
         prefetch(self.table.rows[tail].key)
+        prefetch_ghost(self.memory, self.table.rows[self.table.rows[tail].prev].hash)
         if self._place_of(tail).label != 0:
-            self.leaving[self.num_leaving].hash = self.table.rows[tail].hash
-            self.leaving[self.num_leaving].group = self._place_of(tail).label
-            self.num_leaving += 1
-            self.memory.fetch(self.table.rows[tail].hash)
+            self._remember(self.table.rows[tail].hash, self._place_of(tail).label)
         self._detach_row(tail)
 
     cdef inline bint _may_leave(self, RequestKeys names, int32_t row, bint is_whole) noexcept nogil:
@@ -716,43 +677,27 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self._leave_parent(row)
 
     cdef void _leave_parent(self, int32_t row) noexcept nogil:
-        cdef uint32_t generation = self.members[row].parent_generation
+        """Remove a child from its parent, if the parent is resident."""
+        cdef uint32_t tag = self.members[row].parent_tag
         cdef int32_t parent = self._place_of(row).parent
-        if parent == 0:
-            return
-        if self.table.rows[parent].generation != generation:
-            parent = self._found_again(parent, generation)
+        cdef Probe probe
+        if parent != 0 and (self.table.rows[parent].key == NULL or <uint32_t> self.table.rows[parent].hash != tag):
+            # A failed store removed the parent. It may have been stored again in another row. A wrong block with the
+            # same tag counts one child too few.
+            parent = index_first(self.table.buckets, self.table.num_buckets, tag, &probe)
         if parent != 0 and self.members[parent].kids > 0:
             self.members[parent].kids -= 1
-
-    cdef int32_t _found_again(self, int32_t row, uint32_t generation) noexcept nogil:
-        """Return the current row of a parent that was once lost, or 0. Remove one child from the lost parent."""
-        cdef Probe probe
-        cdef uint64_t hash = 0
-        if not self.lost.take_child(row, generation, &hash):
-            return 0
-        row = index_first(self.table.buckets, self.table.num_buckets, hash, &probe)
-        while row != 0 and self.table.rows[row].hash != hash:
-            row = index_next(self.table.buckets, self.table.num_buckets, hash, &probe)
-        return row
 
     cdef void on_admit(
         self, RequestKeys names, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n
     ) noexcept nogil:
         cdef Py_ssize_t i
-        cdef int32_t row, key, before, parent
+        cdef int32_t row, ghost, before, parent
         cdef Label label
         for i in range(n):
             row = rows[i]
-            if self._is_new(names, places[i]):
-                key = -names.uses[places[i]].note - 1
-                label = self.new_keys[key].group
-                self.new_keys[key].group = 0
-            else:
-                key = self._remembered(names, places[i])
-                label = self._label_of(0, key)
-                if key != 0:
-                    self.memory.remove(key)
+            ghost = names.uses[places[i]].note
+            label = self._forget(ghost) if ghost != 0 else 0
             self.members[row].kids = 0
             before = names.uses[places[i]].before - 1
             parent = names.row_now(self.table, before) if before >= 0 else 0
@@ -771,36 +716,31 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef inline void _set_parent(self, int32_t row, int32_t parent) noexcept nogil:
         self._place_of(row).parent = parent
         if parent != 0:
-            self.members[row].parent_generation = self.table.rows[parent].generation
+            self.members[row].parent_tag = <uint32_t> self.table.rows[parent].hash
             self.members[parent].kids += 1
 
     cdef void on_remove(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t row
-        self._enter_memory()
         for i in range(n):
             row = rows[i]
             self._unlink(row)
             self._leave_parent(row)
             if self._place_of(row).label != 0:
-                self.memory.append(self.table.rows[row].hash, self._place_of(row).label)
-            if self.members[row].kids > 0:
-                self.lost.add(row, self.table.rows[row].generation, self.table.rows[row].hash, self.members[row].kids)
+                self._remember(self.table.rows[row].hash, self._place_of(row).label)
         if n:
             self._trim()
 
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         """Insert blocks that belong to no request."""
         cdef Py_ssize_t i
-        cdef int32_t key
+        cdef int32_t ghost
         cdef Label label
         cdef uint64_t made
-        self._enter_memory()
         for i in range(n):
-            key = self.memory.find(self.table.rows[rows[i]].hash)
-            if key != 0:
-                label = self.memory.group_of(key)
-                self.memory.remove(key)
+            ghost = self.memory.find(self.table.rows[rows[i]].hash)
+            if ghost != 0:
+                label = self._forget(ghost)
             else:
                 made = 0
                 label = self._join_group(&made, 0, 1)
@@ -816,7 +756,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t cell, cohort, next_cohort, group, next, row, prev
         if priority != NORMAL:
             return 0
-        self._enter_memory()
         for rank in range(self.values.num_ranked):
             cell = self.values.ranked[rank]
             next_cohort = self.aged.queues[HOLDERS][cell].first
@@ -832,7 +771,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                         prev = self.table.rows[row].prev
                         if may_leave(self.table, row):
                             self._detach_row(row)
-                            self.memory.append(self.table.rows[row].hash, self._place_of(row).label)
+                            self._remember(self.table.rows[row].hash, self._place_of(row).label)
                             out[got] = row
                             got += 1
                         row = prev
@@ -841,14 +780,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef int check_policy(self) except -1:
         cdef const Row* rows = self.table.rows
-        cdef int32_t group, parent, row
-        cdef Label label
-        cdef Py_ssize_t i, num_resident = 0
+        cdef int32_t group, parent, row, ghost
+        cdef Py_ssize_t num_resident = 0
         known = {}
         kids = {}
         self.values.check()
         self.aged.check(known)
-        self.lost.check()
+        self.memory.check()
         for group in list(known):
             row = self.aged.groups[group].tail
             if row != 0 and rows[row].next != 0:
@@ -862,10 +800,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                     if rows[rows[row].prev].next != row:
                         raise BlockStateError(f"invariant broken: row {row} is not its neighbour's")
                 parent = self._place_of(row).parent
-                if parent != 0 and rows[parent].generation == self.members[row].parent_generation:
-                    if rows[parent].key == NULL:
-                        raise BlockStateError(f"invariant broken: row {row} has an absent predecessor")
-                    kids[parent] = kids.get(parent, 0) + 1
+                if parent != 0:
+                    kids[self.members[row].parent_tag] = kids.get(self.members[row].parent_tag, 0) + 1
                 row = rows[row].prev
         row = self.passing_first
         while row != 0:
@@ -875,8 +811,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if self._place_of(row).label != 0:
                 known[group_in(self._place_of(row).label)] -= 1
             parent = self._place_of(row).parent
-            if parent != 0 and rows[parent].generation == self.members[row].parent_generation:
-                kids[parent] = kids.get(parent, 0) + 1
+            if parent != 0:
+                kids[self.members[row].parent_tag] = kids.get(self.members[row].parent_tag, 0) + 1
             row = rows[row].next
         if num_resident != self.table.num_resident:
             raise BlockStateError(
@@ -886,22 +822,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 continue
             if self.memory.find(rows[row].hash) != 0:
                 raise BlockStateError(f"invariant broken: row {row} is resident and remembered")
-            # A child that a failed store left behind may have been subtracted from another parent's count.
-            if self.lost.num_lost == 0 and self.members[row].kids > kids.get(row, 0):
+            # A parent that was stored again after a failed store does not count its older children.
+            if self.members[row].kids > kids.get(<uint32_t> rows[row].hash, 0):
                 raise BlockStateError(f"invariant broken: row {row} counts too many children")
-        for label in self.memory.groups():
-            group = group_in(label)
+        ghost = self.memory.ghosts[0].next
+        while ghost != 0:
+            group = group_in(self.memory.ghosts[ghost].state)
             if group not in known:
                 raise BlockStateError(f"invariant broken: a remembered key is in group {group}, which is not there")
             known[group] -= 1
-        for i in range(self.num_new):
-            group = group_in(self.new_keys[i].group)
-            if group not in known:
-                raise BlockStateError(f"invariant broken: a new key is in group {group}, which is not there")
-            known[group] -= 1
-        if self.num_leaving != 0:
-            raise BlockStateError(f"invariant broken: {self.num_leaving} victims are not remembered yet")
-        self.memory.check()
+            ghost = self.memory.ghosts[ghost].next
         for group in known:
             if known[group] != 0:
                 raise BlockStateError(f"invariant broken: group {group} counts {known[group]} members too many")

@@ -1,6 +1,0 @@
-from typing import NoReturn, Self, final
-
-@final
-class LostParents:
-    def __new__(cls, num_blocks: int) -> Self: ...
-    def __reduce__(self) -> NoReturn: ...
