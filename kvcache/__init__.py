@@ -14,7 +14,7 @@ from kvcache.version import __version__ as __version__
 _HOMES = {
     "kvcache.keys": ("OffloadKey", "get_offload_block_hash", "get_offload_group_idx", "make_offload_key"),
     "kvcache.block": ("BlockStateError", "BlockStatus"),
-    "kvcache.request": ("OffloadPolicy", "ReqContext", "RequestOffloadingContext", "Retention"),
+    "kvcache.request": ("OffloadPolicy", "Prompt", "ReqContext", "RequestOffloadingContext", "Retention"),
     "kvcache.specs": (
         "BlockIDsLoadStoreSpec",
         "CPULoadStoreSpec",
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
         RequestUses,
     )
     from kvcache.recorder.recorder import Recorder, RecorderStats
-    from kvcache.request import OffloadPolicy, ReqContext, RequestOffloadingContext, Retention
+    from kvcache.request import OffloadPolicy, Prompt, ReqContext, RequestOffloadingContext, Retention
     from kvcache.specs import (
         BlockIDsLoadStoreSpec,
         CanonicalKVCacheRef,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from operator import index
@@ -104,6 +105,48 @@ class Retention:
         return max(1, int(min(ttl_s, _CENTURY_S) * 1e9))
 
 
+class Prompt:
+    """The tokens of a request, which KV events then carry. Routers that hash tokens need them.
+
+    Parameters
+    ----------
+    token_ids : sequence of int
+        The tokens. It may grow, but given tokens do not change.
+    keys : sequence of bytes
+        The keys of the request's blocks in one KV-cache group, in order: block i ends after (i + 1) * block_size
+        tokens. It may grow, too.
+    lora_id, lora_name : int and str, optional
+        The LoRA adapter.
+    extra_keys : sequence of (sequence or None), optional
+        What else was hashed into each block, as in vLLM's `BlockStored`.
+    """
+
+    __slots__ = ("_index", "extra_keys", "keys", "lora_id", "lora_name", "token_ids")
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        keys: Sequence[bytes],
+        *,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+        extra_keys: Sequence[Sequence[Any] | None] | None = None,
+    ) -> None:
+        self.token_ids = token_ids
+        self.keys = keys
+        self.lora_id = lora_id
+        self.lora_name = lora_name
+        self.extra_keys = extra_keys
+        self._index: dict[bytes, int] = {}
+
+    def index_of(self, key: bytes) -> int:
+        """Return the place of a key in the prompt, or -1; for one thread."""
+        for i in range(len(self._index), len(self.keys)):
+            if self._index.setdefault(self.keys[i], i) != i:
+                raise ValueError(f"a prompt's keys must differ, got {self.keys[i]!r:.80} twice")
+        return self._index.get(key, -1)
+
+
 class ReqContext:
     """State of one request; hashed by identity.
 
@@ -124,6 +167,8 @@ class ReqContext:
     ----------
     positions : mapping of bytes to int, or None
         Where in the prompt each key's block ends, in tokens, if the engine reports it.
+    prompt : Prompt or None
+        The tokens for KV events, if the engine gives them before `prepare_store`.
     request_keys : dict
         For pools only: the keys that this request has named in each pool, and those of the request that ended last.
     """
@@ -133,6 +178,7 @@ class ReqContext:
         "_state",
         "kv_transfer_params",
         "positions",
+        "prompt",
         "req_id",
         "request_keys",
         "retention",
@@ -151,6 +197,7 @@ class ReqContext:
         self.retention = retention
         self._state: dict[type, Any] | None = None
         self.positions: dict[bytes, int] | None = None
+        self.prompt: Prompt | None = None
         self.request_keys: dict[Any, Any] = {}
 
     def __repr__(self) -> str:

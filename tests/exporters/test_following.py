@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kvcache.assembly.check import check_config
 from kvcache.exporters.kv_events import KVEventPublisher, KVEventSubscriber
 
 ANY_PORT = "tcp://127.0.0.1:0"
+open_publisher = partial(KVEventPublisher, hash_format="bytes")  # whole hashes can be compared with keys
 PLAIN = "kvcache.testing.reference:ReferenceARC"  # five primitives in plain Python
 KEYS = [b"block %4d" % number + bytes(4) for number in range(300)]
 
@@ -51,7 +53,7 @@ def ready(manager):
 @pytest.mark.parametrize("policy", ["lru", "arc", "gittins", PLAIN])
 def test_what_is_published_is_what_the_manager_holds(policy):
     manager = CPUOffloadingManager(16, 60, policy, True)
-    with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=4) as publisher:
+    with open_publisher(ANY_PORT, ANY_PORT, digest_every=4) as publisher:
         store(manager, KEYS[:20])  # not taken yet, so it is published, too
         publisher.follow(manager)
         subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=60)
@@ -72,7 +74,7 @@ def test_blocks_that_leave_by_their_hashes_are_the_right_ones(sizes):
     """A key of up to 4 bytes gets a group index appended, so its hash differs."""
     draw = random.Random(str(sizes))
     manager = CPUOffloadingManager(16, 50, "lru", True)
-    with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=2) as publisher:
+    with open_publisher(ANY_PORT, ANY_PORT, digest_every=2) as publisher:
         publisher.follow(manager)
         subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=60)
         keys = list({draw.randbytes(draw.choice(sizes)) for _ in range(400)})
@@ -87,7 +89,7 @@ def test_blocks_that_leave_by_their_hashes_are_the_right_ones(sizes):
 
 def test_many_blocks_that_leave_at_once_go_on_in_the_next_batch():
     manager = CPUOffloadingManager(16, 5_000, "lru", True)
-    with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=1) as publisher:
+    with open_publisher(ANY_PORT, ANY_PORT, digest_every=1) as publisher:
         publisher.follow(manager)
         subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=60)
         subscriber.resync()
@@ -105,7 +107,7 @@ def test_many_blocks_that_leave_at_once_go_on_in_the_next_batch():
 @pytest.mark.slow
 def test_large_keys_are_sent_in_messages_of_bounded_size():
     manager = CPUOffloadingManager(16, 12, "lru", True)
-    with KVEventPublisher(ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT) as publisher:
         publisher.follow(manager)
         keys = [bytes([number]) * (1 << 20) for number in range(12)]
         store(manager, keys)
@@ -123,7 +125,7 @@ def test_tiers_of_a_manager_are_followed(write_policy):
         for _ in range(2)
     )
     view = {}
-    with KVEventPublisher(ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT) as publisher:
         publisher.follow(followed)
         draw = random.Random(1)
         for _ in range(150):
@@ -146,7 +148,7 @@ def test_tiers_of_a_manager_are_followed(write_policy):
 
 def test_a_reset_is_published_by_itself_and_so_is_one_of_an_idle_manager():
     manager = CPUOffloadingManager(16, 60, "lru", True)
-    with KVEventPublisher(ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT) as publisher:
         publisher.follow(manager)
         store(manager, KEYS[:5])
         manager.reset_cache()
@@ -159,7 +161,7 @@ def test_a_reset_is_published_by_itself_and_so_is_one_of_an_idle_manager():
 
 def test_followed_log_beyond_its_bound_clears_the_view():
     manager = CPUOffloadingManager(16, 60, "lru", True)
-    with KVEventPublisher(ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT) as publisher:
         publisher.follow(manager)
         store(manager, KEYS[:4])
         assert held(publisher) == set(KEYS[:4])
@@ -173,7 +175,7 @@ def test_followed_log_beyond_its_bound_clears_the_view():
 
 def test_followed_key_that_is_not_bytes_is_left_out():
     manager = CPUOffloadingManager(16, 60, "lru", True)
-    with KVEventPublisher(ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT) as publisher:
         publisher.follow(manager)
         manager.events.add([KEYS[1], "text"], "STORAGE", False)
         assert held(publisher, "STORAGE") == {KEYS[1]}
@@ -181,7 +183,7 @@ def test_followed_key_that_is_not_bytes_is_left_out():
 
 def test_wrong_use_is_refused_and_changes_nothing():
     manager = CPUOffloadingManager(16, 60, "lru", True)
-    with KVEventPublisher(ANY_PORT) as publisher, KVEventPublisher(ANY_PORT) as other:
+    with open_publisher(ANY_PORT) as publisher, open_publisher(ANY_PORT) as other:
         with pytest.raises(ValueError, match=r"enable_events=True.*got <"):
             publisher.follow(CPUOffloadingManager(16, 60))
         with pytest.raises(ValueError, match=r"enable_events=True.*got 7"):
@@ -203,7 +205,7 @@ def test_wrong_use_is_refused_and_changes_nothing():
 @pytest.mark.parametrize("ends", ["closed", "dropped"])
 def test_behind_the_end_events_can_be_taken_again_and_another_publisher_may_follow(ends):
     manager = CPUOffloadingManager(16, 60, "lru", True)
-    publisher = KVEventPublisher(ANY_PORT)
+    publisher = open_publisher(ANY_PORT)
     publisher.follow(manager)
     store(manager, KEYS[:3])
     if ends == "closed":
@@ -214,14 +216,14 @@ def test_behind_the_end_events_can_be_taken_again_and_another_publisher_may_foll
     store(manager, KEYS[3:5])
     assert [event.keys for event in manager.take_events()] == [KEYS[3:5]]
     store(manager, KEYS[5:7])
-    with KVEventPublisher(ANY_PORT) as second:
+    with open_publisher(ANY_PORT) as second:
         second.follow(manager)
         assert held(second) == set(KEYS[5:7])
 
 
 def test_a_publisher_that_has_ended_follows_nobody():
     manager = CPUOffloadingManager(16, 60, "lru", True)
-    publisher = KVEventPublisher(ANY_PORT)
+    publisher = open_publisher(ANY_PORT)
     publisher.close()
     with pytest.raises(ValueError, match="closed"):
         publisher.follow(manager)
@@ -239,7 +241,7 @@ def test_threads_that_share_a_followed_manager():
         except BaseException as error:
             errors.append(error)
 
-    with KVEventPublisher(ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT) as publisher:
         publisher.follow(manager)
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
         for thread in threads:
@@ -261,7 +263,7 @@ def opened(exporters, rank="0", **options):
 
 def test_a_configuration_opens_a_publisher_that_follows_the_manager():
     manager = opened(
-        [{"type": "kv_events", "endpoint": ANY_PORT, "replay_endpoint": ANY_PORT, "advanced": {"digest_every": 1}}], "3"
+        [{"type": "kv_events", "endpoint": ANY_PORT, "replay_endpoint": ANY_PORT, "hash_format": "bytes"}], "3"
     )
     (exporter,) = manager.telemetry.exporters
     assert exporter.address == f"{exporter.publisher.endpoint} (replays at {exporter.publisher.replay_endpoint})"

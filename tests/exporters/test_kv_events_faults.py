@@ -306,7 +306,7 @@ def test_sockets_that_only_their_user_reaches(tmp_path):
 @pytest.mark.slow
 def test_replay_buffer_is_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr(publishing_thread, "_MAX_KEPT_BYTES", 43 << 16)
-    with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=0) as publisher:
+    with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=0, hash_format="bytes") as publisher:
         for number in range(40):
             keys = [bytes([number]) * (1 << 16) for _ in range(4)]
             publisher.publish([OffloadingEvent(keys, 16, "CPU", number % 2 == 1)])

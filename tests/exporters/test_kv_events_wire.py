@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 
 import msgspec
 import pytest
@@ -33,6 +34,7 @@ from kvcache.exporters.kv_events import (
 )
 
 ANY_PORT = "tcp://127.0.0.1:0"
+open_publisher = partial(KVEventPublisher, hash_format="bytes")  # whole hashes can be compared with keys
 MAX_BATCH_KEYS = 1024
 
 
@@ -110,7 +112,7 @@ events = st.builds(
 @example([OffloadingEvent([os.urandom(32) for _ in range(3000)], 16, "CPU", False)], 0)
 def test_messages_are_byte_for_byte_what_msgspec_makes_of_the_structs(published, rank):
     plain = BlockView()
-    with KVEventPublisher(ANY_PORT, ANY_PORT, block_size=8, data_parallel_rank=rank, digest_every=0) as publisher:
+    with open_publisher(ANY_PORT, ANY_PORT, block_size=8, data_parallel_rank=rank, digest_every=0) as publisher:
         for event in published:
             if event is None:
                 publisher.publish_cleared()
@@ -142,7 +144,7 @@ def test_digests_are_byte_for_byte_what_msgspec_makes_of_the_struct():
     view = BlockView()
     epochs: set[int | None] = set()
     with (
-        KVEventPublisher(ANY_PORT, digest_every=1) as publisher,
+        open_publisher(ANY_PORT, digest_every=1) as publisher,
         zmq.Context() as context,
         context.socket(zmq.SUB) as socket,
     ):
@@ -169,7 +171,7 @@ def test_digests_are_byte_for_byte_what_msgspec_makes_of_the_struct():
 
 def test_snapshot_carries_every_block_and_its_digest():
     held = {(b"%d" % number, number % 3) for number in range(10_000)}
-    with KVEventPublisher(ANY_PORT, ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT, ANY_PORT) as publisher:
         made = [block_hash + group_idx.to_bytes(4, "big") for block_hash, group_idx in held]
         publisher.publish([OffloadingEvent(made, 16, "CPU", False), OffloadingEvent(made[:5], 16, "disk", False)])
         assert publisher.flush(30)
@@ -198,7 +200,7 @@ class Rude:
 @pytest.mark.parametrize("wrong", ["text", 7, None, bytearray(b"bytes")])
 @pytest.mark.parametrize("queue_events", [1, 1000])
 def test_a_key_that_is_no_bytes_is_named_and_its_event_is_not_queued(wrong, queue_events):
-    with KVEventPublisher(ANY_PORT, queue_events=queue_events) as publisher:
+    with open_publisher(ANY_PORT, queue_events=queue_events) as publisher:
         for keys in ([wrong], [b"fine" * 10, wrong], [b"x" * 100_000, b"fine", wrong]):
             with pytest.raises(ValueError, match=r"a key must be bytes, .*got "):
                 publisher.publish([OffloadingEvent(keys, 16, "CPU", False)])
@@ -209,7 +211,7 @@ def test_a_key_that_is_no_bytes_is_named_and_its_event_is_not_queued(wrong, queu
 
 def test_publish_taken_event_with_a_key_not_bytes_leaves_that_key_out():
     log = EventLog(16)
-    with KVEventPublisher(ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT) as publisher:
         log.add([b"first"], "CPU", False)
         log.add([b"second", "text"], "CPU", False)
         publisher.publish(log.take())
@@ -219,7 +221,7 @@ def test_publish_taken_event_with_a_key_not_bytes_leaves_that_key_out():
 
 def test_publish_taken_events_behind_a_gap_clears_the_view():
     log = EventLog(16)
-    with KVEventPublisher(ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT) as publisher:
         log.add([b"old"], "CPU", False)
         publisher.publish(log.take())
         log.clear()
@@ -230,7 +232,7 @@ def test_publish_taken_events_behind_a_gap_clears_the_view():
 
 
 def test_an_error_message_that_publishes_breaks_no_event():
-    with KVEventPublisher(ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT) as publisher:
         with pytest.raises(ValueError, match="got rude"):
             publisher.publish([OffloadingEvent([b"half of an event", Rude(publisher)], 16, "CPU", False)])
         assert publisher.flush(30)
@@ -239,14 +241,14 @@ def test_an_error_message_that_publishes_breaks_no_event():
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 64, "16", 1.5])
 def test_a_wrong_block_size_is_named(wrong):
-    with KVEventPublisher(ANY_PORT) as publisher, pytest.raises(ValueError, match="block_size must be"):
+    with open_publisher(ANY_PORT) as publisher, pytest.raises(ValueError, match="block_size must be"):
         publisher.publish([OffloadingEvent([b"a"], wrong, "CPU", False)])
 
 
 def test_events_that_were_published_hold_no_key():
     manager = CPUOffloadingManager(16, 10, "lru", True)
     key = bytes(bytearray(b"a key of its own"))
-    with KVEventPublisher(ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT) as publisher:
         manager.prepare_store([key])
         manager.complete_store([key])
         taken = manager.take_events()
@@ -259,7 +261,7 @@ def test_events_that_were_published_hold_no_key():
 
 def test_threads_publish_clear_flush_and_look_at_once():
     """One thread publishes; others clear, flush, take snapshots and request replays at the same time."""
-    with KVEventPublisher(ANY_PORT, ANY_PORT, queue_events=50, buffer_batches=20, digest_every=3) as publisher:
+    with open_publisher(ANY_PORT, ANY_PORT, queue_events=50, buffer_batches=20, digest_every=3) as publisher:
         stop, errors = threading.Event(), []
 
         def loop(call):
@@ -297,7 +299,7 @@ def test_threads_publish_clear_flush_and_look_at_once():
 
 
 def test_a_publisher_that_is_dropped_ends_its_thread():
-    publisher = KVEventPublisher(ANY_PORT, ANY_PORT)
+    publisher = open_publisher(ANY_PORT, ANY_PORT)
     publisher.publish([OffloadingEvent([b"a"], 16, "CPU", False)])
     endpoint, gone = publisher.endpoint, weakref.ref(publisher)
     (thread,) = (one for one in threading.enumerate() if one.name == "kvcache-kv-events")
@@ -306,11 +308,11 @@ def test_a_publisher_that_is_dropped_ends_its_thread():
     assert gone() is None
     thread.join(30)
     assert not thread.is_alive()
-    KVEventPublisher(endpoint).close()
+    open_publisher(endpoint).close()
 
 
 def test_publishing_after_close_is_harmless():
-    publisher = KVEventPublisher(ANY_PORT)
+    publisher = open_publisher(ANY_PORT)
     publisher.close()
     publisher.publish([OffloadingEvent([b"a"], 16, "CPU", False)])
     assert publisher.stats()["queued_events"] == 0
@@ -331,7 +333,7 @@ def test_an_interpreter_that_ends_with_an_open_publisher_ends_well():
 
 
 def test_a_message_with_a_group_out_of_range_is_rejected():
-    with KVEventPublisher(ANY_PORT, ANY_PORT) as publisher:
+    with open_publisher(ANY_PORT, ANY_PORT) as publisher:
         subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint)
         wrong = EventBatch(1.0, [BlockRemoved([b"x"], "CPU", 1 << 40)], 0)
         subscriber.receive([b"kv-events", bytes(8), msgspec.msgpack.encode(wrong)])

@@ -20,7 +20,7 @@ def test_views_agree_after_one_message_in_a_hundred_was_lost():
         subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint or "", timeout_s=60)
         # A subscriber misses messages that are published before its subscription arrives.
         while not subscriber.poll(0.02):
-            publisher.publish([OffloadingEvent([b"the start" + bytes(4)], 16, "CPU", False)])
+            publisher.publish([OffloadingEvent([b"starting" + bytes(4)], 16, "CPU", False)])
         receive, num_seen, num_dropped = subscriber.receive, 0, 0
 
         def lossy(frames: list[bytes]) -> None:
@@ -55,7 +55,7 @@ def test_views_agree_after_one_message_in_a_hundred_was_lost():
             subscriber.poll(0.1)
         subscriber.view.discard("CPU", [(b"the end!", 0)])
         assert subscriber.view.media() == expected
-        assert {block + bytes(4) for block, _ in expected["CPU"]} - {b"the start" + bytes(4)} == held
+        assert {block + bytes(4) for block, _ in expected["CPU"]} - {b"starting" + bytes(4)} == held
         assert num_dropped > 0
         assert subscriber.num_replays > 0
         subscriber.close()

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import errno
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.control.telemetry import Exporter
-from kvcache.exporters.kv_events.publisher import KVEventPublisher
+from kvcache.exporters.kv_events.publisher import ENCODINGS, HASH_FORMATS, KVEventPublisher, parse_spec_kind
 from kvcache.metrics import Part, counter, gauge
-from kvcache.options import Options, count_from, option, parse_count, parse_text
+from kvcache.options import Options, choice_of, count_from, option, parse_count, parse_text
 
 if TYPE_CHECKING:
     from kvcache.control.telemetry import Telemetry
+
+
+def _parse_spec_kinds(name: str, value: object) -> tuple[str, ...]:
+    found = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for one in found:
+        parse_spec_kind(one)
+    return found
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,13 @@ class KVEventOptions(Options):
 
     endpoint: str = option(parse_text, "tcp://127.0.0.1:5557", when="routers subscribe to another address or port")
     replay_endpoint: str | None = option(parse_text, None, when="routers are to ask for snapshots and missed messages")
-    topic: str = option(parse_text, "kv-events", when="routers subscribe to another topic")
+    topic: str = option(parse_text, "kv@{host}@{model}", when="routers subscribe to another topic")
+    model: str = option(parse_text, "", when="routers, such as llm-d, read the model's name from the topic")
+    spec_kinds: tuple[str, ...] = option(
+        _parse_spec_kinds, ("full_attention",), when="the model has several KV-cache groups, or no full attention"
+    )
+    hash_format: str = option(choice_of(*HASH_FORMATS), "int", when="routers read whole hashes")
+    encoding: str = option(choice_of(*ENCODINGS), "map", when="routers read the events of vLLM before 0.24 only")
     buffer_batches: int = option(
         parse_count, 10_000, when="routers are away for longer, and must not need a snapshot", advanced=True
     )
@@ -62,7 +76,8 @@ class KVEventExporter(Exporter):
     telemetry : Telemetry
         Of a manager that keeps events. Its label ``rank`` is added to the endpoints' TCP ports, as vLLM does.
     options : mapping
-        `KVEventPublisher`'s: ``endpoint``, ``replay_endpoint``, ``topic``, ``buffer_batches``, ``digest_every``.
+        `KVEventPublisher`'s: ``endpoint``, ``replay_endpoint``, ``topic`` (``{host}``, ``{model}`` and ``{rank}`` are
+        replaced), ``model``, ``spec_kinds``, ``hash_format``, ``encoding``, ``buffer_batches``, ``digest_every``.
 
     Attributes
     ----------
@@ -86,6 +101,9 @@ class KVEventExporter(Exporter):
         for name in ("endpoint", "replay_endpoint"):
             if options.get(name) is not None:
                 options[name] = _of_rank(options[name], rank)
+        names = {"host": socket.gethostname(), "model": options.pop("model", ""), "rank": str(rank)}
+        if "topic" in options:
+            options["topic"] = re.sub(r"[{](host|model|rank)[}]", lambda found: names[found[1]], options["topic"])
         try:
             self.publisher = KVEventPublisher(data_parallel_rank=rank, **options)
         except ValueError as error:
@@ -101,7 +119,7 @@ class KVEventExporter(Exporter):
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
         try:
-            KVEventPublisher(**KVEventOptions.read(options).arguments()).close()
+            KVEventPublisher(**KVEventOptions.read(options).arguments("model")).close()
         except ValueError as error:
             return str(error)
         return ""

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import length_hint
 from typing import Any
 
+from kvcache.control.watch import Watch
 from kvcache.core.event_log import EventLog, TakenEvents
 from kvcache.events import OffloadingEvent
 from kvcache.exporters.kv_events.publishing_thread import PublishingThread
 from kvcache.options import check_int
+from kvcache.request import Prompt
+
+HASH_FORMATS = ("int", "bytes")
+ENCODINGS = ("map", "array")
+SPEC_KINDS = (
+    "full_attention", "mla_attention", "sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention",
+    "sink_full_attention", "encoder_only_attention", "cross_attention",
+)  # fmt: skip
+"""vLLM's names of what a KV-cache group holds."""
 
 
 class KVEventPublisher:
@@ -38,6 +48,13 @@ class KVEventPublisher:
         Batches between two digests; 0: none.
     data_parallel_rank : int
         Rank of the engine, in every batch.
+    hash_format : str
+        ``"int"``: the last 8 bytes of each block hash, as vLLM sends by default. ``"bytes"``: the whole hash.
+    encoding : str
+        ``"map"``: events as vLLM 0.24 and later send them. ``"array"``: the layout before, for other routers only.
+    spec_kinds : sequence of str
+        What each KV-cache group holds, by vLLM's names; ``"sliding_window:4096"`` adds the window's size. Groups
+        beyond them have no kind; routers ignore these groups, except for group 0.
 
     Attributes
     ----------
@@ -65,6 +82,9 @@ class KVEventPublisher:
         queue_events: int = 100_000,
         digest_every: int = 64,
         data_parallel_rank: int = 0,
+        hash_format: str = "int",
+        encoding: str = "map",
+        spec_kinds: Sequence[str] = ("full_attention",),
     ) -> None:
         for name, text in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint), ("topic", topic)):
             if not isinstance(text, str) and (text is not None or name != "replay_endpoint"):
@@ -78,11 +98,17 @@ class KVEventPublisher:
         ):
             if check_int(name, value, least) >= 1 << 62:
                 raise ValueError(f"{name} must be < 2**62, got {value}")
-        self._queue_events, self._num_dropped, self._is_behind_gap = queue_events, 0, False
+        for name, text, known in (("hash_format", hash_format, HASH_FORMATS), ("encoding", encoding, ENCODINGS)):
+            if text not in known:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {text!r}")
+        self._block_size, self._queue_events = block_size, queue_events
+        self._num_dropped, self._is_behind_gap = 0, False
         self._is_following = False
+        self._watch: Watch | None = None
         self._thread = PublishingThread(
-            endpoint, replay_endpoint, topic, block_size, buffer_batches, digest_every, data_parallel_rank
-        )
+            endpoint, replay_endpoint, topic, block_size, buffer_batches, digest_every, data_parallel_rank,
+            hash_format, encoding, tuple(map(parse_spec_kind, spec_kinds)),
+        )  # fmt: skip
         self.endpoint, self.replay_endpoint = self._thread.endpoint, self._thread.replay_endpoint
         # The thread has no reference to the publisher: dropping the publisher ends the thread, as `close` does.
         self._finalizer = weakref.finalize(self, self._thread.stop)
@@ -93,6 +119,7 @@ class KVEventPublisher:
 
         `manager` is a CPUOffloadingManager, TieredOffloadingManager or other owner of a BlockPool, made with
         ``enable_events=True``. Events that wait in it are sent first. Its `take_events` returns nothing from now on.
+        Blocks of requests with a `ReqContext.prompt` are described.
 
         Raises
         ------
@@ -111,6 +138,21 @@ class KVEventPublisher:
             raise ValueError("the publisher follows a manager already")
         self._thread.follow(log)
         self._is_following = True
+        self._wrapper = _Descriptions(self._thread.describe)
+        self._watch = Watch.of(manager)
+        self._watch.add(self._wrapper)
+
+    def describe(self, keys: list[bytes], prompt: Prompt) -> None:
+        """Give the tokens of blocks before their events: call it with ``keys_to_store``, if no manager is followed.
+
+        Raises
+        ------
+        ValueError
+            The publisher has no `block_size`.
+        """
+        if not self._block_size:
+            raise ValueError("a publisher with block_size=0 cannot describe blocks")
+        self._thread.describe([*keys], prompt)
 
     def publish(self, events: Iterable[OffloadingEvent]) -> None:
         """Queue `events`, as `manager.take_events` returns them; for one thread. Costs O(1) for taken events.
@@ -173,6 +215,8 @@ class KVEventPublisher:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send the queued events and release the sockets; waits at most `timeout_s`. May be called twice."""
+        if self._watch is not None:
+            self._watch.remove(self._wrapper)
         self._finalizer()
         self._thread.join(timeout_s)
 
@@ -184,6 +228,36 @@ class KVEventPublisher:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class _Descriptions:
+    """Passes the keys that a manager is about to store on, with their prompt."""
+
+    names: Collection[str] = ("prepare_store",)
+
+    def __init__(self, describe: Callable[[list[bytes], Prompt], None]) -> None:
+        self._describe = describe
+
+    def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        describe = self._describe
+
+        def described(keys: Any, req_context: Any = None, *args: Any, **kwargs: Any) -> Any:
+            output = method(keys, req_context, *args, **kwargs)
+            prompt = getattr(req_context, "prompt", None)
+            if prompt is not None and output is not None and output.keys_to_store:
+                describe([*output.keys_to_store], prompt)
+            return output
+
+        return described
+
+
+def parse_spec_kind(text: str) -> tuple[str, int | None]:
+    """Return kind and window of ``"sliding_window:4096"``; ValueError if it is not a kind."""
+    kind, colon, window = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if kind not in SPEC_KINDS or (colon and not window.isdecimal()):
+        known = ", ".join(SPEC_KINDS)
+        raise ValueError(f"spec_kinds must hold names of {known}, perhaps with ':WINDOW', got {text!r}")
+    return kind, int(window) if colon else None
 
 
 def _checked(event: OffloadingEvent) -> OffloadingEvent:

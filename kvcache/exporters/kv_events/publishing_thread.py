@@ -20,18 +20,23 @@ import zmq
 
 from kvcache.core.event_log import EventLog
 from kvcache.events import OffloadingEvent
-from kvcache.exporters.kv_events.view import BlockView
+from kvcache.exporters.kv_events.prompts import PromptBlock, PromptBlocks
+from kvcache.exporters.kv_events.view import BlockView, as_ints
 from kvcache.exporters.kv_events.wire import (
     DIGEST_PREFIX,
     DIGEST_REQUEST,
     END_OF_REPLAY,
     SNAPSHOT_REQUEST,
     AllBlocksCleared,
+    BlockHash,
     BlockRemoved,
     BlockStored,
     Digest,
     EventBatch,
+    KVEvent,
+    array_event,
 )
+from kvcache.request import Prompt
 
 _LOG = logging.getLogger(__name__)
 _LEAST_WAIT_MS, _MAX_WAIT_MS = 4, 16  # between two looks: a wake-up takes the interpreter's lock from the scheduler
@@ -51,6 +56,10 @@ _EPOCH_BITS = 53  # exact in every language
 
 Source = Iterator[OffloadingEvent | None]
 """Events to send; None: everything was cleared."""
+Description = tuple[list[bytes], Prompt]
+"""Keys that are about to be stored, and the prompt that they are of."""
+SpecKind = tuple[str, int | None]
+"""What a KV-cache group holds: vLLM's name, and the size of a sliding window."""
 
 
 class PublishingThread(threading.Thread):
@@ -79,16 +88,23 @@ class PublishingThread(threading.Thread):
         buffer_batches: int,
         digest_every: int,
         rank: int,
+        hash_format: str,
+        encoding: str,
+        spec_kinds: tuple[SpecKind, ...],
     ) -> None:
         super().__init__(name="kvcache-kv-events", daemon=True)
-        self._queue: deque[Source] = deque()
+        self._queue: deque[Source | Description] = deque()
         self.num_queued = self.num_read = 0
         self.num_batches = self.num_rejected = self.num_begun = self.num_done = 0
         self._topic = topic.encode()
         self._block_size, self._digest_every, self._rank = block_size, digest_every, rank
         self._kept: deque[bytes] = deque()
         self._max_kept, self._num_kept_bytes = buffer_batches, 0
+        self._has_ints, self._has_arrays = hash_format == "int", encoding == "array"
+        self._spec_kinds = spec_kinds
         self._view = BlockView()
+        self._prompts = PromptBlocks(lambda key: self._view.is_held(key[:-4], int.from_bytes(key[-4:], "big")))
+        self._has_warned = False
         self._view_lock = threading.Lock()  # `snapshot` reads in other threads
         self._log: EventLog | None = None
         self._log_lock = threading.RLock()  # reentrant: `stop` may run in a finalizer
@@ -131,6 +147,11 @@ class PublishingThread(threading.Thread):
         """Queue events; not after `follow`."""
         self.num_queued += num_events
         self._queue.append(events)
+
+    def describe(self, keys: list[bytes], prompt: Prompt) -> None:
+        """Queue a description of blocks, before their events."""
+        if self.is_alive():
+            self._queue.append((keys, prompt))
 
     def clear(self) -> None:
         """Queue that everything was cleared."""
@@ -198,7 +219,7 @@ class PublishingThread(threading.Thread):
 
     def _send_all(self) -> None:
         """Send all events that are queued."""
-        batch: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        batch: list[KVEvent] = []
         cost = 0
         for event, event_cost in self._wire_events():
             batch.append(event)
@@ -210,13 +231,18 @@ class PublishingThread(threading.Thread):
         if batch:
             self._send(batch)
 
-    def _wire_events(self) -> Iterator[tuple[BlockStored | BlockRemoved | AllBlocksCleared, int]]:
+    def _wire_events(self) -> Iterator[tuple[KVEvent, int]]:
         """Yield each event as it is sent, at most `_MAX_BATCH_KEYS` of its keys at a time, and its cost in keys."""
         while self._queue:
-            for event in self._queue.popleft():
+            queued = self._queue.popleft()
+            if isinstance(queued, tuple):
+                self._describe(*queued)
+                continue
+            for event in queued:
                 number = 0 if event is None else event.number
                 if event is None or (number and self._last_number and number != self._last_number + 1):
                     # Events were dropped, so the held blocks are unknown: announce none of them.
+                    self._prompts.clear()
                     yield AllBlocksCleared(), _EVENT_COST
                     self._last_number = 0
                 if event is not None:
@@ -224,19 +250,56 @@ class PublishingThread(threading.Thread):
                     self.num_read += 1
                     yield from self._pieces(event)
 
+    def _describe(self, keys: list[bytes], prompt: Prompt) -> None:
+        """Note the tokens of blocks; an invalid prompt costs its blocks their tokens only."""
+        try:
+            self._prompts.add(keys, prompt, self._block_size)
+        except (TypeError, ValueError, OverflowError, IndexError) as error:
+            if not self._has_warned:
+                _LOG.warning("publishing blocks without tokens: %s", error)
+            self._has_warned = True
+
     def _pieces(self, event: OffloadingEvent) -> Iterator[tuple[BlockStored | BlockRemoved, int]]:
         medium = "CPU" if event.medium == "CPU" else "STORAGE"
         for group_idx, hashes in sorted(_by_group(event.keys).items()):
-            step = max(1, min(_MAX_BATCH_KEYS, _MAX_PIECE_BYTES // (1 + max(map(len, hashes)))))
-            for start in range(0, len(hashes), step):
-                piece = hashes[start : start + step]
-                cost = _EVENT_COST + len(piece) * _MAX_BATCH_KEYS // step
-                if event.removed:
-                    yield BlockRemoved(piece, medium, group_idx, "LOCAL"), cost
-                else:
-                    yield _stored(piece, medium, group_idx, event.block_size or self._block_size), cost
+            group = group_idx.to_bytes(4, "big")
+            if event.removed:
+                self._prompts.remove(hashes, group)
+            for run, blocks in [(hashes, [])] if event.removed else self._prompts.runs(hashes, group):
+                # A token takes about as many bytes as a hash.
+                num_bytes = 1 + max(map(len, run)) + (8 * self._block_size if blocks else 0)
+                step = max(1, min(_MAX_BATCH_KEYS, _MAX_PIECE_BYTES // num_bytes))
+                for start in range(0, len(run), step):
+                    piece = run[start : start + step]
+                    cost = _EVENT_COST + len(piece) * _MAX_BATCH_KEYS // step
+                    if event.removed:
+                        yield BlockRemoved(self._wire_hashes(piece), medium, group_idx, locality="LOCAL"), cost
+                        continue
+                    stored = self._stored(piece, medium, group_idx, event.block_size or self._block_size)
+                    if blocks:
+                        self._add_prompt(stored, blocks[start : start + step])
+                    yield stored, cost
 
-    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+    def _stored(self, hashes: list[bytes], medium: str, group_idx: int, block_size: int) -> BlockStored:
+        kind, window = self._spec_kinds[group_idx] if group_idx < len(self._spec_kinds) else (None, None)
+        return BlockStored(
+            self._wire_hashes(hashes), None, [], block_size, None, medium, None, group_idx=group_idx,
+            kv_cache_spec_kind=kind, kv_cache_spec_sliding_window=window, locality="LOCAL",
+        )  # fmt: skip
+
+    def _add_prompt(self, event: BlockStored, blocks: list[PromptBlock]) -> None:
+        """Add the parent of a chain of described blocks, its adapter and its tokens."""
+        first = blocks[0]
+        event.parent_block_hash = None if first.parent is None else self._wire_hashes([first.parent])[0]
+        event.token_ids = [token for block in blocks for token in block.token_ids]
+        event.lora_id, event.lora_name = first.lora_id, first.lora_name
+        if any(block.extra_keys is not None for block in blocks):
+            event.extra_keys = [block.extra_keys for block in blocks]
+
+    def _wire_hashes(self, hashes: list[bytes]) -> list[BlockHash]:
+        return as_ints(hashes) if self._has_ints else [*hashes]
+
+    def _send(self, events: list[KVEvent]) -> None:
         seq, batch = self.num_batches, self._batch(events)
         payload = self._encoder.encode(batch)
         with self._view_lock:
@@ -251,10 +314,10 @@ class PublishingThread(threading.Thread):
         if self._digest_every and (seq == 0 or self.num_batches % self._digest_every == 0):
             self._pub.send_multipart((DIGEST_PREFIX + self._topic, seq.to_bytes(8, "big"), self._digest(seq)))
 
-    def _batch(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> EventBatch:
+    def _batch(self, events: list[KVEvent]) -> EventBatch:
         # Time never goes back: a low number with a later time is a new publisher's, not a repeated message.
         self._last_ts = max(self._last_ts, time.time())
-        return EventBatch(self._last_ts, events, self._rank)
+        return EventBatch(self._last_ts, [*map(array_event, events)] if self._has_arrays else events, self._rank)
 
     def _digest(self, seq: int) -> bytes:
         return self._encoder.encode(Digest(seq, self._view.digests(), epoch=self._epoch))
@@ -296,7 +359,7 @@ class PublishingThread(threading.Thread):
                     parts.append(part)
                     time.sleep(_PAUSE_S)
             for medium, group_idx, hashes in parts:
-                event = _stored(hashes, medium, group_idx, self._block_size)
+                event = self._stored(hashes, medium, group_idx, self._block_size)
                 yield self._topic, seq.to_bytes(8, "big"), self._encoder.encode(self._batch([event]))
             yield b"", END_OF_REPLAY, end
             return
@@ -337,10 +400,6 @@ class _Reply:
         self.messages = messages
         self.message = next(messages, None)
         self.since_s = time.monotonic()
-
-
-def _stored(hashes: list[bytes], medium: str, group_idx: int, block_size: int) -> BlockStored:
-    return BlockStored(hashes, None, [], block_size, None, medium, None, group_idx=group_idx, locality="LOCAL")
 
 
 def _by_group(keys: list[bytes]) -> dict[int, list[bytes]]:

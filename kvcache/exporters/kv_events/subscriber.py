@@ -41,7 +41,7 @@ class KVEventSubscriber:
     endpoint, replay_endpoint : str
         The publisher's.
     topic : str
-        The publisher's.
+        Beginning of the publisher's topic.
     timeout_s : float
         How long the answers to one message may take: a digest, a replay, and a snapshot if one is needed.
 
@@ -54,14 +54,12 @@ class KVEventSubscriber:
 
     Notes
     -----
-    For one thread. A message that is not a batch is counted in `rejected_messages` and ignored. An answer of more than
-    512 MiB is dropped. A restart of the publisher shows by its epoch. The subscriber asks for the epoch when `poll`
-    finds a new connection, and before batches are replayed.
+    For one thread. A message that is not a batch of maps is counted in `rejected_messages` and ignored. An answer of
+    more than 512 MiB is dropped. A restart of the publisher shows by its epoch. The subscriber asks for the epoch when
+    `poll` finds a new connection, and before batches are replayed.
     """
 
-    def __init__(
-        self, endpoint: str, replay_endpoint: str, *, topic: str = "kv-events", timeout_s: float = 5.0
-    ) -> None:
+    def __init__(self, endpoint: str, replay_endpoint: str, *, topic: str = "kv", timeout_s: float = 5.0) -> None:
         self.view = BlockView()
         self.is_verified = False
         self.num_replays = self.num_snapshots = self.rejected_messages = 0
@@ -127,9 +125,9 @@ class KVEventSubscriber:
         if self._must_verify:
             self._verify()
         try:
-            if topic == DIGEST_PREFIX + self._topic:
+            if topic.startswith(DIGEST_PREFIX + self._topic):
                 self._check(self._digest_decoder.decode(payload))
-            elif topic == self._topic:
+            elif topic.startswith(self._topic):
                 self._apply(seq, self._decoder.decode(payload))
         except (msgspec.DecodeError, ValueError):
             self.rejected_messages += 1

@@ -11,9 +11,11 @@ from itertools import groupby, islice
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.exporters.kv_events.wire import AllBlocksCleared, BlockStored, EventBatch
+from kvcache.exporters.kv_events.wire import AllBlocksCleared, BlockHash, BlockStored, EventBatch
 
 _GROUP_BYTES = 4
+_INT_BYTES = 8
+_MAX_INT = (1 << 64) - 1
 _MAX_PENDING = 1 << 12  # hashes whose values are added up at a time
 Values = npt.NDArray[np.uint64]
 
@@ -37,10 +39,22 @@ class BlockView:
         """Return the blocks of each medium that holds any, as (block hash, group index)."""
         return {medium: frozenset(held.blocks()) for medium, held in self._held.items() if len(held)}
 
-    def holds(self, medium: str, block_hash: bytes, group_idx: int = 0) -> bool:
-        """Return whether `medium` holds the block `block_hash` of the KV-cache group `group_idx`."""
+    def holds(self, medium: str, block_hash: BlockHash, group_idx: int = 0) -> bool:
+        """Return whether `medium` holds the block `block_hash` of the KV-cache group `group_idx`.
+
+        A publisher with int hashes knows the last 8 bytes of `block_hash` only.
+        """
         held = self._held.get(medium)
-        return held is not None and block_hash in held.groups.get(group_idx, ())
+        if held is None:
+            return False
+        hashes = held.groups.get(group_idx, ())
+        if isinstance(block_hash, int):
+            [block_hash] = _as_bytes([block_hash])
+        return block_hash in hashes or short_hash(block_hash) in hashes
+
+    def is_held(self, block_hash: bytes, group_idx: int) -> bool:
+        """Return whether any medium holds a block."""
+        return any(self.holds(medium, block_hash, group_idx) for medium in self._held)
 
     def add(self, medium: str, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Add `blocks`, pairs of block hash and group index, to `medium`. A block that is held changes nothing."""
@@ -76,7 +90,7 @@ class BlockView:
                 self.clear()
             else:
                 removed = not isinstance(event, BlockStored)
-                self._change(event.medium or "", event.block_hashes, event.group_idx or 0, removed)
+                self._change(event.medium or "", _as_bytes(event.block_hashes), event.group_idx or 0, removed)
 
     def parts(self, num_hashes: int) -> Iterator[tuple[str, int, list[bytes]]]:
         """Yield medium, group index and at most `num_hashes` block hashes, until all blocks were yielded.
@@ -150,6 +164,22 @@ def block_value(block_hash: bytes, group_idx: int = 0) -> int:
     """
     _check_group(group_idx)
     return _sum_of_values([block_hash], group_idx)
+
+
+def short_hash(block_hash: bytes) -> bytes:
+    """Return the last 8 bytes of a hash, zeros in front of a shorter one."""
+    return block_hash[-_INT_BYTES:].rjust(_INT_BYTES, b"\0")
+
+
+def as_ints(hashes: list[bytes]) -> list[BlockHash]:
+    """Return the last 8 bytes of each hash as an unsigned integer, big-endian, as vLLM does."""
+    found: list[BlockHash] = np.frombuffer(b"".join(map(short_hash, hashes)), ">u8").tolist()
+    return found
+
+
+def _as_bytes(hashes: list[BlockHash]) -> list[bytes]:
+    """Return integers, signed or not, as 8 bytes."""
+    return [one if isinstance(one, bytes) else (one & _MAX_INT).to_bytes(_INT_BYTES, "big") for one in hashes]
 
 
 def _sum_of_values(hashes: list[bytes], group_idx: int) -> int:

@@ -18,31 +18,40 @@ MAX_SEQ = (1 << 63) - 2
 """Batches have no greater numbers."""
 
 
+BlockHash = int | bytes
+"""The last 8 bytes of a block's hash, unsigned and big-endian, as vLLM sends by default; or the whole hash."""
+
+
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Blocks that came to a medium; the fields of vLLM's struct of this name.
 
     Parameters
     ----------
-    block_hashes : list of bytes
-        The blocks.
-    parent_block_hash : bytes or None
-        Always None.
+    block_hashes : list of int or bytes
+        The blocks, each the parent of the next if there are tokens.
+    parent_block_hash : int, bytes or None
+        The block before the first one. None: the first block of a prompt, or not known.
     token_ids : list of int
-        Always empty.
+        The tokens of all blocks, or empty: the engine gave none. llm-d then updates known blocks only, and Dynamo
+        ignores the event.
     block_size : int
         Tokens of a block.
-    lora_id, lora_name : None
-        Not known here.
+    lora_id, lora_name : int and str, optional
+        The LoRA adapter.
     medium : str
         ``"CPU"`` or ``"STORAGE"``.
+    extra_keys : list, optional
+        What else was hashed into each block.
     group_idx : int
         KV-cache group.
+    kv_cache_spec_kind, kv_cache_spec_sliding_window : str and int, optional
+        What the group holds.
     locality : str
         ``"LOCAL"``.
     """
 
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -55,6 +64,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     locality: str | None = None
     ownership: str | None = None
     session_id: str | None = None
+    lookahead_token_ids: list[Any] | None = None
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
@@ -62,7 +72,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
     Parameters
     ----------
-    block_hashes : list of bytes
+    block_hashes : list of int or bytes
         The blocks.
     medium : str
         ``"CPU"`` or ``"STORAGE"``.
@@ -72,7 +82,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
         ``"LOCAL"``.
     """
 
-    block_hashes: list[bytes]
+    block_hashes: list[BlockHash]
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None
@@ -81,6 +91,26 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Every medium was emptied."""
+
+
+class _StoredArray(BlockStored, array_like=True, tag="BlockStored"):
+    pass
+
+
+class _RemovedArray(BlockRemoved, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class _ClearedArray(AllBlocksCleared, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+_ARRAYS: dict[type[KVEvent], type[KVEvent]] = {
+    BlockStored: _StoredArray,
+    BlockRemoved: _RemovedArray,
+    AllBlocksCleared: _ClearedArray,
+}
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -97,7 +127,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """
 
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[KVEvent]
     data_parallel_rank: int | None = None
 
 
@@ -121,3 +151,8 @@ class Digest(msgspec.Struct, omit_defaults=True):
     digests: dict[str, tuple[int, int]] | None = None
     gap: int | None = None
     epoch: int | None = None
+
+
+def array_event(event: KVEvent) -> KVEvent:
+    """Return an event in the layout of vLLM before 0.24: an array, whose first element is the type."""
+    return _ARRAYS[type(event)](*msgspec.structs.astuple(event))
