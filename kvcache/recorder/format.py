@@ -1,4 +1,4 @@
-"""The file format of recordings: headers, frames of records, and their reader; see docs/howto/record.md.
+"""The file format of recordings: records, frames of them, and their reader; see docs/howto/record.md.
 
 A reader checks every length and type before it uses them. A truncated, damaged or hostile file raises
 `RecordingError`, or is read up to the damage.
@@ -6,48 +6,36 @@ A reader checks every length and type before it uses them. A truncated, damaged 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import struct
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import numpy as np
 
+try:
+    import msgspec
+except ImportError as error:
+    raise ImportError("recordings need the package msgspec: install kvcache's extra 'record'") from error
+
 from kvcache.core.key_hash import key_hashes
-from kvcache.recorder.ops import (
-    BAD_CONTEXT,
-    EMPTY_KEY,
-    FIRST_CONTEXT,
-    LISTS,
-    NO_CONTEXT,
-    NO_KEY,
-    ONE_KEY,
-    Answer,
-    Op,
-    TierCall,
-)  # fmt: skip
+from kvcache.recorder.files import HEADER, MAGIC, MAX_HEADER_BYTES, VERSION, older_files
+from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, NO_CONTEXT, ONE_KEY, Op
 from kvcache.request import ReqContext, Retention, parse_hint
 from kvcache.specs import LoadStoreSpec
 
-MAGIC = b"KVCLOG\r\n"
-VERSION = 3
-FRAME = struct.Struct("<4sIIQII")
-"""Tag, packed bytes, raw bytes, number of the first record, bytes of JSON, CRC-32 of this and of the packed bytes."""
+FRAME = struct.Struct("<4sIIQI")
+"""Tag, packed bytes, raw bytes, number of the first record, CRC-32 of this and of the packed bytes."""
 FRAME_TAG = b"FRAM"
-MAX_HEADER_BYTES = 1 << 20
 MAX_FRAME_BYTES = 1 << 25
-_MAX_FRAME_KEYS = 1 << 27
-_HEADER = struct.Struct("<8sHHI")
-_EMPTY, _NO_KEY = EMPTY_KEY.to_bytes(8, "little"), NO_KEY.to_bytes(8, "little")
-_LEAST_SHARED = 3
-_KEPT_LISTS = 2
+_MARKS = {(0).to_bytes(8, "little"): b"", (1).to_bytes(8, "little"): None}
+"""In place of a key's hash: the key was empty, or not bytes."""
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class RecordingError(ValueError):
@@ -58,73 +46,120 @@ class CutHead(RecordingError):
     """A file is truncated in its header, because its process was killed or the disk was full."""
 
 
-@dataclass(slots=True)
-class Input:
-    """A value that a call depended on, besides its arguments: the clock, or an answer of a tier.
+class Keys(list[bytes | None]):
+    """Hashes of keys, 8 bytes each; None for an object that is not a key. In files, one string of bytes."""
+
+
+class Raised(msgspec.Struct, tag=True, frozen=True):
+    """The call raised an error of this name."""
+
+    name: str
+
+
+class Stored(msgspec.Struct, tag=True, frozen=True):
+    """The result of `prepare_store`."""
+
+    keys: Keys
+    num_evicted: int
+    block_ids: list[int]
+
+
+class Events(msgspec.Struct, tag=True, frozen=True):
+    """The result of `take_events`: keys, and whether they were removed."""
+
+    events: list[tuple[Keys, bool]]
+
+
+Answer = None | bool | int | str | list[int] | Raised | Stored | Events
+"""The result of a call. A list: block ids. A text: the type of a result that cannot be compared."""
+
+
+class Result(msgspec.Struct, array_like=True, frozen=True):
+    """A `TierResult`, with its keys hashed."""
+
+    job_id: _Natural | None
+    done: Keys
+    failed: Keys
+    removed: Keys
+    error: str
+    start_s: float | None
+    end_s: float | None
+
+
+class Input(msgspec.Struct, array_like=True, tag=1, frozen=True):
+    """A value that a call depended on, besides its arguments.
 
     Parameters
     ----------
     op : Op
-        Its kind.
+        Its kind: the clock, or a call to a tier.
     value : object
-        Seconds, or the call to the tier and its result.
+        Seconds, the answer of a look-up, the id of an accepted job or None, results, or the name of a method that
+        raised.
     tier : int
-        Index of the tier, from 0 on.
+        Index of the tier, from 0 on. -1: no tier.
     """
 
     op: Op
-    value: Any
-    tier: int = -1
+    value: int | float | str | list[Result | None] | None
+    tier: int
 
 
-@dataclass(slots=True)
-class Call:
+class Call(msgspec.Struct, array_like=True, tag=0):
     """One record: a call with its result, or a note between two calls.
 
     Parameters
     ----------
-    number : int
-        Position in the recording, from 0 on.
     op : Op
         The method.
     time_s : float
         Timestamp, in seconds of the clock passed to `Recorder`.
     context : int
         Number of the request. 0: no request. 1: an object that is not a `ReqContext`.
-    keys : list of bytes or None
-        Hashes of the keys, 8 bytes each. None for an object that is not a key.
-    flag : int
-        Another argument, such as `success`.
-    answer : tuple
-        The kind and values of the result.
+    keys : Keys
+        The keys: one alone, without a list, for the calls of `ONE_KEY`; pairs with their ends for positions.
+    flag : object
+        Another argument, such as 1 for a failed `complete_store`; or the value of a note.
+    answer : Answer
+        The result.
+    number : int
+        Position in the recording, from 0 on.
     inputs : list of Input
         The values that the call depended on, in order.
     """
 
-    number: int
     op: Op
-    time_s: float = 0.0
-    context: int = 0
-    keys: Any = None
-    flag: int = 0
-    answer: tuple[Any, ...] = (Answer.NONE,)
-    inputs: list[Input] = field(default_factory=list)
+    time_s: float
+    context: _Natural
+    if TYPE_CHECKING:  # they depend on the operation
+        keys: Any
+        flag: Any = None
+    else:
+        keys: Keys
+        flag: int | str | list[int] | dict[str, Any] | None = None
+    answer: Answer = None
+    number: int = 0
+    inputs: list[Input] = []
 
 
-def header_bytes(header: dict[str, Any]) -> bytes:
-    """Return the head of a file."""
-    text = json.dumps(header, sort_keys=True).encode()
-    head = _HEADER.pack(MAGIC, VERSION, 0, len(text)) + text
-    return head + zlib.crc32(head).to_bytes(4, "little")
+def _decode_keys(kind: type, value: Any) -> Keys:
+    if kind is not Keys or type(value) is not bytes or len(value) % 8:
+        raise ValueError("keys are expected")
+    hashes = [value[i : i + 8] for i in range(0, len(value), 8)]
+    return Keys([_MARKS.get(one, one) for one in hashes])
 
 
-def frame_bytes(first_record: int, text: bytes, hashes: bytes) -> bytes:
-    """Return a frame: records as JSON, and the hashes of their keys. Raise ValueError if it is too long."""
-    if len(text) + len(hashes) > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {len(text) + len(hashes)} bytes is longer than {MAX_FRAME_BYTES}")
-    packed = zlib.compress(text + hashes, 1)
-    head = FRAME.pack(FRAME_TAG, len(packed), len(text) + len(hashes), first_record, len(text), 0)
-    return head[:-4] + zlib.crc32(packed, zlib.crc32(head[:-4])).to_bytes(4, "little") + packed
+_DECODER = msgspec.msgpack.Decoder(list[Call | Input], dec_hook=_decode_keys)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def frame_bytes(first_record: int, raw: bytes) -> bytes:
+    """Return a frame of encoded records. Raise ValueError if it is too long."""
+    if len(raw) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(raw)} bytes is longer than {MAX_FRAME_BYTES}")
+    packed = zlib.compress(raw, 1)
+    head = FRAME.pack(FRAME_TAG, len(packed), len(raw), first_record, 0)[:-4]
+    return head + zlib.crc32(packed, zlib.crc32(head)).to_bytes(4, "little") + packed
 
 
 class FrameEncoder:
@@ -146,50 +181,45 @@ class FrameEncoder:
 
     def encode(self, first_record: int, records: Sequence[tuple[Any, ...]]) -> tuple[bytes, int]:
         """Return a frame of records and the number of the next record."""
-        self._lists: list[list[bytes]] = []
-        # Numbers of the lists that each request named last. Most of its later calls name parts of them again.
-        self._kept: dict[int, list[int]] = {}
-        self._rows: list[list[Any]] = []
-        number = first_record
+        self._rows: list[Any] = []
+        runs: list[Any] = []
         for _, op, *values in records:
             if op is Op.STATUS_RUN:
-                keys, answer = values
-                self._rows.append([op, self._keys(keys, 0), self._answer(answer, 0)])
-                number += len(keys) - 1
+                key, answer = values
+                if not runs or runs[-1] is not self._rows[-1] or runs[-1][6] != answer:
+                    runs.append([0, op, 0.0, 0, [], None, answer])
+                    self._rows.append(runs[-1])
+                runs[-1][4].append(key)
             elif op < Op.CONTEXT:
-                self._rows.append(self._call(op, *values))
+                self._call(op, *values)
+            elif op is Op.TIER_FINISHED:
+                results, tier = values
+                self._rows.append(
+                    (1, op, [one and [one[0], *map(self._hash, one[1:4]), *one[4:]] for one in results], tier)
+                )
+            elif op in (Op.LOST, Op.STATS):
+                self._note(op, 0, (), values[0])
             else:
-                self._rows.append([op, *(self._finished(*values) if op is Op.TIER_FINISHED else values)])
-        number += len(self._rows)
-        text = json.dumps({"lists": [len(keys) for keys in self._lists], "rows": self._rows}, separators=(",", ":"))
-        hashes = b"".join(key_hashes(keys, self._salt) for keys in self._lists)
-        return frame_bytes(first_record, text.encode(), hashes), number
+                self._rows.append((1, op, *values))
+        number = first_record + len(self._rows) + sum(len(row[4]) - 1 for row in runs)
+        for row in runs:
+            row[4] = self._hash(row[4])
+        return frame_bytes(first_record, _ENCODER.encode(self._rows)), number
 
-    def _keys(self, keys: list[bytes], context: int) -> Any:
-        """Return a reference to keys: the number of a list, or [number, first, stop] of a part of an earlier one."""
-        n = len(keys)
-        kept = self._kept.setdefault(context, []) if n >= _LEAST_SHARED else []
-        for number in reversed(kept):
-            whole = self._lists[number]
-            if keys[0] in whole:
-                first = whole.index(keys[0])
-                if whole[first : first + n] == keys:
-                    return [number, first, first + n]
-        self._lists.append(keys)
-        kept.append(len(self._lists) - 1)
-        del kept[:-_KEPT_LISTS]
-        return len(self._lists) - 1
+    def _hash(self, keys: Any) -> Any:
+        return key_hashes(list(keys), self._salt)
+
+    def _note(self, op: Op, context: int, keys: Any, value: Any) -> None:
+        self._rows.append((0, op, 0.0, context, self._hash(keys), value))
 
     def _call(
         self, op: Op, time_s: float, context: Any, positions: Any, num_positions: int, keys: Any, flag: Any, answer: Any
-    ) -> list[Any]:
+    ) -> None:
         number = NO_CONTEXT if context is None else self._number_of(context, positions, num_positions)
         if op is Op.RESET:
             # A reader that starts at this frame has no earlier requests.
             self._requests.clear()
-        elif type(keys) is list and op is not Op.REPORT_PREFILLS:
-            keys = self._keys(keys, number)
-        return [op, int(time_s * 1e6), number, keys, flag, self._answer(answer, number)]
+        self._rows.append((0, op, time_s, number, self._hash(keys), flag, self._answer(answer)))
 
     def _number_of(self, context: Any, positions: Any, num_positions: int) -> int:
         """Return a request's number. Add its hint if it is new, and the positions added since the last record."""
@@ -199,43 +229,33 @@ class FrameEncoder:
         if known is None:
             known = self._requests[context] = _Request(self._num_requests)
             self._num_requests += 1
-            if said := _hint_of(context):
-                self._rows.append([Op.CONTEXT, known.number, said])
+            if hint := _hint_of(context):
+                self._note(Op.CONTEXT, known.number, (), hint)
         if num_positions and (positions is not known.positions or num_positions != known.num_positions):
             first = known.num_positions if positions is known.positions else 0
             keys = list(islice(positions, first, num_positions))
             ends = [end if type(end) is int else 0 for end in islice(positions.values(), first, num_positions)]
-            groups = None
+            self._note(Op.POSITIONS, known.number, keys, [first, *ends])
             if self._has_groups:
-                hashes = key_hashes([key[-4:] if type(key) is bytes else b"" for key in keys], self._salt)
-                groups = [int.from_bytes(hashes[i : i + 2], "little") for i in range(0, len(hashes), 8)]
-            row = [Op.POSITIONS, known.number, self._keys(keys, known.number), ends, int(first > 0), groups]
-            self._rows.append(row)
+                groups = [key[-4:] if type(key) is bytes else b"" for key in keys]
+                self._note(Op.GROUPS, known.number, groups, None)
             known.positions, known.num_positions = positions, num_positions
         return known.number
 
-    def _answer(self, answer: Any, context: int) -> list[Any]:
+    def _answer(self, answer: Any) -> Any:
         match answer:
-            case None:
-                return [Answer.NONE]
-            case True | False:
-                return [Answer.TRUE if answer else Answer.FALSE]
-            case int() if answer >= 0:
-                return [Answer.INT, int(answer)]
+            case None | bool() | int():
+                return answer
             case LoadStoreSpec():
                 ids = block_ids_of(answer)
-                return [Answer.OTHER] if ids is None else [Answer.BLOCKS, ids]
-            case "output", keys, num_evicted, spec:
-                return [Answer.OUTPUT, self._keys(keys, context), num_evicted, block_ids_of(spec) or []]
-            case "error", name:
-                return [Answer.ERROR, name]
-            case "events", events:
-                hashed = [(key_hashes(keys, self._salt), is_removed) for keys, is_removed in events]
-                return [Answer.EVENTS, *events_digest(hashed)]
-        return [Answer.OTHER]
-
-    def _finished(self, tier: int, results: list[Any]) -> tuple[int, list[Any]]:
-        return tier, [one and [one[0], *(self._keys(keys, 0) for keys in one[1:4]), one[4]] for one in results]
+                return type(answer).__name__ if ids is None else ids
+            case type():
+                return Raised(answer.__name__)
+            case list():
+                return Events([(self._hash(keys), is_removed) for keys, is_removed in answer])
+            case keys, num_evicted, spec:
+                return Stored(self._hash(keys), num_evicted, block_ids_of(spec) or [])
+        return type(answer).__name__
 
 
 class _Request:
@@ -251,16 +271,16 @@ class _Request:
 
 def _hint_of(context: ReqContext) -> dict[str, Any]:
     """Return the hint of a request's context, and that of its client. "?" means an invalid hint."""
-    said: dict[str, Any] = {}
+    hint: dict[str, Any] = {}
     if isinstance(context.retention, Retention):
-        said["retention"] = asdict(context.retention)
+        hint["retention"] = asdict(context.retention)
     params = context.kv_transfer_params
     if isinstance(params, dict) and "kvcache" in params:
         try:
-            said["kvcache"] = asdict(parse_hint(params["kvcache"]))
+            hint["kvcache"] = asdict(parse_hint(params["kvcache"]))
         except ValueError:
-            said["kvcache"] = "?"
-    return said
+            hint["kvcache"] = "?"
+    return hint
 
 
 def block_ids_of(spec: Any) -> list[int] | None:
@@ -271,23 +291,6 @@ def block_ids_of(spec: Any) -> list[int] | None:
         return None
 
 
-def events_digest(events: Sequence[tuple[bytes, bool]]) -> tuple[int, int, str]:
-    """Return the number of events, the number of their keys, and a digest of the keys' hashes and the removed flags."""
-    digest = hashlib.blake2b(digest_size=8)
-    for hashes, is_removed in events:
-        digest.update(len(hashes).to_bytes(8, "little") + bytes([bool(is_removed)]) + hashes)
-    return len(events), sum(len(hashes) for hashes, _ in events) // 8, digest.hexdigest()
-
-
-def is_recording(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file begins with the magic bytes of recordings."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
 def read_header(file: BinaryIO, name: str) -> dict[str, Any]:
     """Read the head of a file.
 
@@ -296,12 +299,12 @@ def read_header(file: BinaryIO, name: str) -> dict[str, Any]:
     RecordingError
         The file is not a recording, has another version, or is damaged.
     """
-    head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size and MAGIC.startswith(head[: len(MAGIC)]):
+    head = file.read(HEADER.size)
+    if len(head) < HEADER.size and MAGIC.startswith(head[: len(MAGIC)]):
         raise CutHead(f"{name} is no recording of kvcache, or was cut at its begin: it has {len(head)} bytes")
     if not head.startswith(MAGIC):
         raise RecordingError(f"{name} is no recording of kvcache")
-    _, version, _, num_bytes = _HEADER.unpack(head)
+    _, version, num_bytes = HEADER.unpack(head)
     if version != VERSION:
         raise RecordingError(f"{name} is a recording of format {version}, this kvcache reads format {VERSION}")
     if num_bytes > MAX_HEADER_BYTES:
@@ -313,7 +316,7 @@ def read_header(file: BinaryIO, name: str) -> dict[str, Any]:
     if zlib.crc32(head + text).to_bytes(4, "little") != checksum:
         raise RecordingError(f"{name}: the header is damaged")
     try:
-        header = json.loads(text)
+        header = msgspec.json.decode(text)
     except (ValueError, RecursionError):
         raise RecordingError(f"{name}: the header is damaged") from None
     if not isinstance(header, dict) or not isinstance(header.get("manager"), dict):
@@ -381,69 +384,77 @@ class Recording:
         self.end = ""
         self.num_lost = 0
         inputs: list[Input] = []
-        expected: int | None = None
+        number: int | None = None
         for path in self._files:
             with path.open("rb") as file:
                 read_header(file, str(path))
-                for first_record, raw, num_text in self._frames(file, path):
-                    if expected is not None and first_record != expected:
-                        self.end = f"{path}: records {expected} to {first_record - 1} are missing"
+                while head := file.read(FRAME.size):
+                    where = f"{path} is %s at byte {file.tell() - len(head)}"
+                    try:
+                        first_record, records = _read_frame(file, head)
+                    except EOFError:
+                        self.end = where % "cut"
+                        return
+                    except (ValueError, RecursionError, zlib.error) as error:
+                        self.end = f"{where % 'damaged'}: {error}"
+                        return
+                    if number not in (None, first_record):
+                        self.end = f"{path}: records {number} to {first_record - 1} are missing"
                         return
                     number = first_record
-                    try:
-                        for record in _Frame(raw, num_text).records(first_record):
-                            number += not isinstance(record, Call) or record.op is not Op.GROUPS
-                            if isinstance(record, Input):
-                                inputs.append(record)
-                                continue
+                    for record in records:
+                        if isinstance(record, Input):
+                            inputs.append(record)
+                        else:
+                            record.number = number
                             if record.op is Op.LOST:
                                 self.num_lost += record.flag
                             if record.op < Op.CONTEXT:
                                 record.inputs, inputs = inputs, []
                             yield record
-                    except _DAMAGES as error:
-                        self.end = f"{path}: record {number} is damaged: {error}"
-                        return
-                    expected = number
-                if self.end:
-                    return
+                        number += 1
         self.end = self._cut
 
-    def _frames(self, file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, int]]:
-        while head := file.read(FRAME.size):
-            at = file.tell() - len(head)
-            if len(head) < FRAME.size:
-                self.end = f"{path} is cut at byte {at}"
-                return
-            tag, num_packed, num_raw, first_record, num_text, checksum = FRAME.unpack(head)
-            if tag != FRAME_TAG or max(num_packed, num_raw) > MAX_FRAME_BYTES or num_text > num_raw:
-                self.end = f"{path} is damaged at byte {at}"
-                return
-            packed = file.read(num_packed)
-            if len(packed) < num_packed:
-                self.end = f"{path} is cut at byte {at}"
-                return
-            if zlib.crc32(packed, zlib.crc32(head[:-4])) != checksum:
-                self.end = f"{path} is damaged at byte {at}: the checksum is wrong"
-                return
-            try:
-                unpacker = zlib.decompressobj()
-                raw = unpacker.decompress(packed, num_raw + 1)
-            except zlib.error as error:
-                self.end = f"{path} is damaged at byte {at}: {error}"
-                return
-            if len(raw) != num_raw or not unpacker.eof:
-                self.end = f"{path} is damaged at byte {at}: a frame does not have {num_raw} bytes"
-                return
-            yield first_record, raw, num_text
+
+def _read_frame(file: BinaryIO, head: bytes) -> tuple[int, list[Call | Input]]:
+    """Return the number of a frame's first record, and the records. Raise EOFError if the file ends before."""
+    if len(head) < FRAME.size:
+        raise EOFError
+    tag, num_packed, num_raw, first_record, checksum = FRAME.unpack(head)
+    if tag != FRAME_TAG or max(num_packed, num_raw) > MAX_FRAME_BYTES:
+        raise ValueError("this is no frame")
+    packed = file.read(num_packed)
+    if len(packed) < num_packed:
+        raise EOFError
+    if zlib.crc32(packed, zlib.crc32(head[:-4])) != checksum:
+        raise ValueError("the checksum is wrong")
+    unpacker = zlib.decompressobj()
+    raw = unpacker.decompress(packed, num_raw + 1)
+    if len(raw) != num_raw or not unpacker.eof:
+        raise ValueError(f"a frame does not have {num_raw} bytes")
+    records: list[Call | Input] = []
+    time_s = 0.0
+    for record in _DECODER.decode(raw):
+        if isinstance(record, Input):
+            records.append(record)
+        elif record.op is Op.STATUS_RUN:
+            records += [Call(Op.STATUS, time_s, 0, key, None, record.answer) for key in record.keys]
+        else:
+            time_s = record.time_s or time_s
+            records.append(_checked(record))
+    return first_record, records
 
 
-def older_files(path: Path) -> Iterator[Path]:
-    """Yield the older files of a recording to `path`, newest first."""
-    number = 1
-    while (older := path.with_name(f"{path.name}.{number}")).is_file():
-        yield older
-        number += 1
+def _checked(record: Any) -> Call:
+    """Return a record with its keys in the form that its operation has."""
+    if record.op in ONE_KEY:
+        (record.keys,) = record.keys
+    elif record.op is Op.POSITIONS and type(record.flag) is list:
+        record.flag, *ends = record.flag
+        record.keys = list(zip(record.keys, ends, strict=True))
+    elif record.op is Op.POSITIONS or (record.op is Op.LOST and type(record.flag) is not int):
+        raise ValueError(f"{record.op.name} has the value {record.flag!r:.40}")
+    return record  # type: ignore[no-any-return]
 
 
 def _header_of(path: Path) -> dict[str, Any]:
@@ -454,155 +465,3 @@ def _header_of(path: Path) -> dict[str, Any]:
 def _segment(header: dict[str, Any]) -> int:
     number = header.get("segment", 0)
     return number if type(number) is int else 0
-
-
-class _Frame:
-    """The records of one frame. If they are damaged, raises an error of `_DAMAGES`."""
-
-    def __init__(self, raw: bytes, num_text: int) -> None:
-        document = json.loads(raw[:num_text])
-        self._rows = _typed(document["rows"], list)
-        self._lists: list[list[bytes | None]] = []
-        self._num_keys = 0
-        at = num_text
-        for size in document["lists"]:
-            stop = at + 8 * _number(size)
-            if stop > len(raw):
-                raise ValueError("the keys are cut")
-            self._lists.append([_key(raw[i : i + 8]) for i in range(at, stop, 8)])
-            at = stop
-        if at != len(raw):
-            raise ValueError("there are more keys than lists")
-
-    def records(self, number: int) -> Iterator[Call | Input]:
-        """Yield the records, numbered from `number` on."""
-        time_s = 0.0
-        for op, *values in self._rows:
-            op = Op(op)
-            if op is Op.STATUS_RUN:
-                reference, answer = values
-                found = self._answer(answer)
-                for key in self._keys(reference):
-                    yield Call(number, Op.STATUS, time_s, 0, key, answer=found)
-                    number += 1
-                continue
-            if op < Op.CONTEXT:
-                call = self._call(number, op, *values)
-                time_s = call.time_s
-                yield call
-            elif op in _NOTES:
-                yield from self._note(number, op, *values)
-            else:
-                yield self._input(op, *values)
-            number += 1
-
-    def _keys(self, reference: Any) -> list[bytes | None]:
-        if type(reference) is int:
-            keys = self._lists[_number(reference)]
-        else:
-            number, first, stop = map(_number, reference)
-            if stop > len(self._lists[number]):
-                raise ValueError("keys are named that are not there")
-            keys = self._lists[number][first:stop]
-        self._num_keys += len(keys)
-        if self._num_keys > _MAX_FRAME_KEYS:
-            raise ValueError("a frame names too many keys")
-        return keys
-
-    def _call(self, number: int, op: Op, time_us: Any, context: Any, keys: Any, flag: Any, answer: Any) -> Call:
-        call = Call(number, op, _number(time_us) * 1e-6, _number(context), answer=self._answer(answer))
-        if op is Op.REPORT_PREFILLS:
-            call.keys = [(_number(first), _number(count)) for first, count in keys], float(flag)
-        elif op is Op.HINT:
-            call.keys = self._keys(keys), _typed(flag, str)
-        else:
-            call.flag = _number(flag)
-            if op in ONE_KEY:
-                (call.keys,) = self._keys(keys)
-            elif op in LISTS:
-                call.keys = self._keys(keys)
-        return call
-
-    def _answer(self, row: list[Any]) -> tuple[Any, ...]:
-        match row:
-            case [Answer.NONE | Answer.FALSE | Answer.TRUE | Answer.OTHER as kind]:
-                return (Answer(kind),)
-            case [Answer.INT, int(number)]:
-                return Answer.INT, number
-            case [Answer.BLOCKS, list(ids)]:
-                return Answer.BLOCKS, [_number(one) for one in ids]
-            case [Answer.OUTPUT, keys, int(num_evicted), list(ids)]:
-                return Answer.OUTPUT, self._keys(keys), num_evicted, [_number(one) for one in ids]
-            case [Answer.ERROR, str(name)]:
-                return Answer.ERROR, name
-            case [Answer.EVENTS, int(num_events), int(num_keys), str(digest)]:
-                return Answer.EVENTS, num_events, num_keys, digest
-        raise ValueError(f"an answer of kind {row[:1]!s:.20}")
-
-    def _note(self, number: int, op: Op, *values: Any) -> Iterator[Call]:
-        if op is Op.LOST:
-            (lost,) = values
-            yield Call(number, op, flag=_number(lost))
-        elif op is Op.STATS:
-            (stats,) = values
-            yield Call(number, op, keys=_typed(stats, dict))
-        elif op is Op.CONTEXT:
-            context, said = values
-            yield Call(number, op, context=_request(context), keys=_typed(said, dict))
-        else:
-            context, reference, ends, adds, groups = values
-            keys = self._keys(reference)
-            pairs = [(key, _typed(end, int)) for key, end in zip(keys, ends, strict=True)]
-            yield Call(number, op, context=_request(context), keys=pairs, flag=_number(adds))
-            if groups is not None:
-                hashed = [_number(group).to_bytes(2, "little") for group in groups]
-                yield Call(number, Op.GROUPS, context=_request(context), keys=hashed)
-
-    def _input(self, op: Op, *values: Any) -> Input:
-        if op is Op.CLOCK:
-            (seconds,) = values
-            return Input(op, float(seconds))
-        tier, value = values
-        if op is Op.TIER_LOOKUP:
-            num_keys, answer = value
-            value = _number(num_keys), None if answer is None else _typed(answer, int)
-        elif op is Op.TIER_SUBMIT:
-            job_id, is_taken = value
-            value = _number(job_id), bool(is_taken)
-        elif op is Op.TIER_RAISED:
-            value = TierCall(value)
-        elif op is Op.TIER_TIMES:
-            value = [None if one is None else (float(one[0]), float(one[1])) for one in value]
-        else:
-            value = [None if one is None else self._result(*one) for one in value]
-        return Input(op, value, _number(tier))
-
-    def _result(self, job_id: Any, done: Any, failed: Any, removed: Any, error: Any) -> tuple[Any, ...]:
-        lists = [self._keys(keys) for keys in (done, failed, removed)]
-        return None if job_id is None else _number(job_id), *lists, _typed(error, str)
-
-
-_DAMAGES = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
-_NOTES = frozenset({Op.CONTEXT, Op.POSITIONS, Op.LOST, Op.STATS})
-
-
-def _key(hashed: bytes) -> bytes | None:
-    return b"" if hashed == _EMPTY else None if hashed == _NO_KEY else hashed
-
-
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"a {kind.__name__} is expected, got a {type(value).__name__}")
-    return value
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"a number is expected, got {value!s:.20}")
-    return value
-
-
-def _request(value: Any) -> int:
-    if _number(value) < FIRST_CONTEXT:
-        raise ValueError(f"a request has number {value}")
-    return int(value)

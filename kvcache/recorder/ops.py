@@ -1,4 +1,4 @@
-"""Numbers of the recording format: operations, kinds of results, and tier calls. A new operation gets a new number."""
+"""Numbers of the recording format. A new operation gets a new number."""
 
 from __future__ import annotations
 
@@ -35,42 +35,12 @@ class Op(IntEnum):
     TIER_RAISED = 70
     LOST = 71
     STATS = 72
-    TIER_TIMES = 73
-    GROUPS = 74
-
-
-class Answer(IntEnum):
-    """The kind of a call's result."""
-
-    NONE = 0
-    FALSE = 1
-    TRUE = 2
-    INT = 3
-    BLOCKS = 4
-    OUTPUT = 5
-    ERROR = 6
-    EVENTS = 7
-    OTHER = 8
-
-
-class TierCall(IntEnum):
-    """The method of a tier that raised."""
-
-    LOOKUP = 0
-    SUBMIT_STORE = 1
-    SUBMIT_LOAD = 2
-    GET_FINISHED = 3
-    TOUCH = 4
-    REQUEST_FINISHED = 5
-    RESET = 6
-    CANCEL = 7
+    GROUPS = 73
 
 
 ONE_KEY = frozenset({Op.LOOKUP_ONE, Op.STATUS, Op.IS_COMING})
 """Calls with one key."""
 LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.COMPLETE_LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE})
 """Calls with a list of keys."""
-EMPTY_KEY, NO_KEY = 0, 1
-"""In place of a key's hash: the key was empty, or not bytes."""
 NO_CONTEXT, BAD_CONTEXT, FIRST_CONTEXT = 0, 1, 2
 """In place of a request's number: none was given, or it is not a ReqContext; requests begin at the third."""

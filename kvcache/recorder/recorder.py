@@ -6,38 +6,38 @@ and packs and writes the records. If the disk is slow, records are lost and coun
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import platform
-import stat
-import sys
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvcache.background import Background
 from kvcache.control.watch import Watch
 from kvcache.options import parse_size
 from kvcache.recorder.calls import CallQueue, RecordedCalls
-from kvcache.recorder.format import MAGIC, FrameEncoder, header_bytes, older_files
+from kvcache.recorder.files import RotatingFile
 from kvcache.recorder.ops import Op
 from kvcache.recorder.tier import RecordedTier
+
+if TYPE_CHECKING:
+    from kvcache.recorder.format import FrameEncoder
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_MAX_BYTES = 1 << 30
 LEAST_MAX_BYTES = 1 << 16
-NUM_FILES = 4
-"""Files of one recording at most; the oldest is deleted first."""
-_FLUSH_S = 1.0
+_FLUSH_S = 0.1
+_STOP_S = 10.0
 _QUIET_S = 1.0
-"""How long start and stop wait for a call of another thread to end."""
+"""How long a stop waits for a call of another thread to end."""
 _FRAME_RECORDS = 512
 _FRAME_UNITS = 1 << 15
 # Only one thread at a time may start or stop a recorder.
@@ -86,7 +86,8 @@ class Recorder:
     salt : str or bytes, optional
         Salt of the keys' hashes. It is never written. Recordings with the same salt have equal hashes. Default: random.
     buffer_bytes : int or str
-        Memory for unwritten records. Beyond it, records are lost. The keys of these records are kept alive as long.
+        Memory for records: half for those that wait, half for those that are being written. Beyond it, records are
+        lost. The keys of these records are kept alive as long.
     clock : callable, optional
         Returns the timestamps of calls, in seconds. Default: the system's monotonic clock.
 
@@ -111,7 +112,7 @@ class Recorder:
         *,
         max_bytes: int | str = DEFAULT_MAX_BYTES,
         salt: str | bytes | None = None,
-        buffer_bytes: int | str = 8 << 20,
+        buffer_bytes: int | str = 16 << 20,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.max_bytes = parse_size("max_bytes", max_bytes)
@@ -129,6 +130,8 @@ class Recorder:
             self._begin(manager, _salt_bytes(salt), buffer, clock or time.monotonic)
 
     def _begin(self, manager: Any, salt: bytes, buffer: int, clock: Callable[[], float]) -> None:
+        from kvcache.recorder.format import FrameEncoder  # needs msgspec
+
         header = {
             "id": uuid.uuid4().hex,
             "segment": 0,
@@ -138,45 +141,28 @@ class Recorder:
             "python": platform.python_version(),
         }
         self._queue = queue = CallQueue(buffer, clock)
-        self._file = _RotatingFile(self.path, self.max_bytes, header)
+        self._file = RotatingFile(self.path, self.max_bytes, header)
         controllers = getattr(manager, "controllers", ())
-        names = _TIERED_METHODS if hasattr(manager, "controllers") else _METHODS
-        calls = RecordedCalls(queue, names)
-        encoder = FrameEncoder(salt, any(one.link is not None for one in controllers))
-        self._calls = weakref.ref(calls)
-        plain = {
-            method.__code__
-            for one in type(manager).__mro__
-            for name, method in vars(one).items()
-            if name in names and isinstance(method, FunctionType)
-        }
-        try:
-            Watch.of(manager).add(calls)
-        except ValueError:
-            self._file.close()
-            raise
+        self._calls = calls = RecordedCalls(queue, _TIERED_METHODS if hasattr(manager, "controllers") else _METHODS)
         manager.clock = _RecordedClock(queue, manager.clock)
         for number, controller in enumerate(controllers):
-            controller.tier = RecordedTier(queue, number, controller.tier, controller.link is not None)
+            controller.tier = RecordedTier(queue, number, controller.tier)
         manager.recorder = self
         self._manager = weakref.ref(manager)
+        try:
+            with queue.lock:
+                Watch.of(manager).add(calls)
+                if header["is_from_start"] and not _is_new(manager):
+                    queue.put((0, Op.LOST, 0))  # calls were made in the meantime
+        except ValueError:
+            self._detach(manager)
+            self._file.close()
+            raise
         # The thread does not refer to the manager. If that is dropped, or lives until exit, the file is complete.
-        self._thread = threading.Thread(
-            target=_write, args=(queue, encoder, self._file), name="kvcache-recorder", daemon=True
-        )
+        encoder = FrameEncoder(salt, any(one.link is not None for one in controllers))
+        self._thread = Background("recorder", partial(_write, queue, encoder, self._file))
         self._end = weakref.finalize(manager, _end, queue, self._thread)
         _QUEUES.add(queue)
-        self._thread.start()
-        end_s = time.monotonic() + _QUIET_S
-        # A call that began before the wrappers were added would change the cache without a record.
-        while is_inside := _is_in_call(manager, plain):
-            if time.monotonic() >= end_s:
-                break
-            time.sleep(1e-3)
-        with queue.lock:
-            queue.open()
-            if is_inside or (header["is_from_start"] and not _is_new(manager)):
-                queue.put((0, Op.LOST, 0))  # calls were made in the meantime
 
     def stop(self) -> None:
         """Stop recording, write the rest, and close the file. Waits for at most 10 s. May be called twice."""
@@ -196,9 +182,7 @@ class Recorder:
             finally:
                 queue.lock.release()
         queue.close()
-        calls = self._calls()
-        if calls is not None:
-            Watch.of(manager).remove(calls)
+        Watch.of(manager).remove(self._calls)
         manager.clock = manager.clock.recorded
         for controller in getattr(manager, "controllers", ()):
             controller.tier = controller.tier.recorded
@@ -214,16 +198,6 @@ class Recorder:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
-
-
-def _is_in_call(manager: Any, methods: set[CodeType]) -> bool:
-    """Return whether another thread is inside one of the manager's plain `methods`."""
-    for ident, frame in sys._current_frames().items():
-        while frame is not None and ident != threading.get_ident():
-            if frame.f_code in methods and frame.f_locals.get("self") is manager:
-                return True
-            frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 _QUEUES: weakref.WeakSet[CallQueue] = weakref.WeakSet()
@@ -267,21 +241,19 @@ def _stats_of(manager: Any) -> dict[str, int]:
     return {name: value for name, value in asdict(manager.stats()).items() if type(value) is int}
 
 
-def _end(queue: CallQueue, thread: threading.Thread) -> None:
+def _end(queue: CallQueue, thread: Background) -> None:
     queue.close()
-    if thread.is_alive() and thread is not threading.current_thread():
-        thread.join(10)
+    thread.stop(_STOP_S)
 
 
-def _write(queue: CallQueue, encoder: FrameEncoder, file: _RotatingFile) -> None:
-    """Write queued records until the queue is closed: a full queue at once, otherwise every second."""
+def _write(queue: CallQueue, encoder: FrameEncoder, file: RotatingFile, stopping: threading.Event) -> None:
+    """Write queued records several times a second, until the recorder is stopped."""
     # A frame of several records fits into a file even if all keys are new.
     max_units = min(_FRAME_UNITS, file.max_frame_bytes // 32)
     number = 0
     is_last = False
     while not is_last:
-        queue.wait(_FLUSH_S)
-        is_last = queue.is_ended
+        is_last = stopping.wait(_FLUSH_S)
         records = queue.take()
         while records:
             taken = [records.popleft()]
@@ -289,7 +261,7 @@ def _write(queue: CallQueue, encoder: FrameEncoder, file: _RotatingFile) -> None
             while records and len(taken) < _FRAME_RECORDS and num_units + records[0][0] <= max_units:
                 taken.append(records.popleft())
                 num_units += taken[-1][0]
-            num_taken = sum(len(one[2]) if one[1] is Op.STATUS_RUN else 1 for one in taken)
+            num_taken = len(taken)
             try:
                 frame, following = encoder.encode(number, taken)
                 is_lost = len(frame) > file.max_frame_bytes
@@ -302,109 +274,5 @@ def _write(queue: CallQueue, encoder: FrameEncoder, file: _RotatingFile) -> None
                 num_taken = 0
             file.write(frame, num_taken)
             number = following
-            queue.release(num_units)
             del taken  # release their keys and requests now
     file.close()
-
-
-class _RotatingFile:
-    """The files of a recording: the newest under its own name, and older ones numbered from 1 on."""
-
-    def __init__(self, path: Path, max_bytes: int, header: dict[str, Any]) -> None:
-        self.path = path
-        self.num_bytes = self.num_lost = 0
-        self.error = ""
-        self._header = header
-        self._file_bytes = max_bytes // NUM_FILES
-        # For the header of another segment, whose numbers may have more digits.
-        self.max_frame_bytes = self._file_bytes - len(header_bytes(header)) - 16
-        if self.max_frame_bytes < 4096:
-            raise ValueError(f"max_bytes is too little for the manager's configuration, got {max_bytes}")
-        self._size = 0
-        self._fd = -1
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._open()
-        except OSError as error:
-            self.close()
-            raise ValueError(f"cannot record to {path}: {error}") from None
-
-    def _shift(self) -> None:
-        """Increment the numbers of the existing files, and delete the last file."""
-        older = list(older_files(self.path))
-        for one in older:
-            with one.open("rb") as file:
-                if not MAGIC.startswith(file.read(len(MAGIC))):
-                    raise ValueError(f"{one} is no recording, and will not be written over")
-        if not self.path.exists() and not self.path.is_symlink():
-            return
-        if not stat.S_ISREG(self.path.lstat().st_mode):
-            raise ValueError(f"{self.path} is no file, and will not be recorded to")
-        with self.path.open("rb") as file:
-            begin = file.read(len(MAGIC))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ValueError(f"{self.path} is being recorded to by another manager or process") from None
-        # A recorder that was killed may have left an incomplete header.
-        if not MAGIC.startswith(begin):
-            raise ValueError(f"{self.path} is no recording, and will not be written over")
-        for last in older[NUM_FILES - 2 :]:
-            last.unlink()
-        for number in range(min(len(older), NUM_FILES - 2), 0, -1):
-            older[number - 1].replace(self.path.with_name(f"{self.path.name}.{number + 1}"))
-        self.path.replace(self.path.with_name(f"{self.path.name}.1"))
-
-    def _open(self) -> None:
-        self._shift()
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        # While the file is locked, no other process rotates it.
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._size = 0
-        self._append(header_bytes(self._header))
-
-    def _append(self, data: bytes) -> None:
-        _write_all(self._fd, data)
-        self._size += len(data)
-        self.num_bytes += len(data)
-
-    def write(self, frame: bytes, num_records: int) -> None:
-        """Append a frame, to a new file if this one is full or was moved. After an error, only count lost records."""
-        if self.error:
-            self.num_lost += num_records
-            return
-        try:
-            is_moved = self._is_moved()
-            if is_moved:
-                _LOG.warning("%s was moved or removed: recording continues in a new file", self.path)
-            if is_moved or self._size + len(frame) > self._file_bytes:
-                self.close()
-                self._header = {**self._header, "segment": self._header["segment"] + 1}
-                self._open()
-            self._append(frame)
-        except (OSError, ValueError) as error:
-            self.num_lost += num_records
-            self.error = f"{type(error).__name__}: {error}"
-            _LOG.warning("kvcache stops recording calls to %s: %s", self.path, self.error)
-
-    def _is_moved(self) -> bool:
-        ours = os.fstat(self._fd)
-        try:
-            found = self.path.lstat()
-        except FileNotFoundError:
-            return True
-        return (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino)
-
-    def close(self) -> None:
-        """Close the file. Other recorders may then use the path."""
-        if self._fd >= 0:
-            # A forked child may hold the file open, and would keep its lock.
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
-        self._fd = -1
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

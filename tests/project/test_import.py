@@ -80,9 +80,10 @@ def test_import_star_and_help_leave_out_what_lacks_its_package() -> None:
         ("opentelemetry", "kvcache.exporters.otel", "otel"),
         ("msgspec", "kvcache.exporters.kv_events", "events"),
         ("zmq", "kvcache.exporters.kv_events", "events"),
+        ("msgspec", "kvcache.recorder.format", "record"),
     ],
 )
-def test_an_exporter_without_its_package_names_the_extra(package: str, module: str, extra: str) -> None:
+def test_module_without_its_package_names_the_extra(package: str, module: str, extra: str) -> None:
     run(
         f"import sys; sys.modules[{package!r}] = None\n"
         f"try: import {module}\n"

@@ -101,7 +101,7 @@ class TraceOptions:
 
 def is_recording(file: Path) -> bool:
     """Return whether a file is a recording of a manager; raise ValueError if it only has a recording's name."""
-    from kvcache.recorder.format import is_recording as has_magic
+    from kvcache.recorder.files import is_recording as has_magic
 
     if has_magic(file):
         return True

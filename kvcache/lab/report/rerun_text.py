@@ -6,20 +6,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
-from kvcache.recorder.ops import Answer, Op
+from kvcache.recorder.format import Answer, Events, Raised, Stored
+from kvcache.recorder.ops import Op
 
 if TYPE_CHECKING:
     from kvcache.lab.rerun.recorded import Runner
     from kvcache.recorder.format import Call
 
 
-def watched(bar: common.Bar, runner: Runner) -> Callable[[Call, tuple[Any, ...]], str]:
+def watched(bar: common.Bar, runner: Runner) -> Callable[[Call, Answer], str]:
     """Return a function that checks the promises of each call and shows the progress."""
     from kvcache.lab.rerun.promises import Promises
 
     inspect = Promises(runner)
 
-    def look(call: Call, answer: tuple[Any, ...]) -> str:
+    def look(call: Call, answer: Answer) -> str:
         if bar.is_due():
             bar.show(0, call.number)
         return inspect(call, answer)
@@ -75,7 +76,7 @@ def shrunk_text(
 
 
 def call_text(call: Call) -> str:
-    keys = "" if call.keys is None else _keys_text(call.keys)
+    keys = _keys_text(call.keys) if call.keys or isinstance(call.keys, bytes) else ""
     request = f", request {call.context}" if call.context > 1 else ""
     return f"{call.op.name.lower()}({keys}{request})"
 
@@ -89,15 +90,17 @@ def _keys_text(keys: Any) -> str:
     return f"[{shown}]" if len(keys) <= 3 else f"[{shown}, ... {len(keys)} keys]"
 
 
-def answer_text(answer: tuple[Any, ...]) -> str:
-    kind, *rest = answer
-    if kind is Answer.OUTPUT:
-        return f"{len(rest[0])} blocks to store in {_ids_text(rest[2])}, {rest[1]} evicted"
-    if kind is Answer.BLOCKS:
-        return f"blocks {_ids_text(rest[0])}"
-    if kind is Answer.EVENTS:
-        return f"{rest[0]} events of {rest[1]} keys, digest {rest[2]}"
-    return " ".join([kind.name.lower(), *(str(one) for one in rest)])
+def answer_text(answer: Answer) -> str:
+    match answer:
+        case Stored(keys, num_evicted, ids):
+            return f"{len(keys)} blocks to store in {_ids_text(ids)}, {num_evicted} evicted"
+        case list():
+            return f"blocks {_ids_text(answer)}"
+        case Events(events):
+            return f"{len(events)} events of {sum(len(keys) for keys, _ in events)} keys"
+        case Raised(name):
+            return f"error {name}"
+    return str(answer)
 
 
 def _ids_text(ids: list[int]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache.lab.rerun.recorded import Runner, is_expected_error
-from kvcache.recorder.format import Call
-from kvcache.recorder.ops import Answer, Op
+from kvcache.recorder.format import Answer, Call, Raised, Stored
+from kvcache.recorder.ops import Op
 
 _CHECK_BLOCKS = 4096
 _CHECK_EVERY = 997
@@ -25,12 +25,12 @@ class Promises:
         # Key to block id and references; -1 references: being written.
         self._blocks: dict[bytes, list[int]] = {}
 
-    def __call__(self, call: Call, answer: tuple[Any, ...]) -> str:
+    def __call__(self, call: Call, answer: Answer) -> str:
         """Return a description of the promise that a call's answer breaks, or ""."""
         self._num_calls += 1
-        if answer[0] is Answer.ERROR and not is_expected_error(answer[1]):
-            return f"{answer[1]} was raised"
-        if answer == (Answer.ERROR, "BlockStateError") and call.op is Op.PREPARE_STORE:
+        if isinstance(answer, Raised) and not is_expected_error(answer.name):
+            return f"{answer.name} was raised"
+        if answer == Raised("BlockStateError") and call.op is Op.PREPARE_STORE:
             return "the policy chose blocks to evict that must stay"
         fault = "" if self._is_tiered else self._follow(call, answer)
         if (
@@ -44,9 +44,9 @@ class Promises:
                 fault = f"the policy's check fails: {type(error).__name__}: {error}"
         return fault
 
-    def _follow(self, call: Call, answer: tuple[Any, ...]) -> str:
+    def _follow(self, call: Call, answer: Answer) -> str:
         blocks, keys = self._blocks, call.keys
-        if answer[0] is Answer.ERROR:
+        if isinstance(answer, Raised):
             return ""
         match call.op:
             case Op.RESET:
@@ -55,17 +55,16 @@ class Promises:
                 ready = 0
                 while ready < len(keys) and blocks.get(keys[ready], (0, -1))[1] >= 0:
                     ready += 1
-                if answer != (Answer.INT, ready):
-                    return f"{ready} leading blocks are ready, lookup found {answer[1:]}"
+                if answer != ready:
+                    return f"{ready} leading blocks are ready, lookup found {answer}"
             case Op.LOOKUP_ONE | Op.STATUS:
                 state = 0 if keys not in blocks else 1 if blocks[keys][1] < 0 else 2
-                expected: tuple[Any, ...] = (Answer.TRUE if state == 2 else Answer.FALSE,)
-                if answer != ((Answer.INT, state) if call.op is Op.STATUS else expected):
+                if answer != (state if call.op is Op.STATUS else state == 2):
                     return f"the block is {_STATES[state]}, the answer was {answer}"
             case Op.PREPARE_LOAD:
                 if any(blocks.get(key, (0, -1))[1] < 0 for key in keys):
                     return "prepare_load gave a reference on a block that is not ready"
-                if answer != (Answer.BLOCKS, [blocks[key][0] for key in keys]):
+                if answer != [blocks[key][0] for key in keys]:
                     return "prepare_load returned other block ids than prepare_store"
                 for key in keys:
                     blocks[key][1] += 1
@@ -78,21 +77,22 @@ class Promises:
                 for key in keys:
                     if key in blocks and blocks[key][1] < 0:
                         if call.flag:
-                            blocks[key][1] = 0
-                        else:
                             del blocks[key]
+                        else:
+                            blocks[key][1] = 0
             case Op.PREPARE_STORE:
                 return self._stored(set(keys), answer)
             case _:
                 pass
         return ""
 
-    def _stored(self, named: set[Any], answer: tuple[Any, ...]) -> str:
+    def _stored(self, named: set[Any], answer: Answer) -> str:
         output = self._runner.last_output
-        if output is None:
+        if output is None or not isinstance(answer, Stored):
             return ""
         blocks = self._blocks
-        _, stored, num_evicted, ids = answer
+        num_evicted, ids = answer.num_evicted, answer.block_ids
+        stored: Any = answer.keys
         num_needed = max(0, len(stored) + len(blocks) - self._num_blocks)
         if num_evicted != num_needed:
             return f"{num_evicted} blocks were evicted where {num_needed} had to be"

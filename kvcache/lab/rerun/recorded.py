@@ -6,16 +6,26 @@ Keys in a recording are hashes. No policy depends on the bytes of a key, so the 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from itertools import zip_longest
 from typing import Any
 
 from kvcache.block import BlockStateError
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.metrics import MANAGER_METRICS
-from kvcache.recorder.format import Call, Recording, RecordingError, block_ids_of, events_digest
-from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, Answer, Op, TierCall
+from kvcache.recorder.format import (
+    Answer,
+    Call,
+    Events,
+    Keys,
+    Raised,
+    Recording,
+    RecordingError,
+    Result,
+    Stored,
+    block_ids_of,
+)  # fmt: skip
+from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, Op
 from kvcache.request import ReqContext, Retention
 from kvcache.specs import PrepareStoreOutput
 from kvcache.tiering.controller import TierConfig
@@ -39,15 +49,15 @@ class Difference:
     ----------
     call : Call
         The first call with a different answer.
-    expected, got : tuple
-        The answers: the kind, then its values.
+    expected, got : Answer
+        The answers.
     reason : str
         Description of the fault if the answer equals the recorded one.
     """
 
     call: Call
-    expected: tuple[Any, ...]
-    got: tuple[Any, ...]
+    expected: Answer
+    got: Answer
     reason: str = ""
 
 
@@ -97,91 +107,76 @@ class ScriptedTier(Tier):
     ----------
     lookups : deque of int or None
         Answers of the next look-ups; a negative answer is invalid.
-    submits : deque of (int, bool)
-        Recorded ids of the next jobs, and whether the tier accepts them.
+    submits : deque of int or None
+        Recorded ids of the next accepted jobs; None for a refused job.
     reports : deque of list
-        Results of the next calls of `get_finished`: (recorded job id or None, done, failed, removed, error) for each
-        result, or None for an invalid one.
-    times : deque of list
-        Start and end of the jobs in the next reports: (start, end) for each result, or None.
-    raising : deque of TierCall
-        The next calls that raise.
+        Results of the next calls of `get_finished`: the recorded results, or None for an invalid one.
+    raising : deque of str
+        The next methods that raise.
     """
 
     def __init__(self, medium: str) -> None:
         self.medium = medium
         self.lookups: deque[int | None] = deque()
-        self.submits: deque[tuple[int, bool]] = deque()
-        self.reports: deque[list[Any]] = deque()
-        self.times: deque[list[tuple[float, float] | None]] = deque()
-        self.raising: deque[TierCall] = deque()
+        self.submits: deque[int | None] = deque()
+        self.reports: deque[list[Result | None]] = deque()
+        self.raising: deque[str] = deque()
         self._job_ids: dict[int, int] = {}
 
-    def expect(
-        self, *, lookups: Any = (), submits: Any = (), reports: Any = (), times: Any = (), raising: Any = ()
-    ) -> None:
-        """Add answers for the next calls."""
-        self.lookups.extend(lookups)
-        self.submits.extend(submits)
-        self.reports.extend(reports)
-        self.times.extend(times)
-        self.raising.extend(raising)
-
-    def clear(self) -> None:
-        """Drop unused answers."""
-        for answers in (self.lookups, self.submits, self.reports, self.times, self.raising):
+    def expect(self, *, lookups: Any = (), submits: Any = (), reports: Any = (), raising: Any = ()) -> None:
+        """Replace the answers for the next calls."""
+        for answers, given in (
+            (self.lookups, lookups), (self.submits, submits), (self.reports, reports), (self.raising, raising)
+        ):  # fmt: skip
             answers.clear()
+            answers.extend(given)
 
-    def _raise(self, call: TierCall) -> None:
-        if self.raising and self.raising[0] is call:
+    def _raise(self, name: str) -> None:
+        if self.raising and self.raising[0] == name:
             self.raising.popleft()
-            raise RuntimeError(f"recorded: {call.name.lower()} raised")
+            raise RuntimeError(f"recorded: {name} raised")
 
     def lookup(self, keys: list[bytes]) -> int | None:
-        self._raise(TierCall.LOOKUP)
+        self._raise("lookup")
         answer = self.lookups.popleft() if self.lookups else 0
         return None if answer is None else min(answer, len(keys))
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        return self._submit(TierCall.SUBMIT_STORE, job_id)
+        return self._submit("submit_store", job_id)
 
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        return self._submit(TierCall.SUBMIT_LOAD, job_id)
+        return self._submit("submit_load", job_id)
 
-    def _submit(self, call: TierCall, job_id: int) -> bool:
-        self._raise(call)
-        if not self.submits:
-            return False
-        recorded_id, is_taken = self.submits.popleft()
-        if is_taken:
+    def _submit(self, name: str, job_id: int) -> bool:
+        self._raise(name)
+        recorded_id = self.submits.popleft() if self.submits else None
+        if recorded_id is not None:
             self._job_ids[recorded_id] = job_id
-        return is_taken
+        return recorded_id is not None
 
-    def get_finished(self) -> list[TierResult]:
-        self._raise(TierCall.GET_FINISHED)
+    def get_finished(self) -> Any:
+        self._raise("get_finished")
         results: list[Any] = []
-        reported = self.reports.popleft() if self.reports else []
-        times = self.times.popleft() if self.times and reported else []
-        for result, span in zip_longest(reported, times[: len(reported)]):
-            if result is None:
+        reported: Any = self.reports.popleft() if self.reports else ()
+        for one in reported:
+            if one is None:
                 results.append(None)
                 continue
-            recorded_id, done, failed, removed, error = result
-            job_id = None if recorded_id is None else self._job_ids.pop(recorded_id, -1)
-            results.append(TierResult(job_id, done, failed, removed, error, *(span or ())))
+            job_id = None if one.job_id is None else self._job_ids.pop(one.job_id, -1)
+            results.append(TierResult(job_id, one.done, one.failed, one.removed, one.error, one.start_s, one.end_s))
         return results
 
     def cancel(self, job_id: int) -> None:
-        self._raise(TierCall.CANCEL)
+        self._raise("cancel")
 
     def reset(self) -> None:
-        self._raise(TierCall.RESET)
+        self._raise("reset")
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
-        self._raise(TierCall.TOUCH)
+        self._raise("touch")
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._raise(TierCall.REQUEST_FINISHED)
+        self._raise("on_request_finished")
 
     def stats(self) -> TierStats:
         return TierStats(self.medium, 0, 0)
@@ -282,7 +277,7 @@ class Runner:
     def note(self, record: Call) -> None:
         """Apply a record that prepares later calls, such as a request's hints."""
         if record.op is Op.CONTEXT:
-            self._about[record.context] = record.keys if isinstance(record.keys, dict) else {}
+            self._about[record.context] = record.flag if isinstance(record.flag, dict) else {}
             return
         if record.op is Op.GROUPS:
             self.groups.update(zip(self._positioned, record.keys, strict=False))
@@ -295,7 +290,7 @@ class Runner:
             for key, end_token in record.keys:
                 context.set_offload_key_position(key, end_token)
 
-    def run(self, call: Call) -> tuple[Any, ...]:
+    def run(self, call: Call) -> Answer:
         """Make one call and return its answer in the format of recordings."""
         self._prepare(call)
         manager: Any = self.manager
@@ -319,7 +314,7 @@ class Runner:
                 case Op.PREPARE_STORE:
                     answer = self._last_output = manager.prepare_store(keys, context)
                 case Op.COMPLETE_STORE:
-                    answer = manager.complete_store(keys, context, bool(call.flag))
+                    answer = manager.complete_store(keys, context, not call.flag)
                 case Op.REORDER:
                     answer = manager.reorder(context)
                 case Op.REQUEST_FINISHED:
@@ -328,22 +323,22 @@ class Runner:
                     if len(self._ended) > _MAX_ENDED:
                         self._contexts.pop(self._ended.popitem(last=False)[0], None)
                 case Op.HINT:
-                    named, next_use = call.keys
-                    answer = manager.hint(named if context is None else context, next_use)
+                    answer = manager.hint(keys if context is None else context, call.flag)
                 case Op.REPORT_PREFILLS:
-                    answer = manager.report_prefills(*call.keys)
+                    answer = manager.report_prefills(**call.flag)
                 case Op.SCHEDULE_END:
                     answer = manager.on_schedule_end()
                 case Op.RESET:
                     answer = manager.reset_cache()
                 case Op.TAKE_EVENTS:
-                    return _events(manager.take_events(call.flag - 1) if call.flag else manager.take_events())
+                    events = manager.take_events(call.flag - 1) if call.flag else manager.take_events()
+                    return Events([(Keys(event.keys), bool(event.removed)) for event in events])
                 case _:
                     raise RecordingError(f"record {call.number} is a call that this kvcache cannot make: {call.op}")
         except RecordingError:
             raise
         except Exception as error:
-            return Answer.ERROR, type(error).__name__
+            return Raised(type(error).__name__)
         return _answer(answer)
 
     @property
@@ -357,31 +352,14 @@ class Runner:
         return {one.name: stats[one.name] for one in MANAGER_METRICS if one.unit in _COMPARED_UNITS}
 
     def _prepare(self, call: Call) -> None:
-        times = [one.value for one in call.inputs if one.op is Op.CLOCK]
+        times = [float(one.value) for one in call.inputs if one.op is Op.CLOCK]  # type: ignore[arg-type]
         self._time.answers.clear()
         if self._is_exact:
             self._time.answers.extend(times)
         elif times:
             self._time.now_s = max(times[0], self._time.now_s)
-        for tier in self.tiers:
-            tier.clear()
-        for one in call.inputs:
-            if not 0 <= one.tier < len(self.tiers):
-                continue
-            tier = self.tiers[one.tier]
-            match one.op:
-                case Op.TIER_LOOKUP:
-                    tier.lookups.append(one.value[1])
-                case Op.TIER_SUBMIT:
-                    tier.submits.append(one.value)
-                case Op.TIER_FINISHED:
-                    tier.reports.append(one.value)
-                case Op.TIER_TIMES:
-                    tier.times.append(one.value)
-                case Op.TIER_RAISED:
-                    tier.raising.append(one.value)
-                case _:
-                    pass
+        for number, tier in enumerate(self.tiers):
+            tier.expect(**answers_of(call, number))
 
     def _context(self, number: int) -> Any:
         if number < FIRST_CONTEXT:
@@ -406,27 +384,33 @@ def context_of(about: dict[str, Any], req_id: str = "") -> ReqContext:
     return ReqContext(req_id, params, retention)
 
 
-def _answer(answer: Any) -> tuple[Any, ...]:
-    if answer is None:
-        return (Answer.NONE,)
-    if answer is False or answer is True:
-        return (Answer.TRUE if answer else Answer.FALSE,)
-    if type(answer) is int and answer >= 0:
-        return Answer.INT, answer
+_ANSWERS = {
+    Op.TIER_LOOKUP: "lookups", Op.TIER_SUBMIT: "submits", Op.TIER_FINISHED: "reports", Op.TIER_RAISED: "raising"
+}  # fmt: skip
+
+
+def answers_of(call: Call, tier: int) -> dict[str, list[Any]]:
+    """Return the answers that a tier gave during a call, as arguments of `ScriptedTier.expect`."""
+    answers: dict[str, list[Any]] = {}
+    for one in call.inputs:
+        if one.tier == tier and one.op in _ANSWERS:
+            answers.setdefault(_ANSWERS[one.op], []).append(one.value)
+    return answers
+
+
+def _answer(answer: Any) -> Answer:
+    if answer is None or isinstance(answer, int):
+        return answer  # a bool, too
     if isinstance(answer, PrepareStoreOutput):
-        return Answer.OUTPUT, answer.keys_to_store, len(answer.evicted_keys), block_ids_of(answer.store_spec) or []
+        return Stored(Keys(answer.keys_to_store), len(answer.evicted_keys), block_ids_of(answer.store_spec) or [])
     ids = block_ids_of(answer)
-    return (Answer.OTHER,) if ids is None else (Answer.BLOCKS, ids)
-
-
-def _events(events: Iterable[Any]) -> tuple[Any, ...]:
-    return Answer.EVENTS, *events_digest([(b"".join(event.keys), bool(event.removed)) for event in events])
+    return type(answer).__name__ if ids is None else ids
 
 
 def replay_recording(
     recording: Recording,
     policy: str | type | None = None,
-    check: Callable[[Runner], Callable[[Call, tuple[Any, ...]], str]] | None = None,
+    check: Callable[[Runner], Callable[[Call, Answer], str]] | None = None,
     keep: list[Call] | None = None,
 ) -> ReplayOutcome:
     """Replay the calls of a recording, up to the first different answer.
@@ -453,7 +437,7 @@ def replay_recording(
     runner: Runner | None = None
     is_known = recording.is_whole and bool(recording.header.get("is_from_start"))
     is_from_start = is_known
-    inspect: Callable[[Call, tuple[Any, ...]], str] | None = None
+    inspect: Callable[[Call, Answer], str] | None = None
     if is_known:
         runner = Runner(config, policy)
         inspect = None if check is None else check(runner)
@@ -496,13 +480,13 @@ def replay_recording(
 
 
 def _compare_stats(runner: Runner, record: Call) -> Difference | None:
-    recorded = record.keys if isinstance(record.keys, dict) else {}
+    recorded = record.flag if isinstance(record.flag, dict) else {}
     ours = runner.stats()
     known = sorted(ours.keys() & recorded.keys())
     expected, got = {name: recorded[name] for name in known}, {name: ours[name] for name in known}
     if expected == got:
         return None
-    return Difference(record, (Answer.OTHER, expected), (Answer.OTHER, got))
+    return Difference(record, str(expected), str(got))
 
 
 def is_expected_error(name: str) -> bool:

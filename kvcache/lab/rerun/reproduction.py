@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache.lab.rerun.promises import Promises
-from kvcache.lab.rerun.recorded import NOTES, Runner
+from kvcache.lab.rerun.recorded import NOTES, Runner, answers_of
 from kvcache.lab.rerun.shrink import Shrunk
-from kvcache.recorder.format import Call
-from kvcache.recorder.ops import Answer, Op
+from kvcache.recorder.format import Answer, Call, Events, Raised, Result, Stored
+from kvcache.recorder.ops import LISTS, ONE_KEY, Op
 
 _METHOD_OF = {
     Op.LOOKUP_ONE: "lookup",
@@ -88,7 +88,7 @@ class _Script:
             self.lines += [f"{text}.set_offload_key_position({self.named(key)}, {end})" for key, end in record.keys]
         else:
             self._seen.add(record.context)
-            about = record.keys if isinstance(record.keys, dict) else {}
+            about: dict[str, Any] = record.flag if isinstance(record.flag, dict) else {}
             given = []
             if "kvcache" in about:
                 params = {"kvcache": about["kvcache"]}
@@ -98,44 +98,44 @@ class _Script:
                 given.append(f"retention=Retention({hint})")
             self.lines.append(f"r{record.context} = ReqContext({', '.join(given)})")
 
-    def call(self, record: Call, answer: tuple[Any, ...], output: Any) -> None:
+    def call(self, record: Call, answer: Answer, output: Any) -> None:
         """Write a call and an assertion of its answer; assert the evicted keys of `output` if they are known."""
         self._inputs(record)
         call = self._call_text(record)
         self.lines += self._expected(call, record, answer, output)
 
-    def _expected(self, call: str, record: Call, answer: tuple[Any, ...], output: Any) -> list[str]:
+    def _expected(self, call: str, record: Call, answer: Answer, output: Any) -> list[str]:
         match answer:
-            case (Answer.ERROR, name):
+            case Raised(name):
                 return [f"with pytest.raises({name}):", f"    {call}"]
-            case (Answer.NONE,) if record.op in (Op.LOOKUP, Op.LOOKUP_ONE, Op.PREPARE_STORE):
+            case None if record.op in (Op.LOOKUP, Op.LOOKUP_ONE, Op.PREPARE_STORE):
                 return [f"assert {call} is None"]
-            case (Answer.TRUE | Answer.FALSE,):
-                return [f"assert {call} is {answer[0] is Answer.TRUE}"]
-            case (Answer.INT, number):
+            case bool():
+                return [f"assert {call} is {answer}"]
+            case int(number):
                 return [f"assert {call} == {number}"]
-            case (Answer.BLOCKS, ids):
+            case list(ids):
                 return [f"assert {call}.block_ids.tolist() == {ids}"]
-            case (Answer.OUTPUT, stored, _, ids):
+            case Stored(stored, _, ids):
                 lines = [f"output = {call}", f"assert output.keys_to_store == {self.named(stored)}"]
                 if output is not None:
                     lines.append(f"assert output.evicted_keys == {self.named(output.evicted_keys)}")
                 return [*lines, f"assert output.store_spec.block_ids.tolist() == {ids}"]
-            case (Answer.EVENTS, number, *_):
-                return [f"assert len(list({call})) == {number}"]
+            case Events(events):
+                return [f"assert len(list({call})) == {len(events)}"]
             case _:
                 return [call]
 
     def _call_text(self, record: Call) -> str:
         request = self._context(record.context)
         if record.op is Op.REPORT_PREFILLS:
-            arguments = [repr(one) for one in record.keys]
+            arguments = [f"{name}={value!r}" for name, value in record.flag.items()]
         elif record.op is Op.HINT:
-            arguments = [request or self.named(record.keys[0]), repr(record.keys[1])]
+            arguments = [request or self.named(record.keys), repr(record.flag)]
         else:
-            arguments = [] if record.keys is None else [self.named(record.keys)]
+            arguments = [self.named(record.keys)] if record.op in ONE_KEY or record.op in LISTS else []
             arguments += [request] if request else []
-        if record.op is Op.COMPLETE_STORE and not record.flag:
+        if record.op is Op.COMPLETE_STORE and record.flag:
             arguments.append("success=False")
         if record.op is Op.REQUEST_FINISHED and record.flag:
             arguments.append("use_positions=True")
@@ -149,30 +149,19 @@ class _Script:
         times = [one.value for one in record.inputs if one.op is Op.CLOCK]
         if times:
             self.lines.append(f"now[0] = {times[0]!r}")
-        by_tier: dict[int, dict[str, list[str]]] = {}
-        for one in record.inputs:
-            if one.tier < 0:
-                continue
-            script = by_tier.setdefault(one.tier, {})
-            if one.op is Op.TIER_LOOKUP:
-                script.setdefault("lookups", []).append(repr(one.value[1]))
-            elif one.op is Op.TIER_SUBMIT:
-                script.setdefault("submits", []).append(repr(one.value))
-            elif one.op is Op.TIER_TIMES:
-                script.setdefault("times", []).append(repr(one.value))
-            elif one.op is Op.TIER_RAISED:
-                script.setdefault("raising", []).append(f"TierCall.{one.value.name}")
-            elif one.op is Op.TIER_FINISHED:
-                results = [
-                    "None"
-                    if result is None
-                    else f"({result[0]}, {', '.join(map(self.named, result[1:4]))}, {result[4]!r})"
-                    for result in one.value
-                ]
-                script.setdefault("reports", []).append(f"[{', '.join(results)}]")
-        for tier, script in by_tier.items():
-            told = ", ".join(f"{name}=[{', '.join(values)}]" for name, values in script.items())
-            self.lines.append(f"tiers[{tier}].expect({told})")
+        for tier in sorted({one.tier for one in record.inputs if one.tier >= 0}):
+            answers = answers_of(record, tier)
+            texts = {name: repr(values) for name, values in answers.items()}
+            if "reports" in answers:
+                reports = (f"[{', '.join(map(self._result, one))}]" for one in answers["reports"])
+                texts["reports"] = f"[{', '.join(reports)}]"
+            self.lines.append(f"tiers[{tier}].expect({', '.join(f'{name}={text}' for name, text in texts.items())})")
+
+    def _result(self, result: Result | None) -> str:
+        if result is None:
+            return "None"
+        lists = ", ".join(map(self.named, (result.done, result.failed, result.removed)))
+        return f"Result({result.job_id}, {lists}, {result.error!r}, {result.start_s!r}, {result.end_s!r})"
 
 
 def _test_text(lines: list[str], config: dict[str, Any], suspect: str | None, has_time: bool) -> str:
@@ -187,8 +176,8 @@ def _test_text(lines: list[str], config: dict[str, Any], suspect: str | None, ha
     imports = ["import pytest", ""] if "pytest." in body else []
     names = ["TierConfig", "TieredOffloadingManager"] if tiers else ["CPUOffloadingManager"]
     imports.append(f"from kvcache import {', '.join(sorted([*names, *used]))}")
-    if "TierCall." in body:
-        imports.append("from kvcache.recorder.ops import TierCall")
+    if "Result(" in body:
+        imports.append("from kvcache.recorder.format import Result")
     head = ["def test_recorded_calls():"]
     if has_time:
         head.append("    now = [0.0]")

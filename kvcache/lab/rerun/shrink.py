@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from kvcache.lab.rerun.promises import Promises
 from kvcache.lab.rerun.recorded import NOTES, Runner
-from kvcache.recorder.format import Call
+from kvcache.recorder.format import Answer, Call
 
 T = TypeVar("T")
 Oracle = Callable[[Sequence[Call], dict[str, Any]], int]
@@ -55,9 +57,9 @@ def breaks_promises(suspect: str | type | None) -> Oracle:
     return oracle
 
 
-def _whole(runner: Runner, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+def _whole(runner: Runner, answer: Answer) -> Any:
     output = runner.last_output
-    return answer if output is None else (*answer, output.evicted_keys)
+    return answer if output is None else (answer, output.evicted_keys)
 
 
 def minimize(items: Sequence[T], shows: Callable[[list[T]], bool]) -> list[T]:
