@@ -32,6 +32,7 @@ source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 html_theme = "furo"
 html_title = f"kvcache {version}"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["custom.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -39,9 +40,24 @@ myst_heading_anchors = 3
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
-autodoc_typehints = "none"
+autodoc_typehints = "description"
+autodoc_typehints_format = "short"
+# Names in annotations may be private or of third parties, without a page. References in text are {py:obj}: checked.
+nitpick_ignore_regex = [("py:class", ".*"), ("py:data", r"typing\..*")]
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 # Docstrings put parameters, fields and states in single backticks, as they read in a terminal.
 default_role = "code"
+
+
+def setup(app):
+    """Leave compiled modules, which have no Python source, out of the index of sources."""
+
+    def drop_compiled(app):
+        modules = getattr(app.env, "_viewcode_modules", {})
+        for name in [name for name, entry in modules.items() if entry is False]:
+            del modules[name]
+        return []
+
+    app.connect("html-collect-pages", drop_compiled, priority=1)
