@@ -213,7 +213,15 @@ class ReferenceManager(OffloadingManager):
         self.policy.hint(keys, next_use)
 
     def hinted_keys(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> list[bytes]:
-        """Return the keys of a hint in prefix order, and store the hint for later uses by the request."""
+        """Return the keys of a hint in prefix order, and store the hint for later uses by the request.
+
+        Parameters
+        ----------
+        request_or_keys : ReqContext or iterable of bytes
+            As for `hint` of a manager.
+        next_use : str
+            As for `hint` of a manager.
+        """
         if not isinstance(request_or_keys, ReqContext):
             return checked_keys(request_or_keys)
         running = self.named.get(request_or_keys)

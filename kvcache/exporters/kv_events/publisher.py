@@ -145,6 +145,13 @@ class KVEventPublisher:
     def describe(self, keys: list[bytes], prompt: Prompt) -> None:
         """Give the tokens of blocks before their events: call it with ``keys_to_store``, if no manager is followed.
 
+        Parameters
+        ----------
+        keys : list of bytes
+            Offload keys.
+        prompt : Prompt
+            The request's tokens and all keys of its blocks.
+
         Raises
         ------
         ValueError

@@ -53,7 +53,15 @@ class BlockView:
         return block_hash in hashes or short_hash(block_hash) in hashes
 
     def is_held(self, block_hash: bytes, group_idx: int) -> bool:
-        """Return whether any medium holds a block."""
+        """Return whether any medium holds a block.
+
+        Parameters
+        ----------
+        block_hash : bytes
+            The hash; its last 8 bytes count if the publisher sends ints.
+        group_idx : int
+            The index of the block's KV-cache group.
+        """
         return any(self.holds(medium, block_hash, group_idx) for medium in self._held)
 
     def add(self, medium: str, blocks: Iterable[tuple[bytes, int]]) -> None:
