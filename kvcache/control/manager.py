@@ -59,7 +59,6 @@ class OffloadingManager(ABC):
         bool, int or None
             For one key, True or False. For several keys, the length of the longest ready prefix. None means "ask again
             later": a lower tier has not answered yet. A manager without tiers never returns None.
-            later, because a lower tier has not answered yet. A manager without tiers never returns None.
         """
 
     @abstractmethod

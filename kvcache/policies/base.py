@@ -259,7 +259,7 @@ class CachePolicy(ABC):
     def native(self, num_blocks: int) -> BlockCacheOps | None:
         """Return the policy's own batch operations over a pool of `num_blocks` slots, or None to use the default ones.
 
-        Compiled policies own their pool and return themselves.
+        A compiled policy returns a compiled cache over its own table, once.
         """
         return None
 
