@@ -15,13 +15,6 @@ BLOCK_BYTES = 4096
 NUM_HOST = 64
 
 
-def in_order(result, keys):
-    """Sort a result's keys as they were submitted: several threads move a job's blocks."""
-    result.done.sort(key=keys.index)
-    result.failed.sort(key=keys.index)
-    return result
-
-
 class DiskBench:
     """Open disk tiers in `path`, store and load blocks whose payload follows from their key."""
 
@@ -74,18 +67,23 @@ class DiskBench:
             time.sleep(0.001)
         raise AssertionError(f"job {job_id} did not end")
 
+    def result_of(self, tier, keys):
+        from stores import in_order
+
+        return in_order(self.result(tier, self.job_id), keys)
+
     def store(self, tier, keys):
         self.fill(tier, keys)
         self.job_id += 1
         assert tier.submit_store(self.job_id, keys, list(range(len(keys)))), tier.stats()
-        return in_order(self.result(tier, self.job_id), keys)
+        return self.result_of(tier, keys)
 
     def load(self, tier, keys):
         """Load blocks; every one that is said to be right is compared."""
         tier.host[:] = 0
         self.job_id += 1
         assert tier.submit_load(self.job_id, keys, list(range(len(keys)))), tier.stats()
-        result = in_order(self.result(tier, self.job_id), keys)
+        result = self.result_of(tier, keys)
         for key in result.done:
             assert np.array_equal(tier.host[keys.index(key)], self.payload(key, tier.host.shape[1])), key
         return result

@@ -254,7 +254,7 @@ def blocks(num_blocks: int = 64, block_bytes: int = 4096) -> np.ndarray:
     return np.zeros((num_blocks, block_bytes), np.uint8)
 
 
-def _in_order(result: TierResult, keys: list[bytes]) -> TierResult:
+def in_order(result: TierResult, keys: list[bytes]) -> TierResult:
     """Sort a result's keys as they were submitted: several threads move a job's blocks."""
     result.done.sort(key=keys.index)
     result.failed.sort(key=keys.index)
@@ -289,12 +289,12 @@ def found(tier: Tier, keys: list[bytes], timeout_s: float = 30.0) -> int:
 
 def store_as_is(tier: Tier, keys: list[bytes], job_id: int = 1) -> TierResult:
     assert tier.submit_store(job_id, keys, list(range(len(keys))))
-    return _in_order(wait_for(tier, job_id), keys)
+    return in_order(wait_for(tier, job_id), keys)
 
 
 def load_as_is(tier: Tier, keys: list[bytes], job_id: int = 2) -> TierResult:
     assert tier.submit_load(job_id, keys, list(range(len(keys))))
-    return _in_order(wait_for(tier, job_id), keys)
+    return in_order(wait_for(tier, job_id), keys)
 
 
 def store(tier: Tier, host: np.ndarray, keys: list[bytes], job_id: int = 1) -> TierResult:

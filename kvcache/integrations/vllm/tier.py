@@ -28,12 +28,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvcache.assembly.assemble import TierSettings, open_tiers, read_tiers
 from kvcache.integrations.vllm.identity import chunk_fingerprint, engine_config
+from kvcache.integrations.vllm.manager import EngineRequest
 from kvcache.integrations.vllm.metrics import SampleChanges, tier_metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.metrics import Part
 from kvcache.options import Options, choice_of, option, parse_flag, parse_text
-from kvcache.request import ReqContext
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
 from kvcache.tiering.tier import TierResult
 
@@ -69,16 +69,14 @@ def read_tier(config: Mapping[str, Any]) -> tuple[KVCacheTierOptions, TierSettin
     return own, settings
 
 
-class _Request(ReqContext):
+class _Request(EngineRequest):
     """A request of the engine, and the keys that this tier failed to load for it."""
 
     __slots__ = ("failed",)
 
     def __init__(self, req_context: Any, has_positions: bool) -> None:
-        super().__init__(req_context.req_id, req_context.kv_transfer_params)
+        super().__init__(req_context, has_positions)
         self.failed: set[bytes] = set()
-        if has_positions:
-            self.set_offload_key_positions(req_context._offload_key_positions)
 
 
 class KVCacheTier(SecondaryTierManager):

@@ -49,7 +49,7 @@ class Sizes:
 
 
 def find_device() -> torch.device:
-    """Return the accelerator's current device, or the CPU if there is none."""
+    """Return the accelerator's current device; on a machine without one, the CPU."""
     return pinning.accelerator() or torch.device("cpu")
 
 

@@ -11,7 +11,7 @@ DEFAULT_FILE = "kvcache-device.json"
 
 
 def check_device(json: str | None) -> None:
-    """Measure the accelerator, or the CPU if there is none; write the report and fail if a byte differs."""
+    """Measure the accelerator or the CPU, write the report, and fail if a byte differs."""
     import torch
 
     from kvcache.lab.bench.device import find_device, measure

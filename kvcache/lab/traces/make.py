@@ -110,41 +110,34 @@ def make_trace(
         raise ValueError(f"log_format must be one of {', '.join(FORMATS)}, got {log_format!r}")
     made = MadeTrace(block_size)
     first_s = last_s = 0.0
-    try:
-        with open(0, "rb", closefd=False) if str(log) == "-" else log.open("rb") as raw:
-            content = unpacked(raw)
-            for number, record in enumerate(_records(content, log_format), start=1):
-                try:
-                    access = _access(record, log_format, block_size, tokenize, time_unit)
-                except _BadRecord as error:
-                    if not skip_bad:
-                        raise TraceError(f"{log}: record {number}: {error}") from error
-                    made.skipped_records += 1
-                    continue
-                now_s = access.time
-                if now_s is None:
-                    made.has_times = False
-                    now_s = float(made.requests)
-                if not made.requests:
-                    first_s = last_s = now_s
-                made.late_requests += now_s < last_s
-                last_s = max(last_s, now_s)
-                line = {
-                    "timestamp": round((last_s - first_s) * 1000, 3),
-                    "input_length": access.input_length,
-                    "output_length": access.output_length,
-                    "hash_ids": access.ids,
-                    "block_size": block_size,
-                }
-                write(json.dumps(line) + "\n")
-                made.requests += 1
-                made.blocks += len(access.ids)
-                made.tokens += access.input_length
-                progressed(made.requests, raw.tell() if raw.seekable() else 0)
-    except (OSError, EOFError, csv.Error, zlib.error) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise TraceError(f"cannot read {log}: {getattr(error, 'strerror', None) or error}") from error
+    for number, (record, position_bytes) in enumerate(_read(log, log_format), start=1):
+        try:
+            access = _access(record, log_format, block_size, tokenize, time_unit)
+        except _BadRecord as error:
+            if not skip_bad:
+                raise TraceError(f"{log}: record {number}: {error}") from error
+            made.skipped_records += 1
+            continue
+        now_s = access.time
+        if now_s is None:
+            made.has_times = False
+            now_s = float(made.requests)
+        if not made.requests:
+            first_s = last_s = now_s
+        made.late_requests += now_s < last_s
+        last_s = max(last_s, now_s)
+        line = {
+            "timestamp": round((last_s - first_s) * 1000, 3),
+            "input_length": access.input_length,
+            "output_length": access.output_length,
+            "hash_ids": access.ids,
+            "block_size": block_size,
+        }
+        write(json.dumps(line) + "\n")
+        made.requests += 1
+        made.blocks += len(access.ids)
+        made.tokens += access.input_length
+        progressed(made.requests, position_bytes)
     if not made.requests:
         skipped = f" ({made.skipped_records} bad records)" if made.skipped_records else ""
         raise TraceError(f"{log} holds no request{skipped}")
@@ -183,6 +176,16 @@ def chained_ids(tokens: Iterable[int], block_size: int) -> list[int]:
 def _format_of(log: Path) -> str:
     name = log.name.lower()
     return "oracleGeneral" if "oraclegeneral" in name else "csv" if ".csv" in name else "jsonl"
+
+
+def _read(log: Path, log_format: str) -> Iterator[tuple[Any, int]]:
+    """Yield each record, and how many bytes of the file have been read (0 for a pipe)."""
+    try:
+        with open(0, "rb", closefd=False) if str(log) == "-" else log.open("rb") as raw:
+            for record in _records(unpacked(raw), log_format):
+                yield record, raw.tell() if raw.seekable() else 0
+    except (OSError, EOFError, csv.Error, zlib.error) as error:
+        raise TraceError(f"cannot read {log}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _records(content: BinaryIO, log_format: str) -> Iterator[Any]:
