@@ -293,6 +293,18 @@ class Options:
         return found
 
     @classmethod
+    def of(cls, **given: Any) -> Self:
+        """Parse options given as keyword arguments; advanced ones stand beside the others."""
+        declared = cls.declared()
+        chosen = {
+            name: value for name, value in given.items() if name not in declared or value != declared[name].default
+        }
+        inside = {
+            name: chosen.pop(name) for name in [*chosen] if name in declared and declared[name].metadata["advanced"]
+        }
+        return cls.read({**chosen, ADVANCED: inside})
+
+    @classmethod
     def refuse_unknown(cls, given: Mapping[str, Any], where: str = "") -> None:
         """Raise ValueError if `given` holds keys that this class does not declare."""
         names = [*(name for name in given if name != ADVANCED), *_advanced_of(given, where or cls.where)]

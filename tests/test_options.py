@@ -26,6 +26,7 @@ from kvcache.options import (
     parse_size,
     parse_text,
 )
+from kvcache.tiers.disk.tier import DiskOptions
 
 
 @pytest.mark.parametrize(
@@ -176,3 +177,9 @@ def test_unknown_keys_are_named_with_what_they_resemble() -> None:
         "cache_polcy (did you mean 'cache_policy'?), zzz"
     )
     assert name_unknown({"tiers": []}, {"tiers"}) == ""
+
+
+def test_options_of_arguments_takes_advanced_ones_beside_the_others() -> None:
+    assert DiskOptions.of(path="kv", capacity="1GiB", num_threads=2, codec=None).num_threads == 2
+    with pytest.raises(ValueError, match=r"num_treads .did you mean 'num_threads'"):
+        DiskOptions.of(path="kv", capacity="1GiB", num_treads=2)

@@ -138,37 +138,10 @@ class MooncakeTier(JobTier):
         The pool, uint8 or int8, shape (num_blocks, block_bytes); it is registered with the store's transfer engine.
     fingerprint : mapping, optional
         Identifies the model and the geometry of the blocks.
-    salt : str
-        A secret of one tenant's engines; other clients can neither name nor forge its blocks.
-    num_replicas : int
-        Copies of a block, each in another node's memory, if there are as many nodes.
-    soft_pin : bool
-        Whether blocks are evicted only after those that are not pinned.
-    soft_pin_ttl_s : float, optional
-        For how long after its last use; None: the master's time.
-    protocol : str
-        ``"tcp"`` or ``"rdma"``.
-    device : str
-        RDMA devices, comma-separated.
-    metadata_server : str
-        Server through which nodes find each other; the default needs none.
-    hostname : str, optional
-        Address of this node for other nodes; None: the address from which the master is reached.
-    tenant : str
-        Name for a master that separates tenants itself.
-    lend_bytes : int
-        Memory of this process that is lent to the store until the process ends.
-    timeout_s : float
-        How long the master, and a node, may keep a call waiting. The first tier of a process sets it; the client's
-        variables ``MC_RPC_TIMEOUT_MS`` and ``MC_TCP_PROGRESS_TIMEOUT_SEC`` take precedence.
-    num_threads : int
-        I/O threads; one loads and one stores at a time, while others compute checksums and query.
-    max_queued_bytes : int
-        Bytes under way at most; more are refused.
-    max_batch_blocks : int
-        Blocks of one call of the client.
     codec : Codec, optional
         Encodes the blocks.
+    **options
+        The tier's other options, advanced ones too; see :doc:`/howto/options`.
 
     Raises
     ------
@@ -184,36 +157,31 @@ class MooncakeTier(JobTier):
         host_blocks: HostBlocks,
         *,
         fingerprint: Mapping[str, Any] | None = None,
-        salt: str = "",
-        num_replicas: int = 1,
-        soft_pin: bool = False,
-        soft_pin_ttl_s: float | None = None,
-        protocol: str = "tcp",
-        device: str = "",
-        metadata_server: str = "P2PHANDSHAKE",
-        hostname: str | None = None,
-        tenant: str = "default",
-        lend_bytes: int = 0,
-        timeout_s: float = MooncakeOptions.timeout_s,
-        num_threads: int = MooncakeOptions.num_threads,
-        max_queued_bytes: int = MooncakeOptions.max_queued_bytes,
-        max_batch_blocks: int = MooncakeOptions.max_batch_blocks,
         codec: Codec | None = None,
+        **options: Any,
     ) -> None:
-        self._master = _address(master)
+        values = MooncakeOptions.of(master=master, **options)
+        self._master = _address(values.master)
         self._block_bytes, fingerprint = stored_form(codec, host_blocks, fingerprint)
-        self._native = load_client(timeout_s)
-        self._hostname, self._timeout_s = hostname, timeout_s
-        self._setup = (metadata_server, lend_bytes, _BUFFER_BYTES, protocol, device, master)
-        self._tenant = tenant
-        self._namespace = Namespace(_FORMAT, fingerprint, self._block_bytes, salt)
+        self._native = load_client(values.timeout_s)
+        self._hostname, self._timeout_s = values.hostname, values.timeout_s
+        self._setup = (
+            values.metadata_server,
+            values.lend_bytes,
+            _BUFFER_BYTES,
+            values.protocol,
+            values.device,
+            values.master,
+        )
+        self._tenant = values.tenant
+        self._namespace = Namespace(_FORMAT, fingerprint, self._block_bytes, values.salt)
         self._config = self._native.ReplicateConfig()
-        self._config.replica_num = num_replicas
+        self._config.replica_num = values.num_replicas
         self._config.data_type = self._native.ObjectDataType.KVCACHE
-        if soft_pin:
+        if values.soft_pin:
             self._config.soft_pin_action = self._native.SoftPinAction.ENABLE
-            if soft_pin_ttl_s is not None:
-                self._config.soft_pin_ttl_ms = max(1, int(soft_pin_ttl_s * 1000))
+            if values.soft_pin_ttl_s is not None:
+                self._config.soft_pin_ttl_ms = max(1, int(values.soft_pin_ttl_s * 1000))
         self._pinned = self._native.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._epoch = ""
@@ -228,12 +196,12 @@ class MooncakeTier(JobTier):
             host_blocks,
             "MOONCAKE",
             codec=codec,
-            num_threads=num_threads,
-            max_queued_blocks=max(1, max_queued_bytes // self._block_bytes),
-            max_batch_blocks=max_batch_blocks,
+            num_threads=values.num_threads,
+            max_queued_blocks=max(1, values.max_queued_bytes // self._block_bytes),
+            max_batch_blocks=values.max_batch_blocks,
             maintain_interval_s=_MAINTAIN_INTERVAL_S,
-            query_deadline_s=timeout_s,
-            open_timeout_s=2 * timeout_s,
+            query_deadline_s=values.timeout_s,
+            open_timeout_s=2 * values.timeout_s,
         )
 
     @classmethod

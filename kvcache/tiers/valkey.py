@@ -106,26 +106,10 @@ class ValkeyTier(JobTier):
         The pool, uint8 or int8, shape (num_blocks, block_bytes).
     fingerprint : mapping, optional
         Identifies the model and the geometry of the blocks.
-    salt : str
-        A secret of one tenant's engines; other clients can neither name nor forge its blocks.
-    cluster : bool
-        Whether the server is a cluster.
-    ttl_s : float, optional
-        Time after which the server drops a block; None: it drops blocks by its `maxmemory-policy` only.
-    timeout_s : float
-        How long one command may take, connecting included.
-    num_threads : int
-        Batches, and connections, in flight.
-    max_queued_bytes : int
-        Bytes under way at most; more are refused.
-    max_batch_blocks : int
-        Blocks of one pipeline.
-    username, password : str, optional
-        Credentials; the password may also come from the environment variable ``KVCACHE_VALKEY_PASSWORD``.
-    ca_file : str, optional
-        Certificates that a TLS server must be signed by, in place of the system's.
     codec : Codec, optional
         Encodes the blocks.
+    **options
+        The tier's other options, advanced ones too; see :doc:`/howto/options`.
 
     Raises
     ------
@@ -141,24 +125,16 @@ class ValkeyTier(JobTier):
         host_blocks: HostBlocks,
         *,
         fingerprint: Mapping[str, Any] | None = None,
-        salt: str = "",
-        cluster: bool = False,
-        ttl_s: float | None = None,
-        timeout_s: float = ValkeyOptions.timeout_s,
-        num_threads: int = ValkeyOptions.num_threads,
-        max_queued_bytes: int = ValkeyOptions.max_queued_bytes,
-        max_batch_blocks: int = ValkeyOptions.max_batch_blocks,
-        username: str | None = None,
-        password: str | None = None,
-        ca_file: str | None = None,
         codec: Codec | None = None,
+        **options: Any,
     ) -> None:
-        self._address = _address(_parse_url("url", url))
-        self._options = _client_options(timeout_s, username, password, ca_file)
-        self._url, self._is_cluster, self._timeout_s = url, cluster, timeout_s
-        self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
+        values = ValkeyOptions.of(url=url, **options)
+        self._address = _address(values.url)
+        self._options = _client_options(values)
+        self._url, self._is_cluster, self._timeout_s = values.url, values.cluster, values.timeout_s
+        self._ttl_ms = None if values.ttl_s is None else max(1, int(values.ttl_s * 1000))
         self._block_bytes, fingerprint = stored_form(codec, host_blocks, fingerprint)
-        self._namespace = Namespace(_FORMAT, fingerprint, self._block_bytes, salt)
+        self._namespace = Namespace(_FORMAT, fingerprint, self._block_bytes, values.salt)
         self._prefix = self._namespace.prefix.encode()
         self._epoch = b""
         self._old_epochs: list[bytes] = []
@@ -168,21 +144,20 @@ class ValkeyTier(JobTier):
             host_blocks,
             "VALKEY",
             codec=codec,
-            num_threads=num_threads,
-            max_queued_blocks=max(1, max_queued_bytes // self._block_bytes),
-            max_batch_blocks=max_batch_blocks,
+            num_threads=values.num_threads,
+            max_queued_blocks=max(1, values.max_queued_bytes // self._block_bytes),
+            max_batch_blocks=values.max_batch_blocks,
             maintain_interval_s=_EPOCH_INTERVAL_S,
-            query_deadline_s=timeout_s,
-            open_timeout_s=timeout_s,
+            query_deadline_s=values.timeout_s,
+            open_timeout_s=values.timeout_s,
         )
 
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
         values = ValkeyOptions.read(options)
         make = ValkeyCluster.from_url if values.cluster else Valkey.from_url
-        credentials = _client_options(values.timeout_s, values.username, values.password, values.ca_file)
         try:
-            client: Any = make(values.url, **credentials)
+            client: Any = make(values.url, **_client_options(values))
             try:
                 client.ping()
             finally:
@@ -388,17 +363,15 @@ def _address(url: str) -> str:
     return f"{parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
 
 
-def _client_options(
-    timeout_s: float, username: str | None, password: str | None, ca_file: str | None
-) -> dict[str, Any]:
+def _client_options(values: ValkeyOptions) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
+        "socket_timeout": values.timeout_s,
+        "socket_connect_timeout": values.timeout_s,
         # The manager's breaker decides when to try again.
         "retry": Retry(NoBackoff(), 0),
-        "username": username,
-        "password": password or os.environ.get(PASSWORD_VARIABLE),
-        "ssl_ca_certs": ca_file,
+        "username": values.username,
+        "password": values.password or os.environ.get(PASSWORD_VARIABLE),
+        "ssl_ca_certs": values.ca_file,
     }
     return {name: value for name, value in options.items() if value}
 

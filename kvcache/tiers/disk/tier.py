@@ -23,8 +23,6 @@ import numpy as np
 from kvcache.background import Background
 from kvcache.options import (
     Options,
-    check_int,
-    check_seconds,
     option,
     parse_count,
     parse_duration,
@@ -101,25 +99,10 @@ class DiskTier(JobTier):
         The pool, uint8 or int8, shape (num_blocks, block_bytes); for direct I/O, blocks start at multiples of 4096.
     fingerprint : mapping, optional
         The model, dtype and geometry of the blocks, JSON-serializable; a directory of another fingerprint is refused.
-    cache_policy : str or type
-        Evicts blocks when the tier is full: a policy's name, class or ``"package.module:Class"``.
-    num_threads : int
-        Operations in flight.
-    flush_interval_s : float
-        How often recency and new blocks are made durable.
-    max_queued_blocks : int
-        Blocks under way at most; more are refused.
-    max_io_bytes : int
-        Bytes in one operation over neighbouring blocks at most.
-    preallocate : bool
-        Whether to take all disk space at the start, if the file system can do that without writing.
-    read_only : bool
-        Serve what the directory holds and change nothing; another process may be writing to it.
-    open_timeout_s : float
-        How long to wait for the directory to open. After that the tier is unavailable until it opens. If it then
-        cannot be used, it stays unavailable and the reason is logged.
     codec : Codec, optional
         Encodes the blocks.
+    **options
+        The tier's other options, advanced ones too; see :doc:`/howto/options`.
 
     Raises
     ------
@@ -138,25 +121,11 @@ class DiskTier(JobTier):
         host_blocks: HostBlocks,
         *,
         fingerprint: Mapping[str, Any] | None = None,
-        cache_policy: str | type = "lru",
-        num_threads: int = DiskOptions.num_threads,
-        flush_interval_s: float = DiskOptions.flush_interval_s,
-        max_queued_blocks: int = DiskOptions.max_queued_blocks,
-        max_io_bytes: int = DiskOptions.max_io_bytes,
-        preallocate: bool = True,
-        read_only: bool = False,
-        open_timeout_s: float = DiskOptions.open_timeout_s,
         codec: Codec | None = None,
+        **options: Any,
     ) -> None:
+        values = DiskOptions.of(path=os.fspath(path), capacity=capacity_bytes, **options)
         block_bytes, given = stored_form(codec, host_blocks, fingerprint)
-        for name, value in (
-            ("num_threads", num_threads),
-            ("max_queued_blocks", max_queued_blocks),
-            ("max_io_bytes", max_io_bytes),
-        ):
-            check_int(name, value)
-        for name, seconds in (("flush_interval_s", flush_interval_s), ("open_timeout_s", open_timeout_s)):
-            check_seconds(name, seconds)
         try:
             plain = json.loads(json.dumps(given, allow_nan=False))
         except RecursionError:
@@ -164,12 +133,12 @@ class DiskTier(JobTier):
         except (TypeError, ValueError) as error:
             raise ValueError(f"fingerprint must be what JSON can say, got {fingerprint!r}") from error
         self.path = Path(path)
-        self.capacity_bytes = capacity_bytes
-        self._header = Header.fresh(block_bytes, num_slots_within(capacity_bytes, block_bytes), plain)
-        self._is_read_only = read_only
-        self._preallocate = preallocate
+        self.capacity_bytes = values.capacity
+        self._header = Header.fresh(block_bytes, num_slots_within(values.capacity, block_bytes), plain)
+        self._is_read_only = values.read_only
+        self._preallocate = values.preallocate
         is_packed = self._header.slot_bytes == block_bytes
-        self._max_run = max(1, min(MAX_RUN_BLOCKS, max_io_bytes // block_bytes)) if is_packed else 1
+        self._max_run = max(1, min(MAX_RUN_BLOCKS, values.max_io_bytes // block_bytes)) if is_packed else 1
         self._store: BlockStore | None = None
         self._current = (0, self._header.generation)
         self._marks: list[Background] = []
@@ -181,21 +150,21 @@ class DiskTier(JobTier):
             "DISK",
             codec=codec,
             num_blocks=self._header.num_slots,
-            cache_policy=cache_policy,
-            num_threads=num_threads,
-            max_queued_blocks=max_queued_blocks,
+            cache_policy=values.cache_policy,
+            num_threads=values.num_threads,
+            max_queued_blocks=values.max_queued_blocks,
             max_batch_blocks=self._max_run,
             max_key_bytes=MAX_KEY_BYTES,
-            open_timeout_s=open_timeout_s,
-            maintain_interval_s=flush_interval_s,
-            read_only=read_only,
+            open_timeout_s=values.open_timeout_s,
+            maintain_interval_s=values.flush_interval_s,
+            read_only=values.read_only,
         )
         self._is_late = self._store is None
         if self._is_late:
             _LOG.warning(
                 "disk tier: directory %s has not opened within %s s; going on without it until it does",
                 path,
-                open_timeout_s,
+                values.open_timeout_s,
             )
 
     @classmethod
