@@ -217,9 +217,10 @@ def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> N
 
         store = "no store" if not settings.store_blocks else f"a store of {settings.store_blocks:,} blocks"
         footnote = (
-            f"{settings.num_blocks:,} blocks an engine, {store}, {1 / token_s:,.0f} tokens/s, seed {settings.seed}"
+            f"{trace.name}: {settings.num_blocks:,} blocks an engine, {store}, "
+            f"{1 / token_s:,.0f} tokens/s, seed {settings.seed}"
         )
-        draw_fleet(f"{trace.name}: fleets", cells, footnote, settings.plot)
+        draw_fleet("Hits and traffic of a fleet, by router", cells, footnote, settings.plot)
     common.write_json(settings.json, document)
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.lab.report.style import COLOURS, MARKERS, caption, new_figure, plain_axes, save
+from kvcache.lab.report.style import COLOURS, MARKERS, caption, new_figure, plain_axes, save, thinned_ticks
 
 _NAMES = {"round_robin": "round robin", "prefix": "prefix-affine", "events": "by events"}
 
 
 def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, target: str) -> None:
     """Draw the share of blocks hit, and the keys queried and blocks moved a second."""
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import NullLocator, PercentFormatter
 
     figure = new_figure(11.0, 5.2)
     hits, traffic = figure.subplots(1, 2)
+    ticks = thinned_ticks(sorted({cell["engines"] for cell in cells}))
     for axes in (hits, traffic):
         plain_axes(axes)
         axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{engines:,}" for engines in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("engines")
     for i, router in enumerate(dict.fromkeys(cell["router"] for cell in cells)):
         mine = [cell for cell in cells if cell["router"] == router]
@@ -35,12 +38,11 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
             traffic.plot(engines, [cell["events_per_s"]["peak"] for cell in mine], linestyle="-.", **style)
     hits.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     hits.set_ylim(0, 1)
-    hits.set_ylabel("blocks hit (dotted: in the engine's own memory)")
+    hits.set_title("Blocks hit; dotted: in the engine's own memory", loc="left", fontsize=10)
     traffic.set_yscale("log")
     has_store = any(cell["store_capacity_blocks"] for cell in cells)
-    traffic.set_ylabel(
-        "a second, busiest minute: blocks moved (dashed: keys asked)" if has_store else "blocks in events a second"
-    )
+    what = "Blocks moved; dashed: keys queried" if has_store else "Blocks in events"
+    traffic.set_title(f"{what}; a second, busiest minute", loc="left", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False)
     caption(figure, title, footnote)
     save(figure, target)

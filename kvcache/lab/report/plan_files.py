@@ -121,13 +121,15 @@ def _draw(result: Result, unbounded: Cell, block_size: int, target: str) -> None
     from kvcache.lab.report.plot import Chart, draw
 
     compact, weights, settings = result.compact, result.weights, result.settings
-    footnote = f"{len(compact):,} requests, {compact.num_blocks * settings.split:,} blocks of {block_size} tokens"
+    num_blocks = compact.num_blocks * settings.split
+    footnote = f"{result.title}: {len(compact):,} requests, {num_blocks:,} blocks of {block_size} tokens"
     if compact.rate < 1:
         footnote += f", 1 in {1 / compact.rate:g} sampled"
     if weights is not None:
         footnote += f"; {weights.model.name}, {weights.model.dtype}"
     names = tuple(tier.name for tier in settings.tiers)
-    draw(Chart(result.title, result.cells, unbounded, settings.block_bytes, footnote, names), target)
+    title = f"Blocks hit, by policy and capacity{' of host memory' if names else ''}"
+    draw(Chart(title, result.cells, unbounded, settings.block_bytes, footnote, names), target)
 
 
 def _csv(cells: list[dict[str, Any]]) -> str:

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache.lab.report.style import COLOURS, INK, MARKERS, caption, check_matplotlib, new_figure, plain_axes, save
+from kvcache.lab.report.style import (
+    COLOURS,
+    INK,
+    MARKERS,
+    caption,
+    check_matplotlib,
+    new_figure,
+    plain_axes,
+    save,
+    thinned_ticks,
+)
 from kvcache.lab.simulate.cells import OPTIMUM
 from kvcache.options import format_size
 
@@ -135,7 +145,7 @@ def _draw_lines(figure: Figure, chart: Chart) -> None:
     _draw_rim(axes, rim, chart)
     axes.set_xscale("log")
     axes.set_xlim(capacities[0], capacities[-1])
-    ticks = _thinned(capacities)
+    ticks = thinned_ticks(capacities)
     axes.set_xticks(ticks, [f"{blocks:,}" for blocks in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_ylim(0, top)
@@ -207,16 +217,6 @@ def _draw_rim(axes: Any, rim: float, chart: Chart) -> None:
 
 def _points(cells: Sequence[Cell]) -> tuple[list[int], list[float]]:
     return [cell.num_blocks or 0 for cell in cells], [cell.block_hit_rate for cell in cells]
-
-
-def _thinned(capacities: Sequence[int]) -> list[int]:
-    """Drop ticks that would overlap: closer than a ninth of the logarithmic axis."""
-    ratio = (capacities[-1] / capacities[0]) ** (1 / 9)
-    ticks: list[int] = []
-    for capacity in capacities:
-        if not ticks or capacity >= ticks[-1] * ratio:
-            ticks.append(capacity)
-    return ticks
 
 
 def _page(chart: Chart, svg: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,16 @@ def plain_axes(axes: Any) -> None:
     axes.set_axisbelow(True)
     axes.spines["right"].set_visible(False)
     axes.spines["top"].set_visible(False)
+
+
+def thinned_ticks(capacities: Sequence[int]) -> list[int]:
+    """Drop ticks that would overlap: closer than a ninth of the logarithmic axis."""
+    ratio = (capacities[-1] / capacities[0]) ** (1 / 9)
+    ticks: list[int] = []
+    for capacity in capacities:
+        if not ticks or capacity >= ticks[-1] * ratio:
+            ticks.append(capacity)
+    return ticks
 
 
 def caption(figure: Figure, title: str, footnote: str) -> None:
