@@ -13,21 +13,21 @@ import fcntl
 import json
 import logging
 import os
-import select
 import socket
 import stat
 import struct
 import tempfile
 import threading
-import time
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from socketserver import StreamRequestHandler
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.control.telemetry import Command, Exporter
 from kvcache.exporters.commands import run_command
+from kvcache.exporters.local_server import LocalServer
 from kvcache.metrics import Part, counter
 from kvcache.options import Options, option, parse_text
 from kvcache.registry import COMMANDS
@@ -39,11 +39,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 64 << 10
 MAX_ANSWER_BYTES = 64 << 20
-MAX_CLIENTS = 8
-RECEIVE_S = 2.0
-SEND_S = 5.0
-_CLOSE_S = 2.0
-_LOCK_S = 5.0
 _MAX_PATH_BYTES = 107  # sun_path, without its closing zero
 _PEER = struct.Struct("3i")
 
@@ -59,18 +54,12 @@ class StatusOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class StatusStats:
-    """Counters of a status server.
-
-    Parameters
-    ----------
-    requests, refused_requests, refused_peers, slow_clients : int
-        Counters.
-    """
+    """Counters of a status server."""
 
     requests: int = counter("requests", "Requests on the status socket that were answered.")
     refused_requests: int = counter("requests", "Requests on the status socket that were refused: garbage, too long.")
-    refused_peers: int = counter("connections", "Connections refused: of another user, or too many at a time.")
-    slow_clients: int = counter("connections", "Connections closed because the client stood still.")
+    refused_peers: int = counter("connections", "Connections refused: they belong to another user.")
+    slow_clients: int = counter("connections", "Connections closed: too slow, or the oldest of too many.")
 
 
 def default_folder() -> Path:
@@ -117,29 +106,26 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
         The path is not a socket of this user, the answer is not an engine's, or the request was refused. The message
         names the path and the reason.
     """
-    _check_ours(Path(path))
+    _check_socket(Path(path))
     request = json.dumps({"command": command, **options}).encode() + b"\n"
-    end_s = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)
         try:
-            _connect(client, path, end_s)
+            client.connect(str(path))
             peer_uid = _peer_uid(client)
-            if peer_uid in (os.geteuid(), 0):
-                # The server may have refused the connection already: its answer has the reason.
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    client.sendall(request)
-                answer = _receive_line(client, MAX_ANSWER_BYTES, end_s)
+            if peer_uid not in (os.geteuid(), 0):
+                raise ValueError(f"{path} is served by user {peer_uid}")
+            # The server may have refused the connection already: its answer has the reason.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                client.sendall(request)
+            with client.makefile("rb") as lines:
+                answer = lines.readline(MAX_ANSWER_BYTES + 1)
         except TimeoutError as error:
             raise TimeoutError(f"{path} did not answer within {timeout_s:g} s") from error
         except ConnectionRefusedError as error:
             raise OSError(error.errno, f"{path}: nobody listens there: {error.strerror}") from error
         except OSError as error:
             raise OSError(error.errno, f"{path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ValueError(f"{path} gave no answer of a kvcache engine: {error}") from error
-    if peer_uid not in (os.geteuid(), 0):
-        raise ValueError(f"{path} is served by user {peer_uid}")
     try:
         found = json.loads(answer)
         is_ok, text = found["ok"], "" if found["ok"] is True else found["error"]
@@ -168,26 +154,19 @@ class StatusServer(Exporter):
         Another process serves this path, or the socket cannot be made.
     """
 
+    options_type = StatusOptions
+
     def __init__(self, telemetry: Telemetry, path: str | Path | None = None) -> None:
         self.path = default_folder() / f"status-{os.getpid()}.sock" if path is None else Path(path).absolute()
         if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
             raise ValueError(f"the path of a socket must have at most {_MAX_PATH_BYTES} bytes, got {self.path}")
         self.telemetry = telemetry
-        self._stats = StatusStats()
         self._commands: dict[str, Command] = {}
         self._lock = threading.Lock()
-        self._clients: set[threading.Thread] = set()
-        self._owner = os.getpid()
-        self._is_closed = False
-        self._listener = _listen(self.path)
+        self._server = _listen(self.path, self._run)
         self._file = self.path.lstat().st_ino
-        self._wake, self._woken = os.pipe()
+        self._server.start("status")
         telemetry.sources.append(self._parts)
-        self._thread = threading.Thread(target=self._serve, name="kvcache-status", daemon=True)
-        self._thread.start()
-        _SERVERS.add(self)
-
-    options_type = StatusOptions
 
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
@@ -195,7 +174,7 @@ class StatusServer(Exporter):
         if path is None or not Path(path).exists():
             return ""
         try:
-            _check_ours(Path(path))
+            _check_socket(Path(path))
         except (OSError, ValueError) as error:
             return str(error)
         return f"{path} is served by another process" if _is_served(Path(path)) else ""
@@ -210,112 +189,26 @@ class StatusServer(Exporter):
 
     def stats(self) -> StatusStats:
         """Return counters since start."""
-        return self._stats
+        return StatusStats(**self._server.counts, slow_clients=self._server.num_dropped)
 
     def close(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+        if self._parts not in self.telemetry.sources:
+            return
         self.telemetry.sources.remove(self._parts)
-        if self._owner != os.getpid():
-            return  # a forked child owns neither the socket nor the threads
-        os.write(self._woken, b"x")
-        self._thread.join(_CLOSE_S)
-        with contextlib.suppress(OSError):
-            # While the listener is open no other file has its number.
-            if self.path.lstat().st_ino == self._file:
-                self.path.unlink()
-        self._listener.close()
-        end_s = time.monotonic() + _CLOSE_S
-        for client in [*self._clients]:
-            client.join(max(0.0, end_s - time.monotonic()))
-        for command in self._commands.values():
-            try:
-                command.close()
-            except Exception:
-                _LOG.exception("a command of the status socket did not close")
-
-    def leave_to_parent(self) -> None:
-        """Close the socket in a forked child, which must not keep it open after its engine has ended."""
-        self._listener.close()
+        if self._server.is_serving:  # a forked child owns neither the socket nor the threads
+            with contextlib.suppress(OSError):
+                # While the socket is open no other file has its number.
+                if self.path.lstat().st_ino == self._file:
+                    self.path.unlink()
+            self._server.stop()
+            for command in self._commands.values():
+                try:
+                    command.close()
+                except Exception:
+                    _LOG.exception("a command of the status socket did not close")
 
     def _parts(self) -> Iterable[Part]:
-        return [Part("status", self._stats)]
-
-    def _count(self, name: str) -> None:
-        with self._lock:
-            self._stats = replace(self._stats, **{name: getattr(self._stats, name) + 1})
-
-    def _serve(self) -> None:
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
-        while True:
-            events = dict(poll.poll())
-            if self._wake in events:
-                os.close(self._wake)
-                os.close(self._woken)
-                return
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                time.sleep(0.1)  # out of descriptors, say: the engine needs them more
-                continue
-            self._admit(client)
-
-    def _admit(self, client: socket.socket) -> None:
-        try:
-            if _peer_uid(client) not in (os.geteuid(), 0):
-                raise PermissionError("the socket is another user's")
-            with self._lock:
-                if len(self._clients) >= MAX_CLIENTS:
-                    raise PermissionError(f"{MAX_CLIENTS} requests are being answered, try again")
-                thread = threading.Thread(target=self._talk, args=(client,), name="kvcache-status-client", daemon=True)
-                self._clients.add(thread)
-            try:
-                thread.start()
-            except RuntimeError:
-                with self._lock:
-                    self._clients.discard(thread)
-                raise
-        except (OSError, RuntimeError) as error:
-            self._count("refused_peers")
-            _refuse(client, str(error))
-
-    def _talk(self, client: socket.socket) -> None:
-        try:
-            self._answer(client)
-        except TimeoutError:
-            self._count("slow_clients")
-        except OSError:
-            self._count("refused_requests")  # it left before it was answered
-        finally:
-            client.close()
-            with self._lock:
-                self._clients.discard(threading.current_thread())
-
-    def _answer(self, client: socket.socket) -> None:
-        client.settimeout(RECEIVE_S)
-        if not client.recv(1, socket.MSG_PEEK):
-            return  # the client only checked that the path is served, as `live_sockets` does
-        try:
-            line = _receive_line(client, MAX_REQUEST_BYTES, time.monotonic() + RECEIVE_S)
-            result = self._run(line)
-            answer = json.dumps({"ok": True, "result": result}, allow_nan=False).encode() + b"\n"
-        except TimeoutError:
-            raise
-        except (ValueError, OSError, RecursionError) as error:
-            self._count("refused_requests")
-            _refuse(client, str(error) or type(error).__name__)
-            return
-        except Exception as error:
-            _LOG.exception("a request on the status socket failed")
-            _refuse(client, f"the request failed: {type(error).__name__}: {error}")
-            return
-        client.settimeout(SEND_S)
-        client.sendall(answer)
-        self._count("requests")
+        return [Part("status", self.stats())]
 
     def _run(self, line: bytes) -> Any:
         try:
@@ -333,8 +226,6 @@ class StatusServer(Exporter):
         with self._lock:
             found = self._commands.get(name)
             if found is None:
-                if self._is_closed:
-                    raise ValueError("the engine is shutting down")
                 chosen = COMMANDS.resolve(name)
                 if not issubclass(chosen, Command):
                     raise ValueError(f"command {name!r} must be a Command, got {chosen!r}")
@@ -342,19 +233,58 @@ class StatusServer(Exporter):
         return found
 
 
-_SERVERS: weakref.WeakSet[StatusServer] = weakref.WeakSet()
+class _Server(LocalServer):
+    """Answers a line of JSON with a line of JSON."""
+
+    max_clients = 8
+    request_s = 60.0  # an estimate of what_if takes seconds
+
+    def __init__(self, path: Path, run: Callable[[bytes], Any]) -> None:
+        super().__init__(socket.AF_UNIX, str(path), _Handler)
+        self.run = run
+        self.counts = Counter[str]()
+        self._counting = threading.Lock()
+
+    def count(self, name: str) -> None:
+        with self._counting:
+            self.counts[name] += 1
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        is_ours = _peer_uid(request) in (os.geteuid(), 0)
+        if not is_ours:
+            self.count("refused_peers")
+            with contextlib.suppress(OSError):
+                request.sendall(_refusal("the socket is another user's"))
+        return is_ours
 
 
-def _leave_all_to_parent() -> None:
-    for server in [*_SERVERS]:
-        server.leave_to_parent()
+class _Handler(StreamRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        line = self.rfile.readline(MAX_REQUEST_BYTES + 1)
+        if not line:
+            return  # the client only checked that the path is served, as `live_sockets` does
+        try:
+            if len(line) > MAX_REQUEST_BYTES:
+                raise ValueError(f"a request must have at most {MAX_REQUEST_BYTES} bytes")
+            answer = json.dumps({"ok": True, "result": self.server.run(line)}, allow_nan=False).encode() + b"\n"
+            self.server.count("requests")
+        except (ValueError, OSError, RecursionError) as error:
+            self.server.count("refused_requests")
+            answer = _refusal(str(error) or type(error).__name__)
+        except Exception as error:
+            _LOG.exception("a request on the status socket failed")
+            answer = _refusal(f"the request failed: {type(error).__name__}: {error}")
+        self.wfile.write(answer)
 
 
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+def _refusal(text: str) -> bytes:
+    return json.dumps({"ok": False, "error": text}).encode() + b"\n"
 
 
-def _listen(path: Path) -> socket.socket:
-    """Return a listening socket at `path`; a socket that no process serves is replaced."""
+def _listen(path: Path, run: Callable[[bytes], Any]) -> _Server:
+    """Return a server at `path`; a socket that no process serves is replaced."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     folder = path.parent.stat()
     if folder.st_uid not in (os.geteuid(), 0) or (folder.st_uid == os.geteuid() and folder.st_mode & 0o077):
@@ -363,55 +293,29 @@ def _listen(path: Path) -> socket.socket:
             f"the folder of a status socket must be this user's alone (chmod 700), {path.parent} has owner "
             f"{folder.st_uid} and mode {mode}"
         )
-    with _locked(path.parent):
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # two processes would remove each other's socket
         if path.is_symlink() or path.exists():
-            if not stat.S_ISSOCK(path.lstat().st_mode):
-                raise ValueError(f"{path} is no socket, and is left alone")
-            _check_ours(path)
+            _check_socket(path)
             if _is_served(path):
                 raise OSError(f"{path} is served by another process")
             path.unlink()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(str(path))
-            path.chmod(0o600)
-            listener.listen(2 * MAX_CLIENTS)
-            listener.setblocking(False)
-        except OSError as error:
-            listener.close()
-            raise OSError(error.errno, f"{path} cannot be opened: {error.strerror}") from error
-    return listener
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock while a dead socket is replaced: two processes would remove each other's."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        end_s = time.monotonic() + _LOCK_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() >= end_s:
-                    raise OSError(f"{folder} has been locked by another process for {_LOCK_S:g} s") from error
-                time.sleep(0.01)
-        yield
+        server = _Server(path, run)
+        path.chmod(0o600)
+        return server
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)  # a child that is being forked has the same open file
         os.close(fd)
 
 
-def _check_ours(path: Path) -> None:
+def _check_socket(path: Path) -> None:
     try:
         found = path.lstat()
     except OSError as error:
         raise OSError(error.errno, f"{path}: {error.strerror}") from error
     if not stat.S_ISSOCK(found.st_mode):
         raise ValueError(f"{path} is no socket")
-    if found.st_uid != os.geteuid() and os.geteuid() != 0:
-        raise ValueError(f"{path} is a socket of user {found.st_uid}, not of {os.geteuid()}")
 
 
 def _is_served(path: Path) -> bool:
@@ -426,41 +330,5 @@ def _is_served(path: Path) -> bool:
         return True
 
 
-def _connect(client: socket.socket, path: str | Path, end_s: float) -> None:
-    """Connect; wait while the server's queue is full."""
-    while True:
-        try:
-            client.connect(str(path))
-            return
-        except BlockingIOError as error:
-            if time.monotonic() >= end_s:
-                raise TimeoutError(str(error)) from error
-            time.sleep(0.01)
-
-
 def _peer_uid(connected: socket.socket) -> int:
     return int(_PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
-
-
-def _receive_line(connected: socket.socket, max_bytes: int, end_s: float) -> bytes:
-    """Return the bytes before the first newline or the end; raise ValueError if they are too many."""
-    parts: list[bytes] = []
-    num_bytes = 0
-    while True:
-        connected.settimeout(max(0.001, end_s - time.monotonic()))
-        part = connected.recv(64 << 10)
-        line, newline, _ = part.partition(b"\n")
-        parts.append(line)
-        num_bytes += len(line)
-        if num_bytes > max_bytes:
-            raise ValueError(f"a line must have at most {max_bytes} bytes")
-        if newline or not part:
-            return b"".join(parts)
-        if time.monotonic() >= end_s:
-            raise TimeoutError("the other side is too slow")
-
-
-def _refuse(client: socket.socket, text: str) -> None:
-    with contextlib.suppress(OSError), client:
-        client.settimeout(0.2)
-        client.sendall(json.dumps({"ok": False, "error": text}).encode() + b"\n")

@@ -32,7 +32,7 @@ from kvcache import (
     TransferResult,
 )
 from kvcache.control.telemetry import Telemetry
-from kvcache.exporters import prometheus
+from kvcache.exporters.local_server import LocalServer
 from kvcache.exporters.prometheus import PrometheusExporter, TelemetryCollector, start_server
 from kvcache.metrics import Part
 from kvcache.tiers.memory import MemoryTier
@@ -248,7 +248,7 @@ def test_bad_options_are_refused(options: dict[str, object], error: str) -> None
 def test_clients_that_stand_still_or_send_garbage_hold_nobody_up(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prometheus, "CLIENT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(LocalServer, "request_s", 0.3)
     exporter = start_server(telemetry, 0)
     host, port = "127.0.0.1", int(exporter.address.rsplit(":", 1)[1].split("/")[0])
     threads = threading.active_count()
@@ -284,10 +284,10 @@ def test_two_hundred_slow_clients_cost_few_threads_and_keep_no_scrape_out(
         slow[-1].sendall((b"", b"GET /metrics HTTP/1.1\r\nX: ", b"\xff")[number % 3])
         assert "kvcache_capacity_blocks" in fetch(exporter.address)
     end_s = time.monotonic() + 60
-    while threading.active_count() > threads + prometheus.MAX_CLIENTS:
+    while threading.active_count() > threads + LocalServer.max_clients:
         assert time.monotonic() < end_s
         time.sleep(0.01)
-    for client in slow[: -prometheus.MAX_CLIENTS]:
+    for client in slow[: -LocalServer.max_clients]:
         client.settimeout(60)
         assert client.recv(1) == b""
     for client in slow:
@@ -299,7 +299,7 @@ def test_two_hundred_slow_clients_cost_few_threads_and_keep_no_scrape_out(
 
 
 def test_client_that_drips_is_dropped(telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus, "REQUEST_S", 0.2)
+    monkeypatch.setattr(LocalServer, "request_s", 0.2)
     exporter = start_server(telemetry, 0)
     with socket.create_connection(("127.0.0.1", port_of(exporter))) as client:
         client.sendall(b"GET /metrics HTTP/1.1\r\nX: ")

@@ -1,0 +1,126 @@
+"""LocalServer: a server of few clients in daemon threads, for metrics and for the status socket."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from socketserver import BaseRequestHandler, TCPServer, ThreadingMixIn
+from typing import Any
+
+from kvcache.background import Background
+
+_LOG = logging.getLogger(__name__)
+_CLOSE_S = 2.0
+
+
+class LocalServer(ThreadingMixIn, TCPServer):
+    """Answer each connection in a thread of its own; the newest connections are served.
+
+    A connection beyond `max_clients` closes the oldest one, and a connection older than `request_s` is closed.
+
+    Parameters
+    ----------
+    family : socket.AddressFamily
+        Family of the address.
+    address : object
+        The address to bind.
+    handler : type
+        Handles one connection; its `server` is this object.
+
+    Attributes
+    ----------
+    num_dropped : int
+        Connections that this server closed: the oldest of too many, or too slow.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 64
+    max_clients = 32
+    request_s = 15.0
+
+    def __init__(self, family: socket.AddressFamily, address: Any, handler: type[BaseRequestHandler]) -> None:
+        self.address_family = family
+        self.num_dropped = 0
+        self._since_s: dict[Any, float] = {}
+        self._lock = threading.Lock()
+        self._thread: Background | None = None
+        try:
+            super().__init__(address, handler)
+        except OSError as error:
+            shown = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+            raise OSError(error.errno, f"{shown} cannot be opened: {error.strerror or error}") from error
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the thread runs. A forked child has no thread."""
+        return self._thread is not None and self._thread.is_alive
+
+    def start(self, name: str) -> None:
+        """Answer from now on, in the thread ``kvcache-<name>``."""
+        self._thread = Background(name, lambda stopping: self.serve_forever())
+        _SERVERS.add(self)
+
+    def stop(self) -> None:
+        """Close all connections and the socket. A forked child has no threads: it only closes its copy."""
+        if self.is_serving:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self.shutdown()
+            with self._lock:
+                self._drop(len(self._since_s))
+            end_s = time.monotonic() + _CLOSE_S
+            while self._since_s and time.monotonic() < end_s:
+                time.sleep(0.005)
+        self.server_close()
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.02)  # without descriptors, the socket stays ready
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._since_s[request] = time.monotonic()
+            self._drop(len(self._since_s) - self.max_clients)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._since_s.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Close connections that are too old; the thread calls this twice a second."""
+        with self._lock:
+            end_s = time.monotonic() - self.request_s
+            self._drop(sum(since_s < end_s for since_s in self._since_s.values()))
+
+    def _drop(self, num_clients: int) -> None:
+        """Close the oldest connections. The thread of each then ends; the caller holds the lock."""
+        for client in [*self._since_s][: max(0, num_clients)]:
+            self.num_dropped += 1
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _LOG.debug("a client at %s was dropped", client_address, exc_info=True)
+
+
+_SERVERS: weakref.WeakSet[LocalServer] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child must not keep the address after its engine has ended."""
+    for server in [*_SERVERS]:
+        server.socket.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
