@@ -15,14 +15,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class Background:
-    """Run a function in a daemon thread until it returns.
+    """Run a function in a daemon thread, named ``kvcache-`` and `name`, until it returns.
 
-    Parameters
-    ----------
-    name : str
-        The thread's name, after ``kvcache-``.
-    run : callable
-        Called once in the thread, with an event that is set when the thread is to end. An exception is logged.
+    `run` is called once, with an event that is set when the thread is to end. An exception is logged.
     """
 
     def __init__(self, name: str, run: Callable[[threading.Event], object]) -> None:

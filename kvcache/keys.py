@@ -26,10 +26,7 @@ _MAX_TOKEN_ID = (1 << 32) - 1
 def as_key_list(keys: Any) -> list[bytes]:
     """Return an iterable of keys as a list: itself where it is one, and otherwise a new one.
 
-    Raises
-    ------
-    ValueError
-        It is one key, or no iterable.
+    ValueError if it is one key, or no iterable.
     """
     if type(keys) is list:
         return keys

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcache.assembly.assemble import OffloadSettings, open_manager, read_pool_path
 from kvcache.assembly.base import HandlerOf, OffloadingSpec
@@ -17,9 +17,6 @@ from kvcache.assembly.cpu import CPUOffloadingSpec
 from kvcache.control.manager import OffloadingManager
 from kvcache.specs import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks
-
-if TYPE_CHECKING:
-    pass
 
 _ALIGN_BYTES = 4096
 

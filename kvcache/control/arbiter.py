@@ -40,13 +40,7 @@ class CostFit:
     """Learn ``seconds = a * x + b * y``, a, b >= 0, from the last few samples.
 
     If two samples in a row are off by a factor of two, it drops the samples before them.
-
-    Attributes
-    ----------
-    num_samples : int
-        Samples so far.
-    a, b : float
-        The rates in use. They are set to the learned rates when those leave `BAND`.
+    `a` and `b` are the rates in use, set to the learned rates when those leave `BAND`.
     """
 
     def __init__(self) -> None:
@@ -392,17 +386,8 @@ class LoadArbiter:
 def check_prefill_rate(name: str, value: object) -> dict[int, float]:
     """Return tokens per second by position.
 
-    Parameters
-    ----------
-    name : str
-        The option's name, for the error message.
-    value : float, or mapping of int or str to float
-        One rate for all positions, or the rate at each of some positions. JSON keys are strings.
-
-    Raises
-    ------
-    ValueError
-        The value is neither, or a rate increases with the position.
+    `value` is one rate for all positions, or maps some positions (in JSON, strings) to rates that do not increase.
+    Anything else is a ValueError with the option's `name`.
     """
     points = value.items() if isinstance(value, Mapping) else [(0, value)]
     rates: dict[int, float] = {}

@@ -40,8 +40,6 @@ class Wrapper(Protocol):
 class Watch:
     """The wrappers of one object. Get it with `Watch.of`.
 
-    Notes
-    -----
     May be called from any thread. A call in progress ends as it began. The free-threaded build of CPython 3.13 keeps
     every class after a second thread has run, and with the class a target that ever had wrappers.
     """
@@ -97,8 +95,6 @@ class Watch:
 class CallTimes:
     """Time the calls of a manager, and measure the ages of its blocks, until `close`.
 
-    Notes
-    -----
     About 0.4 microseconds per call. An engine makes a few hundred calls per second.
     """
 

@@ -60,10 +60,7 @@ class _Choices:
 class Arbitration:
     """Decides for a manager which requests load blocks, and counts the decisions.
 
-    Attributes
-    ----------
-    group_of : callable
-        Returns the KV-cache group of a key. A replay sets its own, because its keys are hashes.
+    `group_of` returns the KV-cache group of a key. A replay sets its own, because its keys are hashes.
     """
 
     def __init__(

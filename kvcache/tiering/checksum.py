@@ -39,11 +39,7 @@ class Namespace:
     Engines agree on both if they agree on the format, the fingerprint, the size of a block and the salt. A seal covers
     the block's name, epoch included, and its payload. With a salt it is a keyed BLAKE3 digest, which no client forges
     that does not know the salt. Without one it is an xxh3 that detects accidents. Its key cannot be derived from names.
-
-    Attributes
-    ----------
-    prefix : str
-        What each name in the store begins with.
+    Each name in the store begins with `prefix`.
     """
 
     def __init__(self, store_format: bytes, fingerprint: Mapping[str, Any], block_bytes: int, salt: str) -> None:

@@ -157,13 +157,7 @@ class _Job:
 
 
 class JobTable:
-    """Jobs by their id, until their last batch has ended.
-
-    Attributes
-    ----------
-    num_queued : int
-        Blocks under way.
-    """
+    """Jobs by their id, until their last batch has ended; `num_queued` blocks are under way."""
 
     def __init__(self) -> None:
         self.num_queued = 0

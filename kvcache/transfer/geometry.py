@@ -26,8 +26,6 @@ def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -
 class KVGeometry:
     """The layout of a block, in the engine's tensors and in the pool.
 
-    Notes
-    -----
     A host block holds its device blocks one after the other, and each device block the layers of its group in the
     order of the refs. So a part of a host block is contiguous, too.
     """

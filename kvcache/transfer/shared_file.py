@@ -31,10 +31,7 @@ _OWNER_TIMEOUT_S = 0.5
 def private_folder(parent: Path = Path("/dev/shm")) -> Path:
     """Return this user's own folder for pool files; create it if it is missing.
 
-    Raises
-    ------
-    ValueError
-        It belongs to another user, is open to others, or is not a folder.
+    ValueError if it belongs to another user, is open to others, or is not a folder.
     """
     folder = parent / f"kvcache-{os.geteuid()}"
     try:

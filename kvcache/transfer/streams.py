@@ -14,13 +14,7 @@ import torch
 
 
 class DeviceStream:
-    """A stream of an accelerator, beside the streams of the engine.
-
-    Parameters
-    ----------
-    device : torch.device
-        A device of the accelerator, with its index.
-    """
+    """A stream of one device of the accelerator, beside the streams of the engine."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -29,10 +23,7 @@ class DeviceStream:
     def wait_for_compute(self) -> None:
         """Order the work queued from here on after all work on the engine's current stream.
 
-        Raises
-        ------
-        RuntimeError
-            A graph is being captured: the transfer would become part of it, and run again at every replay.
+        RuntimeError if a graph is being captured: the transfer would become part of it, and run again at every replay.
         """
         compute = torch.accelerator.current_stream(self.device)
         # torch hands out streams from a pool of 32, so the captured stream may be ours.

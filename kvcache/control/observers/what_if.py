@@ -43,12 +43,7 @@ _ABSENT = b"-"
 def sampler_for(what_if: bool | int, num_blocks: int) -> Sampler | None:
     """Return the sampler for a manager's option `what_if`, or None.
 
-    Parameters
-    ----------
-    what_if : bool or int
-        False: none. True: a log of 131,072 uses. An int: the length of the log, at least 1,024.
-    num_blocks : int
-        The manager's capacity.
+    False: none. True: a log of 131,072 uses. An int: the length of the log, at least 1,024.
     """
     if what_if is False:
         return None
@@ -207,18 +202,10 @@ class _Curve:
 
 
 class _Sample:
-    """A log of sampled uses, request by request.
+    """A log of sampled uses, request by request: per use the key's hash, and the request's number.
 
-    Parameters
-    ----------
-    hashes, numbers : numpy.ndarray
-        Per use: the key's hash, and the request's number.
-    rate : float
-        Share of the keys that are sampled.
-    uses : int
-        Uses of all keys, sampled or not.
-    is_window : bool
-        Whether earlier uses were dropped. Then the first quarter warms up the ghosts and is not counted.
+    `rate` is the share of the keys that are sampled, and `uses` counts those of all keys. If earlier uses were dropped
+    (`is_window`), the first quarter warms up the ghosts and is not counted.
     """
 
     def __init__(

@@ -32,20 +32,10 @@ class Chats:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of one user, run twice.
+    """One turn of one user, run without the cache and with it.
 
-    Parameters
-    ----------
-    user, turn : int
-        From 0 and from 1.
-    prompt_tokens : int
-        Tokens of the whole prompt, all computed without the cache.
-    computed_tokens : int
-        Those of them computed with it.
-    plain_s, cached_s : float
-        Seconds to the first token, without the cache and with it (look-up and load included).
-    equal : bool
-        Whether both runs gave the same tokens.
+    Without it, all `prompt_tokens` are computed, and the first token comes after `plain_s`; with it, `computed_tokens`
+    and `cached_s` (look-up and load included). `equal` tells whether both runs gave the same tokens.
     """
 
     user: int
@@ -98,12 +88,7 @@ def build_model(seed: int, num_threads: int) -> LlamaForCausalLM:
 def run(chats: Chats, cache: PrefixCache) -> Iterator[Turn]:
     """Run the chats and yield each turn: first turns of all users, then second turns, and so on.
 
-    Parameters
-    ----------
-    chats : Chats
-        Sizes of the chats. All users share the system prompt; a message is random ids.
-    cache : PrefixCache
-        Empty; its model answers.
+    All users share the system prompt; a message is random ids. The model of the (empty) cache answers.
     """
     draw = torch.Generator().manual_seed(chats.seed)
 

@@ -21,15 +21,8 @@ _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 class ModelIdentity:
     """Fingerprint of a model, taken again for every request.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        The model.
-    name : str, optional
-        Identifies the weights, such as ``"org/model@revision"``: parameters are not looked at then.
+    If a `name` identifies the weights, such as ``"org/model@revision"``, parameters are not looked at.
 
-    Notes
-    -----
     Config, autocast, and numbers, names and containers of them that modules keep as attributes (peft's active adapters
     and their scaling among them) are part of the fingerprint: if they change back, older blocks are found again. A
     tensor that was replaced, moved, cast or changed in place, a hook and a forward each begin a new generation.

@@ -21,20 +21,9 @@ _SUPPORTED_LAYERS = (_DummyLayer, DynamicLayer, DynamicSlidingWindowLayer)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One layer's keys (or values) within a block.
+    """One layer's keys (`part` 0) or values (1) within a block: bytes `start` to `stop`.
 
-    Parameters
-    ----------
-    layer, part : int
-        The layer, and 0 for keys or 1 for values.
-    num_heads, head_dim : int
-        Of the tensor, shape (batch, num_heads, tokens, head_dim).
-    dtype : torch.dtype
-        Of the tensor.
-    device : torch.device
-        Device of the layer.
-    start, stop : int
-        Its bytes within a block of `KVLayout.block_size` tokens.
+    The layer's tensor has shape (batch, `num_heads`, tokens, `head_dim`).
     """
 
     layer: int
@@ -51,16 +40,8 @@ class Piece:
 class Hit:
     """A cache built from blocks, and the end of them, which the model computes again.
 
-    Parameters
-    ----------
-    past : DynamicCache
-        Holds `start` columns before the model runs.
-    start, length : int
-        The columns that are computed again.
-    num_pads : list of int
-        Columns of padding that each row begins with.
-    stored : list of torch.Tensor
-        Stored keys or values of those columns, per piece.
+    `past` holds `start` columns before the model runs, and columns `start` to `length` are computed again; `stored`
+    has the stored keys or values of these, per piece. Row `i` begins with `num_pads[i]` columns of padding.
     """
 
     past: DynamicCache
@@ -99,24 +80,10 @@ def run(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, past:
 
 
 class KVLayout:
-    """Offsets of keys and values in a block, and the copies in and out.
+    """Offsets of keys and values in a block of `block_size` tokens, and the copies in and out.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Runs two short forwards here.
-    block_size : int
-        Tokens of one block.
-
-    Attributes
-    ----------
-    padding_matters : bool
-        Whether a prompt's keys and values depend on how much padding stands before it.
-
-    Raises
-    ------
-    ValueError
-        A prefix of the model's cache cannot be cut out and restored.
+    The constructor runs two short forwards of the model, and raises ValueError if a prefix of its cache cannot be cut
+    out and restored. `padding_matters` tells whether a prompt's keys and values depend on the padding before it.
     """
 
     def __init__(self, model: Any, block_size: int) -> None:
@@ -181,13 +148,7 @@ class KVLayout:
         return ";".join(f"{p.layer}.{p.part}:{p.num_heads}x{p.head_dim}:{p.dtype}" for p in self.pieces)
 
     def check(self, past: Any, num_rows: int) -> int:
-        """Return the number of tokens in each row of `past`.
-
-        Raises
-        ------
-        ValueError
-            It is not a cache of this model, or a layer has dropped tokens.
-        """
+        """Return the tokens in each row of `past`; ValueError if it is no cache of this model or has dropped tokens."""
         layers = getattr(past, "layers", None)
         if layers is None or len(layers) != self.num_layers:
             held = type(past).__name__ if layers is None else f"{len(layers)} layers"
@@ -212,16 +173,7 @@ class KVLayout:
         return length
 
     def pack(self, past: Any, row: int, column: int, num_blocks: int) -> torch.Tensor:
-        """Copy blocks out of a cache.
-
-        Parameters
-        ----------
-        past : DynamicCache
-            Checked by `check`.
-        row, column : int
-            Row of the batch, and column of the first block.
-        num_blocks : int
-            Number of consecutive blocks.
+        """Copy consecutive blocks of one row, the first at `column`, out of a cache that `check` has accepted.
 
         Returns
         -------
@@ -237,16 +189,9 @@ class KVLayout:
         return blocks
 
     def unpack(self, rows: list[torch.Tensor], num_pads: list[int], start: int, length: int) -> Hit:
-        """Build a cache from blocks.
+        """Build a cache from each row's blocks, int8, shape (num_blocks, block_bytes): as many as reach `length`.
 
-        Parameters
-        ----------
-        rows : list of torch.Tensor
-            Each row's blocks, int8, shape (num_blocks, block_bytes): as many as reach `length`.
-        num_pads : list of int
-            Columns of padding that each row begins with.
-        start, length : int
-            Columns that the cache holds at first, and that it is compared up to.
+        The cache holds `start` columns at first, and is compared up to column `length`.
         """
         past = new_past(self.config)
         states: list[torch.Tensor] = []

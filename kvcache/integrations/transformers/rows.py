@@ -34,19 +34,8 @@ class Row:
 def read_rows(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[Row]:
     """Return a batch's rows.
 
-    Parameters
-    ----------
-    input_ids : torch.Tensor
-        Integers, shape (batch, columns).
-    attention_mask : torch.Tensor, optional
-        Same shape, 0 where there is padding, which must stand on the left.
-    vocab_size : int
-        Every id must be below it, padding too.
-
-    Raises
-    ------
-    ValueError
-        A tensor has another form, an id is outside the vocabulary, or padding is not on the left.
+    `input_ids` are integers below `vocab_size`, shape (batch, columns). `attention_mask`, if given, has the same shape
+    and is 0 where there is padding, which must stand on the left. Anything else is a ValueError.
     """
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or 0 in input_ids.shape:
         shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else input_ids

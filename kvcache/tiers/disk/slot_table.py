@@ -76,16 +76,10 @@ class Found(NamedTuple):
 
 
 class SlotTable:
-    """The records and the recency of an open directory.
+    """The records of one generation, and the recency, of an open directory.
 
-    Attributes
-    ----------
-    generation : Generation
-        `load` finds records of this generation only.
-    checksums : numpy.ndarray
-        uint64, one per slot; valid if the slot holds a block.
-    recency : numpy.ndarray
-        ``stamp`` (a clock, larger is later) and ``uses`` of each slot; changed in memory, written by `flush`.
+    `checksums` are uint64, one per slot, valid if the slot holds a block. `recency` has the ``stamp`` (a clock, larger
+    is later) and the ``uses`` of each slot; it is changed in memory and written by `flush`.
     """
 
     def __init__(self, directory: TierDirectory, read_only: bool = False) -> None:
@@ -107,8 +101,6 @@ class SlotTable:
     def load(self) -> Found:
         """Read which block lies in which slot, and the recency.
 
-        Notes
-        -----
         Records that are torn, cut off or of another generation are ignored. A key has two records if its older slot
         was reused but not written yet; the later record is the right one.
         """
