@@ -101,8 +101,8 @@ class GenericBlockCache:
         self.declined_blocks = 0
         self.num_raised = 0
         # Over blocks that it does not own, a compiled policy declines nothing.
-        self._declines: bool = getattr(policy, "declines", False)
-        self._reads_clock: bool = getattr(policy, "reads_clock", False)
+        self._declines = policy.declines
+        self._reads_clock = policy.reads_clock
 
     def current_policy(self) -> CachePolicy:
         return self._policy

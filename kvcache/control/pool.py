@@ -153,11 +153,10 @@ class BlockPool:
         self.clock = clock
         self._start_s = 0.0
         self._now_s: float | None = None
-        self._reads_clock: bool = getattr(self.policy, "reads_clock", False)
+        self._reads_clock = self.policy.reads_clock
         # True after a request has given a hint, or if the policy reads the clock. Otherwise, the clock is not read.
         self._keeps_time = self._reads_clock
-        declines = getattr(self.policy, "declines", False)
-        self._may_gate: bool = self._admission is not None or self._reads_clock or declines
+        self._may_gate: bool = self._admission is not None or self._reads_clock or self.policy.declines
         self.events: EventLog | None = None
         if enable_events:
             self.events = EventLog(block_size)

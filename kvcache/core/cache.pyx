@@ -68,7 +68,7 @@ cdef class BlockCache:
         self.priorities = PriorityClasses(table)
         self.batch = Batch()
         self.batch.reserve(1)
-        self.reads_clock = getattr(policy, "reads_clock", False)
+        self.reads_clock = policy.reads_clock
         PyMem_Free(table.caller_blocks)
         table.caller_blocks = NULL
 

@@ -1,4 +1,5 @@
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 from typing_extensions import disjoint_base
 
@@ -24,6 +25,8 @@ class ListView:
 
 @disjoint_base
 class PolicyAdapter(ReplacementPolicy):
+    declines: ClassVar[bool]
+    reads_clock: ClassVar[bool]
     def __init__(self, cache_capacity: int) -> None: ...
     def native(self, num_blocks: int) -> BlockCache: ...
     def get(self, key: bytes) -> BlockStatus | None: ...

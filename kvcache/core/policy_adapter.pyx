@@ -77,6 +77,9 @@ cdef class PolicyAdapter(ReplacementPolicy):
     objects. After `native`, its blocks belong to a manager's pool, and callers can only read them.
     """
 
+    declines = False
+    reads_clock = False
+
     def __cinit__(self, cache_capacity):
         self.batch = Batch()
 

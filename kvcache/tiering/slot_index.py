@@ -44,7 +44,7 @@ class SlotIndex:
         self.num_blocks = num_blocks
         self._blocks = BlockPool(num_blocks, cache_policy)
         # A store names the tail of a prompt first. A policy that keeps paths needs the head first.
-        self._keeps_paths = bool(getattr(self._blocks.policy, "reads_clock", False))
+        self._keeps_paths = self._blocks.policy.reads_clock
         self._bad: set[bytes] = set()
         self._slot_of: npt.NDArray[np.int64] | None = None
         if keys:

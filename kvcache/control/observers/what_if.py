@@ -319,18 +319,13 @@ def _policy(name: str) -> type[CachePolicy]:
     return found
 
 
-def _reads_clock(policy: type[CachePolicy]) -> bool:
-    # A property of compiled policies, which the class alone does not show.
-    return bool(getattr(policy(1), "reads_clock", False))
-
-
 def _named(policies: Iterable[str]) -> dict[str, type[CachePolicy]]:
     names = [policies] if isinstance(policies, str) else list(policies)
     if not names:
         raise ValueError("policies must name at least one policy, got none")
     chosen = {name: _policy(name) for name in names}
     for name, found in chosen.items():
-        if _reads_clock(found):
+        if found.reads_clock:
             raise ValueError(f"policy {name!r} {_NEEDS_TIME}")
     return chosen
 
@@ -343,7 +338,7 @@ def _compiled(notes: list[str]) -> dict[str, type[CachePolicy]]:
         except ValueError as error:
             notes.append(f"{name} is left out: {error}")
             continue
-        if _reads_clock(found):
+        if found.reads_clock:
             notes.append(f"{name} is left out: it {_NEEDS_TIME}")
         elif issubclass(found, PolicyAdapter):
             chosen[name] = found

@@ -56,7 +56,7 @@ class SimulatedTier(Tier):
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         # As `SlotIndex.place` does.
-        output = self._index.prepare_store(keys[::-1] if getattr(self.policy, "reads_clock", False) else keys)
+        output = self._index.prepare_store(keys[::-1] if self.policy.reads_clock else keys)
         if output is None:
             return False
         self.stored_blocks += len(output.keys_to_store)

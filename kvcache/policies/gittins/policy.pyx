@@ -97,6 +97,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     backend, where callers provide the blocks, it declines nothing.
     """
 
+    reads_clock = True
+
     cdef Member* members                # [num_rows]
     cdef ValueTable values
     cdef AgedGroups aged                # the groups of all known keys
@@ -128,11 +130,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     def __dealloc__(self):
         free(self.members)
         free(self.found)
-
-    @property
-    def reads_clock(self):
-        """Whether a manager sets the time: always true."""
-        return True
 
     @property
     def now_ms(self):
