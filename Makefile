@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help build stress demo fleet-demo test lint typecheck docs bench-site docs-alone bench-smoke test-all test-rest test-device test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
+.PHONY: help dev build stress demo fleet-demo test lint typecheck docs bench-site docs-alone bench-smoke test-all test-rest test-device test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
 
 VENV := .venv
 comma := ,
@@ -30,6 +30,7 @@ help:
 	@echo "make fleet-demo  1 to 8 engines in processes over one real server"
 	@echo "make test    install into .venv and run the tests that take under 2 s each: about three minutes"
 	@echo "make test-all  all tests: also slow ones, all policies, more examples, a simulated device"
+	@echo "make dev     .venv with the test tools, and a build in place; runs no tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
 	@echo "Others: lint typecheck docs bench-site docs-alone bench-smoke test-rest test-device test-debug test-asan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
@@ -55,7 +56,8 @@ build/wheel/stamp: $(SOURCES) constraints.txt | $(VENV)/venv.stamp
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	@touch $@
 
-$(VENV)/package.stamp: build/wheel/stamp $(VENV)/torch.stamp
+# torch first: its rule announces both long steps.
+$(VENV)/package.stamp: $(VENV)/torch.stamp build/wheel/stamp
 	$(PIP_INSTALL) --no-deps --force-reinstall build/wheel/*.whl
 	@touch $@
 
@@ -96,6 +98,8 @@ $(VENV)/build.stamp: constraints.txt $(VENV)/torch.stamp
 
 build: $(VENV)/build.stamp
 	$(BIN)/python setup.py --quiet build_ext --inplace
+
+dev: build $(VENV)/extra-test.stamp
 
 stress: $(VENV)/extra-test.stamp
 	KVCACHE_STRESS=$${KVCACHE_STRESS:-1} $(PYTEST) tests/stress

@@ -56,7 +56,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        _fail(f"the command line needs {error.name}: install kvcache's extra 'cli'", _EXIT_FAILED)
+        _fail(
+            f"the command line needs {error.name}: pip install 'kvcache[cli]'",
+            _EXIT_FAILED,
+        )
     from kvcache.assembly.log import set_up_log
 
     set_up_log()

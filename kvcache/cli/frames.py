@@ -133,7 +133,7 @@ def url_reader(url: str) -> Callable[[], Frame]:
     from http.client import HTTPException, InvalidURL
 
     if importlib.util.find_spec("prometheus_client") is None:
-        raise common.CommandError("--url needs prometheus-client: install kvcache's extra 'prometheus'")
+        raise common.CommandError("--url needs prometheus-client: pip install 'kvcache[prometheus]'")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--url must begin with http:// or https://, got {url!r}")
 

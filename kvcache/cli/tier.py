@@ -1,4 +1,4 @@
-"""`kvcache tier`: look into the folder of a disk tier, verify its blocks, pack it."""
+"""`kvcache tier`: look into the folder of a disk tier, verify its blocks, pack it; clear it, or a Valkey server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcache.cli import common
-from kvcache.options import parse_size
+from kvcache.options import parse_size, without_secrets
 
 if TYPE_CHECKING:
     from kvcache.tiers.disk.maintenance import Progress, TierFacts
@@ -20,11 +20,12 @@ PathArgument = Annotated[Path, typer.Argument(help="Folder of the tier.", show_d
 
 def build_app() -> typer.Typer:
     """Return the group of commands."""
-    app = typer.Typer(help="Look into a disk tier, verify it, pack it.", no_args_is_help=True)
+    app = typer.Typer(help="Look into a disk tier, verify it, pack it, clear it.", no_args_is_help=True)
     app.callback()(lambda: None)
     common.add_command(app, "inspect", inspect)
     common.add_command(app, "verify", verify)
     common.add_command(app, "compact", compact)
+    common.add_command(app, "clear", clear)
     return app
 
 
@@ -70,6 +71,89 @@ def compact(
     capacity_bytes = None if capacity is None else parse_size("--capacity", capacity)
     facts = _with_progress("compact", quiet, lambda progress: compact_tier(path, capacity_bytes, progress))
     _report(facts, json)
+
+
+def clear(
+    target: Annotated[
+        str,
+        typer.Argument(help="Folder of a disk tier, or a server: valkey://HOST:PORT.", show_default=False),
+    ],
+    prefix: Annotated[
+        str, typer.Option(help="On a server: delete only names that begin with this, as one model's.", metavar="PREFIX")
+    ] = "kvcache:",
+    cluster: Annotated[bool, typer.Option("--cluster", help="The server is a cluster.")] = False,
+    connected: Annotated[
+        bool, typer.Option("--connected", help="Delete although other clients are connected to the server.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json: common.JsonOption = None,
+) -> None:
+    """Delete all blocks of a disk tier, of any format, or of a Valkey or Redis server.
+
+    A folder that an engine uses is refused, and so is a server with other clients. A password of the server is taken
+    from KVCACHE_VALKEY_PASSWORD. A Mooncake Store is cleared by restarting its master.
+    """
+    common.check_writable("--json", json)
+    console = common.console(json)
+
+    def confirm(text: str) -> None:
+        if not yes:
+            typer.confirm(f"{text}. Delete?", abort=True, err=True)
+        elif json != "-":
+            console.print(text, soft_wrap=True, markup=False, emoji=False)
+
+    if "://" in target:
+        done = _clear_server(target, prefix, cluster, connected, confirm)
+    elif prefix != "kvcache:" or cluster or connected:
+        raise ValueError(f"--prefix, --cluster and --connected need the URL of a server, got {target!r}")
+    else:
+        done = _clear_folder(Path(target), confirm)
+    if json != "-":
+        console.print(f"deleted {done['deleted']}", soft_wrap=True)
+    common.write_json(json, {"target": without_secrets(target) if "://" in target else target, **done})
+
+
+def _clear_folder(path: Path, confirm: Callable[[str], None]) -> dict[str, Any]:
+    from kvcache.tiers.disk.directory import TierDirectoryError, clear_directory, directory_bytes, writer_of
+    from kvcache.tiers.disk.maintenance import inspect_tier
+
+    if not path.is_dir():
+        raise ValueError(f"{path} must be the folder of a disk tier")
+    if in_use := writer_of(path):
+        raise TierDirectoryError(in_use)
+    try:
+        facts = inspect_tier(path)
+        held = f"{facts.num_held:,} blocks"
+    except TierDirectoryError as error:
+        held = f"blocks that this kvcache cannot read ({error})"
+    confirm(f"{path} holds {held}, {common.human_bytes(directory_bytes(path))} on disk")
+    num_bytes = clear_directory(path)
+    return {"deleted": common.human_bytes(num_bytes), "bytes": num_bytes}
+
+
+def _clear_server(
+    url: str, prefix: str, cluster: bool, connected: bool, confirm: Callable[[str], None]
+) -> dict[str, Any]:
+    try:
+        from kvcache.tiers.valkey import ValkeyOptions, clear_server
+    except ImportError as error:
+        raise common.CommandError("a server needs the package valkey: pip install 'kvcache[valkey]'") from error
+    if not prefix.startswith("kvcache:") or set(prefix) & set("*?[\\"):
+        raise ValueError(f"--prefix must begin with 'kvcache:' and hold no pattern, got {prefix!r}")
+    values = ValkeyOptions.of(url=url, cluster=cluster)
+
+    def ask(counts: dict[str, int], clients: list[str] | None) -> None:
+        if clients and not connected:
+            raise ValueError(
+                f"{len(clients)} other clients are connected ({', '.join(clients[:5])}): "
+                "stop the engines, or add --connected"
+            )
+        listed = ", ".join(f"{model}: {count:,}" for model, count in counts.items())
+        unknown = "" if clients is not None else "; this user may not list the clients, so engines may be connected"
+        confirm(f"{without_secrets(url)} holds {sum(counts.values()):,} names ({listed or 'none'}){unknown}")
+
+    num_names = clear_server(values, prefix, ask)
+    return {"deleted": f"{num_names:,} names", "names": num_names}
 
 
 def _with_progress(name: str, is_quiet: bool, work: Callable[[Progress], Any]) -> Any:

@@ -107,7 +107,7 @@ def _state(frame: Frame, labels: dict[str, str]) -> str:
         if not frame.get(f"tier_{way}_breaker", state="closed", **labels) and frame.components(f"tier_{way}_breaker")
     ]
     if paused:
-        return f"[red]{'all' if len(paused) > 1 else paused[0]} paused[/red]"
+        return f"[red]{' and '.join(paused)} paused[/red]"
     if frame.get("tier_unavailable", **labels):
         return "[red]unavailable[/red]"
     corrupt = frame.get("tier_corrupt_blocks", **labels)

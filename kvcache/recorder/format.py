@@ -1,4 +1,8 @@
-"""The file format of recordings: records, frames of them, and their reader; see docs/howto/record.md.
+"""The file format of recordings: records, frames of them, and their reader.
+
+A file begins with `MAGIC`, version and length (4 bytes each), JSON about the manager, and the CRC-32 of all that. Then
+come frames: `FRAME`, and a MessagePack array of records, deflated by zlib. A request is 0 (none), 1 (not a
+`ReqContext`) or its number from 2 on; keys are one string of their hashes; inputs of a call come before it.
 
 A reader checks every length and type before it uses them. A truncated, damaged or hostile file raises
 `RecordingError`, or is read up to the damage.

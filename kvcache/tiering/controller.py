@@ -83,7 +83,7 @@ class TierConfig(Options):
         advanced=True,
     )
     max_failures: int = option(
-        parse_count, 3, when="the tier must be left alone after fewer, or more, failed jobs in a row", advanced=True
+        parse_count, 3, when="the tier must be paused after fewer, or more, failed jobs in a row", advanced=True
     )
     pause_s: float = option(
         parse_duration, 5.0, when="a tier that failed must be tried again sooner, or later", advanced=True
@@ -252,7 +252,7 @@ class TierController:
             self.dropped_blocks += self.dirty.remove(keys)
 
     def lookup(self, keys: list[bytes], now_s: float) -> int | None:
-        """Return how many of the first keys the tier can load, 0 while it is left alone; None: ask again."""
+        """Return how many of the first keys the tier can load, 0 while its reads are paused; None: ask again."""
         if not self.may_load(now_s):
             return 0
         found: Any = self._call("lookup", -1, self.tier.lookup, keys)
@@ -377,7 +377,7 @@ class TierController:
             was_paused = breaker.state != "closed"
             breaker.record_success()
             if was_paused:
-                _LOG.info("tier %s: %s go on", self.medium, "reads" if job.is_load else "writes")
+                _LOG.info("tier %s: %s resumed", self.medium, "reads" if job.is_load else "writes")
         if job.is_overdue:
             self._stuck_blocks -= len(job.keys)
         (self._promotion_s if job.is_load else self._write_s).observe(now_s - job.sent_s)

@@ -534,7 +534,7 @@ class JobTier(Tier):
             self._store_error = ""
             self._call_hook("on_stored", lambda: self.on_stored(batch))
         elif move.error != CANCELLED:
-            self._store_error = f"stores fail: {move.error}"
+            self._store_error = f"writes fail: {move.error}"
         self._jobs.end(move, done, _without(keys, there))
 
     def _end_load(self, move: Move) -> None:

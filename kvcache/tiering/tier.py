@@ -96,7 +96,7 @@ class TierStats:
     io_errors: int = counter("operations", "Reads, writes and other operations that failed.")
     last_error: str = ""
     unavailable_reason: str = flag(
-        "Whether the tier does not work, or is left alone after failures.", exported="unavailable"
+        "Whether the tier fails, or its reads or writes are paused after failures.", exported="unavailable"
     )
 
 

@@ -21,13 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hmac import compare_digest
+from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from valkey import Valkey, ValkeyCluster
 from valkey.backoff import NoBackoff
-from valkey.exceptions import AuthenticationError, AuthorizationError, ValkeyError
+from valkey.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, ValkeyError
 from valkey.retry import Retry
 
 from kvcache.options import (
@@ -356,6 +357,53 @@ class ValkeyTier(JobTier):
             nodes[node.name] = node
             positions.setdefault(node.name, []).append(i)
         return [(client.get_valkey_connection(node), positions[name]) for name, node in nodes.items()]
+
+
+def clear_server(
+    values: ValkeyOptions, prefix: str, confirm: Callable[[dict[str, int], list[str] | None], None]
+) -> int:
+    """Delete the names that begin with `prefix`, and return their number.
+
+    `confirm` is called before with the number of names of each model, and with the addresses of other clients, or None
+    if the user may not list them. If it raises, nothing is deleted.
+    """
+    client: Any = (ValkeyCluster if values.cluster else Valkey).from_url(values.url, **_client_options(values))
+    try:
+        nodes = [client]
+        if values.cluster:
+            nodes = [client.get_valkey_connection(node) for node in client.get_primaries()]
+        pattern = prefix.encode() + b"*"
+        counts: dict[str, int] = {}
+        clients: list[str] | None = []
+        for node in nodes:
+            for name in node.scan_iter(match=pattern, count=1000):
+                model = b":".join(name.split(b":")[:2]).decode(errors="replace")
+                counts[model] = counts.get(model, 0) + 1
+            clients = _other_clients(node, clients)
+        confirm(counts, clients)
+        num_deleted = 0
+        for node in nodes:
+            names = node.scan_iter(match=pattern, count=1000)
+            while some := list(islice(names, 1000)):
+                # One name a command: in a cluster, names of one command must lie in one slot.
+                with node.pipeline(transaction=False) as pipeline:
+                    for name in some:
+                        pipeline.unlink(name)
+                    num_deleted += sum(pipeline.execute())
+        return num_deleted
+    except (ValkeyError, OSError) as error:
+        raise ValueError(f"{_address(values.url)} cannot be used: {_shown(error)}") from None
+    finally:
+        client.close()
+
+
+def _other_clients(node: Any, known: list[str] | None) -> list[str] | None:
+    try:
+        own = node.client_id()
+        found = [one["addr"] for one in node.client_list(_type="normal") if int(one["id"]) != own]
+    except NoPermissionError:
+        return None
+    return None if known is None else known + found
 
 
 def _address(url: str) -> str:

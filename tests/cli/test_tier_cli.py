@@ -1,5 +1,6 @@
 """`kvcache tier` and `kvcache bench disk`: their output, findings and errors."""
 
+import io
 import json
 import time
 
@@ -120,6 +121,43 @@ def test_folder_of_something_else_is_one_line(run, tmp_path, command):
     assert status == 2
     assert err.count("\n") == 1
     assert "is no disk tier" in err
+
+
+def test_clear_deletes_the_blocks_of_any_format(run, folder):
+    (folder / "kvcache.json").write_text('{"format": "kvcache disk tier", "version": 99}')
+    status, out, _ = run("tier", "clear", folder, "--yes", "--json", "-")
+    assert status == 0
+    assert json.loads(out)["bytes"] > 0
+    assert [name.name for name in folder.iterdir()] == ["lock"]
+    _, tier = opened(folder)
+    try:
+        assert tier.stats().num_held == 0
+    finally:
+        tier.shutdown()
+
+
+def test_clear_without_a_yes_deletes_nothing(run, folder, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    status, _, err = run("tier", "clear", folder)
+    assert status == 1
+    assert "holds 10 blocks" in err
+    assert json.loads(run("tier", "inspect", folder, "--json", "-")[1])["num_held"] == 10
+
+
+def test_clear_refuses_a_folder_in_use_and_foreign_folders(run, folder, tmp_path):
+    _, tier = opened(folder)
+    try:
+        status, _, err = run("tier", "clear", folder, "--yes")
+        assert (status, "is in use by process" in err) == (2, True)
+    finally:
+        tier.shutdown()
+    (folder / "notes.txt").touch()
+    for target, text in ((folder, "it holds data, kvcache.json"), (tmp_path, "it holds tier"), ("missing", "must be")):
+        status, _, err = run("tier", "clear", target, "--yes")
+        assert (status, text in err) == (2, True), err
+    assert (folder / "data").exists()
+    status, _, err = run("tier", "clear", folder, "--cluster")
+    assert (status, "need the URL of a server" in err) == (2, True)
 
 
 def test_bench_disk_measures_and_leaves_nothing(run, tmp_path):

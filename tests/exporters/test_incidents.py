@@ -346,7 +346,7 @@ def test_panels_show_the_incidents(prometheus: Prometheus) -> None:
     assert {name for name, value in works.items() if value} == {"down", "hung"}
     assert {name for name, value in writes.items() if value} == {"down", "hung"}
     assert {name for name, value in reads.items() if value} <= {"down", "hung"}
-    assert prometheus.panel("Tiers not available") == {"tiers": {"": 2}}
+    assert prometheus.panel("Tiers unavailable") == {"tiers": {"": 2}}
     assert prometheus.panel("Engines") == {"engines": {"": 7}}
     assert prometheus.panel("Alerts firing") == {"alerts": {"": 0}}
     assert prometheus.panel("Corrupt blocks")["blocks"][""] >= 1

@@ -222,7 +222,7 @@ def test_failing_stores_are_the_reason_until_one_succeeds(make, host, store):
     tier = make(slots=8)
     store.fail["put"] = OSError("full")
     put(tier, host, "a")
-    assert tier.stats().unavailable_reason == "stores fail: OSError: full"
+    assert tier.stats().unavailable_reason == "writes fail: OSError: full"
     store.fail.clear()
     assert put(tier, host, "b", 2).done == [b"b"]
     assert tier.stats().unavailable_reason == ""

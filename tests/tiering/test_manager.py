@@ -243,7 +243,7 @@ def test_breaker_opens_after_failures_and_one_job_tries_again(caplog):
     paused, resumed = caplog.records
     assert (paused.levelname, resumed.levelname) == ("WARNING", "INFO")
     assert "writes paused for 10.0 s: no space" in paused.getMessage()
-    assert resumed.getMessage() == "tier MANUAL: writes go on"
+    assert resumed.getMessage() == "tier MANUAL: writes resumed"
 
 
 def test_tier_that_raises_harms_nobody(caplog):

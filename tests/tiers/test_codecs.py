@@ -207,7 +207,7 @@ def test_codec_tier_after_a_failed_store_serves_loads_and_stores(codec):
     assert store_as_is(tier, KEYS[:2]).failed == []
     tier.is_failing = True
     assert store_as_is(tier, KEYS[2:4], 2).error == "OSError: full"
-    assert tier.stats().unavailable_reason == "stores fail: OSError: full"
+    assert tier.stats().unavailable_reason == "writes fail: OSError: full"
     assert load_as_is(tier, KEYS[:2], 3).failed == []
     tier.is_failing = False
     assert store_as_is(tier, KEYS[2:4], 4).failed == []

@@ -705,7 +705,7 @@ def test_failing_stores_are_warned_of_and_said_until_one_succeeds(bench, monkeyp
     for i in range(1, 4):
         assert bench.store(tier, bench.keys(i)).failed == bench.keys(i)
     text = f"OSError: [Errno {number}] {os.strerror(number)}"
-    assert tier.stats().unavailable_reason == f"stores fail: {text}"
+    assert tier.stats().unavailable_reason == f"writes fail: {text}"
     assert (tier.stats().io_errors, tier.stats().last_error) == (3, text)
     assert warnings_of(caplog) == [f"disk tier {bench.path}: a store failed: {text}"]
     assert bench.load(tier, bench.keys(0)).done == bench.keys(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import shutil
@@ -596,3 +597,21 @@ def test_tls_server_must_be_signed_by_the_given_authority(make_server, opened, t
 def test_bad_options_name_the_value(options, message):
     with pytest.raises(ValueError, match=message):
         ValkeyTier.from_config(options, blocks(), {})
+
+
+@pytest.mark.slow
+def test_clear_of_a_server_refuses_clients_and_foreign_prefixes(server, run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    client = Valkey(port=server.port)
+    client.mset({"kvcache:a:epoch": "1", "kvcache:a:1:x": "x", "kvcache:b:1:x": "x", "other": "stays"})
+    url = f"valkey://127.0.0.1:{server.port}"
+    status, _, err = run("tier", "clear", url, "--yes")
+    assert (status, "1 other clients are connected" in err) == (2, True), err
+    status, _, err = run("tier", "clear", url, "--yes", "--prefix", "other")
+    assert (status, "--prefix must begin with 'kvcache:'" in err) == (2, True), err
+    status, _, err = run("tier", "clear", url, "--connected")
+    assert (status, client.dbsize()) == (1, 4), err
+    status, out, _ = run("tier", "clear", url, "--yes", "--connected", "--prefix", "kvcache:a")
+    assert status == 0
+    assert "kvcache:a: 2" in out
+    assert sorted(client.keys("*")) == [b"kvcache:b:1:x", b"other"]

@@ -55,7 +55,7 @@ def chat_demo(
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise common.CommandError("the chat demo needs transformers: install kvcache's extra 'transformers'") from error
+        raise common.CommandError("the chat demo needs transformers: pip install 'kvcache[transformers]'") from error
     if plot is not None:
         from kvcache.lab.report.style import check_matplotlib
 
@@ -82,7 +82,6 @@ def chat_demo(
             console.print(f"plot: {plot}", soft_wrap=True, markup=False)
         console.print("All tokens are equal without and with the cache.")
     common.write_json(json, document)
-    common.say_next(json)
 
 
 def _document(done: list[Turn], cache: Any, policy: str, elapsed_s: float) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError("--plot needs matplotlib: install kvcache's extra 'plot'") from None
+        raise ValueError("--plot needs matplotlib: pip install 'kvcache[plot]'") from None
 
 
 def save(figure: Figure, target: str) -> None:

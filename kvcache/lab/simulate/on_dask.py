@@ -30,7 +30,7 @@ class DaskRunner:
         try:
             import distributed  # noqa: F401
         except ImportError:
-            raise ValueError("--dask needs Dask: install kvcache's extra 'dask'") from None
+            raise ValueError("--dask needs Dask: pip install 'kvcache[dask]'") from None
         self._address = address
 
     def run(self, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:

@@ -152,7 +152,7 @@ def load_tokenizer(name: str) -> Tokenize:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise ValueError(f"the tokenizer {name!r} needs transformers: install kvcache's extra 'transformers'") from None
+        raise ValueError(f"the tokenizer {name!r} needs transformers: pip install 'kvcache[transformers]'") from None
     tokenizer = AutoTokenizer.from_pretrained(name)
 
     def tokenize(prompt: Any) -> Iterable[int]:

@@ -170,7 +170,7 @@ def unpacked(raw: io.BufferedReader) -> BinaryIO:
     try:
         import zstandard
     except ImportError:
-        raise TraceError(f"{raw.name} is zstd: reading it needs zstandard (install kvcache's extra 'cli')") from None
+        raise TraceError(f"{raw.name} is zstd: reading it needs zstandard (pip install 'kvcache[cli]')") from None
     return io.BufferedReader(_ZstdFrames(raw, zstandard), 1 << 18)
 
 

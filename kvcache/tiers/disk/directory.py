@@ -173,6 +173,31 @@ def writer_of(path: str | os.PathLike[str]) -> str:
     return ""
 
 
+def clear_directory(path: Path) -> int:
+    """Delete the files of a tier, of any format, and return the bytes that this frees.
+
+    The lock stays, so that no process takes a lock on a deleted file. The header goes first: after an interruption, the
+    directory counts as new, and this function may be called again.
+    """
+    names = {name.name for name in path.iterdir()} - {"lost+found"}
+    if not names <= _OURS or not names & {_HEADER, _LOCK}:
+        raise TierDirectoryError(
+            f"directory {path} is no disk tier: it holds {', '.join(sorted(names)[:5]) or 'nothing'}"
+        )
+    lock_fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TierDirectoryError(_in_use(path, lock_fd)) from None
+        num_bytes = directory_bytes(path)
+        for name in (_HEADER, _NEW_HEADER, DATA, RECORDS, RECENCY):
+            (path / name).unlink(missing_ok=True)
+        return num_bytes - directory_bytes(path)
+    finally:
+        os.close(lock_fd)
+
+
 def _in_use(path: str | os.PathLike[str], lock_fd: int) -> str:
     owner = os.pread(lock_fd, _MARK_OFFSET, 0).decode(errors="replace").strip(" \n\0") or "another process"
     return f"disk tier directory {path} is in use by {owner}; one process may write to it, others may open it read-only"
