@@ -60,21 +60,14 @@ class CallQueue:
 
     def put(self, record: tuple[Any, ...]) -> None:
         """Queue a record if there is memory for it. The caller holds the lock."""
-        num_units = record[0]
-        if num_units <= self.room:
-            self.room -= num_units
+        room = self.room - record[0]
+        if room >= 0:
+            self.room = room
             self.records.append(record)
         elif self.is_open:
             self.num_lost += 1
             num_lost = self.records.pop()[2] if self.records and self.records[-1][1] is Op.LOST else 0
             self.records.append((0, Op.LOST, num_lost + 1))
-
-    def put_call(self, op: Op, context: Any, keys: Any, flag: Any, answer: Any, num_keys: int = 0) -> None:
-        """Queue the record of a call that had `num_keys` more keys in its result. The caller holds the lock."""
-        positions = getattr(context, "positions", None)
-        num_positions = len(positions) if positions else 0
-        num_units = _RECORD_UNITS + num_keys + len(keys)
-        self.put((num_units, op, self.clock(), context, positions, num_positions, keys, flag, answer))
 
     def put_input(self, op: Op, value: Any, tier: int = -1, num_keys: int = 0) -> None:
         """Queue an input of a recorded call. Outside a recorded call, do nothing."""
@@ -131,74 +124,55 @@ class RecordedCalls:
             return self._of_key(op, method)
         if op in LISTS:
             return self._of_keys(op, method)
-        return lambda: self._make(op, None, (), 0, method)
+        return lambda *context: self._make(op, *(context or (None,)), (), 0, method, *context)
 
-    def _make(self, op: Op, context: Any, keys: Any, flag: Any, call: Callable[[], Any]) -> Any:
+    def _make(self, op: Op, context: Any, keys: Any, flag: Any, method: Callable[..., Any], *args: Any) -> Any:
         """Make a call and record it, with its result or error."""
         queue = self._queue
-        with queue.lock:
+        lock = queue.lock
+        lock.acquire()  # half the cost of `with`
+        try:
             if queue.is_inside:
-                return call()  # part of another call
+                return method(*args)  # part of another call
             queue.is_inside = True
+            num_units = _RECORD_UNITS + len(keys)
+            found: Any = None
             try:
-                answer = call()
+                answer = found = method(*args)
+                if op is Op.PREPARE_STORE and answer is not None:
+                    stored = answer.keys_to_store
+                    num_units += 2 * len(stored)
+                    found = stored.copy(), len(answer.evicted_keys), answer.store_spec
+                return answer
             except BaseException as error:
                 # Release objects of other types in the caller's thread, not in the recorder's thread.
                 keys = [key if type(key) is bytes else None for key in keys]
-                queue.put_call(op, context, keys, flag, type(error))
+                found = type(error)
                 raise
             finally:
                 queue.is_inside = False
-            queue.put_call(op, context, keys, flag, answer)
-            return answer
+                positions = getattr(context, "positions", None)
+                num_positions = len(positions) if positions else 0
+                queue.put((num_units, op, queue.clock(), context, positions, num_positions, keys, flag, found))
+        finally:
+            lock.release()
 
     # ---- one recording function per call signature -------------------------------------------------------------
 
     def _of_keys(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
-        queue, clock, is_store = self._queue, self._queue.clock, op is Op.PREPARE_STORE
+        make = self._make
 
-        # Same as `_make`, but inlined: engines make most calls here.
         def recorded(keys: Any, req_context: Any = None) -> Any:
             # Copy the keys: the caller may change its list before the recorder's thread has read it.
             keys = keys.copy() if type(keys) is list else as_key_list(keys)
-            lock = queue.lock
-            lock.acquire()  # half the cost of `with`
-            try:
-                if queue.is_inside:
-                    return method(keys, req_context)
-                queue.is_inside = True
-                try:
-                    answer = found = method(keys, req_context)
-                except BaseException as error:
-                    keys = [key if type(key) is bytes else None for key in keys]
-                    queue.put_call(op, req_context, keys, 0, type(error))
-                    raise
-                finally:
-                    queue.is_inside = False
-                num_units = _RECORD_UNITS + len(keys)
-                if is_store and answer is not None:
-                    stored = answer.keys_to_store
-                    num_units += 2 * len(stored)
-                    found = stored.copy(), len(answer.evicted_keys), answer.store_spec
-                positions = None if req_context is None else req_context.positions
-                num_positions = len(positions) if positions else 0
-                record = num_units, op, clock(), req_context, positions, num_positions, keys, 0, found
-                room = queue.room - num_units
-                if room < 0:
-                    queue.put(record)
-                else:
-                    queue.room = room
-                    queue.records.append(record)
-                return answer
-            finally:
-                lock.release()
+            return make(op, req_context, keys, 0, method, keys, req_context)
 
         return recorded
 
     def _of_key(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(key: Any, req_context: Any = None) -> Any:
             args = (key,) if req_context is None else (key, req_context)
-            return self._make(op, req_context, [key], 0, partial(method, *args))
+            return self._make(op, req_context, [key], 0, method, *args)
 
         return recorded
 
@@ -235,29 +209,21 @@ class RecordedCalls:
         return status
 
     def _complete_store(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        of_keys = self._of_keys(Op.COMPLETE_STORE, method)
-
         def complete_store(keys: Any, req_context: Any = None, success: Any = True) -> None:
             if req_context is True or req_context is False:
                 success, req_context = req_context, None
-            if success is True:
-                of_keys(keys, req_context)
-            else:
-                keys = as_key_list(keys).copy()
-                call = partial(method, keys, req_context, success)
-                self._make(Op.COMPLETE_STORE, req_context, keys, int(not success), call)
+            keys = keys.copy() if type(keys) is list else as_key_list(keys)
+            self._make(
+                Op.COMPLETE_STORE, req_context, keys, int(success is not True and not success),
+                method, keys, req_context, success,
+            )  # fmt: skip
 
         return complete_store
 
-    def _reorder(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda req_context: self._make(Op.REORDER, req_context, (), 0, partial(method, req_context))
-
     def _on_request_finished(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        finished = Op.REQUEST_FINISHED
-
         def on_request_finished(req_context: Any, **options: Any) -> None:
             flag = int(bool(options.get("use_positions")))
-            self._make(finished, req_context, (), flag, partial(method, req_context, **options))
+            self._make(Op.REQUEST_FINISHED, req_context, (), flag, partial(method, **options), req_context)
 
         return on_request_finished
 
@@ -266,7 +232,7 @@ class RecordedCalls:
             context = request_or_keys if isinstance(request_or_keys, ReqContext) else None
             keys = [] if context is not None else as_key_list(request_or_keys).copy()
             text = next_use[:_MAX_TEXT] if isinstance(next_use, str) else type(next_use).__name__
-            self._make(Op.HINT, context, keys, text, partial(method, keys if context is None else context, next_use))
+            self._make(Op.HINT, context, keys, text, method, keys if context is None else context, next_use)
 
         return hint
 
@@ -275,7 +241,7 @@ class RecordedCalls:
             parts = list(parts)
             numbers = [[max(0, min(int(number), _MAX_NUMBER)) for number in part] for part in parts]
             flag = {"parts": numbers, "seconds": float(seconds)}
-            self._make(Op.REPORT_PREFILLS, None, (), flag, partial(method, parts, seconds))
+            self._make(Op.REPORT_PREFILLS, None, (), flag, method, parts, seconds)
 
         return report_prefills
 
@@ -288,8 +254,8 @@ class RecordedCalls:
                 if events and not queue.is_inside:
                     flag = 0 if max_events is None else min(max_events, _MAX_NUMBER) + 1
                     named = [(event.keys, bool(event.removed)) for event in events]
-                    num_keys = sum(len(keys) for keys, _ in named)
-                    queue.put_call(Op.TAKE_EVENTS, None, (), flag, named, num_keys)
+                    num_units = _RECORD_UNITS + sum(len(keys) for keys, _ in named)
+                    queue.put((num_units, Op.TAKE_EVENTS, queue.clock(), None, None, 0, (), flag, named))
             return iter(events)
 
         return take_events

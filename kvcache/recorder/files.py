@@ -1,4 +1,4 @@
-"""The files of a recording: the newest under its own name, and older ones numbered from 1 on."""
+"""The two files of a recording: the newest under its own name, and the one before it as ``path.1``."""
 
 from __future__ import annotations
 
@@ -7,35 +7,31 @@ import json
 import logging
 import os
 import stat
-import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _LOG = logging.getLogger(__name__)
 MAGIC = b"KVCLOG\r\n"
-VERSION = 4
-HEADER = struct.Struct("<8sII")
-"""Magic, version, bytes of JSON."""
-MAX_HEADER_BYTES = 1 << 20
-NUM_FILES = 4
-"""Files of one recording at most; the oldest is deleted first."""
+VERSION = 5
+_HEAD = MAGIC + VERSION.to_bytes(4, "little")
+_GZIP = 31  # zlib's number for a gzip stream, which has a CRC-32
 
 
 def header_bytes(header: dict[str, Any]) -> bytes:
     """Return the head of a file."""
-    text = json.dumps(header, sort_keys=True).encode()
-    head = HEADER.pack(MAGIC, VERSION, len(text)) + text
-    return head + zlib.crc32(head).to_bytes(4, "little")
+    return _HEAD + frame_bytes(json.dumps(header, sort_keys=True).encode())
 
 
-def older_files(path: Path) -> Iterator[Path]:
-    """Yield the older files of a recording to `path`, newest first."""
-    number = 1
-    while (older := path.with_name(f"{path.name}.{number}")).is_file():
-        yield older
-        number += 1
+def frame_bytes(raw: bytes) -> bytes:
+    """Return a frame: its length, and `raw` compressed."""
+    packed = zlib.compress(raw, 1, _GZIP)
+    return len(packed).to_bytes(4, "little") + packed
+
+
+def older_file(path: Path) -> Path:
+    """Return the name of the file before `path`."""
+    return path.with_name(f"{path.name}.1")
 
 
 def is_recording(path: str | os.PathLike[str]) -> bool:
@@ -48,14 +44,14 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
 
 
 class RotatingFile:
-    """Writes frames to the newest file of a recording, and renames full files.
+    """Writes frames to the newest file of a recording. A full file replaces the older one.
 
     Parameters
     ----------
     path : Path
         The newest file.
     max_bytes : int
-        Limit of the bytes of all files.
+        Limit of the bytes of both files.
     header : dict
         The header; each further file gets the next "segment".
     """
@@ -65,12 +61,11 @@ class RotatingFile:
         self.num_bytes = self.num_lost = 0
         self.error = ""
         self._header = header
-        self._file_bytes = max_bytes // NUM_FILES
+        self._file_bytes = max_bytes // 2
         # For the header of another segment, whose numbers may have more digits.
-        self.max_frame_bytes = self._file_bytes - len(header_bytes(header)) - 16
+        self.max_frame_bytes = self._file_bytes - len(header_bytes(header)) - 64
         if self.max_frame_bytes < 4096:
             raise ValueError(f"max_bytes is too little for the manager's configuration, got {max_bytes}")
-        self._size = 0
         self._fd = -1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,31 +74,12 @@ class RotatingFile:
             self.close()
             raise ValueError(f"cannot record to {path}: {error}") from None
 
-    def _shift(self) -> None:
-        """Increment the numbers of the existing files, and delete the last file."""
-        older = list(older_files(self.path))
-        is_there = self.path.exists() or self.path.is_symlink()
-        if is_there and not stat.S_ISREG(self.path.lstat().st_mode):
-            raise ValueError(f"{self.path} is no file, and will not be recorded to")
-        for one in [*older, self.path] if is_there else older:
-            with one.open("rb") as file:
-                # A recorder that was killed may have left an incomplete header.
-                if not MAGIC.startswith(file.read(len(MAGIC))):
-                    raise ValueError(f"{one} is no recording, and will not be written over")
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise ValueError(f"{one} is being recorded to by another manager or process") from None
-        if not is_there:
-            return
-        for last in older[NUM_FILES - 2 :]:
-            last.unlink()
-        for number in range(min(len(older), NUM_FILES - 2), 0, -1):
-            older[number - 1].replace(self.path.with_name(f"{self.path.name}.{number + 1}"))
-        self.path.replace(self.path.with_name(f"{self.path.name}.1"))
-
     def _open(self) -> None:
-        self._shift()
+        """Begin a new file, after the existing one was renamed."""
+        older = older_file(self.path)
+        _check_replaceable(older)
+        if _check_replaceable(self.path):
+            self.path.replace(older)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         # While the file is locked, no other process rotates it.
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,31 +92,19 @@ class RotatingFile:
         self.num_bytes += len(data)
 
     def write(self, frame: bytes, num_records: int) -> None:
-        """Append a frame, to a new file if this one is full or was moved. After an error, only count lost records."""
+        """Append a frame, to a new file if this one is full. After an error, only count lost records."""
+        if not self.error:
+            try:
+                if self._size + len(frame) > self._file_bytes:
+                    self.close()
+                    self._header = {**self._header, "segment": self._header["segment"] + 1}
+                    self._open()
+                self._append(frame)
+            except (OSError, ValueError) as error:
+                self.error = f"{type(error).__name__}: {error}"
+                _LOG.warning("kvcache stops recording calls to %s: %s", self.path, self.error)
         if self.error:
             self.num_lost += num_records
-            return
-        try:
-            is_moved = self._is_moved()
-            if is_moved:
-                _LOG.warning("%s was moved or removed: recording continues in a new file", self.path)
-            if is_moved or self._size + len(frame) > self._file_bytes:
-                self.close()
-                self._header = {**self._header, "segment": self._header["segment"] + 1}
-                self._open()
-            self._append(frame)
-        except (OSError, ValueError) as error:
-            self.num_lost += num_records
-            self.error = f"{type(error).__name__}: {error}"
-            _LOG.warning("kvcache stops recording calls to %s: %s", self.path, self.error)
-
-    def _is_moved(self) -> bool:
-        ours = os.fstat(self._fd)
-        try:
-            found = self.path.lstat()
-        except FileNotFoundError:
-            return True
-        return (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino)
 
     def close(self) -> None:
         """Close the file. Other recorders may then use the path."""
@@ -149,6 +113,25 @@ class RotatingFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
         self._fd = -1
+
+
+def _check_replaceable(path: Path) -> bool:
+    """Return whether `path` exists. Raise ValueError if it is not a recording, or is being recorded to."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is no file, and will not be recorded to")
+    with path.open("rb") as file:
+        # A recorder that was killed may have left an incomplete header.
+        if not MAGIC.startswith(file.read(len(MAGIC))):
+            raise ValueError(f"{path} is no recording, and will not be written over")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{path} is being recorded to by another manager or process") from None
+    return True
 
 
 def write_all(fd: int, data: bytes) -> None:

@@ -10,8 +10,8 @@ A reader checks every length and type before it uses them. A truncated, damaged 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import struct
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -28,14 +28,11 @@ except ImportError as error:
     raise ImportError("recordings need the package msgspec: install kvcache's extra 'record'") from error
 
 from kvcache.core.key_hash import key_hashes
-from kvcache.recorder.files import HEADER, MAGIC, MAX_HEADER_BYTES, VERSION, older_files
+from kvcache.recorder.files import MAGIC, VERSION, frame_bytes, older_file
 from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, NO_CONTEXT, ONE_KEY, Op
 from kvcache.request import ReqContext, Retention, parse_hint
 from kvcache.specs import LoadStoreSpec
 
-FRAME = struct.Struct("<4sIIQI")
-"""Tag, packed bytes, raw bytes, number of the first record, CRC-32 of this and of the packed bytes."""
-FRAME_TAG = b"FRAM"
 MAX_FRAME_BYTES = 1 << 25
 _MARKS = {(0).to_bytes(8, "little"): b"", (1).to_bytes(8, "little"): None}
 """In place of a key's hash: the key was empty, or not bytes."""
@@ -153,17 +150,8 @@ def _decode_keys(kind: type, value: Any) -> Keys:
     return Keys([_MARKS.get(one, one) for one in hashes])
 
 
-_DECODER = msgspec.msgpack.Decoder(list[Call | Input], dec_hook=_decode_keys)
+_DECODER = msgspec.msgpack.Decoder(tuple[_Natural, list[Call | Input]], dec_hook=_decode_keys)
 _ENCODER = msgspec.msgpack.Encoder()
-
-
-def frame_bytes(first_record: int, raw: bytes) -> bytes:
-    """Return a frame of encoded records. Raise ValueError if it is too long."""
-    if len(raw) > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {len(raw)} bytes is longer than {MAX_FRAME_BYTES}")
-    packed = zlib.compress(raw, 1)
-    head = FRAME.pack(FRAME_TAG, len(packed), len(raw), first_record, 0)[:-4]
-    return head + zlib.crc32(packed, zlib.crc32(head)).to_bytes(4, "little") + packed
 
 
 class FrameEncoder:
@@ -208,7 +196,7 @@ class FrameEncoder:
         number = first_record + len(self._rows) + sum(len(row[4]) - 1 for row in runs)
         for row in runs:
             row[4] = self._hash(row[4])
-        return frame_bytes(first_record, _ENCODER.encode(self._rows)), number
+        return frame_bytes(_ENCODER.encode((first_record, self._rows))), number
 
     def _hash(self, keys: Any) -> Any:
         return key_hashes(list(keys), self._salt)
@@ -295,37 +283,43 @@ def block_ids_of(spec: Any) -> list[int] | None:
         return None
 
 
-def read_header(file: BinaryIO, name: str) -> dict[str, Any]:
-    """Read the head of a file.
+def _frames(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of each frame. Raise EOFError if the file ends within one, and ValueError if one is damaged."""
+    while head := file.read(4):
+        num_bytes = int.from_bytes(head, "little")
+        packed = file.read(num_bytes)
+        if len(head) < 4 or len(packed) < num_bytes:
+            raise EOFError
+        unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        try:
+            raw = unpacker.decompress(packed, MAX_FRAME_BYTES)
+        except zlib.error as error:
+            raise ValueError(str(error)) from None
+        if not unpacker.eof or unpacker.unused_data:
+            raise ValueError(f"this is no frame of at most {MAX_FRAME_BYTES} bytes")
+        yield raw
 
-    Raises
-    ------
-    RecordingError
-        The file is not a recording, has another version, or is damaged.
-    """
-    head = file.read(HEADER.size)
-    if len(head) < HEADER.size and MAGIC.startswith(head[: len(MAGIC)]):
-        raise CutHead(f"{name} is no recording of kvcache, or was cut at its begin: it has {len(head)} bytes")
-    if not head.startswith(MAGIC):
-        raise RecordingError(f"{name} is no recording of kvcache")
-    _, version, num_bytes = HEADER.unpack(head)
-    if version != VERSION:
-        raise RecordingError(f"{name} is a recording of format {version}, this kvcache reads format {VERSION}")
-    if num_bytes > MAX_HEADER_BYTES:
-        raise RecordingError(f"{name}: the header is damaged: it claims {num_bytes} bytes")
-    text = file.read(num_bytes)
-    checksum = file.read(4)
-    if len(checksum) < 4:
-        raise CutHead(f"{name}: the header is cut")
-    if zlib.crc32(head + text).to_bytes(4, "little") != checksum:
-        raise RecordingError(f"{name}: the header is damaged")
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], Iterator[bytes]]:
+    """Return the header of a file and its other frames."""
+    head = file.read(len(MAGIC) + 4)
+    if not MAGIC.startswith(head[: len(MAGIC)]):
+        raise RecordingError(f"{path} is no recording of kvcache")
+    version = int.from_bytes(head[len(MAGIC) :], "little")
+    if len(head) == len(MAGIC) + 4 and version != VERSION:
+        raise RecordingError(f"{path} is a recording of format {version}, this kvcache reads format {VERSION}")
+    frames = _frames(file)
     try:
-        header = msgspec.json.decode(text)
+        header = msgspec.json.decode(next(frames))
+    except (EOFError, StopIteration):
+        raise CutHead(f"{path} is no recording of kvcache, or was cut in its header") from None
     except (ValueError, RecursionError):
-        raise RecordingError(f"{name}: the header is damaged") from None
+        raise RecordingError(f"{path}: the header is damaged") from None
     if not isinstance(header, dict) or not isinstance(header.get("manager"), dict):
-        raise RecordingError(f"{name}: the header has no configuration")
-    return header
+        raise RecordingError(f"{path}: the header has no configuration")
+    if type(header.setdefault("segment", 0)) is not int:
+        raise RecordingError(f"{path}: the segment must be an int, got {header['segment']!r:.40}")
+    return header, frames
 
 
 class Recording:
@@ -334,8 +328,8 @@ class Recording:
     Parameters
     ----------
     path : path-like
-        The newest file. The older files of the same recording, ``path.1`` and so on, are read before it. If a kill
-        during rotation left the newest file missing or truncated in its header, only the older ones are read.
+        The newest file. If ``path.1`` belongs to the same recording, it is read before. If a kill between the two
+        files left the newest one missing or truncated in its header, only ``path.1`` is read.
 
     Attributes
     ----------
@@ -356,30 +350,24 @@ class Recording:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        files = [self.path, *older_files(self.path)]
         self._cut = ""
+        older = older_file(self.path)
         try:
-            newest = _header_of(self.path)
+            self.header = _header_of(self.path)
+            self._files = [self.path]
         except (CutHead, FileNotFoundError) as error:
-            if len(files) == 1:
+            if not older.is_file():
                 raise
             self._cut = str(error) if isinstance(error, CutHead) else f"{self.path} is missing"
-            del files[0]
-            newest = _header_of(files[0])
-        self._files = files[:1]
-        self.header = newest
-        number = _segment(newest)
-        for older in files[1:]:
-            try:
-                header = _header_of(older)
-            except RecordingError:
-                break
-            if header.get("id") != newest.get("id") or _segment(header) != number - 1:
-                break
-            number -= 1
-            self._files.insert(0, older)
-            self.header = header
-        self.is_whole = number == 0
+            self.header = _header_of(older)
+            self._files = [older]
+        if self.header["segment"] and not self._cut:
+            with contextlib.suppress(RecordingError, OSError):
+                before = _header_of(older)
+                if (before.get("id"), before["segment"] + 1) == (self.header.get("id"), self.header["segment"]):
+                    self._files.insert(0, older)
+                    self.header = before
+        self.is_whole = self.header["segment"] == 0
         self.end = ""
         self.num_lost = 0
 
@@ -391,54 +379,39 @@ class Recording:
         number: int | None = None
         for path in self._files:
             with path.open("rb") as file:
-                read_header(file, str(path))
-                while head := file.read(FRAME.size):
-                    where = f"{path} is %s at byte {file.tell() - len(head)}"
-                    try:
-                        first_record, records = _read_frame(file, head)
-                    except EOFError:
-                        self.end = where % "cut"
-                        return
-                    except (ValueError, RecursionError, zlib.error) as error:
-                        self.end = f"{where % 'damaged'}: {error}"
-                        return
-                    if number not in (None, first_record):
-                        self.end = f"{path}: records {number} to {first_record - 1} are missing"
-                        return
-                    number = first_record
-                    for record in records:
-                        if isinstance(record, Input):
-                            inputs.append(record)
-                        else:
-                            record.number = number
-                            if record.op is Op.LOST:
-                                self.num_lost += record.flag
-                            if record.op < Op.CONTEXT:
-                                record.inputs, inputs = inputs, []
-                            yield record
-                        number += 1
+                _, frames = _read_header(file, path)
+                try:
+                    for raw in frames:
+                        first_record, rows = _DECODER.decode(raw)
+                        if number not in (None, first_record):
+                            self.end = f"{path}: records {number} to {first_record - 1} are missing"
+                            return
+                        number = first_record
+                        for record in _expanded(rows):
+                            if isinstance(record, Input):
+                                inputs.append(record)
+                            else:
+                                record.number = number
+                                if record.op is Op.LOST:
+                                    self.num_lost += record.flag
+                                if record.op < Op.CONTEXT:
+                                    record.inputs, inputs = inputs, []
+                                yield record
+                            number += 1
+                except EOFError:
+                    self.end = f"{path} is cut at byte {file.tell()}"
+                    return
+                except (ValueError, RecursionError) as error:
+                    self.end = f"{path} is damaged before byte {file.tell()}: {error}"
+                    return
         self.end = self._cut
 
 
-def _read_frame(file: BinaryIO, head: bytes) -> tuple[int, list[Call | Input]]:
-    """Return the number of a frame's first record, and the records. Raise EOFError if the file ends before."""
-    if len(head) < FRAME.size:
-        raise EOFError
-    tag, num_packed, num_raw, first_record, checksum = FRAME.unpack(head)
-    if tag != FRAME_TAG or max(num_packed, num_raw) > MAX_FRAME_BYTES:
-        raise ValueError("this is no frame")
-    packed = file.read(num_packed)
-    if len(packed) < num_packed:
-        raise EOFError
-    if zlib.crc32(packed, zlib.crc32(head[:-4])) != checksum:
-        raise ValueError("the checksum is wrong")
-    unpacker = zlib.decompressobj()
-    raw = unpacker.decompress(packed, num_raw + 1)
-    if len(raw) != num_raw or not unpacker.eof:
-        raise ValueError(f"a frame does not have {num_raw} bytes")
+def _expanded(rows: list[Call | Input]) -> list[Call | Input]:
+    """Return the records of a frame, with each run of look-ups as single calls."""
     records: list[Call | Input] = []
     time_s = 0.0
-    for record in _DECODER.decode(raw):
+    for record in rows:
         if isinstance(record, Input):
             records.append(record)
         elif record.op is Op.STATUS_RUN:
@@ -446,7 +419,7 @@ def _read_frame(file: BinaryIO, head: bytes) -> tuple[int, list[Call | Input]]:
         else:
             time_s = record.time_s or time_s
             records.append(_checked(record))
-    return first_record, records
+    return records
 
 
 def _checked(record: Any) -> Call:
@@ -463,9 +436,4 @@ def _checked(record: Any) -> Call:
 
 def _header_of(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        return read_header(file, str(path))
-
-
-def _segment(header: dict[str, Any]) -> int:
-    number = header.get("segment", 0)
-    return number if type(number) is int else 0
+        return _read_header(file, path)[0]

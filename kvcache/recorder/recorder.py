@@ -58,7 +58,7 @@ class RecorderStats:
     num_records : int
         Number of records: calls, and their inputs.
     num_lost : int
-        Lost records: the file was too slow or failed, or the record was longer than a quarter of `max_bytes`.
+        Lost records: the file was too slow or failed, or the record was longer than half of `max_bytes`.
     num_bytes : int
         Bytes written to files, including deleted files.
     error : str
@@ -79,10 +79,10 @@ class Recorder:
     manager : CPUOffloadingManager or TieredOffloadingManager
         The manager to record. A replay from the start needs a recording that begins before the manager's first call.
     path : path-like
-        The file. ``{pid}`` in it is replaced by the process id. An older recording is renamed to ``path.1``, and so on.
+        The file. ``{pid}`` in it is replaced by the process id. An older recording is renamed to ``path.1``.
     max_bytes : int or str
-        Limit of the bytes of all files of a recording. Beyond it, the oldest quarter is deleted. A record longer than a
-        quarter is lost.
+        Limit of the bytes of both files of a recording. Beyond it, the older half is deleted. A record longer than a
+        half is lost.
     salt : str or bytes, optional
         Salt of the keys' hashes. It is never written. Recordings with the same salt have equal hashes. Default: random.
     buffer_bytes : int or str

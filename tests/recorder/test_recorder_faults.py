@@ -36,14 +36,11 @@ def serve(manager: CPUOffloadingManager, num_requests: int) -> None:
         manager.on_request_finished(context)
 
 
-@pytest.mark.parametrize("number", [1, 3, 4])
-def test_foreign_file_under_the_name_of_an_older_one_is_left_alone(tmp_path, number):
-    for older in range(1, number):
-        (tmp_path / f"run.{older}").touch()
-    foreign = tmp_path / f"run.{number}"
+def test_foreign_file_under_the_name_of_the_older_one_is_left_alone(tmp_path):
+    foreign = tmp_path / "run.1"
     foreign.write_text("not a recording")
     manager = CPUOffloadingManager(16, 100)
-    with pytest.raises(ValueError, match=f"run.{number} is no recording, and will not be written over"):
+    with pytest.raises(ValueError, match=r"run\.1 is no recording, and will not be written over"):
         Recorder(manager, tmp_path / "run")
     assert foreign.read_text() == "not a recording"
     assert manager.recorder is None
@@ -138,7 +135,7 @@ def test_events_taken_without_a_bound_that_counts_are_recorded(tmp_path, max_eve
     assert (outcome.num_calls, outcome.difference) == (9, None)
 
 
-@pytest.mark.parametrize("num_keys", [500, 1_800, 2_100, 30_000, 600_000])
+@pytest.mark.parametrize("num_keys", [500, 3_700, 4_200, 30_000, 600_000])
 def test_record_longer_than_the_bound_is_lost_and_does_not_break_it(tmp_path, num_keys):
     manager = CPUOffloadingManager(16, 100)
     long = [os.urandom(16) for _ in range(num_keys)]
@@ -146,7 +143,7 @@ def test_record_longer_than_the_bound_is_lost_and_does_not_break_it(tmp_path, nu
         manager.touch(long[:5])
         manager.touch(long)
         manager.touch(long[:7])
-    is_lost = num_keys > 2_000  # a quarter of 64 KiB, at 8 bytes a key
+    is_lost = num_keys > 4_000  # half of 64 KiB, at 8 bytes a key
     assert recorder.stats().num_lost == is_lost
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 1 << 16
     recorded = [len(call.keys) for call in Recording(tmp_path / "run") if call.op is Op.TOUCH]
