@@ -46,30 +46,21 @@ def run_all(calls: Iterable[Callable[[], Any]]) -> list[Any]:
 ADVANCED = "advanced"
 """The key of the mapping that holds options which only a few users need."""
 # A bare letter is binary, as `free`, `ls` and `truncate` read it.
-_SIZE_UNITS = {"": 1, "b": 1}
+_SIZE_UNITS: dict[str, int | Fraction] = {"": 1, "b": 1}
 _SIZE_UNITS |= {f"{letter}{tail}": 1 << 10 * power for power, letter in enumerate("kmgtp", 1) for tail in ("", "ib")}
 _SIZE_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
-_COUNT_UNITS = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
-_DURATION_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_COUNT_UNITS: dict[str, int | Fraction] = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
+_DURATION_UNITS: dict[str, int | Fraction] = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+_DURATION_UNITS |= {"us": Fraction(1, 10**6), "ms": Fraction(1, 1000)}
 _CENTURY_S = 100 * 365 * 86_400
 _NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z%]*)", re.IGNORECASE)
 
 
 def parse_size(name: str, value: object) -> int:
-    """Return the bytes that `value` names.
+    """Return the bytes that `value` names; ValueError if it names none, or less than one.
 
-    Parameters
-    ----------
-    name : str
-        The option's name, for the error.
-    value : int, float or str
-        Whole bytes (JSON may write them as ``1e9``), or a number with a unit: ``"64GB"`` is decimal, ``"64GiB"`` and
-        ``"64G"`` are binary. Fractions of a byte are cut off.
-
-    Raises
-    ------
-    ValueError
-        It is neither, or less than one byte.
+    A value is whole bytes (JSON may write them as ``1e9``) or a number with a unit: ``"64GB"`` is decimal, ``"64GiB"``
+    and ``"64G"`` are binary. Fractions of a byte are cut off.
     """
     num_bytes = _whole_number(value)
     if isinstance(value, str) and (parsed := _number_and_unit(value, _SIZE_UNITS)) is not None:
@@ -105,10 +96,7 @@ def format_size(num_bytes: float) -> str:
 def parse_count(name: str, value: object, least: int = 1) -> int:
     """Return the whole number that `value` names: an int, ``10000.0``, ``"10000"``, ``"10k"``, ``"1.5M"`` or ``"2B"``.
 
-    Raises
-    ------
-    ValueError
-        It names none, or one below `least`.
+    Raise ValueError if it names none, or one below `least`.
     """
     count = _whole_number(value)
     if isinstance(value, str) and (parsed := _number_and_unit(value, _COUNT_UNITS)) is not None:
@@ -121,35 +109,18 @@ def parse_count(name: str, value: object, least: int = 1) -> int:
 def parse_duration(name: str, value: object) -> float:
     """Return the seconds that `value` names: a number, or one with a unit of us, ms, s, min, h or d: ``"200ms"``.
 
-    Raises
-    ------
-    ValueError
-        It is neither, or not positive, or more than a century.
+    Raise ValueError if it names none, or if they are not positive, or more than a century.
     """
-    seconds: object = value
-    if isinstance(value, str):
-        match = _NUMBER.fullmatch(value.strip())
-        unit = _DURATION_UNITS.get(match[2].lower()) if match else None
-        seconds = None if match is None or unit is None else float(match[1]) * unit
-    if not _is_number(seconds) or not 0 < seconds <= _CENTURY_S:
+    seconds = _number_of(value, _DURATION_UNITS)
+    if seconds is None or not 0 < seconds <= _CENTURY_S:
         raise ValueError(f"{name} must be a number of seconds > 0 or a duration such as '5s' or '200ms', got {value!r}")
     return seconds
 
 
 def parse_share(name: str, value: object) -> float:
-    """Return the share that `value` names: a number in 0..1, or a percentage such as ``"50%"``.
-
-    Raises
-    ------
-    ValueError
-        It is neither.
-    """
-    share: object = value
-    if isinstance(value, str):
-        match = _NUMBER.fullmatch(value.strip())
-        unit = {"": 1, "%": 100}.get(match[2]) if match else None
-        share = None if match is None or unit is None else float(match[1]) / unit
-    if not _is_number(share) or not 0 <= share <= 1:
+    """Return the share that `value` names: a number in 0..1 or a percentage such as ``"50%"``; ValueError otherwise."""
+    share = _number_of(value, {"": Fraction(1), "%": Fraction(1, 100)})
+    if share is None or not 0 <= share <= 1:
         raise ValueError(f"{name} must be a number in 0..1 or a share such as '50%', got {value!r}")
     return share
 
@@ -407,7 +378,14 @@ def _whole_number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _number_and_unit(text: str, units: Mapping[str, int]) -> Fraction | None:
+def _number_of(value: object, units: Mapping[str, int | Fraction]) -> float | None:
+    if isinstance(value, str):
+        parsed = _number_and_unit(value, units)
+        return None if parsed is None else float(parsed)
+    return value if _is_number(value) else None
+
+
+def _number_and_unit(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
     match = _NUMBER.fullmatch(text.strip())
     unit = units.get(match[2].lower()) if match else None
     return None if match is None or unit is None else Fraction(match[1]) * unit

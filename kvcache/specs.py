@@ -181,6 +181,7 @@ class CanonicalKVCaches:
     group_data_refs: list[list[CanonicalKVCacheRef]]
 
 
+@dataclass(slots=True)
 class PrepareStoreOutput:
     """What `prepare_store` decided.
 
@@ -194,12 +195,9 @@ class PrepareStoreOutput:
         The keys that made room, oldest first.
     """
 
-    __slots__ = ("evicted_keys", "keys_to_store", "store_spec")
-
-    def __init__(self, keys_to_store: list[bytes], store_spec: LoadStoreSpec, evicted_keys: list[bytes]) -> None:
-        self.keys_to_store = keys_to_store
-        self.store_spec = store_spec
-        self.evicted_keys = evicted_keys
+    keys_to_store: list[bytes]
+    store_spec: LoadStoreSpec
+    evicted_keys: list[bytes]
 
     @property
     def block_hashes_to_store(self) -> list[bytes]:
@@ -210,23 +208,6 @@ class PrepareStoreOutput:
     def block_hashes_evicted(self) -> list[bytes]:
         """The older name of `evicted_keys`."""
         return self.evicted_keys
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PrepareStoreOutput):
-            return NotImplemented
-        return (self.keys_to_store, self.store_spec, self.evicted_keys) == (
-            other.keys_to_store,
-            other.store_spec,
-            other.evicted_keys,
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return (
-            f"PrepareStoreOutput(keys_to_store={self.keys_to_store!r}, store_spec={self.store_spec!r}, "
-            f"evicted_keys={self.evicted_keys!r})"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,19 +208,8 @@ class OffloadSettings(Options):
     def num_blocks(self, rank_bytes: int, world_size: int = 1, where: str = "extra_config") -> int:
         """Return the blocks of the pool.
 
-        Parameters
-        ----------
-        rank_bytes : int
-            Bytes of one offloaded block on one worker; 0: unknown.
-        world_size : int
-            Workers that share `cpu_bytes_to_use`.
-        where : str
-            The mapping that the settings were parsed from, for errors.
-
-        Raises
-        ------
-        ValueError
-            Not exactly one of `num_cpu_blocks` and `cpu_bytes_to_use` is given, or the bytes do not hold one block.
+        `rank_bytes` are those of one offloaded block on one of `world_size` workers; 0: unknown. Raise ValueError
+        unless exactly one of `num_cpu_blocks` and `cpu_bytes_to_use` is given, and the bytes hold one block.
         """
         if (self.num_cpu_blocks is None) == (self.cpu_bytes_to_use is None):
             raise ValueError(
@@ -246,13 +235,8 @@ class OffloadSettings(Options):
 def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, ...]:
     """Parse and check a list of tiers, with the options of each.
 
-    Parameters
-    ----------
-    given : list of dict
-        Per tier its ``type`` (a name, a class or ``"package.module:Class"``), the options of `TierConfig`, and the
-        tier's own.
-    where : str
-        The mapping that holds the list, for errors.
+    Each is a dict of its ``type`` (a name, a class or ``"package.module:Class"``), the options of `TierConfig`, and the
+    tier's own. Errors call the mapping that holds the list `where`.
     """
     return _parse_tiers(f"tiers in {where}", given)
 
@@ -326,10 +310,6 @@ def open_manager(
 
     Parameters
     ----------
-    settings : OffloadSettings
-        The parsed configuration.
-    block_size, num_blocks : int
-        Tokens of one offloaded block, and blocks of the pool.
     enable_events : bool, optional
         Overrides the settings.
     shared : SharedBlocks, optional
@@ -337,12 +317,8 @@ def open_manager(
         `shutdown` closes them, and so does this function if it raises.
     fingerprint : mapping, optional
         With tiers: identifies the model and geometry of the blocks.
-    clock : callable
-        Returns monotonic seconds.
     block_bytes : int
         Bytes of one offloaded block over all workers, for metrics; 0: unknown, or those of `shared`.
-    labels : mapping of str to str, optional
-        Labels of this engine's metrics.
 
     Raises
     ------

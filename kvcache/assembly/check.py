@@ -43,26 +43,17 @@ def check_config(
 ) -> list[Finding]:
     """Check a configuration: list its faults, and the resources of this machine that it would use.
 
+    Faults are findings, not exceptions. Nothing is created; shared stores are connected to, and wait for their
+    ``timeout_s`` at most.
+
     Parameters
     ----------
-    given : mapping
-        The configuration.
-    block_bytes : int
-        Bytes of one offloaded block on one worker; 0: unknown, then sizes are not checked.
-    world_size : int
-        Workers that share the host memory.
+    block_bytes, world_size : int
+        Bytes of one offloaded block on one worker (0: unknown, then sizes are not checked), and number of workers.
     known_keys : collection of str
         Keys that kvcache or the engine reads from `given`; others are warned about.
-    where : str
-        What `given` is, for messages.
     read : callable, optional
         Reads `given` as the engine's adapter does, or raises ValueError; None: as the built-in specs do.
-
-    Returns
-    -------
-    list of Finding
-        Faults are findings, not exceptions. Nothing is created; shared stores are connected to, and wait for their
-        ``timeout_s`` at most.
     """
     findings = []
     if unknown := name_unknown(given, known_keys):

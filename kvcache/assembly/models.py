@@ -25,18 +25,8 @@ _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 class Model:
     """The shape of a model's KV cache.
 
-    Parameters
-    ----------
-    name : str
-        Its name in reports.
-    num_layers : int
-        Layers that keep KV.
-    values_per_layer : int
-        Values that one token keeps in one layer.
-    num_params : float, optional
-        Parameters that a token passes through (the active ones of a mixture of experts); None: unknown.
-    dtype : str
-        Of the KV cache: bf16, fp16, fp32, fp8 or int8.
+    `values_per_layer` are those that one token keeps in one of `num_layers`. `num_params` are the parameters that a
+    token passes through (the active ones of a mixture of experts); None: unknown. `dtype` is that of the KV cache.
     """
 
     name: str
@@ -116,18 +106,8 @@ def model_names() -> list[str]:
 def model_of(name: str, dtype: str = "bf16") -> Model:
     """Return a model by name, or by the path of its Hugging Face ``config.json``.
 
-    Parameters
-    ----------
-    name : str
-        One of `model_names`, also as the hub spells it (``Qwen/Qwen3-8B-FP8``); or a file that ends in ``.json``, or a
-        folder that holds a ``config.json``.
-    dtype : str
-        Of the KV cache.
-
-    Raises
-    ------
-    ValueError
-        The name is unknown, or the file does not describe a model.
+    A name is one of `model_names`, also as the hub spells it (``Qwen/Qwen3-8B-FP8``). A path ends in ``.json``, or is a
+    folder that holds a ``config.json``. Raise ValueError if the name is unknown, or the file does not describe a model.
     """
     path = Path(name)
     if path.suffix == ".json" or (path / "config.json").is_file():

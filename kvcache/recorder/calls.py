@@ -21,25 +21,10 @@ _OPS = {"on_request_finished": Op.REQUEST_FINISHED, "on_schedule_end": Op.SCHEDU
 class CallQueue:
     """Records that wait for the recorder's thread.
 
-    Parameters
-    ----------
-    max_bytes : int
-        Memory for records: one half for those that wait, one for those that are being written.
-    clock : callable
-        Returns the timestamps of calls, in seconds.
-
-    Attributes
-    ----------
-    lock : RLock
-        Held during each recorded call, so that records are in the order of the calls.
-    is_open : bool
-        Whether records are accepted.
-    is_inside : bool
-        Whether the thread that holds the lock is inside a recorded call.
-
-    Notes
-    -----
-    A record is a tuple: units of memory, `Op`, and values; see `kvcache.recorder.format.FrameEncoder`.
+    `clock` returns the timestamps of calls, in seconds. Half of `max_bytes` is for records that wait, half for records
+    that are being written. `lock` is held during each recorded call, so that records are in the order of the calls.
+    `is_inside` is whether the thread that holds the lock is inside a recorded call. A record is a tuple: units of
+    memory, `Op`, and values; see `kvcache.recorder.format.FrameEncoder`.
     """
 
     __slots__ = ("__weakref__", "_max_units", "_num_taken", "clock", "is_inside", "is_open", "lock", "num_lost",
@@ -102,12 +87,7 @@ class CallQueue:
 class RecordedCalls:
     """Makes the calls of one manager and queues a record of each (a `kvcache.control.watch.Wrapper`).
 
-    Parameters
-    ----------
-    queue : CallQueue
-        Takes the records.
-    names : tuple of str
-        The recorded methods.
+    `names` are the recorded methods.
     """
 
     def __init__(self, queue: CallQueue, names: tuple[str, ...]) -> None:

@@ -46,14 +46,7 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
 class RotatingFile:
     """Writes frames to the newest file of a recording. A full file replaces the older one.
 
-    Parameters
-    ----------
-    path : Path
-        The newest file.
-    max_bytes : int
-        Limit of the bytes of both files.
-    header : dict
-        The header; each further file gets the next "segment".
+    Both files together have at most `max_bytes`. Each further file has the next "segment" in its header.
     """
 
     def __init__(self, path: Path, max_bytes: int, header: dict[str, Any]) -> None:

@@ -157,12 +157,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 class FrameEncoder:
     """Encodes records from a `CallQueue` as frames. Each frame can be read on its own.
 
-    Parameters
-    ----------
-    salt : bytes
-        32 bytes, the salt of the keys' hashes.
-    has_groups : bool
-        Whether to record the KV-cache group of each positioned key, which an arbiter needs for decisions.
+    `salt` has 32 bytes. With `has_groups`, the KV-cache group of each positioned key is recorded: an arbiter needs it.
     """
 
     def __init__(self, salt: bytes, has_groups: bool = False) -> None:

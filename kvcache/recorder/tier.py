@@ -18,14 +18,7 @@ _ONLY_RAISE = frozenset({"cancel", "reset", "touch", "on_request_finished"})
 class RecordedTier:
     """Wraps another tier, and records the answers that decisions depend on.
 
-    Parameters
-    ----------
-    queue : CallQueue
-        Takes the records.
-    number : int
-        Index of this tier among the manager's tiers, from 0 on.
-    tier : Tier
-        The wrapped tier.
+    `number` is the index of this tier among the manager's tiers, from 0 on.
     """
 
     def __init__(self, queue: CallQueue, number: int, tier: Any) -> None:

@@ -355,12 +355,7 @@ REFERENCE_POLICIES: dict[str, type[CachePolicy]] = {
 class ReferenceGate:
     """Admit a key after it was offered `threshold` times, within the limits of a bounded table.
 
-    Parameters
-    ----------
-    threshold : int
-        Number of offers after which a key is stored.
-    max_tracker_size : int
-        Limit of keys in the table.
+    The table holds at most `max_tracker_size` keys, apart from those of one call.
     """
 
     def __init__(self, threshold: int, max_tracker_size: int = 64_000) -> None:

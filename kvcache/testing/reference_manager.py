@@ -215,12 +215,7 @@ class ReferenceManager(OffloadingManager):
     def hinted_keys(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> list[bytes]:
         """Return the keys of a hint in prefix order, and store the hint for later uses by the request.
 
-        Parameters
-        ----------
-        request_or_keys : ReqContext or iterable of bytes
-            As for `hint` of a manager.
-        next_use : str
-            As for `hint` of a manager.
+        The arguments are those of a manager; see `OffloadingManager.hint`.
         """
         if not isinstance(request_or_keys, ReqContext):
             return checked_keys(request_or_keys)
