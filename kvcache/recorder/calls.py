@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from kvcache.keys import as_key_list
@@ -13,6 +12,7 @@ from kvcache.recorder.ops import LISTS, ONE_KEY, Op
 from kvcache.request import ReqContext
 
 _RECORD_UNITS = 16  # in units of 8 bytes: a record without its keys
+_MAX_RUN = 512
 _MAX_NUMBER = 1 << 62
 _MAX_TEXT = 200
 _OPS = {"on_request_finished": Op.REQUEST_FINISHED, "on_schedule_end": Op.SCHEDULE_END, "reset_cache": Op.RESET}
@@ -27,32 +27,42 @@ class CallQueue:
     memory, `Op`, and values; see `kvcache.recorder.format.FrameEncoder`.
     """
 
-    __slots__ = ("__weakref__", "_max_units", "_num_taken", "clock", "is_inside", "is_open", "lock", "num_lost",
+    __slots__ = ("__weakref__", "_max_units", "clock", "is_inside", "is_open", "lock", "num_lost", "num_records",
                  "records", "room")  # fmt: skip
 
     def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
         self.lock = threading.RLock()
         self.clock = clock
         self.is_open, self.is_inside = True, False
-        self.num_lost = self._num_taken = 0
-        self.records: deque[tuple[Any, ...]] = deque()
+        self.num_lost = self.num_records = 0
+        self.records: deque[Any] = deque()
         self.room = self._max_units = max_bytes // 16
-
-    @property
-    def num_records(self) -> int:
-        """Number of records: calls, their inputs, and notes of losses."""
-        return self._num_taken + len(self.records)
 
     def put(self, record: tuple[Any, ...]) -> None:
         """Queue a record if there is memory for it. The caller holds the lock."""
         room = self.room - record[0]
         if room >= 0:
             self.room = room
+            self.num_records += 1
             self.records.append(record)
         elif self.is_open:
             self.num_lost += 1
-            num_lost = self.records.pop()[2] if self.records and self.records[-1][1] is Op.LOST else 0
-            self.records.append((0, Op.LOST, num_lost + 1))
+            if self.records and self.records[-1][1] is Op.LOST:
+                self.records[-1][2] += 1
+            else:
+                self.num_records += 1
+                self.records.append([0, Op.LOST, 1])
+
+    def put_status(self, key: bytes, answer: int) -> None:
+        """Queue the record of a short call: a run of equal answers is one record. The caller holds the lock."""
+        self.room -= 1
+        self.num_records += 1
+        last: Any = self.records[-1] if self.records else (0, Op.LOST)
+        if last[1] is Op.STATUS_RUN and last[3] == answer and last[0] < _MAX_RUN:
+            last[0] += 1
+            last[2].append(key)
+        else:
+            self.records.append([1, Op.STATUS_RUN, [key], answer])
 
     def put_input(self, op: Op, value: Any, tier: int = -1, num_keys: int = 0) -> None:
         """Queue an input of a recorded call. Outside a recorded call, do nothing."""
@@ -62,11 +72,10 @@ class CallQueue:
                 self.put((_RECORD_UNITS + num_keys, op, value, tier))
             self.lock.release()
 
-    def take(self) -> deque[tuple[Any, ...]]:
+    def take(self) -> deque[Any]:
         """Take out all records."""
         with self.lock:
             taken, self.records = self.records, deque()
-            self._num_taken += len(taken)
             self.room = self._max_units if self.is_open else -1
         return taken
 
@@ -80,7 +89,6 @@ class CallQueue:
         self.lock = threading.RLock()
         self.is_inside = False
         self.close()
-        self._num_taken += len(self.records)
         self.records.clear()
 
 
@@ -104,55 +112,63 @@ class RecordedCalls:
             return self._of_key(op, method)
         if op in LISTS:
             return self._of_keys(op, method)
-        return lambda *context: self._make(op, *(context or (None,)), (), 0, method, *context)
+        make = self._maker(op, method)
+        return lambda *context: make(*(context or (None,)), (), 0, *context)
 
-    def _make(self, op: Op, context: Any, keys: Any, flag: Any, method: Callable[..., Any], *args: Any) -> Any:
-        """Make a call and record it, with its result or error."""
-        queue = self._queue
-        lock = queue.lock
-        lock.acquire()  # half the cost of `with`
-        try:
-            if queue.is_inside:
-                return method(*args)  # part of another call
-            queue.is_inside = True
-            num_units = _RECORD_UNITS + len(keys)
-            found: Any = None
+    def _maker(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of a call's context, keys, flag and arguments that makes and records the call."""
+        queue, is_store = self._queue, op is Op.PREPARE_STORE
+
+        def make(context: Any, keys: Any, flag: Any, *args: Any) -> Any:
+            lock = queue.lock
+            lock.acquire()  # half the cost of `with`
             try:
-                answer = found = method(*args)
-                if op is Op.PREPARE_STORE and answer is not None:
+                if queue.is_inside:
+                    return method(*args)  # part of another call
+                queue.is_inside = True
+                try:
+                    answer = found = method(*args)
+                except BaseException as error:
+                    # Release objects of other types in the caller's thread, not in the recorder's thread.
+                    keys = [key if type(key) is bytes else None for key in keys]
+                    at = getattr(context, "positions", None) or {}
+                    num_units = _RECORD_UNITS + len(keys)
+                    queue.put((num_units, op, queue.clock(), context, at, len(at), keys, flag, type(error)))
+                    raise
+                finally:
+                    queue.is_inside = False
+                num_units = _RECORD_UNITS + len(keys)
+                if is_store and answer is not None:
                     stored = answer.keys_to_store
                     num_units += 2 * len(stored)
                     found = stored.copy(), len(answer.evicted_keys), answer.store_spec
-                return answer
-            except BaseException as error:
-                # Release objects of other types in the caller's thread, not in the recorder's thread.
-                keys = [key if type(key) is bytes else None for key in keys]
-                found = type(error)
-                raise
-            finally:
-                queue.is_inside = False
-                positions = getattr(context, "positions", None)
+                positions = None if context is None else context.positions
                 num_positions = len(positions) if positions else 0
                 queue.put((num_units, op, queue.clock(), context, positions, num_positions, keys, flag, found))
-        finally:
-            lock.release()
+                return answer
+            finally:
+                lock.release()
+
+        return make
 
     # ---- one recording function per call signature -------------------------------------------------------------
 
     def _of_keys(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
-        make = self._make
+        make = self._maker(op, method)
 
         def recorded(keys: Any, req_context: Any = None) -> Any:
             # Copy the keys: the caller may change its list before the recorder's thread has read it.
             keys = keys.copy() if type(keys) is list else as_key_list(keys)
-            return make(op, req_context, keys, 0, method, keys, req_context)
+            return make(req_context, keys, 0, keys, req_context)
 
         return recorded
 
     def _of_key(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        make = self._maker(op, method)
+
         def recorded(key: Any, req_context: Any = None) -> Any:
             args = (key,) if req_context is None else (key, req_context)
-            return self._make(op, req_context, [key], 0, method, *args)
+            return make(req_context, [key], 0, *args)
 
         return recorded
 
@@ -171,7 +187,7 @@ class RecordedCalls:
         if "on_schedule_end" in self.names:
             return slow  # with tiers, the result depends on them and on the clock
 
-        # Engines look up key by key: the thread joins these short records into runs.
+        # Engines look up key by key.
         def status(key: Any, req_context: Any = None) -> Any:
             if type(key) is not bytes or not key or queue.room < 1:
                 return slow(key)
@@ -180,8 +196,7 @@ class RecordedCalls:
             try:
                 answer = method(key)
                 if not queue.is_inside:
-                    queue.room -= 1
-                    queue.records.append((1, Op.STATUS_RUN, key, answer))
+                    queue.put_status(key, answer)
                 return answer
             finally:
                 lock.release()
@@ -189,39 +204,43 @@ class RecordedCalls:
         return status
 
     def _complete_store(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        make = self._maker(Op.COMPLETE_STORE, method)
+
         def complete_store(keys: Any, req_context: Any = None, success: Any = True) -> None:
             if req_context is True or req_context is False:
                 success, req_context = req_context, None
             keys = keys.copy() if type(keys) is list else as_key_list(keys)
-            self._make(
-                Op.COMPLETE_STORE, req_context, keys, int(success is not True and not success),
-                method, keys, req_context, success,
-            )  # fmt: skip
+            make(req_context, keys, int(not success), keys, req_context, success)
 
         return complete_store
 
     def _on_request_finished(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        make = self._maker(Op.REQUEST_FINISHED, lambda req_context, options: method(req_context, **options))
+
         def on_request_finished(req_context: Any, **options: Any) -> None:
-            flag = int(bool(options.get("use_positions")))
-            self._make(Op.REQUEST_FINISHED, req_context, (), flag, partial(method, **options), req_context)
+            make(req_context, (), int(bool(options.get("use_positions"))), req_context, options)
 
         return on_request_finished
 
     def _hint(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        make = self._maker(Op.HINT, method)
+
         def hint(request_or_keys: Any, next_use: Any) -> None:
             context = request_or_keys if isinstance(request_or_keys, ReqContext) else None
             keys = [] if context is not None else as_key_list(request_or_keys).copy()
             text = next_use[:_MAX_TEXT] if isinstance(next_use, str) else type(next_use).__name__
-            self._make(Op.HINT, context, keys, text, method, keys if context is None else context, next_use)
+            make(context, keys, text, keys if context is None else context, next_use)
 
         return hint
 
     def _report_prefills(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        make = self._maker(Op.REPORT_PREFILLS, method)
+
         def report_prefills(parts: Any, seconds: float) -> None:
             parts = list(parts)
             numbers = [[max(0, min(int(number), _MAX_NUMBER)) for number in part] for part in parts]
             flag = {"parts": numbers, "seconds": float(seconds)}
-            self._make(Op.REPORT_PREFILLS, None, (), flag, method, parts, seconds)
+            make(None, (), flag, parts, seconds)
 
         return report_prefills
 

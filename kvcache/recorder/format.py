@@ -1,8 +1,9 @@
 """The file format of recordings: records, frames of them, and their reader.
 
-A file begins with `MAGIC`, version and length (4 bytes each), JSON about the manager, and the CRC-32 of all that. Then
-come frames: `FRAME`, and a MessagePack array of records, deflated by zlib. A request is 0 (none), 1 (not a
-`ReqContext`) or its number from 2 on; keys are one string of their hashes; inputs of a call come before it.
+A file begins with `MAGIC` and a version (4 bytes). Then come frames: a length (4 bytes) and a gzip stream. The first
+frame is JSON about the manager. The others are MessagePack: the number of the first record, and an array of records. A
+request is 0 (none), 1 (not a `ReqContext`) or its number from 2 on; keys are one string of their hashes; inputs of a
+call come before it.
 
 A reader checks every length and type before it uses them. A truncated, damaged or hostile file raises
 `RecordingError`, or is read up to the damage.
@@ -166,17 +167,15 @@ class FrameEncoder:
         self._num_requests = FIRST_CONTEXT
         self._requests: weakref.WeakKeyDictionary[ReqContext, _Request] = weakref.WeakKeyDictionary()
 
-    def encode(self, first_record: int, records: Sequence[tuple[Any, ...]]) -> tuple[bytes, int]:
+    def encode(self, first_record: int, records: Sequence[Any]) -> tuple[bytes, int]:
         """Return a frame of records and the number of the next record."""
         self._rows: list[Any] = []
-        runs: list[Any] = []
+        num_joined = 0
         for _, op, *values in records:
             if op is Op.STATUS_RUN:
-                key, answer = values
-                if not runs or runs[-1] is not self._rows[-1] or runs[-1][6] != answer:
-                    runs.append([0, op, 0.0, 0, [], None, answer])
-                    self._rows.append(runs[-1])
-                runs[-1][4].append(key)
+                keys, answer = values
+                self._rows.append((0, op, 0.0, 0, self._hash(keys), None, answer))
+                num_joined += len(keys) - 1
             elif op < Op.CONTEXT:
                 self._call(op, *values)
             elif op is Op.TIER_FINISHED:
@@ -188,9 +187,7 @@ class FrameEncoder:
                 self._note(op, 0, (), values[0])
             else:
                 self._rows.append((1, op, *values))
-        number = first_record + len(self._rows) + sum(len(row[4]) - 1 for row in runs)
-        for row in runs:
-            row[4] = self._hash(row[4])
+        number = first_record + len(self._rows) + num_joined
         return frame_bytes(_ENCODER.encode((first_record, self._rows))), number
 
     def _hash(self, keys: Any) -> Any:

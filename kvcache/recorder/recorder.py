@@ -38,7 +38,6 @@ _FLUSH_S = 0.1
 _STOP_S = 10.0
 _QUIET_S = 1.0
 """How long a stop waits for a call of another thread to end."""
-_FRAME_RECORDS = 512
 _FRAME_UNITS = 1 << 15
 # Only one thread at a time may start or stop a recorder.
 _ATTACHING = threading.RLock()
@@ -258,10 +257,10 @@ def _write(queue: CallQueue, encoder: FrameEncoder, file: RotatingFile, stopping
         while records:
             taken = [records.popleft()]
             num_units = taken[0][0]
-            while records and len(taken) < _FRAME_RECORDS and num_units + records[0][0] <= max_units:
+            while records and num_units + records[0][0] <= max_units:
                 taken.append(records.popleft())
                 num_units += taken[-1][0]
-            num_taken = len(taken)
+            num_taken = sum(record[0] if record[1] is Op.STATUS_RUN else 1 for record in taken)
             try:
                 frame, following = encoder.encode(number, taken)
                 is_lost = len(frame) > file.max_frame_bytes
