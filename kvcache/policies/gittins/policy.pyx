@@ -217,61 +217,40 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef inline Place* _place_of(self, int32_t row) noexcept nogil:
         return <Place*> &self.table.rows[row].stamp
 
-    cdef inline void _append_member(self, Label label, int32_t row) noexcept nogil:
-        cdef int32_t group = group_in(label)
-        cdef int32_t tail = self.aged.groups[group].tail
-        if tail == 0:
-            self.aged.link_holder(group)
+    cdef inline void _append(self, Label label, int32_t row, int32_t list_idx) noexcept nogil:
+        """Append a row to its group, or to the passing rows."""
+        cdef int32_t* tail = &self.passing_last if list_idx == PASSING else &self.aged.groups[group_in(label)].tail
+        if tail[0] != 0:
+            self.table.rows[tail[0]].next = row
+        elif list_idx == PASSING:
+            self.passing_first = row
         else:
-            self.table.rows[tail].next = row
+            self.aged.link_holder(group_in(label))
         self._place_of(row).label = label
-        self.table.rows[row].list_idx = GROUPED
-        self.table.rows[row].prev = tail
+        self.table.rows[row].list_idx = list_idx
+        self.table.rows[row].prev = tail[0]
         self.table.rows[row].next = 0
-        self.aged.groups[group].tail = row
+        tail[0] = row
 
-    cdef inline void _remove_member(self, int32_t row) noexcept nogil:
+    cdef inline void _unlink(self, int32_t row) noexcept nogil:
+        """Remove a row from its group, or from the passing rows."""
         cdef int32_t prev = self.table.rows[row].prev
         cdef int32_t next = self.table.rows[row].next
-        cdef int32_t group = group_in(self._place_of(row).label)
+        cdef int32_t group
         if prev != 0:
             self.table.rows[prev].next = next
         if next != 0:
             self.table.rows[next].prev = prev
-        else:
+        if self.table.rows[row].list_idx == PASSING:
+            if prev == 0:
+                self.passing_first = next
+            if next == 0:
+                self.passing_last = prev
+        elif next == 0:
+            group = group_in(self._place_of(row).label)
             if prev == 0:
                 self.aged.unlink_holder(group)
             self.aged.groups[group].tail = prev
-
-    cdef inline void _append_passing(self, Label label, int32_t row) noexcept nogil:
-        cdef int32_t last = self.passing_last
-        if last == 0:
-            self.passing_first = row
-        else:
-            self.table.rows[last].next = row
-        self._place_of(row).label = label
-        self.table.rows[row].list_idx = PASSING
-        self.table.rows[row].prev = last
-        self.table.rows[row].next = 0
-        self.passing_last = row
-
-    cdef void _remove_passing(self, int32_t row) noexcept nogil:
-        cdef int32_t prev = self.table.rows[row].prev
-        cdef int32_t next = self.table.rows[row].next
-        if prev != 0:
-            self.table.rows[prev].next = next
-        else:
-            self.passing_first = next
-        if next != 0:
-            self.table.rows[next].prev = prev
-        else:
-            self.passing_last = prev
-
-    cdef inline void _unlink(self, int32_t row) noexcept nogil:
-        if self.table.rows[row].list_idx == PASSING:
-            self._remove_passing(row)
-        else:
-            self._remove_member(row)
 
     cdef inline Label _label_of(self, int32_t row, int32_t ghost) noexcept nogil:
         """Return the label of a key that is resident in `row` or remembered as `ghost`, or 0 if it is unknown."""
@@ -371,7 +350,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if row != 0:
                 label = self._place_of(row).label
                 if self.table.rows[row].list_idx == GROUPED:
-                    self._remove_member(row)
+                    self._unlink(row)
             elif ghost != 0:
                 label = self.memory.ghosts[ghost].state
             is_known = label != 0
@@ -399,10 +378,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             label = joined | sharing << SHARING_SHIFT
             if row != 0:
                 if self.table.rows[row].list_idx == GROUPED:
-                    self._append_member(label, row)
+                    self._append(label, row, GROUPED)
                 elif self.values.value[cls * NUM_BINS] > lowest:
-                    self._remove_passing(row)
-                    self._append_member(label, row)
+                    self._unlink(row)
+                    self._append(label, row, GROUPED)
                     count_rows(self.table, PASSING, -1)
                     count_rows(self.table, GROUPED, 1)
                 else:
@@ -455,7 +434,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             group = self._join_group(&made[cls], next_use * CLASSES_PER_HINT + cls, length)
             label = group | sharing_in(label) << SHARING_SHIFT
             if row != 0:
-                self._append_member(label, row)
+                self._append(label, row, GROUPED)
             else:
                 self.memory.refresh(ghost)
                 self.memory.ghosts[ghost].state = label
@@ -700,13 +679,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             parent = names.row_now(self.table, before) if before >= 0 else 0
             self._set_parent(row, parent)
             if i < self.num_grouped:
-                self._append_member(label, row)
+                self._append(label, row, GROUPED)
             else:
                 self._place_of(row).label = label
         count_rows(self.table, GROUPED, min(n, self.num_grouped))
         # The tail of a prompt is evicted before its head.
         for i in range(n - 1, self.num_grouped - 1, -1):
-            self._append_passing(self._place_of(rows[i]).label, rows[i])
+            self._append(self._place_of(rows[i]).label, rows[i], PASSING)
             count_rows(self.table, PASSING, 1)
         self._trim()
 
@@ -743,7 +722,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 label = self._join_group(&made, 0, 1)
             self.members[rows[i]].kids = 0
             self._set_parent(rows[i], 0)
-            self._append_member(label, rows[i])
+            self._append(label, rows[i], GROUPED)
         count_rows(self.table, GROUPED, n)
 
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
