@@ -289,6 +289,8 @@ def test_a_seed_style_manager_needs_three_methods() -> None:
 
     manager = Small()
     manager.touch([b"a"])
+    manager.hint([b"a"], "soon")
+    manager.hint(ReqContext(), "end")
     manager.complete_load([b"a"])
     manager.complete_store([b"a"], False)
     manager.on_new_request(ReqContext())

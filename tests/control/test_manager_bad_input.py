@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import pytest
@@ -107,106 +107,41 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         CPUOffloadingManager(16, 4, "lur")
 
 
-class Faulty(ReferenceLRU):
-    """Holds A, B and C, ready; the subclass answers `evict` with a fault when there are four slots taken."""
-
-    def answer(self, n: int) -> Victims | None:
-        raise NotImplementedError
-
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        return self.answer(n)
+def popped(policy: ReferenceLRU, *keys: bytes) -> Victims:
+    return [(key, policy.blocks.pop(key)) for key in keys]
 
 
-class TooFew(Faulty):
-    def answer(self, n: int) -> Victims | None:
-        return [(key, self.blocks.pop(key)) for key in list(self.blocks)[: n - 1]]
+# What `evict` answers where A, B, C and D are held, A is in use and D is protected.
+FAULTS: dict[str, Callable[[ReferenceLRU, int], Victims]] = {
+    "too few": lambda policy, n: popped(policy, *list(policy.blocks)[: n - 1]),
+    "too many": lambda policy, n: popped(policy, *list(policy.blocks)[1 : n + 2]),
+    "the same twice": lambda policy, n: [(B, policy.blocks[B])] * n,
+    "one in use": lambda policy, n: popped(policy, *(A, B)[:n]),
+    "one protected": lambda policy, n: popped(policy, *(B, D)[:n]),
+    "one unknown": lambda policy, n: [*popped(policy, B), (b"unknown", BlockStatus(3))][:n],
+    "one made up": lambda policy, n: [(B, BlockStatus(1)), (C, BlockStatus(2))][:n],
+    "one kept": lambda policy, n: [*popped(policy, B), (C, policy.blocks[C])][:n],
+    "one copied": lambda policy, n: [*popped(policy, B), (C, BlockStatus(policy.blocks.pop(C).block_id))][:n],
+    "one dropped in silence": lambda policy, n: popped(policy, A, B, C)[1:n],
+}
 
 
-class TooMany(Faulty):
-    def answer(self, n: int) -> Victims | None:
-        return [(key, self.blocks.pop(key)) for key in list(self.blocks)[1 : n + 2]]
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_plug_in_that_evicts_wrongly_is_named_and_loses_nobody_s_block(fault: str) -> None:
+    class Faulty(ReferenceLRU):
+        def evict(self, n: int, protected: Container[bytes]) -> Victims:
+            return FAULTS[fault](self, n)
 
-
-class TheSameTwice(Faulty):
-    def answer(self, n: int) -> Victims | None:
-        return [(B, self.blocks[B])] * n
-
-
-class OneInUse(Faulty):
-    def answer(self, n: int) -> Victims | None:
-        return [(key, self.blocks.pop(key)) for key in (A, B)[:n]]
-
-
-class OneProtected(Faulty):
-    def answer(self, n: int) -> Victims | None:
-        return [(key, self.blocks.pop(key)) for key in (B, D)[:n]]
-
-
-class OneUnknown(Faulty):
-    def answer(self, n: int) -> Victims | None:
-        return [(B, self.blocks.pop(B)), (b"unknown", BlockStatus(3))][:n]
-
-
-class OneMadeUp(Faulty):
-    def answer(self, n: int) -> Victims | None:
-        return [(B, BlockStatus(1)), (C, BlockStatus(2))][:n]
-
-
-class OneKept(Faulty):
-    def answer(self, n: int) -> Victims | None:
-        return [(B, self.blocks.pop(B)), (C, self.blocks[C])][:n]
-
-
-class OneCopied(Faulty):
-    def answer(self, n: int) -> Victims | None:
-        return [(B, self.blocks.pop(B)), (C, BlockStatus(self.blocks.pop(C).block_id))][:n]
-
-
-class OneDroppedInSilence(Faulty):
-    def answer(self, n: int) -> Victims | None:
-        return [(key, self.blocks.pop(key)) for key in (A, B, C)][1:n]
-
-
-FAULTY = [
-    TooFew,
-    TooMany,
-    TheSameTwice,
-    OneInUse,
-    OneProtected,
-    OneUnknown,
-    OneMadeUp,
-    OneKept,
-    OneCopied,
-    OneDroppedInSilence,
-]
-
-
-@pytest.mark.parametrize("policy", FAULTY)
-def test_a_plug_in_that_evicts_wrongly_is_named_and_loses_nobody_s_block(policy: type[Faulty]) -> None:
-    manager = CPUOffloadingManager(16, 4, policy, enable_events=True)
+    manager = CPUOffloadingManager(16, 4, Faulty, enable_events=True)
     manager.prepare_store([A, B, C, D])
     manager.complete_store([A, B, C, D])
     manager.prepare_load([A])
     list(manager.take_events())
     before = seen(manager)
 
-    with pytest.raises(BlockStateError, match=rf"{policy.__name__}\.evict returned"):
+    with pytest.raises(BlockStateError, match=r"Faulty\.evict returned"):
         manager.prepare_store([D, b"E", b"F"])
     assert seen(manager) == before
-
-
-def test_a_plug_in_that_refuses_to_evict_makes_the_store_refused() -> None:
-    class Refuses(Faulty):
-        def answer(self, n: int) -> Victims | None:
-            return None
-
-    manager = CPUOffloadingManager(16, 1, Refuses)
-    manager.prepare_store([A])
-    manager.complete_store([A])
-
-    assert manager.prepare_store([B]) is None
-    assert manager.lookup(A) is True
-    assert manager.stats().rejected_stores == 1
 
 
 def test_a_finished_request_needs_its_context(manager: CPUOffloadingManager) -> None:

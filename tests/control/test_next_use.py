@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvcache import CPUOffloadingManager, LRUCachePolicy, OffloadingManager, ReqContext, Retention
+from kvcache import CPUOffloadingManager, LRUCachePolicy, ReqContext, Retention
 from kvcache.control.backend import CPUBackend
 from kvcache.control.cpu import BackendOffloadingManager
 from kvcache.lab.simulate.run import ReplayClock
-from kvcache.request import NEXT_USES
-from kvcache.specs import CPULoadStoreSpec
 from kvcache.testing.reference import ReferenceLRU
 from kvcache.testing.reference_gittins import ReferenceGittins
 from kvcache.testing.reference_manager import ReferenceManager
@@ -88,91 +86,6 @@ def test_a_bad_value_is_named_before_anything_changes(manager: CPUOffloadingMana
     with pytest.raises(ValueError, match=r"got None"):
         manager.hint([A], None)  # type: ignore[arg-type]
     assert manager.stats().retained_blocks == 1
-
-
-def test_a_request_that_has_ended_may_still_be_said_to_end(manager: CPUOffloadingManager) -> None:
-    serve(manager, [A])
-    context = serve(manager, [B])
-    serve(manager, [C])
-    serve(manager, [D])
-    manager.hint(context, "end")
-    assert drained(manager)[0] == B
-
-
-def test_a_later_hint_replaces_the_one_before(manager: CPUOffloadingManager) -> None:
-    context = serve(manager, [A], "soon")
-    for key in (B, C, D):
-        serve(manager, [key])
-    manager.hint(context, "later")
-    assert manager.stats().retained_blocks == 0
-    manager.hint([A], "soon")
-    assert manager.stats().retained_blocks == 1
-    manager.hint([A], "end")
-    assert manager.stats().retained_blocks == 0
-    assert drained(manager)[0] == A
-
-
-def test_a_later_hint_lowers_nothing_that_is_held_at_a_higher_priority(manager: CPUOffloadingManager) -> None:
-    context = ReqContext(retention=Retention(2))
-    manager.complete_store(manager.prepare_store([A], context).keys_to_store, context)  # type: ignore[union-attr]
-    for next_use in NEXT_USES:
-        manager.hint(context, next_use)
-        assert manager.stats().retained_blocks == 1
-    for key in (B, C, D):
-        serve(manager, [key])
-    assert drained(manager) == [B, C, D, A]
-
-
-def test_uses_that_follow_carry_the_hint(manager: CPUOffloadingManager) -> None:
-    context = ReqContext()
-    manager.hint(context, "soon")
-    manager.complete_store(manager.prepare_store([A], context).keys_to_store, context)  # type: ignore[union-attr]
-    assert manager.stats().retained_blocks == 1
-    manager.hint(context, "end")
-    manager.complete_store(manager.prepare_store([B], context).keys_to_store, context)  # type: ignore[union-attr]
-    assert manager.stats().retained_blocks == 0
-
-
-def test_unknown_keys_and_a_reset_request_are_no_fault(manager: CPUOffloadingManager) -> None:
-    context = serve(manager, [A, B])
-    manager.hint([C, D], "soon")
-    manager.hint([], "end")
-    manager.hint(iter([A, A, C]), "soon")
-    assert manager.stats().retained_blocks == 1
-    manager.reset_cache()
-    manager.hint(context, "soon")
-    assert manager.stats().retained_blocks == 0
-
-
-def test_one_request_holds_no_more_than_the_share(clock: ReplayClock) -> None:
-    manager = CPUOffloadingManager(16, 8, clock=clock, retention_share=0.25)
-    context = serve(manager, [b"%d" % i for i in range(6)])
-    manager.hint(context, "soon")
-    assert manager.stats().retained_blocks == 2
-
-
-def test_a_hint_counts_no_use(clock: ReplayClock) -> None:
-    for name in QUEUE_POLICIES:
-        manager = CPUOffloadingManager(16, 4, name, clock=clock)
-        contexts = [serve(manager, [key]) for key in (A, B, C, D)]
-        for context in contexts[:2]:
-            manager.hint(context, "later")
-        assert drained(manager) == [A, B, C, D]
-
-
-def test_a_manager_without_hints_goes_on_working() -> None:
-    class Minimal(OffloadingManager):
-        def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool:
-            return False
-
-        def prepare_load(self, keys: Any, req_context: ReqContext | None = None) -> CPULoadStoreSpec:
-            return CPULoadStoreSpec([])
-
-        def prepare_store(self, keys: Any, req_context: ReqContext | None = None) -> None:
-            return None
-
-    Minimal().hint([A], "soon")
-    Minimal().hint(ReqContext(), "end")
 
 
 def test_policies_in_python_take_what_is_said_later_or_ignore_it() -> None:

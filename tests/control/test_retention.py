@@ -1,4 +1,4 @@
-"""Retention hints of every compiled policy, sentence by sentence."""
+"""Retention hints: main rules in examples, clocks, bad input; test_retention_model.py compares all with the spec."""
 
 from __future__ import annotations
 
@@ -68,57 +68,6 @@ def test_priorities_leave_from_the_lowest_to_the_highest(clock: ReplayClock) -> 
         assert drained(manager) == [E, G, D, F, C, H, B, A]
 
 
-def test_within_a_priority_the_tail_leaves_before_the_head(manager: CPUOffloadingManager) -> None:
-    store(manager, [A, B], 1)
-    store(manager, [C, D])
-    store(manager, [E, F], -1)
-
-    assert drained(manager) == [F, E, D, C, B, A]
-
-
-@pytest.mark.parametrize("use", [touch, load, store])
-def test_a_hint_raises_resident_blocks_that_its_request_uses(use: Any, manager: CPUOffloadingManager) -> None:
-    store(manager, [A])
-    store(manager, [B])
-    use(manager, [A], 1)
-    store(manager, [C])
-
-    assert raised(manager) == 1
-    assert drained(manager)[-1] == A
-
-
-@pytest.mark.parametrize("use", [touch, load, store])
-def test_a_one_shot_block_is_lifted_by_a_use_without_the_hint(use: Any, manager: CPUOffloadingManager) -> None:
-    store(manager, [A], -1)
-    store(manager, [B], -1)
-    use(manager, [A], -1)
-    use(manager, [B])
-
-    assert drained(manager) == [A, B]
-    assert raised(manager) == 0
-
-
-@pytest.mark.parametrize("use", [touch, load, store])
-def test_a_one_shot_block_is_lifted_to_the_priority_of_its_user(use: Any, manager: CPUOffloadingManager) -> None:
-    store(manager, [A], -1)
-    store(manager, [B])
-    use(manager, [A], 1)
-
-    assert raised(manager) == 1
-    assert drained(manager) == [B, A]
-
-
-def test_a_lookup_is_no_use(manager: CPUOffloadingManager) -> None:
-    store(manager, [A], -1)
-    store(manager, [B])
-    context = ReqContext(retention=Retention(3))
-    assert manager.lookup([A], context) == 1
-    manager.on_request_finished(context)
-
-    assert raised(manager) == 0
-    assert drained(manager) == [A, B]
-
-
 @pytest.mark.parametrize("use", [touch, load, store])
 @pytest.mark.parametrize("priority", [-1, 0, 1])
 def test_a_hint_never_lowers_what_another_asked_for(use: Any, priority: int, manager: CPUOffloadingManager) -> None:
@@ -127,43 +76,6 @@ def test_a_hint_never_lowers_what_another_asked_for(use: Any, priority: int, man
     use(manager, [A], priority)
 
     assert drained(manager) == [B, A]
-
-
-def test_of_two_ends_the_later_holds(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
-    store(manager, [A], 1, 30)
-    touch(manager, [A], 1, 10)
-    clock.now_s += 29
-    manager.touch([])
-    assert raised(manager) == 1
-    touch(manager, [A], 1, 10)
-    clock.now_s += 9.5
-    manager.touch([])
-    assert raised(manager) == 1
-    clock.now_s += 0.5
-    manager.touch([])
-
-    assert raised(manager) == 0
-
-
-def test_a_higher_priority_brings_its_own_end(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
-    store(manager, [A], 1)
-    touch(manager, [A], 2, 10)
-    clock.now_s += 10
-    manager.touch([])
-
-    assert raised(manager) == 0
-
-
-@pytest.mark.parametrize("operation", ["touch", "prepare_load", "prepare_store"])
-def test_time_passes_at_each_call(operation: str, manager: CPUOffloadingManager, clock: ReplayClock) -> None:
-    store(manager, [A], 1, 10)
-    clock.now_s += 9.999
-    getattr(manager, operation)([])
-    assert raised(manager) == 1
-    clock.now_s = 110.0
-    getattr(manager, operation)([])
-
-    assert raised(manager) == 0
 
 
 def test_the_time_counts_from_the_end_of_the_request(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
@@ -180,17 +92,6 @@ def test_the_time_counts_from_the_end_of_the_request(manager: CPUOffloadingManag
     assert raised(manager) == 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "lfuda"])
-def test_when_its_time_is_over_a_block_falls_to_where_it_stands(policy: str, clock: ReplayClock) -> None:
-    manager = CPUOffloadingManager(16, 8, policy, clock=clock)
-    store(manager, [A])
-    store(manager, [B], 1, 10)
-    store(manager, [C])
-    clock.now_s += 10
-
-    assert drained(manager) == [A, B, C]
-
-
 def test_beyond_the_share_those_nearest_their_end_fall_first(manager: CPUOffloadingManager) -> None:
     # Half of eight blocks.
     for key, ttl_s in ((A, 50), (B, 20), (C, 40), (D, 10)):
@@ -203,75 +104,6 @@ def test_beyond_the_share_those_nearest_their_end_fall_first(manager: CPUOffload
 
     assert raised(manager) == 4
     assert sorted(drained(manager)[:4]) == [B, D, G, H]
-
-
-def test_of_equal_ends_those_set_first_fall_first_and_of_one_request_the_tail(manager: CPUOffloadingManager) -> None:
-    store(manager, [A, B, C], 1)
-    store(manager, [D, E, F], 1)
-    store(manager, [G, H])
-
-    # C and B have fallen beside G and H; among those raised, each request's tail leaves before its head.
-    assert raised(manager) == 4
-    order = drained(manager)
-    assert set(order[:4]) == {B, C, G, H}
-    assert order[4:] == [A, F, E, D]
-
-
-def test_blocks_stored_one_by_one_fall_from_the_tail(clock: ReplayClock) -> None:
-    manager = CPUOffloadingManager(16, 8, "lru", clock=clock)
-    context = ReqContext(retention=Retention(1, 10))
-    for key in (A, B, C, D, E):
-        manager.complete_store(manager.prepare_store([key], context).keys_to_store, context)
-        clock.now_s += 1
-    manager.on_request_finished(context)
-
-    assert raised(manager) == 4
-    assert drained(manager) == [E, D, C, B, A]
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0, 0), (0.3, 2), (0.5, 4), (1, 8)])
-def test_at_most_the_share_is_raised(share: float, expected: int, clock: ReplayClock) -> None:
-    for policy in POLICIES:
-        manager = CPUOffloadingManager(16, 8, policy, clock=clock, retention_share=share)
-        store(manager, [A, B, C, D, E, F, G, H], 3)
-
-        assert raised(manager) == expected
-
-
-def test_a_store_never_fails_because_of_hints(manager: CPUOffloadingManager) -> None:
-    store(manager, [A, B, C, D], 3)
-    store(manager, [E, F, G, H], 3)
-
-    assert sorted(store(manager, [b"%d" % i for i in range(8)], -1)) == [A, B, C, D, E, F, G, H]
-    assert manager.stats().rejected_stores == 0
-
-
-def test_a_refused_store_raises_nothing(manager: CPUOffloadingManager) -> None:
-    store(manager, [A], -1)
-    assert manager.prepare_store([A, *(b"%d" % i for i in range(8))], ReqContext(retention=Retention(2))) is None
-    store(manager, [B])
-
-    assert raised(manager) == 0
-    assert drained(manager) == [A, B]
-
-
-def test_a_failed_store_gives_its_share_back(manager: CPUOffloadingManager) -> None:
-    context = ReqContext(retention=Retention(2))
-    manager.prepare_store([A, B], context)
-    assert raised(manager) == 2
-    manager.complete_store([A, B], context, False)
-
-    assert raised(manager) == 0
-
-
-def test_reset_forgets_who_was_raised(manager: CPUOffloadingManager) -> None:
-    store(manager, [A, B], 2)
-    manager.reset_cache()
-    assert raised(manager) == 0
-    store(manager, [A])
-    store(manager, [B], -1)
-
-    assert drained(manager) == [B, A]
 
 
 def test_at_most_256_fall_in_one_call(clock: ReplayClock) -> None:
@@ -320,20 +152,6 @@ def test_the_clock_is_not_asked_before_the_first_hint() -> None:
     assert raised(manager) == 0
 
 
-@pytest.mark.parametrize("start_s", [-50.0, 0.0, 1e9])
-def test_any_clock_that_goes_forward_will_do(start_s: float, clock: ReplayClock) -> None:
-    clock.now_s = start_s
-    manager = CPUOffloadingManager(16, 8, clock=clock)
-    store(manager, [A], 1, 10)
-    clock.now_s += 9
-    manager.touch([])
-    assert raised(manager) == 1
-    clock.now_s += 1
-    manager.touch([])
-
-    assert raised(manager) == 0
-
-
 @pytest.mark.parametrize("operation", ["touch", "prepare_load", "prepare_store"])
 def test_a_clock_that_goes_back_is_an_error_that_names_both_times(
     operation: str, manager: CPUOffloadingManager, clock: ReplayClock
@@ -347,18 +165,6 @@ def test_a_clock_that_goes_back_is_an_error_that_names_both_times(
     assert manager.stats() == before
     clock.now_s = 100.0
     getattr(manager, operation)([A])
-
-
-@pytest.mark.parametrize("priority", [-2, 4, 1.0, True, "2", None])
-def test_a_priority_out_of_range_is_an_error(priority: Any) -> None:
-    with pytest.raises(ValueError, match=r"priority must be an int in -1\.\.3"):
-        Retention(priority)
-
-
-@pytest.mark.parametrize("ttl_s", [0, -1, -0.5, float("inf"), float("nan"), True, "3"])
-def test_a_time_that_is_none_is_an_error(ttl_s: Any) -> None:
-    with pytest.raises(ValueError, match="ttl_s must be a positive number of seconds"):
-        Retention(1, ttl_s)
 
 
 @pytest.mark.parametrize("ttl_s", [1e-12, 5e-324, 1e-9])

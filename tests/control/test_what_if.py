@@ -12,7 +12,6 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count
-from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -446,32 +445,6 @@ def test_filter_costs_at_most_a_twentieth_of_bookkeeping() -> None:
 
     rounds = [(serving(requests), sampling()) for requests in rounds_of_requests]
     assert min(spent for _, spent in rounds) <= 0.05 * min(spent for spent, _ in rounds)
-
-
-def test_reference_policy_is_the_one_meant() -> None:
-    assert POLICIES.resolve(PLAIN) is ReferenceLRU
-
-
-def test_command_line_tells_what_if(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    import json
-
-    pytest.importorskip("typer")
-    from kvcache.cli import main
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main([str(arg) for arg in argv])
-        captured = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, captured.out, captured.err
-
-    demo = ("demo", "--no-data", "--requests", 200, "--blocks", 1000, "--what-if")
-    status, out, _ = run(*demo)
-    assert status == 0
-    assert "twice the memory: +" in out
-    document = json.loads(run(*demo, "--json", "-")[1])
-    assert document["what_if"]["capacities"] == [250, 500, 1000, 2000, 4000, 8000]
-    assert document["what_if"]["hit_ratios"]["lru"][2] == pytest.approx(document["block_hit_rate"])
 
 
 def test_policies_that_read_the_clock_are_left_out_and_refused_by_name() -> None:

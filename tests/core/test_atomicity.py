@@ -6,8 +6,6 @@ import contextlib
 import gc
 import random
 import sysconfig
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,32 +210,6 @@ def test_primitives_of_a_plain_policy_survive_finalizers(name: str) -> None:
         act()
     assert [fault for fault in faults if not isinstance(fault, KeyError)] == []
     policy.clear()
-
-
-@pytest.mark.usefixtures("eager_collector")
-@pytest.mark.parametrize("name", [*NAMES, PLAIN])
-def test_finalizers_that_release_the_gil_let_no_thread_in(name: str) -> None:
-    manager = CPUOffloadingManager(16, NUM_BLOCKS, name)
-    owners = Owners(manager)
-    faults: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        draw = random.Random(seed)
-        try:
-            for _ in range(400):
-                Finalizer(lambda: time.sleep(0))
-                owners.act(draw)
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    check(manager)
-    # Another thread may evict between a look-up and a load: that is an error, not a wrong slot.
-    assert [fault for fault in faults if isinstance(fault, AssertionError)] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

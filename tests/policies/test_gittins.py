@@ -68,25 +68,6 @@ def test_reproduces_the_rest_of_its_table(name: str, num_blocks: int, shared: Pa
     assert replayed(shared, name, num_blocks) == TABLE[name, num_blocks]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "num_blocks"), cells(quick=True))
-def test_reference_reproduces_its_table(name: str, num_blocks: int, shared: Path) -> None:
-    clock = ReplayClock()
-    manager = ReferenceManager(512, num_blocks, "gittins", clock=clock)
-    num_hits = 0
-    for clock.now_s, keys in requests_of(shared, name):
-        context = ReqContext()
-        num_hits += manager.lookup(keys, context)
-        manager.touch(keys, context)
-        output = manager.prepare_store(keys, context)
-        assert output is not None
-        manager.complete_store(output.keys_to_store, context)
-        manager.on_request_finished(context)
-
-    assert (num_hits, manager.stats().stored_blocks) == TABLE[name, num_blocks]
-
-
 def serve(
     manager: CPUOffloadingManager, clock: ReplayClock, requests: Iterable[tuple[float, list[bytes]]], part: int
 ) -> int:
@@ -208,18 +189,6 @@ def test_old_blocks_leave_tail_first_and_over_several_passes() -> None:
 
     # The last block is a group of its own and leaves in the first pass; only then may the others.
     assert both.request(keys_of("new", 4)) == (keys_of("new", 4), keys_of("old", 6)[:1:-1])
-
-
-def test_a_tail_that_the_request_names_stays() -> None:
-    both = Both(4)
-    shared_head = keys_of("head", 4)
-    both.request(shared_head)
-    both.now_s = 3600.0
-    for _ in range(3):
-        both.request([b"another"])
-    taken, left = both.request([*shared_head, b"new"])
-
-    assert (taken, left) == ([], [])
 
 
 @pytest.mark.slow
@@ -459,29 +428,6 @@ def test_a_store_of_what_an_earlier_use_named_takes_these_very_keys() -> None:
     manager.policy.check()
 
     assert manager.policy.num_remembered == 0
-
-
-def test_a_failed_store_stays_known() -> None:
-    both = Both(4)
-    keys = keys_of("key", 3)
-    for manager in both.managers:
-        context = ReqContext()
-        manager.prepare_store(keys, context)
-        manager.complete_store(keys, context, False)
-
-    assert [manager.policy.num_remembered for manager in both.managers] == [3, 3]  # type: ignore[attr-defined]
-    assert [manager.stats().num_free for manager in both.managers] == [4, 4]
-    assert both.request(keys) == (keys, [])
-
-
-def test_references_given_back_twice_in_one_call_are_counted_once() -> None:
-    manager = CPUOffloadingManager(16, 4, "gittins", clock=lambda: 0.0)
-    stored(manager, [b"key"])
-    manager.prepare_load([b"key", b"key"])
-    manager.complete_load([b"key", b"key"])
-    manager.policy.check()
-
-    assert manager.stats().num_referenced == 0
 
 
 def test_an_open_request_reads_the_clock_anew_after_a_reset() -> None:
