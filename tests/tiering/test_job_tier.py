@@ -218,16 +218,6 @@ def test_thread_survives_whatever_is_raised_in_it(make, host):
     assert put(tier, host, "a", 2).done == [b"a"]
 
 
-def test_failing_stores_are_the_reason_until_one_succeeds(make, host, store):
-    tier = make(slots=8)
-    store.fail["put"] = OSError("full")
-    put(tier, host, "a")
-    assert tier.stats().unavailable_reason == "writes fail: OSError: full"
-    store.fail.clear()
-    assert put(tier, host, "b", 2).done == [b"b"]
-    assert tier.stats().unavailable_reason == ""
-
-
 def test_full_queue_is_refused_and_counted(make, host, store):
     tier = make(slots=8, max_queued_blocks=2)
     store.gate.clear()
@@ -356,27 +346,6 @@ def test_counters_do_not_go_back_at_a_reset(make, host, store):
     put(tier, host, "ab", 3)
     put(tier, host, "c", 4)
     assert tier.stats().evicted_blocks == 3
-
-
-def test_slow_open_leaves_the_tier_unavailable_until_it_ends(make, host, store):
-    store.gate.clear()
-    tier = make(slots=8, found=keys_of("ab"), open_timeout_s=0.01)
-    assert tier.lookup([b"a"]) == 0
-    assert not tier.submit_store(1, [b"c"], [0])
-    assert tier.stats().unavailable_reason == "opening"
-    store.gate.set()
-    until(lambda: tier.lookup(keys_of("ab")) == 2)
-    assert tier.stats().num_blocks == 8
-
-
-def test_reset_while_opening_serves_nothing_of_what_was_found(make, host, store):
-    store.gate.clear()
-    tier = make(slots=8, found=keys_of("ab"), open_timeout_s=0.01)
-    tier.reset()
-    store.gate.set()
-    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
-    assert tier.lookup(keys_of("ab")) == 0
-    assert put(tier, host, "ab").done == keys_of("ab")
 
 
 def test_error_of_open_is_raised_or_becomes_the_reason(make, host, store):

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -47,12 +45,6 @@ def test_least_recently_used_block_leaves_and_is_named(bench):
     assert [tier.lookup([key]) for key in bench.keys(0, 1, 2, 3, 4, 5)] == [1, 1, 0, 0, 1, 1]
     assert bench.load(tier, bench.keys(0, 2)).failed == bench.keys(2)
     assert tier.stats().missed_blocks == 1
-
-
-def test_held_key_is_not_written_again(bench):
-    tier = bench.open()
-    bench.store(tier, bench.keys(1, 2))
-    assert bench.store(tier, bench.keys(2, 3)).done == bench.keys(3)
 
 
 def test_restart_finds_blocks_and_recency(bench):
@@ -134,17 +126,6 @@ def test_quarantined_block_is_gone_after_restart(bench, tmp_path):
     assert [tier.lookup([key]) for key in bench.keys(0, 1)] == [0, 1]
 
 
-def test_torn_record_is_no_block(bench, tmp_path):
-    tier = bench.open(num_blocks=4)
-    bench.store(tier, bench.keys(0, 1, 2))
-    tier.shutdown()
-    with (tmp_path / "tier" / "records").open("r+b") as file:
-        file.seek(128 + 60)
-        file.write(b"\xff")
-    tier = bench.open(num_blocks=4)
-    assert [tier.lookup([key]) for key in bench.keys(0, 1, 2)] == [1, 0, 1]
-
-
 def test_keys_of_any_bytes_survive(bench):
     keys = [b"\0", b"a\0\0", b"\xff" * 88, b"ab", bytes(36)]
     tier = bench.open()
@@ -176,30 +157,6 @@ def test_more_blocks_than_slots_are_refused(bench):
     assert tier.get_finished() == []
 
 
-def test_full_queue_refuses(bench):
-    tier = bench.open(max_queued_blocks=4)
-    assert tier.submit_store(1, bench.keys(*range(5)), list(range(5))) is False
-    assert tier.submit_store(2, bench.keys(*range(4)), list(range(4))) is True
-    assert sorted(bench.result(tier, 2).done) == bench.keys(*range(4))
-
-
-def test_reset_forgets_also_across_a_restart(bench):
-    tier = bench.open(num_blocks=4)
-    bench.store(tier, bench.keys(0, 1, 2))
-    assert tier.submit_load(5, bench.keys(0, 1), [0, 1])
-    tier.reset()
-    assert tier.lookup(bench.keys(0)) == 0
-    assert tier.submit_store(6, bench.keys(9), [0]) is False
-    result = bench.result(tier, 5)
-    assert sorted(result.done + result.failed) == bench.keys(0, 1)
-    bench.settle(tier)
-    bench.store(tier, bench.keys(7))
-    tier.shutdown()
-    tier = bench.open(num_blocks=4)
-    assert tier.stats().num_held == 1
-    assert bench.load(tier, bench.keys(7)).done == bench.keys(7)
-
-
 def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
     tier = bench.open(num_blocks=8)
     bench.store(tier, bench.keys(*range(8)))
@@ -229,25 +186,6 @@ def test_second_writer_is_refused_and_a_reader_is_not(bench):
     assert bench.load(tier, bench.keys(1, 2)).failed == []
 
 
-def test_lock_goes_with_a_killed_writer(bench, tmp_path):
-    code = (
-        "import sys, time, numpy as np\n"
-        "from kvcache.tiers.disk.tier import DiskTier\n"
-        "tier = DiskTier(sys.argv[1], 1 << 20, np.zeros((4, 4096), np.uint8))\n"
-        "print('open', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "tier")], stdout=subprocess.PIPE)
-    try:
-        assert child.stdout.readline() == b"open\n"
-        with pytest.raises(TierDirectoryError, match=f"in use by process {child.pid} on"):
-            DiskTier(tmp_path / "tier", 1 << 20, bench.host_blocks())
-    finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
-    DiskTier(tmp_path / "tier", 1 << 20, bench.host_blocks()).shutdown()
-
-
 def test_another_model_is_refused(bench):
     bench.open(fingerprint={"model": "a", "dims": (1, 2)}).shutdown()
     bench.open(fingerprint={"model": "a", "dims": [1, 2]}).shutdown()
@@ -262,16 +200,6 @@ def test_folder_of_something_else_is_refused(bench, tmp_path):
     (tmp_path / "tier" / "thesis.tex").write_text("precious")
     with pytest.raises(TierDirectoryError, match=r"is no disk tier: it has no kvcache\.json"):
         bench.open()
-    (tmp_path / "tier" / "thesis.tex").unlink()
-    for text, fault in (
-        ("{}", "not a disk tier's header"),
-        ("torn", "not a disk tier's header"),
-        (json.dumps({"format": "other", "version": 1}), "is of format 'other' version 1"),
-        (json.dumps({"format": "kvcache disk tier", "version": 7}), "version 7, not"),
-    ):
-        (tmp_path / "tier" / "kvcache.json").write_text(text)
-        with pytest.raises(TierDirectoryError, match=fault):
-            bench.open()
 
 
 @pytest.mark.parametrize(
@@ -458,22 +386,6 @@ def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved, caplog):
     assert os.fstat(tier._store.file.fd).st_size == size
     assert tier.lookup(bench.keys(1)) == 0
     assert tier.submit_store(5, bench.keys(2), [0]) is False
-
-
-def test_failed_write_is_reported_and_frees_the_slot(bench, monkeypatch):
-    tier = bench.open(num_blocks=2)
-
-    def full(slot, rows):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tier._store.file, "write", full)
-    assert tier.submit_store(1, bench.keys(1, 2), [0, 1])
-    result = bench.result(tier, 1)
-    assert (result.done, result.failed) == ([], bench.keys(1, 2))
-    assert result.error == "OSError: [Errno 28] No space left on device"
-    assert tier.stats().io_errors == 1
-    monkeypatch.undo()
-    assert sorted(bench.store(tier, bench.keys(1, 2)).done) == bench.keys(1, 2)
 
 
 def test_config_is_checked(bench, tmp_path):

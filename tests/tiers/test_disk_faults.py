@@ -84,48 +84,6 @@ def test_kill_right_after_reset_brings_nothing_back(bench, monkeypatch, tmp_path
     assert bench.load(bench.open(), bench.keys(2)).done == bench.keys(2)
 
 
-def test_reset_is_durable_though_a_job_hangs(bench, monkeypatch):
-    tier = bench.open(num_threads=1)
-    bench.store(tier, bench.keys(0, 1))
-    released = threading.Event()
-    write = tier._store.file.write
-
-    def hang(slot, rows):
-        released.wait()
-        write(slot, rows)
-
-    monkeypatch.setattr(tier._store.file, "write", hang)
-    bench.fill(tier, bench.keys(2))
-    assert tier.submit_store(1, bench.keys(2), [0])
-    epoch = inspect_tier(bench.path).epoch
-    tier.reset()
-    wait_for(lambda: inspect_tier(bench.path).epoch == epoch + 1)
-    assert inspect_tier(bench.path).num_held == 0
-    assert tier.stats().unavailable_reason == "reset under way"
-    released.set()
-    assert bench.result(tier, 1).done == bench.keys(2)
-    bench.settle(tier)
-    assert tier.stats().num_held == 0
-    tier.shutdown()
-    assert bench.open().stats().num_held == 0
-
-
-def test_reset_that_fails_keeps_the_tier_unavailable_and_is_tried_again(bench, monkeypatch):
-    tier = bench.open(flush_interval_s=0.02)
-    bench.store(tier, bench.keys(0))
-
-    def full(self, header):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(TierDirectory, "write_header", full)
-    tier.reset()
-    wait_for(lambda: tier.get_finished() == [] and "reset failed: OSError" in tier.stats().unavailable_reason)
-    assert tier.lookup(bench.keys(0)) == 0
-    monkeypatch.undo()
-    bench.settle(tier)
-    bench.store(tier, bench.keys(0))
-
-
 def test_reset_at_the_largest_epoch_goes_on(bench):
     bench.open().shutdown()
     header = bench.path / "kvcache.json"
@@ -221,20 +179,6 @@ def test_reset_before_the_directory_is_open_is_not_forgotten(bench, monkeypatch)
     assert tier.stats().num_held == 0
     tier.shutdown()
     assert bench.open().stats().num_held == 0
-
-
-def test_directory_that_opens_late_and_badly_says_why(bench, monkeypatch, caplog):
-    released = threading.Event()
-
-    def fail(self, *args):
-        released.wait()
-        raise TierDirectoryError("it is no disk tier")
-
-    monkeypatch.setattr(TierDirectory, "__init__", fail)
-    tier = bench.open(open_timeout_s=0.02)
-    released.set()
-    wait_for(lambda: tier.stats().unavailable_reason == "opening failed: TierDirectoryError: it is no disk tier")
-    wait_for(lambda: "disk tier: it is no disk tier" in caplog.text)
 
 
 def test_tier_that_never_opens_can_be_shut_down(bench, monkeypatch):
@@ -417,29 +361,6 @@ def test_less_than_an_aligned_piece_is_moved_again(bench, monkeypatch):
     assert sorted(bench.load(tier, keys).done) == sorted(keys)
     assert calls["pwritev"] >= 3
     assert calls["preadv"] >= 3
-
-
-def test_operations_above_what_one_call_moves_lose_nothing(bench, monkeypatch):
-    # A call moves 0x7ffff000 bytes at most; here, two blocks and a bit.
-    pwritev, preadv = os.pwritev, os.preadv
-    most = 2 * 4096 + 512
-
-    def capped(call):
-        def moved(fd, rows, offset):
-            given, left = [], most
-            for row in rows:
-                given.append(row[:left])
-                left -= len(given[-1])
-            return call(fd, [row for row in given if len(row)], offset)
-
-        return moved
-
-    monkeypatch.setattr(os, "pwritev", capped(pwritev))
-    monkeypatch.setattr(os, "preadv", capped(preadv))
-    tier = bench.open(max_io_bytes=1 << 40)
-    keys = bench.keys(*range(16))
-    assert sorted(bench.store(tier, keys).done) == sorted(keys)
-    assert sorted(bench.load(tier, keys).done) == sorted(keys)
 
 
 # --- locks -----------------------------------------------------------------------------------------------------------

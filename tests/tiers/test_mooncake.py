@@ -191,22 +191,6 @@ def test_epoch_that_the_store_lost_is_not_announced_again(shared_store, opened, 
     assert found(late, KEYS[:4]) == 0
 
 
-def test_full_store_refuses_or_evicts_and_never_errs(make_store, opened):
-    store_of_16 = make_store("16MB")
-    host = blocks(64, 1 << 20)
-    tier = open_tier(opened, store_of_16.master, host)
-    store_until_done(tier, host, KEYS[:1])
-    result = store(tier, host, KEYS[:40], job_id=7)
-    assert result.error == ""
-    assert result.done
-    assert result.failed
-    loaded = load(tier, host, KEYS[:40], job_id=8)
-    assert loaded.error == ""
-    assert loaded.done
-    # Blocks that were refused at first are taken once the store has evicted others.
-    store_until_done(tier, host, KEYS[40:48])
-
-
 def test_soft_pins_and_replicas_are_asked_for(make_store, opened):
     replicated = make_store("32MB", "32MB")
     host = blocks()
@@ -238,42 +222,6 @@ def test_master_that_is_down_at_the_start_is_used_once_it_runs(make_store, opene
     late.start_node()
     store_until_done(tier, host, KEYS[:2])
     assert sorted(load(tier, host, KEYS[:2], job_id=4).done) == KEYS[:2]
-
-
-def test_restarted_master_is_used_again(make_store, opened):
-    fresh = make_store("64MB")
-    host = blocks()
-    tier = open_tier(opened, fresh.master, host)
-    store_until_done(tier, host, KEYS[:8])
-    fresh.kill_master()
-    for job_id in range(2, 4):
-        assert load(tier, host, KEYS[:8], job_id).done == []
-    fresh.start_master()
-    store_until_done(tier, host, KEYS[8:16], timeout_s=60)
-    assert sorted(load(tier, host, KEYS[8:16], job_id=9).done) == KEYS[8:16]
-
-
-def test_stopped_master_and_node_fail_jobs_in_time(make_store, opened):
-    fresh = make_store()
-    node = fresh.start_node()
-    host = blocks()
-    tier = open_tier(opened, fresh.master, host)
-    for pid, keys in ((fresh.process.pid, KEYS[:8]), (node.pid, KEYS[8:16])):
-        # The master may have given up a node that could not report to it.
-        store_until_done(tier, host, keys, timeout_s=60)
-        stores.pause(pid)
-        try:
-            result = load(tier, host, keys)
-            assert result.done == []
-            assert result.error or pid == node.pid
-            # Nothing may be written to host blocks of a job that was reported.
-            host[:] = 0
-        finally:
-            stores.resume(pid)
-        time.sleep(0.5)
-        assert not host.any()
-    store_until_done(tier, host, KEYS[16:24], timeout_s=60)
-    assert sorted(load(tier, host, KEYS[16:24], job_id=9).done) == KEYS[16:24]
 
 
 def test_calls_of_the_client_leave_the_interpreter_to_others(make_store, opened):
@@ -338,9 +286,8 @@ def test_client_never_connects_to_a_master_that_does_not_answer(make_store, open
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
-def test_another_protocol_on_the_port_is_no_hang(opened, greeting):
-    impostor = Impostor(greeting)
+def test_another_protocol_on_the_port_is_no_hang(opened):
+    impostor = Impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     host = blocks()
     tier = open_tier(opened, f"127.0.0.1:{impostor.port}", host)
     # Refused as long as the tier is being opened.

@@ -9,7 +9,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +20,6 @@ from blake3 import blake3
 from stores import (
     KEYS,
     VALKEY_BINARY,
-    Impostor,
-    Proxy,
     ValkeyServer,
     blocks,
     found,
@@ -36,11 +33,9 @@ from stores import (
 )
 from valkey import Valkey
 
-from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.testing.tier_contract import TierContract
 from kvcache.tiering import control_thread
 from kvcache.tiering.checksum import Namespace
-from kvcache.tiering.controller import TierConfig
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyTier
 
 BLOCK_BYTES = 4096
@@ -147,20 +142,6 @@ def test_bytes_under_way_are_bounded(server, opened):
     assert tier.submit_store(4, KEYS[6:9], list(range(6, 9)))
 
 
-def test_answer_of_a_byte_now_and_then_ends_within_the_timeout(server, opened):
-    proxy = Proxy(server.port)
-    host = blocks()
-    tier = open_tier(opened, f"valkey://127.0.0.1:{proxy.port}", host, timeout_s=0.5, num_threads=1)
-    store_until_done(tier, host, KEYS[:2])
-    proxy.mode = "drip"
-    # A byte every 0.2 s is within every limit on one read, and a block would take 13 minutes.
-    result = load(tier, host, KEYS[:2])
-    assert result.done == []
-    assert "took more than 0.5 s" in result.error
-    proxy.mode = "pass"
-    proxy.close()
-
-
 def test_damaged_values_are_misses_that_are_deleted(server, opened):
     host = blocks()
     tier = open_tier(opened, server.url, host)
@@ -184,19 +165,6 @@ def test_damaged_values_are_misses_that_are_deleted(server, opened):
     assert not any(client.exists(names[key]) for key in KEYS[:7])
     assert store(tier, host, KEYS[:8], job_id=3).failed == []
     assert sorted(load(tier, host, KEYS[:8], job_id=4).done) == KEYS[:8]
-    client.close()
-
-
-def test_reset_is_not_undone_by_a_restart(server, opened):
-    host = blocks()
-    tier = open_tier(opened, server.url, host)
-    store(tier, host, KEYS[:4])
-    tier.reset()
-    wait_for_reset(tier)
-    assert found(tier, KEYS[:4]) == 0
-    assert found(open_tier(opened, server.url, blocks()), KEYS[:4]) == 0
-    client = Valkey(port=server.port)
-    assert [name for name in client.scan_iter(match="kvcache:*") if not name.endswith(b":epoch")] == []
     client.close()
 
 
@@ -317,28 +285,6 @@ def forged(name: bytes, key: bytes, own: dict, old: dict, way: int, dice: np.ran
     return dice.bytes(16 + 512)
 
 
-def test_full_server_refuses_blocks_and_keeps_the_rest(make_server, opened):
-    server = make_server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
-    host = np.zeros((64, 1 << 17), np.uint8)
-    tier = open_tier(opened, server.url, host)
-    result = store(tier, host, KEYS)
-    assert result.error == ""
-    assert result.done
-    assert result.failed
-    assert sorted(load(tier, host, result.done).done) == sorted(result.done)
-
-
-def test_evictions_by_the_server_are_misses(make_server, opened):
-    server = make_server("--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
-    host = np.zeros((64, 1 << 17), np.uint8)
-    tier = open_tier(opened, server.url, host)
-    assert store(tier, host, KEYS).failed == []
-    result = load(tier, host, KEYS)
-    assert result.error == ""
-    assert result.done
-    assert result.failed
-
-
 def test_wrong_password_is_a_clear_error_that_does_not_show_it(make_server):
     server = make_server("--requirepass", "sesame")
     with pytest.raises(ValueError, match="refuses the credentials") as raised:
@@ -363,112 +309,6 @@ def test_server_that_is_down_at_the_start_is_used_once_it_runs(make_server, open
     assert store(tier, host, KEYS[:2]).error
     server.start()
     store_until_done(tier, host, KEYS[:2])
-
-
-def test_restarted_server_is_used_again(server, opened):
-    host = blocks()
-    tier = open_tier(opened, server.url, host, timeout_s=1.0)
-    store_until_done(tier, host, KEYS[:8])
-    server.kill()
-    assert load(tier, host, KEYS[:8]).done == []
-    server.start()
-    store_until_done(tier, host, KEYS[8:16])
-    assert sorted(load(tier, host, KEYS[8:16], job_id=9).done) == KEYS[8:16]
-
-
-def test_stopped_server_fails_jobs_within_the_timeout(server, opened):
-    host = blocks()
-    tier = open_tier(opened, server.url, host, timeout_s=0.5)
-    store_until_done(tier, host, KEYS[:8])
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        result = load(tier, host, KEYS[:8])
-        assert result.done == []
-        assert result.error
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-
-
-@pytest.mark.parametrize("mode", ["garbage", "cut", "swallow"])
-def test_spoiled_answers_lose_jobs_and_never_bytes(server, opened, mode):
-    proxy = Proxy(server.port)
-    host = blocks()
-    tier = open_tier(opened, f"valkey://127.0.0.1:{proxy.port}", host, timeout_s=0.5)
-    store_until_done(tier, host, KEYS[:16])
-    proxy.mode = mode
-    for job_id in range(2, 6):
-        assert load(tier, host, KEYS[:16], job_id).done == []
-    proxy.mode = "pass"
-    end_s = time.monotonic() + 30
-    job_id = 10
-    while sorted(load(tier, host, KEYS[:16], job_id).done) != KEYS[:16]:
-        # The tier may have deleted values that it read as garbage.
-        store(tier, host, KEYS[:16], job_id + 1000)
-        assert time.monotonic() < end_s
-        job_id += 1
-    proxy.close()
-
-
-def test_scheduler_never_waits_for_a_saturated_server(server, opened):
-    host = blocks()
-    tier = open_tier(opened, server.url, host, timeout_s=1.0)
-    is_over, value = threading.Event(), bytes(8 << 20)
-
-    def saturate() -> None:
-        with Valkey(port=server.port) as client:
-            while not is_over.is_set():
-                client.set("other", value)
-                client.get("other")
-
-    others = [threading.Thread(target=saturate) for _ in range(2)]
-    longest_s = []
-    try:
-        for thread in others:
-            thread.start()
-        # The least of three worst cases: what else runs here makes single calls dearer, waiting makes all of them so.
-        for run in range(3):
-            manager = TieredOffloadingManager(16, 64, [(tier, TierConfig(deadline_s=0.5))], deadline_s=0.5)
-            longest_s.append(max(cpu_times_of_a_round(manager, run)))
-    finally:
-        is_over.set()
-        for thread in others:
-            thread.join()
-    assert min(longest_s) < 0.002
-
-
-def cpu_times_of_a_round(manager: TieredOffloadingManager, run: int) -> list[float]:
-    """Return the CPU time of each scheduler's call, and see that no request waits longer than its deadline."""
-    times = []
-
-    def timed(call: Callable, *arguments):
-        start_s = time.thread_time()
-        answer = call(*arguments)
-        times.append(time.thread_time() - start_s)
-        return answer
-
-    for i in range(20):
-        keys = [b"%02d-%02d-%02d" % (run, i, j) + bytes(28) for j in range(32)]
-        context = ReqContext()
-        end_s = time.monotonic() + 60
-        while timed(manager.lookup, keys, context) is None and i == 0:
-            timed(manager.on_schedule_end)
-            time.sleep(0.002)
-            # The deadline is half a second; the rest is for a machine that is busy.
-            assert time.monotonic() < end_s
-        output = timed(manager.prepare_store, keys, context)
-        if output is not None:
-            timed(manager.complete_store, output.keys_to_store, context)
-        timed(manager.on_request_finished, context)
-        timed(manager.on_schedule_end)
-    return times
-
-
-def test_another_protocol_on_the_port_is_no_hang(opened):
-    impostor = Impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-    host = blocks()
-    tier = open_tier(opened, f"valkey://127.0.0.1:{impostor.port}", host, timeout_s=0.5)
-    assert store(tier, host, KEYS[:2]).done == []
-    impostor.close()
 
 
 @pytest.fixture
