@@ -234,9 +234,3 @@ def test_a_device_spec_orders_blocks_by_group() -> None:
 def test_a_device_spec_that_does_not_add_up_is_refused(group_sizes: list[int], block_indices: list[int]) -> None:
     with pytest.raises(ValueError, match=r"group_sizes|block_indices"):
         GPULoadStoreSpec([5, 6, 9], group_sizes, block_indices)
-
-
-def test_specs_travel_between_processes() -> None:
-    spec = pickle.loads(pickle.dumps(GPULoadStoreSpec([5, 6, 9], [2, 1], [3, 0])))
-
-    assert (spec.block_ids.tolist(), list(spec.group_sizes), list(spec.block_indices)) == ([5, 6, 9], [2, 1], [3, 0])

@@ -1,7 +1,6 @@
 """One configuration with tiers: a scheduler's half and workers' halves that share memory and nothing else."""
 
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -175,24 +174,6 @@ def test_default_pool_differs_between_configurations(tmp_path):
     assert len(paths) == 2
 
 
-def test_memory_of_a_process_that_ends_without_shutdown_is_given_back(tmp_path):
-    config = config_of(tmp_path)
-    path = Path(config.extra_config["advanced"]["pool_path"])
-    code = (
-        "import os, pickle, sys\n"
-        "from pathlib import Path\n"
-        "from kvcache import make_spec\n"
-        "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
-        "manager = make_spec(config).get_manager()\n"
-        "child = os.fork()\n"
-        "if not child: sys.exit()\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-        "assert Path(config.extra_config['advanced']['pool_path']).exists()\n"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, pickle.dumps(config).hex()], check=True, timeout=60)
-    assert not path.exists()
-
-
 @pytest.mark.parametrize(
     ("extra", "fault"),
     [
@@ -210,17 +191,6 @@ def test_memory_of_a_process_that_ends_without_shutdown_is_given_back(tmp_path):
 def test_bad_options_name_the_value(tmp_path, extra, fault):
     with pytest.raises(ValueError, match=fault):
         make_spec(config_of(tmp_path, **extra))
-
-
-def test_the_host_pools_own_options_reach_it(tmp_path, caplog):
-    manager = make_spec(config_of(tmp_path, store_threshold=2, what_if=True)).get_manager()
-    try:
-        assert not caplog.records
-        assert manager.prepare_store([b"a"]).keys_to_store == []
-        assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]
-        assert list(manager.what_if("lru").hit_ratios) == ["lru"]
-    finally:
-        manager.shutdown()
 
 
 def test_pool_in_use_has_the_size_that_both_sides_agree_on(tmp_path):

@@ -285,11 +285,6 @@ def test_building_the_command_line_imports_nothing_heavy() -> None:
     assert not modules & {"torch", "numpy", "rich", "matplotlib", "kvcache.control.cpu"}
 
 
-def test_building_the_command_line_imports_no_command_of_the_lab() -> None:
-    modules = imported_by("from kvcache.cli import build_app; import typer.main; typer.main.get_command(build_app())")
-    assert not {name for name in modules if name.startswith("kvcache.lab")}
-
-
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [(0.0, "0 s"), (2e-6, "2 us"), (119.6, "120 s"), (125, "2 min 05 s"), (9864, "2 h 44 min"), (187_000, "2 d 3 h")],

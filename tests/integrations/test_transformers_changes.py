@@ -32,14 +32,6 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def built(model_type="llama", **changes):
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **changes})).eval()

@@ -48,14 +48,6 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def draw(length, seed):
     return torch.randint(2, 199, (1, length), generator=torch.Generator().manual_seed(seed))
 

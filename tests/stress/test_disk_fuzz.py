@@ -1,6 +1,6 @@
 """A disk tier with arbitrary bytes in its files raises one kind of error or works, and never serves a wrong block.
 
-By default, 10,000 plain mutations of each file and 1,000 drawn by Hypothesis; with `KVCACHE_STRESS=100`, a million.
+By default, 10,000 mutations of the files and 1,000 headers drawn by Hypothesis; with `KVCACHE_STRESS=100`, a million.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.tiers.disk.directory import Header, TierDirectory, TierDirectoryError, capacity_for
@@ -78,29 +78,6 @@ def sound(memory):
     return path, make_directory(path)
 
 
-@st.composite
-def edited(draw, body):
-    """Draw bytes that differ from `body` in a few places, or in length."""
-    body = bytearray(body)
-    for _ in range(draw(st.integers(1, 4))):
-        kind = draw(st.sampled_from(["flip", "flip", "write", "copy", "cut", "grow"]))
-        at = draw(st.integers(0, max(0, len(body) - 1)))
-        if kind == "flip" and body:
-            body[at] ^= 1 << draw(st.integers(0, 7))
-        elif kind == "write":
-            piece = draw(st.binary(min_size=1, max_size=16))
-            body[at : at + len(piece)] = piece
-        elif kind == "copy":
-            start = draw(st.integers(0, max(0, len(body) - 1))) // 128 * 128
-            at = at // 128 * 128
-            body[at : at + 128] = body[start : start + 128]
-        elif kind == "cut":
-            del body[at:]
-        else:
-            body += draw(st.binary(max_size=200))
-    return bytes(body)
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(0, 1 << 70) | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -119,7 +96,6 @@ def test_header_of_any_bytes_is_refused_or_makes_sense(sound, data):
             st.dictionaries(st.sampled_from(NAMES), JSON, min_size=1, max_size=2).map(
                 lambda changes: json.dumps(values | changes).encode()
             ),
-            edited(files["kvcache.json"]),
             st.binary(max_size=100),
             JSON.map(lambda value: json.dumps(value).encode()),
         )
@@ -164,26 +140,10 @@ def load_table(path, files, **changed):
         directory.close()
 
 
-@inputs(1000)
-@given(data=st.data())
-def test_records_of_any_bytes_name_no_block_that_was_not_there(sound, data):
-    path, files = sound
-    records = data.draw(st.one_of(edited(files["records"]), st.binary(max_size=128 * NUM_SLOTS)))
-    table, true = load_table(path, files)
-    right = {(key, int(seq), int(table.checksums[slot])) for key, slot, seq, _ in zip(*true, strict=True)}
-    try:
-        table, found = load_table(path, files, records=records)
-    except TierDirectoryError:
-        assert len(records) < len(files["records"])
-        return
-    finally:
-        (path / "records").write_bytes(files["records"])
-    assert {(key, int(seq), int(table.checksums[slot])) for key, slot, seq, _ in zip(*found, strict=True)} <= right
-    assert len(set(found.slots.tolist())) == len(found.keys)
-
-
 def mutated(dice, body):
-    """Return bytes that differ from `body` in a few places, or in length; faster than drawing them with Hypothesis."""
+    """Return bytes that differ from `body` in a few places, or in length; at times, bytes without any of `body`."""
+    if dice.random() < 0.02:
+        return dice.choice((b"\xff" * len(body), dice.randbytes(dice.randrange(len(body) + 1))))
     body = bytearray(body)
     for _ in range(dice.randint(1, 4)):
         at = dice.randrange(max(1, len(body)))
@@ -224,29 +184,11 @@ def test_files_that_differ_in_a_few_bytes_by_the_thousand(memory):
         held = {(key, int(seq), int(table.checksums[slot])) for key, slot, seq, _ in zip(*found, strict=True)}
         if name == "recency":
             assert (sorted(found.keys), sorted(found.slots.tolist())) == (sorted(KEYS), list(range(NUM_SLOTS)))
+            assert np.all(np.diff(found.times.astype(object)) >= 0)
+            assert int(found.times.max()) <= 1 << 62
         elif name == "records":
             assert held <= right
             assert len(set(found.slots.tolist())) == len(found.keys)
-
-
-@inputs(1000)
-@given(data=st.data())
-@example(data=None)
-def test_recency_of_any_bytes_costs_order_and_nothing_else(sound, data):
-    path, files = sound
-    recency = (
-        b"\xff" * len(files["recency"])
-        if data is None
-        else data.draw(st.one_of(edited(files["recency"]), st.binary(max_size=16 * NUM_SLOTS)))
-    )
-    try:
-        _, found = load_table(path, files, recency=recency)
-    finally:
-        (path / "recency").write_bytes(files["recency"])
-    assert sorted(found.keys) == sorted(KEYS)
-    assert sorted(found.slots.tolist()) == list(range(NUM_SLOTS))
-    assert np.all(np.diff(found.times.astype(object)) >= 0)
-    assert int(found.times.max()) <= 1 << 62
 
 
 def damage(draw, path):

@@ -3,7 +3,6 @@
 import gc
 import mmap
 import os
-import pickle
 import resource
 import shutil
 import signal
@@ -123,14 +122,6 @@ def test_a_later_job_of_one_direction_overwrites_an_earlier_one(busy):
         handler.transfer_async(job_id, store_spec([job_id] * 40, range(40)))
     handler.wait([7])
     assert all(torch.equal(pool.block(i), tensor[7]) for i in range(40))
-
-
-def test_each_end_is_told_once(handlers):
-    store, _ = handlers
-    store.transfer_async(1, store_spec([1], [1]))
-    store.wait([1])
-    assert len(store.get_finished()) == 1
-    assert store.get_finished() == []
 
 
 def test_waiting_for_unknown_or_ended_jobs_returns(handlers):
@@ -675,12 +666,3 @@ def test_a_handler_needs_no_shutdown():
     worker = OffloadingWorker()
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, MinimalHandler())
     worker.shutdown()
-
-
-def test_specs_and_results_pickle():
-    device, host = pickle.loads(pickle.dumps(store_spec([1, 2], [3, 4])))
-    assert device.block_ids.tolist() == [1, 2]
-    assert (device.group_sizes, device.block_indices) == ((2,), (0,))
-    assert host.block_ids.dtype == np.int64
-    result = TransferResult(1, True, 5, 0.25, ("GPU", "CPU"))
-    assert pickle.loads(pickle.dumps(result)) == result
