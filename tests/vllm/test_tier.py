@@ -9,14 +9,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_tiering import PAGE, EngineTiering, key, keys, tier_config, wait_until
 from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvcache.integrations.vllm import KVCacheTier
 from kvcache.lab.bench.servers import find_valkey, running_valkey
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import capacity_for, directory_bytes
+
+BACKPRESSURE = {
+    "backpressure_cls": "EMABackpressureDetector",
+    "policy_cls": "DropStorePolicy",
+    # Every store counts as slow.
+    "high_water_s": 1e-12,
+    "low_water_s": 0.0,
+    "warmup_completions": 1,
+    "decay_half_life_s": 0.0,
+}
 
 
 @pytest.fixture
@@ -90,6 +102,37 @@ def test_tier_drain_and_reset_end_and_keep_the_blocks(make: Any, entry: Any) -> 
     getattr(engine.manager, "on_reset_flushed", lambda: None)()
     assert not engine.manager._jobs
     assert engine.load(keys(*range(8))) == 8
+
+
+def test_tier_reports_each_job_once_with_its_keys_and_bytes(make: Any, entry: Any) -> None:
+    engine = make(entry)
+    tier, view = engine.tier, engine.view
+    context = engine.request()
+
+    def run(is_load: bool, *jobs: tuple[list[Any], list[int]]) -> list[tuple[Any, ...]]:
+        results: list[Any] = []
+        for job_id, (blocks, chunks) in enumerate(jobs):
+            job = TransferJob(job_id, blocks, np.array(chunks, np.int32), is_load, context)
+            (tier.submit_load if is_load else tier.submit_store)(job)
+        assert tier.has_pending_work()
+        wait_until(lambda: results.extend(tier.get_finished_jobs()) or len(results) == len(jobs))
+        assert not tier.has_pending_work()
+        results.sort(key=lambda one: one.job_id)
+        return [(one.success, sorted(one.successful_keys or ()), one.transfer_bytes) for one in results]
+
+    for number in range(4):
+        view[number] = engine.content(key(number))
+    assert run(False, (keys(0, 1), [0, 1]), (keys(2, 3), [2, 3])) == [(True, [], 2 * PAGE)] * 2
+    assert state_after(list(tier.take_events())) == set(keys(0, 1, 2, 3))
+    # A load of absent blocks fails for these blocks only, and no load is an event.
+    assert run(True, (keys(3, 50, 0), [8, 9, 10]), (keys(60), [11])) == [
+        (False, keys(0, 3), 2 * PAGE),
+        (False, [], 0),
+    ]
+    np.testing.assert_array_equal(view[[8, 10]], view[[3, 0]])
+    assert state_after(list(tier.take_events())) == set()
+    # The request does not wait for them again.
+    assert {tier.lookup(one, context) for one in keys(50, 60)} == {base.LookupResult.MISS}
 
 
 def test_tier_groups_are_not_mixed(make: Any, entry: Any) -> None:
@@ -284,6 +327,34 @@ def test_tier_request_level_policy_writes_blocks_that_host_memory_holds(make: An
     assert engine.counters.stored_blocks == 2
 
 
+def test_tier_lookups_of_a_step_are_answered_in_batches(make: Any, entry: Any) -> None:
+    engine = make(entry, num_chunks=128)
+    blocks = keys(*range(48))
+    engine.store(blocks)
+    engine.settle()
+    asked: list[int] = []
+    lookup = engine.tier._controller.tier.lookup
+    engine.tier._controller.tier.lookup = lambda some: (asked.append(len(some)), lookup(some))[1]
+    context = engine.request([*blocks, *keys(100, 101)])
+
+    def answers_of(wanted: list[Any]) -> list[Any]:
+        engine.step()
+        asked.clear()
+        return [engine.tier.lookup(one, context) for one in wanted]
+
+    # A store over a network answers in a later step.
+    expected = [base.LookupResult.HIT] * 48 + [base.LookupResult.MISS]
+    wait_until(lambda: answers_of([*blocks, *keys(100)]) == expected)
+    assert asked == [50]
+    # vLLM asks groups with a sliding window from the end on.
+    assert answers_of(blocks[::-1]) == [base.LookupResult.HIT] * 48
+    assert sum(asked) < 3 * 50
+    # The next step sees what was stored meanwhile.
+    engine.store(keys(100))
+    engine.settle()
+    assert answers_of(keys(100)) == [base.LookupResult.HIT]
+
+
 def test_tier_two_tiers_serve_each_what_it_holds(make: Any, disk: Any) -> None:
     engine = make(tier_config("memory", capacity=8 * PAGE), disk())
     for first in range(0, 24, 8):
@@ -297,12 +368,29 @@ def test_tier_two_tiers_serve_each_what_it_holds(make: Any, disk: Any) -> None:
 
 
 def test_tier_codec_returns_equal_bytes(make: Any, disk: Any) -> None:
-    pytest.importorskip("zstandard")
-    engine = make(disk(row_bytes=2 * PAGE, codec="zstd"))
-    engine.content = lambda block: (block[-5] + engine.view[0] * 0).astype("int8")  # compressible
+    engine = make(disk(codec={"type": "fp8", "dtype": "float32"}))
+    # Powers of two are exact in this lossy codec.
+    engine.content = lambda block: np.full(PAGE // 4, 2.0 ** block[-5], np.float32).view(np.int8)
     engine.store(keys(1, 2))
     engine.forget_host()
     assert engine.load(keys(1, 2)) == 2
+    assert (engine.counters.encoded_blocks, engine.counters.decoded_blocks) == (2, 2)
+    assert engine.counters.code_bytes < engine.counters.raw_bytes // 3
+
+
+def test_tier_slow_stores_are_dropped_by_vllms_detector(make: Any, entry: Any) -> None:
+    engine = make({**entry, "backpressure": BACKPRESSURE})
+    for number in range(4):
+        assert engine.store(keys(number)) == keys(number)
+        engine.settle()
+    assert engine.counters.stored_blocks == 2
+    # Loads go on, and a reset ends the pressure.
+    engine.forget_host()
+    assert engine.load(keys(0, 1)) == 2
+    assert engine.load(keys(2)) == 0
+    engine.store(keys(5))
+    engine.settle()
+    assert engine.counters.stored_blocks == 3
 
 
 def test_tier_events_are_off_with_vllms_or_by_option(make: Any, disk: Any) -> None:
@@ -326,11 +414,19 @@ def test_tier_metrics_are_all_declared(make: Any, disk: Any) -> None:
     sent = engine.tier.get_stats()
     declared = type(engine.spec).build_metric_definitions(engine.spec.extra_config)
     assert sent._values.keys() <= declared.keys()
-    assert sent._values["vllm:kvcache_tier_written_blocks"] == {("KVCacheTier", "DISK"): 2}
+    assert sent._values["vllm:kvcache_tier_written_blocks"] == {("1:KVCacheTier", "DISK"): 2}
     assert engine.tier.get_stats() is None
     info = engine.tier.config_info()
     assert tuple(info) == engine.tier.config_info_keys({})
     assert info["kvcache_capacity_bytes"] == 64 * PAGE
+
+
+def test_tier_metrics_of_two_tiers_of_one_kind_differ_in_their_label(make: Any, disk: Any, tmp_path: Path) -> None:
+    engine = make(disk(), {**disk(), "path": str(tmp_path / "second"), "backpressure": BACKPRESSURE})
+    labels = [dict(tier._labels)["tier"] for tier in engine.tiers]
+    # vLLM labels its own metrics of tiers alike.
+    assert labels == [engine.manager._metrics.tier_label(place)[0] for place in (0, 1)]
+    assert labels == ["1:KVCacheTier", "2:KVCacheTier"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What users write in ``kv_connector_extra_config``: the options of every pool, and what the engine makes of them.
+"""What users write in ``kv_connector_extra_config``, at each of the three places where kvcache plugs in.
 
 Needs no vLLM, so that a configuration can be checked before one starts.
 """
@@ -6,11 +6,13 @@ Needs no vLLM, so that a configuration can be checked before one starts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from kvcache.assembly.assemble import OffloadSettings
-from kvcache.options import choice_of, name_unknown
+from kvcache.assembly.assemble import OffloadSettings, TierSettings, read_tiers
+from kvcache.options import Options, choice_of, format_size, name_unknown, option, parse_flag, parse_text, run_all
 
 WHERE = "kv_connector_extra_config"
 SPEC_NAME = "KVCacheOffloadingSpec"
@@ -38,6 +40,125 @@ DATA_PLANE = "data_plane"
 KNOWN_KEYS = ENGINE_KEYS | OUR_KEYS | {DATA_PLANE}
 parse_data_plane = choice_of("vllm", "kvcache")
 _RENAMED_KEYS = {"eviction_policy": "cache_policy", "cache_policy_module_path": "cache_policy"}
+
+ENGINE_SPECS = ("TieringOffloadingSpec", "CPUOffloadingSpec")
+"""vLLM's own specs, whose tiers and eviction policy may be ours."""
+POLICY_MODULE = f"{__package__}.policies"
+POLICY_NAMES = ("Lru", "Arc", "Mq", "Amq", "Lfuda", "Gittins")
+_ENGINE_SPEC_KEYS = ENGINE_KEYS | {
+    "backpressure",
+    "cache_policy_module_path",
+    "cpu_bytes_to_use",
+    "eviction_policy",
+    "max_tracker_size",
+    "secondary_tiers",
+    "store_threshold",
+    "tier_poll_interval_s",
+}
+# vLLM's factory reads these keys of a secondary tier itself.
+ENGINE_TIER_KEYS = frozenset({"type", "module_path", "backpressure"})
+
+
+@dataclass(frozen=True)
+class KVCacheTierOptions(Options):
+    """The options of a `KVCacheTier`; its entry of ``secondary_tiers`` also holds those of the tier it names."""
+
+    where: ClassVar[str] = "a KVCacheTier"
+
+    kind: str = option(parse_text, when="always: `disk`, `memory`, `valkey`, `mooncake`, or `package.module:Class`")
+    locality: str | None = option(choice_of("LOCAL", "REMOTE"), None, when="requests or routers select tiers by it")
+    offload_policy: str = option(
+        choice_of("chunk_level", "request_level"), "chunk_level", when="host blocks are to be written again"
+    )
+    enable_kv_events: bool = option(parse_flag, True, when="the tier's events must be left out of vLLM's events")
+
+
+def read_tier(config: Mapping[str, Any]) -> tuple[KVCacheTierOptions, TierSettings]:
+    """Parse an entry of ``secondary_tiers``; raise ValueError naming each option that is invalid or unknown."""
+    given = {name: value for name, value in config.items() if name not in ENGINE_TIER_KEYS}
+    own = KVCacheTierOptions.take(given)
+    settings = read_tiers([{**KVCacheTierOptions.rest(given), "type": own.kind}], KVCacheTierOptions.where)[0]
+    if settings.config.write_policy != "write_through" or settings.config.arbiter:
+        raise ValueError("vLLM's manager decides what a KVCacheTier writes and loads: omit write_policy and arbiter")
+    return own, settings
+
+
+def uses_kvcache(extra_config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration of vLLM names this package: as its spec, a secondary tier or eviction policy."""
+    module = extra_config.get("cache_policy_module_path")
+    return extra_config.get("spec_module_path") == __package__ or module == POLICY_MODULE or bool(_tiers(extra_config))
+
+
+def is_engine_spec(extra_config: Mapping[str, Any]) -> bool:
+    """Return whether the spec of a configuration is vLLM's own."""
+    own = extra_config.get("spec_module_path") is None and uses_kvcache(extra_config)
+    return own or extra_config.get("spec_name") in ENGINE_SPECS
+
+
+def _tiers(extra_config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the entries of ``secondary_tiers`` that this package implements."""
+    tiers = extra_config.get("secondary_tiers")
+    entries = tiers if isinstance(tiers, list) else []
+    return [one for one in entries if isinstance(one, Mapping) and one.get("module_path") == __package__]
+
+
+def read_config(extra_config: Mapping[str, Any]) -> OffloadSettings:
+    """Read a configuration of our manager like `read_settings`, or of vLLM's manager with a tier or policy of ours."""
+    if not is_engine_spec(extra_config):
+        return read_settings(extra_config)
+    given = _tiers(extra_config)
+    tiers, num_bytes, policy = run_all(
+        (
+            lambda: run_all(partial(_read_engine_tier, entry, extra_config.get("spec_name")) for entry in given),
+            partial(_read_engine_bytes, extra_config.get("cpu_bytes_to_use")),
+            partial(_read_engine_policy, extra_config),
+        )
+    )
+    return OffloadSettings(cpu_bytes_to_use=num_bytes, cache_policy=policy, tiers=tuple(tiers))
+
+
+def _read_engine_tier(entry: Mapping[str, Any], spec_name: object) -> TierSettings:
+    choice_of("KVCacheTier")(f"type of a secondary tier of {__package__}", entry.get("type"))
+    if spec_name != ENGINE_SPECS[0]:
+        raise ValueError(f"secondary_tiers need spec_name {ENGINE_SPECS[0]!r}, got {spec_name!r}")
+    return read_tier(entry)[1]
+
+
+def _read_engine_bytes(given: object) -> int:
+    if type(given) is not int or given < 1:
+        raise ValueError(f"cpu_bytes_to_use in {WHERE} must be a number of bytes, as vLLM reads it, got {given!r}")
+    return given
+
+
+def _read_engine_policy(extra_config: Mapping[str, Any]) -> str:
+    name = extra_config.get("eviction_policy", "lru")
+    if extra_config.get("cache_policy_module_path") == POLICY_MODULE:
+        choice_of(*POLICY_NAMES)(f"eviction_policy of {POLICY_MODULE}", name)
+    return str(name)
+
+
+def known_keys(extra_config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys that kvcache or vLLM reads from such a configuration."""
+    return _ENGINE_SPEC_KEYS if is_engine_spec(extra_config) else KNOWN_KEYS
+
+
+def describe_data_plane(extra_config: Mapping[str, Any], block_bytes: int, num_ranks: int) -> str:
+    """Describe the worker that copies blocks, and a rank's chunks and bytes if `block_bytes`, of one rank, is not 0."""
+    settings = read_config(extra_config)
+    plane = extra_config.get(DATA_PLANE)
+    in_engine = "vLLM's worker, one copy for all ranks of a pure MLA model and otherwise each rank's part"
+    in_kvcache = "kvcache's worker, each rank's part"
+    if is_engine_spec(extra_config) or plane == "vllm":
+        copies = in_engine
+    else:
+        copies = in_kvcache if plane else f"on CUDA, ROCm and XPU {in_engine}; on the CPU {in_kvcache}"
+    if not block_bytes:
+        return copies
+    # Host memory is aligned to pages, a chunk at a time.
+    chunk_bytes = -(-block_bytes * num_ranks // 4096) * 4096
+    num_chunks = (settings.cpu_bytes_to_use or 0) // chunk_bytes
+    share = f"{num_chunks:,} chunks of {block_bytes:,} bytes and {format_size(num_chunks * block_bytes)} on each rank"
+    return f"{copies}; {share}"
 
 
 def read_settings(extra_config: Mapping[str, Any], num_groups: int = 1) -> OffloadSettings:

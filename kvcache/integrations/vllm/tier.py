@@ -10,8 +10,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,57 +26,50 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvcache.assembly.assemble import TierSettings, open_tiers, read_tiers
+from kvcache.assembly.assemble import open_tiers
 from kvcache.integrations.vllm.identity import chunk_fingerprint, engine_config
 from kvcache.integrations.vllm.manager import EngineRequest
 from kvcache.integrations.vllm.metrics import SampleChanges, tier_metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
+from kvcache.integrations.vllm.settings import ENGINE_TIER_KEYS, read_tier
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.metrics import Part
-from kvcache.options import Options, choice_of, option, parse_flag, parse_text
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
 from kvcache.tiering.tier import TierResult
 
 _LOG = logging.getLogger(__name__)
-# vLLM's factory reads these keys itself.
-_ENGINE_KEYS = frozenset({"type", "module_path", "backpressure"})
 _STATS_INTERVAL_S = 1.0
+_LOOKUP_KEYS = 256
 _DRAIN_POLL_S = 0.001
 _DRAIN_WARNING_S = 5.0
 
 
-@dataclass(frozen=True)
-class KVCacheTierOptions(Options):
-    """The options of a `KVCacheTier`; its entry of ``secondary_tiers`` also holds those of the tier it names."""
-
-    where: ClassVar[str] = "a KVCacheTier"
-
-    kind: str = option(parse_text, when="always: `disk`, `memory`, `valkey`, `mooncake`, or `package.module:Class`")
-    locality: str | None = option(choice_of("LOCAL", "REMOTE"), None, when="requests or routers select tiers by it")
-    offload_policy: str = option(
-        choice_of(*(one.value for one in OffloadPolicy)), "chunk_level", when="host blocks are to be written again"
-    )
-    enable_kv_events: bool = option(parse_flag, True, when="the tier's events must be left out of vLLM's events")
-
-
-def read_tier(config: Mapping[str, Any]) -> tuple[KVCacheTierOptions, TierSettings]:
-    """Parse an entry of ``secondary_tiers``; raise ValueError naming each option that is invalid or unknown."""
-    given = {name: value for name, value in config.items() if name not in _ENGINE_KEYS}
-    own = KVCacheTierOptions.take(given)
-    settings = read_tiers([{**KVCacheTierOptions.rest(given), "type": own.kind}], KVCacheTierOptions.where)[0]
-    if settings.config.write_policy != "write_through" or settings.config.arbiter:
-        raise ValueError("vLLM's manager decides what a KVCacheTier writes and loads: omit write_policy and arbiter")
-    return own, settings
-
-
 class _Request(EngineRequest):
-    """A request of the engine, and the keys that this tier failed to load for it."""
+    """A request of the engine, and its keys in the order in which vLLM looks them up."""
 
-    __slots__ = ("failed",)
+    __slots__ = ("_keys", "_place_of")
 
     def __init__(self, req_context: Any, has_positions: bool) -> None:
         super().__init__(req_context, has_positions)
-        self.failed: set[bytes] = set()
+        self._keys: list[bytes] = []
+        self._place_of: dict[bytes, int] = {}
+
+    def keys_from(self, key: bytes) -> list[bytes]:
+        """Return `key` and the next keys of the prompt, `_LOOKUP_KEYS` at most."""
+        positions = self.positions or {}
+        if len(self._keys) < len(positions):
+            # vLLM sets positions in the order of the prompt, one group after another.
+            self._keys = list(positions)
+            self._place_of = dict(zip(self._keys, range(len(positions)), strict=True))
+        place = self._place_of.get(key)
+        return [key] if place is None else self._keys[place : place + _LOOKUP_KEYS]
+
+
+def _place_of(options: dict[str, Any], offloading_spec: Any) -> int:
+    """Return the place of a tier among the secondary tiers, from 1 on, as vLLM's own metrics label it."""
+    entries = offloading_spec.extra_config.get("secondary_tiers") or []
+    given = [{key: one for key, one in entry.items() if key not in ENGINE_TIER_KEYS} for entry in entries]
+    return given.index(options) + 1 if options in given else 1
 
 
 class KVCacheTier(SecondaryTierManager):
@@ -93,7 +86,7 @@ class KVCacheTier(SecondaryTierManager):
     backpressure_detector : BackpressureDetector, optional
         vLLM asks it before each store.
     **options
-        `KVCacheTierOptions`, ``deadline_s``, and the options of the tier that ``kind`` names.
+        `settings.KVCacheTierOptions`, ``deadline_s``, and the options of the tier that ``kind`` names.
 
     Raises
     ------
@@ -142,10 +135,14 @@ class KVCacheTier(SecondaryTierManager):
         self._sends_events = own.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] = []
         self._requests: dict[str, _Request] = {}
+        # By request: the keys that this tier failed to load.
+        self._failed: dict[str, set[bytes]] = {}
+        # Of the current step.
+        self._answers: dict[bytes, LookupResult] = {}
         self._engine_jobs: dict[int, tuple[str, list[bytes]]] = {}
         self._results: list[JobResult] = []
         self._changes = SampleChanges(tier_metric_definitions())
-        self._labels = (("tier", tier_type), ("medium", str(tier.medium)))
+        self._labels = (("tier", f"{_place_of(options, offloading_spec)}:{tier_type}"), ("medium", str(tier.medium)))
         self._block_size = offloading_spec.tokens_per_block[0] * offloading_spec.blocks_per_chunk
         self._next_stats_s = 0.0
         stats = tier.stats()
@@ -166,14 +163,27 @@ class KVCacheTier(SecondaryTierManager):
         return RequestOffloadingContext(policy=self._policy)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        request = self._requests.get(req_context.req_id)
-        if request is not None and key in request.failed:
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._look_up(key, req_context)
+        if self._failed and key in self._failed.get(req_context.req_id, ()):
             # A second promotion would fail like the first one, and the request would never run.
             return LookupResult.MISS
-        found = self._controller.lookup([key], self.clock())
+        return answer
+
+    def _look_up(self, key: bytes, req_context: Any) -> LookupResult:
+        # vLLM asks for one key a call, and next for a neighbour, so the answers of a step are found in batches.
+        request = self._requests.get(req_context.req_id)
+        keys = [key] if request is None else request.keys_from(key)
+        if len(keys) > 1 and keys[1] in self._answers:
+            del keys[1:]
+        found = self._controller.lookup(keys, self.clock())
         if found is None:
-            return LookupResult.RETRY
-        return LookupResult.HIT if found else LookupResult.MISS
+            self._answers.update(dict.fromkeys(keys, LookupResult.RETRY))
+        else:
+            self._answers.update(dict.fromkeys(keys[:found], LookupResult.HIT))
+            self._answers.update(dict.fromkeys(keys[found : found + 1], LookupResult.MISS))
+        return self._answers[key]
 
     def submit_store(self, job_metadata: Any) -> None:
         self._submit(job_metadata, is_load=False)
@@ -216,6 +226,7 @@ class KVCacheTier(SecondaryTierManager):
 
     def _take_finished(self) -> None:
         now_s = self.clock()
+        self._answers.clear()
         self._controller.give_up_overdue(now_s)
         for job, result in self._controller.get_finished(MAX_STEP_BLOCKS, now_s):
             self._announce(result.removed, removed=True)
@@ -236,8 +247,8 @@ class KVCacheTier(SecondaryTierManager):
             is_whole = len(done) == len(keys)
             if not is_whole:
                 given["successful_keys"] = result.done
-                if (request := self._requests.get(req_id)) is not None:
-                    request.failed.update(key for key in keys if key not in done)
+                if req_id in self._requests:
+                    self._failed.setdefault(req_id, set()).update(key for key in keys if key not in done)
         else:
             # A block that the tier held already is neither done nor failed.
             is_whole = job.sent_s > 0 and not result.failed and len(job.keys) == len(keys)
@@ -260,6 +271,7 @@ class KVCacheTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         request = self._requests.pop(req_context.req_id, None)
+        self._failed.pop(req_context.req_id, None)
         if request is None:
             return
         if positions := request.positions:
@@ -268,6 +280,7 @@ class KVCacheTier(SecondaryTierManager):
         self._controller.end_request(request)
 
     def on_schedule_end(self, context: Any) -> None:
+        self._answers.clear()
         self._controller.pass_on_uses()
 
     def has_pending_work(self) -> bool:
