@@ -80,15 +80,21 @@ def _findings(config: Path, num_bytes: int, workers: int) -> list[Finding]:
     if not is_vllm:
         return check_config(given, block_bytes=num_bytes, world_size=workers)
     from kvcache.integrations.vllm import settings
+    from kvcache.integrations.vllm.releases import describe_release
 
+    if settings.is_engine_spec(given) and not settings.uses_kvcache(given):
+        return [Finding("error", "options", f"{settings.WHERE} names no tier or policy of kvcache")]
     findings = check_config(
         given,
         block_bytes=num_bytes,
         world_size=workers,
-        known_keys=settings.KNOWN_KEYS,
+        known_keys=settings.known_keys(given),
         where=settings.WHERE,
-        read=settings.read_settings,
+        read=settings.read_config,
     )
+    if all(one.level != "error" or one.subject != "options" for one in findings):
+        findings.append(Finding("ok", "data plane", settings.describe_data_plane(given, num_bytes, workers)))
+    findings.append(Finding(*describe_release("eviction_policy" in given)))
     if has_events and not given.get(settings.SELF_DESCRIBING):
         findings.append(Finding("warning", "events", settings.UNDESCRIBED))
     return findings
@@ -129,7 +135,8 @@ def _read(config: Path) -> tuple[Mapping[str, Any], bool, bool]:
             given, where = given[name], name
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
-    return given, where != "extra_config" or "spec_module_path" in given, has_events
+    is_vllm = where != "extra_config" or "spec_module_path" in given or "secondary_tiers" in given
+    return given, is_vllm, has_events
 
 
 def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, workers: int) -> int:

@@ -157,15 +157,15 @@ def _settings(text: str) -> tuple[OffloadSettings, str, str]:
     extra = given.get(vllm.WHERE) if isinstance(given, dict) else None
     if not isinstance(extra, dict):
         raise ValueError(f"{_ARGUMENT} must be an object with {vllm.WHERE!r}, got {text!r:.200}")
-    if extra.get("spec_module_path") != vllm.__package__:
+    if not vllm.uses_kvcache(extra):
         module = extra.get("spec_module_path")
         raise ValueError(f"not checked: 'spec_module_path' is not {vllm.__package__!r}, got {module!r}")
     # The folder is one of the container, not of this machine.
-    settings = vllm.read_settings({key: value for key, value in extra.items() if key != "pool_folder"})
+    settings = vllm.read_config({key: value for key, value in extra.items() if key != "pool_folder"})
     folder = extra.get("pool_folder", settings.pool_folder)
     if not isinstance(folder, str):
         raise ValueError(f"pool_folder must be text, got {folder!r}")
-    return settings, folder, name_unknown(extra, vllm.KNOWN_KEYS)
+    return settings, folder, name_unknown(extra, vllm.known_keys(extra))
 
 
 def _check_limit(subject: str, container: Mapping[str, Any], pool_bytes: int) -> Finding:

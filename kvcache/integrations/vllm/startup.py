@@ -37,10 +37,10 @@ def check_command_line(arguments: Sequence[str] | None = None) -> None:
     """
     for extra_config in _extra_configs(sys.argv if arguments is None else arguments):
         from kvcache.integrations.vllm.releases import installed_release
-        from kvcache.integrations.vllm.settings import read_settings
+        from kvcache.integrations.vllm.settings import read_config
 
         use_engine_log()
-        read_settings(extra_config)
+        read_config(extra_config)
         installed_release()
 
 
@@ -76,7 +76,9 @@ def _of_adapter(config: Any) -> Iterator[dict[str, Any]]:
     extra_config = config.get("kv_connector_extra_config") if isinstance(config, dict) else None
     if not isinstance(extra_config, dict):
         return
-    if extra_config.get("spec_module_path") == __package__:
+    from kvcache.integrations.vllm.settings import uses_kvcache
+
+    if uses_kvcache(extra_config):
         yield extra_config
     connectors = extra_config.get("connectors")  # of a MultiConnector
     for connector in connectors if isinstance(connectors, list) else ():
