@@ -25,7 +25,7 @@ PACKAGE = Path(kvcache.__file__).resolve().parent
 # In CI every run draws the same examples: a red run must say something about the change.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
-    "ci", settings.get_profile("default"), max_examples=60, derandomize=True, database=None, print_blob=True
+    "ci", settings.get_profile("default"), max_examples=40, derandomize=True, database=None, print_blob=True
 )
 PROFILE = "ci" if os.environ.get("CI") else "default"
 settings.load_profile(PROFILE)

@@ -234,7 +234,7 @@ class ForgetsTouches(ReferenceLRU):
 
 @pytest.mark.parametrize("policy", [NeverAnswers, ForgetsTouches])
 def test_contract_gives_a_verdict_on_a_faulty_policy_in_bounded_time(policy: type) -> None:
-    contract = type("Contract", (PolicyContract,), {"policy": policy, "reference": ReferenceLRU, "verdict_s": 3.0})()
+    contract = type("Contract", (PolicyContract,), {"policy": policy, "reference": ReferenceLRU, "verdict_s": 2.0})()
     is_over.clear()
     start_s = time.monotonic()
 
@@ -248,7 +248,7 @@ def test_contract_gives_a_verdict_on_a_faulty_policy_in_bounded_time(policy: typ
             if thread.name == "bounded-test":
                 thread.join(30)
     if policy is NeverAnswers:
-        assert "the test did not return within 3.0 s; it was here" in str(raised.value)
+        assert "the test did not return within 2.0 s; it was here" in str(raised.value)
         assert "in evict" in str(raised.value)
 
 
