@@ -86,8 +86,10 @@ def wire_of(loss: float = 0.0, **options: Any) -> Iterator[Wire]:
         zmq.Context() as context,
     ):
         wire = Wire(publisher, context, loss)
-        yield wire
-        wire.socket.close()
+        try:
+            yield wire
+        finally:
+            wire.socket.close()
 
 
 def run(manager: Any, readers: list[Reader], num_requests: int, loss: float = 0.0, **options: Any) -> dict[str, int]:

@@ -305,9 +305,9 @@ def test_a_publisher_that_is_dropped_ends_its_thread():
     (thread,) = (one for one in threading.enumerate() if one.name == "kvcache-kv-events")
     del publisher
     gc.collect()
-    assert gone() is None
     thread.join(30)
     assert not thread.is_alive()
+    assert gone() is None
     open_publisher(endpoint).close()
 
 

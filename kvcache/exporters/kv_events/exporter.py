@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 def _parse_spec_kinds(name: str, value: object) -> tuple[str, ...]:
     found = tuple(value) if isinstance(value, list | tuple) else (value,)
-    for one in found:
-        parse_spec_kind(one)
+    [*map(parse_spec_kind, found)]
     return found
 
 
@@ -76,13 +75,7 @@ class KVEventExporter(Exporter):
     telemetry : Telemetry
         Of a manager that keeps events. Its label ``rank`` is added to the endpoints' TCP ports, as vLLM does.
     options : mapping
-        `KVEventPublisher`'s: ``endpoint``, ``replay_endpoint``, ``topic`` (``{host}``, ``{model}`` and ``{rank}`` are
-        replaced), ``model``, ``spec_kinds``, ``hash_format``, ``encoding``, ``buffer_batches``, ``digest_every``.
-
-    Attributes
-    ----------
-    publisher : KVEventPublisher
-        Open, until `close`.
+        The fields of `KVEventOptions`; ``{host}``, ``{model}`` and ``{rank}`` in ``topic`` are replaced.
 
     Raises
     ------

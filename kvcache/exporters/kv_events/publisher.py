@@ -1,23 +1,47 @@
 """KVEventPublisher: the engine's end: the scheduler queues events, and a thread sends them.
 
-Encoding, sending and answering routers take longer than a scheduler's call, and a slow router must not delay it.
+Encoding, sending and answering routers take longer than a scheduler's call, and a slow router must not delay it. The
+thread is Python: a batch holds the interpreter's lock for some 0.5 ms, and then hands it over.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import secrets
+import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import length_hint
 from typing import Any
+
+import msgspec
+import zmq
 
 from kvcache.control.watch import Watch
 from kvcache.core.event_log import EventLog, TakenEvents
 from kvcache.events import OffloadingEvent
-from kvcache.exporters.kv_events.publishing_thread import PublishingThread
-from kvcache.options import check_int
+from kvcache.exporters.kv_events.encoder import EVENT_COST, MAX_BATCH_KEYS, EventEncoder
+from kvcache.exporters.kv_events.replies import MAX_FRAME_BYTES, Messages, Replies
+from kvcache.exporters.kv_events.view import BlockView
+from kvcache.exporters.kv_events.wire import (
+    DIGEST_PREFIX,
+    DIGEST_REQUEST,
+    END_OF_REPLAY,
+    SNAPSHOT_REQUEST,
+    AllBlocksCleared,
+    Digest,
+    EventBatch,
+    KVEvent,
+    array_event,
+)
+from kvcache.options import check_int, choice_of
 from kvcache.request import Prompt
 
+_LOG = logging.getLogger(__name__)
 HASH_FORMATS = ("int", "bytes")
 ENCODINGS = ("map", "array")
 SPEC_KINDS = (
@@ -25,6 +49,12 @@ SPEC_KINDS = (
     "sink_full_attention", "encoder_only_attention", "cross_attention",
 )  # fmt: skip
 """vLLM's names of what a KV-cache group holds."""
+_MAX_NUMBER = (1 << 62) - 1
+_LEAST_WAIT_MS, _MAX_WAIT_MS = 4, 16  # between two looks: a wake-up takes the interpreter's lock from the scheduler
+_PAUSE_S = 0.0002  # hands the interpreter's lock over between two batches
+_MAX_KEPT_BYTES = 1 << 28
+_SNAPSHOT_KEYS = 4096  # of one message; copying and encoding them takes some 1 ms
+_EPOCH_BITS = 53  # exact in every language
 
 
 class KVEventPublisher:
@@ -86,32 +116,55 @@ class KVEventPublisher:
         encoding: str = "map",
         spec_kinds: Sequence[str] = ("full_attention",),
     ) -> None:
-        for name, text in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint), ("topic", topic)):
-            if not isinstance(text, str) and (text is not None or name != "replay_endpoint"):
+        for name, text in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint or ""), ("topic", topic)):
+            if not isinstance(text, str):
                 raise ValueError(f"{name} must be a str, got {text!r}")
-        for name, value, least in (
-            ("buffer_batches", buffer_batches, 1),
-            ("queue_events", queue_events, 1),
-            ("digest_every", digest_every, 0),
-            ("block_size", block_size, 0),
-            ("data_parallel_rank", data_parallel_rank, 0),
-        ):
-            if check_int(name, value, least) >= 1 << 62:
-                raise ValueError(f"{name} must be < 2**62, got {value}")
-        for name, text, known in (("hash_format", hash_format, HASH_FORMATS), ("encoding", encoding, ENCODINGS)):
-            if text not in known:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {text!r}")
-        self._block_size, self._queue_events = block_size, queue_events
+        check_int("block_size", block_size, 0, _MAX_NUMBER)
+        self._max_kept = check_int("buffer_batches", buffer_batches, 1, _MAX_NUMBER)
+        self._queue_events = check_int("queue_events", queue_events, 1, _MAX_NUMBER)
+        self._digest_every = check_int("digest_every", digest_every, 0, _MAX_NUMBER)
+        self._rank = check_int("data_parallel_rank", data_parallel_rank, 0, _MAX_NUMBER)
+        choice_of(*HASH_FORMATS)("hash_format", hash_format)
+        self._has_arrays = choice_of(*ENCODINGS)("encoding", encoding) == "array"
+        self._topic = topic.encode()
+        self._view = BlockView()
+        self._view_lock = threading.Lock()  # `snapshot` reads in other threads
+        self._encoder = EventEncoder(block_size, hash_format, [*map(parse_spec_kind, spec_kinds)], self._view)
+        self._to_bytes = msgspec.msgpack.Encoder().encode
+        self._epoch = secrets.randbits(_EPOCH_BITS)
+        # Events; None: everything was cleared; keys that are about to be stored, and their prompt; or the number of the
+        # last event that a followed log had before its events were taken.
+        self._queue: deque[Iterator[OffloadingEvent] | tuple[list[bytes], Prompt] | int | None] = deque()
+        # Events that were queued and read, written by the queueing thread and by the publishing one.
+        self._num_queued = self._num_read = 0
         self._num_dropped, self._is_behind_gap = 0, False
-        self._is_following = False
+        # Looks at the queue that were begun, and that are done.
+        self._num_begun = self._num_done = 0
+        self._last_number = self._num_batches = 0
+        self._kept: deque[bytes] = deque()
+        self._num_kept_bytes = 0
+        self._log: EventLog | None = None
         self._watch: Watch | None = None
-        self._thread = PublishingThread(
-            endpoint, replay_endpoint, topic, block_size, buffer_batches, digest_every, data_parallel_rank,
-            hash_format, encoding, tuple(map(parse_spec_kind, spec_kinds)),
-        )  # fmt: skip
-        self.endpoint, self.replay_endpoint = self._thread.endpoint, self._thread.replay_endpoint
-        # The thread has no reference to the publisher: dropping the publisher ends the thread, as `close` does.
-        self._finalizer = weakref.finalize(self, self._thread.stop)
+        self._wait_ms = _LEAST_WAIT_MS
+        self._is_closed = False
+        self._owner = os.getpid()
+        context = zmq.Context()
+        try:
+            self._pub = context.socket(zmq.PUB)
+            self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            self.endpoint = _bind(self._pub, endpoint)
+            self._replies = None if replay_endpoint is None else Replies(context)
+            self.replay_endpoint = None if self._replies is None else _bind(self._replies.socket, replay_endpoint or "")
+        except BaseException:
+            context.destroy(linger=0)
+            raise
+        # The thread has no reference to the publisher while it waits: dropping the publisher ends it.
+        self._thread = threading.Thread(
+            target=_run,
+            args=(weakref.ref(self), context, self._pub, None if self._replies is None else self._replies.socket),
+            name="kvcache-kv-events",
+            daemon=True,
+        )
         self._thread.start()
 
     def follow(self, manager: Any) -> None:
@@ -134,11 +187,15 @@ class KVEventPublisher:
         log = getattr(getattr(manager, "pool", manager), "events", None)
         if not isinstance(log, EventLog):
             raise ValueError(f"the manager must keep events (enable_events=True), got {manager!r}")
-        if self._is_following:
+        if self._log is not None:
             raise ValueError("the publisher follows a manager already")
-        self._thread.follow(log)
-        self._is_following = True
-        self._wrapper = _Descriptions(self._thread.describe)
+        if log.reader is not None:
+            raise ValueError("the manager's events go to a publisher already")
+        if self._is_closed or not self._thread.is_alive():
+            raise ValueError("the publisher is closed, and follows no manager")
+        self._encoder.block_size = log.block_size or self._encoder.block_size
+        log.reader, self._log = self._thread, log
+        self._wrapper = _Descriptions(self._queue, self._thread)
         self._watch = Watch.of(manager)
         self._watch.add(self._wrapper)
 
@@ -157,9 +214,10 @@ class KVEventPublisher:
         ValueError
             The publisher has no `block_size`.
         """
-        if not self._block_size:
+        if not self._encoder.block_size:
             raise ValueError("a publisher with block_size=0 cannot describe blocks")
-        self._thread.describe([*keys], prompt)
+        if self._thread.is_alive():
+            self._queue.append(([*keys], prompt))
 
     def publish(self, events: Iterable[OffloadingEvent]) -> None:
         """Queue `events`, as `manager.take_events` returns them; for one thread. Costs O(1) for taken events.
@@ -170,24 +228,28 @@ class KVEventPublisher:
             An event that `take_events` did not make has a key that is not bytes, or a bad block size; nothing was
             queued. Or the publisher follows a manager.
         """
-        if self._is_following:
+        if self._log is not None:
             if any(True for _ in events):
                 raise ValueError("the publisher follows a manager, whose events it takes itself")
             return
         queued = events if type(events) is TakenEvents else iter([_checked(event) for event in events])
-        num_events, num_waiting = length_hint(queued), self._num_waiting()
-        if not self._thread.is_alive() or (num_waiting and num_waiting + num_events > self._queue_events):
+        num_events, num_waiting = length_hint(queued), self._num_queued - self._num_read
+        if (num_waiting and num_waiting + num_events > self._queue_events) or not self._thread.is_alive():
             self._num_dropped += num_events
             self._is_behind_gap = True
             return
         if self._is_behind_gap:
-            self.publish_cleared()
+            self._queue.append(None)
             self._is_behind_gap = False
-        self._thread.put(queued, num_events)
+        self._num_queued += num_events
+        self._queue.append(queued)
 
     def publish_cleared(self) -> None:
         """Queue that every block is gone: call it with `reset_cache` of a manager that is not followed."""
-        self._thread.clear()
+        if self._log is not None:
+            self._log.clear()
+        elif self._thread.is_alive():
+            self._queue.append(None)
 
     def snapshot(self) -> tuple[int, dict[str, frozenset[tuple[bytes, int]]]]:
         """Return the number of the next batch and the blocks held before it, by medium; for any thread.
@@ -197,24 +259,27 @@ class KVEventPublisher:
         RuntimeError
             This process was forked from the publisher's.
         """
-        return self._thread.snapshot()
+        if os.getpid() != self._owner:
+            raise RuntimeError("the publisher belongs to the process that this one was forked from")
+        with self._view_lock:
+            return self._num_batches, self._view.media()
 
     def stats(self) -> dict[str, int]:
         """Return counters since start by name, as `PublisherStats` describes them; for any thread."""
         return {
-            "sent_batches": self._thread.num_batches,
+            "sent_batches": self._num_batches,
             "dropped_events": self._num_dropped,
-            "rejected_requests": self._thread.num_rejected,
-            "queued_events": self._num_waiting(),
+            "rejected_requests": 0 if self._replies is None else self._replies.num_rejected,
+            "queued_events": self._num_queued - self._num_read,
         }
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Wait at most `timeout_s` until everything queued so far was sent; return whether it was."""
         end_s = time.monotonic() + timeout_s
-        next_look = self._thread.num_begun + 1
-        while self._thread.num_done < next_look:
+        next_look = self._num_begun + 1
+        while self._num_done < next_look:
             if not self._thread.is_alive():
-                return not self._num_dropped and not self._num_waiting()
+                return not self._num_dropped and self._num_queued == self._num_read
             if time.monotonic() >= end_s:
                 return False
             time.sleep(0.001)
@@ -222,13 +287,10 @@ class KVEventPublisher:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send the queued events and release the sockets; waits at most `timeout_s`. May be called twice."""
-        if self._watch is not None:
-            self._watch.remove(self._wrapper)
-        self._finalizer()
-        self._thread.join(timeout_s)
-
-    def _num_waiting(self) -> int:
-        return self._thread.num_queued - self._thread.num_read
+        if os.getpid() == self._owner:
+            self._is_closed = True
+            self._thread.join(timeout_s)
+            self._unfollow()
 
     def __enter__(self) -> KVEventPublisher:
         return self
@@ -236,23 +298,160 @@ class KVEventPublisher:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_thread") and os.getpid() == self._owner:
+            self._unfollow()
+
+    def _unfollow(self) -> None:
+        if self._watch is not None:
+            self._watch.remove(self._wrapper)
+        if self._log is not None:
+            self._log.reader = None
+            self._log = None
+
+    # ---- the publishing thread -------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Send the events that wait, and answer requests."""
+        self._num_begun += 1
+        log = self._log
+        if log is not None:
+            # Read before the events are taken: a number up to it that does not come was dropped, or is a reset's.
+            number = log.last_number
+            taken = log.take(None, self._thread)
+            self._num_queued += len(taken)
+            self._queue += (taken, number)
+        num_batches = self._num_batches
+        self._send_all()
+        self._num_done = self._num_begun
+        if self._replies is not None and self._replies.answer(self._messages):
+            self._wait_ms = 1
+        else:
+            is_idle = self._num_batches == num_batches
+            self._wait_ms = min(2 * self._wait_ms, _MAX_WAIT_MS) if is_idle else _LEAST_WAIT_MS
+
+    def _send_all(self) -> None:
+        """Send all events that are queued."""
+        batch: list[KVEvent] = []
+        cost = 0
+        for event, event_cost in self._wire_events():
+            batch.append(event)
+            cost += event_cost
+            if cost >= MAX_BATCH_KEYS:
+                self._send(batch)
+                batch, cost = [], 0
+                time.sleep(_PAUSE_S)
+        if batch:
+            self._send(batch)
+
+    def _wire_events(self) -> Iterator[tuple[KVEvent, int]]:
+        """Yield each queued event as it is sent, and its cost in keys."""
+        cleared = AllBlocksCleared(), EVENT_COST
+        while self._queue:
+            queued = self._queue.popleft()
+            if queued is None:
+                self._last_number = 0
+                yield cleared
+            elif isinstance(queued, tuple):
+                self._encoder.describe(*queued)
+            elif isinstance(queued, int):
+                if self._last_number < queued:
+                    self._last_number = queued
+                    yield cleared
+            else:
+                for event in queued:
+                    if event.number:
+                        if self._last_number and event.number != self._last_number + 1:
+                            # Events were dropped, so the held blocks are unknown: announce none of them.
+                            yield cleared
+                        self._last_number = event.number
+                    self._num_read += 1
+                    yield from self._encoder.events(event)
+
+    def _send(self, events: list[KVEvent]) -> None:
+        seq, payload = self._num_batches, self._payload(events)
+        with self._view_lock:
+            self._view.apply(EventBatch(0.0, events))
+            self._num_batches += 1
+        self._kept.append(payload)
+        self._num_kept_bytes += len(payload)
+        while len(self._kept) > self._max_kept or (self._num_kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1):
+            self._num_kept_bytes -= len(self._kept.popleft())
+        self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
+        # The first batch has a digest, too: it shows early that this publisher is another one than before.
+        if self._digest_every and (seq == 0 or self._num_batches % self._digest_every == 0):
+            self._pub.send_multipart((DIGEST_PREFIX + self._topic, seq.to_bytes(8, "big"), self._digest(seq)))
+
+    def _payload(self, events: list[KVEvent]) -> bytes:
+        sent = [*map(array_event, events)] if self._has_arrays else events
+        return self._to_bytes(EventBatch(time.time(), sent, self._rank))
+
+    def _digest(self, seq: int) -> bytes:
+        return self._to_bytes(Digest(seq, self._view.digests(), epoch=self._epoch))
+
+    def _messages(self, request: bytes) -> Messages:
+        """Yield the messages of a reply."""
+        if request in (SNAPSHOT_REQUEST, DIGEST_REQUEST):
+            seq, end = self._num_batches, self._digest(self._num_batches)
+            parts = []
+            if request == SNAPSHOT_REQUEST:
+                # Events wait until the copy is whole; only this thread changes the view.
+                for part in self._view.parts(_SNAPSHOT_KEYS):
+                    parts.append(part)
+                    time.sleep(_PAUSE_S)
+            for medium, group_idx, hashes in parts:
+                event = self._encoder.stored(hashes, medium, group_idx, self._encoder.block_size)
+                yield self._topic, seq.to_bytes(8, "big"), self._payload([event])
+            yield b"", END_OF_REPLAY, end
+            return
+        seq = int.from_bytes(request, "big")
+        while seq < self._num_batches:
+            # The client sees by the number that older batches are no longer kept.
+            first = self._num_batches - len(self._kept)
+            seq = max(seq, first)
+            yield self._topic, seq.to_bytes(8, "big"), self._kept[seq - first]
+            seq += 1
+        yield b"", END_OF_REPLAY, b""
+
+
+def _run(reference: weakref.ref[KVEventPublisher], context: zmq.Context[Any], pub: Any, router: Any) -> None:
+    """Send and answer until the publisher is closed or dropped, or its sockets fail; then close the sockets."""
+    try:
+        while (publisher := reference()) is not None:
+            is_last = publisher._is_closed
+            publisher._look()
+            if is_last:
+                return
+            wait_ms = publisher._wait_ms
+            del publisher
+            if router is None:
+                time.sleep(wait_ms / 1000)
+            else:
+                router.poll(wait_ms)
+    except Exception:
+        _LOG.exception("kvcache publishes no more KV events")
+        if (publisher := reference()) is not None:
+            publisher._unfollow()
+    finally:
+        context.destroy(linger=200)
+
 
 class _Descriptions:
-    """Passes the keys that a manager is about to store on, with their prompt."""
+    """Queues the keys that a manager is about to store, with their prompt."""
 
     names: Collection[str] = ("prepare_store",)
 
-    def __init__(self, describe: Callable[[list[bytes], Prompt], None]) -> None:
-        self._describe = describe
+    def __init__(self, queue: deque[Any], thread: threading.Thread) -> None:
+        self._queue, self._thread = queue, thread
 
     def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        describe = self._describe
+        queue, is_alive = self._queue, self._thread.is_alive
 
         def described(keys: Any, req_context: Any = None, *args: Any, **kwargs: Any) -> Any:
             output = method(keys, req_context, *args, **kwargs)
             prompt = getattr(req_context, "prompt", None)
-            if prompt is not None and output is not None and output.keys_to_store:
-                describe([*output.keys_to_store], prompt)
+            if prompt is not None and output is not None and output.keys_to_store and is_alive():
+                queue.append(([*output.keys_to_store], prompt))
             return output
 
         return described
@@ -273,6 +472,16 @@ def _checked(event: OffloadingEvent) -> OffloadingEvent:
     for key in keys:
         if not isinstance(key, bytes):
             raise ValueError(f"a key must be bytes, got {key!r:.80}")
-    if check_int("block_size", event.block_size, 0) >= 1 << 64:
-        raise ValueError(f"block_size must be < 2**64, got {event.block_size}")
+    check_int("block_size", event.block_size, 0, (1 << 64) - 1)
     return OffloadingEvent(keys, event.block_size, event.medium, event.removed, event.number)
+
+
+def _bind(socket: Any, endpoint: str) -> str:
+    found = re.fullmatch(r"tcp://.*:([0-9]+)", endpoint)
+    if found is not None and int(found[1]) >= 1 << 16:  # libzmq would bind the port modulo 65,536
+        raise ValueError(f"cannot bind {endpoint!r}: the port must be < 65536")
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ValueError(f"cannot bind {endpoint!r}: {error}") from None
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))

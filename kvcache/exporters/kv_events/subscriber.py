@@ -68,7 +68,6 @@ class KVEventSubscriber:
         # Epoch of the view's publisher. None: unknown, or the publisher sends none.
         self._epoch: int | None = None
         self._must_verify = False
-        self._last_ts = 0.0
         # Number and time of the latest batch on the SUB socket, which keeps a publisher's order.
         self._live = (-1, 0.0)
         self._decoder = msgspec.msgpack.Decoder(EventBatch)
@@ -93,22 +92,15 @@ class KVEventSubscriber:
         It returns after a second although more messages arrive, and at most the subscriber's own `timeout_s` later if
         an answer is awaited.
         """
-        num_messages, end_s = 0, 0.0
-        self._note_connections()
-        if self._must_verify:
-            self._verify_anew()
-        while self._sub.poll(0 if num_messages else int(timeout_s * 1000)):
+        num_messages, end_s = 0, float("inf")
+        self._verify_after_connecting()
+        while time.monotonic() < end_s and self._sub.poll(0 if num_messages else int(timeout_s * 1000)):
             frames = self._sub.recv_multipart()
-            self._note_connections()
             if num_messages == 0:
                 end_s = time.monotonic() + _POLL_S
-            if self._must_verify:
-                self._verify_anew()
-            else:
+            if not self._verify_after_connecting():
                 self.receive(frames)
             num_messages += 1
-            if time.monotonic() >= end_s:
-                break
         return num_messages
 
     def receive(self, frames: list[bytes]) -> None:
@@ -121,9 +113,9 @@ class KVEventSubscriber:
         if seq > MAX_SEQ:
             self.rejected_messages += 1
             return
-        self._end_s = time.monotonic() + self._timeout_s
         if self._must_verify:
-            self._verify()
+            self.verify()
+        self._end_s = time.monotonic() + self._timeout_s
         try:
             if topic.startswith(DIGEST_PREFIX + self._topic):
                 self._check(self._digest_decoder.decode(payload))
@@ -141,7 +133,8 @@ class KVEventSubscriber:
             No whole answer came in time; `is_verified` is False then.
         """
         self._end_s = time.monotonic() + self._timeout_s
-        self._verify()
+        self._must_verify = True
+        self._catch_up(None)
 
     def resync(self) -> None:
         """Replace the view by a snapshot of the publisher's.
@@ -164,28 +157,8 @@ class KVEventSubscriber:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _verify(self) -> None:
-        self.is_verified = False
-        self._must_verify = True
-        found = None
-        try:
-            for frames in self._ask(DIGEST_REQUEST):
-                found = self._digest_of(frames)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise TimeoutError(f"no digest from {self._replay_endpoint}: {error}") from error
-        if found is None or self._next is None or not self._is_of(found):
-            self._resync()
-            return
-        if found.seq > self._next:
-            self._replay(self._next, found.seq)
-        if self._next == found.seq:
-            self.is_verified = self.view.digests() == found.digests
-        if self.is_verified:
-            self._must_verify = False
-        else:
-            self._resync()
-
     def _resync(self) -> None:
+        self.is_verified = False
         self.num_snapshots += 1
         view = BlockView()
         try:
@@ -198,68 +171,70 @@ class KVEventSubscriber:
                         self._must_verify = False
                         return
                     break
-                batch = self._decoder.decode(frames[-1])
-                self._last_ts = max(self._last_ts, batch.ts)
-                view.apply(batch)
+                view.apply(self._decoder.decode(frames[-1]))
         except (msgspec.DecodeError, ValueError) as error:
             raise TimeoutError(f"no whole snapshot from {self._replay_endpoint}: {error}") from error
         raise TimeoutError(f"no whole snapshot from {self._replay_endpoint}")
 
     def _apply(self, seq: int, batch: EventBatch) -> None:
         live_seq, live_ts = self._live
-        # A new publisher's clock may be behind the old one's: the order of messages shows a restart, too.
         is_restart = seq < live_seq or (seq == live_seq and batch.ts != live_ts)
         self._live = seq, batch.ts
-        if self._next is None or is_restart or (seq < self._next and batch.ts > self._last_ts):
-            # The first message ever, or the first of a publisher that has started again.
+        if self._next is None or is_restart:
             self.is_verified = False
-            self._last_ts = batch.ts
             if seq == 0:
                 self.view.clear()
                 self._next, self._epoch = 0, None
             else:
                 self._resync()
         if self._next is not None and seq > self._next:
-            self._replay(self._next, seq)
+            self.num_replays += 1
+            self._catch_up(seq)
         if seq == self._next:  # neither a replay nor a snapshot had it, and it is not another publisher's late one
-            self._take(seq, batch)
+            self.view.apply(batch)
+            self._next = seq + 1
 
-    def _take(self, seq: int, batch: EventBatch) -> None:
-        self.view.apply(batch)
-        self._next, self._last_ts = seq + 1, batch.ts
+    def _catch_up(self, end_seq: int | None) -> None:
+        """Replay the missing batches and compare digests; if that fails, take a snapshot.
 
-    def _replay(self, start_seq: int, end_seq: int) -> None:
-        self.num_replays += 1
+        The replay of a publisher without digests must reach the batch before `end_seq`; None: it has to have digests.
+        """
+        self.is_verified = False
+        is_first, digest = True, None
+        requests = () if self._next is None else (DIGEST_REQUEST, self._next.to_bytes(8, "big"))
         with contextlib.suppress(msgspec.DecodeError, ValueError):
-            is_ours = False
-            for frames in self._ask(DIGEST_REQUEST, start_seq.to_bytes(8, "big")):
-                if not is_ours:
-                    found = self._digest_of(frames)
-                    is_ours = found is None or self._is_of(found)
-                    if not is_ours:
-                        break  # its batches do not fit the view
-                    continue
-                if frames[-2] == END_OF_REPLAY:
-                    if self._next is not None and self._next >= end_seq:
+            for frames in self._ask(*requests) if requests else ():
+                seq, is_end = int.from_bytes(frames[-2], "big"), frames[-2] == END_OF_REPLAY
+                assert self._next is not None
+                if is_first:
+                    is_first = False
+                    digest = self._digest_decoder.decode(frames[-1]) if is_end and frames[-1] else None
+                    if not is_end or (end_seq is None if digest is None else not self._is_of(digest)):
+                        break  # the batches of another publisher do not fit the view
+                elif is_end and digest is not None:
+                    self.is_verified = self._next == digest.seq and self.view.digests() == (digest.digests or {})
+                elif is_end:
+                    if end_seq is not None and self._next >= end_seq:
                         return
-                    break
-                seq = int.from_bytes(frames[-2], "big")
-                if self._next is None or seq > self._next:
+                elif seq > self._next:
                     break  # the buffer no longer has it
-                if seq == self._next:
-                    self._take(seq, self._decoder.decode(frames[-1]))
-        self._resync()
+                elif seq == self._next and (digest is None or seq < digest.seq):
+                    self.view.apply(self._decoder.decode(frames[-1]))
+                    self._next += 1
+        self._must_verify &= not self.is_verified
+        if not self.is_verified:
+            self._resync()
 
     def _check(self, message: Digest) -> None:
         if message.digests is None:
             return
         is_other = None not in (message.epoch, self._epoch) and message.epoch != self._epoch
         if self._next is None or message.seq < self._live[0] or is_other:
-            self.is_verified = False
             self._live = message.seq, 0.0
             self._resync()
         elif message.seq >= self._next:
-            self._replay(self._next, message.seq + 1)
+            self.num_replays += 1
+            self._catch_up(message.seq + 1)
         if self._next == message.seq + 1:
             self.is_verified = self.view.digests() == message.digests
             if self.is_verified:
@@ -267,29 +242,26 @@ class KVEventSubscriber:
             else:
                 self._resync()
 
-    def _verify_anew(self) -> None:
-        """Verify over a new connection. Waiting messages came over the old one, or are part of the answer."""
+    def _is_of(self, found: Digest) -> bool:
+        """Return whether a digest is of the view's publisher."""
+        return found.epoch is not None and found.epoch == self._epoch and found.seq >= (self._next or 0)
+
+    def _verify_after_connecting(self) -> bool:
+        """Verify the view if a connection is new: another publisher may be at its end. Return whether it was.
+
+        Messages that wait then came over the old connection, or are part of the answer.
+        """
+        while self._connections.poll(0):
+            self._connections.recv_multipart()
+            self._must_verify |= self._next is not None
+        if not self._must_verify:
+            return False
         for _ in range(2 * _MAX_WAITING):
             if not self._sub.poll(0):
                 break
             self._sub.recv_multipart()
         self.verify()
-
-    def _is_of(self, found: Digest) -> bool:
-        """Return whether a digest is of the view's publisher."""
-        return found.epoch is not None and found.epoch == self._epoch and found.seq >= (self._next or 0)
-
-    def _digest_of(self, frames: list[bytes]) -> Digest | None:
-        """Return the answer to a request for a digest, or None if the publisher does not know the request."""
-        if frames[-2] != END_OF_REPLAY:
-            raise ValueError("a batch came in answer to a request for a digest")
-        return self._digest_decoder.decode(frames[-1]) if frames[-1] else None
-
-    def _note_connections(self) -> None:
-        """Note new connections: another publisher than the view's may be at the other end."""
-        while self._connections.poll(0):
-            self._connections.recv_multipart()
-            self._must_verify |= self._next is not None
+        return True
 
     def _ask(self, *requests: bytes) -> Iterator[list[bytes]]:
         """Yield the messages of the answer, up to each request's end, to `_end_s`, or to the largest size."""

@@ -5,6 +5,7 @@ Publisher and subscribers keep one each: two short digests show whether they are
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 
@@ -15,7 +16,7 @@ from kvcache.exporters.kv_events.wire import AllBlocksCleared, BlockHash, BlockS
 
 _GROUP_BYTES = 4
 _INT_BYTES = 8
-_MAX_INT = (1 << 64) - 1
+_WORD = 1 << 64
 _MAX_PENDING = 1 << 12  # hashes whose values are added up at a time
 Values = npt.NDArray[np.uint64]
 
@@ -30,57 +31,54 @@ class BlockView:
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, _Medium] = {}
+        self.clear()
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
 
     def media(self) -> dict[str, frozenset[tuple[bytes, int]]]:
         """Return the blocks of each medium that holds any, as (block hash, group index)."""
-        return {medium: frozenset(held.blocks()) for medium, held in self._held.items() if len(held)}
+        found: dict[str, set[tuple[bytes, int]]] = {}
+        for (medium, group_idx), hashes in self._held.items():
+            if hashes:
+                found.setdefault(medium, set()).update((block_hash, group_idx) for block_hash in hashes)
+        return {medium: frozenset(blocks) for medium, blocks in found.items()}
 
     def holds(self, medium: str, block_hash: BlockHash, group_idx: int = 0) -> bool:
         """Return whether `medium` holds the block `block_hash` of the KV-cache group `group_idx`.
 
         A publisher with int hashes knows the last 8 bytes of `block_hash` only.
         """
-        held = self._held.get(medium)
-        if held is None:
-            return False
-        hashes = held.groups.get(group_idx, ())
+        hashes = self._held.get((medium, group_idx), ())
         if isinstance(block_hash, int):
             [block_hash] = _as_bytes([block_hash])
         return block_hash in hashes or short_hash(block_hash) in hashes
 
-    def is_held(self, block_hash: bytes, group_idx: int) -> bool:
-        """Return whether any medium holds a block.
-
-        Parameters
-        ----------
-        block_hash : bytes
-            The hash; its last 8 bytes count if the publisher sends ints.
-        group_idx : int
-            The index of the block's KV-cache group.
-        """
-        return any(self.holds(medium, block_hash, group_idx) for medium in self._held)
-
     def add(self, medium: str, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Add `blocks`, pairs of block hash and group index, to `medium`. A block that is held changes nothing."""
         for block_hash, group_idx in blocks:
-            self._change(medium, [block_hash], group_idx, False)
+            self._change(medium, [block_hash], group_idx, 1)
 
     def discard(self, medium: str, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Remove `blocks`, pairs of block hash and group index, from `medium`. A missing block changes nothing."""
         for block_hash, group_idx in blocks:
-            self._change(medium, [block_hash], group_idx, True)
+            self._change(medium, [block_hash], group_idx, -1)
 
     def clear(self) -> None:
         """Empty every medium."""
-        self._held.clear()
+        self._held: dict[tuple[str, int], set[bytes]] = {}
+        self._sums: Counter[str] = Counter()
+        # Hashes whose values are not in the sums yet, by sign: numpy is fast for many at a time only.
+        self._pending: dict[tuple[str, int, int], list[bytes]] = {}
+        self._num_pending = 0
 
     def digests(self) -> dict[str, tuple[int, int]]:
         """Return count and sum of each medium that holds any block."""
-        return {medium: (len(held), held.sum()) for medium, held in self._held.items() if len(held)}
+        self._add_up()
+        counts: Counter[str] = Counter()
+        for (medium, _), hashes in self._held.items():
+            counts[medium] += len(hashes)
+        return {medium: (count, self._sums[medium] % _WORD) for medium, count in counts.items() if count}
 
     def apply(self, batch: EventBatch) -> None:
         """Apply the events of `batch`, in order.
@@ -97,63 +95,36 @@ class BlockView:
             if isinstance(event, AllBlocksCleared):
                 self.clear()
             else:
-                removed = not isinstance(event, BlockStored)
-                self._change(event.medium or "", _as_bytes(event.block_hashes), event.group_idx or 0, removed)
+                sign = 1 if isinstance(event, BlockStored) else -1
+                self._change(event.medium or "", _as_bytes(event.block_hashes), event.group_idx or 0, sign)
 
     def parts(self, num_hashes: int) -> Iterator[tuple[str, int, list[bytes]]]:
         """Yield medium, group index and at most `num_hashes` block hashes, until all blocks were yielded.
 
         The view must not change meanwhile.
         """
-        for medium, held in self._held.items():
-            for group_idx, hashes in held.groups.items():
-                left = iter(hashes)
-                while part := [*islice(left, num_hashes)]:
-                    yield medium, group_idx, part
+        for (medium, group_idx), hashes in self._held.items():
+            left = iter(hashes)
+            while part := [*islice(left, num_hashes)]:
+                yield medium, group_idx, part
 
-    def _change(self, medium: str, hashes: list[bytes], group_idx: int, removed: bool) -> None:
+    def _change(self, medium: str, hashes: list[bytes], group_idx: int, sign: int) -> None:
         _check_group(group_idx)
-        held = self._held.setdefault(medium, _Medium())
-        held.change(hashes, group_idx, removed)
-
-
-class _Medium:
-    """The blocks of one medium: sets of hashes by group, and the sum of their values."""
-
-    __slots__ = ("_num_pending", "_pending", "_sum", "groups")
-
-    def __init__(self) -> None:
-        self.groups: dict[int, set[bytes]] = {}
-        self._sum = 0
-        # Hashes whose values are not in the sum yet, by group and sign: numpy is fast for many at a time only.
-        self._pending: dict[tuple[int, int], list[bytes]] = {}
-        self._num_pending = 0
-
-    def __len__(self) -> int:
-        return sum(map(len, self.groups.values()))
-
-    def blocks(self) -> Iterator[tuple[bytes, int]]:
-        return ((block_hash, group_idx) for group_idx, hashes in self.groups.items() for block_hash in hashes)
-
-    def change(self, hashes: list[bytes], group_idx: int, removed: bool) -> None:
-        held = self.groups.setdefault(group_idx, set())
-        if removed:
-            changed = held.intersection(hashes)
-            held -= changed
-        else:
-            changed = set(hashes) - held
+        held = self._held.setdefault((medium, group_idx), set())
+        changed = set(hashes) - held if sign > 0 else held.intersection(hashes)
+        if sign > 0:
             held |= changed
-        self._pending.setdefault((group_idx, -1 if removed else 1), []).extend(changed)
+        else:
+            held -= changed
+        self._pending.setdefault((medium, group_idx, sign), []).extend(changed)
         self._num_pending += len(changed)
         if self._num_pending >= _MAX_PENDING:
-            self.sum()
+            self._add_up()
 
-    def sum(self) -> int:
-        for (group_idx, sign), hashes in self._pending.items():
-            self._sum += sign * _sum_of_values(hashes, group_idx)
+    def _add_up(self) -> None:
+        for (medium, group_idx, sign), hashes in self._pending.items():
+            self._sums[medium] += sign * _sum_of_values(hashes, group_idx)
         self._pending, self._num_pending = {}, 0
-        self._sum %= 1 << 64
-        return self._sum
 
 
 def block_value(block_hash: bytes, group_idx: int = 0) -> int:
@@ -187,7 +158,7 @@ def as_ints(hashes: list[bytes]) -> list[BlockHash]:
 
 def _as_bytes(hashes: list[BlockHash]) -> list[bytes]:
     """Return integers, signed or not, as 8 bytes."""
-    return [one if isinstance(one, bytes) else (one & _MAX_INT).to_bytes(_INT_BYTES, "big") for one in hashes]
+    return [one if isinstance(one, bytes) else (one % _WORD).to_bytes(_INT_BYTES, "big") for one in hashes]
 
 
 def _sum_of_values(hashes: list[bytes], group_idx: int) -> int:
@@ -201,7 +172,7 @@ def _sum_of_values(hashes: list[bytes], group_idx: int) -> int:
         for column in words.T:
             value = _mix(value ^ column)
         total += int(value.sum(dtype=np.uint64))
-    return total % (1 << 64)
+    return total % _WORD
 
 
 def _mix(state: Values) -> Values:

@@ -25,29 +25,11 @@ BlockHash = int | bytes
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Blocks that came to a medium; the fields of vLLM's struct of this name.
 
-    Parameters
-    ----------
-    block_hashes : list of int or bytes
-        The blocks, each the parent of the next if there are tokens.
-    parent_block_hash : int, bytes or None
-        The block before the first one. None: the first block of a prompt, or not known.
-    token_ids : list of int
-        The tokens of all blocks, or empty: the engine gave none. llm-d then updates known blocks only, and Dynamo
-        ignores the event.
-    block_size : int
-        Tokens of a block.
-    lora_id, lora_name : int and str, optional
-        The LoRA adapter.
-    medium : str
-        ``"CPU"`` or ``"STORAGE"``.
-    extra_keys : list, optional
-        What else was hashed into each block.
-    group_idx : int
-        KV-cache group.
-    kv_cache_spec_kind, kv_cache_spec_sliding_window : str and int, optional
-        What the group holds.
-    locality : str
-        ``"LOCAL"``.
+    Each of the `block_hashes` is the parent of the next if there are `token_ids`, which are those of all blocks.
+    `parent_block_hash` is the block before the first one. `medium` is ``"CPU"`` or ``"STORAGE"``, `locality`
+    ``"LOCAL"``. `group_idx` is a KV-cache group, which holds `kv_cache_spec_kind` (with a window of
+    `kv_cache_spec_sliding_window` tokens). `block_size`, `lora_id`, `lora_name`, `extra_keys`, `ownership`,
+    `session_id` and `lookahead_token_ids` are as vLLM sends them.
     """
 
     block_hashes: list[BlockHash]
@@ -68,18 +50,9 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks that left a medium; the fields of vLLM's struct of this name.
+    """Blocks that left a medium; the fields are those of `BlockStored`.
 
-    Parameters
-    ----------
-    block_hashes : list of int or bytes
-        The blocks.
-    medium : str
-        ``"CPU"`` or ``"STORAGE"``.
-    group_idx : int
-        KV-cache group.
-    locality : str
-        ``"LOCAL"``.
+    They are `block_hashes`, `medium`, `group_idx`, `locality` and `ownership`.
     """
 
     block_hashes: list[BlockHash]
@@ -93,38 +66,11 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Every medium was emptied."""
 
 
-class _StoredArray(BlockStored, array_like=True, tag="BlockStored"):
-    pass
-
-
-class _RemovedArray(BlockRemoved, array_like=True, tag="BlockRemoved"):
-    pass
-
-
-class _ClearedArray(AllBlocksCleared, array_like=True, tag="AllBlocksCleared"):
-    pass
-
-
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
-_ARRAYS: dict[type[KVEvent], type[KVEvent]] = {
-    BlockStored: _StoredArray,
-    BlockRemoved: _RemovedArray,
-    AllBlocksCleared: _ClearedArray,
-}
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One message: events, their time and the data-parallel rank.
-
-    Parameters
-    ----------
-    ts : float
-        Seconds since the epoch, never back.
-    events : list
-        In order.
-    data_parallel_rank : int
-        The engine's rank.
-    """
+    """One message: its time `ts` in seconds since the epoch, its `events` in order, and the `data_parallel_rank`."""
 
     ts: float
     events: list[KVEvent]
@@ -132,19 +78,10 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Digest(msgspec.Struct, omit_defaults=True):
-    """The content of a view after batch `seq`: the number of blocks and the sum of their values, by medium.
+    """The content of a view after batch `seq`: `digests` maps each medium to the number of blocks and their sum.
 
-    Parameters
-    ----------
-    seq : int
-        The last batch that it covers.
-    digests : dict of str to (int, int), optional
-        Medium to count and sum.
-    gap : int, optional
-        1, from older publishers: the next batch sums up events that were too many.
-    epoch : int, optional
-        Drawn at the publisher's start, 53 bits: another one means another publisher, whose numbers have begun anew.
-        Older publishers send none.
+    `epoch` has 53 bits and is drawn at the publisher's start: another one means another publisher, whose numbers have
+    begun anew. Older publishers send none, but a `gap` of 1 if the next batch sums up events that were too many.
     """
 
     seq: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQ)]
@@ -153,6 +90,9 @@ class Digest(msgspec.Struct, omit_defaults=True):
     epoch: int | None = None
 
 
-def array_event(event: KVEvent) -> KVEvent:
+def array_event(event: KVEvent) -> Any:
     """Return an event in the layout of vLLM before 0.24: an array, whose first element is the type."""
-    return _ARRAYS[type(event)](*msgspec.structs.astuple(event))
+    fields = [type(event).__name__, *msgspec.structs.astuple(event)]
+    while fields[-1] is None:
+        fields.pop()
+    return fields

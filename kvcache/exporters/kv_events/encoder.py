@@ -1,0 +1,154 @@
+"""EventEncoder: a manager's events as events of the wire, with the tokens of blocks that requests described.
+
+The event of a block may come when its request is gone, and comes again when the block moves between media.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvcache.events import OffloadingEvent
+from kvcache.exporters.kv_events.view import BlockView, as_ints
+from kvcache.exporters.kv_events.wire import BlockHash, BlockRemoved, BlockStored
+from kvcache.request import Prompt
+
+_LOG = logging.getLogger(__name__)
+MAX_IDLE = 1 << 17
+"""Described blocks that no medium holds, and that may still be stored again."""
+EVENT_COST = 8
+"""Cost of an event without keys, in keys."""
+MAX_BATCH_KEYS = 1024
+_MAX_PIECE_BYTES = 1 << 22
+
+
+class _PromptBlock(NamedTuple):
+    parent: bytes | None
+    token_ids: array[int]
+    lora: tuple[int | None, str | None]
+    extra_keys: tuple[Any, ...] | None
+
+
+class EventEncoder:
+    """Makes wire events; for one thread.
+
+    Parameters
+    ----------
+    block_size, hash_format, spec_kinds
+        As of `KVEventPublisher`.
+    view : BlockView
+        The blocks that were sent. Descriptions of other blocks are kept up to `MAX_IDLE`.
+    """
+
+    def __init__(
+        self, block_size: int, hash_format: str, spec_kinds: Sequence[tuple[str, int | None]], view: BlockView
+    ) -> None:
+        self.block_size = block_size
+        self._has_ints = hash_format == "int"
+        self._spec_kinds = spec_kinds
+        self._view = view
+        self._blocks: OrderedDict[bytes, _PromptBlock] = OrderedDict()
+        self._has_warned = False
+
+    def describe(self, keys: list[bytes], prompt: Prompt) -> None:
+        """Note the tokens of the blocks `keys`. If the prompt is invalid, they are published without tokens."""
+        try:
+            for key in keys:
+                self._describe(key, prompt)
+        except (TypeError, ValueError, OverflowError, IndexError) as error:
+            if not self._has_warned:
+                _LOG.warning("publishing blocks without tokens: %s", error)
+            self._has_warned = True
+        while len(self._blocks) > MAX_IDLE + len(self._view):
+            key, block = self._blocks.popitem(last=False)
+            group_idx = int.from_bytes(key[-4:], "big")
+            if any(self._view.holds(medium, key[:-4], group_idx) for medium in ("CPU", "STORAGE")):
+                self._blocks[key] = block
+
+    def _describe(self, key: bytes, prompt: Prompt) -> None:
+        i = prompt.index_of(key)
+        end = (i + 1) * self.block_size
+        if i < 0 or end > len(prompt.token_ids):
+            return
+        if i and not isinstance(prompt.keys[i - 1], bytes):
+            raise TypeError(f"a prompt's keys must be bytes, got {prompt.keys[i - 1]!r:.80}")
+        extra = None if prompt.extra_keys is None or i >= len(prompt.extra_keys) else prompt.extra_keys[i]
+        lora = prompt.lora_id, prompt.lora_name
+        msgspec.msgpack.encode((lora, extra))  # raises if the event could not be encoded
+        parent = prompt.keys[i - 1][:-4] if i else None
+        tokens = array("I", prompt.token_ids[end - self.block_size : end])
+        self._blocks[key] = _PromptBlock(parent, tokens, lora, None if extra is None else tuple(extra))
+        self._blocks.move_to_end(key)
+
+    def events(self, event: OffloadingEvent) -> Iterator[tuple[BlockStored | BlockRemoved, int]]:
+        """Yield a manager's event in pieces of at most `MAX_BATCH_KEYS` keys, each with its cost in keys."""
+        medium = "CPU" if event.medium == "CPU" else "STORAGE"
+        for group_idx, hashes in sorted(_by_group(event.keys).items()):
+            for run, blocks in [(hashes, [])] if event.removed else self._runs(hashes, group_idx):
+                # A token takes about as many bytes as a hash.
+                num_bytes = 1 + max(map(len, run)) + (8 * self.block_size if blocks else 0)
+                step = max(1, min(MAX_BATCH_KEYS, _MAX_PIECE_BYTES // num_bytes))
+                for start in range(0, len(run), step):
+                    piece = run[start : start + step]
+                    cost = EVENT_COST + len(piece) * MAX_BATCH_KEYS // step
+                    if event.removed:
+                        yield BlockRemoved(self._wire_hashes(piece), medium, group_idx, locality="LOCAL"), cost
+                    else:
+                        size = event.block_size or self.block_size
+                        yield self.stored(piece, medium, group_idx, size, blocks[start : start + step]), cost
+
+    def stored(
+        self, hashes: list[bytes], medium: str, group_idx: int, block_size: int, blocks: Sequence[_PromptBlock] = ()
+    ) -> BlockStored:
+        """Return the event of blocks of one group; `blocks` are their descriptions, or empty."""
+        kind, window = self._spec_kinds[group_idx] if group_idx < len(self._spec_kinds) else (None, None)
+        event = BlockStored(
+            self._wire_hashes(hashes), None, [], block_size, None, medium, None, group_idx=group_idx,
+            kv_cache_spec_kind=kind, kv_cache_spec_sliding_window=window, locality="LOCAL",
+        )  # fmt: skip
+        if blocks:
+            parent = blocks[0].parent
+            event.parent_block_hash = None if parent is None else self._wire_hashes([parent])[0]
+            event.token_ids = [token for block in blocks for token in block.token_ids]
+            event.lora_id, event.lora_name = blocks[0].lora
+            if any(block.extra_keys is not None for block in blocks):
+                event.extra_keys = [block.extra_keys for block in blocks]
+        return event
+
+    def _runs(self, hashes: list[bytes], group_idx: int) -> Iterator[tuple[list[bytes], list[Any]]]:
+        """Yield hashes in runs with their descriptions: chains of described blocks, or blocks without a description."""
+        group = group_idx.to_bytes(4, "big")
+        found = [self._blocks.get(block_hash + group) for block_hash in hashes] if self._blocks else [None]
+        first = 0
+        for i in range(1, len(found)):
+            before, block = found[i - 1], found[i]
+            if before is None or block is None:
+                is_next = before is block
+            else:
+                is_next = block.parent == hashes[i - 1] and block.lora == before.lora
+            if not is_next:
+                yield hashes[first:i], found[first:i] if before is not None else []
+                first = i
+        yield hashes[first:], found[first:] if found[first] is not None else []
+
+    def _wire_hashes(self, hashes: list[bytes]) -> list[BlockHash]:
+        return as_ints(hashes) if self._has_ints else [*hashes]
+
+
+def _by_group(keys: list[bytes]) -> dict[int, list[bytes]]:
+    """Return block hashes by group. A key of up to 4 bytes is a bare hash of group 0; other types are skipped."""
+    if not set(map(type, keys)) <= {bytes}:
+        keys = [key for key in keys if isinstance(key, bytes)]
+    groups: dict[bytes, list[bytes]] = {}
+    if len(tails := {key[-4:] for key in keys}) == 1 and min(map(len, keys)) > 4:
+        groups[tails.pop()] = [key[:-4] for key in keys]
+    else:
+        for key in keys:
+            block_hash, group = (key[:-4], key[-4:]) if len(key) > 4 else (key, bytes(4))
+            groups.setdefault(group, []).append(block_hash)
+    return {int.from_bytes(group, "big"): hashes for group, hashes in groups.items()}
