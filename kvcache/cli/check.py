@@ -76,7 +76,7 @@ def check(
 def _findings(config: Path, num_bytes: int, workers: int) -> list[Finding]:
     from kvcache.assembly.check import Finding, check_config
 
-    given, is_vllm, has_events = _read(config)
+    given, is_vllm, has_events, engine_block = _read(config)
     if not is_vllm:
         return check_config(given, block_bytes=num_bytes, world_size=workers)
     from kvcache.integrations.vllm import settings
@@ -97,6 +97,8 @@ def _findings(config: Path, num_bytes: int, workers: int) -> list[Finding]:
     findings.append(Finding(*describe_release("eviction_policy" in given)))
     if has_events and not given.get(settings.SELF_DESCRIBING):
         findings.append(Finding("warning", "events", settings.UNDESCRIBED))
+    if has_events and (larger := settings.larger_blocks(given, engine_block)):
+        findings.append(Finding("warning", "events", larger))
     return findings
 
 
@@ -117,8 +119,8 @@ def _report(config: Path, findings: list[Finding], strict: bool, json: str | Non
         raise common.CommandError(f"{num_failed} of {len(findings)} checks of {config} failed")
 
 
-def _read(config: Path) -> tuple[Mapping[str, Any], bool, bool]:
-    """Return the options, whether they are vLLM's (inside a kv_transfer_config), and whether its KV events are on."""
+def _read(config: Path) -> tuple[Mapping[str, Any], bool, bool, object]:
+    """Return the options, whether they are vLLM's, whether its KV events are on, and its ``block_size`` or None."""
     source = "standard input" if str(config) == "-" else str(config)
     try:
         text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
@@ -129,6 +131,7 @@ def _read(config: Path) -> tuple[Mapping[str, Any], bool, bool]:
         raise ValueError(f"{source} is not JSON: {error}") from error
     events = given.get("kv_events_config") if isinstance(given, Mapping) else None
     has_events = isinstance(events, Mapping) and events.get("enable_kv_cache_events") is True
+    engine_block = given.get("block_size") if isinstance(events, Mapping) else None
     where = "extra_config"
     for name in _WRAPPERS:
         if isinstance(given, Mapping) and name in given:
@@ -136,7 +139,7 @@ def _read(config: Path) -> tuple[Mapping[str, Any], bool, bool]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
     is_vllm = where != "extra_config" or "spec_module_path" in given or "secondary_tiers" in given
-    return given, is_vllm, has_events
+    return given, is_vllm, has_events, engine_block
 
 
 def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, workers: int) -> int:

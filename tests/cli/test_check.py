@@ -53,6 +53,25 @@ def test_check_vllm_events_without_tokens_warns(tmp_path: Path, capsys, describe
     assert ("routers ignore events without tokens" in " ".join(capsys.readouterr().out.split())) is not described
 
 
+@pytest.mark.parametrize(
+    ("engine", "options", "code"),
+    [
+        ({"block_size": 16}, {}, 0),
+        ({"block_size": 16}, {"block_size": 16, "blocks_per_chunk": 1}, 0),
+        ({}, {"blocks_per_chunk": 4}, 1),
+        ({"block_size": 16}, {"block_size": 64}, 1),
+    ],
+)
+def test_check_vllm_events_with_other_block_size_warns(tmp_path: Path, capsys, engine, options, code: int):
+    config = tmp_path / "engine.json"
+    inner = {"spec_module_path": "kvcache.integrations.vllm", "cpu_bytes_to_use": 1 << 20}
+    inner |= {"self_describing_kv_events": True, **options}
+    events = {"kv_events_config": {"enable_kv_cache_events": True}}
+    config.write_text(json.dumps({**engine, **events, "kv_transfer_config": {"kv_connector_extra_config": inner}}))
+    assert run(str(config), "--strict") == code
+    assert ("ignores events of another block size" in " ".join(capsys.readouterr().out.split())) is (code == 1)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"kv_transfer_config": 3}', "\x00"])
 def test_what_is_no_configuration_is_bad_input(tmp_path: Path, capsys, text):
     config = tmp_path / "c.json"

@@ -197,6 +197,17 @@ def read_settings(extra_config: Mapping[str, Any], num_groups: int = 1) -> Offlo
     return settings
 
 
+def larger_blocks(extra_config: Mapping[str, Any], engine_block: object) -> str:
+    """Return a warning if offloaded blocks differ in size from the engine's `engine_block` tokens, else ""."""
+    offloaded, chunk = extra_config.get("block_size") or engine_block, extra_config.get("blocks_per_chunk", 1)
+    if offloaded == engine_block and chunk == 1:
+        return ""
+    return (
+        f"offloaded blocks (block_size={offloaded!r}, blocks_per_chunk={chunk!r}) differ from the engine's "
+        f"({engine_block!r} tokens); a router such as Dynamo ignores events of another block size"
+    )
+
+
 def unknown_keys(extra_config: Mapping[str, Any]) -> str:
     """Return the keys that neither kvcache nor vLLM reads, each with the known one it resembles; "" for none."""
     return name_unknown(extra_config, KNOWN_KEYS)
