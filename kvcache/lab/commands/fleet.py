@@ -12,7 +12,7 @@ from kvcache.cli import common, model
 from kvcache.lab.commands import options
 from kvcache.lab.commands.tiers import parse_rate
 from kvcache.lab.fleet.settings import FleetSettings
-from kvcache.options import parse_count, parse_size
+from kvcache.options import parse_count, parse_share, parse_size
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
@@ -37,14 +37,29 @@ class FleetOptions:
     """The command line, in the order of ``--help``."""
 
     file: options.TraceArgument
-    engines: Annotated[str, typer.Option(help="Engines of the fleet; several numbers are compared.", metavar="N,...")]
+    engines: Annotated[
+        str,
+        typer.Option(
+            help="Engines of the fleet, and how many restarts empty their memory; several fleets are compared.",
+            metavar="N[:RESTARTS],...",
+        ),
+    ]
     router: Annotated[
-        str, typer.Option(help="round_robin, prefix or events; several are compared.", metavar="ROUTER,...")
+        str,
+        typer.Option(
+            help="round_robin, prefix, events (with the share of lost messages: events:1%) or known (perfect "
+            "knowledge); several are compared.",
+            metavar="ROUTER,...",
+        ),
     ] = "prefix"
     policy: common.PolicyOption = "lru"
     blocks: Annotated[
         str | None,
-        typer.Option(help="Blocks of host memory of an engine [default: 10000].", metavar="N", show_default=False),
+        typer.Option(
+            help="Blocks of host memory of an engine, and of its disk [default: 10000].",
+            metavar="N[+DISK]",
+            show_default=False,
+        ),
     ] = None
     memory: common.MemoryOption = None
     model_text: model.ModelOption = None
@@ -99,8 +114,8 @@ def read_options(given: FleetOptions, split: int, block_bytes: int | None) -> Fl
     from kvcache.lab.fleet.routers import ROUTERS
     from kvcache.lab.simulate.run import check_policy
 
-    routers = [part.strip() for part in given.router.split(",")]
-    for name in routers:
+    routers = [_with_fault(part, "0") for part in given.router.split(",")]
+    for name, _ in routers:
         if name not in ROUTERS:
             raise ValueError(f"--router must be of {', '.join(ROUTERS)}, got {given.router!r}")
     rate, *counts = [part.strip().removesuffix("/s") for part in given.server.split(",")]
@@ -117,14 +132,21 @@ def read_options(given: FleetOptions, split: int, block_bytes: int | None) -> Fl
         check_plot_target(given.plot)
         if given.plot.lower().endswith(".html"):
             raise ValueError(f"--plot of a fleet must end in .png or .svg, got {given.plot!r}")
+    blocks, _, disk_blocks = (given.blocks or "").partition("+")
     store, _, store_rate = (given.store or "0").partition("@")
     return FleetSettings(
-        engines=sorted({parse_count("--engines", part) for part in given.engines.split(",")}),
-        routers=list(dict.fromkeys(routers)),
+        engines=sorted(
+            {
+                (parse_count("--engines", count), parse_count("--engines", restarts, 0))
+                for count, restarts in (_with_fault(part, "0") for part in given.engines.split(","))
+            }
+        ),
+        routers=[(name, parse_share("--router", lost)) for name, lost in dict.fromkeys(routers)],
         copies=given.copies,
         seed=given.seed,
         store_blocks=_store_blocks(store, block_bytes),
-        num_blocks=common.parse_capacity(given.blocks, given.memory, block_bytes or 1, default="10000"),
+        num_blocks=common.parse_capacity(blocks or None, given.memory, block_bytes or 1, default="10000"),
+        disk_blocks=parse_count("--blocks", disk_blocks or "0", 0),
         policy=given.policy,
         block_bytes=block_bytes,
         split=split,
@@ -136,6 +158,11 @@ def read_options(given: FleetOptions, split: int, block_bytes: int | None) -> Fl
         plot=given.plot,
         is_quiet=given.quiet,
     )
+
+
+def _with_fault(part: str, default: str) -> tuple[str, str]:
+    name, _, fault = part.strip().partition(":")
+    return name, fault or default
 
 
 def _store_blocks(text: str, block_bytes: int | None) -> int:
@@ -174,9 +201,13 @@ def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> N
             cache_policy=settings.policy,
             token_s=token_s,
             block_load_s=(block_bytes or 0) / settings.store_bytes_per_s,
+            disk_blocks=settings.disk_blocks,
+            lost=lost,
+            restarts=restarts,
+            seed=settings.seed,
         )
-        for count in settings.engines
-        for router in settings.routers
+        for count, restarts in settings.engines
+        for router, lost in settings.routers
     ]
     results: list[tuple[int, FleetResult]] = []
     with common.Bar("fleet", "requests", settings.is_quiet) as bar:
@@ -227,7 +258,9 @@ def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> N
 def _check_memory(plan: FleetPlan, compact: CompactTrace, copies: int) -> None:
     """Raise ValueError if the full pools and the requests of a fleet do not fit into the free memory."""
     most = max(1, copies * len(compact.ids))
-    blocks = plan.num_engines * min(plan.num_blocks, most) + min(plan.store_blocks, most)
+    blocks = plan.num_engines * (min(plan.num_blocks, most) + min(plan.disk_blocks, most)) + min(
+        plan.store_blocks, most
+    )
     needed = _ROW_BYTES * blocks + _REQUEST_BYTES * copies * len(compact)
     usable = common.usable_bytes()
     if usable is not None and needed > usable:

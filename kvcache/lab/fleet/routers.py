@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     Float64Array = npt.NDArray[np.float64]
 
-ROUTERS = ("round_robin", "prefix", "events")
+ROUTERS = ("round_robin", "prefix", "events", "known")
 _NO_ENGINE = -1
 
 
@@ -22,10 +23,13 @@ _NO_ENGINE = -1
 class FleetPlan:
     """The engines, the router and the store of a fleet.
 
-    `router` is ``"round_robin"``, ``"prefix"`` (the engine that last got the longest prefix of the prompt) or
-    ``"events"`` (the engine that holds the longest prefix by its KV events). The last two choose the engine that is
-    free first if the other's queue costs more time than its prefix saves. `token_s` are seconds of prefill a token,
-    `block_load_s` seconds to load a block from the store; `store_blocks` 0 is no store.
+    `router` is ``"round_robin"``, ``"prefix"`` (the engine that last got the longest prefix of the prompt),
+    ``"events"`` (the engine that holds the longest prefix by its KV events) or ``"known"`` (the same without loss). All
+    but the first choose the engine that is free first if the other's queue costs more time than its prefix saves.
+    `lost` is the share of the messages with events that get lost; the engine's next message repairs the view. Each of
+    the `restarts` empties the host memory of one engine, in turn. `token_s` are seconds of prefill a token,
+    `block_load_s` seconds to load a block from disk or store. `disk_blocks` (of each engine) and `store_blocks` of 0
+    are none.
     """
 
     num_engines: int
@@ -36,13 +40,25 @@ class FleetPlan:
     store_policy: str = "lru"
     token_s: float = 1e-4
     block_load_s: float = 0.0
+    disk_blocks: int = 0
+    lost: float = 0.0
+    restarts: int = 0
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("num_engines", 1), ("num_blocks", 1), ("store_blocks", 0)):
+        for name, least in (
+            ("num_engines", 1),
+            ("num_blocks", 1),
+            ("store_blocks", 0),
+            ("disk_blocks", 0),
+            ("restarts", 0),
+        ):
             if type(getattr(self, name)) is not int or getattr(self, name) < least:
                 raise ValueError(f"{name} must be an int >= {least}, got {getattr(self, name)!r}")
         if self.router not in ROUTERS:
             raise ValueError(f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
+        if not 0 <= self.lost < 1 or (self.lost and self.router != "events"):
+            raise ValueError(f"lost must be a share in 0..1 of the router events, got {self.lost!r} of {self.router!r}")
         for name in ("token_s", "block_load_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a number >= 0, got {getattr(self, name)!r}")
@@ -60,7 +76,10 @@ class Router(Protocol):
         """Called after a request was sent to an engine."""
 
     def on_events(self, engine: int, stored: Int64Array, evicted: Int64Array) -> None:
-        """Called with the blocks that entered and left an engine's host memory."""
+        """Called with the blocks that entered and left an engine's host memory, or its disk if it has one."""
+
+    def on_restart(self, engine: int) -> None:
+        """Called after an engine without a disk has lost its blocks."""
 
 
 class RoundRobin:
@@ -81,6 +100,9 @@ class RoundRobin:
         """Do nothing."""
 
     def on_events(self, engine: int, stored: Int64Array, evicted: Int64Array) -> None:
+        """Do nothing."""
+
+    def on_restart(self, engine: int) -> None:
         """Do nothing."""
 
 
@@ -113,9 +135,12 @@ class PrefixRouter:
     def on_events(self, engine: int, stored: Int64Array, evicted: Int64Array) -> None:
         """Do nothing: this router does not see evictions."""
 
+    def on_restart(self, engine: int) -> None:
+        """Do nothing: this router does not see restarts."""
 
-class EventsRouter(PrefixRouter):
-    """Send a request to the engine that holds its longest prefix by KV events."""
+
+class KnowingRouter(PrefixRouter):
+    """Send a request to the engine that holds its longest prefix."""
 
     def __init__(self, num_ids: int, block_s: float) -> None:
         super().__init__(num_ids, block_s)
@@ -149,9 +174,52 @@ class EventsRouter(PrefixRouter):
         self.num_entries += int((before < 0).sum())
         holders[stored] = engine
 
+    def on_restart(self, engine: int) -> None:
+        """Forget the blocks of an engine."""
+        held = self._held_by(engine)
+        self.on_events(engine, held[:0], held)
+
+    def _held_by(self, engine: int) -> Int64Array:
+        others = [block for block, engines in self._others.items() if engine in engines]
+        return np.concatenate([np.flatnonzero(self._engine_of == engine), np.array(others, np.int64)])
+
+
+class EventsRouter(KnowingRouter):
+    """A `KnowingRouter` that learns from messages. A number that is missing, or begins anew, shows in the next one.
+
+    The router then replays what it has missed, or takes a snapshot of the engine that has started again.
+    """
+
+    def __init__(self, num_ids: int, block_s: float, plan: FleetPlan) -> None:
+        super().__init__(num_ids, block_s)
+        self._lost, self._dice = plan.lost, random.Random(plan.seed)
+        # Messages of each engine that were lost; None: it has started again.
+        self._missed: list[list[tuple[Int64Array, Int64Array] | None]] = [[] for _ in range(plan.num_engines)]
+
+    def on_events(self, engine: int, stored: Int64Array, evicted: Int64Array) -> None:
+        """Apply a message and those that were lost before, or lose it."""
+        missed = self._missed[engine]
+        missed.append((stored, evicted))
+        if self._lost and self._dice.random() < self._lost:
+            return
+        for message in missed:
+            if message is None:
+                held = self._held_by(engine)
+                super().on_events(engine, held[:0], held)
+            else:
+                super().on_events(engine, *message)
+        missed.clear()
+
+    def on_restart(self, engine: int) -> None:
+        """Note that the engine's next message is one of another publisher."""
+        self._missed[engine][:] = [None]
+
 
 def make_router(plan: FleetPlan, num_ids: int, block_size: int) -> Router:
     """Return the router of a fleet."""
     if plan.router == "round_robin":
         return RoundRobin(plan.num_engines)
-    return (PrefixRouter if plan.router == "prefix" else EventsRouter)(num_ids, plan.token_s * block_size)
+    block_s = plan.token_s * block_size
+    if plan.router == "events":
+        return EventsRouter(num_ids, block_s, plan)
+    return (PrefixRouter if plan.router == "prefix" else KnowingRouter)(num_ids, block_s)

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 class FleetSettings:
     """The options of a fleet, checked; sizes in blocks."""
 
-    engines: list[int]
-    routers: list[str]
+    engines: list[tuple[int, int]]
+    """Numbers of engines, and of restarts."""
+    routers: list[tuple[str, float]]
+    """Routers, and the shares of messages that get lost."""
     copies: int | None
     seed: int
     store_blocks: int
     num_blocks: int
+    disk_blocks: int
     policy: str
     block_bytes: int | None
     split: int

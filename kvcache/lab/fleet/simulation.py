@@ -1,4 +1,4 @@
-"""Simulate a fleet: engines with their own host memory, behind a router, over one shared store.
+"""Simulate a fleet: engines with their own host memory and disk, behind a router, over one shared store.
 
 Host memory and the store use the pools and policies of production; time is the trace's. docs/scale.md lists the
 limits of the simulation.
@@ -47,10 +47,10 @@ class Load:
 class FleetResult:
     """The counts of a simulated fleet; rates are a second.
 
-    `local_blocks` hit in the engines' memory, `store_blocks` in the store, `missed_blocks` were computed.
-    `queries_per_s` are existence queries of one key each or in batches, asked anew at every step or remembered;
-    `query_keys_per_s` counts their keys. `busy` is the share of the time for which engines prefill or load, and
-    `imbalance` the work of the busiest engine over the mean.
+    `local_blocks` hit in the engines' memory, `disk_blocks` on their disks and `store_blocks` in the store;
+    `missed_blocks` were computed. `queries_per_s` are existence queries of one key each or in batches, asked anew at
+    every step or remembered; `query_keys_per_s` counts their keys. `busy` is the share of the time for which engines
+    prefill or load, and `imbalance` the work of the busiest engine over the mean.
     """
 
     plan: FleetPlan
@@ -58,6 +58,7 @@ class FleetResult:
     rejected_requests: int
     blocks: int
     local_blocks: int
+    disk_blocks: int
     store_blocks: int
     missed_blocks: int
     written_blocks: int
@@ -89,6 +90,10 @@ def run_fleet(
         CPUOffloadingManager(trace.block_size, min(plan.num_blocks, most), plan.cache_policy)
         for _ in range(plan.num_engines)
     ]
+    disks = [
+        CPUOffloadingManager(trace.block_size, min(plan.disk_blocks, most), plan.store_policy)
+        for _ in range(plan.num_engines if plan.disk_blocks else 0)
+    ]
     store = None
     if plan.store_blocks:
         store = CPUOffloadingManager(trace.block_size, min(plan.store_blocks, most), plan.store_policy)
@@ -97,30 +102,47 @@ def run_fleet(
     free_s = np.zeros(plan.num_engines)
     work_s = np.zeros(plan.num_engines)
     waits_s, ttft_s = np.zeros(num_requests), np.zeros(num_requests)
-    # Per request: blocks, local hits, hits in the store, blocks written to it, and blocks in events.
-    counts = np.zeros((num_requests, 5), np.int64)
+    restart_every = num_requests // (plan.restarts + 1) or 1
+    # Per request: blocks, hits in memory, on disk and in the store, blocks written to it, and blocks in events.
+    counts = np.zeros((num_requests, 6), np.int64)
     num_rejected = 0
     for number, (now_s, ids, input_length) in zip(range(num_requests), trace, strict=False):
         if progressed is not None and number % _PROGRESS_REQUESTS == 0:
             progressed(number)
+        num_restarts, since_restart = divmod(number, restart_every)
+        if not since_restart and 0 < num_restarts <= plan.restarts:
+            restarted = (num_restarts - 1) % plan.num_engines
+            engines[restarted].reset_cache()
+            if not disks:
+                router.on_restart(restarted)
         keys: list[bytes] = ids.view("V8").tolist()
         engine = router.choose(now_s, ids, free_s)
         memory, context = engines[engine], ReqContext()
         num_local: int = memory.lookup(keys, context)
         memory.touch(keys, context)
         output = memory.prepare_store(keys, context)
-        num_events = 0
+        num_events = num_disk = 0
         if output is None:
             num_rejected += 1
         else:
             memory.complete_store(output.keys_to_store, context)
+        if disks:
+            # All blocks are written through, so the disk holds what the memory holds, and decides what a router learns.
+            disk = disks[engine]
+            num_disk = disk.lookup(keys[num_local:], context)
+            disk.touch(keys, context)
+            output = disk.prepare_store(keys, context)
+            if output is not None:
+                disk.complete_store(output.keys_to_store, context)
+            disk.on_request_finished(context)
+        if output is not None:
             num_events = len(output.keys_to_store) + len(output.evicted_keys)
             if num_events:
                 router.on_events(engine, _ids_of(output.keys_to_store), _ids_of(output.evicted_keys))
         memory.on_request_finished(context)
         num_found = num_written = 0
-        if store is not None and num_local < len(keys):
-            rest = keys[num_local:]
+        rest = keys[num_local + num_disk :]
+        if store is not None and rest:
             num_found = store.lookup(rest, context)
             store.touch(rest[:num_found], context)
             written = store.prepare_store(rest[num_found:], context)
@@ -129,20 +151,21 @@ def run_fleet(
                 num_written = len(written.keys_to_store)
             store.on_request_finished(context)
         router.on_placed(engine, ids)
-        hit_tokens = min((num_local + num_found) * trace.block_size, input_length)
-        seconds = max(input_length - hit_tokens, 1) * plan.token_s + num_found * plan.block_load_s
+        num_loaded = num_disk + num_found
+        hit_tokens = min((num_local + num_loaded) * trace.block_size, input_length)
+        seconds = max(input_length - hit_tokens, 1) * plan.token_s + num_loaded * plan.block_load_s
         begin_s = max(now_s, free_s[engine])
         free_s[engine] = begin_s + seconds
         work_s[engine] += seconds
         waits_s[number], ttft_s[number] = begin_s - now_s, begin_s + seconds - now_s
-        counts[number] = len(keys), num_local, num_found, num_written, num_events
+        counts[number] = len(keys), num_local, num_disk, num_found, num_written, num_events
     if progressed is not None:
         progressed(num_requests)
     stats = None if store is None else store.stats()
     arrivals_s = trace.arrivals_s[:num_requests]
-    blocks, local, found, put, _ = counts.sum(axis=0).tolist()
-    asked = counts[:, 0] - counts[:, 1] if store is not None else np.zeros(num_requests, np.int64)
-    queries, keys_asked = _queries(asked, counts[:, 2], waits_s)
+    blocks, local, on_disk, found, put, _ = counts.sum(axis=0).tolist()
+    asked = counts[:, 0] - counts[:, 1] - counts[:, 2] if store is not None else np.zeros(num_requests, np.int64)
+    queries, keys_asked = _queries(asked, counts[:, 3], waits_s)
     span_s = float(arrivals_s[-1]) if num_requests else 0.0
     p50, p99 = np.quantile(ttft_s, (0.5, 0.99)).tolist() if num_requests else (0.0, 0.0)
     return FleetResult(
@@ -151,8 +174,9 @@ def run_fleet(
         rejected_requests=num_rejected,
         blocks=blocks,
         local_blocks=local,
+        disk_blocks=on_disk,
         store_blocks=found,
-        missed_blocks=blocks - local - found,
+        missed_blocks=blocks - local - on_disk - found,
         written_blocks=put,
         store_evicted_blocks=0 if stats is None else stats.evicted_blocks,
         store_held_blocks=0 if stats is None else stats.num_blocks - stats.num_free,
@@ -160,11 +184,11 @@ def run_fleet(
         ttft_p99_s=p99,
         busy=float(work_s.sum()) / (span_s * plan.num_engines) if span_s else 0.0,
         imbalance=float(work_s.max() / work_s.mean()) if work_s.any() else 1.0,
-        read_blocks_per_s=_load(arrivals_s, counts[:, 2]),
-        written_blocks_per_s=_load(arrivals_s, counts[:, 3]),
+        read_blocks_per_s=_load(arrivals_s, counts[:, 3]),
+        written_blocks_per_s=_load(arrivals_s, counts[:, 4]),
         queries_per_s={name: _load(arrivals_s, number) for name, number in queries.items()},
         query_keys_per_s=_load(arrivals_s, keys_asked),
-        events_per_s=_load(arrivals_s, counts[:, 4]),
+        events_per_s=_load(arrivals_s, counts[:, 5]),
         router_entries=router.num_entries,
     )
 

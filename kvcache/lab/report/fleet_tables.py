@@ -17,9 +17,11 @@ def facts_of(copies: int, result: FleetResult, settings: FleetSettings) -> dict[
     facts = result.as_dict()
     plan = facts.pop("plan")
     blocks = max(1, result.blocks)
-    facts = {"engines": plan["num_engines"], "router": plan["router"], "copies": copies, **facts}
+    lost = f":{plan['lost']:.3g}" if plan["lost"] else ""
+    facts = {"engines": plan["num_engines"], "router": plan["router"] + lost, "copies": copies, **facts}
+    facts["restarts"], facts["disk_capacity_blocks"] = plan["restarts"], plan["disk_blocks"]
     facts["num_blocks"], facts["store_capacity_blocks"] = plan["num_blocks"], plan["store_blocks"]
-    for name in ("local", "store", "missed"):
+    for name in ("local", "disk", "store", "missed"):
         facts[f"{name}_share"] = facts[f"{name}_blocks"] / blocks
     queries = facts["queries_per_s"]
     facts["queries_saved"] = {
@@ -42,7 +44,7 @@ def _limits(result: FleetResult, settings: FleetSettings) -> Iterator[tuple[str,
         yield "store_bytes", (read + written) * settings.block_bytes / settings.server_bytes_per_s
     if result.plan.store_blocks:
         yield "store_queries", result.query_keys_per_s.peak / settings.server_keys_per_s
-    if result.plan.router == "events":
+    if result.plan.router in ("events", "known"):
         yield "router_events", result.events_per_s.peak / settings.router_events_per_s
 
 
@@ -57,19 +59,33 @@ def print_fleets(title: str, cells: list[dict[str, Any]], document: dict[str, An
         store = f"a store of {settings.store_blocks:,} blocks"
         if settings.block_bytes:
             store += f" ({common.human_bytes(settings.store_blocks * settings.block_bytes)})"
+    disk = f" and {settings.disk_blocks:,} on disk" if settings.disk_blocks else ""
     console.print(
-        f"{title}: {settings.num_blocks:,} blocks of {document['block_size']} tokens an engine, {store}, "
+        f"{title}: {settings.num_blocks:,} blocks{disk} of {document['block_size']} tokens an engine, {store}, "
         f"{1 / document['token_prefill_s']:,.0f} tokens/s of prefill",
         soft_wrap=True,
         markup=False,
     )
-    heads = ("engines", "router", "copies", "host memory", "store", "computed", "TTFT p50", "p99", "busy", "imbalance")
+    heads = (
+        "engines",
+        "router",
+        "copies",
+        "host memory",
+        "disk",
+        "store",
+        "computed",
+        "TTFT p50",
+        "p99",
+        "busy",
+        "imbalance",
+    )
     lines: list[tuple[str, ...]] = [
         (
             f"{cell['engines']:,}",
             cell["router"],
             f"{cell['copies']:,}",
             f"{cell['local_share']:.2%}",
+            f"{cell['disk_share']:.2%}",
             f"{cell['store_share']:.2%}",
             f"{cell['missed_share']:.2%}",
             common.format_seconds(cell["ttft_p50_s"]),
@@ -82,7 +98,7 @@ def print_fleets(title: str, cells: list[dict[str, Any]], document: dict[str, An
     console.print(common.plain_table(heads, lines), crop=False)
     console.print("a second, in the busiest minute: the store's traffic, existence queries, blocks in events")
     unit = settings.block_bytes
-    heads = ("engines", "router", "read", "written", "queries", "remembered", "batched", "both", "keys", "events")
+    names = ("engines", "router", "read", "written", "queries", "remembered", "batched", "both", "keys", "events")
     lines = [
         (
             f"{cell['engines']:,}",
@@ -94,7 +110,7 @@ def print_fleets(title: str, cells: list[dict[str, Any]], document: dict[str, An
         )
         for cell in cells
     ]
-    console.print(common.plain_table(heads, lines), crop=False)
+    console.print(common.plain_table(names, lines), crop=False)
     for cell in cells:
         console.print(_breaks(cell), soft_wrap=True)
 
