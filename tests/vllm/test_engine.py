@@ -156,18 +156,21 @@ def test_hybrid_model_with_several_groups(boot: Any, models: Any, prompts: Any) 
         assert engine.stats.loaded_blocks > 0
 
 
-def test_events_tell_what_came_and_went(boot: Any, models: Any, crowd: Any, tmp_path: Path) -> None:
+def test_events_of_an_engine_are_taken_by_every_router(boot: Any, models: Any, crowd: Any, tmp_path: Path) -> None:
     import msgspec
     import zmq
+    from consumers import READERS, TAKEN
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
     endpoint = f"ipc://{tmp_path}/events"
-    events = []
+    frames = []
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.subscribe(b"")
+        socket.subscribe(b"kv@")
         socket.connect(endpoint)
-        events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+        events_config = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, topic="kv@host@model"
+        )
         extra_config = {
             "cpu_bytes_to_use": 30 * BLOCK_BYTES,
             "cache_policy": "lru",
@@ -178,8 +181,10 @@ def test_events_tell_what_came_and_went(boot: Any, models: Any, crowd: Any, tmp_
                 engine.generate([prompt])
             stats = engine.stats
             while socket.poll(1000):
-                events += msgspec.msgpack.decode(socket.recv_multipart()[-1], type=KVEventBatch).events
-    ours = [event for event in events if getattr(event, "medium", None) == "CPU"]
+                frames.append(socket.recv_multipart())
+    events = [event for *_, payload in frames for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events]
+    is_ours = [getattr(event, "medium", None) == "CPU" for event in events]
+    ours = [event for event, found in zip(events, is_ours, strict=True) if found]
     stored = [event for event in ours if isinstance(event, BlockStored)]
     removed = [block_hash for event in ours if isinstance(event, BlockRemoved) for block_hash in event.block_hashes]
     told = {tuple(event.token_ids): event.block_hashes[0] for event in stored}
@@ -188,3 +193,9 @@ def test_events_tell_what_came_and_went(boot: Any, models: Any, crowd: Any, tmp_
     # Room for 30: the first prompt's tail goes before its head.
     assert set(removed) == {told[tuple(crowd[0][i : i + 32])] for i in range(320, 640, 32)}
     assert len(removed) == stats.evicted_blocks == 10
+    for name in ("llm-d", "Dynamo", "AIBrix", "vllm-router"):
+        reader = READERS[name](32)
+        verdicts = [verdict for topic, _, payload in frames for verdict in reader.feed(topic, payload)]
+        assert {verdict for verdict, found in zip(verdicts, is_ours, strict=True) if found} == {TAKEN}, name
+        [host] = [blocks for medium, blocks in reader.blocks.items() if medium.lower() in ("cpu", "hostpinned")]
+        assert host == {block_hash % 2**64 for block_hash in {*told.values()} - {*removed}}, name
