@@ -277,12 +277,6 @@ def usable_bytes() -> int | None:
     return None if left is None else int(left[0] * _MEMORY_SHARE)
 
 
-def say_next(json_target: str | None) -> None:
-    """Print how to go on after a demo."""
-    if json_target != "-":
-        console(json_target).print("Next: kvcache plan --help, docs/quickstart.md")
-
-
 def write_json(target: str | None, document: dict[str, Any]) -> None:
     """Write `document` as `write_text` does."""
     if target is not None:

@@ -26,7 +26,7 @@ class RecordCommand(Command):
     options = RecordOptions
 
     def run(self, **options: Any) -> Any:
-        """Return ``{"file", "num_records", "num_lost", ...}``, or ``{"file": None}`` if there is no recording."""
+        """Return ``{"file", "num_records", "num_lost", ...}``, or ``{"file": None}`` without a recording."""
         manager: Any = self.telemetry.manager
         if manager is None:
             raise ValueError("no manager is there to be recorded")

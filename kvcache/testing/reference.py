@@ -25,12 +25,16 @@ def _eligible(order: Iterable[bytes], blocks: dict[bytes, BlockStatus], protecte
     return (key for key in order if blocks[key].ref_cnt == 0 and key not in protected)
 
 
-class ReferenceLRU(CachePolicy):
-    """One recency list, oldest first."""
+class _Reference(CachePolicy):
+    """A policy whose state is all set by `clear`."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.clear()
+
+
+class ReferenceLRU(_Reference):
+    """One recency list, oldest first."""
 
     def clear(self) -> None:
         self.blocks: Blocks = OrderedDict()
@@ -58,15 +62,11 @@ class ReferenceLRU(CachePolicy):
         return [(key, self.blocks.pop(key)) for key in victims]
 
 
-class ReferenceARC(CachePolicy):
+class ReferenceARC(_Reference):
     """Blocks seen once (`t1`) and seen again (`t2`), their ghosts (`b1`, `b2`), and a target for the length of `t1`.
 
     Megiddo & Modha, FAST '03. Unlike the original, it skips blocks that are in use.
     """
-
-    def __init__(self, cache_capacity: int) -> None:
-        super().__init__(cache_capacity)
-        self.clear()
 
     def clear(self) -> None:
         self.t1: Blocks = OrderedDict()
@@ -143,7 +143,7 @@ class _Ranked:
     moved_at: int = 0
 
 
-class ReferenceMQ(CachePolicy):
+class ReferenceMQ(_Reference):
     """Eight recency queues by the logarithm of a block's uses. A block unused for `life` requests moves down one queue.
 
     Multi-Queue (Zhou, Philbin & Li, USENIX ATC '01), with a history of the uses of evicted keys.
@@ -151,10 +151,6 @@ class ReferenceMQ(CachePolicy):
 
     num_queues = 8
     demotions_per_tick = 1024
-
-    def __init__(self, cache_capacity: int) -> None:
-        super().__init__(cache_capacity)
-        self.clear()
 
     def clear(self) -> None:
         self.clock = 0
@@ -278,15 +274,11 @@ class ReferenceAMQ(ReferenceMQ):
         return 2 * octave + (distance >> (octave - 1) & 1)
 
 
-class ReferenceLFUDA(CachePolicy):
+class ReferenceLFUDA(_Reference):
     """Least frequently used with dynamic ageing. A block's value is its uses plus the age of the cache at its last use.
 
     A history keeps the uses of evicted keys.
     """
-
-    def __init__(self, cache_capacity: int) -> None:
-        super().__init__(cache_capacity)
-        self.clear()
 
     def clear(self) -> None:
         self.age = 0

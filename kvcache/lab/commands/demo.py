@@ -77,4 +77,5 @@ def demo(
         lambda done: done / requests,
         lambda: {"kind": traffic, "seed": seed},
     )
-    common.say_next(json)
+    if json != "-":
+        common.console(json).print("Next: kvcache plan --help, docs/quickstart.md")
