@@ -47,7 +47,8 @@ class LocalServer(ThreadingMixIn, TCPServer):
     def __init__(self, family: socket.AddressFamily, address: Any, handler: type[BaseRequestHandler]) -> None:
         self.address_family = family
         self.num_dropped = 0
-        self._since_s: dict[Any, float] = {}
+        self._clients: set[Any] = set()
+        self._since_s: dict[Any, float] = {}  # of clients that are not dropped, oldest first
         self._lock = threading.Lock()
         self._thread: Background | None = None
         try:
@@ -75,7 +76,7 @@ class LocalServer(ThreadingMixIn, TCPServer):
             with self._lock:
                 self._drop(len(self._since_s))
             end_s = time.monotonic() + _CLOSE_S
-            while self._since_s and time.monotonic() < end_s:
+            while self._clients and time.monotonic() < end_s:
                 time.sleep(0.005)
         self.server_close()
 
@@ -88,12 +89,14 @@ class LocalServer(ThreadingMixIn, TCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
+            self._clients.add(request)
             self._since_s[request] = time.monotonic()
             self._drop(len(self._since_s) - self.max_clients)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
+            self._clients.discard(request)
             self._since_s.pop(request, None)
         super().shutdown_request(request)
 
@@ -107,6 +110,7 @@ class LocalServer(ThreadingMixIn, TCPServer):
         """Close the oldest connections. The thread of each then ends; the caller holds the lock."""
         for client in [*self._since_s][: max(0, num_clients)]:
             self.num_dropped += 1
+            del self._since_s[client]
             with contextlib.suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
 
