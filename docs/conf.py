@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.viewcode",
     "generated",
+    "stubs",
     "sphinx_copybutton",
     "sphinx_design",
 ]
