@@ -1,33 +1,44 @@
-"""The pool of blocks in host memory: allocated once, backed by pages at once, and pinned if there is an accelerator.
+"""The pool of blocks in host memory: allocated once, and pinned if there is an accelerator.
 
-Touching every page at start keeps page faults out of the first copies. If memory is short, the start fails with a
-clear error; otherwise the kernel might kill the process an hour later.
+Touching every page keeps page faults out of copies. Touching and pinning hundreds of GB takes minutes, so a pool serves
+as soon as its first piece is ready, and a thread prepares the others. Every block can be copied from the start: a copy
+of memory that is not pinned yet is slower, but correct. So no manager needs to know which blocks are ready.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
+import logging
 import mmap
 import os
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache.options import check_int
-from kvcache.transfer import pinning
+from kvcache.background import Background
+from kvcache.options import check_int, format_size
+from kvcache.transfer import numa, pinning
 from kvcache.transfer.free_memory import check_memory
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+_LOG = logging.getLogger(__name__)
 _HUGE_PAGE_BYTES = 2 << 20
-_TOUCH_BYTES = 1 << 30
-_PART_BYTES = 64 << 20
+_PART_BYTES = 16 << 20
+_MADV_POPULATE_WRITE = 23
+_LIBC = ctypes.CDLL(None)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 Progress = Callable[[str, int, int], None]
 """Called with the step (``"touch"`` or ``"pin"``), the bytes done and the bytes in total."""
@@ -48,9 +59,9 @@ class HostPool:
     align_bytes : int
         Every block starts at a multiple of it; with 4096, direct I/O can write blocks to disk.
     num_threads : int, optional
-        Threads that touch the pages; None: one per CPU of this process, at most 16.
+        Threads that touch the first piece; None: one per CPU of this process, at most 16. One thread touches the rest.
     progress : callable, optional
-        Called after each GiB touched and each 16 GiB pinned.
+        Called after each piece that is touched or pinned, for later pieces in the background thread.
     device : torch.device, optional
         The accelerator's device that copies the blocks; None: the current one.
 
@@ -63,11 +74,11 @@ class HostPool:
     stride_bytes : int
         From one block to the next.
     piece_bytes : int
-        A copy of a device must not cross a multiple of it: memory is locked in pieces.
+        Memory is touched and locked in pieces of so many bytes. A copy of a device must not cross a multiple of it.
     device : torch.device or None
         The device for which the pool is pinned.
-    pinned_bytes : int
-        Bytes that are page-locked.
+    touched_bytes, pinned_bytes : int
+        The first bytes, which have been touched, and those that are page-locked.
     pin_failures : int
         How often locking was refused (a metric: 0 or 1).
 
@@ -78,14 +89,17 @@ class HostPool:
 
     Notes
     -----
-    The memory belongs to the pool's tensor and its views, and is freed with the last of them.
+    The memory belongs to the pool's tensor and its views, and is freed with the last of them. Its pages lie on the NUMA
+    node of the device, and are transparent huge pages if the system has them.
     """
 
-    # One call for hundreds of GiB fails, and reports no progress.
-    piece_bytes = 16 << 30
+    # The first piece delays the start. While a piece is locked, the driver may delay the engine's calls.
+    piece_bytes = 128 << 20
     device: torch.device | None = None
+    touched_bytes = 0
     pinned_bytes = 0
     pin_failures = 0
+    _preparation: Background | None = None
 
     def __init__(
         self,
@@ -109,8 +123,81 @@ class HostPool:
         check_memory(num_bytes)
         self.flat = _map(num_bytes)
         self.tensor = self.flat.view(num_blocks, self.stride_bytes)[:, :block_bytes]
-        self._touch(min(16, len(os.sched_getaffinity(0))) if num_threads is None else num_threads, progress)
-        pin_at_start(self, pin, device, progress)
+        self.prepare(pin, device, progress, num_threads)
+
+    def prepare(
+        self,
+        pin: bool | None,
+        device: torch.device | None,
+        progress: Progress | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Touch and pin the first piece, and start a thread for the others; constructors pass their arguments."""
+        device = pinning.accelerator() if device is None else device
+        self.device = None if device is None or device.type == "cpu" else device
+        self._node = None if self.device is None else numa.device_node(self.device)
+        self._is_ready = threading.Event()
+        pins = self.device is not None if pin is None else pin
+        first_bytes = self.num_bytes if pins and not pinning.can_lock_beside_captures(self.device) else self.piece_bytes
+        num_threads = min(16, len(os.sched_getaffinity(0))) if num_threads is None else num_threads
+        with ThreadPoolExecutor(num_threads, initializer=numa.run_on_node, initargs=(self._node,)) as threads:
+
+            def touch(first: int) -> None:
+                self._touch(first, min(first + _PART_BYTES, first_bytes))
+
+            list(threads.map(touch, range(0, min(first_bytes, self.num_bytes), _PART_BYTES)))
+        self._touched(first_bytes, progress)
+        if pins:
+            self.pin(progress, first_bytes)
+        _LOG.info("%s", self.describe())
+        if self.touched_bytes == self.num_bytes:
+            self._is_ready.set()
+        else:
+            # The thread must not run C code while the process ends.
+            atexit.register(self._stop_preparing)
+            self._preparation = Background("host-pool", lambda stopping: self._prepare_rest(stopping, pins, progress))
+
+    def _prepare_rest(self, stopping: threading.Event, pins: bool, progress: Progress | None) -> None:
+        """Touch and pin all pieces but the first; run by the background thread."""
+        started_s = time.monotonic()
+        numa.run_on_node(self._node)
+        try:
+            while self.touched_bytes < self.num_bytes and not stopping.is_set():
+                end = self.touched_bytes + self.piece_bytes
+                for first in range(self.touched_bytes, min(end, self.num_bytes), _PART_BYTES):
+                    self._touch(first, min(first + _PART_BYTES, end))
+                self._touched(end, progress)
+                if pins and not self.pin_failures:
+                    self.pin(progress, end)
+            _LOG.info("%s, in %.1f s beside the engine", self.describe(), time.monotonic() - started_s)
+        finally:
+            self._is_ready.set()
+            atexit.unregister(self._stop_preparing)
+
+    def _touch(self, first: int, end: int) -> None:
+        """Back bytes with pages without a change to their content, because blocks may lie there already."""
+        num_bytes = min(end, self.num_bytes) - first
+        skipped = (self.address + first) % mmap.PAGESIZE
+        # Linux before 5.14 refuses. Pages are then backed when they are pinned, or by the first copy.
+        _LIBC.madvise(self.address + first - skipped, num_bytes + skipped, _MADV_POPULATE_WRITE)
+
+    def _touched(self, end: int, progress: Progress | None) -> None:
+        self.touched_bytes = min(end, self.num_bytes)
+        if progress is not None:
+            progress("touch", self.touched_bytes, self.num_bytes)
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Wait until the whole pool is touched, and pinned if it is to be; return whether it is."""
+        return self._is_ready.wait(timeout_s)
+
+    def describe(self) -> str:
+        """Return a line for a log: size, node, and how much of it is touched and pinned."""
+        node = "" if self._node is None else f" on NUMA node {self._node}"
+        rest = "" if self.touched_bytes == self.num_bytes else "; a thread prepares the rest"
+        return (
+            f"host pool of {format_size(self.num_bytes)}{node}: {format_size(self.touched_bytes)} touched and "
+            f"{format_size(self.pinned_bytes)} pinned{rest}"
+        )
 
     def __repr__(self) -> str:
         return f"HostPool(num_blocks={self.num_blocks}, block_bytes={self.block_bytes}, pinned={self.is_pinned})"
@@ -144,12 +231,23 @@ class HostPool:
         """Return the block in slot `block_id` as a writable buffer of unsigned bytes; no copy."""
         return memoryview(self.array[self._checked(block_id)]).cast("B")
 
+    def parts(self, first: int, stop: int) -> list[torch.Tensor]:
+        """Return the bytes of the blocks ``first:stop`` as flat tensors that a device can copy; no copy."""
+        start, end = first * self.stride_bytes, stop * self.stride_bytes
+        cuts = range(start - start % self.piece_bytes + self.piece_bytes, end, self.piece_bytes)
+        return [self.flat[low:high] for low, high in pairwise((start, *cuts, end))]
+
     def close(self) -> None:
-        """Unlock pinned memory; the memory itself is freed with the last view of it."""
+        """Stop the preparation and unlock pinned memory; the memory itself is freed with the last view of it."""
+        self._stop_preparing()
         if self.pinned_bytes:
             for first in range(0, self.pinned_bytes, self.piece_bytes):
                 pinning.unlock(self.address + first, self.device)
             self.pinned_bytes = 0
+
+    def _stop_preparing(self) -> None:
+        if self._preparation is not None:
+            self._preparation.stop(None)
 
     def __del__(self) -> None:
         if getattr(self, "pinned_bytes", 0):
@@ -160,29 +258,21 @@ class HostPool:
             raise ValueError(f"block_id must be in 0..{self.num_blocks - 1}, got {block_id!r}")
         return block_id
 
-    def _touch(self, num_threads: int, progress: Progress | None) -> None:
-        with ThreadPoolExecutor(num_threads) as threads:
-            for first in range(0, self.num_bytes, _TOUCH_BYTES):
-                part = self.flat[first : first + _TOUCH_BYTES]
-                pages = part[:: mmap.PAGESIZE].tensor_split(-(-part.numel() // _PART_BYTES))
-                # torch releases the GIL, and uses no threads of its own for so few values.
-                list(threads.map(torch.Tensor.zero_, pages))
-                if progress is not None:
-                    progress("touch", first + part.numel(), self.num_bytes)
-
-    def pin(self, progress: Progress | None = None) -> None:
-        """Page-lock the memory; if that is refused, warn once and leave it unpinned.
+    def pin(self, progress: Progress | None = None, end: int | None = None) -> None:
+        """Page-lock the memory; if that is refused, warn once and leave the rest unpinned.
 
         Parameters
         ----------
         progress : callable, optional
             Called with ``"pin"``, the bytes pinned so far and the bytes in total.
+        end : int, optional
+            Lock only pieces that start before this byte; None: all.
         """
-        for first in range(0, self.num_bytes, self.piece_bytes):
+        for first in range(self.pinned_bytes, min(end or self.num_bytes, self.num_bytes), self.piece_bytes):
             num_bytes = min(self.piece_bytes, self.num_bytes - first)
             error = pinning.lock(self.address + first, num_bytes, self.device)
             if error:
-                self.close()
+                # Pieces that are locked stay so: a device may be copying them.
                 self.pin_failures += 1
                 warnings.warn(
                     f"host memory stays unpinned, transfers will be slower: {num_bytes} bytes at offset {first} "
@@ -193,17 +283,7 @@ class HostPool:
                 return
             self.pinned_bytes += num_bytes
             if progress is not None:
-                progress("pin", first + num_bytes, self.num_bytes)
-
-
-def pin_at_start(
-    pool: HostPool, pin: bool | None, device: torch.device | None, progress: Progress | None = None
-) -> None:
-    """Pin a new pool as the arguments of its constructor say."""
-    device = pinning.accelerator() if device is None else device
-    pool.device = None if device is None or device.type == "cpu" else device
-    if pool.device is not None if pin is None else pin:
-        pool.pin(progress)
+                progress("pin", self.pinned_bytes, self.num_bytes)
 
 
 def _map(num_bytes: int) -> torch.Tensor:

@@ -6,8 +6,10 @@ torch has no call for this that works on every accelerator: each platform adds i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import NamedTuple
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +22,9 @@ class Pinning(NamedTuple):
 
     unlock: Callable[[int], None]
     """Takes an address that was locked."""
+
+    locks_beside_captures: Callable[[], bool] = lambda: False
+    """Whether `lock` leaves a graph valid that another thread captures meanwhile."""
 
 
 def accelerator() -> torch.device | None:
@@ -37,6 +42,11 @@ def lock(address: int, num_bytes: int, device: torch.device | None) -> str:
     return PLATFORMS[device.type].lock(address, num_bytes, device)
 
 
+def can_lock_beside_captures(device: torch.device | None) -> bool:
+    """Return whether a background thread may call `lock`: an engine captures graphs in another one."""
+    return device is not None and device.type in PLATFORMS and PLATFORMS[device.type].locks_beside_captures()
+
+
 def unlock(address: int, device: torch.device | None) -> None:
     """Release memory that `lock` has locked for the device."""
     if device is not None:
@@ -45,7 +55,7 @@ def unlock(address: int, device: torch.device | None) -> None:
 
 def _cuda_lock(address: int, num_bytes: int, device: torch.device) -> str:
     try:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _relaxed_capture():
             code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)  # type: ignore[no-untyped-call]
             if int(code) == 0:
                 return ""
@@ -57,9 +67,31 @@ def _cuda_lock(address: int, num_bytes: int, device: torch.device) -> str:
     return f"CUDA error {int(code)}"
 
 
+@cache
+def _exchange_capture_mode() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
+
+
+@contextlib.contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Allow this thread calls that invalidate, in CUDA's default mode, the captures of other threads."""
+    exchange = _exchange_capture_mode()
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    if exchange is not None:
+        exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
+
+
 def _cuda_unlock(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-PLATFORMS = {"cuda": Pinning(_cuda_lock, _cuda_unlock)}
+PLATFORMS = {"cuda": Pinning(_cuda_lock, _cuda_unlock, lambda: _exchange_capture_mode() is not None)}
 """The functions by type of device."""

@@ -12,7 +12,7 @@ import torch
 from kvcache.transfer.base import OffloadingHandler
 from kvcache.transfer.factory import cpu_gpu_handlers
 from kvcache.transfer.geometry import host_block_bytes
-from kvcache.transfer.host_pool import HostPool, bytes_of, pin_at_start
+from kvcache.transfer.host_pool import HostPool, bytes_of
 
 if TYPE_CHECKING:
     from kvcache.specs import CanonicalKVCaches, TransferResult
@@ -49,9 +49,7 @@ class SharedHostPool(HostPool):
         self.stride_bytes = stride_bytes
         self.flat = bytes_of(mapping)[first_byte : first_byte + num_bytes]
         self.tensor = self.flat.as_strided((num_blocks, block_bytes), (stride_bytes, 1))
-        # Read, not written: another process may keep its blocks there already.
-        self.flat[:: mmap.PAGESIZE].count_nonzero()
-        pin_at_start(self, pin, device)
+        self.prepare(pin, device)
 
 
 class _OwnedBlocksHandler(OffloadingHandler):

@@ -71,7 +71,7 @@ def load(library: Path) -> ctypes.CDLL:
         code = late.host_register(address, num_bytes, device.index)
         return f"error {code}" if code else ""
 
-    pinning.PLATFORMS["late"] = pinning.Pinning(lock, late.host_unregister)
+    pinning.PLATFORMS["late"] = pinning.Pinning(lock, late.host_unregister, lambda: True)
     return late
 
 

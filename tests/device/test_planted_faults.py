@@ -300,7 +300,7 @@ def waiting_for_compute_blocks(patch):
 
 @fault(tests.test_nothing_synchronises)
 def pool_is_not_pinned(patch):
-    patch.setattr(HostPool, "pin", lambda self, progress=None: None)
+    patch.setattr(HostPool, "pin", lambda self, progress=None, end=None: None)
 
 
 @fault(tests.test_bytes_return_after_store_and_load)

@@ -1,5 +1,6 @@
 """Transfers on a device, a GPU or the simulated one: bytes, order, lifetime, and what the host does not wait for."""
 
+import threading
 import time
 from contextlib import contextmanager
 
@@ -310,9 +311,37 @@ def test_copy_crosses_pieces_that_were_pinned_apart(bench, monkeypatch):
     monkeypatch.setattr(HostPool, "piece_bytes", 3 * 4096 // 2 * (layer_bytes(0) // 512))
     bench.pool.close()
     bench.pool = HostPool(NUM_BLOCKS // 2, bench.pool.block_bytes)
+    assert bench.pool.wait_ready(60)
     assert bench.pool.is_pinned
     assert bench.pool.num_bytes > bench.pool.piece_bytes
     bench.store, bench.load = bench.handlers()
+    test_bytes_return_after_store_and_load(bench)
+    bench.pool.close()
+    monkeypatch.undo()
+    bench.pool.pin()
+
+
+def test_copies_are_correct_while_the_pool_is_pinned_in_the_background(bench, monkeypatch):
+    allowed = threading.Semaphore(1)
+    lock = pinning.lock
+
+    def slow_lock(*arguments):
+        assert allowed.acquire(timeout=60)
+        return lock(*arguments)
+
+    bench.pool.close()
+    monkeypatch.setattr(pinning, "lock", slow_lock)
+    monkeypatch.setattr(HostPool, "piece_bytes", 2 * 4096 * (layer_bytes(0) // 512))
+    bench.pool = HostPool(NUM_BLOCKS // 2, bench.pool.block_bytes)
+    num_pieces = -(-bench.pool.num_bytes // HostPool.piece_bytes)
+    assert (num_pieces > 2, bench.pool.is_pinned) == (True, False)
+    bench.store, bench.load = bench.handlers()
+    for _ in range(num_pieces - 1):
+        # The first round runs before the second piece is pinned, the others while or after the next one is.
+        test_bytes_return_after_store_and_load(bench)
+        allowed.release()
+    assert bench.pool.wait_ready(60)
+    assert bench.pool.is_pinned
     test_bytes_return_after_store_and_load(bench)
     bench.pool.close()
     monkeypatch.undo()

@@ -1,13 +1,15 @@
-"""A host pool allocates all its memory at construction, or raises an error with the reason."""
+"""A host pool allocates its memory at construction, or raises an error; a thread prepares all but its first piece."""
 
 import mmap
+import os
+import threading
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from kvcache.transfer import pinning
+from kvcache.transfer import numa, pinning
 from kvcache.transfer.host_pool import HostPool
 
 
@@ -148,12 +150,115 @@ def test_pool_of_a_cpu_device_is_not_pinned(locked):
     assert not locked
 
 
-def test_pool_piece_that_is_refused_unpins_the_others(locked):
+def test_pool_piece_that_is_refused_leaves_the_others_pinned(locked):
     locked.limit = 2
     with pytest.warns(RuntimeWarning, match="1808 bytes at offset 8192 cannot be locked: out of memory"):
         pool = HostPool(10, 1000, device=torch.device("cuda", 3))
+    assert len(locked) == 2
+    assert (pool.pin_failures, pool.pinned_bytes, pool.is_pinned) == (1, 8192, False)
+    pool.close()
     assert not locked
-    assert pool.pin_failures == 1
+
+
+@pytest.fixture
+def slow(locked, monkeypatch):
+    """As `locked`, on a platform that locks in the background: each piece after the first waits for `slow.allowed`."""
+    locked.allowed = threading.Semaphore(0)
+
+    def lock(address, num_bytes, device):
+        assert not locked or locked.allowed.acquire(timeout=60)
+        return locked.lock(address, num_bytes, device)
+
+    monkeypatch.setitem(pinning.PLATFORMS, "cuda", pinning.Pinning(lock, locked.pop, lambda: True))
+    return locked
+
+
+def test_pool_serves_with_its_first_piece_and_pins_the_rest_in_the_background(slow, caplog):
+    caplog.set_level("INFO")
+    pool = HostPool(10, 1000, device=torch.device("cuda", 3))
+    assert (len(slow), pool.pinned_bytes, pool.is_pinned) == (1, 4096, False)
+    assert not pool.wait_ready(0)
+    # Blocks of every piece hold their bytes, whether they were written before, while or after the piece was pinned.
+    for i in range(10):
+        pool.block(i)[:] = i + 1
+        if i in (3, 7):
+            slow.allowed.release()
+    assert pool.wait_ready(60)
+    assert slow == {pool.address: 4096, pool.address + 4096: 4096, pool.address + 8192: 1808}
+    assert pool.is_pinned
+    assert pool.tensor.tolist() == [[i + 1] * 1000 for i in range(10)]
+    started, prepared = caplog.messages
+    assert started == "host pool of 9.766 KiB: 4 KiB touched and 4 KiB pinned; a thread prepares the rest"
+    assert prepared.startswith("host pool of 9.766 KiB: 9.766 KiB touched and 9.766 KiB pinned, in ")
+    pool.close()
+    assert not slow
+
+
+def test_pool_closed_during_its_preparation_stops_it_and_unpins(slow):
+    pool = HostPool(10, 1000, device=torch.device("cuda", 3))
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    assert pool._preparation.stopping.wait(60)
+    slow.allowed.release()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert not slow
+    assert pool.touched_bytes == 8192
+
+
+def _release_and_wait(slow, pool):
+    slow.allowed.release(2)
+    assert pool.wait_ready(60)
+
+
+def test_pool_piece_refused_in_the_background_warns_and_leaves_the_rest_unpinned(slow):
+    slow.limit = 2
+    pool = HostPool(10, 1000, device=torch.device("cuda", 3))
+    with pytest.warns(RuntimeWarning, match="1808 bytes at offset 8192 cannot be locked: out of memory"):
+        _release_and_wait(slow, pool)
+    assert (pool.pin_failures, pool.pinned_bytes, pool.touched_bytes) == (1, 8192, 10000)
+    pool.close()
+
+
+def test_pool_without_a_device_touches_the_rest_in_the_background(monkeypatch):
+    monkeypatch.setattr(HostPool, "piece_bytes", 4 * mmap.PAGESIZE)
+    pool = HostPool(10, mmap.PAGESIZE, pin=False)
+    assert pool.wait_ready(60)
+    assert (pool.touched_bytes, pool.pinned_bytes) == (pool.num_bytes, 0)
+    resident = np.zeros(10, np.uint8)
+    libc_mincore(pool.address, pool.num_bytes, resident.ctypes.data)
+    assert resident.tolist() == [1] * 10
+
+
+def test_parts_of_blocks_do_not_cross_a_piece(monkeypatch):
+    monkeypatch.setattr(HostPool, "piece_bytes", 4096)
+    pool = HostPool(10, 1000, pin=False)
+    assert [len(part) for part in pool.parts(1, 9)] == [3096, 4096, 808]
+    assert [len(part) for part in pool.parts(0, 4)] == [4000]
+    for i in range(10):
+        pool.block(i)[:] = i
+    assert torch.cat(pool.parts(1, 9)).tolist() == pool.tensor[1:9].flatten().tolist()
+
+
+def test_threads_of_a_pool_run_on_the_cpus_of_the_devices_node(monkeypatch, tmp_path):
+    cpu = min(os.sched_getaffinity(0))
+    for node, cpus in ((1, f"{cpu}-{cpu}"), (2, "9000-9001,9003"), (3, "")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+    monkeypatch.setattr(numa, "_SYS", tmp_path)
+    found = {}
+
+    def run(node):
+        numa.run_on_node(node)
+        found[node] = os.sched_getaffinity(0)
+
+    for node in (1, 2, 3, 4, None):
+        thread = threading.Thread(target=run, args=(node,))
+        thread.start()
+        thread.join()
+    everywhere = os.sched_getaffinity(0)
+    assert found == {1: {cpu}, 2: everywhere, 3: everywhere, 4: everywhere, None: everywhere}
 
 
 def test_refusal_to_pin_is_not_left_to_the_engines_next_kernel(monkeypatch):

@@ -408,19 +408,20 @@ class PrefixCache:
         return num_stored
 
     def _read(self, spec: Any) -> torch.Tensor:
-        runs = [self._pool.tensor[first:stop] for first, stop in _runs(spec.block_ids)]
-        return runs[0] if len(runs) == 1 else torch.cat(runs) if runs else self._pool.tensor[:0]
+        parts = [part for first, stop in _runs(spec.block_ids) for part in self._pool.parts(first, stop)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._pool.flat[:0]
+        return whole.view(-1, self.block_bytes)
 
     def _write(self, past: DynamicCache, row: int, num_pads: int, positions: list[int], spec: Any) -> None:
         packed = [
             self._layout.pack(past, row, num_pads + first * self.block_size, stop - first)
             for first, stop in _runs(np.asarray(positions))
         ]
-        blocks = packed[0] if len(packed) == 1 else torch.cat(packed)
-        done = 0
+        left = (packed[0] if len(packed) == 1 else torch.cat(packed)).view(-1)
         for first, stop in _runs(spec.block_ids):
-            self._pool.tensor[first:stop].copy_(blocks[done : done + stop - first])
-            done += stop - first
+            for part in self._pool.parts(first, stop):
+                part.copy_(left[: len(part)])
+                left = left[len(part) :]
 
 
 class _Requests:

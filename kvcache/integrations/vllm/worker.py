@@ -78,6 +78,7 @@ class KVCacheOffloadingWorker(OffloadingWorker):
             self._pool, store, load = shared_pool_handlers(
                 self.kv_caches, shared, rank, rank_bytes, blocks_per_chunk, num_copy_threads
             )
+        logger.info("kvcache: %s", self._pool.describe())
         self._transfers = TransferWorker()
         self._transfers.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
         self._transfers.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)

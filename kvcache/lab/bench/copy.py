@@ -68,6 +68,7 @@ class CopyBench:
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
         self._pool = HostPool(count, block_bytes)
+        self._pool.wait_ready()
         if device == "cpu":
             self._device_pool = HostPool(count, block_bytes, pin=False)
             self._device = self._device_pool.tensor
@@ -124,16 +125,21 @@ class CopyBench:
         return found | {"torch copy_ per block": one_by_one, "torch index_select": select, "torch indexing": advanced}
 
     def one_copy(self, direction: str) -> Callable[[], object]:
-        """Return a function that copies as many bytes in one piece."""
+        """Return a function that copies as many bytes in one piece, or one per piece of the pool."""
         num_bytes = self.num_blocks * self.block_bytes
         if self._device.is_cpu:
-            ends = (self._pool.address, self._device.data_ptr())
-            target, source = ends if direction == "store" else ends[::-1]
+            addresses = (self._pool.address, self._device.data_ptr())
+            target, source = addresses if direction == "store" else addresses[::-1]
             return lambda: ctypes.memmove(target, source, num_bytes)
-        host, device = (tensor.view(-1)[:num_bytes] for tensor in (self._pool.tensor, self._device))
-        if direction == "store":
-            return lambda: host.copy_(device, non_blocking=True)
-        return lambda: device.copy_(host, non_blocking=True)
+        hosts = self._pool.parts(0, self.num_blocks)
+        devices = self._device.view(-1)[:num_bytes].split_with_sizes([len(part) for part in hosts])
+        ends = (hosts, devices) if direction == "store" else (devices, hosts)
+
+        def copy() -> None:
+            for target, source in zip(*ends, strict=True):
+                target.copy_(source, non_blocking=True)
+
+        return copy
 
     def measure(self, direction: str, layout: str, repeats: int = 5, with_torch: bool = True) -> Iterator[CopyRate]:
         """Time one large copy and every way in turn, `repeats` times (torch's, which are slow, twice); yield the best.

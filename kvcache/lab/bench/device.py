@@ -25,7 +25,7 @@ from kvcache.specs import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
 )
-from kvcache.transfer import pinning
+from kvcache.transfer import numa, pinning
 from kvcache.transfer.factory import cpu_gpu_handlers
 from kvcache.transfer.free_memory import memory_left
 from kvcache.transfer.geometry import host_block_bytes
@@ -118,18 +118,8 @@ def _environment(device: torch.device) -> dict[str, Any]:
         "machine": platform.machine(),
         "device": device.type,
         "device_name": name,
-        "device_numa_node": _numa_node(device),
+        "device_numa_node": numa.device_node(device),
     }
-
-
-def _numa_node(device: torch.device) -> int | None:
-    try:
-        # Older releases of torch lack the address.
-        about: Any = torch.cuda.get_device_properties(device)
-        address = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
-        return int(Path("/sys/bus/pci/devices", address, "numa_node").read_text())
-    except (OSError, ValueError, AttributeError, AssertionError, RuntimeError):
-        return None
 
 
 def _numa_nodes(address: int) -> dict[str, int]:
@@ -146,15 +136,14 @@ def _numa_nodes(address: int) -> dict[str, int]:
 def _measure_pool(device: torch.device, num_bytes: int) -> dict[str, Any]:
     left = memory_left()
     num_bytes = num_bytes if left is None else max(1 << 20, min(num_bytes, left[0] // 4))
-    ends = {"start": time.perf_counter()}
-    pool = HostPool(
-        num_bytes >> 20,
-        1 << 20,
-        pin=device.type != "cpu",
-        progress=lambda step, *_: ends.update({step: time.perf_counter()}),
-    )
-    touched_s = ends["touch"] - ends["start"]
-    pinned_s = ends["pin"] - ends["touch"] if "pin" in ends else None
+    started_s = time.perf_counter()
+    pool = HostPool(num_bytes >> 20, 1 << 20, pin=False, device=device)
+    pool.wait_ready()
+    touched_s = time.perf_counter() - started_s
+    pinned_s = None
+    if device.type != "cpu":
+        pool.pin()
+        pinned_s = time.perf_counter() - started_s - touched_s
     report = {
         "bytes": pool.num_bytes,
         "is_pinned": pool.is_pinned,
