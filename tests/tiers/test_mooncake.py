@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,14 +223,16 @@ def test_master_that_is_down_at_the_start_is_used_once_it_runs(make_store, opene
     assert sorted(load(tier, host, KEYS[:2], job_id=4).done) == KEYS[:2]
 
 
-def test_calls_of_the_client_leave_the_interpreter_to_others(make_store, opened):
-    fresh = make_store("64MB")
+@pytest.mark.parametrize("stopped", ["master", "node"])
+def test_load_from_a_stopped_process_fails_and_leaves_interpreter_and_host_blocks_alone(make_store, opened, stopped):
+    fresh = make_store()
+    pid = {"node": fresh.start_node().pid, "master": fresh.process.pid}[stopped]
     host = blocks()
     tier = open_tier(opened, fresh.master, host)
     store_until_done(tier, host, KEYS[:4])
     turns = []
-    # A load that ends before the master is stopped does not fail.
-    stores.pause(fresh.process.pid)
+    # A load that ends before the process is stopped does not fail.
+    stores.pause(pid)
     try:
         assert tier.submit_load(5, KEYS[:4], list(range(4)))
         end_s = time.monotonic() + 30
@@ -239,9 +240,13 @@ def test_calls_of_the_client_leave_the_interpreter_to_others(make_store, opened)
             turns.append(time.monotonic())
             assert turns[-1] < end_s
             time.sleep(0.01)
+        assert done[0].done == []
+        assert done[0].error or stopped == "node"
+        host[:] = 0
     finally:
-        os.kill(fresh.process.pid, signal.SIGCONT)
-    assert done[0].error
+        stores.resume(pid)
+    time.sleep(0.5)
+    assert not host.any(), "host blocks of a reported job were written"
     # A call that held the lock for its second would have left one turn or two.
     assert len(turns) > 10
 
