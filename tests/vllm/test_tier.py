@@ -165,6 +165,14 @@ def test_tier_full_disk_stays_within_its_capacity_and_announces_removals(make: A
     )
 
 
+def test_tier_stored_blocks_are_announced_in_the_order_of_the_prompt(make: Any, disk: Any) -> None:
+    engine = make(disk(), num_chunks=128)
+    engine.store(keys(*range(50)))
+    engine.settle()
+    stored = [event.keys for event in engine.events if event.medium is base.Medium.STORAGE]
+    assert stored == [keys(*range(50))]
+
+
 def test_tier_opened_again_finds_all_blocks_with_their_recency(make: Any, disk: Any) -> None:
     engine = make(disk(16))
     for first in (0, 8):

@@ -230,9 +230,9 @@ class KVCacheTier(SecondaryTierManager):
         self._controller.give_up_overdue(now_s)
         for job, result in self._controller.get_finished(MAX_STEP_BLOCKS, now_s):
             self._announce(result.removed, removed=True)
-            if job is None or not job.is_load:
+            if job is None:
                 self._announce(result.done, removed=False)
-            if job is not None:
+            else:
                 self._end_job(job, result, now_s)
 
     def _end_job(self, job: TierJob, result: TierResult, now_s: float) -> None:
@@ -242,14 +242,16 @@ class KVCacheTier(SecondaryTierManager):
         if result.start_s is not None and result.end_s is not None:
             seconds = result.end_s - result.start_s
         given: dict[str, Any] = {"transfer_bytes": num_bytes} if self._release.job_bytes else {}
+        done = set(result.done)
         if job.is_load:
-            done = set(result.done)
             is_whole = len(done) == len(keys)
             if not is_whole:
                 given["successful_keys"] = result.done
                 if req_id in self._requests:
                     self._failed.setdefault(req_id, set()).update(key for key in keys if key not in done)
         else:
+            # As vLLM's tiers announce them, and some readers need the head of a prompt first.
+            self._announce([key for key in keys if key in done], removed=False)
             # A block that the tier held already is neither done nor failed.
             is_whole = job.sent_s > 0 and not result.failed and len(job.keys) == len(keys)
         self._results.append(JobResult(job.job_id, is_whole, transfer_time=seconds, **given))
