@@ -140,9 +140,9 @@ class AnnouncedMachine(RuleBasedStateMachine):
             assert self.manager.settle(30)
 
 
-def run_machine(phases=tuple(Phase), **attributes):
+def run_machine(phases=tuple(Phase), max_examples=40, **attributes):
     machine = type("Machine", (AnnouncedMachine,), attributes).TestCase
-    machine.settings = settings(max_examples=40, stateful_step_count=25, phases=phases)
+    machine.settings = settings(max_examples=max_examples, stateful_step_count=25, phases=phases)
     machine("runTest").runTest()
 
 
@@ -166,4 +166,4 @@ def test_lost_event_is_noticed(monkeypatch, loses_removals):
 
     monkeypatch.setattr(CPUOffloadingManager, "take_events", lose)
     with pytest.raises(AssertionError, match="announced"):
-        run_machine(phases=(Phase.generate,), policy="lru")
+        run_machine((Phase.generate,), 400, policy="lru")
