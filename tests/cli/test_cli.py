@@ -135,7 +135,7 @@ def test_bad_lines_can_be_skipped_and_are_counted(run: Any, trace: Path) -> None
             ("--block-bytes", "-1"),
             "--block-bytes must be bytes >= 1 or a size such as '64GiB', '64GB' or '1.5TiB', got '-1'",
         ),
-        (("--block-size", ":7"), "--block-size: 7 tokens must divide the 512 of a listed block, got ':7'"),
+        (("--block-size", ":7"), "--block-size: 7 tokens must divide the 512 of a listed block (1, 2, 4, 8, 16, 32"),
         (("--store-threshold", "-1"), "--store-threshold must be >= 0, got -1"),
         (("--policy", "lru,arc"), "--policy must name one policy, got 'lru,arc': kvcache plan FILE compares several"),
         (("--blocks", "1,2"), "one capacity is needed here, got '1,2': kvcache plan FILE compares several"),

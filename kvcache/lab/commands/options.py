@@ -86,9 +86,10 @@ class TraceOptions:
         if replayed is None:
             return 1
         if trace.block_size % replayed:
+            divisors = [str(one) for one in range(1, trace.block_size + 1) if trace.block_size % one == 0]
             raise ValueError(
-                f"--block-size: {replayed} tokens must divide the {trace.block_size} of a listed block, got "
-                f"{self.block_size!r}"
+                f"--block-size: {replayed} tokens must divide the {trace.block_size} of a listed block "
+                f"({', '.join(divisors)}), got {self.block_size!r}"
             )
         return trace.block_size // replayed
 
