@@ -1,6 +1,7 @@
 """How the documentation is built: pages in Markdown, the API from the compiled modules themselves."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,11 +28,29 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build", "_ext"]
+exclude_patterns = ["_build", "_ext", "_templates"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 
 html_theme = "furo"
 html_title = f"kvcache {version}"
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "versions.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+# The site has a folder for each release. Without git or tags, as in an sdist, the pages have no list.
+_LIST = ["git", "tag", "--list", "v*", "--sort=-version:refname"]
+try:
+    tags = subprocess.run(_LIST, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.split()
+except OSError:
+    tags = []
+html_context = {"releases": [tag.removeprefix("v") for tag in tags]}
 html_static_path = ["_static"]
 html_favicon = "_static/favicon.svg"
 html_css_files = ["custom.css"]
