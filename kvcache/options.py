@@ -52,12 +52,15 @@ _SIZE_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp"
 _COUNT_UNITS: dict[str, int | Fraction] = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
 _DURATION_UNITS: dict[str, int | Fraction] = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 _DURATION_UNITS |= {"us": Fraction(1, 10**6), "ms": Fraction(1, 1000)}
+_MOST_COUNT = 1 << 53
+_MOST_BYTES = 1 << 60
+_MOST_THREADS = 1024
 _CENTURY_S = 100 * 365 * 86_400
 _NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z%]*)", re.IGNORECASE)
 
 
 def parse_size(name: str, value: object) -> int:
-    """Return the bytes that `value` names; ValueError if it names none, or less than one.
+    """Return the bytes that `value` names; ValueError if it names none, less than one, or more than 1 EiB.
 
     A value is whole bytes (JSON may write them as ``1e9``) or a number with a unit: ``"64GB"`` is decimal, ``"64GiB"``
     and ``"64G"`` are binary. Fractions of a byte are cut off.
@@ -65,7 +68,7 @@ def parse_size(name: str, value: object) -> int:
     num_bytes = _whole_number(value)
     if isinstance(value, str) and (parsed := _number_and_unit(value, _SIZE_UNITS)) is not None:
         num_bytes = int(parsed)
-    if num_bytes is None or num_bytes < 1:
+    if num_bytes is None or not 1 <= num_bytes <= _MOST_BYTES:
         raise ValueError(f"{name} must be bytes >= 1 or a size such as '64GiB', '64GB' or '1.5TiB', got {value!r}")
     return num_bytes
 
@@ -93,16 +96,18 @@ def format_size(num_bytes: float) -> str:
     return f"{size:.4g} {unit}"
 
 
-def parse_count(name: str, value: object, least: int = 1) -> int:
+def parse_count(name: str, value: object, least: int = 1, most: int = _MOST_COUNT) -> int:
     """Return the whole number that `value` names: an int, ``10000.0``, ``"10000"``, ``"10k"``, ``"1.5M"`` or ``"2B"``.
 
-    Raise ValueError if it names none, or one below `least`.
+    Raise ValueError if it names none, or one below `least` or above `most`.
     """
     count = _whole_number(value)
     if isinstance(value, str) and (parsed := _number_and_unit(value, _COUNT_UNITS)) is not None:
         count = int(parsed) if parsed.denominator == 1 else None
     if count is None or count < least:
         raise ValueError(f"{name} must be a whole number >= {least}, such as 10000 or '10k', got {value!r}")
+    if count > most:
+        raise ValueError(f"{name} must be at most {most}, got {value!r}")
     return count
 
 
@@ -138,9 +143,9 @@ def parse_flag_or_count(name: str, value: object) -> bool | int:
 
 
 def parse_text(name: str, value: object) -> str:
-    """Return `value` if it is a str that is not empty; ValueError otherwise."""
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a str that is not empty, got {value!r}")
+    """Return `value` if it is a str that is not empty and has no NUL; ValueError otherwise."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError(f"{name} must be a str that is not empty and has no NUL, got {value!r}")
     return value
 
 
@@ -167,14 +172,18 @@ def choice_of(*choices: str) -> Parser:
     return parse_choice
 
 
-def count_from(least: int) -> Parser:
-    """Return the parser of a whole number that is at least `least`."""
+def count_from(least: int, most: int = _MOST_COUNT) -> Parser:
+    """Return the parser of a whole number in `least`..`most`."""
 
     def parse(name: str, value: object) -> int:
-        return parse_count(name, value, least)
+        return parse_count(name, value, least, most)
 
     parse.__name__ = "parse_count"
     return parse
+
+
+parse_threads = count_from(1, _MOST_THREADS)
+"""Parses a number of threads."""
 
 
 def option(parse: Parser, default: Any = MISSING, *, when: str, advanced: bool = False) -> Any:

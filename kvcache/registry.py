@@ -32,11 +32,14 @@ class Registry:
         Entry-point group that third parties register theirs in: ``"kvcache.policies"``.
     builtin : dict of str to str
         Name to ``"package.module:Class"``.
+    base : str
+        The path of a class that every choice must be a subclass of.
     """
 
-    def __init__(self, kind: str, group: str, builtin: dict[str, str]) -> None:
+    def __init__(self, kind: str, group: str, builtin: dict[str, str], base: str = "builtins:object") -> None:
         self.kind = kind
         self.group = group
+        self._base = base
         self._paths = dict(builtin)
 
     def names(self) -> list[str]:
@@ -74,7 +77,7 @@ class Registry:
             return choice
         return self.name_of(choice) or f"{choice.__module__}:{choice.__qualname__}"
 
-    def resolve(self, choice: Any) -> type:
+    def resolve(self, choice: Any) -> type[Any]:
         """Return the class that `choice` names.
 
         Parameters
@@ -85,10 +88,16 @@ class Registry:
         Raises
         ------
         ValueError
-            The name is not known (the message lists the known ones), or the path does not lead to a class.
+            The name is unknown (the message lists the known ones), the path does not lead to a class, or the class is
+            of another kind.
         """
-        if isinstance(choice, type):
-            return choice
+        found = choice if isinstance(choice, type) else self._find(choice)
+        module_name, _, name = self._base.partition(":")
+        if not issubclass(found, getattr(importlib.import_module(module_name), name)):
+            raise ValueError(f"{self.kind} {choice!r} must be a subclass of {name}, got {found!r}")
+        return found
+
+    def _find(self, choice: Any) -> type[Any]:
         if not isinstance(choice, str):
             raise ValueError(f"{self.kind} must be a name, a class or 'package.module:Class', got {choice!r}")
         path = self._paths.get(choice)
@@ -163,6 +172,7 @@ POLICIES = Registry(
         "lfuda": "kvcache.policies.lfuda:LFUDACachePolicy",
         "gittins": "kvcache.policies.gittins:GittinsCachePolicy",
     },
+    "kvcache.policies.base:CachePolicy",
 )
 
 TIERS = Registry(
@@ -174,18 +184,21 @@ TIERS = Registry(
         "mooncake": "kvcache.tiers.mooncake:MooncakeTier",
         "valkey": "kvcache.tiers.valkey:ValkeyTier",
     },
+    "kvcache.tiering.tier:Tier",
 )
 
 CODECS = Registry(
     "codec",
     "kvcache.codecs",
     {"fp8": "kvcache.tiers.codecs.fp8:Fp8Codec", "zstd": "kvcache.tiers.codecs.zstd:ZstdCodec"},
+    "kvcache.tiers.codecs.base:Codec",
 )
 
 SPECS = Registry(
     "spec",
     "kvcache.specs",
     {"cpu": "kvcache.assembly.cpu:CPUOffloadingSpec", "tiering": "kvcache.assembly.tiered:TieringOffloadingSpec"},
+    "kvcache.assembly.base:OffloadingSpec",
 )
 
 EXPORTERS = Registry(
@@ -197,6 +210,7 @@ EXPORTERS = Registry(
         "otel": "kvcache.exporters.otel:SpanExporter",
         "kv_events": "kvcache.exporters.kv_events.exporter:KVEventExporter",
     },
+    "kvcache.control.telemetry:Exporter",
 )
 
 COMMANDS = Registry(

@@ -25,6 +25,7 @@ from kvcache.options import (
     parse_share,
     parse_size,
     parse_text,
+    parse_threads,
 )
 from kvcache.tiers.disk.tier import DiskOptions
 
@@ -76,6 +77,17 @@ def test_a_count_that_is_none_is_refused_with_its_name(value: Any) -> None:
     assert count_from(0)("threshold", 0) == 0
 
 
+def test_parse_value_too_large_is_refused_with_its_name() -> None:
+    with pytest.raises(ValueError, match=r"^num_threads must be at most 1024, got '2k'$"):
+        parse_threads("num_threads", "2k")
+    with pytest.raises(ValueError, match=r"^blocks must be at most 9007199254740992, got 1000000000000000000000$"):
+        parse_count("blocks", 10**21)
+    with pytest.raises(ValueError, match=r"^capacity must be bytes .*, got '2000P'$"):
+        parse_size("capacity", "2000P")
+    with pytest.raises(ValueError, match=r"^path must be .*, got 'a\\x00b'$"):
+        parse_text("path", "a\0b")
+
+
 @pytest.mark.parametrize(
     ("value", "seconds"),
     [(5, 5), (0.25, 0.25), ("5s", 5), ("5", 5), ("200ms", 0.2), ("50 us", 5e-5), ("2min", 120), ("1.5h", 5400)],
@@ -107,7 +119,7 @@ def test_flags_texts_policies_and_choices_name_what_they_refuse() -> None:
     assert choice_of("read", "write")("mode", "read") == "read"
     for parse, value, message in (
         (parse_flag, 1, "^a must be a bool, got 1$"),
-        (parse_text, "", "^a must be a str that is not empty, got ''$"),
+        (parse_text, "", "^a must be a str that is not empty and has no NUL, got ''$"),
         (parse_policy, "lur", "^a: unknown policy 'lur', .*did you mean 'lru'"),
         (choice_of("read", "write"), "wirte", "^a must be one of read, write, got 'wirte'; did you mean 'write'"),
     ):

@@ -11,7 +11,7 @@ import pytest
 
 import kvcache.policies
 from kvcache import ARCCachePolicy, CachePolicy, CPUOffloadingManager, LRUCachePolicy
-from kvcache.registry import POLICIES, TIERS, Registry
+from kvcache.registry import CODECS, EXPORTERS, POLICIES, SPECS, TIERS, Registry
 from kvcache.testing.reference import ReferenceLRU
 
 BUILT_IN = ["lru", "arc", "mq", "amq", "lfuda", "gittins"]
@@ -73,6 +73,13 @@ def test_built_in_classes_have_both_addresses() -> None:
 def test_what_leads_to_no_policy_is_refused(choice: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CPUOffloadingManager(16, 4, choice)
+
+
+@pytest.mark.parametrize("registry", [POLICIES, TIERS, CODECS, SPECS, EXPORTERS])
+def test_resolve_class_of_another_kind_raises(registry: Registry) -> None:
+    for choice in (dict, "builtins:dict"):
+        with pytest.raises(ValueError, match=f"{registry.kind} .*dict.* must be a subclass of .*, got <class 'dict'>"):
+            registry.resolve(choice)
 
 
 def test_a_registered_name_resolves_and_cannot_be_taken_twice() -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from kvcache.assembly.log import set_up_log
 from kvcache.control.arbiter import check_prefill_rate
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.control.pool import MAX_BLOCKS
 from kvcache.control.telemetry import Exporter, JobTracer, Telemetry
 from kvcache.options import (
     ADVANCED,
@@ -33,6 +34,7 @@ from kvcache.options import (
     parse_share,
     parse_size,
     parse_text,
+    parse_threads,
     run_all,
     without_secrets,
 )
@@ -79,9 +81,7 @@ def _parse_tiers(name: str, given: Any) -> tuple[TierSettings, ...]:
 def _parse_tier(entry: Mapping[str, Any]) -> TierSettings:
     if "type" not in entry:
         raise ValueError(f"a tier needs a type, one of {', '.join(TIERS.names())}, got {without_secrets(entry)!r}")
-    tier: Any = TIERS.resolve(entry["type"])
-    if not issubclass(tier, Tier):
-        raise ValueError(f"tier {tier.__name__} must be a Tier")
+    tier = TIERS.resolve(entry["type"])
     own = TierConfig.rest(entry)
     del own["type"]
     where = f"tier {entry['type']!r}"
@@ -100,8 +100,6 @@ def _parse_exporter(entry: Any) -> ExporterSettings:
     if "type" not in options:
         raise ValueError(f"an exporter needs a type, one of {', '.join(EXPORTERS.names())}, got {options!r}")
     exporter = EXPORTERS.resolve(options.pop("type"))
-    if not issubclass(exporter, Exporter):
-        raise ValueError(f"exporter {exporter.__name__} must be an Exporter")
     exporter.check_options(options)
     return ExporterSettings(exporter, options)
 
@@ -118,7 +116,9 @@ class OffloadSettings(Options):
     cpu_bytes_to_use: int | None = option(
         parse_size, None, when="always, or `num_cpu_blocks`: the host memory of all workers"
     )
-    num_cpu_blocks: int | None = option(parse_count, None, when="you count the pool in blocks instead of bytes")
+    num_cpu_blocks: int | None = option(
+        count_from(1, MAX_BLOCKS - 1), None, when="you count the pool in blocks instead of bytes"
+    )
     cache_policy: str | type = option(
         parse_policy, "lru", when="another policy hits more on your traffic; under vLLM the default is `gittins`"
     )
@@ -152,7 +152,7 @@ class OffloadSettings(Options):
         parse_share, 0.5, when="hints may raise the priority of more, or fewer, of all blocks", advanced=True
     )
     num_copy_threads: int | None = option(
-        parse_count, None, when="copies without an accelerator are to use more or fewer threads", advanced=True
+        parse_threads, None, when="copies without an accelerator are to use more or fewer threads", advanced=True
     )
     time_calls: bool = option(
         parse_flag, True, when="histograms of calls and of block ages are not worth their cost", advanced=True

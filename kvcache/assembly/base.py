@@ -168,10 +168,8 @@ def make_spec(config: OffloadingConfig) -> OffloadingSpec:
     ValueError
         The name is unknown (the message lists the known ones), or the spec refuses the configuration.
     """
-    found = SPECS.resolve(config.extra_config.get("spec_name", "cpu"))
-    if not issubclass(found, OffloadingSpec):
-        raise ValueError(f"spec {found.__name__} must be an OffloadingSpec")
-    return found(config)
+    spec: OffloadingSpec = SPECS.resolve(config.extra_config.get("spec_name", "cpu"))(config)
+    return spec
 
 
 def warn_of_unknown(where: str, options: Mapping[str, Any], known: Set[str]) -> None:

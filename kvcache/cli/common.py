@@ -248,7 +248,7 @@ def check_writable(option: str, target: str | None) -> None:
     except OSError as error:
         raise ValueError(f"{option} cannot be written: {target!r}: {error.strerror}") from error
     if not existed:
-        path.unlink()
+        path.resolve().unlink()
 
 
 def plain_table(heads: tuple[str, ...], lines: list[tuple[str, ...]], last: tuple[str, ...] | None = None) -> Any:

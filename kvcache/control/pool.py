@@ -169,10 +169,7 @@ class BlockPool:
         self._missed_blocks = 0
 
     def _make_cache(self, cache_policy: str | type, backend: Backend | None) -> BlockCacheOps:
-        chosen = POLICIES.resolve(cache_policy)
-        if not issubclass(chosen, CachePolicy):
-            raise ValueError(f"cache_policy must be a CachePolicy, got {chosen!r}")
-        policy = chosen(self.num_blocks)
+        policy: CachePolicy = POLICIES.resolve(cache_policy)(self.num_blocks)
         if backend is None:
             native = policy.native(self.num_blocks)
             if native is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvcache.options import Options, check_int, option, parse_count, parse_policy, parse_size
+from kvcache.options import Options, check_int, option, parse_policy, parse_size, parse_threads
 from kvcache.tiering.job_tier import JobTier, TierBatch
 from kvcache.tiers.codecs.base import Codec, CodecMaker, make_codec, parse_codec, stored_form
 
@@ -24,7 +24,7 @@ class MemoryOptions(Options):
 
     capacity: int = option(parse_size, when="always: bytes of memory at most")
     cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
-    num_threads: int = option(parse_count, 2, when="copies are to use more, or fewer, threads", advanced=True)
+    num_threads: int = option(parse_threads, 2, when="copies are to use more, or fewer, threads", advanced=True)
     codec: CodecMaker | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
@@ -57,7 +57,10 @@ class MemoryTier(JobTier):
         num_threads: int = 2,
     ) -> None:
         block_bytes, _ = stored_form(codec, host_blocks, None)
-        self._blocks = np.empty((check_int("num_blocks", num_blocks), block_bytes), np.uint8)
+        try:
+            self._blocks = np.empty((check_int("num_blocks", num_blocks), block_bytes), np.uint8)
+        except MemoryError as error:
+            raise ValueError(f"a memory tier of {num_blocks} blocks does not fit: {error}") from error
         super().__init__(
             host_blocks,
             "MEMORY",
@@ -74,6 +77,8 @@ class MemoryTier(JobTier):
         values = MemoryOptions.read(options)
         codec = make_codec(values.codec, host_blocks)
         block_bytes, _ = stored_form(codec, host_blocks, None)
+        if values.capacity < block_bytes:
+            raise ValueError(f"capacity in a memory tier must be >= {block_bytes}, one block, got {values.capacity}")
         others = values.arguments("capacity", "codec")
         return cls(values.capacity // block_bytes, host_blocks, codec=codec, **others)
 

@@ -42,6 +42,7 @@ from kvcache.options import (
     parse_flag,
     parse_size,
     parse_text,
+    parse_threads,
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
@@ -106,7 +107,7 @@ class MooncakeOptions(Options):
         parse_text, None, when="other nodes reach this one under another address than the master does", advanced=True
     )
     tenant: str = option(parse_text, "default", when="the master itself separates tenants", advanced=True)
-    num_threads: int = option(parse_count, 2, when="checksums are to use more threads", advanced=True)
+    num_threads: int = option(parse_threads, 2, when="checksums are to use more threads", advanced=True)
     max_queued_bytes: int = option(
         parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", advanced=True
     )

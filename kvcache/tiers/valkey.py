@@ -39,6 +39,7 @@ from kvcache.options import (
     parse_flag,
     parse_size,
     parse_text,
+    parse_threads,
     without_secrets,
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
@@ -85,7 +86,7 @@ class ValkeyOptions(Options):
         parse_text, None, when="the certificate of a TLS server is signed by an authority of your own"
     )
     username: str | None = option(parse_text, None, when="the server needs one that is not in `url`", advanced=True)
-    num_threads: int = option(parse_count, 2, when="one connection each way does not fill the link", advanced=True)
+    num_threads: int = option(parse_threads, 2, when="one connection each way does not fill the link", advanced=True)
     max_queued_bytes: int = option(
         parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", advanced=True
     )

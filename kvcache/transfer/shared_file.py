@@ -14,6 +14,7 @@ import mmap
 import os
 import stat
 import struct
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -64,6 +65,8 @@ class SharedBlocks:
 
     def __init__(self, path: Path, num_blocks: int, block_bytes: int, is_owner: bool) -> None:
         num_bytes = num_blocks * block_bytes
+        if num_bytes > sys.maxsize:
+            raise ValueError(f"shared pool {path} of {num_bytes} bytes is too large for a file")
         self.path = path
         self._is_owner = is_owner
         self._owner_fd = -1

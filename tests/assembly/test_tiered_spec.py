@@ -166,6 +166,28 @@ def test_another_model_is_refused(tmp_path):
     assert not Path(config_of(tmp_path).extra_config["advanced"]["pool_path"]).exists()
 
 
+@pytest.mark.parametrize(
+    ("tier", "others", "message"),
+    [
+        ({"capacity": "2000P"}, {}, "capacity in a disk tier must be bytes .*, got '2000P'"),
+        ({"cache_policy": dict}, {}, "cache_policy in a disk tier: policy <class 'dict'> must be a subclass"),
+        ({"advanced": {"num_threads": 10**6}}, {}, "num_threads in a disk tier must be at most 1024, got 1000000"),
+        ({"path": "a\0b"}, {}, r"path in a disk tier must be a str .*, got 'a\\x00b'"),
+        ({}, {"num_cpu_blocks": 1 << 63}, "num_cpu_blocks in extra_config must be at most 1073741823, got"),
+        ({}, {"block_size": 1 << 53}, "shared pool .* bytes.* too large"),
+        ({"type": "memory", "capacity": 1}, {}, "capacity in a memory tier must be >= 8192, one block"),
+        ({"type": "memory", "capacity": "8PiB"}, {}, "a memory tier of .* blocks does not fit"),
+    ],
+)
+def test_make_spec_value_out_of_range_creates_nothing(tmp_path, tier, others, message):
+    options = config_of(tmp_path).extra_config
+    options["advanced"]["pool_path"] = str(tmp_path / "pool")
+    options["tiers"] = [tier if "type" in tier else options["tiers"][0] | tier]
+    with pytest.raises(ValueError, match=message):
+        make_spec(config_of(tmp_path, **options | others)).get_manager()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_default_pool_differs_between_configurations(tmp_path):
     paths = {
         make_spec(config_of(tmp_path, model_name=name, advanced={"pool_path": "/dev/shm/x"}))._identity()

@@ -374,7 +374,7 @@ def test_bad_sample_sizes_are_refused(wrong: Any) -> None:
     [
         ({"policies": "lur"}, "'lur'"),
         ({"policies": []}, "policies must name at least one policy, got none"),
-        ({"policies": ["builtins:dict"]}, "policy 'builtins:dict' must be a CachePolicy"),
+        ({"policies": ["builtins:dict"]}, "policy 'builtins:dict' must be a subclass of CachePolicy"),
         ({"capacities": []}, "capacities must not be empty"),
         ({"capacities": [0, 1]}, "a capacity must be an int in 1..1073741823, got 0"),
         ({"capacities": [1.5]}, "a capacity must be .*, got 1.5"),

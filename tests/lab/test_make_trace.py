@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,24 @@ def test_bad_record_is_named_and_leaves_no_file(
     assert message in err
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
     assert len(lines_made(log, skip_bad=True)) == 1
+
+
+def test_trace_make_pipe_and_symlink_are_written_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = write_lines(tmp_path / "log.jsonl", [{"prompt_token_ids": [1, 2, 3, 4]}])
+    link = tmp_path / "link.jsonl"
+    link.symlink_to("trace.jsonl")
+    assert run(capsys, log, link, "--block-size", 4)[0] == 0
+    expected = (tmp_path / "trace.jsonl").read_bytes()
+    assert link.is_symlink()
+    reading, writing = os.pipe()
+    try:
+        assert run(capsys, log, f"/dev/fd/{writing}", "--block-size", 4)[0] == 0
+        assert os.read(reading, 1 << 16) == expected
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_cut_binary_record_and_empty_log_are_errors(tmp_path: Path) -> None:

@@ -312,18 +312,11 @@ def _checked_capacities(num_blocks: int, capacities: Iterable[int] | None) -> tu
     return at
 
 
-def _policy(name: str) -> type[CachePolicy]:
-    found = POLICIES.resolve(name)
-    if not issubclass(found, CachePolicy):
-        raise ValueError(f"policy {name!r} must be a CachePolicy, got {found!r}")
-    return found
-
-
 def _named(policies: Iterable[str]) -> dict[str, type[CachePolicy]]:
     names = [policies] if isinstance(policies, str) else list(policies)
     if not names:
         raise ValueError("policies must name at least one policy, got none")
-    chosen = {name: _policy(name) for name in names}
+    chosen = {name: POLICIES.resolve(name) for name in names}
     for name, found in chosen.items():
         if found.reads_clock:
             raise ValueError(f"policy {name!r} {_NEEDS_TIME}")
@@ -334,7 +327,7 @@ def _compiled(notes: list[str]) -> dict[str, type[CachePolicy]]:
     chosen: dict[str, type[CachePolicy]] = {}
     for name in POLICIES.names():
         try:
-            found = _policy(name)
+            found: type[CachePolicy] = POLICIES.resolve(name)
         except ValueError as error:
             notes.append(f"{name} is left out: {error}")
             continue

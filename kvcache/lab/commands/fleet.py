@@ -13,6 +13,7 @@ from kvcache.lab.commands import options
 from kvcache.lab.commands.tiers import parse_rate
 from kvcache.lab.fleet.settings import FleetSettings
 from kvcache.options import parse_count, parse_share, parse_size
+from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
@@ -112,7 +113,6 @@ def fleet(given: FleetOptions) -> None:
 def read_options(given: FleetOptions, split: int, block_bytes: int | None) -> FleetSettings:
     """Check and parse the command line."""
     from kvcache.lab.fleet.routers import ROUTERS
-    from kvcache.lab.simulate.run import check_policy
 
     routers = [_with_fault(part, "0") for part in given.router.split(",")]
     for name, _ in routers:
@@ -122,7 +122,7 @@ def read_options(given: FleetOptions, split: int, block_bytes: int | None) -> Fl
     if len(counts) not in (1, 2):
         raise ValueError(f"--server must be RATE,KEYS[,EVENTS], as in 2.5GB/s,900k,690k, got {given.server!r}")
     keys_per_s, events_per_s = (parse_count("--server", count) for count in (*counts, "690k")[:2])
-    check_policy(common.one_policy(given.policy))
+    POLICIES.resolve(common.one_policy(given.policy))
     if given.copies is not None:
         common.at_least("--copies", given.copies, 1)
     common.check_writable("--json", given.json)

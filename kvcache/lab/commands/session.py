@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
+from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
@@ -55,13 +56,13 @@ def run(
     the JSON's description of the source.
     """
     from kvcache.control.cpu import CPUOffloadingManager
-    from kvcache.lab.simulate.run import Replay, ReplayClock, check_policy
+    from kvcache.lab.simulate.run import Replay, ReplayClock
     from kvcache.lab.traces.keys import KeyMaker, split_block_size
     from kvcache.lab.traces.requests import ReplayError
 
     block_size = split_block_size(source.block_size, settings.split)
     make_keys = KeyMaker(settings.split)
-    check_policy(settings.policy)
+    POLICIES.resolve(settings.policy)
     common.check_writable("--json", settings.json_target)
     requests = islice(iter(source), settings.limit)
 

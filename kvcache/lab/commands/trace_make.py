@@ -54,7 +54,10 @@ def make(
     common.check_writable("--json", json)
     tokenize = None if tokenizer is None else load_tokenizer(tokenizer)
     size_bytes = log.stat().st_size if log.is_file() else 0
-    unfinished = Path(f"{target}.part")
+    # A pipe or a device is written in place; a file is replaced once the trace is complete.
+    is_replaced = target != "-" and (trace.is_file() or not trace.exists())
+    trace = trace.resolve() if is_replaced else trace
+    unfinished = Path(f"{trace}.part") if is_replaced else trace
     try:
         with ExitStack() as open_now:
             file = sys.stdout if target == "-" else open_now.enter_context(unfinished.open("w", encoding="utf-8"))
@@ -74,10 +77,10 @@ def make(
                 skip_bad=skip_bad,
                 progressed=progressed,
             )
-        if target != "-":
-            unfinished.replace(target)
+        if is_replaced:
+            unfinished.replace(trace)
     finally:
-        if target != "-":
+        if is_replaced:
             unfinished.unlink(missing_ok=True)
     if json != "-":
         console = common.console("-" if target == "-" else json)

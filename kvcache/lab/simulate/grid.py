@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvcache.lab.simulate.cells import OPTIMUM, Cell, Job, Plan, joined, run_job
-from kvcache.lab.simulate.run import check_policy
 from kvcache.lab.traces.compact import CompactTrace, next_uses
 from kvcache.lab.traces.keys import split_block_size
 from kvcache.lab.traces.requests import ReplayError
+from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
     from kvcache.lab.traces.requests import Int64Array, RequestSource
@@ -82,7 +82,7 @@ def check_grid(policies: Sequence[str], capacities: Sequence[int]) -> None:
         if policy in policies[:i]:
             raise ValueError(f"policy {policy!r} is named twice")
         if policy != OPTIMUM:
-            check_policy(policy)
+            POLICIES.resolve(policy)
     previous = 0
     for capacity in capacities:
         if type(capacity) is not int or capacity <= previous:

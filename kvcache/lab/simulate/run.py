@@ -13,20 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvcache.policies.base import CachePolicy
-from kvcache.registry import POLICIES
 from kvcache.request import ReqContext
 
 if TYPE_CHECKING:
     from kvcache.control.manager import OffloadingManager
     from kvcache.lab.traces.requests import Request
-
-
-def check_policy(policy: str) -> None:
-    """Raise ValueError unless a name or path leads to a policy."""
-    found = POLICIES.resolve(policy)
-    if not issubclass(found, CachePolicy):
-        raise ValueError(f"policy {policy!r} must be a CachePolicy, got {found!r}")
 
 
 class Payload(Protocol):

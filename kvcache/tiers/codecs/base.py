@@ -107,9 +107,7 @@ def parse_codec(name: str, value: object) -> CodecMaker:
     """Parse the option `codec` of a tier; return a function that makes the codec for a size of blocks."""
     if not isinstance(value, Mapping) or "type" not in value:
         raise ValueError(f"{name} must be a dict with a type, one of {', '.join(CODECS.names())}, got {value!r}")
-    codec: Any = CODECS.resolve(value["type"])
-    if not issubclass(codec, Codec):
-        raise ValueError(f"codec {codec.__name__} must be a Codec")
+    codec = CODECS.resolve(value["type"])
     make = partial(codec.from_config, {option: one for option, one in value.items() if option != "type"})
     make(0)
     return make

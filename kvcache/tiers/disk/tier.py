@@ -30,6 +30,7 @@ from kvcache.options import (
     parse_policy,
     parse_size,
     parse_text,
+    parse_threads,
 )
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiering.log_limiter import LogLimiter
@@ -66,7 +67,9 @@ class DiskOptions(Options):
     capacity: int = option(parse_size, when="always: bytes on disk at most, metadata included")
     cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
     read_only: bool = option(parse_flag, False, when="the tier serves what the directory holds and must not change it")
-    num_threads: int = option(parse_count, 4, when="`kvcache bench disk` is faster with another number", advanced=True)
+    num_threads: int = option(
+        parse_threads, 4, when="`kvcache bench disk` is faster with another number", advanced=True
+    )
     flush_interval_s: float = option(
         parse_duration, 1.0, when="a loss of power may cost more, or less, than the last second", advanced=True
     )
