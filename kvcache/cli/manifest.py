@@ -64,7 +64,7 @@ def check_manifest(path: Path) -> list[Finding]:
         manifest = _read(documents)
         for workload in manifest.workloads:
             findings += _check_workload(workload, manifest)
-    except (AttributeError, KeyError, IndexError, TypeError) as error:
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is not a valid manifest: {type(error).__name__}: {error}") from error
     if not findings:
         raise ValueError(f"no container in {path} has the argument {_ARGUMENT}")
@@ -129,7 +129,7 @@ def _argument(container: Mapping[str, Any], manifest: _Manifest) -> str | None:
     words: list[str] = []
     for word in [*(container.get("command") or ()), *(container.get("args") or ())]:
         # A command line for a shell is one word here.
-        words += shlex.split(word) if f"{_ARGUMENT} " in word or f" {_ARGUMENT}=" in word else [word]
+        words += shlex.split(word, comments=True) if f"{_ARGUMENT} " in word or f" {_ARGUMENT}=" in word else [word]
     text: str | None = None
     for word, following in zip(words, [*words[1:], ""], strict=True):
         option, equals, value = word.partition("=")
@@ -235,9 +235,10 @@ def _volume(path: str, container: Mapping[str, Any], workload: Mapping[str, Any]
             return _Volume("volumeClaimTemplate", template, str(place), True)
     for volume in (spec if workload["kind"] == "Pod" else spec["template"]["spec"]).get("volumes") or ():
         if volume["name"] == mount["name"]:
-            kind = next(key for key in volume if key != "name")
+            # Without a source, a volume is an emptyDir.
+            kind = next((key for key in volume if key != "name"), "emptyDir")
             is_per_pod = kind in ("emptyDir", "ephemeral") or "subPathExpr" in mount
-            return _Volume(kind, volume[kind] or {}, str(place), is_per_pod)
+            return _Volume(kind, volume.get(kind) or {}, str(place), is_per_pod)
     raise KeyError(f"volume {mount['name']!r}, which container {container['name']!r} mounts")
 
 

@@ -60,6 +60,7 @@ COMMAND = "command: [vllm, serve, Qwen/Qwen3-8B, --kv-transfer-config, $(KV_TRAN
         ),
         ([("add: [IPC_LOCK]", "drop: [ALL]")], "warning", "pinned memory", "without the capability IPC_LOCK"),
         ([(CLAIM, "emptyDir: {}")], "warning", "tier DiskTier", "an emptyDir is deleted with the pod"),
+        ([(CLAIM, "")], "warning", "tier DiskTier", "an emptyDir is deleted with the pod"),
         ([(CLAIM, "emptyDir: {medium: Memory}")], "error", "tier DiskTier", "an emptyDir in memory"),
         ([("mountPath: /var/lib/kvcache", "mountPath: /var/lib/kv")], "error", "tier DiskTier", "no volume"),
         ([("storage: 500Gi", "storage: 0.4e3Gi")], "error", "tier DiskTier", "kvcache-disk requests 400 GiB only"),
@@ -118,6 +119,7 @@ def test_check_stateful_set_with_claim_templates_finds_no_fault(tmp_path: Path):
     "command",
     [
         "command: [sh, -c, 'exec vllm serve m --kv-transfer-config ''{\"kv_connector_extra_config\": 3}''']",
+        "command: [sh, -c, 'vllm serve --kv-transfer-config ''{\"kv_connector_extra_config\": 3}''  # don''t stop']",
         "args: ['--kv_transfer_config={\"kv_connector_extra_config\": 3}']",
     ],
 )
@@ -135,6 +137,8 @@ def test_check_configuration_in_the_command_is_found(tmp_path: Path, command):
         ("kind: Deployment\nmetadata: {name: a}", "is not a valid manifest"),
         ("kind: Service", "no container in"),
         (EXAMPLE.replace("500Gi", "many"), "'many' is not a quantity of bytes"),
+        (EXAMPLE.replace("500Gi", "1e999"), "is not a valid manifest: OverflowError"),
+        (EXAMPLE.replace(COMMAND, "command: [sh, -c, 'vllm --kv-transfer-config ''{']"), "ValueError: No closing"),
         (EXAMPLE.replace("name: disk\n              mount", "name: dsk\n              mount"), "volume 'dsk'"),
     ],
 )

@@ -41,6 +41,8 @@ def rerun(
     from kvcache.lab.rerun.recorded import replay_recording
     from kvcache.recorder.format import Call, Recording
 
+    if not file.exists():
+        raise ValueError(f"{file} cannot be read: the file does not exist")
     if not is_recording(file):
         raise ValueError(f"{file} is not a recording of kvcache: kvcache replay and kvcache plan read traces")
     recorded = Recording(file)
