@@ -2,8 +2,8 @@
 
 The pool makes all decisions about host memory. This manager adds *jobs*: a promotion reserves host blocks, has a tier
 read into them, and commits them; a store downwards references host blocks, has a tier write them, and releases them.
-The manager runs in the scheduler's thread and never waits. The work of a call is bounded: 16,000 blocks take several
-steps.
+The manager is used from one thread at a time, and never waits. The work of a call is bounded: 16,000 blocks take
+several steps.
 
 Why no request waits for ever
 -----------------------------
