@@ -13,13 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from kv_harness import ANY_PORT, NOWHERE, ask, numbers_held, stored
 
-from kvcache import OffloadingEvent, make_offload_key
+from kvcache import OffloadingEvent
 from kvcache.exporters.kv_events import (
-    DIGEST_PREFIX,
     END_OF_REPLAY,
     BlockStored,
-    Digest,
     EventBatch,
     KVEventPublisher,
     KVEventSubscriber,
@@ -29,17 +28,7 @@ from kvcache.exporters.kv_events import (
 )
 from kvcache.exporters.kv_events import subscriber as subscriber_module
 
-ANY_PORT = "tcp://127.0.0.1:0"
-NOWHERE = "tcp://127.0.0.1:1"
 encode = msgspec.msgpack.encode
-
-
-def key(number: int, group_idx: int = 0) -> bytes:
-    return make_offload_key(number.to_bytes(8, "big"), group_idx)
-
-
-def stored(*numbers: int) -> OffloadingEvent:
-    return OffloadingEvent([key(number) for number in numbers], 16, "CPU", False)
 
 
 def batch(ts: float, number: int, group_idx: int = 0) -> EventBatch:
@@ -52,45 +41,10 @@ def message(seq: int, payload: EventBatch) -> list[bytes]:
     return [b"kv-events", seq.to_bytes(8, "big"), encode(payload)]
 
 
-def numbers_held(subscriber: KVEventSubscriber) -> set[int]:
-    return {int.from_bytes(block, "big") for block, _ in subscriber.view.media().get("CPU", ())}
-
-
 @pytest.fixture
 def publisher() -> Iterator[KVEventPublisher]:
     with KVEventPublisher(ANY_PORT, ANY_PORT, digest_every=4) as made:
         yield made
-
-
-@pytest.fixture
-def follower(publisher: KVEventPublisher) -> Iterator[KVEventSubscriber]:
-    """A subscriber to a publisher that was replaced by one whose clock is an hour behind."""
-    with KVEventSubscriber(NOWHERE, publisher.replay_endpoint or "", timeout_s=30) as made:
-        for seq in range(5):
-            made.receive(message(seq, batch(time.time() + 3600 + seq, 100 + seq)))
-        assert numbers_held(made) == {100, 101, 102, 103, 104}
-        yield made
-
-
-def test_first_batch_of_a_restarted_publisher_clears_the_view_though_its_clock_is_behind(follower):
-    follower.receive(message(0, batch(time.time(), 7)))
-    assert numbers_held(follower) == {7}
-
-
-def test_later_batch_of_a_restarted_publisher_asks_for_a_snapshot_though_its_clock_is_behind(publisher, follower):
-    for number in (1, 2):
-        publisher.publish([stored(number)])
-        assert publisher.flush(30)
-    follower.receive(message(1, batch(time.time(), 2)))
-    assert numbers_held(follower) == {1, 2}
-    assert follower.is_verified
-
-
-def test_digest_of_a_restarted_publisher_asks_for_a_snapshot(publisher, follower):
-    publisher.publish([stored(1)])
-    assert publisher.flush(30)
-    follower.receive([DIGEST_PREFIX + b"kv-events", bytes(8), encode(Digest(0, {"CPU": (1, 1)}))])
-    assert numbers_held(follower) == {1}
 
 
 @contextmanager
@@ -196,25 +150,17 @@ def test_answer_beyond_the_largest_size_is_dropped(monkeypatch):
         assert num_sent[0] * len(payload) < 50_000_000
 
 
-def test_number_that_no_batch_has_is_rejected():
+@pytest.mark.parametrize(("seq", "group_idx"), [(2**64 - 1, 0), (0, 1 << 40)])
+def test_message_with_number_or_group_out_of_range_is_rejected(seq, group_idx):
     with KVEventSubscriber(NOWHERE, NOWHERE, timeout_s=0.01) as subscriber:
-        subscriber.receive(message(2**64 - 1, batch(1.0, 1)))
+        subscriber.receive(message(seq, batch(1.0, 1, group_idx)))
         assert subscriber.rejected_messages == 1
         assert not subscriber.num_snapshots
 
 
-def replay(publisher: KVEventPublisher, start_seq: int) -> list[int]:
+def numbers_of(publisher: KVEventPublisher, start_seq: int) -> list[int]:
     """Return the numbers of all messages in a replay."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.connect(publisher.replay_endpoint)
-        socket.send_multipart((b"", start_seq.to_bytes(8, "big")))
-        numbers: list[int] = []
-        while not numbers or numbers[-1] != -1:
-            assert socket.poll(30_000)
-            numbers.append(int.from_bytes(socket.recv_multipart()[-2], "big", signed=True))
-        return numbers
+    return [int.from_bytes(one[-2], "big", signed=True) for one in ask(publisher, start_seq.to_bytes(8, "big"))]
 
 
 def publish_batches(publisher: KVEventPublisher, num_batches: int) -> None:
@@ -228,7 +174,7 @@ def publish_batches(publisher: KVEventPublisher, num_batches: int) -> None:
 @pytest.mark.slow
 def test_replay_of_more_batches_than_a_socket_queues_is_whole(publisher):
     publish_batches(publisher, 1000)
-    assert replay(publisher, 0) == [*range(1000), -1]
+    assert numbers_of(publisher, 0) == [*range(1000), -1]
     assert publisher.stats()["rejected_requests"] == 0
 
 
@@ -252,7 +198,7 @@ def test_clients_that_never_read_hold_neither_memory_nor_others(publisher):
             time.sleep(0.01)
         publisher.publish([stored(1)])
         assert publisher.flush(30)
-        assert replay(publisher, 999) == [999, 1000, -1]
+        assert numbers_of(publisher, 999) == [999, 1000, -1]
         # Four replies are 140 MB, but only 64 messages of 35 KB wait in each client's connection.
         assert resident_bytes() - before < 64 << 20
         for socket in idle:
@@ -313,7 +259,7 @@ def test_replay_buffer_is_bounded_in_bytes(monkeypatch):
             keys = [bytes([number]) * (1 << 16) for _ in range(4)]
             publisher.publish([OffloadingEvent(keys, 16, "CPU", number % 2 == 1)])
             assert publisher.flush(30)
-        assert replay(publisher, 0) == [*range(30, 40), -1]
+        assert numbers_of(publisher, 0) == [*range(30, 40), -1]
 
 
 def test_events_published_after_close_are_dropped(publisher):

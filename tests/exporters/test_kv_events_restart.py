@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
+from kv_harness import ANY_PORT, NOWHERE, ask, numbers_held, publish_one_by_one
 
-from kvcache import OffloadingEvent, make_offload_key
 from kvcache.exporters.kv_events import (
     DIGEST_PREFIX,
     DIGEST_REQUEST,
@@ -25,20 +25,7 @@ from kvcache.exporters.kv_events import (
 )
 from kvcache.exporters.kv_events import subscriber as subscriber_module
 
-ANY_PORT = "tcp://127.0.0.1:0"
-NOWHERE = "tcp://127.0.0.1:1"
 encode = msgspec.msgpack.encode
-
-
-def stored(*numbers: int) -> OffloadingEvent:
-    return OffloadingEvent([make_offload_key(number.to_bytes(8, "big"), 0) for number in numbers], 16, "CPU", False)
-
-
-def publish_one_by_one(publisher: KVEventPublisher, *numbers: int) -> None:
-    """Publish a batch for each number."""
-    for number in numbers:
-        publisher.publish([stored(number)])
-        assert publisher.flush(30)
 
 
 def message(seq: int, number: int) -> list[bytes]:
@@ -50,22 +37,6 @@ def digest_message(seq: int, subscriber: KVEventSubscriber, epoch: int | None) -
     """Return a digest of the subscriber's view."""
     payload = encode(Digest(seq, subscriber.view.digests(), epoch=epoch))
     return [DIGEST_PREFIX + b"kv-events", seq.to_bytes(8, "big"), payload]
-
-
-def numbers_held(subscriber: KVEventSubscriber) -> set[int]:
-    return {int.from_bytes(block, "big") for block, _ in subscriber.view.media().get("CPU", ())}
-
-
-def ask(publisher: KVEventPublisher, request: bytes) -> list[list[bytes]]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(publisher.replay_endpoint)
-        socket.send_multipart((b"", request))
-        frames = []
-        while not frames or frames[-1][-2] != END_OF_REPLAY:
-            assert socket.poll(30_000)
-            frames.append(socket.recv_multipart())
-        return frames
 
 
 @pytest.fixture
@@ -85,18 +56,16 @@ def follower(successor: KVEventPublisher) -> Iterator[KVEventSubscriber]:
         yield made
 
 
-def test_first_message_beyond_the_view_does_not_add_a_successors_batches_to_it(successor, follower):
-    publish_one_by_one(successor, *range(9))
-    follower.receive(message(8, 8))
-    assert numbers_held(follower) == set(range(9))
-    assert follower.is_verified
-
-
-def test_first_digest_beyond_the_view_does_not_add_a_successors_batches_to_it(successor, follower):
-    publish_one_by_one(successor, *range(9))
-    follower.receive(digest_message(8, follower, 8))
-    assert numbers_held(follower) == set(range(9))
-    assert follower.is_verified
+@pytest.mark.parametrize("num_batches", [1, 2, 9])
+@pytest.mark.parametrize(("kind", "epoch"), [("batch", None), ("digest", None), ("digest", 8)])
+def test_first_message_of_a_successor_replaces_the_view(successor, follower, num_batches, kind, epoch):
+    """The view has five batches of another publisher."""
+    publish_one_by_one(successor, *range(num_batches))
+    seq = num_batches - 1
+    follower.receive(message(seq, seq) if kind == "batch" else digest_message(seq, follower, epoch))
+    assert numbers_held(follower) == set(range(num_batches))
+    # The first batch of all needs no snapshot.
+    assert follower.is_verified is not (kind == "batch" and num_batches == 1)
 
 
 def test_late_message_of_the_one_before_is_not_added_to_a_snapshot(successor, follower):

@@ -3,14 +3,8 @@
 A router that places requests by prefix keeps a view of every engine's blocks. Messages get lost, so a view drifts. A
 digest every few batches shows whether the view is right, and a snapshot repairs it.
 
-Wire format (vLLM's ``vllm.distributed.kv_events``): PUB frames ``topic, sequence number, payload``; the number has 8
-bytes, big-endian, the payload is a msgpack array ``[timestamp, events, data_parallel_rank]``. A DEALER or REQ socket on
-the replay endpoint sends a sequence number and receives every buffered batch from it on, then the number -1. Two
-additions are our own:
-
-- frames with topic ``"digest." + topic``: msgpack maps ``{"seq", "digests": {medium: [count, sum]}, "epoch"}``;
-- the request ``snapshot`` on the replay endpoint: all blocks that are held, as batches of `BlockStored`, then the
-  number -1 with a digest; the request ``digest\\0\\0``: that end alone.
+``docs/howto/routers.md`` describes the wire format. It is that of vLLM's ``vllm.distributed.kv_events`` with two
+additions: digest messages, and requests for a snapshot or a digest on the replay endpoint.
 """
 
 try:

@@ -22,6 +22,9 @@ BlockHash = int | bytes
 """The last 8 bytes of a block's hash, unsigned and big-endian, as vLLM sends by default; or the whole hash."""
 
 
+_GroupIdx = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Blocks that came to a medium; the fields of vLLM's struct of this name.
 
@@ -40,7 +43,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     medium: str | None
     lora_name: str | None
     extra_keys: list[Any] | None = None
-    group_idx: int | None = None
+    group_idx: _GroupIdx | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
@@ -57,7 +60,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
     block_hashes: list[BlockHash]
     medium: str | None
-    group_idx: int | None = None
+    group_idx: _GroupIdx | None = None
     locality: str | None = None
     ownership: str | None = None
 

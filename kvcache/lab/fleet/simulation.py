@@ -127,7 +127,7 @@ def run_fleet(
         else:
             memory.complete_store(output.keys_to_store, context)
         if disks:
-            # All blocks are written through, so the disk holds what the memory holds, and decides what a router learns.
+            # All blocks are written through: the disk holds the blocks in memory, and a router gets the disk's events.
             disk = disks[engine]
             num_disk = disk.lookup(keys[num_local:], context)
             disk.touch(keys, context)
