@@ -6,15 +6,14 @@ operations, which loop over rows.
 
 from __future__ import annotations
 
-import functools
-import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvcache.block import BlockStateError, BlockStatus
+from kvcache.control.atomic import atomic
 from kvcache.policies.base import CachePolicy, RequestUses
 from kvcache.specs import PrepareStoreOutput
 
@@ -25,30 +24,6 @@ if TYPE_CHECKING:
     from kvcache.specs import LoadStoreSpec
 
     Backend = Any  # kvcache.control.backend.Backend is in a higher layer
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _atomic(operation: F) -> F:
-    """Exclude other threads and finalizers. Reject calls from inside the policy or the backend."""
-
-    @functools.wraps(operation)
-    def guarded(self: GenericBlockCache, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            if self._is_busy:
-                raise BlockStateError(f"{operation.__name__} was called from within another operation of the cache")
-            was_on = gc.isenabled()
-            gc.disable()
-            self._is_busy = True
-            try:
-                return operation(self, *args, **kwargs)
-            finally:
-                self._is_busy = False
-                if was_on:
-                    gc.enable()
-
-    return guarded  # type: ignore[return-value]
 
 
 class GenericBlockCache:
@@ -89,8 +64,7 @@ class GenericBlockCache:
         self._resident: dict[bytes, BlockStatus] = {}
         self._withheld: dict[int, BlockStatus] = {}
         self._epoch = object()
-        self._lock = threading.RLock()
-        self._is_busy = False
+        self.lock = threading.RLock()
         self._num_evictable = 0
         self.num_referenced = 0
         self.num_pending = 0
@@ -139,14 +113,14 @@ class GenericBlockCache:
             # Round as the compiled cache does.
             self._policy.now_ms = int(elapsed_s * 1e9 + 0.5) // 1_000_000  # type: ignore[attr-defined]
 
-    @_atomic
+    @atomic
     def needs_time(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> bool:
         if not self._reads_clock:
             return True
         request_keys.positions = positions
         return not self._keys_of(request_keys)
 
-    @_atomic
+    @atomic
     def has_used(self, request_keys: RequestUses) -> bool:
         return bool(self._keys_of(request_keys))
 
@@ -157,7 +131,7 @@ class GenericBlockCache:
         self.hit_blocks += num_ready
         return num_ready
 
-    @_atomic
+    @atomic
     def match_prefix(self, keys: list[bytes], request_keys: RequestUses | None, start: int = 0) -> int:
         if not 0 <= start <= len(keys):
             raise ValueError(f"start must be in 0..{len(keys)}, got {start}")
@@ -166,7 +140,7 @@ class GenericBlockCache:
                 return i
         return len(keys)
 
-    @_atomic
+    @atomic
     def status_of(self, key: bytes) -> int:
         state = self._state_of(key)
         self.lookups += 1
@@ -174,7 +148,7 @@ class GenericBlockCache:
         self.hit_blocks += state == READY
         return state
 
-    @_atomic
+    @atomic
     def status(self, keys: list[bytes]) -> bytes:
         return bytes([self._state_of(key) for key in keys])
 
@@ -183,11 +157,11 @@ class GenericBlockCache:
         block = self._resident.get(key)
         return ABSENT if block is None else READY if block.ref_cnt >= 0 else PENDING
 
-    @_atomic
+    @atomic
     def locate(self, keys: list[bytes]) -> list[int]:
         return [int(self._resident[key].block_id) if self._state_of(key) == READY else -1 for key in keys]
 
-    @_atomic
+    @atomic
     def withhold(self, block_ids: Iterable[int]) -> None:
         """Withhold free slots: allocate every free block once, and keep the wanted ones."""
         wanted = set(block_ids)
@@ -199,7 +173,7 @@ class GenericBlockCache:
             raise BlockStateError(f"slots are not free: {sorted(missing)}")
         self._withheld.update((block_id, found[block_id]) for block_id in wanted)
 
-    @_atomic
+    @atomic
     def give_back(self, block_ids: Iterable[int]) -> None:
         ids = list(dict.fromkeys(block_ids))
         missing = [block_id for block_id in ids if block_id not in self._withheld]
@@ -207,7 +181,7 @@ class GenericBlockCache:
             raise BlockStateError(f"slots are not withheld: {missing}")
         self._free([self._withheld.pop(block_id) for block_id in ids])
 
-    @_atomic
+    @atomic
     def touch(self, keys: list[bytes], request_keys: RequestUses | None) -> None:
         _check_keys(keys)
         if request_keys is None:
@@ -235,7 +209,7 @@ class GenericBlockCache:
             raise
         return len(fresh)
 
-    @_atomic
+    @atomic
     def pin(self, keys: list[bytes], request_keys: RequestUses | None) -> LoadStoreSpec:
         _check_keys(keys)
         blocks = []
@@ -253,7 +227,7 @@ class GenericBlockCache:
             block.ref_cnt += 1
         return spec
 
-    @_atomic
+    @atomic
     def unpin(self, keys: list[bytes], request_keys: RequestUses | None) -> None:
         _check_keys(keys)
         releases: Counter[bytes] = Counter()
@@ -268,7 +242,7 @@ class GenericBlockCache:
                 self.num_referenced -= 1
                 self._num_evictable += 1
 
-    @_atomic
+    @atomic
     def reserve(
         self, keys: list[bytes], request_keys: RequestUses | None, admit: bytearray | None
     ) -> PrepareStoreOutput | None:
@@ -399,7 +373,7 @@ class GenericBlockCache:
         if fault is not None:
             raise fault
 
-    @_atomic
+    @atomic
     def commit(self, keys: list[bytes], request_keys: RequestUses | None) -> list[bytes]:
         _check_keys(keys)
         ready = []
@@ -413,7 +387,7 @@ class GenericBlockCache:
         self._announce(ready, False)
         return ready
 
-    @_atomic
+    @atomic
     def abort(self, keys: list[bytes], request_keys: RequestUses | None) -> int:
         _check_keys(keys)
         fault: Exception | None = None
@@ -442,12 +416,12 @@ class GenericBlockCache:
         except Exception:
             return True
 
-    @_atomic
+    @atomic
     def reorder(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> None:
         # Reorder all keys each time: with five primitives, a block cannot be placed behind another.
         self._order_used(request_keys, positions)
 
-    @_atomic
+    @atomic
     def end_request(
         self, request_keys: RequestUses, positions: dict[bytes, int] | None, use_positions: bool = False
     ) -> None:
@@ -457,7 +431,7 @@ class GenericBlockCache:
             self._count(by_position, request_keys)
         self._order_used(request_keys, positions)
 
-    @_atomic
+    @atomic
     def take_hint(
         self,
         keys: list[bytes] | None,
@@ -482,7 +456,7 @@ class GenericBlockCache:
         keys = list(self._keys_of(request_keys))
         self._policy.order(keys if positions is None else sorted_by_position(keys, positions))
 
-    @_atomic
+    @atomic
     def reset(self) -> None:
         policy = self._policy
         try:

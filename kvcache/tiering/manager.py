@@ -2,8 +2,8 @@
 
 The pool makes all decisions about host memory. This manager adds *jobs*: a promotion reserves host blocks, has a tier
 read into them, and commits them; a store downwards references host blocks, has a tier write them, and releases them.
-The manager is used from one thread at a time, and never waits. The work of a call is bounded: 16,000 blocks take
-several steps.
+Each call is atomic against other threads and finalizers, and never waits for I/O. The work of a call is bounded:
+16,000 blocks take several steps.
 
 Why no request waits for ever
 -----------------------------
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -32,6 +33,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcache.control.arbiter import LoadArbiter
+from kvcache.control.atomic import atomic
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.observers.what_if import estimate, sampler_for
 from kvcache.control.pool import BlockPool
@@ -141,6 +143,7 @@ class TieredOffloadingManager(OffloadingManager):
         **host_options: Any,
     ) -> None:
         check_seconds("deadline_s", deadline_s)
+        self.lock = threading.RLock()
         self._clock: Callable[[], float] = _SteadyClock(clock)
         self._deadline_s = deadline_s
         self._prefill_tokens_per_s = prefill_tokens_per_s
@@ -223,6 +226,8 @@ class TieredOffloadingManager(OffloadingManager):
         if keys is None:
             keys = key
         if isinstance(keys, bytes):
+            if self._is_ready(keys, req_context):
+                return True
             answer = self._answer([keys], req_context)
             return None if answer is None else answer == 1
         return self._answer(as_key_list(keys), req_context)
@@ -233,14 +238,15 @@ class TieredOffloadingManager(OffloadingManager):
         PENDING: it is known to be held, and being written or promoted for this request. ASK_AGAIN: a tier does not
         know yet.
         """
-        answer = self._answer([key], req_context)
-        if answer:
-            return READY
-        # Not through the public method, which a recorder would take for a call of its own.
-        if self._is_coming(key, req_context):
-            return PENDING
-        return ABSENT if answer == 0 else ASK_AGAIN
+        return READY if self._is_ready(key, req_context) else self._status_below(key, req_context)
 
+    def _is_ready(self, key: bytes, req_context: ReqContext | None) -> bool:
+        """Count a hit if host memory answers; one compiled call does, and needs no lock."""
+        if req_context is None or self._is_draining or self.pool.locate([key]) == [-1]:
+            return False
+        return self.pool.lookup(key, req_context) is True
+
+    @atomic
     def is_coming(self, key: bytes, req_context: ReqContext | None = None) -> bool:
         """Return whether a block that is not ready is known to be held, and on its way to this request."""
         return self._is_coming(key, req_context)
@@ -256,6 +262,7 @@ class TieredOffloadingManager(OffloadingManager):
             return not job.is_overdue and self._pending.may_wait(req_context, self._clock())
         return self._pending.wants(req_context, key) or self.pool.states([key]) != b"\0"
 
+    @atomic
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         keys = as_key_list(keys)
         if self._is_draining and keys:
@@ -269,11 +276,13 @@ class TieredOffloadingManager(OffloadingManager):
         self._note_use(keys, req_context)
         return spec
 
+    @atomic
     def reorder(self, req_context: ReqContext) -> None:
         """Order the keys that a running request used; see `CPUOffloadingManager.reorder`."""
         if not self._is_draining:
             self.pool.reorder(req_context)
 
+    @atomic
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         if self._is_draining:
             return
@@ -281,9 +290,11 @@ class TieredOffloadingManager(OffloadingManager):
         self.pool.touch(keys, req_context)
         self._note_use(keys, req_context)
 
+    @atomic
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         self.pool.unpin(as_key_list(keys), req_context)
 
+    @atomic
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
         if self._is_draining:
             return None
@@ -294,6 +305,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._count_uses(keys, req_context)
         return output
 
+    @atomic
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         if isinstance(req_context, bool):
             success, req_context = req_context, None
@@ -316,6 +328,7 @@ class TieredOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
+    @atomic
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
         self.pool.end_request(req_context, use_positions=use_positions)
         self._pending.close(req_context)
@@ -342,6 +355,7 @@ class TieredOffloadingManager(OffloadingManager):
         if first_token >= 0 and num_tokens > 0 and seconds > 0:
             self.report_prefills([(first_token, num_tokens)], seconds)
 
+    @atomic
     def report_prefills(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
         """Take in how long the engine computed parts of prompts together, for the arbiter.
 
@@ -355,11 +369,13 @@ class TieredOffloadingManager(OffloadingManager):
         if self.arbiter is not None:
             self.arbiter.prefill.record_together(parts, seconds)
 
+    @atomic
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
         check_next_use(next_use)
         if not self._is_draining:
             self.pool.hint(request_or_keys, next_use)
 
+    @atomic
     def on_schedule_end(self) -> None:
         """Handle the results of the tiers, and send them the jobs of this step."""
         now_s = self._clock()
@@ -373,6 +389,7 @@ class TieredOffloadingManager(OffloadingManager):
                 self._probe(self.arbitration.take_probes(), now_s)
             self._write_down(now_s)
 
+    @atomic
     def reset_cache(self) -> None:
         """Forget everything, in all tiers; new blocks are taken once the last job under way has ended or is overdue.
 
@@ -448,7 +465,21 @@ class TieredOffloadingManager(OffloadingManager):
         sampler = self.pool.observer if isinstance(self.pool.observer, Sampler) else None
         return estimate(sampler, self.num_blocks, type(self.policy), policies, capacities)
 
+    @atomic
     def _answer(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:
+        return self._find(keys, req_context)
+
+    @atomic
+    def _status_below(self, key: bytes, req_context: ReqContext | None) -> int:
+        answer = self._find([key], req_context)
+        if answer:
+            return READY
+        # Not through the public method, which a recorder would take for a call of its own.
+        if self._is_coming(key, req_context):
+            return PENDING
+        return ABSENT if answer == 0 else ASK_AGAIN
+
+    def _find(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:
         num_ready = self.pool.match_prefix(keys, req_context)
         self.pool.count_lookup(len(keys))
         if self._is_draining:

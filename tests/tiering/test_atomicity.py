@@ -1,0 +1,104 @@
+"""A manager with tiers is never seen, or left, half done: other threads and finalizers run between its calls only."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kvcache import BlockStateError, ReqContext, TieredOffloadingManager
+from kvcache.tiers.memory import MemoryTier
+
+NUM_BLOCKS = 16
+
+
+def open_manager(policy: str = "lru") -> TieredOffloadingManager:
+    host_blocks = np.zeros((NUM_BLOCKS, 64), np.uint8)
+    return TieredOffloadingManager(16, NUM_BLOCKS, [MemoryTier(4 * NUM_BLOCKS, host_blocks)], policy)
+
+
+def act(manager: TieredOffloadingManager, draw: random.Random) -> None:
+    """Serve a request; between two calls, another thread may evict what the first one found."""
+    keys = [b"key-%d" % draw.randrange(6 * NUM_BLOCKS) for _ in range(draw.randint(1, 5))]
+    context = ReqContext()
+    num_hits = manager.lookup(keys, context) or 0
+    with contextlib.suppress(KeyError, BlockStateError):
+        manager.prepare_load(keys[:num_hits], context)
+        manager.complete_load(keys[:num_hits], context)
+    output = manager.prepare_store(keys, context)
+    if output is not None:
+        manager.complete_store(output.keys_to_store, context, draw.random() < 0.9)
+    manager.touch(keys, context)
+    if draw.random() < 0.01:
+        manager.reset_cache()
+    manager.on_request_finished(context)
+    manager.on_schedule_end()
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+def test_calls_of_four_threads_leave_no_reference_and_no_reservation(policy: str) -> None:
+    manager = open_manager(policy)
+
+    def run(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(300):
+            act(manager, draw)
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(run, seed) for seed in range(4)]:
+            done.result()
+    assert manager.settle()
+    assert (manager.pool.num_referenced, manager.pool.num_pending) == (0, 0)
+    manager.policy.check()
+    manager.shutdown()
+
+
+def test_finalizers_that_call_the_manager_run_between_its_calls() -> None:
+    manager = open_manager()
+    draw = random.Random(0)
+    num_run = 0
+
+    class Finalizer:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            nonlocal num_run
+            num_run += 1
+            manager.touch([b"key-1"])
+            num_hits = manager.lookup([b"key-1", b"key-2"])
+            assert num_hits is None or num_hits >= 0
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(200):
+            Finalizer()
+            act(manager, draw)
+    finally:
+        gc.set_threshold(*before)
+    assert num_run
+    assert manager.settle()
+    assert (manager.pool.num_referenced, manager.pool.num_pending) == (0, 0)
+    manager.shutdown()
+
+
+def test_a_call_from_inside_a_call_is_refused() -> None:
+    manager = open_manager()
+    refused = []
+
+    def clock() -> float:
+        with contextlib.suppress(BlockStateError):
+            manager.touch([b"key"])
+            return 0.0
+        refused.append(True)
+        return 0.0
+
+    manager.clock = clock
+    manager.on_schedule_end()
+    assert refused
+    manager.shutdown()
