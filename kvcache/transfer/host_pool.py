@@ -132,7 +132,13 @@ class HostPool:
         progress: Progress | None = None,
         num_threads: int | None = None,
     ) -> None:
-        """Touch and pin the first piece, and start a thread for the others; constructors pass their arguments."""
+        """Touch and pin the first piece, and start a thread for the others; constructors pass their arguments.
+
+        Parameters
+        ----------
+        pin, device, progress, num_threads
+            As in the constructor.
+        """
         device = pinning.accelerator() if device is None else device
         self.device = None if device is None or device.type == "cpu" else device
         self._node = None if self.device is None else numa.device_node(self.device)
@@ -187,8 +193,20 @@ class HostPool:
             progress("touch", self.touched_bytes, self.num_bytes)
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """Wait until the whole pool is touched, and pinned if it is to be; return whether it is."""
-        return self._is_ready.wait(timeout_s)
+        """Wait until the background thread has ended; return whether it has touched the whole pool.
+
+        Parameters
+        ----------
+        timeout_s : float, optional
+            Seconds to wait at most; None: no limit.
+
+        Returns
+        -------
+        bool
+            False after `timeout_s`, and for a pool that was closed before. `is_pinned` tells whether it is pinned.
+        """
+        self._is_ready.wait(timeout_s)
+        return self.touched_bytes == self.num_bytes
 
     def describe(self) -> str:
         """Return a line for a log: size, node, and how much of it is touched and pinned."""
@@ -232,7 +250,18 @@ class HostPool:
         return memoryview(self.array[self._checked(block_id)]).cast("B")
 
     def parts(self, first: int, stop: int) -> list[torch.Tensor]:
-        """Return the bytes of the blocks ``first:stop`` as flat tensors that a device can copy; no copy."""
+        """Return the bytes of consecutive blocks as flat tensors that a device can copy; no copy.
+
+        Parameters
+        ----------
+        first, stop : int
+            Ids of the first block, and of the one after the last.
+
+        Returns
+        -------
+        list of torch.Tensor
+            int8, one dimension; none crosses a multiple of `piece_bytes`.
+        """
         start, end = first * self.stride_bytes, stop * self.stride_bytes
         cuts = range(start - start % self.piece_bytes + self.piece_bytes, end, self.piece_bytes)
         return [self.flat[low:high] for low, high in pairwise((start, *cuts, end))]
