@@ -6,14 +6,13 @@ operations, which loop over rows.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvcache.block import BlockStateError, BlockStatus
-from kvcache.control.atomic import atomic
+from kvcache.control.atomic import Guard, atomic
 from kvcache.policies.base import CachePolicy, RequestUses
 from kvcache.specs import PrepareStoreOutput
 
@@ -64,7 +63,7 @@ class GenericBlockCache:
         self._resident: dict[bytes, BlockStatus] = {}
         self._withheld: dict[int, BlockStatus] = {}
         self._epoch = object()
-        self.lock = threading.RLock()
+        self.guard = Guard()
         self._num_evictable = 0
         self.num_referenced = 0
         self.num_pending = 0

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -33,7 +32,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcache.control.arbiter import LoadArbiter
-from kvcache.control.atomic import atomic
+from kvcache.control.atomic import Guard, atomic
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.observers.what_if import estimate, sampler_for
 from kvcache.control.pool import BlockPool
@@ -143,7 +142,7 @@ class TieredOffloadingManager(OffloadingManager):
         **host_options: Any,
     ) -> None:
         check_seconds("deadline_s", deadline_s)
-        self.lock = threading.RLock()
+        self.guard = Guard()
         self._clock: Callable[[], float] = _SteadyClock(clock)
         self._deadline_s = deadline_s
         self._prefill_tokens_per_s = prefill_tokens_per_s
