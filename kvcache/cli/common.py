@@ -236,12 +236,14 @@ def progress(unit: str, is_quiet: bool = False) -> Progress:
     )
 
 
-def check_writable(option: str, target: str | None) -> None:
-    """Find out before the work is done whether its result can be written."""
+def check_writable(option: str, target: str | None, source: Path | None = None) -> None:
+    """Find out before the work is done whether its result can be written, and is not the file that the work reads."""
     if target is None or target == "-":
         return
     path = Path(target)
     existed = path.exists()
+    if existed and source is not None and source.exists() and path.samefile(source):
+        raise ValueError(f"{option} must be another file than the one that is read, got {target!r}")
     try:
         with path.open("ab"):
             pass

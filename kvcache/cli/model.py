@@ -104,6 +104,8 @@ def read_weights(text: str | None) -> Weights | None:
         shown = f"{layers} layers x {heads} heads x {head_size}"
         model = Model(shown, layers, 2 * heads * head_size, None, dtype or "bf16")
     elif _SIZE.fullmatch(name):
+        if name.isalnum() and name[:-1].isdecimal() and name[-1] in "bB":
+            raise ValueError(f"--model {name} may mean parameters; name the model, or give a token's bytes as a number")
         if dtype is not None:
             raise ValueError(f"--model takes no dtype behind the bytes of a token, got {text!r}")
         # A value of int8 is one byte.

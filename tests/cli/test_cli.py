@@ -118,6 +118,7 @@ def test_bad_lines_can_be_skipped_and_are_counted(run: Any, trace: Path) -> None
         (("--policy", "builtins:dict"), "policy 'builtins:dict' must be a subclass of CachePolicy, got <class"),
         (("--blocks", "0"), "--blocks must be a whole number >= 1, such as 10000 or '10k', got '0'"),
         (("--blocks", "ten"), "--blocks must be a whole number >= 1, such as 10000 or '10k', got 'ten'"),
+        (("--model", "70b"), "--model 70b may mean parameters; name the model"),
         (("--memory", "256GiB"), "--memory needs the size of a block, got '256GiB' alone: --model names it"),
         (
             ("--memory", "4GiX", "--block-bytes", "64K"),

@@ -9,8 +9,9 @@ from kvcache.lab.bench.servers import find_valkey, running_valkey
 pytest.importorskip("typer")
 
 
-def test_tier_without_a_client_of_its_own_is_measured_alone(run, tmp_path):
-    entry = json.dumps({"type": "memory", "capacity": "64MiB"})
+@pytest.mark.parametrize("codec", [None, {"type": "fp8", "dtype": "bfloat16"}])
+def test_tier_without_a_client_of_its_own_is_measured_alone(run, codec):
+    entry = json.dumps({"type": "memory", "capacity": "64MiB", "codec": codec})
     status, out, err = run(
         "bench", "tier", entry, "--block-bytes", "64KiB", "--size", "1MiB", "--rounds", "2", "--json", "-"
     )

@@ -164,6 +164,30 @@ def test_trace_make_pipe_and_symlink_are_written_not_replaced(
         os.close(writing)
 
 
+def test_trace_make_record_without_a_time_arrives_a_second_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    records = [{"timestamp": 1e9}, {}, {"timestamp": 1e9 + 3}]
+    log.write_text("".join(json.dumps({**record, "token_ids": [1, 2]}) + "\n" for record in records))
+    status, out, _ = run(capsys, log, tmp_path / "trace.jsonl", "--block-size", 4)
+    assert status == 0
+    assert "one without arrives a second after" in out
+    assert "No prompt fills a block of 4 tokens" in out
+    lines = (tmp_path / "trace.jsonl").read_text().splitlines()
+    assert [json.loads(line)["timestamp"] for line in lines] == [0, 1000, 3000]
+
+
+def test_trace_make_onto_its_own_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"token_ids": [1]}\n')
+    for more in ((log,), (tmp_path / "trace.jsonl", "--json", log)):
+        status, _, err = run(capsys, log, *more)
+        assert status != 0
+        assert "must be another file than the one that is read" in err
+    assert log.read_text() == '{"token_ids": [1]}\n'
+
+
 def test_cut_binary_record_and_empty_log_are_errors(tmp_path: Path) -> None:
     log = tmp_path / "w.oracleGeneral"
     log.write_bytes(b"\0" * 30)

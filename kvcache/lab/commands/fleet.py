@@ -125,7 +125,7 @@ def read_options(given: FleetOptions, split: int, block_bytes: int | None) -> Fl
     POLICIES.resolve(common.one_policy(given.policy))
     if given.copies is not None:
         common.at_least("--copies", given.copies, 1)
-    common.check_writable("--json", given.json)
+    common.check_writable("--json", given.json, given.file)
     if given.plot is not None:
         from kvcache.lab.report.plot import check_plot_target
 

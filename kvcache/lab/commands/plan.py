@@ -109,7 +109,7 @@ def plan(given: PlanOptions) -> None:
     from kvcache.lab.simulate.plan import Settings, run
 
     weights = model.read_weights(given.model_text)
-    targets = plan_files.Targets.read(given.json, given.save, given.checkpoint)
+    targets = plan_files.Targets.read(given.json, given.save, given.checkpoint, given.file)
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
     given_tiers = tiers.parse_tiers(given.tier)
     _check(given, given_tiers, weights)

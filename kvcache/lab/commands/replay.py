@@ -86,6 +86,7 @@ def replay(given: ReplayOptions) -> None:
     if given.what_if and tier is not None:
         raise ValueError(f"--what-if and --tier exclude each other, got {given.tier!r}")
     test_bytes = parse_size("--block-bytes", given.block_bytes or common.TEST_BLOCK_BYTES)
+    common.check_writable("--json", given.json, given.file)
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
     with source.open() as trace:
         split = source.split_of(trace)

@@ -59,7 +59,7 @@ def rerun(
         "skipped_calls": outcome.num_skipped,
         "lost_records": outcome.num_lost,
         "end": outcome.end,
-        "is_same": difference is None,
+        "is_same": difference is None and outcome.num_calls > 0,
     }
     if difference is not None:
         report["difference"] = {

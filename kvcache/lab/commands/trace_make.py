@@ -50,8 +50,8 @@ def make(
     target = str(trace)
     if target == "-" == json:
         raise ValueError("TRACE and --json are both -: only one can go to standard output")
-    common.check_writable("TRACE", target)
-    common.check_writable("--json", json)
+    common.check_writable("TRACE", target, log)
+    common.check_writable("--json", json, log)
     tokenize = None if tokenizer is None else load_tokenizer(tokenizer)
     size_bytes = log.stat().st_size if log.is_file() else 0
     # A pipe or a device is written in place; a file is replaced once the trace is complete.
@@ -88,8 +88,12 @@ def make(
         console.print(
             f"{made.requests:,} requests, {made.blocks:,} blocks of {made.block_size} tokens{skipped}", soft_wrap=True
         )
+        if made.requests and not made.blocks:
+            console.print(f"No prompt fills a block of {made.block_size} tokens: give a smaller --block-size.")
         if not made.has_times:
-            console.print("The log has no times: requests arrive a second apart.")
+            console.print(
+                "Not every record has a time: one without arrives a second after the one before it.", soft_wrap=True
+            )
         if made.late_requests:
             console.print(
                 f"{made.late_requests:,} requests are earlier than the one before them and arrive together with it; "

@@ -122,7 +122,7 @@ def _breaks(cell: dict[str, Any]) -> str:
         return f"{fleet}: no store and no events to bear"
     needs = ", ".join(f"{share:.3g} for {_LIMITS[name]}" for name, share in limits.items())
     first = max(limits, key=lambda name: limits[name])
-    verdict = "one of each bears it" if limits[first] <= 1 else f"{_LIMITS[first]} break first"
+    verdict = "one of each is enough" if limits[first] <= 1 else f"{_LIMITS[first]} break first"
     return f"{fleet}: servers needed in the busiest minute: {needs}; {verdict}"
 
 

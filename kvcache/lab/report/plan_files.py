@@ -6,6 +6,7 @@ import csv
 import sys
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
@@ -29,13 +30,13 @@ class Targets:
     checkpoint: str | None = None
 
     @classmethod
-    def read(cls, json: str | None, save: list[str] | None, checkpoint: str | None) -> Targets:
-        """Return the targets of ``--json`` and ``--save``; ValueError if one cannot be written."""
+    def read(cls, json: str | None, save: list[str] | None, checkpoint: str | None, source: Path) -> Targets:
+        """Return the targets of ``--json`` and ``--save``; ValueError if one cannot be written or is `source`."""
         from kvcache.lab.report.plot import PLOT_SUFFIXES, check_plot_target
 
         files = {"csv": [], "plots": []}  # type: dict[str, list[str]]
         for target in save or ():
-            common.check_writable("--save", target)
+            common.check_writable("--save", target, source)
             if target.lower().endswith(".csv"):
                 files["csv"].append(target)
             elif target.lower().endswith(PLOT_SUFFIXES):
@@ -43,7 +44,7 @@ class Targets:
                 files["plots"].append(target)
             else:
                 raise ValueError(f"--save must end in .csv, {', '.join(PLOT_SUFFIXES)}, got {target!r}")
-        common.check_writable("--json", json)
+        common.check_writable("--json", json, source)
         return cls(json, tuple(files["csv"]), tuple(files["plots"]), checkpoint)
 
     def __str__(self) -> str:

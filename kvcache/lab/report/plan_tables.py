@@ -68,7 +68,8 @@ def best_policies(cells: list[Cell], stack_name: Callable[[Cell], str] | None) -
         points = _span([100 * (first.block_hit_rate - second.block_hit_rate) for first, second in pairs])
         if by_time:
             shorter = _span([100 * (1 - (_ttft_s(first) or 0) / (_ttft_s(second) or 1)) for first, second in pairs])
-            margin = f"mean TTFT {shorter} % below {rivals}, hits {points} points above"
+            higher = "lower" if points.startswith("-") else "higher"
+            margin = f"mean TTFT {shorter} % below {rivals}, hits {points.removeprefix('-')} points {higher}"
             is_equal = shorter == "0.00"
         else:
             margin, is_equal = f"by {points} points over {rivals}", points == "0.00"
@@ -170,7 +171,8 @@ def _arbiter_line(cell: Cell, result: Result) -> str:
     last = found["decisions"][-1] if found["decisions"] else "none"
     return (
         f"arbiter, {cell.policy} at {cell.num_blocks:,} blocks over {result.stack_name(cell)}: {found['loads']:,} "
-        f"requests loaded all, {found['cuts']:,} were cut by {found['cut_blocks']:,} blocks; the last {last}"
+        f"requests loaded all their blocks, {found['cuts']:,} loads were shortened, by {found['cut_blocks']:,} blocks; "
+        f"the last request {last}"
     )
 
 
@@ -195,7 +197,7 @@ def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int)
                 _time(serving.get("ttft_p99_s")),
                 _shown(serving.get("engine_busy"), "{:.0%}"),
                 _time(serving.get("load_s")),
-                _shown(serving.get("price"), "{:,.0f}"),
+                _shown(serving.get("price"), "{:,.1f}"),
             )
         )
         for medium in served:

@@ -121,7 +121,7 @@ def make_trace(
         now_s = access.time
         if now_s is None:
             made.has_times = False
-            now_s = float(made.requests)
+            now_s = last_s + 1 if made.requests else 0.0
         if not made.requests:
             first_s = last_s = now_s
         made.late_requests += now_s < last_s
