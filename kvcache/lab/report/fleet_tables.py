@@ -96,7 +96,11 @@ def print_fleets(title: str, cells: list[dict[str, Any]], document: dict[str, An
         for cell in cells
     ]
     console.print(common.plain_table(heads, lines), crop=False)
-    console.print("a second, in the busiest minute: the store's traffic, existence queries, blocks in events")
+    console.print(
+        "a second, in the busiest minute: the store's traffic, existence queries (as they are; with answers "
+        "remembered; batched; both), their keys, blocks in events",
+        soft_wrap=True,
+    )
     unit = settings.block_bytes
     names = ("engines", "router", "read", "written", "queries", "remembered", "batched", "both", "keys", "events")
     lines = [
