@@ -15,6 +15,8 @@ from itertools import islice
 from operator import index
 from typing import Any, TypeVar
 
+from kvcache.options import check_int
+
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -119,9 +121,11 @@ class Prompt:
         The LoRA adapter.
     extra_keys : sequence of (sequence or None), optional
         What else was hashed into each block, as in vLLM's `BlockStored`.
+    num_lookahead_tokens : int
+        Tokens behind a block that its hash covers, too; 0 unless the engine hashes ahead.
     """
 
-    __slots__ = ("_index", "extra_keys", "keys", "lora_id", "lora_name", "token_ids")
+    __slots__ = ("_index", "extra_keys", "keys", "lora_id", "lora_name", "num_lookahead_tokens", "token_ids")
 
     def __init__(
         self,
@@ -131,7 +135,9 @@ class Prompt:
         lora_id: int | None = None,
         lora_name: str | None = None,
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
+        num_lookahead_tokens: int = 0,
     ) -> None:
+        self.num_lookahead_tokens = check_int("num_lookahead_tokens", num_lookahead_tokens, 0)
         self.token_ids = token_ids
         self.keys = keys
         self.lora_id = lora_id

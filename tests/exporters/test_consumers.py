@@ -250,3 +250,20 @@ def test_invalid_prompt_publishes_without_tokens(wrong: dict[str, Any]) -> None:
         assert wire.publisher.flush(60)
         [(_, payload)] = wire.replay()
     assert msgspec.msgpack.decode(payload)[1][-1]["token_ids"] == []
+
+
+def test_blocks_of_an_engine_that_hashes_ahead_carry_the_tokens_behind_them() -> None:
+    manager = CPUOffloadingManager(BLOCK_SIZE, 600, "lru", True)
+    keys = [key_of(0, i) for i in range(3)]
+    reader = READERS["vllm-router"](BLOCK_SIZE)
+    with wire_of() as wire:
+        wire.publisher.follow(manager)
+        serve(manager, Prompt([*range(14)], keys, num_lookahead_tokens=3))
+        assert wire.publisher.flush(60)
+        [(topic, payload)] = wire.frames()
+    [event] = msgspec.msgpack.decode(payload)[1]
+    assert event["lookahead_token_ids"] == [[4, 5, 6], [8, 9, 10], [12, 13]]
+    reader.feed(topic, payload)
+    assert reader.verdicts == {("BlockStored", TAKEN): 3}
+    with pytest.raises(ValueError, match="num_lookahead_tokens must be an int >= 0, got -1"):
+        Prompt([], [], num_lookahead_tokens=-1)

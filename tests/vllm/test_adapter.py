@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import time
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,32 @@ def serve(manager: KVCacheOffloadingManager, req_id: str, keys: list[bytes]) -> 
 
 def keys_of(name: str, count: int) -> list[bytes]:
     return [f"{name}{i}".encode() for i in range(count)]
+
+
+def test_failed_store_is_announced_to_vllm_from_0_33_on_unless_it_was_offered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass
+    class Event(base.OffloadingEvent):
+        metadata_only: bool = False
+
+    monkeypatch.setattr("kvcache.integrations.vllm.manager.OffloadingEvent", Event)
+    names = {field.name for field in fields(Event)}
+    monkeypatch.setattr("kvcache.integrations.vllm.manager._EVENT_FIELDS", names)
+    ours, keys = manager(enable_events=True), keys_of("a", 3)
+    context = request(ours, "a", keys)
+    ours.prepare_store(keys, context)
+    ours.complete_store(keys[:2], context, success=False)
+    ours.prepare_store(keys[:1], context)
+    assert [(event.keys, event.removed, event.metadata_only) for event in ours.take_events()] == [
+        (keys[1:2], True, True)
+    ]
+    assert list(ours.take_events()) == []
+    silent = manager()
+    context = request(silent, "a", keys)
+    silent.prepare_store(keys, context)
+    silent.complete_store(keys, context, success=False)
+    assert silent._failed == []
 
 
 def test_every_method_that_the_engine_may_call_is_there() -> None:

@@ -32,6 +32,7 @@ class _PromptBlock(NamedTuple):
     token_ids: array[int]
     lora: tuple[int | None, str | None]
     extra_keys: tuple[Any, ...] | None
+    lookahead: array[int] | None
 
 
 class EventEncoder:
@@ -82,7 +83,9 @@ class EventEncoder:
         msgspec.msgpack.encode((lora, extra))  # raises if the event could not be encoded
         parent = prompt.keys[i - 1][:-4] if i else None
         tokens = array("I", prompt.token_ids[end - self.block_size : end])
-        self._blocks[key] = _PromptBlock(parent, tokens, lora, None if extra is None else tuple(extra))
+        num_ahead = prompt.num_lookahead_tokens
+        ahead = array("I", prompt.token_ids[end : end + num_ahead]) if num_ahead else None
+        self._blocks[key] = _PromptBlock(parent, tokens, lora, None if extra is None else tuple(extra), ahead)
         self._blocks.move_to_end(key)
 
     def events(self, event: OffloadingEvent) -> Iterator[tuple[BlockStored | BlockRemoved, int]]:
@@ -118,6 +121,8 @@ class EventEncoder:
             event.lora_id, event.lora_name = blocks[0].lora
             if any(block.extra_keys is not None for block in blocks):
                 event.extra_keys = [block.extra_keys for block in blocks]
+            if any(block.lookahead is not None for block in blocks):
+                event.lookahead_token_ids = [[*(block.lookahead or ())] for block in blocks]
         return event
 
     def _runs(self, hashes: list[bytes], group_idx: int) -> Iterator[tuple[list[bytes], list[Any]]]:

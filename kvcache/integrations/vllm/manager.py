@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvcache import events
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.control.pool import BlockPool
 from kvcache.integrations.vllm.metrics import MetricsSource
 from kvcache.integrations.vllm.releases import Release
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
@@ -134,8 +135,10 @@ class KVCacheOffloadingManager(OffloadingManager):
         what_if_log: WhatIfLog | None = None,
     ) -> None:
         self._manager = manager
+        self._pool = manager if isinstance(manager, BlockPool) else manager.pool
         self._what_if_log = what_if_log
         self._num_resets = 0
+        self._failed: list[bytes] = []
         self.metrics = MetricsSource(manager)
         self._key_positions = release.key_positions
         self.sources: Any = None
@@ -184,9 +187,10 @@ class KVCacheOffloadingManager(OffloadingManager):
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         ours = req_context.get_state(EngineRequest)
-        self._manager.complete_store(
-            ours.end_transfer(keys, self._num_resets), None if ours.has_ended else ours, success
-        )
+        stored = ours.end_transfer(keys, self._num_resets)
+        self._manager.complete_store(stored, None if ours.has_ended else ours, success)
+        if not success and "metadata_only" in _EVENT_FIELDS and self._pool.events is not None:
+            self._failed += stored
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         self._manager.touch(keys, req_context.get_state(EngineRequest))
@@ -203,6 +207,10 @@ class KVCacheOffloadingManager(OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         for event in self._manager.take_events():
             yield engine_event(event, Medium.CPU, is_local=True)
+        failed, self._failed = self._failed, []
+        # vLLM forgets what it noted of a store that failed, unless the block has been offered again.
+        if absent := [key for key, state in zip(failed, self._pool.states(failed), strict=True) if not state]:
+            yield OffloadingEvent(keys=absent, medium=Medium.CPU, removed=True, metadata_only=True)
 
     def get_stats(self) -> Any:
         return self.metrics.changes()
