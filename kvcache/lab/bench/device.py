@@ -61,16 +61,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the report on a device, which JSON can hold.
 
-    Parameters
-    ----------
-    device : torch.device
-        The accelerator's current device, or the CPU.
-    sizes : Sizes, optional
-        How much is measured.
-    compute : callable, optional
-        Queues work on the device that takes some milliseconds; None: multiplications of matrices.
-    show : callable
-        Called with the name of each step before it starts.
+    `compute` queues work on the device that takes some milliseconds (None: multiplications of matrices); `show` is
+    called with the name of each step before it starts.
     """
     sizes = sizes or Sizes()
     show("allocation of the pool")

@@ -141,23 +141,9 @@ def move(
 ) -> None:
     """Store or load blocks in jobs, as many at a time as the tier takes and the host pool has room for.
 
-    Parameters
-    ----------
-    tier : Tier
-        The tier.
-    submit : callable
-        Its `submit_store` or `submit_load`.
-    keys : list of bytes
-        The blocks.
-    job_blocks, host_blocks : int
-        Blocks of one job, and of the host pool.
-    calls : list of float
-        Receives how long each call of the tier took.
-    moved : callable, optional
-        Called with the blocks done and the blocks in all.
-    pause_s : float
-        How long to wait after looking in vain: half a step of a fast engine. Looking more often takes the time of the
-        threads that move blocks.
+    `submit` is the tier's `submit_store` or `submit_load`; `calls` receives how long each call of the tier took, and
+    `moved` is called with the blocks done and the blocks in all. After looking in vain it waits `pause_s`, half a step
+    of a fast engine: looking more often takes the time of the threads that move blocks.
     """
     free = [range(first, min(first + job_blocks, host_blocks)) for first in range(0, host_blocks, job_blocks)]
     busy: dict[int, range] = {}

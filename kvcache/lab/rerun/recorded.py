@@ -43,17 +43,7 @@ _BLOCK_BYTES = 256  # memory of a manager per block, an upper bound
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference between a replay and the expected answers.
-
-    Parameters
-    ----------
-    call : Call
-        The first call with a different answer.
-    expected, got : Answer
-        The answers.
-    reason : str
-        Description of the fault if the answer equals the recorded one.
-    """
+    """The first call of a replay whose answer differs; `reason` describes the fault if it equals the recorded one."""
 
     call: Call
     expected: Answer
@@ -63,20 +53,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """The result of a replay.
+    """The result of a replay: counts, the first `difference`, and why it ended early (`end`; empty if it did not).
 
-    Parameters
-    ----------
-    num_calls : int
-        Replayed calls.
-    num_skipped : int
-        Calls that could not be replayed, because the recording does not contain the manager's state before them.
-    num_lost : int
-        Missing records.
-    difference : Difference or None
-        The first difference.
-    end : str
-        The reason why the recording was not read to its end; empty if it was.
+    `num_skipped` calls were not replayed, because the recording does not hold the manager's state before them.
     """
 
     num_calls: int
@@ -103,16 +82,8 @@ class RecordedTime:
 class ScriptedTier(Tier):
     """A tier that returns prepared answers.
 
-    Attributes
-    ----------
-    lookups : deque of int or None
-        Answers of the next look-ups; a negative answer is invalid.
-    submits : deque of int or None
-        Recorded ids of the next accepted jobs; None for a refused job.
-    reports : deque of list
-        Results of the next calls of `get_finished`: the recorded results, or None for an invalid one.
-    raising : deque of str
-        The next methods that raise.
+    Of `lookups`, a negative one is invalid; of `submits`, None refuses the job, and others are its recorded id; of
+    `reports`, None is invalid. `raising` names the next methods that raise.
     """
 
     def __init__(self, medium: str) -> None:
@@ -188,24 +159,10 @@ class ScriptedTier(Tier):
 def make_manager(
     config: dict[str, Any], tiers: list[ScriptedTier], clock: Callable[[], float], policy: str | type | None = None
 ) -> CPUOffloadingManager | TieredOffloadingManager:
-    """Create the manager that a recording's header describes.
+    """Create the manager that a recording's header describes, with `policy` instead of its own if that is given.
 
-    Parameters
-    ----------
-    config : dict
-        The configuration, as returned by `configuration` of the manager.
-    tiers : list of ScriptedTier
-        Receives the manager's tiers.
-    clock : callable
-        The manager's clock.
-    policy : str or type, optional
-        A policy to use instead of the recording's.
-
-    Raises
-    ------
-    RecordingError
-        The configuration is invalid, or names a policy that is not registered. Code that a file names runs only on
-        request.
+    `tiers` receives the manager's tiers. RecordingError if the configuration is invalid, or names a policy that is not
+    registered: code that a file names runs only on request.
     """
     options = dict(config)
     given = options.pop("cache_policy", "lru")
@@ -239,24 +196,10 @@ def make_manager(
 
 
 class Runner:
-    """Makes recorded calls on a manager.
+    """Makes recorded calls on a manager of this `config`; see `make_manager`.
 
-    Parameters
-    ----------
-    config : dict
-        The manager's configuration, see `make_manager`.
-    policy : str or type, optional
-        A policy to use instead of the recording's.
-    is_exact : bool
-        Whether all calls are made, in order. If calls are left out, recorded answers of the clock and the tiers only
-        approximate the right ones.
-
-    Attributes
-    ----------
-    manager : CPUOffloadingManager or TieredOffloadingManager
-        The manager.
-    groups : dict
-        Key to the identifier of its KV-cache group, if an arbiter needed it.
+    If calls are left out (not `is_exact`), recorded answers of the clock and the tiers only approximate the right ones.
+    `groups` maps each key to its KV-cache group, if an arbiter needed it.
     """
 
     def __init__(self, config: dict[str, Any], policy: str | type | None = None, is_exact: bool = True) -> None:
@@ -415,22 +358,9 @@ def replay_recording(
 ) -> ReplayOutcome:
     """Replay the calls of a recording, up to the first different answer.
 
-    Parameters
-    ----------
-    recording : Recording
-        The recording.
-    policy : str or type, optional
-        A policy to use instead of the recording's; it must give the same answers.
-    check : callable, optional
-        Called with a `Runner` before its first call. It returns a function that is called with every call and its
-        answer, and returns a description of the fault, or "".
-    keep : list, optional
-        Receives the records that were replayed since the last reset, for `kvcache.lab.rerun.shrink`.
-
-    Raises
-    ------
-    RecordingError
-        The manager cannot be created, or no call of the recording can be replayed.
+    `check`, called with a `Runner` before its first call, returns a function that takes every call and its answer, and
+    returns a description of the fault, or "". `keep` receives the records since the last reset, for
+    `kvcache.lab.rerun.shrink`. RecordingError if the manager cannot be created, or no call can be replayed.
     """
     config = recording.header["manager"]
     is_tiered = "tiers" in config

@@ -22,14 +22,8 @@ _DEFAULTS = {"enable_events": False, "store_threshold": 0, "max_tracker_size": 6
 def as_test(shrunk: Shrunk, suspect: str | None, trusted: str | None = None) -> str:
     """Return calls as the text of a pytest test that fails while the fault exists.
 
-    Parameters
-    ----------
-    shrunk : Shrunk
-        The result of `shrink`.
-    suspect : str, optional
-        The policy that shows the fault; None for that of the recording.
-    trusted : str, optional
-        The policy whose answers are expected. None if no correct answers are known; then the test checks `Promises`.
+    `suspect` is the policy that shows the fault (None: that of the recording), `trusted` the one whose answers are
+    expected. If no correct answers are known (None), the test checks `Promises`.
     """
     expected = None if trusted is None else Runner(shrunk.config, trusted, is_exact=False)
     actual = Runner(shrunk.config, suspect, is_exact=False)

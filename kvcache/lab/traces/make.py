@@ -81,24 +81,10 @@ def make_trace(
     Only full blocks are listed. A log is JSONL (token ids, or text that `tokenize` turns into them), or a libCacheSim
     trace, of which each access is a request of one block. Files are plain, gzip or zstd.
 
-    Parameters
-    ----------
-    log : Path
-        The log; ``-`` is standard input.
-    write : callable
-        Takes each line of the trace.
-    block_size : int
-        Tokens of a block.
-    log_format : {"jsonl", "oracleGeneral", "csv"}, optional
-        None: by the name of the file.
-    tokenize : callable, optional
-        Turns a string, or a list of chat messages, into token ids.
-    time_unit : {"s", "ms", "us", "ns"}
-        Of times that are numbers; oracleGeneral has seconds. Times may also be ISO 8601.
-    skip_bad : bool
-        Count bad records instead of raising.
-    progressed : callable
-        Takes the number of requests and of bytes read so far.
+    `write` takes each line. `log_format` is ``"jsonl"``, ``"oracleGeneral"`` or ``"csv"``, by default by the file's
+    name. `tokenize` turns a string or a list of chat messages into token ids. Times that are numbers count
+    `time_unit` (s, ms, us or ns; oracleGeneral has seconds), others are ISO 8601. With `skip_bad`, bad records are
+    counted instead of raised. `progressed` takes the number of requests and of bytes read so far.
 
     Raises
     ------

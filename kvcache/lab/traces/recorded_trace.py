@@ -21,12 +21,8 @@ class RecordedTrace(TraceFile):
 
     A request consists of all calls with one `ReqContext`. Its keys are ordered by position if the engine gave
     positions, and otherwise by the first call that named them. Without a context, each look-up of a list begins a
-    request. `size_bytes` and `position_bytes` count requests.
-
-    Attributes
-    ----------
-    manager : dict
-        The configuration of the recorded manager.
+    request. `size_bytes` and `position_bytes` count requests. `manager` is the
+    configuration of the recorded manager.
     """
 
     format = "recording"
