@@ -36,7 +36,7 @@ def summary(report: dict[str, Any]) -> str:
         lines.append(f"  {report['lost_records']:,} records were lost while recording")
     if report["end"]:
         lines.append(f"  read up to here: {report['end']}")
-    if report["is_same"]:
+    if "difference" not in report:
         lines.append("  every answer is the same" if report["calls"] else "  there is nothing to compare")
         return "\n".join(lines)
     found = report["difference"]
