@@ -27,6 +27,7 @@ class Model:
 
     `values_per_layer` are those that one token keeps in one of `num_layers`. `num_params` are the parameters that a
     token passes through (the active ones of a mixture of experts); None: unknown. `dtype` is that of the KV cache.
+    `is_latent`: with multi-head latent attention, of which every rank holds the same values.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Model:
     values_per_layer: int
     num_params: float | None = None
     dtype: str = "bf16"
+    is_latent: bool = False
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "values_per_layer"):
@@ -90,6 +92,7 @@ _MODELS = {
     "deepseek-r1": (61, 576, 37.0e9),
     "kimi-k2": (61, 576, 32.0e9),
 }
+_LATENT = {"deepseek-v3", "deepseek-r1", "kimi-k2"}
 _TAIL = re.compile(r"-(instruct|chat|base|pt|it|hf|fp8|awq|gptq|v\d+[.]\d+|2[45]\d\d)$")
 
 
@@ -118,7 +121,7 @@ def model_of(name: str, dtype: str = "bf16") -> Model:
             f"unknown model {name!r}, known ones: {', '.join(_MODELS)}; or the path of its config.json"
             f"{did_you_mean(known, _MODELS)}"
         )
-    return Model(known, *_MODELS[known], dtype=dtype)
+    return Model(known, *_MODELS[known], dtype=dtype, is_latent=known in _LATENT)
 
 
 def _plain(name: str) -> str:
@@ -175,7 +178,7 @@ def _model_of_config(config: Mapping[str, Any], name: str, dtype: str) -> Model:
         heads = needed("num_attention_heads", "n_head")
         head_size = number("head_dim") or needed("hidden_size", "n_embd") // heads
         values = 2 * (number("num_key_value_heads") or heads) * head_size
-    return Model(name, kept, values, _params_of_config(number, layers), dtype)
+    return Model(name, kept, values, _params_of_config(number, layers), dtype, latent is not None)
 
 
 def _params_of_config(number: Any, layers: int) -> float | None:

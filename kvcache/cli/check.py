@@ -65,15 +65,11 @@ def check(
         _report(manifest, check_manifest(manifest), strict, json)
     if config is not None:
         common.at_least("--workers", workers, 1)
-        _report(
-            config,
-            _findings(config, _block_bytes(model, dtype, block_tokens, block_bytes, workers), workers),
-            strict,
-            json,
-        )
+        num_bytes, is_latent = _block_bytes(model, dtype, block_tokens, block_bytes, workers)
+        _report(config, _findings(config, num_bytes, workers, is_latent), strict, json)
 
 
-def _findings(config: Path, num_bytes: int, workers: int) -> list[Finding]:
+def _findings(config: Path, num_bytes: int, workers: int, is_latent: bool | None) -> list[Finding]:
     from kvcache.assembly.check import Finding, check_config
 
     given, is_vllm, has_events, engine_block = _read(config)
@@ -87,13 +83,14 @@ def _findings(config: Path, num_bytes: int, workers: int) -> list[Finding]:
     findings = check_config(
         given,
         block_bytes=num_bytes,
-        world_size=workers,
+        world_size=1 if is_latent and given.get(settings.DATA_PLANE) != "kvcache" else workers,
         known_keys=settings.known_keys(given),
         where=settings.WHERE,
         read=settings.read_config,
     )
     if all(one.level != "error" or one.subject != "options" for one in findings):
-        findings.append(Finding("ok", "data plane", settings.describe_data_plane(given, num_bytes, workers)))
+        text = settings.describe_data_plane(given, num_bytes, workers, is_latent)
+        findings.append(Finding("ok", "data plane", text))
     findings.append(Finding(*describe_release("eviction_policy" in given)))
     if has_events and not given.get(settings.SELF_DESCRIBING):
         findings.append(Finding("warning", "events", settings.UNDESCRIBED))
@@ -142,13 +139,15 @@ def _read(config: Path) -> tuple[Mapping[str, Any], bool, bool, object]:
     return given, is_vllm, has_events, engine_block
 
 
-def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, workers: int) -> int:
+def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, workers: int) -> tuple[int, bool | None]:
+    """Return the bytes of one worker's block, and whether all workers hold the same ones (None: unknown)."""
     if text is not None:
         if model is not None:
             raise ValueError(f"--block-bytes excludes --model, got {text!r} and {model!r}")
-        return parse_size("--block-bytes", text)
+        return parse_size("--block-bytes", text), None
     weights = read_weights(model if model is None or dtype == "bf16" else f"{model},{dtype}")
     if weights is None:
-        return 0
-    # Every worker keeps its share of the heads.
-    return -(-weights.model.token_bytes * common.at_least("--block-size", tokens, 1) // workers)
+        return 0, None
+    num_bytes = weights.model.token_bytes * common.at_least("--block-size", tokens, 1)
+    # Every worker keeps its share of the heads, or all latent values.
+    return (num_bytes, True) if weights.model.is_latent else (-(-num_bytes // workers), False)

@@ -117,6 +117,20 @@ def test_check_vllm_manager_with_our_tier_and_policy_names_the_data_plane(tmp_pa
     assert "warning options" not in text
 
 
+@pytest.mark.parametrize(
+    ("model", "copies"),
+    [
+        # 61 layers x 576 values x 2 bytes x 16 tokens, the same on both ranks
+        ("deepseek-v3", "one copy for all ranks; 59 chunks of 1,124,352 bytes and 63.26 MiB in all"),
+        # 36 layers x 2048 values x 2 bytes x 16 tokens / 2 ranks
+        ("qwen3-8b", "each rank's part; 28 chunks of 1,179,648 bytes and 31.5 MiB on each rank"),
+    ],
+)
+def test_check_vllm_data_plane_names_one_copy_or_many(tmp_path: Path, capsys, model: str, copies: str):
+    extra = {"eviction_policy": "Amq", "cache_policy_module_path": "kvcache.integrations.vllm.policies"}
+    assert copies in check_engine(tmp_path, capsys, extra, "--model", model, "--workers", "2")[1]
+
+
 def test_check_vllm_data_plane_of_our_manager_depends_on_the_platform(tmp_path: Path, capsys):
     own = {"spec_module_path": "kvcache.integrations.vllm", "spec_name": "KVCacheOffloadingSpec"}
     assert "on CUDA, ROCm and XPU vLLM's worker" in check_engine(tmp_path, capsys, own)[1]

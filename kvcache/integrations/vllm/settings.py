@@ -142,11 +142,23 @@ def known_keys(extra_config: Mapping[str, Any]) -> frozenset[str]:
     return _ENGINE_SPEC_KEYS if is_engine_spec(extra_config) else KNOWN_KEYS
 
 
-def describe_data_plane(extra_config: Mapping[str, Any], block_bytes: int, num_ranks: int) -> str:
-    """Describe the worker that copies blocks, and a rank's chunks and bytes if `block_bytes`, of one rank, is not 0."""
+def describe_data_plane(
+    extra_config: Mapping[str, Any], block_bytes: int, num_ranks: int, is_latent: bool | None = None
+) -> str:
+    """Describe the worker that copies blocks, and a rank's chunks and bytes if `block_bytes`, of one rank, is not 0.
+
+    `is_latent`: whether the model has multi-head latent attention only; None: unknown.
+    """
     settings = read_config(extra_config)
     plane = extra_config.get(DATA_PLANE)
-    in_engine = "vLLM's worker, one copy for all ranks of a pure MLA model and otherwise each rank's part"
+    in_engine = (
+        "vLLM's worker, "
+        + {
+            None: "one copy for all ranks of a pure MLA model and otherwise each rank's part",
+            True: "one copy for all ranks",
+            False: "each rank's part",
+        }[is_latent]
+    )
     in_kvcache = "kvcache's worker, each rank's part"
     if is_engine_spec(extra_config) or plane == "vllm":
         copies = in_engine
@@ -155,9 +167,11 @@ def describe_data_plane(extra_config: Mapping[str, Any], block_bytes: int, num_r
     if not block_bytes:
         return copies
     # Host memory is aligned to pages, a chunk at a time.
-    chunk_bytes = -(-block_bytes * num_ranks // 4096) * 4096
+    is_shared = is_latent and plane != "kvcache"
+    chunk_bytes = -(-block_bytes * (1 if is_shared else num_ranks) // 4096) * 4096
     num_chunks = (settings.cpu_bytes_to_use or 0) // chunk_bytes
-    share = f"{num_chunks:,} chunks of {block_bytes:,} bytes and {format_size(num_chunks * block_bytes)} on each rank"
+    where = "in all" if is_shared else "on each rank"
+    share = f"{num_chunks:,} chunks of {block_bytes:,} bytes and {format_size(num_chunks * block_bytes)} {where}"
     return f"{copies}; {share}"
 
 
