@@ -192,5 +192,5 @@ def test_best_policy_is_named_with_its_margin() -> None:
 def test_best_policies_with_times_prefers_the_shorter_time_to_more_hits() -> None:
     cells = [cell("lru", 10, 0.2, ttft_s=3.0), cell("amq", 10, 0.3, ttft_s=4.0)]
     assert list(best_policies(cells, None)) == [
-        "best at 10 blocks: lru, mean TTFT 25.00 % below amq, hits -10.00 points above"
+        "best at 10 blocks: lru, mean TTFT 25.00 % below amq, hits 10.00 points lower"
     ]
