@@ -8,8 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 WINDOWS_S = (60.0, 300.0, 900.0)
@@ -19,6 +23,7 @@ _NO_VALUES = ("_created", "_bucket", "_sum", "_count")
 _COMMON = ("engine", "rank", "policy", "model_name")
 _TIMEOUT_S = 5.0
 _MAX_PAGE_BYTES = 16 << 20
+_MAX_PARSED_BYTES = 1 << 20  # of kvcache's own series, some 10,000
 
 
 @dataclass(slots=True)
@@ -121,20 +126,30 @@ def what_if_reader(path: Path) -> Callable[[], WhatIf | None]:
 
 
 def url_reader(url: str) -> Callable[[], Frame]:
-    """Return a function that reads a frame from a `/metrics` URL."""
+    """Return a function that reads a frame from a `/metrics` URL, and follows no redirect."""
     import importlib.util
+    import urllib.error
+    import urllib.request
     from http.client import HTTPException, InvalidURL
-    from urllib.request import urlopen
 
     if importlib.util.find_spec("prometheus_client") is None:
         raise common.CommandError("--url needs prometheus-client: pip install 'kvcache[prometheus]'")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--url must begin with http:// or https://, got {url!r}")
 
+    class NoRedirect(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *args: Any) -> None:
+            return None
+
+    opener = urllib.request.build_opener(NoRedirect)
+
     def look() -> Frame:
         try:
-            with urlopen(url, timeout=_TIMEOUT_S) as answer:
-                text = answer.read(_MAX_PAGE_BYTES).decode(errors="replace")
+            with opener.open(url, timeout=_TIMEOUT_S) as answer:
+                text = _read_page(answer, time.monotonic() + _TIMEOUT_S).decode(errors="replace")
+        except urllib.error.HTTPError as error:
+            error.close()  # it holds the connection
+            raise OSError(f"{url} does not answer: {error}") from None
         except InvalidURL as error:
             raise ValueError(f"--url must be a URL, got {url!r}: {error}") from error
         except (OSError, HTTPException) as error:
@@ -142,6 +157,18 @@ def url_reader(url: str) -> Callable[[], Frame]:
         return parse_metrics(text, time.time(), url)
 
     return look
+
+
+def _read_page(answer: HTTPResponse, end_s: float) -> bytes:
+    """Return the body of an answer; raise OSError if it is too long or takes too long."""
+    parts = []
+    num_bytes = 0
+    while part := answer.read1(1 << 16):
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > _MAX_PAGE_BYTES or time.monotonic() >= end_s:
+            raise OSError(f"its answer does not end after {num_bytes} bytes")
+    return b"".join(parts)
 
 
 def parse_metrics(text: str, time_s: float, where: str) -> Frame:
@@ -154,6 +181,9 @@ def parse_metrics(text: str, time_s: float, where: str) -> Frame:
         for line in text.split("\n")
         if line.startswith(_PREFIXES) and not line.partition("{")[0].partition(" ")[0].endswith(_NO_VALUES)
     )
+    if len(text) > _MAX_PARSED_BYTES:
+        raise ValueError(f"{where} has {len(text)} bytes of kvcache's series, more than {_MAX_PARSED_BYTES}")
+
     values: dict[Key, float] = {}
     common_labels: dict[str, str] = {}
     try:

@@ -113,7 +113,7 @@ def test_view_of_a_subscriber_follows_a_manager_through_evictions(publisher):
     subscriber.close()
 
 
-def test_lost_messages_are_ask(publisher):
+def test_lost_messages_are_replayed(publisher):
     subscriber = subscribed(publisher)
     settle(publisher, subscriber)
     lost = subscriber.receive

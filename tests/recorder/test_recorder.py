@@ -328,6 +328,38 @@ def test_hints_and_clocks_that_go_back_replay(tmp_path, policy):
     assert (outcome.difference, outcome.end, outcome.num_skipped) == (None, "", 0)
 
 
+def test_recordings_begin_and_end_while_calls_are_made(tmp_path):
+    manager = CPUOffloadingManager(16, 200, enable_events=True)
+    is_over = threading.Event()
+    failures = []
+
+    def work():
+        number = 0
+        while not is_over.is_set():
+            try:
+                serve(manager, random.Random(number), 20)
+            except BaseException as error:
+                failures.append(error)
+                raise
+            number += 1
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for number in range(40):
+            recorder = Recorder(manager, tmp_path / f"{number}.kvlog")
+            time.sleep(0.01)
+            recorder.stop()
+    finally:
+        is_over.set()
+        worker.join()
+        sys.setswitchinterval(before)
+    assert failures == []
+    assert sum(len(list(Recording(tmp_path / f"{number}.kvlog"))) for number in range(40)) > 100
+
+
 def test_same_keys_are_named_once_and_never_in_clear(tmp_path):
     manager = CPUOffloadingManager(16, 2000)
     keys = [b"a secret prompt %4d" % i for i in range(1000)]
@@ -450,6 +482,20 @@ def test_long_lists_with_something_else_among_their_keys_are_recorded(tmp_path):
     assert [keys[1] for keys in recorded] == [b"", b""] + [None] * 6
     assert {tuple(keys[:1] + keys[2:]) for keys in recorded} == {tuple(recorded[0][:1] + recorded[0][2:])}
     assert replay_recording(Recording(tmp_path / "run.kvlog")).difference is None
+
+
+def test_lists_longer_than_a_chunk_take_the_place_of_others(tmp_path):
+    manager = CPUOffloadingManager(16, 100)
+    long = [key(number) for number in range(60_000)]
+    with Recorder(manager, tmp_path / "run.kvlog", buffer_bytes="1MiB") as recorder:
+        for _ in range(20):
+            manager.lookup(long)
+            manager.lookup(long[:5])
+            time.sleep(0.02)
+        stats = recorder.stats()
+    assert stats.num_records + stats.num_lost >= 40
+    recorded = [call for call in Recording(tmp_path / "run.kvlog") if call.op is ops.Op.LOOKUP]
+    assert {len(call.keys) for call in recorded} == {60_000, 5}
 
 
 def test_failing_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
