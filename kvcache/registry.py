@@ -222,5 +222,6 @@ COMMANDS = Registry(
         "what_if": "kvcache.exporters.commands:WhatIfCommand",
         "record": "kvcache.recorder.command:RecordCommand",
     },
+    "kvcache.control.telemetry:Command",
 )
 """What a running engine answers on its status socket."""

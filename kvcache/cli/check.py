@@ -83,7 +83,7 @@ def _findings(config: Path, num_bytes: int, workers: int, is_latent: bool | None
     findings = check_config(
         given,
         block_bytes=num_bytes,
-        world_size=1 if is_latent and given.get(settings.DATA_PLANE) != "kvcache" else workers,
+        world_size=1 if settings.shares_one_copy(given, is_latent) else workers,
         known_keys=settings.known_keys(given),
         where=settings.WHERE,
         read=settings.read_config,

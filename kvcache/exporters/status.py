@@ -226,10 +226,7 @@ class StatusServer(Exporter):
         with self._lock:
             found = self._commands.get(name)
             if found is None:
-                chosen = COMMANDS.resolve(name)
-                if not issubclass(chosen, Command):
-                    raise ValueError(f"command {name!r} must be a Command, got {chosen!r}")
-                found = self._commands[name] = chosen(self.telemetry)
+                found = self._commands[name] = COMMANDS.resolve(name)(self.telemetry)
         return found
 
 

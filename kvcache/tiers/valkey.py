@@ -157,9 +157,8 @@ class ValkeyTier(JobTier):
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
         values = ValkeyOptions.read(options)
-        make = ValkeyCluster.from_url if values.cluster else Valkey.from_url
         try:
-            client: Any = make(values.url, **_client_options(values))
+            client = _client_of(values.url, values.cluster, _client_options(values))
             try:
                 client.ping()
             finally:
@@ -298,8 +297,7 @@ class ValkeyTier(JobTier):
             return self._client or self._connect()
 
     def _connect(self) -> Any:
-        make = ValkeyCluster.from_url if self._is_cluster else Valkey.from_url
-        client: Any = make(self._url, **self._options)
+        client = _client_of(self._url, self._is_cluster, self._options)
         try:
             found = client.get(self._epoch_name)
             if found is None and not self._epoch:
@@ -368,7 +366,7 @@ def clear_server(
     `confirm` is called before with the number of names of each model, and with the addresses of other clients, or None
     if the user may not list them. If it raises, nothing is deleted.
     """
-    client: Any = (ValkeyCluster if values.cluster else Valkey).from_url(values.url, **_client_options(values))
+    client = _client_of(values.url, values.cluster, _client_options(values))
     try:
         nodes = [client]
         if values.cluster:
@@ -410,6 +408,10 @@ def _other_clients(node: Any, known: list[str] | None) -> list[str] | None:
 def _address(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
+
+
+def _client_of(url: str, is_cluster: bool, options: dict[str, Any]) -> Any:
+    return (ValkeyCluster if is_cluster else Valkey).from_url(url, **options)
 
 
 def _client_options(values: ValkeyOptions) -> dict[str, Any]:

@@ -203,7 +203,7 @@ class HostPool:
         Returns
         -------
         bool
-            False after `timeout_s`, and for a pool that was closed before. `is_pinned` tells whether it is pinned.
+            False after `timeout_s`, and for a pool that was closed before. See also `is_pinned`.
         """
         self._is_ready.wait(timeout_s)
         return self.touched_bytes == self.num_bytes

@@ -35,7 +35,7 @@ class Turn:
     """One turn of one user, run without the cache and with it.
 
     Without it, all `prompt_tokens` are computed, and the first token comes after `plain_s`; with it, `computed_tokens`
-    and `cached_s` (look-up and load included). `equal` tells whether both runs gave the same tokens.
+    and `cached_s` (look-up and load included). `equal`: both runs gave the same tokens.
     """
 
     user: int

@@ -83,7 +83,7 @@ class KVLayout:
     """Offsets of keys and values in a block of `block_size` tokens, and the copies in and out.
 
     The constructor runs two short forwards of the model, and raises ValueError if a prefix of its cache cannot be cut
-    out and restored. `padding_matters` tells whether a prompt's keys and values depend on the padding before it.
+    out and restored. `padding_matters`: a prompt's keys and values depend on the padding before it.
     """
 
     def __init__(self, model: Any, block_size: int) -> None:

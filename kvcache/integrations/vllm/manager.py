@@ -208,7 +208,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         for event in self._manager.take_events():
             yield engine_event(event, Medium.CPU, is_local=True)
         failed, self._failed = self._failed, []
-        # vLLM forgets what it noted of a store that failed, unless the block has been offered again.
+        # vLLM then drops its notes of the failed store. A block that was offered again keeps them.
         if absent := [key for key, state in zip(failed, self._pool.states(failed), strict=True) if not state]:
             yield OffloadingEvent(keys=absent, medium=Medium.CPU, removed=True, metadata_only=True)
 

@@ -142,6 +142,11 @@ def known_keys(extra_config: Mapping[str, Any]) -> frozenset[str]:
     return _ENGINE_SPEC_KEYS if is_engine_spec(extra_config) else KNOWN_KEYS
 
 
+def shares_one_copy(extra_config: Mapping[str, Any], is_latent: bool | None) -> bool:
+    """Return whether host memory holds one copy of a block for all ranks: vLLM's worker keeps one of latent values."""
+    return is_latent is True and extra_config.get(DATA_PLANE) != "kvcache"
+
+
 def describe_data_plane(
     extra_config: Mapping[str, Any], block_bytes: int, num_ranks: int, is_latent: bool | None = None
 ) -> str:
@@ -167,7 +172,7 @@ def describe_data_plane(
     if not block_bytes:
         return copies
     # Host memory is aligned to pages, a chunk at a time.
-    is_shared = is_latent and plane != "kvcache"
+    is_shared = shares_one_copy(extra_config, is_latent)
     chunk_bytes = -(-block_bytes * (1 if is_shared else num_ranks) // 4096) * 4096
     num_chunks = (settings.cpu_bytes_to_use or 0) // chunk_bytes
     where = "in all" if is_shared else "on each rank"

@@ -187,7 +187,7 @@ class KnowingRouter(PrefixRouter):
 class EventsRouter(KnowingRouter):
     """A `KnowingRouter` that learns from messages. A number that is missing, or begins anew, shows in the next one.
 
-    The router then replays what it has missed, or takes a snapshot of the engine that has started again.
+    The router then replays the lost messages, or takes a snapshot of a restarted engine.
     """
 
     def __init__(self, num_ids: int, block_s: float, plan: FleetPlan) -> None:

@@ -65,7 +65,7 @@ def _whole(runner: Runner, answer: Answer) -> Any:
 def minimize(items: Sequence[T], shows: Callable[[list[T]], bool]) -> list[T]:
     """Return a subsequence of `items` that still shows a fault, from which no single item can be removed.
 
-    `shows` tells whether some of the items show it. `TimeoutError` ends the search with the best result so far.
+    `shows` returns whether some of the items show it. `TimeoutError` ends the search with the best result so far.
     """
     kept = list(items)
     num_parts = 2
