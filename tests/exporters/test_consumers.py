@@ -190,9 +190,9 @@ def table() -> str:
     window = [key[:-4] + (1).to_bytes(4, "big") for key in keys]
     rows: list[tuple[str, bool, OffloadingEvent | None, dict[str, Any]]] = [
         ("store in host memory", True, event_of(keys), {}),
-        ("store in a tier", True, event_of(keys, "DISK"), {}),
+        ("in a tier", True, event_of(keys, "DISK"), {}),
         ("removal from host memory", True, event_of(keys, removed=True), {}),
-        ("removal from a tier", True, event_of(keys, "DISK", removed=True), {}),
+        ("from a tier", True, event_of(keys, "DISK", removed=True), {}),
         ("everything cleared", True, None, {}),
         ("store without tokens", False, event_of(keys), {}),
         ("store in a group with a sliding window", True, event_of(window), {}),
@@ -200,10 +200,11 @@ def table() -> str:
         ("store, `hash_format` bytes", True, event_of(keys), {"hash_format": "bytes"}),
     ]
     lines = [f"| event | {' | '.join(READERS)} |", "|---" * (len(READERS) + 1) + "|"]
+    labels: dict[str, list[str]] = {}
     for label, has_tokens, event, options in rows:
-        cells = [verdicts(name, has_tokens, event, **options) for name in READERS]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = " | ".join(verdicts(name, has_tokens, event, **options) for name in READERS)
+        labels.setdefault(cells, []).append(label)
+    return "\n".join([*lines, *(f"| {', '.join(same)} | {cells} |" for cells, same in labels.items())])
 
 
 def test_routers_page_holds_the_table_of_verdicts() -> None:
