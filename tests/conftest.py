@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kvcache
+from kvcache.testing import REFERENCE_POLICIES
 
 # A run in a shell's background inherits an ignored SIGINT, and would pass that on to the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -21,6 +23,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(kvcache.__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tests" / "references"))
 
 # In CI every run draws the same examples: a red run must say something about the change.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -62,6 +65,7 @@ def _is_debug_build() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    REFERENCE_POLICIES.update(importlib.import_module("reference_policies").BUILT_IN)
     wanted = os.environ.get("KVCACHE_EXPECT_IN")
     if wanted and not PACKAGE.is_relative_to(Path(wanted).resolve()):
         raise pytest.UsageError(f"kvcache was to be imported from {wanted}, it came from {PACKAGE}")

@@ -37,7 +37,7 @@ def test_needed_blocks_leaves_refused_stores_out() -> None:
     assert (manager.stats().needed_blocks, manager.stats().rejected_stores) == (0, 1)
 
 
-@pytest.mark.parametrize("policy", ["lru", "gittins", "kvcache.testing.reference:ReferenceARC"])
+@pytest.mark.parametrize("policy", ["lru", "gittins", "reference_policies:ReferenceARC"])
 def test_blocks_that_were_loaded_and_are_offered_again_are_needed_once(policy: str) -> None:
     manager = CPUOffloadingManager(16, 8, policy)
     for keys in ([b"a", b"b"], [b"a", b"b", b"c"], [b"a", b"b", b"c", b"d"]):

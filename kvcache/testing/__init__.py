@@ -1,6 +1,6 @@
 """Test tools for authors of plug-ins: the conformance kit, and the specification in plain Python.
 
-Names are imported on first use, so that the reference policies need neither pytest nor Hypothesis (extra `testing`).
+Names are imported on first use, so that the reference managers need neither pytest nor Hypothesis (extra `testing`).
 """
 
 from __future__ import annotations

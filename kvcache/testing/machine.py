@@ -53,8 +53,8 @@ class CacheMachine(RuleBasedStateMachine):
     policy : str or type
         The policy under test: a registered name or a class.
     reference : type, optional
-        Its plain-Python twin. The default is the built-in twin of that name. Without one, the policy itself is used,
-        so that the managers are still compared with each other.
+        Its plain-Python twin. The default is that of its name in `REFERENCE_POLICIES`. Without one, the policy itself
+        is used, so that the managers are still compared with each other.
     max_capacity : int
         Limit of the cache size, in blocks.
     manager_options : dict

@@ -6,13 +6,13 @@ import pickle
 from typing import Any
 
 import pytest
+from reference_gittins import ReferenceGittins
 
 from kvcache import CPUOffloadingManager, LRUCachePolicy, ReqContext, Retention
 from kvcache.control.backend import CPUBackend
 from kvcache.control.cpu import BackendOffloadingManager
 from kvcache.lab.simulate.run import ReplayClock
 from kvcache.testing.reference import ReferenceLRU
-from kvcache.testing.reference_gittins import ReferenceGittins
 from kvcache.testing.reference_manager import ReferenceManager
 from kvcache.tiering.manager import TieredOffloadingManager
 

@@ -15,7 +15,7 @@ from kvcache import BlockStateError, BlockStatus, CPUOffloadingManager, ReqConte
 from kvcache.registry import POLICIES
 
 NAMES = ("lru", "arc", "mq", "amq", "lfuda")
-PLAIN = "kvcache.testing.reference:ReferenceARC"  # five primitives in plain Python
+PLAIN = "reference_policies:ReferenceARC"  # five primitives in plain Python
 NUM_BLOCKS = 24
 NUM_KEYS = 60
 

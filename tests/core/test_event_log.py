@@ -13,7 +13,7 @@ import pytest
 from kvcache import CPUOffloadingManager, OffloadingEvent
 from kvcache.core.event_log import EventLog
 
-PLAIN = "kvcache.testing.reference:ReferenceARC"  # five primitives in plain Python
+PLAIN = "reference_policies:ReferenceARC"  # five primitives in plain Python
 
 
 def test_events_are_numbered_and_taken_once_in_pieces() -> None:

@@ -19,7 +19,7 @@ from kvcache.exporters.kv_events import KVEventPublisher, KVEventSubscriber
 
 ANY_PORT = "tcp://127.0.0.1:0"
 open_publisher = partial(KVEventPublisher, hash_format="bytes")  # whole hashes can be compared with keys
-PLAIN = "kvcache.testing.reference:ReferenceARC"  # five primitives in plain Python
+PLAIN = "reference_policies:ReferenceARC"  # five primitives in plain Python
 KEYS = [b"block %4d" % number + bytes(4) for number in range(300)]
 
 

@@ -8,12 +8,12 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from reference_gittins import EDGES, ReferenceGittins
 
 from kvcache import CPUOffloadingManager, OffloadingManager, ReqContext, RequestUses
 from kvcache.lab.simulate.run import Replay, ReplayClock
 from kvcache.lab.traces.trace import Trace
 from kvcache.testing import ReferenceManager
-from kvcache.testing.reference_gittins import EDGES, ReferenceGittins
 
 CONVERSATION = "mooncake_conversation.jsonl"
 AGENTS = "agentic_coding.jsonl.gz"

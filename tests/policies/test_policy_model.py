@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from reference_policies import ReferenceAMQ
 
 from kvcache import CPUOffloadingManager, ReqContext
 from kvcache.registry import POLICIES
 from kvcache.testing import REFERENCE_POLICIES, PolicyContract, ReferenceManager, cache_machine
-from kvcache.testing.reference import ReferenceAMQ
 
 BUILT_IN = [name for name in POLICIES.names() if POLICIES.resolve(name).__module__.startswith("kvcache.policies.")]
 

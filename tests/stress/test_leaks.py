@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[1] / "isolated" / "leaks.py"
 
 
 @pytest.mark.parametrize("kind", ["cpu", "backend"])
-@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "amq", "lfuda", "kvcache.testing.reference:ReferenceARC"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "amq", "lfuda", "kvcache.testing.reference:ReferenceLRU"])
 def test_churn_loses_neither_keys_nor_blocks(kind: str, policy: str) -> None:
     command = [sys.executable, str(SCRIPT), kind, policy]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -11,10 +11,11 @@ from collections.abc import Container, Iterable
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from reference_policies import ReferenceARC, ReferenceLFUDA, ReferenceMQ
 
 from kvcache import BlockStatus
 from kvcache.testing import PolicyContract, cache_machine
-from kvcache.testing.reference import ReferenceARC, ReferenceLFUDA, ReferenceLRU, ReferenceMQ, Victims
+from kvcache.testing.reference import ReferenceLRU, Victims
 
 
 class TouchesFirstToLast(ReferenceLRU):
@@ -263,7 +264,7 @@ def test_references_import_without_pytest_and_hypothesis() -> None:
     script = (
         "import sys; sys.modules.update(pytest=None, hypothesis=None);"
         "from kvcache.testing import REFERENCE_POLICIES, ReferenceManager;"
-        "print(ReferenceManager(16, 2, 'arc').prepare_store([b'a']))"
+        "print(ReferenceManager(16, 2, 'lru').prepare_store([b'a']))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
