@@ -148,7 +148,7 @@ class KVLayout:
         return ";".join(f"{p.layer}.{p.part}:{p.num_heads}x{p.head_dim}:{p.dtype}" for p in self.pieces)
 
     def check(self, past: Any, num_rows: int) -> int:
-        """Return the tokens in each row of `past`; ValueError if it is no cache of this model or has dropped tokens."""
+        """Return the tokens in each row of `past`; ValueError if another model made it or it has dropped tokens."""
         layers = getattr(past, "layers", None)
         if layers is None or len(layers) != self.num_layers:
             held = type(past).__name__ if layers is None else f"{len(layers)} layers"

@@ -42,12 +42,7 @@ _NUM_SAMPLES, _MIN_SAMPLES, _SAMPLE_BYTES = 4096, 16, 4096
 def fingerprint(config: Any, vllm_config: Any = None) -> dict[str, Any]:
     """Return what distinguishes an engine's blocks from those of another model, configuration or geometry.
 
-    Parameters
-    ----------
-    config : vllm.v1.kv_offload.config.OffloadingConfig
-        Geometry and parallel layout.
-    vllm_config : vllm.config.VllmConfig, optional
-        The whole configuration. None: the model is known by its name only, and a warning is logged.
+    `config` is vLLM's OffloadingConfig. Without a `vllm_config`, the model is known by its name only, with a warning.
     """
     parallel = config.parallel
     if vllm_config is None:
@@ -76,16 +71,9 @@ def fingerprint(config: Any, vllm_config: Any = None) -> dict[str, Any]:
 
 
 def chunk_fingerprint(spec: Any, vllm_config: Any) -> dict[str, Any]:
-    """Return what distinguishes the rows of host memory under vLLM's own manager.
+    """Return what distinguishes the rows of host memory under vLLM's own manager, which the OffloadingSpec `spec` owns.
 
     The layout is that of vLLM's files: engines of another parallel topology share blocks if their bytes are equal.
-
-    Parameters
-    ----------
-    spec : vllm.v1.kv_offload.base.OffloadingSpec
-        The spec that owns the host memory.
-    vllm_config : vllm.config.VllmConfig or None
-        See `fingerprint`.
     """
     found = fingerprint(spec.config, vllm_config)
     # Of one rank; FileMapper knows whether the ranks matter.

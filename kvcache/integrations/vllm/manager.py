@@ -37,39 +37,24 @@ _EVENT_FIELDS = {field.name for field in fields(OffloadingEvent)}
 
 
 class EngineRequest(ReqContext):
-    """A request of the engine.
+    """A request of the engine, from vLLM's context of it.
 
-    Parameters
-    ----------
-    req_context : vllm.v1.kv_offload.base.ReqContext
-        The engine's context of the request.
-    has_positions : bool
-        Whether the context holds the end position of each key's block; vLLM adds positions while the request runs.
-
-    Attributes
-    ----------
-    has_ended : bool
-        Whether the engine has reported its end; its last stores may still be running.
-    transfers : list of (int, list of bytes)
-        Its running loads and stores: number of resets before, and keys in the order of the prompt.
-    promoted : set of bytes
-        Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.
-    may_load_below : bool
-        Whether the request allows blocks from tiers.
-    kv_hints : object
-        vLLM's hints of the request, unread; None before 0.31.
+    With `has_positions`, the context holds the end position of each key's block; vLLM adds positions while the request
+    runs.
     """
 
-    __slots__ = ("has_ended", "kv_hints", "may_load_below", "promoted", "transfers")
+    __slots__ = ("has_ended", "may_load_below", "promoted", "transfers")
 
     def __init__(self, req_context: Any, has_positions: bool) -> None:
         super().__init__(req_context.req_id, req_context.kv_transfer_params)
+        # Whether the engine has reported its end; its last stores may still be running.
         self.has_ended = False
+        # Its running loads and stores: number of resets before, and keys in the order of the prompt.
         self.transfers: list[tuple[int, list[bytes]]] = []
+        # Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.
         self.promoted: set[bytes] = set()
         allowed = getattr(req_context, "load_tier_filter", None)
         self.may_load_below: bool = allowed is None or allowed.allows(Medium.STORAGE, None)
-        self.kv_hints: Any = getattr(req_context, "kv_hints", None)
         if has_positions:
             self.set_offload_key_positions(req_context._offload_key_positions)
 
@@ -105,23 +90,10 @@ def engine_event(event: events.OffloadingEvent, medium: Medium, is_local: bool) 
 
 
 class KVCacheOffloadingManager(OffloadingManager):
-    """Adapter of a `CPUOffloadingManager` to vLLM's scheduler.
+    """Adapter of a manager, which only this adapter drives, to vLLM's scheduler. `shutdown` closes `what_if_log`.
 
-    Parameters
-    ----------
-    manager : CPUOffloadingManager or TieredOffloadingManager
-        Driven by this adapter only.
-    release : Release
-        Features of the installed vLLM.
-    what_if_log : WhatIfLog, optional
-        Closed at `shutdown`.
-
-    Attributes
-    ----------
-    spec_type : type or None
-        vLLM's class for host blocks, if its own worker copies them; None: ours.
-    info : tuple of int
-        Values of `info_keys`.
+    `spec_type` is vLLM's class for host blocks if its own worker copies them; None: ours. `info` holds the values of
+    `info_keys`.
     """
 
     info_keys = ("kvcache_capacity_blocks", "kvcache_capacity_bytes")

@@ -55,10 +55,7 @@ def tier_metric_definitions() -> dict[str, Any]:
 class SampleChanges:
     """Converts statistics since a start into changes since the last report.
 
-    Parameters
-    ----------
-    definitions : dict
-        The declared metrics, by name; others are left out, because the engine ends at an undeclared name.
+    Metrics that `definitions` do not declare are left out, because the engine ends at an undeclared name.
     """
 
     def __init__(self, definitions: dict[str, Any]) -> None:
@@ -100,13 +97,6 @@ class MetricsSource:
 
     The first report contains every counter, so that rates have a first sample. Counters of the manager and the tiers
     are read in every step, the rest once a second. Counters of exporters are left out; `kvcache status` shows them.
-
-    Parameters
-    ----------
-    manager : CPUOffloadingManager or TieredOffloadingManager
-        Source of the counters.
-    clock : callable
-        Monotonic seconds.
     """
 
     def __init__(

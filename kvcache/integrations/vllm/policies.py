@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
@@ -29,19 +29,11 @@ class _Counted:
 
 
 class _Policy(CachePolicy):
-    """A compiled policy over vLLM's chunks.
-
-    Parameters
-    ----------
-    cache_capacity : int
-        Chunks of host memory.
-    """
-
-    name: ClassVar[str]
+    """A compiled policy over vLLM's chunks; its name is that of the class in lower case."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self._policy: Any = POLICIES.resolve(self.name)(cache_capacity)
+        self._policy: Any = POLICIES.resolve(type(self).__name__.lower())(cache_capacity)
         self._reads_clock = getattr(self._policy, "reads_clock", False)
         self._chunks: dict[bytes, Any] = {}
         # Requests that began before a reset count from anew.
@@ -74,11 +66,7 @@ class _Policy(CachePolicy):
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
         self._count(list(keys), req_context)
 
-    def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
-        self._count(list(keys), req_context)
-
-    def on_request_access(self, keys: Iterable[bytes], req_context: Any) -> None:
-        self._count(list(keys), req_context)
+    on_store_miss = on_request_access = touch
 
     def on_request_finished(
         self,
@@ -119,36 +107,24 @@ def _positions(req_context: Any) -> dict[bytes, int]:
 
 
 class Lru(_Policy):
-    """`lru`; differs from vLLM's own in the position of blocks in use only."""
-
-    name = "lru"
+    """Differs from vLLM's own in the position of blocks in use only."""
 
 
 class Arc(_Policy):
     """`arc`."""
 
-    name = "arc"
-
 
 class Mq(_Policy):
     """`mq`."""
-
-    name = "mq"
 
 
 class Amq(_Policy):
     """`amq`."""
 
-    name = "amq"
-
 
 class Lfuda(_Policy):
     """`lfuda`."""
 
-    name = "lfuda"
-
 
 class Gittins(_Policy):
     """`gittins`, which stores every block here."""
-
-    name = "gittins"

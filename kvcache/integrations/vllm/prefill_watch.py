@@ -13,14 +13,9 @@ _LEAST_TOKENS = 128
 
 
 class PrefillWatch:
-    """Report the time of steps that computed parts of prompts.
+    """Reports the time of steps that computed parts of prompts.
 
-    Parameters
-    ----------
-    block_size : int
-        Tokens of one offloaded block.
-    report : callable
-        Called with a list of (first token, number of tokens) and the seconds of the step.
+    `report` is called with a list of (first token, number of tokens) and the seconds of the step.
     """
 
     def __init__(self, block_size: int, report: Callable[[list[tuple[int, int]], float], None]) -> None:

@@ -39,24 +39,16 @@ REQUIRED_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Features of one minor release of vLLM.
+    """Features of one minor release of vLLM."""
 
-    Parameters
-    ----------
-    key_positions : bool
-        The request context holds the end position of every key's block (``_offload_key_positions``). Without it, only
-        stored and loaded keys are ordered when a request ends.
-    load_source : bool
-        The engine asks for the medium that a loaded block came from (``vllm.v1.metrics.cache_hit_source``).
-    job_bytes : bool
-        The result of a secondary tier's job has the field ``transfer_bytes``.
-    policy_module : bool
-        vLLM's manager loads an eviction policy by ``cache_policy_module_path``.
-    """
-
+    # The request context holds the end position of every key's block (``_offload_key_positions``). Without it, only
+    # stored and loaded keys are ordered when a request ends.
     key_positions: bool
+    # The engine asks for the medium that a loaded block came from (``vllm.v1.metrics.cache_hit_source``).
     load_source: bool
+    # The result of a secondary tier's job has the field ``transfer_bytes``.
     job_bytes: bool
+    # vLLM's manager loads an eviction policy by ``cache_policy_module_path``.
     policy_module: bool = True
 
 
@@ -74,12 +66,8 @@ RELEASES = {
 def installed_release() -> Release:
     """Return the table's entry for the installed vLLM.
 
-    Raises
-    ------
-    ImportError
-        vLLM is not installed, its release has not been tried, or it lacks a name that the adapter needs; the message
-        names it. With ``KVCACHE_ALLOW_UNTRIED_VLLM=1`` in the environment, an untried release that lacks no name is
-        accepted.
+    ImportError: vLLM is not installed or has not been tried, or it lacks a name that the adapter needs. With
+    ``KVCACHE_ALLOW_UNTRIED_VLLM=1`` in the environment, an untried release that lacks no name is accepted.
     """
     try:
         found = importlib.import_module("vllm").__version__

@@ -181,16 +181,10 @@ def describe_data_plane(
 
 
 def read_settings(extra_config: Mapping[str, Any], num_groups: int = 1) -> OffloadSettings:
-    """Read and check the mapping; no side effects.
+    """Read and check the mapping; no side effects. ValueError names the option that is missing, invalid or renamed.
 
-    Where no policy is named it is `gittins`, for a model with one group of KV caches: it stores nothing behind a
-    block that is absent, and groups with a sliding window leave blocks out. For `num_groups` > 1 it is `lru`.
-
-    Raises
-    ------
-    ValueError
-        ``cpu_bytes_to_use`` is missing, an option is invalid (also one of a tier or an exporter), or vLLM's name of an
-        option that kvcache calls otherwise is given; the message names it.
+    Without a policy it is `gittins`, for a model with one group of KV caches: it stores nothing behind a block that is
+    absent, and groups with a sliding window leave blocks out. For `num_groups` > 1 it is `lru`.
     """
     for key, ours in _RENAMED_KEYS.items():
         if key in extra_config:
@@ -233,23 +227,10 @@ def unknown_keys(extra_config: Mapping[str, Any]) -> str:
 
 
 def blocks_per_rank(settings: OffloadSettings, world_size: int, bytes_per_block: int, num_stages: int = 1) -> int:
-    """Return how many blocks each rank's share of the memory holds.
+    """Return how many blocks of `bytes_per_block` (on one rank) each of `world_size` ranks' shares of the memory holds.
 
-    Parameters
-    ----------
-    settings : OffloadSettings
-        With `cpu_bytes_to_use`.
-    world_size : int
-        Ranks that share it evenly.
-    bytes_per_block : int
-        Bytes of one offloaded block on one rank.
-    num_stages : int
-        Stages of a pipeline that the ranks make up.
-
-    Raises
-    ------
-    ValueError
-        The engine has no KV cache to offload, a share does not hold one block, or tiers meet a pipeline.
+    ValueError: the engine has no KV cache to offload, a share does not hold one block, or tiers meet a pipeline of
+    `num_stages` > 1.
     """
     if bytes_per_block < 1:
         raise ValueError(f"the engine names no KV cache to offload (bytes per block: {bytes_per_block})")

@@ -41,17 +41,8 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
     """Offload vLLM's KV cache to host memory under a policy of ours.
 
     On CUDA, ROCm and XPU vLLM's own worker copies the blocks, and the layout of host memory is vLLM's. On the CPU, or
-    with ``"data_plane": "kvcache"``, our worker copies them.
-
-    Parameters
-    ----------
-    config : vllm.v1.kv_offload.config.OffloadingConfig
-        Made by vLLM; ``extra_config`` holds the user's options.
-
-    Raises
-    ------
-    ValueError
-        An option is invalid, or the memory does not hold one block.
+    with ``"data_plane": "kvcache"``, our worker copies them. ValueError: an option is invalid, or the memory does not
+    hold one block.
     """
 
     @classmethod

@@ -16,24 +16,11 @@ _OPTION = "--kv-transfer-config"
 
 
 def check_command_line(arguments: Sequence[str] | None = None) -> None:
-    """Raise if the command line gives this adapter invalid options.
+    """Raise if the words of the command (default `sys.argv`) give this adapter invalid options.
 
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        The words of the command; default `sys.argv`.
-
-    Raises
-    ------
-    ValueError
-        An option is missing or bad; the message names it.
-    ImportError
-        This release of vLLM has not been tried, or a package that an option needs is not installed.
-
-    Notes
-    -----
-    A command line that does not name this adapter is ignored. Options that a program passes to `vllm.LLM` are not
-    visible here; the spec checks them.
+    ValueError names the option. ImportError: this release of vLLM has not been tried, or a package that an option needs
+    is not installed. A command line that does not name this adapter is ignored. Options that a program passes to
+    `vllm.LLM` are not visible here; the spec checks them.
     """
     for extra_config in _extra_configs(sys.argv if arguments is None else arguments):
         from kvcache.integrations.vllm.releases import installed_release

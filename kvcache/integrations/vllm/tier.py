@@ -75,26 +75,9 @@ def _place_of(options: dict[str, Any], offloading_spec: Any) -> int:
 class KVCacheTier(SecondaryTierManager):
     """A bounded, checksummed tier below vLLM's host memory.
 
-    Parameters
-    ----------
-    offloading_spec : vllm.v1.kv_offload.base.OffloadingSpec
-        The spec that makes the tier.
-    primary_kv_view : memoryview
-        vLLM's host blocks, shape (num_chunks, row bytes).
-    tier_type : str
-        vLLM's name of the tier.
-    backpressure_detector : BackpressureDetector, optional
-        vLLM asks it before each store.
-    **options
-        `settings.KVCacheTierOptions`, ``deadline_s``, and the options of the tier that ``kind`` names.
+    The `options` are those of `KVCacheTierOptions`, ``deadline_s``, and those of the tier that ``kind`` names.
+    ValueError: one is missing, unknown or invalid, or the tier holds blocks of another model or layout.
 
-    Raises
-    ------
-    ValueError
-        An option is missing, unknown or invalid, or the tier holds blocks of another model or layout.
-
-    Notes
-    -----
     vLLM offers each block once and keeps it in host memory until the store has ended. So at most half of the host
     blocks are under way to the tier; further stores are refused.
     """

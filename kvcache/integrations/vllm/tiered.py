@@ -27,23 +27,9 @@ from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
 
 
 class SharedPool(SharedBlocks):
-    """The engine's host blocks in shared memory.
+    """The engine's host blocks in shared memory; the parts of all ranks lie side by side in a block.
 
-    Parameters
-    ----------
-    config : vllm.v1.kv_offload.config.OffloadingConfig
-        The engine's configuration.
-    folder : str
-        Folder of the file, in shared memory.
-    num_blocks, rank_bytes : int
-        Shape of the pool: the parts of all ranks lie side by side in a block.
-    is_owner : bool
-        Whether the scheduler makes it.
-
-    Raises
-    ------
-    ValueError
-        The memory is too small, or the file belongs to another engine.
+    The scheduler's spec is the owner. ValueError: the memory is too small, or the file belongs to another engine.
     """
 
     def __init__(self, config: Any, folder: str, num_blocks: int, rank_bytes: int, is_owner: bool) -> None:
@@ -63,10 +49,7 @@ class SharedPool(SharedBlocks):
 class EngineRegion:
     """vLLM's host blocks, mapped by the scheduler for our tiers; vLLM's workers copy to and from them.
 
-    Parameters
-    ----------
-    spec : TieringOffloadingSpec
-        Its geometry names the region.
+    The geometry of the TieringOffloadingSpec `spec` names the region.
     """
 
     def __init__(self, spec: Any) -> None:
@@ -86,19 +69,7 @@ class EngineRegion:
 
 
 class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
-    """Adapter of a `TieredOffloadingManager` to vLLM's scheduler.
-
-    Parameters
-    ----------
-    manager : TieredOffloadingManager
-        Driven by this adapter only.
-    release : Release
-        Features of the installed vLLM.
-    what_if_log : WhatIfLog, optional
-        Closed at `shutdown`.
-    clock : callable
-        Monotonic seconds.
-    """
+    """Adapter of a `TieredOffloadingManager` to vLLM's scheduler."""
 
     def __init__(
         self,

@@ -18,15 +18,6 @@ _LOG = logging.getLogger(__name__)
 class WhatIfLog:
     """Log a manager's `what_if` estimate every ten minutes, if requests have finished, and at the end.
 
-    Parameters
-    ----------
-    manager : CPUOffloadingManager or TieredOffloadingManager
-        Made with `what_if`.
-    interval_s : float
-        Seconds between two lines.
-
-    Notes
-    -----
     The estimate runs in a thread. The scheduler waits for the GIL only, a few milliseconds at a time.
     """
 

@@ -34,27 +34,12 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class KVCacheOffloadingWorker(OffloadingWorker):
-    """Copy blocks for one rank of the engine.
+    """Copy blocks for one rank of the engine; the tensors of `kv_caches` are shared, not copied.
 
-    Parameters
-    ----------
-    kv_caches : vllm.v1.kv_offload.base.CanonicalKVCaches
-        The rank's KV cache; its tensors are shared, not copied.
-    num_blocks : int
-        Blocks of the host pool.
-    blocks_per_chunk : int
-        Device blocks in one offloaded block.
-    num_copy_threads : int, optional
-        Maximum number of copy threads per direction if the engine runs on the CPU; None: by the CPUs.
-    shared : SharedBlocks, optional
-        With tiers: the engine's host blocks, closed by the worker. None: the worker allocates its own.
-    rank, rank_bytes : int
-        This worker's part of each shared block.
-
-    Raises
-    ------
-    ValueError
-        The pool does not fit into host memory, or a tensor is not as vLLM specifies it.
+    With tiers, `shared` holds the engine's host blocks, which the worker closes, and `rank` and `rank_bytes` are this
+    worker's part of each. Without, the worker allocates its own. If the engine runs on the CPU, at most
+    `num_copy_threads` threads copy in each direction. ValueError: the pool does not fit into host memory, or a tensor
+    is not as vLLM specifies it.
     """
 
     def __init__(
