@@ -15,7 +15,17 @@ from kvcache.options import parse_size, without_secrets
 if TYPE_CHECKING:
     from kvcache.tiers.disk.maintenance import Progress, TierFacts
 
-PathArgument = Annotated[Path, typer.Argument(help="Folder of the tier.", show_default=False)]
+
+def _check_folder(path: Path) -> Path:
+    if ":/" in str(path) and not path.exists():
+        raise ValueError(
+            "path must be the folder of a disk tier, not a URL: `kvcache check` connects to a server, "
+            "`kvcache tier clear` empties it"
+        )
+    return path
+
+
+PathArgument = Annotated[Path, typer.Argument(help="Folder of the tier.", show_default=False, callback=_check_folder)]
 
 
 def build_app() -> typer.Typer:

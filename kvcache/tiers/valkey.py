@@ -61,10 +61,14 @@ _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 
 def _parse_url(name: str, value: object) -> str:
     url = parse_text(name, value)
-    scheme = urlsplit(url).scheme
-    if scheme not in _SCHEMES or "//" not in url:
-        shown = without_secrets(url) if "//" in url else url.rpartition("@")[2]
+    parts = urlsplit(url)
+    shown = without_secrets(url) if "//" in url else url.rpartition("@")[2]
+    if parts.scheme not in _SCHEMES or "//" not in url:
         raise ValueError(f"{name} must begin with one of {', '.join(f'{one}://' for one in _SCHEMES)}, got {shown!r}")
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ValueError(f"{name} must have a port in 0..65535, got {shown!r}") from None
     return url
 
 
@@ -407,7 +411,7 @@ def _other_clients(node: Any, known: list[str] | None) -> list[str] | None:
 
 def _address(url: str) -> str:
     parts = urlsplit(url)
-    return f"{parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
+    return f"{parts.hostname or parts.path or 'localhost'}{f':{parts.port}' if parts.port else ''}"
 
 
 def _client_of(url: str, is_cluster: bool, options: dict[str, Any]) -> Any:

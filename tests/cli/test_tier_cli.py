@@ -123,6 +123,14 @@ def test_folder_of_something_else_is_one_line(run, tmp_path, command):
     assert "is no disk tier" in err
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "compact"])
+def test_url_of_a_server_is_refused(run, command):
+    status, _, err = run("tier", command, "valkey://user:secret@127.0.0.1:1")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "must be the folder of a disk tier, not a URL" in err
+    assert "secret" not in err
+
+
 def test_clear_deletes_the_blocks_of_any_format(run, folder):
     (folder / "kvcache.json").write_text('{"format": "kvcache disk tier", "version": 99}')
     status, out, _ = run("tier", "clear", folder, "--yes", "--json", "-")

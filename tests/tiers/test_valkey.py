@@ -429,6 +429,8 @@ def test_tls_server_must_be_signed_by_the_given_authority(make_server, opened, t
     ("options", "message"),
     [
         ({}, "a valkey tier needs 'url'"),
+        ({"url": "valkey://127.0.0.1:99999"}, "url in a valkey tier must have a port in 0..65535, got 'valkey://"),
+        ({"url": "valkey://127.0.0.1:six"}, "url in a valkey tier must have a port in 0..65535, got 'valkey://"),
         ({"url": "http://127.0.0.1"}, "url in a valkey tier must begin with one of valkey://, .* got 'http://"),
         ({"url": "valkey://127.0.0.1", "ttl": 5}, "unknown options of a valkey tier: ttl"),
         ({"url": "valkey://127.0.0.1", "timeout_s": 0}, "timeout_s in a valkey tier must be a number of seconds > 0"),
