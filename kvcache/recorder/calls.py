@@ -15,7 +15,6 @@ _RECORD_UNITS = 16  # in units of 8 bytes: a record without its keys
 _MAX_RUN = 512
 _MAX_NUMBER = 1 << 62
 _MAX_TEXT = 200
-_OPS = {"on_request_finished": Op.REQUEST_FINISHED, "on_schedule_end": Op.SCHEDULE_END, "reset_cache": Op.RESET}
 
 
 class CallQueue:
@@ -23,35 +22,49 @@ class CallQueue:
 
     `clock` returns the timestamps of calls, in seconds. Half of `max_bytes` is for records that wait, half for records
     that are being written. `lock` is held during each recorded call, so that records are in the order of the calls.
-    `is_inside` is whether the thread that holds the lock is inside a recorded call. A record is a tuple: units of
-    memory, `Op`, and values; see `kvcache.recorder.format.FrameEncoder`.
+    `is_inside` is whether the thread that holds the lock is inside a recorded call, which has read `inputs`. A record
+    is a tuple: units of memory, `Op`, and values; see `kvcache.recorder.format.FrameEncoder`.
     """
 
-    __slots__ = ("__weakref__", "_max_units", "clock", "is_inside", "is_open", "lock", "num_lost", "num_records",
-                 "records", "room")  # fmt: skip
+    __slots__ = ("__weakref__", "_max_units", "clock", "inputs", "is_inside", "is_open", "lock", "num_lost",
+                 "num_records", "records", "room")  # fmt: skip
 
     def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
         self.lock = threading.RLock()
         self.clock = clock
         self.is_open, self.is_inside = True, False
         self.num_lost = self.num_records = 0
+        self.inputs: list[tuple[Op, Any, int, int]] = []
         self.records: deque[Any] = deque()
         self.room = self._max_units = max_bytes // 16
 
-    def put(self, record: tuple[Any, ...]) -> None:
-        """Queue a record if there is memory for it. The caller holds the lock."""
-        room = self.room - record[0]
+    def put(self, op: Op, context: Any, keys: Any, flag: Any, answer: Any, num_more_keys: int = 0) -> None:
+        """Queue the record of a call if there is memory for it. The caller holds the lock."""
+        num_units = _RECORD_UNITS + len(keys) + num_more_keys
+        if inputs := self.inputs or ():
+            num_units += sum(one[-1] for one in inputs)
+            self.inputs = []
+        room = self.room - num_units
         if room >= 0:
             self.room = room
             self.num_records += 1
-            self.records.append(record)
+            positions = context.positions if isinstance(context, ReqContext) else None
+            num_positions = len(positions) if positions else 0
+            self.records.append(
+                (num_units, op, self.clock(), context, positions, num_positions, keys, flag, answer, inputs)
+            )
         elif self.is_open:
             self.num_lost += 1
             if self.records and self.records[-1][1] is Op.LOST:
                 self.records[-1][2] += 1
             else:
-                self.num_records += 1
-                self.records.append([0, Op.LOST, 1])
+                self.put_note(Op.LOST, 1)
+
+    def put_note(self, op: Op, value: Any) -> None:
+        """Queue a note. The caller holds the lock."""
+        if self.is_open:
+            self.num_records += 1
+            self.records.append([0, op, value])
 
     def put_status(self, key: bytes, answer: int) -> None:
         """Queue the record of a short call: a run of equal answers is one record. The caller holds the lock."""
@@ -65,11 +78,11 @@ class CallQueue:
             self.records.append([1, Op.STATUS_RUN, [key], answer])
 
     def put_input(self, op: Op, value: Any, tier: int = -1, num_keys: int = 0) -> None:
-        """Queue an input of a recorded call. Outside a recorded call, do nothing."""
+        """Note an input of the recorded call in progress. Outside a recorded call, do nothing."""
         # This fails only while another thread is in a call, to which this input does not belong.
         if self.lock.acquire(blocking=False):
             if self.is_inside:
-                self.put((_RECORD_UNITS + num_keys, op, value, tier))
+                self.inputs.append((op, value, tier, _RECORD_UNITS + num_keys))
             self.lock.release()
 
     def take(self) -> deque[Any]:
@@ -107,7 +120,7 @@ class RecordedCalls:
         shape = getattr(self, f"_{name}", None)
         if shape is not None:
             return shape(method)  # type: ignore[no-any-return]
-        op = _OPS.get(name) or Op[name.upper()]
+        op = Op[name.upper()]
         if op in ONE_KEY:
             return self._of_key(op, method)
         if op in LISTS:
@@ -127,24 +140,20 @@ class RecordedCalls:
                     return method(*args)  # part of another call
                 queue.is_inside = True
                 try:
-                    answer = found = method(*args)
+                    answer = method(*args)
                 except BaseException as error:
                     # Release objects of other types in the caller's thread, not in the recorder's thread.
                     keys = [key if type(key) is bytes else None for key in keys]
-                    at = getattr(context, "positions", None) or {}
-                    num_units = _RECORD_UNITS + len(keys)
-                    queue.put((num_units, op, queue.clock(), context, at, len(at), keys, flag, type(error)))
+                    queue.put(op, context, keys, flag, type(error))
                     raise
                 finally:
                     queue.is_inside = False
-                num_units = _RECORD_UNITS + len(keys)
                 if is_store and answer is not None:
                     stored = answer.keys_to_store
-                    num_units += 2 * len(stored)
                     found = stored.copy(), len(answer.evicted_keys), answer.store_spec
-                positions = None if context is None else context.positions
-                num_positions = len(positions) if positions else 0
-                queue.put((num_units, op, queue.clock(), context, positions, num_positions, keys, flag, found))
+                    queue.put(op, context, keys, flag, found, 2 * len(stored))
+                else:
+                    queue.put(op, context, keys, flag, answer)
                 return answer
             finally:
                 lock.release()
@@ -215,7 +224,7 @@ class RecordedCalls:
         return complete_store
 
     def _on_request_finished(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        make = self._maker(Op.REQUEST_FINISHED, lambda req_context, options: method(req_context, **options))
+        make = self._maker(Op.ON_REQUEST_FINISHED, lambda req_context, options: method(req_context, **options))
 
         def on_request_finished(req_context: Any, **options: Any) -> None:
             make(req_context, (), int(bool(options.get("use_positions"))), req_context, options)
@@ -239,8 +248,7 @@ class RecordedCalls:
         def report_prefills(parts: Any, seconds: float) -> None:
             parts = list(parts)
             numbers = [[max(0, min(int(number), _MAX_NUMBER)) for number in part] for part in parts]
-            flag = {"parts": numbers, "seconds": float(seconds)}
-            make(None, (), flag, parts, seconds)
+            make(None, (), {"parts": numbers, "seconds": float(seconds)}, parts, seconds)
 
         return report_prefills
 
@@ -253,8 +261,7 @@ class RecordedCalls:
                 if events and not queue.is_inside:
                     flag = 0 if max_events is None else min(max_events, _MAX_NUMBER) + 1
                     named = [(event.keys, bool(event.removed)) for event in events]
-                    num_units = _RECORD_UNITS + sum(len(keys) for keys, _ in named)
-                    queue.put((num_units, Op.TAKE_EVENTS, queue.clock(), None, None, 0, (), flag, named))
+                    queue.put(Op.TAKE_EVENTS, None, (), flag, named, sum(len(keys) for keys, _ in named))
             return iter(events)
 
         return take_events

@@ -25,26 +25,20 @@ class RecordCommand(Command):
 
     options = RecordOptions
 
-    def run(self, **options: Any) -> Any:
+    def run(  # type: ignore[override]
+        self, action: str = "stats", file: str = "", max_bytes: int = DEFAULT_MAX_BYTES, salt: str | None = None
+    ) -> Any:
         """Return ``{"file", "num_records", "num_lost", ...}``, or ``{"file": None}`` without a recording."""
         manager: Any = self.telemetry.manager
         if manager is None:
             raise ValueError("no manager is there to be recorded")
-        action = options.get("action", "stats")
         recorder = manager.recorder
         if action == "start":
-            if "file" not in options:
+            if not file:
                 raise ValueError("a recording needs a file")
-            recorder = Recorder(
-                manager,
-                options["file"],
-                max_bytes=options.get("max_bytes", DEFAULT_MAX_BYTES),
-                salt=options.get("salt"),
-            )
+            recorder = Recorder(manager, file, max_bytes=max_bytes, salt=salt)
         elif action == "stop":
             if recorder is None:
                 raise ValueError("nothing is being recorded")
             recorder.stop()
-        if recorder is None:
-            return {"file": None}
-        return {"file": str(recorder.path), **asdict(recorder.stats())}
+        return {"file": None} if recorder is None else {"file": str(recorder.path), **asdict(recorder.stats())}

@@ -13,7 +13,7 @@ from typing import Any
 
 _LOG = logging.getLogger(__name__)
 MAGIC = b"KVCLOG\r\n"
-VERSION = 5
+VERSION = 6
 _HEAD = MAGIC + VERSION.to_bytes(4, "little")
 _GZIP = 31  # zlib's number for a gzip stream, which has a CRC-32
 

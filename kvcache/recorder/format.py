@@ -2,8 +2,7 @@
 
 A file begins with `MAGIC` and a version (4 bytes). Then come frames: a length (4 bytes) and a gzip stream. The first
 frame is JSON about the manager. The others are MessagePack: the number of the first record, and an array of records. A
-request is 0 (none), 1 (not a `ReqContext`) or its number from 2 on; keys are one string of their hashes; inputs of a
-call come before it.
+request is 0 (none), 1 (not a `ReqContext`) or its number from 2 on; keys are one string of their hashes.
 
 A reader checks every length and type before it uses them. A truncated, damaged or hostile file raises
 `RecordingError`, or is read up to the damage.
@@ -16,7 +15,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -88,18 +87,11 @@ class Result(msgspec.Struct, array_like=True, frozen=True):
     end_s: float | None
 
 
-class Input(msgspec.Struct, array_like=True, tag=1, frozen=True):
-    """A value that a call depended on, besides its arguments.
+class Input(msgspec.Struct, array_like=True, frozen=True):
+    """A value that a call depended on, besides its arguments: of the clock (`tier` is -1), or of a tier.
 
-    Parameters
-    ----------
-    op : Op
-        Its kind: the clock, or a call to a tier.
-    value : object
-        Seconds, the answer of a look-up, the id of an accepted job or None, results, or the name of a method that
-        raised.
-    tier : int
-        Index of the tier, from 0 on. -1: no tier.
+    `value` is seconds, the answer of a look-up, the id of an accepted job or None, results, or the name of a method
+    that raised.
     """
 
     op: Op
@@ -107,27 +99,13 @@ class Input(msgspec.Struct, array_like=True, tag=1, frozen=True):
     tier: int
 
 
-class Call(msgspec.Struct, array_like=True, tag=0):
+class Call(msgspec.Struct, array_like=True):
     """One record: a call with its result, or a note between two calls.
 
-    Parameters
-    ----------
-    op : Op
-        The method.
-    time_s : float
-        Timestamp, in seconds of the clock passed to `Recorder`.
-    context : int
-        Number of the request. 0: no request. 1: an object that is not a `ReqContext`.
-    keys : Keys
-        The keys: one alone, without a list, for the calls of `ONE_KEY`; pairs with their ends for positions.
-    flag : object
-        Another argument, such as 1 for a failed `complete_store`; or the value of a note.
-    answer : Answer
-        The result.
-    number : int
-        Position in the recording, from 0 on.
-    inputs : list of Input
-        The values that the call depended on, in order.
+    `context` is the number of the request, 0 without one, and 1 for an object that is not a `ReqContext`. `keys` is
+    one key for the calls of `ONE_KEY`, and pairs of keys and ends for positions. `flag` is another argument, such as 1
+    for a failed `complete_store`, or the value of a note. `inputs` are what the call depended on, in order, and
+    `number` is the position in the recording, from 0 on.
     """
 
     op: Op
@@ -140,8 +118,8 @@ class Call(msgspec.Struct, array_like=True, tag=0):
         keys: Keys
         flag: int | str | list[int] | dict[str, Any] | None = None
     answer: Answer = None
-    number: int = 0
     inputs: list[Input] = []
+    number: int = 0
 
 
 def _decode_keys(kind: type, value: Any) -> Keys:
@@ -151,7 +129,7 @@ def _decode_keys(kind: type, value: Any) -> Keys:
     return Keys([_MARKS.get(one, one) for one in hashes])
 
 
-_DECODER = msgspec.msgpack.Decoder(tuple[_Natural, list[Call | Input]], dec_hook=_decode_keys)
+_DECODER = msgspec.msgpack.Decoder(tuple[_Natural, list[Call]], dec_hook=_decode_keys)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -174,19 +152,12 @@ class FrameEncoder:
         for _, op, *values in records:
             if op is Op.STATUS_RUN:
                 keys, answer = values
-                self._rows.append((0, op, 0.0, 0, self._hash(keys), None, answer))
+                self._rows.append((op, 0.0, NO_CONTEXT, self._hash(keys), None, answer))
                 num_joined += len(keys) - 1
-            elif op < Op.CONTEXT:
-                self._call(op, *values)
-            elif op is Op.TIER_FINISHED:
-                results, tier = values
-                self._rows.append(
-                    (1, op, [one and [one[0], *map(self._hash, one[1:4]), *one[4:]] for one in results], tier)
-                )
             elif op in (Op.LOST, Op.STATS):
-                self._note(op, 0, (), values[0])
+                self._note(op, NO_CONTEXT, (), *values)
             else:
-                self._rows.append((1, op, *values))
+                self._call(op, *values)
         number = first_record + len(self._rows) + num_joined
         return frame_bytes(_ENCODER.encode((first_record, self._rows))), number
 
@@ -194,16 +165,21 @@ class FrameEncoder:
         return key_hashes(list(keys), self._salt)
 
     def _note(self, op: Op, context: int, keys: Any, value: Any) -> None:
-        self._rows.append((0, op, 0.0, context, self._hash(keys), value))
+        self._rows.append((op, 0.0, context, self._hash(keys), value))
 
     def _call(
-        self, op: Op, time_s: float, context: Any, positions: Any, num_positions: int, keys: Any, flag: Any, answer: Any
-    ) -> None:
+        self, op: Op, time_s: float, context: Any, positions: Any, num_positions: int, keys: Any, flag: Any,
+        answer: Any, inputs: Any,
+    ) -> None:  # fmt: skip
         number = NO_CONTEXT if context is None else self._number_of(context, positions, num_positions)
-        if op is Op.RESET:
+        if op is Op.RESET_CACHE:
             # A reader that starts at this frame has no earlier requests.
             self._requests.clear()
-        self._rows.append((0, op, time_s, number, self._hash(keys), flag, self._answer(answer)))
+        found = [(op, self._results(value) if op is Op.TIER_FINISHED else value, tier) for op, value, tier, _ in inputs]
+        self._rows.append((op, time_s, number, self._hash(keys), flag, self._answer(answer), found))
+
+    def _results(self, results: Any) -> list[Any]:
+        return [one and [one[0], *map(self._hash, one[1:4]), *one[4:]] for one in results]
 
     def _number_of(self, context: Any, positions: Any, num_positions: int) -> int:
         """Return a request's number. Add its hint if it is new, and the positions added since the last record."""
@@ -242,15 +218,13 @@ class FrameEncoder:
         return type(answer).__name__
 
 
+@dataclass(slots=True)
 class _Request:
     """A request's number, and its positions that were encoded so far."""
 
-    __slots__ = ("num_positions", "number", "positions")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.positions: Any = None
-        self.num_positions = 0
+    number: int
+    positions: Any = None
+    num_positions: int = 0
 
 
 def _hint_of(context: ReqContext) -> dict[str, Any]:
@@ -367,7 +341,6 @@ class Recording:
         """Yield calls with their inputs, and the notes between them, up to the end or to the damage."""
         self.end = ""
         self.num_lost = 0
-        inputs: list[Input] = []
         number: int | None = None
         for path in self._files:
             with path.open("rb") as file:
@@ -380,15 +353,10 @@ class Recording:
                             return
                         number = first_record
                         for record in _expanded(rows):
-                            if isinstance(record, Input):
-                                inputs.append(record)
-                            else:
-                                record.number = number
-                                if record.op is Op.LOST:
-                                    self.num_lost += record.flag
-                                if record.op < Op.CONTEXT:
-                                    record.inputs, inputs = inputs, []
-                                yield record
+                            record.number = number
+                            if record.op is Op.LOST:
+                                self.num_lost += record.flag
+                            yield record
                             number += 1
                 except EOFError:
                     self.end = f"{path} is cut at byte {file.tell()}"
@@ -399,15 +367,13 @@ class Recording:
         self.end = self._cut
 
 
-def _expanded(rows: list[Call | Input]) -> list[Call | Input]:
+def _expanded(rows: list[Call]) -> list[Call]:
     """Return the records of a frame, with each run of look-ups as single calls."""
-    records: list[Call | Input] = []
+    records: list[Call] = []
     time_s = 0.0
     for record in rows:
-        if isinstance(record, Input):
-            records.append(record)
-        elif record.op is Op.STATUS_RUN:
-            records += [Call(Op.STATUS, time_s, 0, key, None, record.answer) for key in record.keys]
+        if record.op is Op.STATUS_RUN:
+            records += [Call(Op.STATUS, time_s, NO_CONTEXT, key, None, record.answer) for key in record.keys]
         else:
             time_s = record.time_s or time_s
             records.append(_checked(record))

@@ -55,7 +55,7 @@ class RecorderStats:
     Parameters
     ----------
     num_records : int
-        Number of records: calls, and their inputs.
+        Number of records.
     num_lost : int
         Lost records: the file was too slow or failed, or the record was longer than half of `max_bytes`.
     num_bytes : int
@@ -152,7 +152,7 @@ class Recorder:
             with queue.lock:
                 Watch.of(manager).add(calls)
                 if header["is_from_start"] and not _is_new(manager):
-                    queue.put((0, Op.LOST, 0))  # calls were made in the meantime
+                    queue.put_note(Op.LOST, 0)  # calls were made in the meantime
         except ValueError:
             self._detach(manager)
             self._file.close()
@@ -176,7 +176,7 @@ class Recorder:
         if queue.lock.acquire(timeout=_QUIET_S):
             try:
                 if not queue.is_inside:
-                    queue.put((0, Op.STATS, _stats_of(manager)))
+                    queue.put_note(Op.STATS, _stats_of(manager))
                 queue.close()
             finally:
                 queue.lock.release()

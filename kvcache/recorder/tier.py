@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcache.recorder.ops import Op
@@ -11,8 +12,10 @@ if TYPE_CHECKING:
 
 _MAX_ERROR_CHARS = 200
 _NO_JOB = (1 << 62) - 1
-_ONLY_RAISE = frozenset({"cancel", "reset", "touch", "on_request_finished"})
-"""Methods whose only effect on a manager is an exception."""
+_RECORDED = frozenset(
+    {"lookup", "submit_store", "submit_load", "get_finished", "cancel", "reset", "touch", "on_request_finished"}
+)
+"""Methods whose answers or exceptions have an effect on a manager."""
 
 
 class RecordedTier:
@@ -28,44 +31,27 @@ class RecordedTier:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.recorded, name)
-        return (lambda *args: self._call(name, *args)) if name in _ONLY_RAISE else method
+        return partial(self._call, name, method) if name in _RECORDED else method
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _call(self, name: str, method: Any, *args: Any) -> Any:
+        put, number = self._queue.put_input, self._number
         try:
-            answer = getattr(self.recorded, name)(*args)
-            return list(answer) if name == "get_finished" else answer
+            answer = method(*args)
+            if name == "get_finished":
+                answer = list(answer)
         except Exception:
-            self._queue.put_input(Op.TIER_RAISED, name, self._number)
+            put(Op.TIER_RAISED, name, number)
             raise
-
-    def lookup(self, keys: list[bytes]) -> int | None:
-        """See `Tier.lookup`."""
-        answer: Any = self._call("lookup", keys)
-        is_valid = answer is None or (type(answer) is int and answer >= 0)
-        self._queue.put_input(Op.TIER_LOOKUP, answer if is_valid else -2, self._number)
-        return answer  # type: ignore[no-any-return]
-
-    def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        """See `Tier.submit_store`."""
-        return self._submit("submit_store", job_id, keys, block_ids)
-
-    def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        """See `Tier.submit_load`."""
-        return self._submit("submit_load", job_id, keys, block_ids)
-
-    def _submit(self, name: str, job_id: int, *args: Any) -> bool:
-        is_taken = bool(self._call(name, job_id, *args))
-        self._queue.put_input(Op.TIER_SUBMIT, job_id if is_taken else None, self._number)
-        return is_taken
-
-    def get_finished(self) -> Any:
-        """See `Tier.get_finished`."""
-        results = self._call("get_finished")
-        if results:
-            plain = [_plain(result) for result in results]
-            num_keys = sum(len(keys) for one in plain if one is not None for keys in one[1:4])
-            self._queue.put_input(Op.TIER_FINISHED, plain, self._number, num_keys)
-        return results
+        if name == "lookup":
+            is_valid = answer is None or (type(answer) is int and answer >= 0)
+            put(Op.TIER_LOOKUP, answer if is_valid else -2, number)
+        elif name.startswith("submit_"):
+            put(Op.TIER_SUBMIT, args[0] if answer else None, number)
+        elif name == "get_finished" and answer:
+            results = [_plain(result) for result in answer]
+            num_keys = sum(len(keys) for one in results if one is not None for keys in one[1:4])
+            put(Op.TIER_FINISHED, results, number, num_keys)
+        return answer
 
 
 def _plain(result: Any) -> tuple[Any, ...] | None:

@@ -69,7 +69,7 @@ def test_engine_is_recorded_by_configuration_and_on_request(
     assert "every answer is the same" in replay(first)
     ops = [record.op for record in Recording(first)]
     # The last ones end with the engine's next step.
-    assert len(asked) <= ops.count(Op.REQUEST_FINISHED) <= 2 * len(asked)
+    assert len(asked) <= ops.count(Op.ON_REQUEST_FINISHED) <= 2 * len(asked)
     assert ops[-1] is Op.STATS
     assert [record.op for record in Recording(second)][-1] is Op.STATS
     if not tiers:
@@ -99,7 +99,7 @@ def test_recording_of_a_killed_engine_replays_to_its_last_whole_frame(
     num_answers = len(serve(settings, 12, 3.0))
     outcome = replay_recording(Recording(file))
     assert outcome.difference is None
-    finished = [record for record in Recording(file) if record.op is Op.REQUEST_FINISHED]
+    finished = [record for record in Recording(file) if record.op is Op.ON_REQUEST_FINISHED]
     assert 12 <= len(finished) <= num_answers + 3
     # As a kill within a write leaves it.
     whole = file.read_bytes()

@@ -49,7 +49,7 @@ class Promises:
         if isinstance(answer, Raised):
             return ""
         match call.op:
-            case Op.RESET:
+            case Op.RESET_CACHE:
                 blocks.clear()
             case Op.LOOKUP:
                 ready = 0

@@ -260,7 +260,7 @@ class Runner:
                     answer = manager.complete_store(keys, context, not call.flag)
                 case Op.REORDER:
                     answer = manager.reorder(context)
-                case Op.REQUEST_FINISHED:
+                case Op.ON_REQUEST_FINISHED:
                     answer = manager.on_request_finished(context, use_positions=bool(call.flag))
                     self._ended[call.context] = None
                     if len(self._ended) > _MAX_ENDED:
@@ -269,9 +269,9 @@ class Runner:
                     answer = manager.hint(keys if context is None else context, call.flag)
                 case Op.REPORT_PREFILLS:
                     answer = manager.report_prefills(**call.flag)
-                case Op.SCHEDULE_END:
+                case Op.ON_SCHEDULE_END:
                     answer = manager.on_schedule_end()
-                case Op.RESET:
+                case Op.RESET_CACHE:
                     answer = manager.reset_cache()
                 case Op.TAKE_EVENTS:
                     events = manager.take_events(call.flag - 1) if call.flag else manager.take_events()
@@ -376,7 +376,7 @@ def replay_recording(
         if record.op is Op.LOST:
             runner, is_from_start = None, False
             continue
-        if runner is None and record.op is Op.RESET and not is_tiered:
+        if runner is None and record.op is Op.RESET_CACHE and not is_tiered:
             # A reset makes all earlier calls irrelevant.
             runner = Runner(config, policy)
             inspect = None if check is None else check(runner)

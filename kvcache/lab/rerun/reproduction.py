@@ -10,12 +10,6 @@ from kvcache.lab.rerun.shrink import Shrunk
 from kvcache.recorder.format import Answer, Call, Events, Raised, Result, Stored
 from kvcache.recorder.ops import LISTS, ONE_KEY, Op
 
-_METHOD_OF = {
-    Op.LOOKUP_ONE: "lookup",
-    Op.REQUEST_FINISHED: "on_request_finished",
-    Op.SCHEDULE_END: "on_schedule_end",
-    Op.RESET: "reset_cache",
-}
 _DEFAULTS = {"enable_events": False, "store_threshold": 0, "max_tracker_size": 64_000, "retention_share": 0.5}
 
 
@@ -131,11 +125,11 @@ class _Script:
             arguments += [request] if request else []
         if record.op is Op.COMPLETE_STORE and record.flag:
             arguments.append("success=False")
-        if record.op is Op.REQUEST_FINISHED and record.flag:
+        if record.op is Op.ON_REQUEST_FINISHED and record.flag:
             arguments.append("use_positions=True")
         if record.op is Op.TAKE_EVENTS and record.flag:
             arguments.append(str(record.flag - 1))
-        method = _METHOD_OF.get(record.op, record.op.name.lower())
+        method = "lookup" if record.op is Op.LOOKUP_ONE else record.op.name.lower()
         return f"manager.{method}({', '.join(arguments)})"
 
     def _inputs(self, record: Call) -> None:

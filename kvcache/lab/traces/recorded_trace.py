@@ -94,7 +94,7 @@ def _requests(recording: Recording) -> list[_Recorded]:
             if not request.named and not request.positions:
                 request.arrival_s = now_s
             request.named.update((key, None) for key in record.keys if key)
-        elif record.op is Op.REQUEST_FINISHED:
+        elif record.op is Op.ON_REQUEST_FINISHED:
             found += [by_context.pop(number)] if number in by_context else []
         if record.op in _LISTS and number < FIRST_CONTEXT and (not found or found[-1] is not by_context[number]):
             found.append(by_context[number])
