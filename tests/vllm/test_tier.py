@@ -104,6 +104,12 @@ def test_tier_drain_and_reset_end_and_keep_the_blocks(make: Any, entry: Any) -> 
     assert engine.load(keys(*range(8))) == 8
 
 
+def test_tier_shut_down_twice_ends_once(make: Any, disk: Any) -> None:
+    engine = make(disk())
+    engine.tier.shutdown()
+    engine.close()
+
+
 def test_tier_reports_each_job_once_with_its_keys_and_bytes(make: Any, entry: Any) -> None:
     engine = make(entry)
     tier, view = engine.tier, engine.view

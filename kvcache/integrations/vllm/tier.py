@@ -282,6 +282,8 @@ class KVCacheTier(SecondaryTierManager):
             self._take_finished()
 
     def shutdown(self) -> None:
+        if not hasattr(self, "_controller"):
+            return
         self._controller.shutdown()
         # vLLM unmaps the host blocks next, and the tier's arrays in reference cycles would prevent it.
         del self._controller
