@@ -5,60 +5,14 @@ Names are imported when first used, so that the scheduler's half never pays for 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcache.version import __version__ as __version__
 
-_HOMES = {
-    "kvcache.keys": ("OffloadKey", "get_offload_block_hash", "get_offload_group_idx", "make_offload_key"),
-    "kvcache.block": ("BlockStateError", "BlockStatus"),
-    "kvcache.request": ("OffloadPolicy", "Prompt", "ReqContext", "RequestOffloadingContext", "Retention"),
-    "kvcache.specs": (
-        "BlockIDsLoadStoreSpec",
-        "CPULoadStoreSpec",
-        "CanonicalKVCacheRef",
-        "CanonicalKVCacheTensor",
-        "CanonicalKVCaches",
-        "GPULoadStoreSpec",
-        "LoadStoreSpec",
-        "PrepareStoreOutput",
-        "TransferResult",
-    ),
-    "kvcache.events": ("OffloadingEvent",),
-    "kvcache.metrics": ("ManagerStats",),
-    "kvcache.policies": (
-        "AMQCachePolicy",
-        "ARCCachePolicy",
-        "CachePolicy",
-        "GittinsCachePolicy",
-        "LFUDACachePolicy",
-        "LRUCachePolicy",
-        "MQCachePolicy",
-        "RequestUses",
-    ),
-    "kvcache.control.backend": ("Backend", "CPUBackend"),
-    "kvcache.control.observers.what_if": ("WhatIf",),
-    "kvcache.control.manager": ("OffloadingManager",),
-    "kvcache.control.cpu": ("BackendOffloadingManager", "CPUOffloadingManager"),
-    "kvcache.transfer.base": ("OffloadingHandler",),
-    "kvcache.transfer.factory": ("cpu_gpu_handlers",),
-    "kvcache.transfer.host_pool": ("HostPool",),
-    "kvcache.transfer.worker": ("OffloadingWorker",),
-    "kvcache.tiering.tier": ("Tier", "TierResult", "TierStats"),
-    "kvcache.tiering.controller": ("TierConfig", "TierControllerStats"),
-    "kvcache.tiering.job_tier": ("BlockOutcome", "JobTier", "TierBatch", "TierContents"),
-    "kvcache.tiering.manager": ("TieredOffloadingManager",),
-    "kvcache.tiers.disk.tier": ("DiskTier",),
-    "kvcache.tiers.memory": ("MemoryTier",),
-    "kvcache.recorder.recorder": ("Recorder", "RecorderStats"),
-    "kvcache.assembly.config": ("OffloadingConfig", "OffloadingGroup"),
-    "kvcache.assembly.base": ("OffloadingSpec", "make_spec"),
-    "kvcache.assembly.cpu": ("CPUOffloadingSpec",),
-    "kvcache.assembly.tiered": ("TieringOffloadingSpec",),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 # What homes need beyond numpy, and what may be missing: torch where only the control plane runs, and extras.
 _NEEDED_BY = {
     "kvcache.tiers.disk": "xxhash",
@@ -112,6 +66,17 @@ if TYPE_CHECKING:
     from kvcache.transfer.factory import cpu_gpu_handlers
     from kvcache.transfer.host_pool import HostPool
     from kvcache.transfer.worker import OffloadingWorker
+
+
+def _homes() -> dict[str, str]:
+    """Return the module of each public name, as the block above imports it for type checkers."""
+    source = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    [block] = [one for one in source.body if isinstance(one, ast.If)]
+    imports = [one for one in block.body if isinstance(one, ast.ImportFrom)]
+    return {name.name: str(one.module) for one in imports for name in one.names}
+
+
+_HOME_OF = _homes()
 
 
 def _usable_names() -> list[str]:

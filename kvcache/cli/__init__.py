@@ -9,6 +9,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from kvcache.registry import how_to_install
+
 if TYPE_CHECKING:
     import typer
 
@@ -56,10 +58,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        _fail(
-            f"the command line needs {error.name}: pip install 'kvcache[cli]'",
-            _EXIT_FAILED,
-        )
+        _fail(f"the command line needs {error.name}{how_to_install(error)}", _EXIT_FAILED)
     from kvcache.assembly.log import set_up_log
 
     set_up_log()
@@ -73,8 +72,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
         status = _status_of(error)
         if status is None and "KVCACHE_TRACEBACK" in os.environ:
             raise
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            _fail("this command needs the package torch, which is not installed", _EXIT_FAILED)
+        if isinstance(error, ModuleNotFoundError) and (error.name == "torch" or how_to_install(error)):
+            _fail(
+                f"this command needs the package {error.name}, which is not installed{how_to_install(error)}",
+                _EXIT_FAILED,
+            )
         if status is None:
             hint = "a fault of kvcache or of a plug-in; KVCACHE_TRACEBACK=1 shows where"
             _fail(f"{type(error).__name__}: {error} ({hint})", _EXIT_FAILED)

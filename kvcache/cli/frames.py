@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache.cli import common
-
 if TYPE_CHECKING:
     from http.client import HTTPResponse
 
@@ -127,13 +125,12 @@ def what_if_reader(path: Path) -> Callable[[], WhatIf | None]:
 
 def url_reader(url: str) -> Callable[[], Frame]:
     """Return a function that reads a frame from a `/metrics` URL, and follows no redirect."""
-    import importlib.util
     import urllib.error
     import urllib.request
     from http.client import HTTPException, InvalidURL
 
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise common.CommandError("--url needs prometheus-client: pip install 'kvcache[prometheus]'")
+    import prometheus_client  # noqa: F401 - a missing package is reported before the first look
+
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--url must begin with http:// or https://, got {url!r}")
 

@@ -144,10 +144,8 @@ def _clear_folder(path: Path, confirm: Callable[[str], None]) -> dict[str, Any]:
 def _clear_server(
     url: str, prefix: str, cluster: bool, connected: bool, confirm: Callable[[str], None]
 ) -> dict[str, Any]:
-    try:
-        from kvcache.tiers.valkey import ValkeyOptions, clear_server
-    except ImportError as error:
-        raise common.CommandError("a server needs the package valkey: pip install 'kvcache[valkey]'") from error
+    from kvcache.tiers.valkey import ValkeyOptions, clear_server
+
     if not prefix.startswith("kvcache:") or set(prefix) & set("*?[\\"):
         raise ValueError(f"--prefix must begin with 'kvcache:' and hold no pattern, got {prefix!r}")
     values = ValkeyOptions.of(url=url, cluster=cluster)

@@ -219,9 +219,8 @@ class Exporter(ABC):
         return ""
 
     @classmethod
-    @abstractmethod
     def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> Exporter:
-        """Open an exporter.
+        """Open an exporter. By default, the parsed options are the arguments of the class.
 
         Parameters
         ----------
@@ -242,6 +241,8 @@ class Exporter(ABC):
         OSError
             The address is in use, or cannot be opened.
         """
+        given = options if cls.options_type is None else cls.options_type.read(options).arguments()
+        return cls(telemetry, **given)  # type: ignore[call-arg]
 
     @property
     @abstractmethod

@@ -13,13 +13,7 @@ from kvcache.options import Options, option, parse_text
 
 
 def run_command(command: Command, given: Mapping[str, Any]) -> Any:
-    """Check a request's options and run it.
-
-    Raises
-    ------
-    ValueError, OSError
-        An option is unknown or bad, or the request cannot be answered.
-    """
+    """Check a request's options and run it. ValueError if an option is unknown or bad."""
     found = command.options.read(given, "the request").arguments()
     return command.run(**{name: value for name, value in found.items() if value is not None})
 

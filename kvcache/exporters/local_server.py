@@ -15,27 +15,13 @@ from typing import Any
 from kvcache.background import Background
 
 _LOG = logging.getLogger(__name__)
-_CLOSE_S = 2.0
 
 
 class LocalServer(ThreadingMixIn, TCPServer):
     """Answer each connection in a thread of its own; the newest connections are served.
 
-    A connection beyond `max_clients` closes the oldest one, and a connection older than `request_s` is closed.
-
-    Parameters
-    ----------
-    family : socket.AddressFamily
-        Family of the address.
-    address : object
-        The address to bind.
-    handler : type
-        Handles one connection; its `server` is this object.
-
-    Attributes
-    ----------
-    num_dropped : int
-        Connections that this server closed: the oldest of too many, or too slow.
+    A connection beyond `max_clients` closes the oldest one, and a connection older than `request_s` is closed:
+    `num_dropped` counts both.
     """
 
     daemon_threads = True
@@ -47,7 +33,6 @@ class LocalServer(ThreadingMixIn, TCPServer):
     def __init__(self, family: socket.AddressFamily, address: Any, handler: type[BaseRequestHandler]) -> None:
         self.address_family = family
         self.num_dropped = 0
-        self._clients: set[Any] = set()
         self._since_s: dict[Any, float] = {}  # of clients that are not dropped, oldest first
         self._lock = threading.Lock()
         self._thread: Background | None = None
@@ -75,9 +60,6 @@ class LocalServer(ThreadingMixIn, TCPServer):
             self.shutdown()
             with self._lock:
                 self._drop(len(self._since_s))
-            end_s = time.monotonic() + _CLOSE_S
-            while self._clients and time.monotonic() < end_s:
-                time.sleep(0.005)
         self.server_close()
 
     def get_request(self) -> Any:
@@ -89,14 +71,12 @@ class LocalServer(ThreadingMixIn, TCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            self._clients.add(request)
             self._since_s[request] = time.monotonic()
             self._drop(len(self._since_s) - self.max_clients)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            self._clients.discard(request)
             self._since_s.pop(request, None)
         super().shutdown_request(request)
 

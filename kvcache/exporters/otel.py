@@ -5,15 +5,12 @@ The engine's thread appends a line to a bounded log; spans are made from it in a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-try:
-    from opentelemetry import trace
-    from opentelemetry.trace import Status, StatusCode
-except ImportError as error:
-    raise ImportError("spans need the package opentelemetry-api: install kvcache's extra 'otel'") from error
+from opentelemetry import trace
+from opentelemetry.trace import Status, StatusCode
 
 from kvcache.background import Background
 from kvcache.control.telemetry import JobTracer
@@ -77,11 +74,6 @@ class SpanExporter(JobTracer):
         self._thread = Background.every(_INTERVAL_S, "otel", self._flush)
 
     options_type = SpanOptions
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> SpanExporter:
-        cls.check_options(options)
-        return cls(telemetry)
 
     @property
     def address(self) -> str:

@@ -12,12 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-try:
-    from prometheus_client import CollectorRegistry, MetricsHandler
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-    from prometheus_client.registry import Collector
-except ImportError as error:
-    raise ImportError("/metrics needs the package prometheus-client: install kvcache's extra 'prometheus'") from error
+from prometheus_client import CollectorRegistry, MetricsHandler
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from kvcache.control.telemetry import Exporter
 from kvcache.exporters.local_server import LocalServer

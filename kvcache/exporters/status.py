@@ -63,13 +63,7 @@ class StatusStats:
 
 
 def default_folder() -> Path:
-    """Return this user's own folder for status sockets, made if it is missing.
-
-    Raises
-    ------
-    ValueError
-        The folder belongs to, or is open to, another user.
-    """
+    """Return this user's own folder for status sockets, made if missing; ValueError if other users may enter it."""
     return private_folder(Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()))
 
 
@@ -122,8 +116,6 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
                 answer = lines.readline(MAX_ANSWER_BYTES + 1)
         except TimeoutError as error:
             raise TimeoutError(f"{path} did not answer within {timeout_s:g} s") from error
-        except ConnectionRefusedError as error:
-            raise OSError(error.errno, f"{path}: nobody listens there: {error.strerror}") from error
         except OSError as error:
             raise OSError(error.errno, f"{path}: {error.strerror or error}") from error
     try:
@@ -178,10 +170,6 @@ class StatusServer(Exporter):
         except (OSError, ValueError) as error:
             return str(error)
         return f"{path} is served by another process" if _is_served(Path(path)) else ""
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> StatusServer:
-        return cls(telemetry, StatusOptions.read(options).path)
 
     @property
     def address(self) -> str:

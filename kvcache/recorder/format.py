@@ -20,12 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
+import msgspec
 import numpy as np
-
-try:
-    import msgspec
-except ImportError as error:
-    raise ImportError("recordings need the package msgspec: install kvcache's extra 'record'") from error
 
 from kvcache.core.key_hash import key_hashes
 from kvcache.recorder.files import MAGIC, VERSION, frame_bytes, older_file
@@ -289,29 +285,12 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], Iterator[b
 
 
 class Recording:
-    """A recording, file after file.
+    """A recording, file after file; RecordingError if the newest file, `path`, is not one.
 
-    Parameters
-    ----------
-    path : path-like
-        The newest file. If ``path.1`` belongs to the same recording, it is read before. If a kill between the two
-        files left the newest one missing or truncated in its header, only ``path.1`` is read.
-
-    Attributes
-    ----------
-    header : dict
-        The header of the oldest file.
-    is_whole : bool
-        Whether the oldest file is the first of the recording.
-    end : str
-        Why reading stopped early; "" if it did not.
-    num_lost : int
-        Number of records that were not written, according to the part that was read.
-
-    Raises
-    ------
-    RecordingError
-        The newest file is not a recording, or its head is damaged.
+    If ``path.1`` belongs to the same recording, it is read before. If a kill between the two files left the newest one
+    missing or truncated in its header, only ``path.1`` is read. `header` is that of the oldest file, and `is_whole`
+    is whether this file is the first of the recording. `end` describes why reading stopped early (or ""), and
+    `num_lost` is the number of records that were not written, according to the part that was read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

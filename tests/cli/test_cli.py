@@ -298,7 +298,10 @@ def test_missing_extra_is_named() -> None:
     code = "import sys; sys.modules['typer'] = None; from kvcache.cli import main; main(['--help'])"
     done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "kvcache: error: the command line needs typer: pip install 'kvcache[cli]'\n"
+    assert done.stderr == (
+        "kvcache: error: the command line needs typer; pip install 'kvcache[cli]', or in a checkout: "
+        "pip install '.[cli]'\n"
+    )
 
 
 @pytest.mark.parametrize("group", [(), ("bench",), ("record",), ("tier",), ("metrics",)])

@@ -74,7 +74,7 @@ def bound(kind: int, backlog: int | None = None) -> Callable[[Path], socket.sock
         (os.mkfifo, 2, "is no socket"),
         (lambda path: path.symlink_to("/dev/null"), 2, "is no socket"),
         (lambda path: None, 1, "No such file"),
-        (bound(socket.SOCK_STREAM), 1, "nobody listens there"),
+        (bound(socket.SOCK_STREAM), 1, "Connection refused"),
         (bound(socket.SOCK_DGRAM), 1, "Protocol wrong type"),
         (bound(socket.SOCK_SEQPACKET, 1), 1, "Protocol wrong type"),
     ],

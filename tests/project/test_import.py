@@ -74,19 +74,19 @@ def test_import_star_and_help_leave_out_what_lacks_its_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "module", "extra"),
+    ("package", "exporter", "extra"),
     [
-        ("prometheus_client", "kvcache.exporters.prometheus", "prometheus"),
-        ("opentelemetry", "kvcache.exporters.otel", "otel"),
-        ("msgspec", "kvcache.exporters.kv_events", "events"),
-        ("zmq", "kvcache.exporters.kv_events", "events"),
-        ("msgspec", "kvcache.recorder.format", "record"),
+        ("prometheus_client", "prometheus", "prometheus"),
+        ("opentelemetry", "otel", "otel"),
+        ("msgspec", "kv_events", "events"),
+        ("zmq", "kv_events", "events"),
     ],
 )
-def test_module_without_its_package_names_the_extra(package: str, module: str, extra: str) -> None:
+def test_resolve_exporter_without_its_package_names_the_extra(package: str, exporter: str, extra: str) -> None:
     run(
         f"import sys; sys.modules[{package!r}] = None\n"
-        f"try: import {module}\n"
-        f"except ImportError as error: assert \"install kvcache's extra '{extra}'\" in str(error), error\n"
+        "from kvcache.registry import EXPORTERS\n"
+        f"try: EXPORTERS.resolve({exporter!r})\n"
+        f"except ValueError as error: assert \"pip install 'kvcache[{extra}]'\" in str(error), error\n"
         "else: raise AssertionError\n"
     )

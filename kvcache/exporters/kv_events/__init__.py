@@ -7,12 +7,6 @@ digest every few batches shows whether the view is right, and a snapshot repairs
 additions: digest messages, and requests for a snapshot or a digest on the replay endpoint.
 """
 
-try:
-    import msgspec as _msgspec  # noqa: F401
-    import zmq as _zmq  # noqa: F401
-except ImportError as error:
-    raise ImportError("KV events need the packages msgspec and pyzmq: install kvcache's extra 'events'") from error
-
 from kvcache.exporters.kv_events.publisher import KVEventPublisher
 from kvcache.exporters.kv_events.subscriber import KVEventSubscriber
 from kvcache.exporters.kv_events.view import BlockView, block_value

@@ -36,14 +36,9 @@ class _PromptBlock(NamedTuple):
 
 
 class EventEncoder:
-    """Makes wire events; for one thread.
+    """Makes wire events, with the options of `KVEventPublisher`; for one thread.
 
-    Parameters
-    ----------
-    block_size, hash_format, spec_kinds
-        As of `KVEventPublisher`.
-    view : BlockView
-        The blocks that were sent. Descriptions of other blocks are kept up to `MAX_IDLE`.
+    `view` holds the blocks that were sent. Descriptions of other blocks are kept up to `MAX_IDLE`.
     """
 
     def __init__(

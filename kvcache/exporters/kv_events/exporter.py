@@ -49,15 +49,7 @@ class KVEventOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """Counters of a publisher.
-
-    Parameters
-    ----------
-    sent_batches, dropped_events, rejected_requests : int
-        Counters.
-    queued_events : int
-        A gauge.
-    """
+    """Counters of a publisher."""
 
     sent_batches: int = counter("batches", "Batches of KV events that were sent.")
     dropped_events: int = counter("events", "KV events that were dropped because the queue was full.")
@@ -116,10 +108,6 @@ class KVEventExporter(Exporter):
         except ValueError as error:
             return str(error)
         return ""
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> KVEventExporter:
-        return cls(telemetry, **KVEventOptions.read(options).arguments())
 
     @property
     def address(self) -> str:

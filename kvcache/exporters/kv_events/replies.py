@@ -25,12 +25,7 @@ Messages = Iterator[tuple[bytes, bytes, bytes]]
 class Replies:
     """The ROUTER socket of a publisher, unbound, and the replies that clients are owed.
 
-    Attributes
-    ----------
-    socket : zmq.Socket
-        To be bound.
-    num_rejected : int
-        Requests that were refused, or whose client no longer read.
+    `num_rejected` counts requests that were refused, or whose client no longer read.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -48,10 +43,7 @@ class Replies:
     def answer(self, messages_of: Callable[[bytes], Messages]) -> bool:
         """Read the requests that have arrived, send more of every reply, and return whether any is unfinished.
 
-        Parameters
-        ----------
-        messages_of : callable
-            From a request of 8 bytes to the messages of its reply.
+        `messages_of` returns the messages of the reply to a request of 8 bytes.
         """
         for client, owed in [*self._owed.items()]:
             self._send(client, *owed)
