@@ -5,7 +5,7 @@ Written from the rules alone: ordered dicts for every queue, no rows, and every 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Container, Iterable, Sequence
 
 from kvcache.block import BlockStatus
@@ -19,6 +19,7 @@ NEXT_USES = (None, "end", "soon", "later")
 # Classes of shared blocks, in use while `splits_shared`.
 FIRST_SHARED = CLASSES_PER_HINT * len(NEXT_USES)
 NUM_SHARED = 4
+BINS, CLASSES = range(NUM_BINS), range(FIRST_SHARED + NUM_SHARED)
 
 Cell = tuple[int, int]
 Victims = list[tuple[bytes, BlockStatus]]
@@ -36,16 +37,7 @@ class Group:
         self.resident: OrderedDict[bytes, None] = OrderedDict()  # in path order
 
 
-class _Resident:
-    """State of a resident key: its block, its parent's key, and the number of its resident children."""
-
-    def __init__(self, block: BlockStatus | None, parent: bytes | None) -> None:
-        self.block = block
-        self.parent = parent
-        self.kids = 0
-
-
-class _Progress:
+class Progress:
     """State of a request: whether it continues an older one, and the groups that it may join."""
 
     def __init__(self) -> None:
@@ -89,26 +81,24 @@ class ReferenceGittins(CachePolicy):
         self.now = 0
         self.touches = 0
         self.group_of: dict[bytes, Group] = {}
-        self.blocks: dict[bytes, _Resident] = {}
+        self.blocks: dict[bytes, BlockStatus | None] = {}
+        # Of each resident key: its parent's key, and the number of its resident children.
+        self.parents: dict[bytes, bytes | None] = {}
+        self.kids: Counter[bytes] = Counter()
         self.memory: OrderedDict[bytes, None] = OrderedDict()
         # Resident keys of the first-in-first-out share, oldest first. Used with `stores_all` only.
         self.passing: OrderedDict[bytes, None] = OrderedDict()
-        self.cells: dict[Cell, OrderedDict[Group, None]] = {}
+        self.cells: defaultdict[Cell, OrderedDict[Group, None]] = defaultdict(OrderedDict)
         self.num_groups: Counter[int] = Counter()  # by class, for classes that have groups
         # For each known key: about the logarithm of the number of requests that used it and continued no older request.
         self.sharing: dict[bytes, int] = {}
         self.num_again = 0  # uses of keys 4 to 16 s after their previous use, halved at times
         self.num_shared = 0  # of these, uses of widely shared keys
         self.splits_shared = False
-        self.hit: dict[int, list[int]] = {}  # by class; so are the next two
-        self.sur: dict[int, list[int]] = {}
-        self.value: dict[int, list[int]] = {}
-        self.chances: list[int] = []
-        self.total = 0
+        self._forget_counts()
         # Incremented by `clear`, to invalidate the groups that open requests refer to.
         self.era = object()
         self._rebuild()
-        self._take_up(None)
 
     @property
     def num_remembered(self) -> int:
@@ -117,18 +107,17 @@ class ReferenceGittins(CachePolicy):
     @property
     def worths(self) -> list[int]:
         """The value, per class, of a block that has just been used, for requests without a hint."""
-        return [self.value[cls][0] for cls in range(CLASSES_PER_HINT)]
+        return [values[0] for values in self.value[:CLASSES_PER_HINT]]
 
     def get(self, key: bytes) -> BlockStatus | None:
-        resident = self.blocks.get(key)
-        return None if resident is None else resident.block
+        return self.blocks.get(key)
 
     def insert(self, key: bytes, block: BlockStatus) -> None:
         if key not in self.blocks:
             self._recall([key], [key], None)
             self._store(key, None)
             self.group_of[key].resident[key] = None
-        self.blocks[key].block = block
+        self.blocks[key] = block
 
     def remove(self, key: bytes) -> None:
         self._remove(key)
@@ -140,23 +129,14 @@ class ReferenceGittins(CachePolicy):
         request.add(list(dict.fromkeys(keys)))
         self.count_uses(list(request.keys), request)
 
-    def use(self, keys: list[bytes], first: bool) -> None:
-        self.touch(keys)
-
     def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        evictable = sum(
-            resident.block is not None and resident.block.ref_cnt == 0 and key not in protected
-            for key, resident in self.blocks.items()
-        )
-        if n > evictable:
+        if n > sum(self._is_idle(key, protected) for key in self.blocks):
             return None
         victims = self._select(n, protected, None)
         if len(victims) < n:
             # The remaining blocks have resident children in use. Then the head of a path is evicted before its tail.
-            for key in [key for key in self.blocks if key not in protected]:
-                block = self.get(key)
-                if len(victims) < n and block is not None and block.ref_cnt == 0:
-                    victims.append((key, self._evict(key)))
+            rest = [key for key in self.blocks if self._is_idle(key, protected)]
+            victims += [(key, self._remove(key)) for key in rest[: n - len(victims)]]
         self._trim()
         return victims
 
@@ -165,16 +145,13 @@ class ReferenceGittins(CachePolicy):
             return
         progress, is_first = self._progress(request)
         self._trim()
-        if self.start_ms is None:
-            self.start_ms = self.now_ms
-        self.now = max(self.now, (self.now_ms - self.start_ms) >> self.ticks_shift)
+        self._tick()
         if is_first:
             self.touches += 1
             if self.touches % self.touches_per_table == 0:
                 self._judge_sharing()
                 self._rebuild()
         self._age()
-        self._take_up(request.next_use)
         self._see_prefix(keys, progress)
         known = {key for key in keys if key in self.group_of}
         lowest = self._lowest_value() if self.passing else 0
@@ -207,10 +184,7 @@ class ReferenceGittins(CachePolicy):
 
     def hint(self, keys: list[bytes], next_use: str | None) -> None:
         """Move known keys to the classes of another hint. Their age starts at 0."""
-        if self.start_ms is None:
-            self.start_ms = self.now_ms
-        self.now = max(self.now, (self.now_ms - self.start_ms) >> self.ticks_shift)
-        self._take_up(next_use)
+        self._tick()
         groups: dict[int, Group] = {}
         for key in dict.fromkeys(keys):
             group = self.group_of.get(key)
@@ -227,6 +201,11 @@ class ReferenceGittins(CachePolicy):
             else:
                 self.memory.move_to_end(key)
 
+    def _tick(self) -> None:
+        if self.start_ms is None:
+            self.start_ms = self.now_ms
+        self.now = max(self.now, (self.now_ms - self.start_ms) >> self.ticks_shift)
+
     def _share(self, key: bytes, by_new_session: bool) -> int:
         """Count a use of a known key, and return its sharing: sharing n is raised with probability 1 / 2**n."""
         sharing = self.sharing[key]
@@ -242,26 +221,26 @@ class ReferenceGittins(CachePolicy):
             if splits and not self.splits_shared:
                 # The counts so far are of classes that contained the shared blocks.
                 self._forget_counts()
-                self._take_up_classes(range(FIRST_SHARED, FIRST_SHARED + NUM_SHARED))
             self.splits_shared = splits
         if self.num_again >= self.most_again:
             self.num_again >>= 1
             self.num_shared >>= 1
 
     def _forget_counts(self) -> None:
-        self.hit = {cls: [0] * NUM_BINS for cls in self.hit}
-        self.sur = {cls: [0] * NUM_BINS for cls in self.sur}
+        # By class and bin: uses, and keys that grew older unused.
+        self.hit = [[0] * NUM_BINS for _ in CLASSES]
+        self.sur = [[0] * NUM_BINS for _ in CLASSES]
         self.total = 0
 
-    def _progress(self, request: RequestUses) -> tuple[_Progress, bool]:
+    def _progress(self, request: RequestUses) -> tuple[Progress, bool]:
         kept = request.policy_state
         if kept is not None and kept[0] is self.era:
             return kept[1], False
-        progress = _Progress()
+        progress = Progress()
         request.policy_state = (self.era, progress)
         return progress, True
 
-    def _see_prefix(self, keys: list[bytes], progress: _Progress) -> None:
+    def _see_prefix(self, keys: list[bytes], progress: Progress) -> None:
         if not progress.all_known:
             return
         num_leading = next((i for i, key in enumerate(keys) if key not in self.group_of), len(keys))
@@ -294,7 +273,6 @@ class ReferenceGittins(CachePolicy):
         is_move = self.stores_all and request is None
         if not self.stores_all:
             keys = self._without_holes(keys, offered, request)
-        self._take_up(None if request is None else request.next_use)
         if not is_move:
             self._recall(keys, offered, request)
         num_needed = len(keys) - num_free
@@ -340,18 +318,26 @@ class ReferenceGittins(CachePolicy):
             if len(victims) >= n:
                 break
             if self._may_leave(key, named):
-                victims.append((key, self._evict(key)))
+                victims.append((key, self._remove(key)))
         return victims
 
     def _may_leave(self, key: bytes, named: Container[bytes]) -> bool:
-        resident = self.blocks[key]
-        is_idle = resident.block is not None and resident.block.ref_cnt == 0
-        return is_idle and key not in named and resident.kids == 0
+        return self._is_idle(key, named) and self.kids[key] == 0
+
+    def _is_idle(self, key: bytes, protected: Container[bytes]) -> bool:
+        block = self.blocks[key]
+        return block is not None and block.ref_cnt == 0 and key not in protected
 
     def _lowest_value(self) -> int:
         """Return the value of the least valuable cell that holds resident blocks, or -1."""
-        return next(
-            (self.value[cls][b] for cls, b in self._order if any(group.resident for group in self.cells[cls, b])), -1
+        return next((self.value[cls][b] for (cls, b), _ in self._by_value()), -1)
+
+    def _by_value(self) -> list[tuple[Cell, list[Group]]]:
+        """Return the cells with resident blocks, the least valuable first, and their groups with such blocks."""
+        found = [(cell, [group for group in queue if group.resident]) for cell, queue in self.cells.items()]
+        return sorted(
+            ((cell, groups) for cell, groups in found if groups),
+            key=lambda one: (self.value[one[0][0]][one[0][1]], -one[0][1], one[0][0]),
         )
 
     def _recall(self, keys: Sequence[bytes], offered: Sequence[bytes], request: RequestUses | None) -> None:
@@ -379,10 +365,7 @@ class ReferenceGittins(CachePolicy):
         num_left = self.most_passed
         while len(victims) < num_needed:
             num_before = len(victims)
-            for cell in self._order:
-                groups = [group for group in self.cells[cell] if group.resident]
-                if not groups:
-                    continue
+            for cell, groups in self._by_value():
                 if self._is_over(cell, victims, waiting):
                     return victims
                 for group in groups:
@@ -392,7 +375,7 @@ class ReferenceGittins(CachePolicy):
                             break
                         if self._is_over(cell, victims, waiting):
                             return victims
-                        victims.append((tail, self._evict(tail)))
+                        victims.append((tail, self._remove(tail)))
                         if len(victims) == num_needed:
                             return victims
                     if group.resident:
@@ -409,30 +392,25 @@ class ReferenceGittins(CachePolicy):
         newcomer = self.group_of[waiting[len(victims)]]
         return self.value[newcomer.cls][0] <= self.value[cell[0]][cell[1]]
 
-    def _evict(self, key: bytes) -> BlockStatus:
-        resident = self._remove(key)
-        assert resident.block is not None
-        return resident.block
-
-    def _remove(self, key: bytes) -> _Resident:
-        """Remove a block. If its key was known, it stays known."""
-        resident = self.blocks.pop(key)
+    def _remove(self, key: bytes) -> BlockStatus | None:
+        """Remove a block and return it. If its key was known, it stays known."""
+        block = self.blocks.pop(key)
         self.passing.pop(key, None)
         if key in self.group_of:
             self.group_of[key].resident.pop(key, None)
             self.memory[key] = None
-        parent = None if resident.parent is None else self.blocks.get(resident.parent)
+        parent = self.parents.pop(key)
         # A parent may have been removed and stored again. Its count then does not include the older children.
-        if parent is not None and parent.kids > 0:
-            parent.kids -= 1
-        return resident
+        if parent in self.blocks and self.kids[parent] > 0:
+            self.kids[parent] -= 1
+        return block
 
     def _store(self, key: bytes, predecessor: bytes | None) -> None:
         self.memory.pop(key, None)
         parent = predecessor if predecessor in self.blocks else None
         if parent is not None:
-            self.blocks[parent].kids += 1
-        self.blocks[key] = _Resident(None, parent)
+            self.kids[parent] += 1
+        self.blocks[key], self.parents[key], self.kids[key] = None, parent, 0
 
     def _join_group(self, key: bytes, cls: int, groups: dict[int, Group], length: int) -> Group:
         group = groups.get(cls % CLASSES_PER_HINT)
@@ -461,40 +439,20 @@ class ReferenceGittins(CachePolicy):
 
     def _rebuild(self) -> None:
         if self.total >= self.halving_total:
-            self.hit = {cls: [count >> 1 for count in counts] for cls, counts in self.hit.items()}
-            self.sur = {cls: [count >> 1 for count in counts] for cls, counts in self.sur.items()}
-            self.total = sum(map(sum, self.hit.values())) + sum(map(sum, self.sur.values()))
+            self.hit = [[count >> 1 for count in counts] for counts in self.hit]
+            self.sur = [[count >> 1 for count in counts] for counts in self.sur]
+            self.total = sum(map(sum, self.hit + self.sur))
         chance = 4096
         chances = []
-        for b in range(NUM_BINS):
-            num_hit = sum(counts[b] for counts in self.hit.values())
-            num_sur = sum(counts[b] for counts in self.sur.values())
+        for b in BINS:
+            num_hit = sum(counts[b] for counts in self.hit)
+            num_sur = sum(counts[b] for counts in self.sur)
             chance = ((num_hit << 16) + 2048 * chance) // (num_hit + num_sur + 2048)
             chances.append(chance)
-        self.chances = chances
-        self.value = {cls: self._values(self.hit[cls], self.sur[cls], cls) for cls in self.hit}
-        self._sort()
+        self.value = [self._values(self.hit[cls], self.sur[cls], cls, chances) for cls in CLASSES]
 
-    def _sort(self) -> None:
-        self._order = sorted(self.cells, key=lambda cell: (self.value[cell[0]][cell[1]], -cell[1], cell[0]))
-
-    def _take_up(self, next_use: str | None) -> None:
-        """Add the classes of a hint when it is first given. Until then they are empty."""
-        self._take_up_classes(range(CLASSES_PER_HINT * (1 + NEXT_USES.index(next_use))))
-
-    def _take_up_classes(self, classes: range) -> None:
-        added = [cls for cls in classes if cls not in self.value]
-        for cls in added:
-            self.hit[cls] = [0] * NUM_BINS
-            self.sur[cls] = [0] * NUM_BINS
-            self.value[cls] = self._values(self.hit[cls], self.sur[cls], cls)
-            self.cells.update({(cls, b): OrderedDict() for b in range(NUM_BINS)})
-        if added:
-            self._sort()
-
-    def _values(self, hit: list[int], sur: list[int], cls: int) -> list[int]:
-        chances = self.chances
-        expected = sum((hit[b] + sur[b]) * chances[b] for b in range(NUM_BINS)) >> 16
+    def _values(self, hit: list[int], sur: list[int], cls: int, chances: list[int]) -> list[int]:
+        expected = sum((hit[b] + sur[b]) * chances[b] for b in BINS) >> 16
         is_again = cls % 2 or cls >= FIRST_SHARED
         weight = self.prior_shared if cls >= FIRST_SHARED else self.prior
         factor = ((sum(hit) << 16) + 1024 * (65536 if is_again else 32768)) // (expected + 1024)
