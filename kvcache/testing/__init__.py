@@ -15,7 +15,7 @@ _HOME_OF = {
     "REFERENCE_POLICIES": "kvcache.testing.reference",
     "ReferenceGate": "kvcache.testing.reference",
     "ReferenceManager": "kvcache.testing.reference_manager",
-    "RetainingReferenceManager": "kvcache.testing.reference_retention",
+    "RetainingReferenceManager": "kvcache.testing.reference_manager",
     "TierContract": "kvcache.testing.tier_contract",
     "cache_machine": "kvcache.testing.machine",
 }
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from kvcache.testing.contract import PolicyContract
     from kvcache.testing.machine import CacheMachine, cache_machine
     from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
-    from kvcache.testing.reference_manager import ReferenceManager
-    from kvcache.testing.reference_retention import RetainingReferenceManager
+    from kvcache.testing.reference_manager import ReferenceManager, RetainingReferenceManager
     from kvcache.testing.tier_contract import TierContract
 
 

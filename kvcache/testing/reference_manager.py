@@ -17,9 +17,11 @@ from kvcache.control.manager import OffloadingManager
 from kvcache.events import OffloadingEvent
 from kvcache.metrics import ManagerStats
 from kvcache.policies.base import CachePolicy, RequestUses
-from kvcache.request import ReqContext, check_next_use
+from kvcache.request import ReqContext, Retention, check_next_use
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
+
+ONE_SHOT, NORMAL, HIGHEST = -1, 0, 3
 
 
 class ReferenceManager(OffloadingManager):
@@ -30,6 +32,8 @@ class ReferenceManager(OffloadingManager):
     block_size, num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size, clock
         As for `CPUOffloadingManager`. The policy is a name in `REFERENCE_POLICIES`, or a class.
     """
+
+    falls_per_call = 256
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class ReferenceManager(OffloadingManager):
         self.max_tracker_size = max_tracker_size
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.clock = clock
+        self.max_raised: int | None = None  # without, retention hints are ignored
         self.start_s: float | None = None
         self.now_ms = 0
         self.counts: Counter[str] = Counter()
@@ -72,6 +77,9 @@ class ReferenceManager(OffloadingManager):
         self.in_use: set[bytes] = set()  # being written or read: not evictable
         self.num_fresh_used = 0
         self.freed: list[int] = []
+        self.priorities: dict[bytes, int] = {}
+        # Deadlines of raised blocks (seconds; infinity: no TTL), in the order in which they were set.
+        self.ends: dict[bytes, float] = {}
 
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int:
         _check_context(req_context)
@@ -87,12 +95,11 @@ class ReferenceManager(OffloadingManager):
     def touch(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
         _check_context(req_context)
         keys = self._begin(keys, req_context)
-        if not keys:
-            return
-        if req_context is None:
+        if keys and req_context is None:
             self.policy.touch(keys)
-        elif self._count_uses(keys, req_context) < len(keys):
+        elif keys and self._count_uses(keys, req_context) < len(keys):
             self.policy.order(keys)
+        self._retain(keys, self._retention_of(req_context))
 
     def prepare_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> CPULoadStoreSpec:
         _check_context(req_context)
@@ -107,6 +114,8 @@ class ReferenceManager(OffloadingManager):
             self.blocks[key].ref_cnt += 1
             self.in_use.add(key)
         self.counts.update(loaded_blocks=len(keys), needed_blocks=len(keys))
+        if req_context is not None:
+            self._retain(keys, self._retention_of(req_context))
         return self._spec(keys)
 
     def complete_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
@@ -145,7 +154,12 @@ class ReferenceManager(OffloadingManager):
         victims = self._evict(num_missing, set(keys)) if num_missing else []
         assert victims is not None, "enough blocks could be evicted"
         self.counts.update(gated_blocks=len(absent) - len(to_store), needed_blocks=len(absent))
-        return self._replace(victims, to_store)
+        output = self._replace(victims, to_store)
+        retention = self._retention_of(req_context)
+        self.priorities.update(dict.fromkeys(to_store, min(retention.priority_class, NORMAL)))
+        if req_context is not None:
+            self._retain(keys, retention)
+        return output
 
     def _store_leading(
         self, keys: list[bytes], absent: list[bytes], to_store: list[bytes], req_context: ReqContext | None
@@ -158,9 +172,8 @@ class ReferenceManager(OffloadingManager):
         return self._replace(victims, to_store[:num_taken])
 
     def _replace(self, victims: list[tuple[bytes, BlockStatus]], to_store: list[bytes]) -> PrepareStoreOutput:
-        for key, block in victims:
-            del self.blocks[key]
-            self.freed.append(block.block_id)
+        for key, _ in victims:
+            self._free(key)
         for key in to_store:
             block = BlockStatus(self._next_id())
             self.blocks[key] = block
@@ -188,7 +201,7 @@ class ReferenceManager(OffloadingManager):
         else:
             for key in written:
                 self.policy.remove(key)
-                self.freed.append(self.blocks.pop(key).block_id)
+                self._free(key)
             self.counts.update(failed_blocks=len(written))
 
     def take_events(self) -> Iterator[OffloadingEvent]:
@@ -198,19 +211,36 @@ class ReferenceManager(OffloadingManager):
         return iter(events)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._let_time_pass()
         in_prefix_order = self.in_prefix_order(req_context)
+        retention = self._retention_of(req_context)
         if in_prefix_order:
             self.ended[req_context] = self.named[req_context]
         self.named.pop(req_context, None)
         self.hinted.pop(req_context, None)
         self.policy.order(in_prefix_order)
+        if retention.priority_class > NORMAL:
+            self._retain(in_prefix_order, retention)
 
     def hint(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> None:
         check_next_use(next_use)
         keys = self.hinted_keys(request_or_keys, next_use)
+        self._let_time_pass()
         if self.policy.reads_clock:
             self._set_time()
         self.policy.hint(keys, next_use)
+        if self.max_raised is None:
+            return
+        said = Retention(next_use=next_use)
+        for key in reversed(keys):
+            if self.priorities.get(key, HIGHEST) > 1:
+                continue
+            if said.priority_class > NORMAL:
+                self._raise(key, said.priority_class, self._end_of(said))
+            else:
+                self.priorities[key] = said.priority_class
+                self.ends.pop(key, None)
+        self._crowd_out()
 
     def hinted_keys(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> list[bytes]:
         """Return the keys of a hint in prefix order, and store the hint for later uses by the request.
@@ -228,6 +258,7 @@ class ReferenceManager(OffloadingManager):
         return self.in_prefix_order(request_or_keys)
 
     def stats(self) -> ManagerStats:
+        self.counts["retained_blocks"] = len(self.ends)
         num_pending = sum(not self.blocks[key].is_ready for key in self.in_use)
         counters = {
             field.name: self.counts[field.name] for field in fields(ManagerStats) if not field.name.startswith("num_")
@@ -258,6 +289,7 @@ class ReferenceManager(OffloadingManager):
         """Advance the clock of a policy that reads it: until a request uses a key, and for calls without a request."""
         if isinstance(keys, Iterable) and not isinstance(keys, bytes | str):
             keys = list(keys)
+            self._let_time_pass()
             is_begun = req_context is not None and req_context in self.named and len(self.named[req_context].keys) > 0
             if self.policy.reads_clock and not is_begun:
                 self._set_time()
@@ -270,8 +302,67 @@ class ReferenceManager(OffloadingManager):
         self.now_ms = round((now_s - self.start_s) * 1e9) // 1_000_000
         self.policy.now_ms = self.now_ms  # type: ignore[attr-defined]
 
+    def _retention_of(self, req_context: ReqContext | None) -> Retention:
+        if req_context is None or self.max_raised is None:
+            return Retention()
+        given = req_context.retention or Retention()
+        next_use = self.hinted.get(req_context)
+        return given if next_use is None or given.priority_class > 1 else Retention(next_use=next_use)
+
+    def _end_of(self, retention: Retention) -> float:
+        return self.clock() + retention.ttl_ns / 1e9 if retention.ttl_ns else float("inf")
+
+    def _retain(self, keys: Iterable[bytes], retention: Retention) -> None:
+        end = self._end_of(retention)
+        # The head last: blocks with equal deadlines expire in the order in which the deadlines were set.
+        for key in reversed(list(dict.fromkeys(keys))):
+            self._raise(key, retention.priority_class, end)
+        self._crowd_out()
+
+    def _raise(self, key: bytes, priority: int, end: float) -> None:
+        if key not in self.priorities or priority < self.priorities[key]:
+            return
+        if priority > self.priorities[key] or end >= self.ends.get(key, 0):
+            self.priorities[key] = priority
+            self.ends.pop(key, None)
+            if priority > NORMAL:
+                self.ends[key] = end
+
+    def _crowd_out(self) -> None:
+        while len(self.ends) > (self.max_raised or 0):
+            self._fall(self._nearest())
+
+    def _let_time_pass(self) -> None:
+        num_left = self.falls_per_call
+        while self.ends and num_left and self.ends[self._nearest()] <= self.clock():
+            self._fall(self._nearest())
+            num_left -= 1
+
+    def _nearest(self) -> bytes:
+        return min(self.ends, key=self.ends.__getitem__)
+
+    def _fall(self, key: bytes) -> None:
+        self.priorities[key] = NORMAL
+        del self.ends[key]
+
+    def _free(self, key: bytes) -> None:
+        self.freed.append(self.blocks.pop(key).block_id)
+        self.priorities.pop(key, None)
+        self.ends.pop(key, None)
+
     def _evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
-        return self.policy.evict(n, protected)
+        if self.max_raised is None:
+            return self.policy.evict(n, protected)
+        victims: list[tuple[bytes, BlockStatus]] = []
+        for priority in range(ONE_SHOT, HIGHEST + 1):
+            others = {
+                key
+                for key, block in self.blocks.items()
+                if self.priorities[key] != priority or block.ref_cnt or key in protected
+            }
+            num_evictable = len(self.blocks) - len(others)
+            victims += self.policy.evict(min(n - len(victims), num_evictable), others) or []
+        return victims
 
     def in_prefix_order(
         self, req_context: ReqContext, named_by: Mapping[ReqContext, RequestUses] | None = None
@@ -305,6 +396,22 @@ class ReferenceManager(OffloadingManager):
     def _tell(self, keys: list[bytes], removed: bool) -> None:
         if self.events is not None and keys:
             self.events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))
+
+
+class RetainingReferenceManager(ReferenceManager):
+    """The manager's contract with retention hints, for one pool of slots in host memory.
+
+    Parameters
+    ----------
+    retention_share : float
+        Share of the blocks that may be held at a raised priority.
+    *arguments, **options
+        As for `ReferenceManager`.
+    """
+
+    def __init__(self, *arguments: Any, retention_share: float = 0.5, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.max_raised = int(retention_share * self.num_blocks)
 
 
 def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
