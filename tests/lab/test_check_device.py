@@ -33,7 +33,7 @@ def test_measure_cpu_report_fits_the_schema():
     assert report["geometries"]["number"] == 3
     assert report["geometries"]["compared_bytes"] > 0
     assert report["geometries"]["different_bytes"] == report["compute"]["different_bytes"] == 0
-    assert len(steps) == 4 + 3
+    assert len(steps) == 4 + 4
 
 
 def test_measure_report_names_neither_host_nor_folder():

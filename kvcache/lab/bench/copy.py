@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from kvcache.lab.bench.engine import EngineWorker
 from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -52,7 +53,7 @@ class CopyBench:
     """Blocks of one size in two memories, and the ways to copy them.
 
     `threads` are the numbers of copy threads to measure; blocks on a CUDA device are copied by one. A block consists of
-    `num_layers` parts, each in a tensor of its own.
+    `num_layers` parts, each in a tensor of its own. `with_engine` adds vLLM's own worker.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class CopyBench:
         device: str = "cpu",
         seed: int = 0,
         num_layers: int = 1,
+        with_engine: bool = False,
     ) -> None:
         count = int(num_blocks * _SPREAD)
         self.block_bytes = block_bytes
@@ -82,6 +84,7 @@ class CopyBench:
         self._handlers = {
             n: cpu_gpu_handlers(kv_caches, self._pool, num_threads=n) for n in (threads if device == "cpu" else [1])
         }
+        self._engine = EngineWorker(kv_caches, count) if with_engine else None
         rng = np.random.default_rng(seed)
         in_order = np.arange(num_blocks)
         self._ids = {
@@ -95,6 +98,8 @@ class CopyBench:
         for pair in self._handlers.values():
             for handler in pair:
                 handler.shutdown()
+        if self._engine is not None:
+            self._engine.close()
         self._pool.close()
 
     def ways(self, direction: str, layout: str) -> dict[str, Callable[[], object]]:
@@ -107,6 +112,8 @@ class CopyBench:
         for n, pair in self._handlers.items():
             name = f"kvcache, {n} thread{'s' * (n > 1)}" if self._device.is_cpu else "kvcache"
             found[name] = partial(self._transfer, pair[not store], spec)
+        if self._engine is not None:
+            found["vllm"] = partial(self._engine.transfer, *spec)
         target, source = (self._pool.tensor, self._device) if store else (self._device, self._pool.tensor)
         ids = [torch.from_numpy(ids) for ids in ((host_ids, device_ids) if store else (device_ids, host_ids))]
         to, of = (side.to(tensor.device) for side, tensor in zip(ids, (target, source), strict=True))

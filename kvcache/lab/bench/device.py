@@ -5,12 +5,14 @@ The report has versions and sizes but no names of hosts or users, so that it can
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 
 from kvcache.lab.bench.copy import DIRECTIONS, CopyBench, CopyRate
+from kvcache.lab.bench.engine import EngineWorker
 from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -32,6 +35,8 @@ from kvcache.transfer.geometry import host_block_bytes
 from kvcache.transfer.host_pool import HostPool
 from kvcache.transfer.worker import OffloadingWorker
 from kvcache.version import __version__
+
+_LOG = logging.getLogger(__name__)
 
 FORMAT = 1
 
@@ -67,24 +72,24 @@ def measure(
     sizes = sizes or Sizes()
     show("allocation of the pool")
     pool = _measure_pool(device, sizes.pool_bytes)
+    show("vLLM's worker")
+    engine = _measure_engine(device, sizes.num_geometries)
+    with_engine = engine is not None and not engine["error"]
     copies = []
     for block_bytes in sizes.block_bytes:
         for num_blocks in sizes.block_counts:
             show(f"copies, {num_blocks} blocks of {block_bytes} bytes")
-            copies += [asdict(rate) for rate in _copies(device, block_bytes, num_blocks, sizes.num_layers)]
+            copies += [asdict(rate) for rate in _copies(device, block_bytes, num_blocks, sizes.num_layers, with_engine)]
     show("random geometries")
-    found = [_compare_geometry(device, seed) for seed in range(sizes.num_geometries)]
+    geometries = _geometries(device, sizes.num_geometries)
     show("copies beside compute")
     return {
         "format": FORMAT,
         "environment": _environment(device),
         "pool": pool,
         "copies": copies,
-        "geometries": {
-            "number": len(found),
-            "compared_bytes": sum(compared for compared, _ in found),
-            "different_bytes": sum(different for _, different in found),
-        },
+        "vllm": engine,
+        "geometries": geometries,
         "compute": _beside_compute(device, sizes, compute or _multiplications(device)),
     }
 
@@ -147,10 +152,37 @@ def _measure_pool(device: torch.device, num_bytes: int) -> dict[str, Any]:
     return report
 
 
-def _copies(device: torch.device, block_bytes: int, num_blocks: int, num_layers: int) -> Iterator[CopyRate]:
+def _measure_engine(device: torch.device, num_geometries: int) -> dict[str, Any] | None:
+    """Compare the bytes that vLLM's own worker moves; None without vLLM, or on a device that its worker cannot use."""
+    if device.type not in ("cuda", "xpu"):
+        return None
+    try:
+        release = import_module("vllm.version").__version__
+    except ImportError:
+        return None
+    try:
+        return {"version": release, "error": "", "geometries": _geometries(device, num_geometries, with_engine=True)}
+    except Exception as error:
+        # Another release of vLLM must not cost the report on our own copies.
+        _LOG.warning("the worker of vLLM %s cannot be measured", release, exc_info=True)
+        return {"version": release, "error": type(error).__name__, "geometries": None}
+
+
+def _geometries(device: torch.device, number: int, with_engine: bool = False) -> dict[str, int]:
+    found = [_compare_geometry(device, seed, with_engine) for seed in range(number)]
+    return {
+        "number": number,
+        "compared_bytes": sum(compared for compared, _ in found),
+        "different_bytes": sum(different for _, different in found),
+    }
+
+
+def _copies(
+    device: torch.device, block_bytes: int, num_blocks: int, num_layers: int, with_engine: bool
+) -> Iterator[CopyRate]:
     """Yield the rates of scattered blocks and of one large copy, in both directions."""
     threads = [min(4, torch.get_num_threads())]
-    bench = CopyBench(block_bytes, num_blocks, threads, str(device), num_layers=num_layers)
+    bench = CopyBench(block_bytes, num_blocks, threads, str(device), num_layers=num_layers, with_engine=with_engine)
     for direction in DIRECTIONS:
         yield from bench.measure(direction, "scattered", with_torch=False)
     bench.close()
@@ -166,6 +198,7 @@ class _Memory:
         num_blocks: int,
         layers: Sequence[tuple[int, int]],
         factor: int,
+        with_engine: bool = False,
     ) -> None:
         self.layers = [
             torch.from_numpy(rng.integers(-128, 128, (num_blocks, size + padding), np.int8)).to(device)
@@ -176,15 +209,20 @@ class _Memory:
             [CanonicalKVCacheTensor(layer, layer.shape[1]) for layer in self.layers],
             [[CanonicalKVCacheRef(i, size) for i, size in enumerate(self.sizes)]],
         )
-        self.pool = HostPool(-(-num_blocks // factor), host_block_bytes(caches, factor), pin=device.type != "cpu")
+        self.num_host_blocks = -(-num_blocks // factor)
+        self._engine = EngineWorker(caches, self.num_host_blocks, factor) if with_engine else None
+        self.pool = HostPool(self.num_host_blocks, host_block_bytes(caches, factor), pin=device.type != "cpu")
         self._worker = OffloadingWorker()
         store, load = cpu_gpu_handlers(caches, self.pool, factor)
         self._worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
         self._worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
 
     def start(self, source: Any, destination: Any) -> None:
-        """Start the one job that may be in flight."""
-        self._worker.transfer_async(0, (source, destination))
+        """Start the one job that may be in flight; vLLM's ends here."""
+        if self._engine is not None:
+            self._engine.transfer(source, destination)
+        else:
+            self._worker.transfer_async(0, (source, destination))
 
     def finish(self) -> None:
         """Wait for the job; RuntimeError if it failed."""
@@ -194,20 +232,27 @@ class _Memory:
 
     def close(self) -> None:
         """End the threads and unpin the pool."""
+        if self._engine is not None:
+            self._engine.close()
         self._worker.shutdown()
         self.pool.close()
 
 
-def _compare_geometry(device: torch.device, seed: int) -> tuple[int, int]:
-    """Store and load random blocks of a random geometry; return the bytes compared, and those that differ."""
+def _compare_geometry(device: torch.device, seed: int, with_engine: bool = False) -> tuple[int, int]:
+    """Store and load random blocks of a random geometry; return the bytes compared, and those that differ.
+
+    With vLLM's worker, rows have no padding, which it does not allow.
+    """
     rng = np.random.default_rng(seed)
     num_blocks, factor = int(rng.integers(4, 65)), int(rng.integers(1, 5))
     layers = [(int(rng.integers(1, 4097)), int(rng.integers(0, 65))) for _ in range(rng.integers(1, 9))]
-    memory = _Memory(device, rng, num_blocks, layers, factor)
+    if with_engine:
+        layers = [(64 * (1 + size // 64), 0) for size, _ in layers]
+    memory = _Memory(device, rng, num_blocks, layers, factor, with_engine)
     before = [layer.cpu().clone() for layer in memory.layers]
     ids = rng.permutation(num_blocks)[: rng.integers(1, num_blocks + 1)]
     blocks = GPULoadStoreSpec(ids, [len(ids)], [0])
-    host = CPULoadStoreSpec(rng.permutation(memory.pool.num_blocks)[: -(-len(ids) // factor)])
+    host = CPULoadStoreSpec(rng.permutation(memory.num_host_blocks)[: -(-len(ids) // factor)])
     memory.start(blocks, host)
     memory.finish()
     for layer in memory.layers:

@@ -26,7 +26,8 @@ def check_device(json: str | None) -> None:
     common.write_json(json, report)
     if json != "-":
         console.print(f"written to {json}: versions and figures, no names of hosts or users", markup=False)
-    different = report["geometries"]["different_bytes"] + report["compute"]["different_bytes"]
+    engine = (report["vllm"] or {}).get("geometries") or {"different_bytes": 0}
+    different = sum(part["different_bytes"] for part in (report["geometries"], report["compute"], engine))
     if different:
         raise common.CommandError(f"{different} bytes differ after copies on {device} with torch {torch.__version__}")
 
@@ -44,21 +45,26 @@ def _show(report: dict[str, Any], console: Any) -> None:
     if pool["pin_gb_per_s"] is not None:
         facts.add_row("pinning", f"{pool['pin_gb_per_s']:.1f} GB/s")
     console.print(facts)
-    rates = {
-        (r["direction"], r["block_bytes"], r["num_blocks"], r["way"] == "one large copy"): r for r in report["copies"]
-    }
+    rates = {(r["direction"], r["block_bytes"], r["num_blocks"], r["way"].split(",")[0]): r for r in report["copies"]}
+    engine = report["vllm"]
+    others = ("vllm", "one large copy") if engine and not engine["error"] else ("one large copy",)
     table = Table("blocks", "of", title="scattered blocks: GB/s, and the ratio to one large copy", title_justify="left")
     directions = list(dict.fromkeys(rate["direction"] for rate in report["copies"]))
     for direction in directions:
         table.add_column(direction, justify="right")
-        table.add_column("one copy", justify="right")
+        for other in others:
+            table.add_column(other.replace(" large", ""), justify="right")
     for size, count in dict.fromkeys((rate["block_bytes"], rate["num_blocks"]) for rate in report["copies"]):
         cells = []
         for direction in directions:
-            ours, one = (rates[direction, size, count, is_one] for is_one in (False, True))
-            cells += [f"{ours['gb_per_s']:.2f} {ours['ratio']:.2f}", f"{one['gb_per_s']:.2f}"]
+            ours = rates[direction, size, count, "kvcache"]
+            rest = [f"{rates[direction, size, count, other]['gb_per_s']:.2f}" for other in others]
+            cells += [f"{ours['gb_per_s']:.2f} {ours['ratio']:.2f}", *rest]
         table.add_row(str(count), format_size(size), *cells)
     console.print(table)
+    if engine:
+        found = engine["error"] or f"{engine['geometries']['different_bytes']} bytes differ"
+        console.print(f"the worker of vLLM {engine['version']}: {found}", markup=False)
     found, beside = report["geometries"], report["compute"]
     console.print(
         f"{found['number']} random geometries: {found['different_bytes']} of {found['compared_bytes']:,} bytes differ"
