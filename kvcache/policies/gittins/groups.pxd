@@ -32,6 +32,7 @@ cdef struct Group:
     int32_t[NUM_QUEUES] next
     int32_t tail            # last resident member in path order, 0: none; maintained by the policy
     uint32_t serial         # incremented when the group is freed
+    uint32_t number         # order of creation
 
 # Groups of a class that were created in the same tick, in order of creation. They age together. The cohorts of a class
 # are created, age and are linked in one order. So a cell is a section of its class, and its queues are ordered by age.
@@ -54,13 +55,13 @@ cdef class AgedGroups:
     cdef int32_t groups_fresh
     cdef int32_t groups_free
     cdef Py_ssize_t num_groups
+    cdef uint32_t last_number
     cdef Cohort* cohorts                # [size]; 0: none
     cdef int32_t cohorts_fresh
     cdef int32_t cohorts_free
     cdef Queue[NUM_QUEUES][NUM_CELLS] queues    # of cohorts; for ALL, the section that is in the cell
     cdef int32_t[NUM_CLASSES] youngest          # cohort of each class
     cdef int32_t[NUM_CELLS] ends                # when the oldest cohort of a cell leaves it; NEVER: the cell is empty
-    cdef uint64_t[NUM_WORDS] occupied   # a bit per cell that has groups
     cdef uint64_t[NUM_WORDS] holders    # a bit per cell that has resident blocks, by rank
     cdef int32_t now
     cdef int32_t due                    # no cohort leaves its bin before this time

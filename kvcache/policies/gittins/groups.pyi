@@ -1,8 +1,7 @@
-from typing import NoReturn, Self, final
+from typing import Self, final
 
 from kvcache.policies.gittins.values import ValueTable
 
 @final
 class AgedGroups:
     def __new__(cls, values: ValueTable) -> Self: ...
-    def __reduce__(self) -> NoReturn: ...

@@ -8,7 +8,6 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
-from kvcache.core.index cimport prefetch
 from kvcache.policies.gittins.values cimport count_survivors
 
 from kvcache.block import BlockStateError
@@ -17,7 +16,6 @@ cdef enum:
     AGEING_STEPS = 256          # groups that one use moves to their next bin; the rest waits for the next use
     MOST_NEIGHBOURS = 512       # groups visited in each direction to find a group's place among the holders
     NEVER = 0x7fffffff
-    COHORTS_AHEAD = 4           # late cohorts prefetched ahead of their move
 
 ctypedef fused Linked:
     Group
@@ -72,9 +70,6 @@ cdef class AgedGroups:
         free(self.groups)
         free(self.cohorts)
 
-    def __reduce__(self):
-        raise TypeError("groups belong to one policy and cannot be pickled")
-
     cdef int grow(self, int64_t size) except -1:
         """Make room for `size - 1` groups, and for one cohort per group."""
         cdef void* block = NULL
@@ -100,7 +95,6 @@ cdef class AgedGroups:
         memset(self.youngest, 0, sizeof(self.youngest))
         for cell in range(NUM_CELLS):
             self.ends[cell] = NEVER
-        memset(self.occupied, 0, sizeof(self.occupied))
         memset(self.holders, 0, sizeof(self.holders))
         self.now = 0
         self.due = 0
@@ -120,6 +114,8 @@ cdef class AgedGroups:
         if cohort == 0 or self.cohorts[cohort].t0 != self.now:
             cohort = _make_cohort(self, cls)
         made = &self.groups[group]
+        self.last_number += 1
+        made.number = self.last_number
         made.length = length
         made.num_known = 0
         made.tail = 0
@@ -145,45 +141,32 @@ cdef class AgedGroups:
 
     cdef void age(self) noexcept nogil:
         """Move cohorts that have outlived their bin to the next one, at most 256 groups in all."""
-        cdef int32_t[AGEING_STEPS] late     # cells, ascending; each counts as a step
-        cdef int32_t cell, end, due = NEVER
-        cdef int i, word, num_late = 0, num_left = AGEING_STEPS
-        cdef uint64_t bits
+        cdef int32_t cell, due = NEVER
+        cdef int num_left = AGEING_STEPS
         if self.now < self.due:
             return
-        for word in range(NUM_WORDS):
-            bits = self.occupied[word]
-            while bits != 0:
-                cell = word << 6 | lowest_bit(bits)
-                bits &= bits - 1
-                end = self.ends[cell]
-                if end > self.now:
-                    due = min(due, end)
-                elif num_late < AGEING_STEPS:
-                    late[num_late] = cell
-                    num_late += 1
-                    prefetch(&self.cohorts[self.queues[ALL][cell].first])
-                else:
-                    due = 0
-        for i in range(num_late):
-            if i + COHORTS_AHEAD < num_late:
-                cell = late[i + COHORTS_AHEAD]
-                prefetch(&self.cohorts[self.cohorts[self.queues[ALL][cell].first].next[ALL]])
-            cell = late[i]
-            while self.ends[cell] <= self.now:
-                num_left = _age_cell(self, cell, num_left)
-                if num_left < 0:
-                    self.due = 0  # more are late
-                    return
-                due = min(due, self.ends[cell])
-                # A cohort that was moved to the next bin may be late there, too.
-                cell += 1
+        # In ascending order: a cohort that was moved to the next bin may be late there, too.
+        for cell in range(NUM_CELLS if self.values.knows_shared else self.values.num_ranked):
+            num_left = _age_cell(self, cell, num_left)
+            if num_left < 0:
+                self.due = 0  # more are late
+                return
             due = min(due, self.ends[cell])
         self.due = due
 
     cdef void link_holder(self, int32_t group) noexcept nogil:
         """Link a group with its first resident member into its cohort's holders, by age."""
-        _link_group(self, group, _group_before(self, group))
+        cdef Queue* queue = &self.cohorts[self.groups[group].cohort].groups[HOLDERS]
+        cdef int32_t prev = queue.last
+        cdef int _step
+        if prev == 0:
+            _link_cohort(self, self.groups[group].cohort)
+        # Mostly it is the youngest. After 512 steps, the place is close enough.
+        for _step in range(MOST_NEIGHBOURS):
+            if prev == 0 or <int32_t> (self.groups[prev].number - self.groups[group].number) < 0:
+                break
+            prev = self.groups[prev].prev[HOLDERS]
+        insert(self.groups, HOLDERS, queue, group, prev)
 
     cdef void unlink_holder(self, int32_t group) noexcept nogil:
         """Unlink a group from its cohort's holders."""
@@ -228,8 +211,6 @@ cdef class AgedGroups:
             while cohort != 0:
                 listed.append(cohort)
                 cohort = self.cohorts[cohort].next[HOLDERS]
-            if (self.occupied[cell >> 6] >> (cell & 63) & 1) != (self.queues[ALL][cell].first != 0):
-                raise BlockStateError(f"invariant broken: cell {cell} is marked wrongly")
             if not (cell % NUM_BINS == NUM_BINS - 1 or self.queues[ALL][cell].first == 0
                     or self.due <= self.ends[cell]
                     == self.cohorts[self.queues[ALL][cell].first].t0 + self.values.edges[cell % NUM_BINS + 1]):
@@ -312,7 +293,7 @@ cdef int32_t _split_cohort(AgedGroups aged, int32_t cohort, int32_t n) noexcept 
         aged.groups[group].cohort = older
         made.num_known += aged.groups[group].num_known
         if aged.groups[group].tail != 0:
-            _link_group(aged, group, made.groups[HOLDERS].last)
+            aged.link_holder(group)
         last = group
         group = aged.groups[group].next[ALL]
     made.groups[ALL].last = last
@@ -330,7 +311,6 @@ cdef inline void _enter_cell(AgedGroups aged, int32_t cell, int32_t cohort) noex
     cdef Queue* queue = &aged.queues[ALL][cell]
     if queue.first == 0:
         _set_oldest(aged, cell, cohort)
-        aged.occupied[cell >> 6] |= <uint64_t> 1 << (cell & 63)
     queue.last = cohort
 
 
@@ -339,7 +319,6 @@ cdef inline void _leave_cell(AgedGroups aged, int32_t cell, int32_t cohort) noex
     if queue.first == queue.last:
         queue.first = queue.last = 0
         aged.ends[cell] = NEVER
-        aged.occupied[cell >> 6] &= ~(<uint64_t> 1 << (cell & 63))
     elif queue.first == cohort:
         _set_oldest(aged, cell, aged.cohorts[cohort].next[ALL])
     elif queue.last == cohort:
@@ -378,45 +357,21 @@ cdef inline void _move_to_next_bin(AgedGroups aged, int32_t cell, int32_t cohort
     aged.cohorts[cohort].bin += 1
     _enter_cell(aged, cell + 1, cohort)
     if is_holder:
-        _link_cohort(aged, cohort, aged.queues[HOLDERS][cell + 1].last)
+        _link_cohort(aged, cohort)
 
 
-cdef void _link_group(AgedGroups aged, int32_t group, int32_t prev) noexcept nogil:
-    """Link a group behind `prev` (0: first) in its cohort's holders."""
-    cdef int32_t cohort = aged.groups[group].cohort
-    cdef Queue* queue = &aged.cohorts[cohort].groups[HOLDERS]
-    if queue.first == 0:
-        _link_cohort(aged, cohort, _cohort_before(aged, cohort))
-    insert(aged.groups, HOLDERS, queue, group, prev)
-
-
-cdef int32_t _group_before(AgedGroups aged, int32_t group) noexcept nogil:
-    """Return the next older holder in the cohort, or 0."""
-    cdef Group* groups = aged.groups
-    cdef int32_t older = groups[group].prev[ALL]
-    cdef int32_t younger = groups[group].next[ALL]
-    cdef Queue* queue = &aged.cohorts[groups[group].cohort].groups[HOLDERS]
-    cdef int _step
-    for _step in range(MOST_NEIGHBOURS):
-        if younger == 0:
-            return queue.last
-        if groups[younger].tail != 0:
-            return groups[younger].prev[HOLDERS]
-        if older == 0:
-            return 0
-        if groups[older].tail != 0:
-            return older
-        older = groups[older].prev[ALL]
-        younger = groups[younger].next[ALL]
-    # Give up the search; the youngest end is close enough.
-    return queue.last
-
-
-cdef void _link_cohort(AgedGroups aged, int32_t cohort, int32_t prev) noexcept nogil:
-    """Link a cohort behind `prev` (0: first) in its cell's holders."""
+cdef void _link_cohort(AgedGroups aged, int32_t cohort) noexcept nogil:
+    """Link a cohort into its cell's holders, by age."""
     cdef int32_t cell = cell_of(&aged.cohorts[cohort])
     cdef int32_t rank = aged.values.rank_of[cell]
-    insert(aged.cohorts, HOLDERS, &aged.queues[HOLDERS][cell], cohort, prev)
+    cdef Queue* queue = &aged.queues[HOLDERS][cell]
+    cdef int32_t prev = queue.last
+    cdef int _step
+    for _step in range(MOST_NEIGHBOURS):
+        if prev == 0 or aged.cohorts[prev].t0 <= aged.cohorts[cohort].t0:
+            break
+        prev = aged.cohorts[prev].prev[HOLDERS]
+    insert(aged.cohorts, HOLDERS, queue, cohort, prev)
     aged.holders[rank >> 6] |= <uint64_t> 1 << (rank & 63)
 
 
@@ -427,29 +382,6 @@ cdef void _unlink_cohort(AgedGroups aged, int32_t cohort) noexcept nogil:
     take_out(aged.cohorts, HOLDERS, queue, cohort)
     if queue.first == 0:
         aged.holders[rank >> 6] &= ~(<uint64_t> 1 << (rank & 63))
-
-
-cdef int32_t _cohort_before(AgedGroups aged, int32_t cohort) noexcept nogil:
-    """Return the next older holder in the cell, or 0."""
-    cdef Cohort* cohorts = aged.cohorts
-    cdef int32_t older = cohorts[cohort].prev[ALL]
-    cdef int32_t younger = cohorts[cohort].next[ALL]
-    cdef int bin = cohorts[cohort].bin
-    cdef Queue* queue = &aged.queues[HOLDERS][cell_of(&cohorts[cohort])]
-    cdef int _step
-    for _step in range(MOST_NEIGHBOURS):
-        if younger == 0 or cohorts[younger].bin != bin:
-            return queue.last
-        if cohorts[younger].groups[HOLDERS].first != 0:
-            return cohorts[younger].prev[HOLDERS]
-        if older == 0 or cohorts[older].bin != bin:
-            return 0
-        if cohorts[older].groups[HOLDERS].first != 0:
-            return older
-        older = cohorts[older].prev[ALL]
-        younger = cohorts[younger].next[ALL]
-    # Give up the search; the youngest end is close enough.
-    return queue.last
 
 
 cdef Py_ssize_t _check_cohort(AgedGroups aged, int32_t cohort, dict known) except -1:

@@ -1,8 +1,7 @@
-from typing import NoReturn, Self, final
+from typing import Self, final
 
 @final
 class ValueTable:
     def __new__(cls) -> Self: ...
     @property
     def splits_shared(self) -> bool: ...
-    def __reduce__(self) -> NoReturn: ...

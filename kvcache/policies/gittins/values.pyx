@@ -39,9 +39,6 @@ cdef class ValueTable:
         for b in range(3, NUM_BINS + 1):
             self.edges[b] = (4 + (b - 3) % 4) << (b - 3) // 4
 
-    def __reduce__(self):
-        raise TypeError("a value table belongs to one policy and cannot be pickled")
-
     cdef void clear(self) noexcept nogil:
         """Clear all counts. Only the classes without a hint stay in use."""
         memset(self.hit, 0, sizeof(self.hit))
