@@ -38,8 +38,7 @@ cdef class BlockCache:
 
     cdef int _begin(self, RequestKeys request_keys) except -1
     cdef int _resolve(self, list keys, RequestKeys request_keys, bint add) except -1
-    cdef list _reserve_event(self, Py_ssize_t n)
-    cdef void _announce(self, list announced, list keys, Py_ssize_t n, bint removed) noexcept
+    cdef void _announce(self, list keys, bint removed) noexcept
     cdef int _end(self) except -1
     cdef int _reorder(self, RequestKeys request_keys, dict positions) except -1
     cdef int32_t _state_of(self, int32_t row) noexcept nogil

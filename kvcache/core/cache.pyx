@@ -72,9 +72,6 @@ cdef class BlockCache:
         PyMem_Free(table.caller_blocks)
         table.caller_blocks = NULL
 
-    def __reduce__(self):
-        raise TypeError("a cache lives in one process and cannot be pickled")
-
     def current_policy(self):
         """Return the policy."""
         return self.policy
@@ -121,25 +118,10 @@ cdef class BlockCache:
             return self.table.find(keys, 0, len(keys), self.batch)
         return request_keys.resolve(self.table, keys, self.batch, add)
 
-    cdef list _reserve_event(self, Py_ssize_t n):
-        """Allocate the list for `_announce` before anything changes. Return None if events are off."""
-        if self.events is None:
-            return None
-        self.events.reserve()
-        return new_list(n)
-
-    cdef void _announce(self, list announced, list keys, Py_ssize_t n, bint removed) noexcept:
-        """Append an event for the first `n` of `keys`, in the list from `_reserve_event`. If n is 0, do nothing."""
-        cdef Py_ssize_t i
-        cdef PyObject* key
-        if announced is None or n == 0:
-            return
-        for i in range(n):
-            key = PyList_GET_ITEM(keys, i)
-            Py_INCREF(<object> key)
-            PyList_SET_ITEM(announced, i, key)
-        Py_SET_SIZE(announced, n)
-        self.events.append(announced, self.medium, removed)
+    cdef void _announce(self, list keys, bint removed) noexcept:
+        """Append an event of `keys`, if there are any, after everything has changed."""
+        if self.events is not None:
+            self.events.append(keys, self.medium, removed)
 
     cdef int _end(self) except -1:
         if KV_DEBUG and self.policy.is_check_due():
@@ -594,7 +576,7 @@ cdef class BlockCache:
         cdef int32_t row
         cdef Named* named
         cdef int64_t* ids
-        cdef list stored, evicted, announced = None
+        cdef list stored, evicted
         names.resolve(table, keys, batch, True)
         mark = table.next_mark()
         for i in range(n):
@@ -618,8 +600,6 @@ cdef class BlockCache:
             return None
         stored = new_list(num_new)
         evicted = new_list(needed)
-        if needed:
-            announced = self._reserve_event(needed)
         output = _new_output(stored, num_new, evicted, &ids)
         table.reserve_aside(num_protected)
         self.priorities.reserve(n)
@@ -637,7 +617,7 @@ cdef class BlockCache:
                     table.rows[batch.picked_rows[i]].priority = ONE_SHOT
         if is_use:
             self.priorities.apply(batch.rows, n, names.priority, names.ttl_ns)
-        self._announce(announced, evicted, needed, True)
+        self._announce(evicted, True)
         self._end()
         return output
 
@@ -650,7 +630,7 @@ cdef class BlockCache:
         cdef uint32_t mark
         cdef Named* named
         cdef int64_t* ids
-        cdef list stored, evicted, announced = None
+        cdef list stored, evicted
         if names.uses == NULL:
             names.track_uses()
         names.resolve(table, keys, batch, True)
@@ -673,7 +653,6 @@ cdef class BlockCache:
                 num_gated += 1
         stored = new_list(num_new)
         evicted = new_list(max(num_new - table.num_free, 0))
-        announced = self._reserve_event(len(evicted))
         output = _new_output(stored, num_new, evicted, &ids)
         self.policy.reserve_policy(n)
         if is_use:
@@ -691,7 +670,7 @@ cdef class BlockCache:
         Py_SET_SIZE(evicted, num_victims)
         self.declined_blocks += num_new - num_taken
         self.gated_blocks += num_gated + num_new - num_taken
-        self._announce(announced, evicted, num_victims, True)
+        self._announce(evicted, True)
         self._end()
         if num_taken < num_new:
             output.store_spec.block_ids = output.store_spec.block_ids[:num_taken]
@@ -731,14 +710,13 @@ cdef class BlockCache:
         cdef Py_ssize_t i, num_ready = 0, n = len(keys)
         cdef int32_t row
         cdef PyObject* key
-        cdef list ready = keys, announced = None
+        cdef list ready = keys
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
         cdef Row* rows = table.rows
         with cython.critical_section(table):
             self._begin(request_keys)
             self._resolve(keys, request_keys, False)
-            announced = self._reserve_event(n)
             table.reserve_heaps(n)
             for i in range(n):
                 row = batch.rows[i]
@@ -761,7 +739,7 @@ cdef class BlockCache:
                     key = PyList_GET_ITEM(keys, batch.picked[i])
                     Py_INCREF(<object> key)
                     PyList_SET_ITEM(ready, i, key)
-            self._announce(announced, ready, num_ready, False)
+            self._announce(ready, False)
             self._end()
             return ready
 
