@@ -1,5 +1,4 @@
-from typing import NoReturn, final
+from typing import final
 
 @final
-class Batch:
-    def __reduce__(self) -> NoReturn: ...
+class Batch: ...

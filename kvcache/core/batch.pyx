@@ -33,9 +33,6 @@ cdef class Batch:
         PyMem_Free(self.victims)
         PyMem_Free(self.in_prompt)
 
-    def __reduce__(self):
-        raise TypeError("a batch belongs to one cache and cannot be pickled")
-
     cdef int reserve(self, Py_ssize_t n) except -1:
         """Make room for `n` keys. Existing contents are kept."""
         cdef Py_ssize_t size

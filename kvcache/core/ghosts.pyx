@@ -38,9 +38,6 @@ cdef class GhostList:
         free(self.ghosts)
         free(self.buckets)
 
-    def __reduce__(self):
-        raise TypeError("a ghost list belongs to one policy and cannot be pickled")
-
     def __len__(self):
         return self.num_ghosts
 

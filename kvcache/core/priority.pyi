@@ -1,6 +1,5 @@
-from typing import NoReturn, final
+from typing import final
 
 @final
 class PriorityClasses:
     def __len__(self) -> int: ...
-    def __reduce__(self) -> NoReturn: ...

@@ -26,9 +26,6 @@ cdef class PriorityClasses:
     def __len__(self):
         return 0 if self.deadlines is None else self.deadlines.num_nodes
 
-    def __reduce__(self):
-        raise TypeError("the priorities of a table's blocks cannot be pickled")
-
     cdef int start(self) except -1:
         """Keep deadlines from now on, because a request has given a hint."""
         if self.deadlines is None:

@@ -53,9 +53,6 @@ cdef class RequestKeys:
     def __contains__(self, key):
         return type(key) is bytes and self.locate(<PyObject*> key, hash_of(<PyObject*> key)) >= 0
 
-    def __reduce__(self):
-        raise TypeError("a request's request_keys belongs to one manager and cannot be pickled")
-
     cdef void forget(self) noexcept:
         """Clear all keys and state, after a reset of the table."""
         cdef Py_ssize_t i

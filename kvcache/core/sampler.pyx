@@ -72,9 +72,6 @@ cdef class Sampler:
         PyMem_Free(self.hashes)
         PyMem_Free(self.requests)
 
-    def __reduce__(self):
-        raise TypeError("a sampler belongs to one manager and cannot be pickled")
-
     def take(self, request_keys):
         """Log the keys that a request used, in the order first named."""
         if type(request_keys) is RequestKeys:

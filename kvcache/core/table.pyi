@@ -1,8 +1,7 @@
-from typing import NoReturn, Self, final
+from typing import Self, final
 
 @final
 class BlockTable:
     def __new__(
         cls, cache_capacity: int, num_lists: int = 1, ranked: bool = False, keeps_queues: bool = True
     ) -> Self: ...
-    def __reduce__(self) -> NoReturn: ...

@@ -101,9 +101,6 @@ cdef class BlockTable:
         PyMem_Free(self.ranks)
         PyMem_Free(self.aside)
 
-    def __reduce__(self):
-        raise TypeError("a block table lives in one process and cannot be pickled")
-
     cdef int grow(self) except -1:
         """Double the rows of a policy that was given more blocks than its capacity."""
         cdef int32_t num_rows = self.first + 2 * (self.num_rows - self.first)

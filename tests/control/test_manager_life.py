@@ -89,7 +89,7 @@ def test_compiled_policies_and_their_managers_refuse_to_be_pickled(name: str) ->
     manager = CPUOffloadingManager(16, 2, name)
 
     for victim in (manager, manager.policy, BackendOffloadingManager(CPUBackend(16, 2), name)):
-        with pytest.raises(TypeError, match="cannot be pickled"):
+        with pytest.raises(TypeError, match="pickle"):
             pickle.dumps(victim)
 
 

@@ -412,13 +412,6 @@ def test_sampler_checks_its_sizes(arguments: tuple[Any, Any]) -> None:
         Sampler(*arguments)
 
 
-def test_sampler_cannot_be_pickled() -> None:
-    import pickle
-
-    with pytest.raises(TypeError, match="belongs to one manager"):
-        pickle.dumps(Sampler(2, 0))
-
-
 def test_filter_costs_at_most_a_twentieth_of_bookkeeping() -> None:
     # New objects for every round, as an engine makes them; but request_keys_by_pool as warm as a request leaves them.
     rounds_of_requests = [chats(500) for _ in range(5)]
