@@ -3,9 +3,10 @@
 Compiled because a hinted request moves every one of its blocks, in the scheduler's thread.
 """
 
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
-from kvcache.core.deadlines cimport Deadlines
+from kvcache.core.heap cimport HeapNode, heap_put, sift_up
 from kvcache.core.table cimport NORMAL, PINNED, BlockTable, attach, detach
 
 from kvcache.block import BlockStateError
@@ -23,18 +24,31 @@ cdef class PriorityClasses:
     def __cinit__(self, BlockTable table not None):
         self.table = table
 
+    def __dealloc__(self):
+        PyMem_Free(self.nodes)
+        PyMem_Free(self.at)
+
     def __len__(self):
-        return 0 if self.deadlines is None else self.deadlines.num_nodes
+        return self.num_raised
 
     cdef int start(self) except -1:
         """Keep deadlines from now on, because a request has given a hint."""
-        if self.deadlines is None:
-            self.deadlines = Deadlines(self.table.num_rows)
+        cdef Py_ssize_t num_rows = self.table.num_rows
+        if self.nodes != NULL:
+            return 0
+        # Left uninitialized: zeroing them would take milliseconds.
+        self.at = <int32_t*> PyMem_Malloc(num_rows * sizeof(int32_t))
+        if self.at != NULL:
+            self.nodes = <HeapNode*> PyMem_Malloc(num_rows * sizeof(HeapNode))
+        if self.nodes == NULL:
+            PyMem_Free(self.at)
+            self.at = NULL
+            raise MemoryError(f"no memory for the deadlines of {num_rows} blocks")
         return 0
 
     cdef int reserve(self, Py_ssize_t n) except -1:
         """Make room, before anything changes, for `n` rows to be raised and for `n` rows to expire."""
-        if self.deadlines is not None:
+        if self.nodes != NULL:
             self.table.reserve_heaps(2 * n)
         return 0
 
@@ -42,11 +56,10 @@ cdef class PriorityClasses:
         """Return expired blocks to normal priority, at most 256 of them."""
         cdef int num_left = FALLS_PER_CALL
         self.now_ns = now_ns
-        if self.deadlines is None:
+        if self.nodes == NULL:
             return 0
         self.table.reserve_heaps(FALLS_PER_CALL)
-        while (num_left and self.deadlines.num_nodes
-                and self.deadlines.of(self.deadlines.nearest()) <= <uint64_t> self.now_ns):
+        while num_left and self.num_raised and self.nodes[0].rank <= <uint64_t> self.now_ns:
             self._drop_nearest()
             num_left -= 1
         return 0
@@ -55,20 +68,22 @@ cdef class PriorityClasses:
         """Apply a request's hint to resident rows. Priority 0 (no hint) lifts one-shot blocks: they were used again."""
         cdef Py_ssize_t i
         cdef uint64_t deadline = <uint64_t> (self.now_ns + ttl_ns) if ttl_ns else <uint64_t> -1
-        if self.deadlines is None:
+        if self.nodes == NULL:
             return
         # Go from last to first: blocks with the same deadline expire in this order, and the tail must expire first.
         for i in range(n - 1, -1, -1):
             if rows[i] != 0:
                 self._raise(rows[i], NORMAL + priority, deadline)
-        self._crowd_out()
+        # If too many blocks are raised, those with the earliest deadlines return to normal priority.
+        while self.num_raised > self.max_raised:
+            self._drop_nearest()
 
     cdef void restate(self, const int32_t* rows, Py_ssize_t n, int32_t priority, int64_t ttl_ns) noexcept nogil:
         """Move resident rows to the priority of a later hint, unless they are held at priority 2 or 3."""
         cdef Py_ssize_t i
         cdef int32_t row
         cdef uint64_t deadline = <uint64_t> (self.now_ns + ttl_ns) if ttl_ns else <uint64_t> -1
-        if self.deadlines is None:
+        if self.nodes == NULL:
             return
         for i in range(n - 1, -1, -1):
             row = rows[i]
@@ -78,22 +93,23 @@ cdef class PriorityClasses:
                 self._raise(row, NORMAL + priority, deadline)
                 continue
             if self.table.rows[row].priority > NORMAL:
-                self.deadlines.remove(row)
+                self._drop_deadline(row)
             self._set(row, NORMAL + priority)
-        self._crowd_out()
+        # If too many blocks are raised, those with the earliest deadlines return to normal priority.
+        while self.num_raised > self.max_raised:
+            self._drop_nearest()
 
     cdef void forget(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         """Remove rows that are about to be evicted."""
         cdef Py_ssize_t i
-        if self.deadlines is None:
+        if self.nodes == NULL:
             return
         for i in range(n):
             if self.table.rows[rows[i]].priority > NORMAL:
-                self.deadlines.remove(rows[i])
+                self._drop_deadline(rows[i])
 
     cdef void clear(self) noexcept nogil:
-        if self.deadlines is not None:
-            self.deadlines.clear()
+        self.num_raised = 0
 
     cdef int check(self) except -1:
         """Check every row. Raise BlockStateError naming the broken invariant."""
@@ -118,18 +134,31 @@ cdef class PriorityClasses:
     cdef void _raise(self, int32_t row, int32_t priority, uint64_t deadline) noexcept nogil:
         """Raise a row, or extend its deadline. A hint never lowers a priority that another request has set."""
         cdef int32_t before = self.table.rows[row].priority
+        cdef HeapNode node
         if priority > before:
             self._set(row, priority)
-        if priority > NORMAL and (priority > before or (priority == before and deadline >= self.deadlines.of(row))):
-            self.deadlines.set(row, deadline)
+        if priority <= NORMAL or priority < before or (
+                priority == before and deadline < self.nodes[self.at[row]].rank):
+            return
+        self.stamp += 1
+        node.rank = deadline
+        node.stamp = self.stamp
+        node.row = row
+        if before > NORMAL:
+            heap_put(self.at, 1, self.nodes, self.num_raised, self.at[row], node)
+        else:
+            self.num_raised += 1
+            sift_up(self.at, 1, self.nodes, self.num_raised - 1, node)
 
-    cdef void _crowd_out(self) noexcept nogil:
-        """If too many blocks are raised, return those with the earliest deadlines to normal priority."""
-        while self.deadlines.num_nodes > self.max_raised:
-            self._drop_nearest()
+    cdef void _drop_deadline(self, int32_t row) noexcept nogil:
+        """Remove the deadline of a raised row."""
+        cdef int32_t i = self.at[row]
+        self.num_raised -= 1
+        if i != self.num_raised:
+            heap_put(self.at, 1, self.nodes, self.num_raised, i, self.nodes[self.num_raised])
 
     cdef void _drop_nearest(self) noexcept nogil:
         """Return the block with the earliest deadline to normal priority."""
-        cdef int32_t row = self.deadlines.nearest()
-        self.deadlines.remove(row)
+        cdef int32_t row = self.nodes[0].row
+        self._drop_deadline(row)
         self._set(row, NORMAL)

@@ -1,6 +1,0 @@
-from typing import Self, final
-
-@final
-class Deadlines:
-    def __new__(cls, num_rows: int) -> Self: ...
-    def __len__(self) -> int: ...
