@@ -1,5 +1,5 @@
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t
 
 from kvcache.core.batch cimport Batch
 from kvcache.core.event_log cimport EventLog
@@ -43,8 +43,6 @@ cdef class BlockCache:
     cdef int _reorder(self, RequestKeys request_keys, dict positions) except -1
     cdef int32_t _state_of(self, int32_t row) noexcept nogil
     cdef Py_ssize_t _match_prefix(self, list keys, RequestKeys request_keys, Py_ssize_t start) except -1
-    cdef object _reserve_all(self, list keys, RequestKeys names, bint is_use, const uint8_t* admitted)
-    cdef object _reserve_leading(self, list keys, RequestKeys names, bint is_use, const uint8_t* admitted)
     cdef void _release(self, const int32_t* victims, Py_ssize_t n, list evicted) noexcept
     cdef void _admit(self, list keys, RequestKeys names, Py_ssize_t n, list stored, int64_t* ids) noexcept
     cdef int32_t _row_before(self, RequestKeys request_keys, Py_ssize_t i) noexcept nogil

@@ -158,15 +158,7 @@ cdef class BlockCache:
         return request_keys
 
     def advance(self, double elapsed_s, Py_ssize_t max_raised):
-        """Advance the clock. Blocks whose TTL has expired return to normal priority, at most 256 of them per call.
-
-        Parameters
-        ----------
-        elapsed_s : float
-            Seconds since the start, < 4e9, on a clock that never goes back.
-        max_raised : int
-            Limit of blocks held at a raised priority.
-        """
+        """Advance the clock. At most 256 blocks whose TTL has expired return to normal priority."""
         cdef int64_t now_ns
         if not 0 <= elapsed_s < 4e9:
             raise ValueError(f"the clock must give finite seconds, {elapsed_s!r} have passed")
@@ -179,10 +171,7 @@ cdef class BlockCache:
             self._end()
 
     cpdef bint needs_time(self, RequestKeys request_keys, dict positions) except -1:
-        """Set the request's positions, and return whether `advance` must be called before the request uses keys.
-
-        If the policy reads the clock, the clock is read once per request.
-        """
+        """Set the request's positions, and return whether `advance` must be called before the request uses keys."""
         _check_given(request_keys)
         if not self.reads_clock:
             return True
@@ -200,18 +189,8 @@ cdef class BlockCache:
     cpdef reorder(self, RequestKeys request_keys, dict positions):
         """Order the keys that a running request used, so that the head of its prompt stays its youngest block.
 
-        Parameters
-        ----------
-        request_keys : RequestKeys
-            The request's.
-        positions : dict or None
-            Key to end token. If None, the order of first use is the order of the prompt.
-
-        Notes
-        -----
-        New keys that follow the request's tail in the prompt are placed behind the tail. The whole request is reordered
-        if it has doubled or if a key belongs between two older keys. The total cost is therefore linear in the
-        request's keys, however many calls they arrive in.
+        New keys that follow the request's tail are placed behind it. The whole request is ordered again only if it has
+        doubled or if a key belongs between two older keys, so that the total cost is linear in the request's keys.
         """
         _check_given(request_keys)
         with cython.critical_section(self.table):
@@ -253,11 +232,7 @@ cdef class BlockCache:
         return 0
 
     cpdef end_request(self, RequestKeys request_keys, dict positions, bint use_positions=False):
-        """Order all keys that the request used: by first use, or by `positions` (key to end token).
-
-        With `use_positions`, first count a use of each key of `positions` that the request has not used. A raised
-        priority is applied again, so that its TTL starts at the request's end.
-        """
+        """Order all keys that the request used. A raised priority is applied again: its TTL starts at the end."""
         cdef Py_ssize_t n
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
@@ -294,21 +269,7 @@ cdef class BlockCache:
     def take_hint(
         self, list keys, RequestKeys request_keys, dict positions, next_use, int32_t priority, int64_t ttl_ns
     ):
-        """Apply a hint of next use that arrives after the uses, to `keys` or, if None, to the keys that a request used.
-
-        Parameters
-        ----------
-        keys : list of bytes or None
-            In prefix order. None: all keys that the request used.
-        request_keys : RequestKeys or None
-            The request's keys. Later uses by the request carry the hint, too.
-        positions : dict or None
-            Key to end token, for the request.
-        next_use : str
-            ``"end"``, ``"soon"`` or ``"later"``.
-        priority, ttl_ns : int
-            The retention hint that `next_use` implies.
-        """
+        """Apply a hint of next use that arrives after the uses."""
         cdef Py_ssize_t n
         cdef int32_t code = _next_use_of(next_use)
         cdef int64_t newest_position
@@ -431,15 +392,7 @@ cdef class BlockCache:
     # ---- uses and references ----------------------------------------------------------------------------------
 
     cpdef touch(self, keys, RequestKeys request_keys=None):
-        """Count a use of each key, from last to first. With a request, a key counts once per request.
-
-        Parameters
-        ----------
-        keys : iterable of bytes
-            In prefix order. Unknown keys are ignored.
-        request_keys : RequestKeys, optional
-            The request's keys. Keys that the request used before are only reordered.
-        """
+        """Count a use of each key, from last to first, and order the keys that the request used before."""
         cdef list key_list = as_list(keys)
         cdef Py_ssize_t n = len(key_list)
         cdef BlockTable table = self.table
@@ -460,13 +413,7 @@ cdef class BlockCache:
             self._end()
 
     cpdef pin(self, list keys, RequestKeys request_keys):
-        """Take a reference on each key's block, and return the block ids in the order of `keys`.
-
-        Raises
-        ------
-        KeyError, BlockStateError
-            A key is absent, or its block is being written. No reference is taken.
-        """
+        """Take a reference on each key's block, and return the block ids in the order of `keys`."""
         cdef Py_ssize_t i, n = len(keys)
         cdef int32_t row
         cdef int64_t* ids
@@ -501,13 +448,7 @@ cdef class BlockCache:
         return spec
 
     cpdef unpin(self, list keys, RequestKeys request_keys):
-        """Release one reference per key.
-
-        Raises
-        ------
-        KeyError, BlockStateError
-            A key is absent, or has fewer references than the call releases. Nothing changes.
-        """
+        """Release one reference per key."""
         cdef Py_ssize_t i, j, n = len(keys)
         cdef int32_t row
         cdef BlockTable table = self.table
@@ -541,137 +482,87 @@ cdef class BlockCache:
     cpdef reserve(self, list keys, RequestKeys request_keys, admit=None):
         """Assign a slot to each absent key, and evict exactly as many blocks as needed.
 
-        Parameters
-        ----------
-        keys : list of bytes
-            In prefix order. Keys that are present are skipped and protected from eviction.
-        request_keys : RequestKeys or None
-            The request's keys.
-        admit : bytearray, optional
-            Per key, whether it may be stored.
-
-        Returns
-        -------
-        PrepareStoreOutput or None
-            None if too few blocks are evictable. Then nothing changes.
+        A policy that tracks uses may decline keys: it takes as many leading keys as it likes, and never refuses.
         """
         cdef RequestKeys names = RequestKeys.__new__(RequestKeys) if request_keys is None else request_keys
-        cdef const uint8_t* admitted = NULL
-        if admit is not None:
-            if type(admit) is not bytearray or len(admit) != len(keys):
-                raise ValueError(f"admit must be a bytearray with a flag per key ({len(keys)}), got {admit!r}")
-            admitted = <const uint8_t*> PyByteArray_AS_STRING(admit)
-        with cython.critical_section(self.table):
-            self._begin(names)
-            if self.policy.tracks_uses:
-                return self._reserve_leading(keys, names, request_keys is not None, admitted)
-            return self._reserve_all(keys, names, request_keys is not None, admitted)
-
-    cdef object _reserve_all(self, list keys, RequestKeys names, bint is_use, const uint8_t* admitted):
-        """Assign slots to all absent keys, or to none. `is_use`: the keys belong to a request and count as used."""
-        cdef Py_ssize_t i, needed, num_new = 0, num_gated = 0, num_protected = 0, n = len(keys)
+        cdef Py_ssize_t i, place = -1, num_new = 0, num_gated = 0, num_offered = 0, num_protected = 0
+        cdef Py_ssize_t needed, num_taken, num_victims, n = len(keys)
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
+        cdef bint may_decline = self.policy.tracks_uses
         cdef uint32_t mark
         cdef int32_t row
         cdef Named* named
         cdef int64_t* ids
         cdef list stored, evicted
-        names.resolve(table, keys, batch, True)
-        mark = table.next_mark()
-        for i in range(n):
-            row = batch.rows[i]
-            if row != 0:
-                if table.rows[row].mark != mark:
+        cdef const uint8_t* admitted = NULL
+        if admit is not None:
+            if type(admit) is not bytearray or len(admit) != n:
+                raise ValueError(f"admit must be a bytearray with a flag per key ({n}), got {admit!r}")
+            admitted = <const uint8_t*> PyByteArray_AS_STRING(admit)
+        with cython.critical_section(table):
+            self._begin(names)
+            if may_decline and names.uses == NULL:
+                names.track_uses()
+            names.resolve(table, keys, batch, True)
+            names.read_positions(table, keys, batch)
+            mark = table.next_mark()
+            for i in range(n):
+                named = &names.named[batch.places[i]]
+                if named.mark == mark:
+                    continue
+                named.mark = mark
+                num_offered += 1
+                place = batch.places[i]
+                row = batch.rows[i]
+                if row != 0:
                     table.rows[row].mark = mark
                     num_protected += table.rows[row].ref_cnt == 0
-                continue
-            named = &names.named[batch.places[i]]
-            if named.mark == mark:
-                continue
-            named.mark = mark
-            if admitted == NULL or admitted[i]:
-                batch.picked[num_new] = i
-                num_new += 1
-            else:
-                num_gated += 1
-        needed = max(num_new - table.num_free, 0) if num_new else 0
-        if needed > table.num_evictable - num_protected:
-            return None
-        stored = new_list(num_new)
-        evicted = new_list(needed)
-        output = _new_output(stored, num_new, evicted, &ids)
-        table.reserve_aside(num_protected)
-        self.priorities.reserve(n)
-        self.gated_blocks += num_gated
-        if is_use:
-            self.policy.count_uses(names, batch, n)
-        if needed:
-            self.policy.choose_victims(needed, batch.victims)
-            self._release(batch.victims, needed, evicted)
-        if num_new:
-            self._admit(keys, names, num_new, stored, ids)
-            self.policy.on_insert(batch.picked_rows, num_new)
-            if names.priority < 0:
-                for i in range(num_new):
-                    table.rows[batch.picked_rows[i]].priority = ONE_SHOT
-        if is_use:
-            self.priorities.apply(batch.rows, n, names.priority, names.ttl_ns)
-        self._announce(evicted, True)
-        self._end()
-        return output
-
-    cdef object _reserve_leading(self, list keys, RequestKeys names, bint is_use, const uint8_t* admitted):
-        """Assign slots to the leading absent keys that the policy accepts. Such a store is never refused."""
-        cdef Py_ssize_t i, place = -1, num_new = 0, num_gated = 0, num_offered = 0, num_taken, num_victims = 0
-        cdef Py_ssize_t n = len(keys)
-        cdef BlockTable table = self.table
-        cdef Batch batch = self.batch
-        cdef uint32_t mark
-        cdef Named* named
-        cdef int64_t* ids
-        cdef list stored, evicted
-        if names.uses == NULL:
-            names.track_uses()
-        names.resolve(table, keys, batch, True)
-        names.read_positions(table, keys, batch)
-        mark = table.next_mark()
-        for i in range(n):
-            named = &names.named[batch.places[i]]
-            if named.mark == mark:
-                continue
-            named.mark = mark
-            num_offered += 1
-            place = batch.places[i]
-            if batch.rows[i] != 0:
-                table.rows[batch.rows[i]].mark = mark
-            elif admitted == NULL or admitted[i]:
-                batch.picked[num_new] = i
-                batch.picked_places[num_new] = place
-                num_new += 1
-            else:
-                num_gated += 1
-        stored = new_list(num_new)
-        evicted = new_list(max(num_new - table.num_free, 0))
-        output = _new_output(stored, num_new, evicted, &ids)
-        self.policy.reserve_policy(n)
-        if is_use:
-            self.policy.count_uses(names, batch, n)
-        else:
-            names.add_uses(batch, n)
-        num_taken = self.policy.on_offer(
-            names, batch.picked_places, num_new, num_offered, place, batch.victims, &num_victims)
-        self._release(batch.victims, num_victims, evicted)
-        if num_taken:
-            self._admit(keys, names, num_taken, stored, ids)
-            self.policy.on_admit(names, batch.picked_places, batch.picked_rows, num_taken)
-        # Both lists were allocated at their maximum length, so that nothing was allocated in between.
-        Py_SET_SIZE(stored, num_taken)
-        Py_SET_SIZE(evicted, num_victims)
-        self.declined_blocks += num_new - num_taken
-        self.gated_blocks += num_gated + num_new - num_taken
-        self._announce(evicted, True)
-        self._end()
+                elif admitted == NULL or admitted[i]:
+                    batch.picked[num_new] = i
+                    batch.picked_places[num_new] = place
+                    num_new += 1
+                else:
+                    num_gated += 1
+            needed = max(num_new - table.num_free, 0)
+            if needed > table.num_evictable - num_protected and not may_decline:
+                return None
+            stored = new_list(num_new)
+            evicted = new_list(needed)
+            output = _new_output(stored, num_new, evicted, &ids)
+            table.reserve_aside(num_protected)
+            self.priorities.reserve(n)
+            self.policy.reserve_policy(n)
+            if request_keys is not None:
+                self.policy.count_uses(names, batch, n)
+            elif may_decline:
+                names.add_uses(batch, n)
+            num_taken = num_new
+            num_victims = needed
+            if may_decline:
+                num_taken = self.policy.on_offer(
+                    names, batch.picked_places, num_new, num_offered, place, batch.victims, &num_victims)
+            elif needed:
+                self.policy.choose_victims(needed, batch.victims)
+            self._release(batch.victims, num_victims, evicted)
+            if num_taken:
+                self._admit(keys, names, num_taken, stored, ids)
+                if may_decline:
+                    self.policy.on_admit(names, batch.picked_places, batch.picked_rows, num_taken)
+                else:
+                    self.policy.on_insert(batch.picked_rows, num_taken)
+                if names.priority < 0:
+                    for i in range(num_taken):
+                        table.rows[batch.picked_rows[i]].priority = ONE_SHOT
+            if request_keys is not None:
+                self.priorities.apply(batch.rows, n, names.priority, names.ttl_ns)
+            # Both lists were allocated at their maximum length, so that nothing was allocated in between.
+            Py_SET_SIZE(stored, num_taken)
+            Py_SET_SIZE(evicted, num_victims)
+            self.declined_blocks += num_new - num_taken
+            self.gated_blocks += num_gated + num_new - num_taken
+            self._announce(evicted, True)
+            self._end()
         if num_taken < num_new:
             output.store_spec.block_ids = output.store_spec.block_ids[:num_taken]
         return output
@@ -779,13 +670,7 @@ cdef class BlockCache:
     # ---- withheld slots, reset ----------------------------------------------------------------------------------
 
     def withhold(self, block_ids):
-        """Assign these free slots to no key until `give_back`.
-
-        Raises
-        ------
-        BlockStateError
-            A slot holds a block, or is already withheld. Nothing changes.
-        """
+        """Assign these free slots to no key until `give_back`."""
         cdef list slots = _slots(block_ids, self.table.num_rows - self.table.first)
         with cython.critical_section(self.table):
             self._begin(None)
@@ -793,13 +678,7 @@ cdef class BlockCache:
             self._end()
 
     def give_back(self, block_ids):
-        """Free withheld slots, in the order given.
-
-        Raises
-        ------
-        BlockStateError
-            A slot is not withheld. Nothing changes.
-        """
+        """Free withheld slots, in the order given."""
         cdef list slots = _slots(block_ids, self.table.num_rows - self.table.first)
         with cython.critical_section(self.table):
             self._begin(None)
