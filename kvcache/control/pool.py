@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache.control.backend import Backend, CPUBackend
@@ -55,6 +56,11 @@ class UseObserver(Protocol):
 
     def reset(self) -> None:
         """Called when the pool is reset."""
+
+
+def _inner(path: str, doc: str) -> Any:
+    """Return a property that reads an attribute of a part of its object."""
+    return property(attrgetter(path), doc=doc)
 
 
 class BlockPool:
@@ -184,60 +190,21 @@ class BlockPool:
 
     _policy = policy
 
-    @property
-    def num_free(self) -> int:
-        """Slots that hold no block."""
-        return self._cache.num_free
-
-    @property
-    def num_referenced(self) -> int:
-        """Blocks with at least one reference."""
-        return self._cache.num_referenced
-
-    @property
-    def num_pending(self) -> int:
-        """Blocks being written."""
-        return self._cache.num_pending
-
-    @property
-    def lookups(self) -> int:
-        """Number of counted look-ups."""
-        return self._cache.lookups
-
-    @property
-    def looked_up_blocks(self) -> int:
-        """Number of keys in the counted look-ups."""
-        return self._cache.looked_up_blocks
-
-    @property
-    def hit_blocks(self) -> int:
-        """Number of keys in the look-ups that were ready."""
-        return self._cache.hit_blocks
-
-    @property
-    def gated_blocks(self) -> int:
-        """Number of blocks that were offered and not admitted."""
-        return self._cache.gated_blocks
+    num_free: int = _inner("_cache.num_free", "Slots that hold no block.")
+    num_referenced: int = _inner("_cache.num_referenced", "Blocks with at least one reference.")
+    num_pending: int = _inner("_cache.num_pending", "Blocks being written.")
+    lookups: int = _inner("_cache.lookups", "Number of counted look-ups.")
+    looked_up_blocks: int = _inner("_cache.looked_up_blocks", "Number of keys in the counted look-ups.")
+    hit_blocks: int = _inner("_cache.hit_blocks", "Number of keys in the look-ups that were ready.")
+    gated_blocks: int = _inner("_cache.gated_blocks", "Number of blocks that were offered and not admitted.")
+    declined_blocks: int = _inner("_cache.declined_blocks", "Gated blocks that the policy declined.")
+    retained_blocks: int = _inner("_cache.num_raised", "Blocks held at a raised priority.")
+    ignored_hints: int = _inner("_hints.num_ignored", "Requests with an invalid retention hint.")
 
     @property
     def needed_blocks(self) -> int:
         """Blocks of requests that were loaded, or offered for storing and absent. Refused stores do not count."""
         return self.loaded_blocks + self._missed_blocks
-
-    @property
-    def declined_blocks(self) -> int:
-        """Gated blocks that the policy declined."""
-        return self._cache.declined_blocks
-
-    @property
-    def retained_blocks(self) -> int:
-        """Blocks held at a raised priority."""
-        return self._cache.num_raised
-
-    @property
-    def ignored_hints(self) -> int:
-        """Requests with an invalid retention hint."""
-        return self._hints.num_ignored
 
     def configuration(self) -> dict[str, Any]:
         """Return the configuration of a pool that gives the same answers, in JSON types.
