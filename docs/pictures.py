@@ -3,8 +3,8 @@
     python docs/pictures.py TRACES
 
 TRACES is a folder with `mooncake_conversation.jsonl` and `agentic_coding.jsonl.gz`. Simulated figures come from
-`kvcache plan`, which this script runs. Measured figures are read from the tables of the pages. The picture of
-`kvcache top` shows a manager that serves generated chats.
+`kvcache plan`, which this script runs. Measured figures are read from the tables of the pages. The pictures of
+`kvcache top` and of the dashboard show managers that serve generated chats.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, PercentFormatter
 from rich.console import Console
 
 from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.cli.frames import History, socket_reader, what_if_reader
 from kvcache.cli.top_view import view
 from kvcache.control.telemetry import Telemetry
+from kvcache.exporters.dashboard import dashboard
 from kvcache.exporters.status import StatusServer
 from kvcache.lab.report.style import COLOURS, INK, caption, new_figure, plain_axes, save
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.keys import KeyMaker
+from kvcache.metrics import HistogramData
 from kvcache.tiers.memory import MemoryTier
 
 DOCS = Path(__file__).parent
@@ -39,6 +43,15 @@ STATIC = DOCS / "_static"
 MAX_BYTES = 60_000
 CHATS, AGENTS = "mooncake_conversation.jsonl", "agentic_coding.jsonl.gz"
 STACKS = ["--model", "llama-3.1-8b", "--policy", "gittins", "--memory", "256GiB", "--tier", "4TiB@6GB/s"]
+WINDOW = 5  # frames that a rate spans
+PANELS = {
+    "Hit rate by medium": PercentFormatter(1, 0),
+    "Tokens spared": EngFormatter(),
+    "Host blocks": EngFormatter(),
+    "Age at eviction": EngFormatter("s"),
+    "Stored, loaded and evicted": EngFormatter("B/s"),
+    "Tier bandwidth": EngFormatter("B/s"),
+}
 TOP = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
 <style>
 .{unique_id}-matrix {{ font-family: monospace; font-size: {char_height}px; line-height: {line_height}px }}
@@ -54,12 +67,14 @@ TOP = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
 def main(traces: Path) -> None:
     """Draw every picture."""
     # Text stays text: files are small, and equal input gives equal files.
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvcache", "font.family": "sans-serif"})
+    fonts = {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]}
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvcache", **fonts})
     draw_policies(traces)
     draw_ttft(traces)
     draw_bookkeeping()
     draw_copies()
     draw_top()
+    draw_dashboard()
     for picture in sorted(STATIC.glob("*.svg")):
         size = picture.stat().st_size
         print(f"{picture.name}: {size:,} bytes")
@@ -172,6 +187,20 @@ def draw_copies() -> None:
     save(figure, str(STATIC / "copies.svg"))
 
 
+def serve(manager: TieredOffloadingManager, keys: list[bytes]) -> None:
+    """Load what a manager holds of a prompt, and store the rest."""
+    context = ReqContext()
+    while (num_hits := manager.lookup(keys, context)) is None:
+        manager.on_schedule_end()
+    manager.prepare_load(keys[:num_hits], context)
+    manager.complete_load(keys[:num_hits], context)
+    output = manager.prepare_store(keys[num_hits:], context)
+    if output is not None:
+        manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+    manager.on_schedule_end()
+
+
 def draw_top() -> None:
     """Draw a frame of `kvcache top` of a manager with a tier that serves generated chats."""
     host_blocks = np.zeros((1000, 64 << 10), np.uint8)
@@ -183,16 +212,7 @@ def draw_top() -> None:
         look, history = socket_reader(Path(server.address)), History()
         history.add(look())
         for number, chat in zip(itertools.count(), ChatWorkload(num_requests=600, seed=1)):
-            keys, context = make_keys(chat.hash_ids), ReqContext()
-            while (num_hits := manager.lookup(keys, context)) is None:
-                manager.on_schedule_end()
-            manager.prepare_load(keys[:num_hits], context)
-            manager.complete_load(keys[:num_hits], context)
-            output = manager.prepare_store(keys[num_hits:], context)
-            if output is not None:
-                manager.complete_store(output.keys_to_store, context)
-            manager.on_request_finished(context)
-            manager.on_schedule_end()
+            serve(manager, make_keys(chat.hash_ids))
             if number % 100 == 99:
                 time.sleep(0.2)
                 history.add(look())
@@ -202,6 +222,65 @@ def draw_top() -> None:
     manager.shutdown()
     text = console.export_svg(code_format=TOP, unique_id="top")
     (STATIC / "top.svg").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+
+
+def draw_dashboard() -> None:
+    """Draw panels of the dashboard, of a manager with a tier that serves generated chats."""
+    host_blocks = np.zeros((1000, 64 << 10), np.uint8)
+    manager = TieredOffloadingManager(16, 1000, [MemoryTier(4000, host_blocks)])
+    telemetry = Telemetry(manager, block_bytes=host_blocks.shape[1], time_calls=True)
+    make_keys, snapshots = KeyMaker(), []
+    for number, chat in zip(itertools.count(), ChatWorkload(num_requests=1200, seed=1)):
+        serve(manager, make_keys(chat.hash_ids))
+        if number % 30 == 0:
+            snapshots.append(telemetry.snapshot())
+    telemetry.close()
+    manager.shutdown()
+    times = np.array([one.uptime_s for one in snapshots])
+    frames = [{f"kvcache_{one.name}": one.value for one in snapshot.samples()} for snapshot in snapshots]
+    figure = new_figure(11.0, 5.2)
+    panels = {panel["title"]: panel for panel in dashboard()["panels"]}
+    for axes, (title, unit) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+        plain_axes(axes)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.tick_params(labelsize=8)
+        for target in panels[title]["targets"]:
+            label = re.sub(r",? ?\{\{(instance|tier).*", "", target["legendFormat"]).replace("{{medium}}", "tier")
+            axes.plot(times[WINDOW:], values_of(target["expr"], times, frames), linewidth=1, label=label)
+        axes.locator_params(nbins=4)
+        axes.yaxis.set_major_formatter(unit)
+        axes.set_ylim(0)
+        if len(axes.lines) > 1:
+            axes.legend(fontsize=7, frameon=False)
+    caption(figure, "Panels of the dashboard", "An engine that serves generated chats as fast as it can; in seconds.")
+    save(figure, str(STATIC / "dashboard.svg"))
+
+
+def values_of(expression: str, times: Any, frames: list[dict[str, Any]]) -> Any:
+    """Evaluate an expression of the dashboard at each frame after the first `WINDOW`."""
+
+    def all_of(name: str) -> Any:
+        values = [frame[name.removesuffix("_total")] for frame in frames]
+        return np.array([one.counts if isinstance(one, HistogramData) else one for one in values], float)
+
+    def change(name: str) -> Any:
+        return all_of(name)[WINDOW:] - all_of(name)[:-WINDOW]
+
+    def quantile(share: float, name: str) -> Any:
+        bounds = frames[-1][name].bounds
+        return [HistogramData(bounds, tuple(one), 0.0).quantile(share) for one in change(name)]
+
+    # With one engine and one tier, a sum over labels is one value.
+    plain = re.sub(r"\{[^}]*\}|(sum|max) by \([^)]*\) |on \([^)]*\) group_left \(\)| >=? 0", "", expression)
+    plain = re.sub(r"rate\((\w+)\[[^]]*\]\)", r"rate('\1')", plain)
+    plain = re.sub(r"histogram_quantile\(([\d.]+), \(rate\('(\w+)_bucket'\)\)\)", r"quantile(\1, '\2')", plain)
+    plain = re.sub(r"(?<!')\b(kvcache_\w+)", r"gauge('\1')", plain)
+    names = {
+        "gauge": lambda name: all_of(name)[WINDOW:],
+        "rate": lambda name: change(name) / (times[WINDOW:] - times[:-WINDOW]),
+        "quantile": quantile,
+    }
+    return eval(plain, {"__builtins__": {}}, names)
 
 
 if __name__ == "__main__":
