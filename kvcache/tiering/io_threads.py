@@ -6,11 +6,11 @@ Python threads suffice, because system calls and checksums release the GIL.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from itertools import count
 from queue import SimpleQueue
 from threading import Event
-from typing import Generic, Protocol, TypeVar
 
 from kvcache.background import Background
 
@@ -20,19 +20,18 @@ STORE_TURN = 4
 """One task in so many is a store if one waits, because endless loads would delay stores past their deadlines."""
 
 
-class Task(Protocol):
-    """Work for a thread; it keeps its own outcome."""
+class Task(ABC):
+    """Work on some blocks for a thread; it keeps its own outcome, and an exception of `run` in `error`."""
 
-    error: str
+    keys: list[bytes]
+    error = ""
 
+    @abstractmethod
     def run(self) -> None:
-        """Do the work; an exception is recorded in `error`."""
+        """Do the work."""
 
 
-T = TypeVar("T", bound=Task)
-
-
-class IOThreads(Generic[T]):
+class IOThreads:
     """Runs tasks in threads and returns them when they have ended.
 
     `submit` and `get_finished` never wait. The threads are daemons: one that hangs in a dead mount does not keep
@@ -41,17 +40,17 @@ class IOThreads(Generic[T]):
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._tokens: SimpleQueue[bool] = SimpleQueue()
-        self._waiting: tuple[deque[T], ...] = (deque(), deque(), deque())
-        self._done: deque[T] = deque()
+        self._waiting: tuple[deque[Task], ...] = (deque(), deque(), deque())
+        self._done: deque[Task] = deque()
         self._turns = count(1)
         self._threads = [Background(f"{name}-{i}", self._work) for i in range(num_threads)]
 
-    def submit(self, task: T, priority: int) -> None:
+    def submit(self, task: Task, priority: int) -> None:
         """Queue a task behind those of its priority: QUERY, LOAD or STORE."""
         self._waiting[priority].append(task)
         self._tokens.put(True)
 
-    def get_finished(self) -> T | None:
+    def get_finished(self) -> Task | None:
         """Return the next task that has ended, or None."""
         try:
             return self._done.popleft()
@@ -65,7 +64,7 @@ class IOThreads(Generic[T]):
         end_s = time.monotonic() + timeout_s
         return all(thread.stop(max(0.0, end_s - time.monotonic())) for thread in self._threads)
 
-    def _next(self) -> T:
+    def _next(self) -> Task:
         # There are never more tokens than tasks, but another thread may take a task that was seen here.
         queries, loads, stores = self._waiting
         in_turn = (queries, loads, stores) if next(self._turns) % STORE_TURN else (queries, stores, loads)

@@ -18,20 +18,22 @@ each block, and which block is evicted when the tier is full. A medium that keep
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from queue import SimpleQueue
-from threading import TIMEOUT_MAX, Lock
+from queue import Empty, SimpleQueue
+from threading import TIMEOUT_MAX, Event, RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.tiering.control_thread import ControlThread
+from kvcache.background import Background
+from kvcache.tiering.batch import CANCELLED, BlockOutcome, Move, TierBatch
 from kvcache.tiering.existence import ExistenceCache
-from kvcache.tiering.io_threads import LOAD, QUERY, STORE, IOThreads
-from kvcache.tiering.job_table import CANCELLED, BlockOutcome, JobTable, Move, TierBatch
+from kvcache.tiering.io_threads import LOAD, QUERY, STORE, IOThreads, Task
 from kvcache.tiering.slot_index import SlotIndex
 from kvcache.tiering.tier import CodecTierStats, Tier, TierResult, TierStats, checked_host_blocks
 from kvcache.tiers.codecs.base import make_codec
@@ -49,6 +51,7 @@ __all__ = ["BlockOutcome", "JobTier", "TierBatch", "TierContents"]
 MAX_STEP_BLOCKS = 1024
 """Blocks whose end one call of `get_finished` handles at most, because the scheduler waits for it."""
 _SHUTDOWN_S = 5.0
+_RETRY_S = 1.0
 _MAX_REMEMBERED_KEYS = 1 << 20
 
 
@@ -74,14 +77,22 @@ class TierContents:
     last_seq: int = 0
 
 
-class _Query:
+@dataclass(slots=True)
+class _Job:
+    """The moves of a job, how many have not ended, and the fields of its result so far."""
+
+    moves: list[Move]
+    num_left: int
+    result: dict[str, Any]
+
+
+class _Query(Task):
     """An existence query as a task of an I/O thread."""
 
     def __init__(self, tier: JobTier, keys: list[bytes]) -> None:
         self.keys = keys
         self.generation = tier.generation
         self.is_held: list[bool] | None = None
-        self.error = ""
         self._tier = tier
 
     def run(self) -> None:
@@ -170,16 +181,18 @@ class JobTier(Tier):
         self.generation = 0
         self.max_queued_blocks: int = max_queued_blocks
         self._cache_policy = cache_policy
-        self._max_key_bytes = max_key_bytes
+        self._max_key_bytes = sys.maxsize if max_key_bytes is None else max_key_bytes
         self._max_query_keys = max_query_keys
         self._read_only = read_only
         self._existence = ExistenceCache(held_s, absent_s, query_deadline_s, _MAX_REMEMBERED_KEYS)
         self._index: SlotIndex | None = None
-        self._owns_space = False
         self._bad: set[bytes] = set()
         self._last_seq = 0
-        self._jobs = JobTable()
-        self._counts = dict.fromkeys(("stored", "loaded", "evicted", "missed", "corrupt", "refused", "io_errors"), 0)
+        self._jobs: dict[int, _Job] = {}
+        self._num_queued = 0
+        self._results: list[TierResult] = []
+        names = ("stored", "loaded", "evicted", "missed", "corrupt", "refused")
+        self._counts = {"io_errors": 0, **{f"{name}_blocks": 0 for name in names}}
         self._last_error = ""
         self._store_error = ""
         self._reason = ""
@@ -187,25 +200,21 @@ class JobTier(Tier):
         self._reset_error = ""
         # The generation that a reset has made durable, and its index.
         self._cleared: tuple[int, SlotIndex | None] | None = None
-        self._found: list[bytes] = []
-        self._num_announced = 0
+        self._found: deque[bytes] = deque()
         self._waiting_query: _Query | None = None
         self._removals: SimpleQueue[list[bytes]] = SimpleQueue()
-        self._is_shut = False
-        self._lock = Lock()
-        name = medium.lower()
-        self._threads: IOThreads[Move | _Query] = IOThreads(num_threads, name)
-        self._control = ControlThread(
-            f"{name}-control",
-            maintain_interval_s,
-            self._run_open,
-            self._run_clear,
-            lambda: self._try("maintenance", self.maintain),
-            self._run_close,
-        )
-        if self._control.wait_until_open(open_timeout_s) and self._control.open_error is not None:
+        # Hooks that fail are counted from any thread, with or without the lock.
+        self._lock = RLock()
+        self._threads = IOThreads(num_threads, medium.lower())
+        self._maintain_interval_s = maintain_interval_s
+        # Generations to clear for; None ends the control thread.
+        self._orders: SimpleQueue[int | None] = SimpleQueue()
+        self._is_opened = Event()
+        self._open_error: BaseException | None = None
+        self._control = Background(f"{medium.lower()}-control", self._run_control)
+        if self._is_opened.wait(open_timeout_s) and self._open_error is not None:
             self.shutdown()
-            raise self._control.open_error
+            raise self._open_error
 
     @classmethod
     def from_config(
@@ -329,7 +338,7 @@ class JobTier(Tier):
             if num_held:
                 self._last_seq += num_held
                 slots = index.locate(keys[:num_held])
-                self._call_hook("on_used", lambda: self.on_used(slots, self._last_seq))
+                self._try("on_used", lambda: self.on_used(slots, self._last_seq))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         with self._lock:
@@ -338,14 +347,11 @@ class JobTier(Tier):
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         with self._lock:
-            self._jobs.check(job_id, keys, block_ids)
-            if self._read_only or not self._has_room(len(keys)):
-                self._counts["refused"] += len(keys)
+            if not self._may_take(job_id, keys, block_ids, is_load=False):
                 return False
             source = dict(zip(keys, block_ids, strict=True))
-            limit = self._max_key_bytes
-            refused = [] if limit is None else [key for key in source if len(key) > limit]
-            offered = [key for key in source if len(key) <= limit] if refused and limit is not None else list(source)
+            refused = [key for key in source if len(key) > self._max_key_bytes]
+            offered = _without(list(source), refused) if refused else list(source)
             slots: list[int] | None = None
             removed: list[bytes] = []
             if self._index is None:
@@ -354,10 +360,10 @@ class JobTier(Tier):
             else:
                 placement = self._index.place(offered)
                 if placement is None:
-                    self._counts["refused"] += len(keys)
+                    self._counts["refused_blocks"] += len(keys)
                     return False
                 placed, slots, removed = placement
-            self._counts["refused"] += len(refused)
+            self._counts["refused_blocks"] += len(refused)
             first_seq = self._last_seq + 1
             self._last_seq += len(placed)
             seqs = list(range(first_seq, self._last_seq + 1))
@@ -366,9 +372,7 @@ class JobTier(Tier):
 
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         with self._lock:
-            self._jobs.check(job_id, keys, block_ids)
-            if not self._has_room(len(keys)):
-                self._counts["refused"] += len(keys)
+            if not self._may_take(job_id, keys, block_ids, is_load=True):
                 return False
             target = dict(zip(keys, block_ids, strict=True))
             slots: list[int] | None = None
@@ -378,14 +382,14 @@ class JobTier(Tier):
             else:
                 held, missed = self._index.split_held(list(target))
                 slots = self._index.pin(held)
-            self._counts["missed"] += len(missed)
+            self._counts["missed_blocks"] += len(missed)
             self._start(job_id, True, held, target, slots, None, missed, [])
             return True
 
     def cancel(self, job_id: int) -> None:
         with self._lock:
-            for move in self._jobs.claim_waiting(job_id):
-                self._end_move(move)
+            if job_id in self._jobs:
+                self._cancel_waiting([self._jobs[job_id]])
 
     def get_finished(self) -> list[TierResult]:
         with self._lock:
@@ -394,13 +398,12 @@ class JobTier(Tier):
                 num_blocks += len(task.keys)
                 if isinstance(task, _Query):
                     self._end_query(task)
-                elif task.error != CANCELLED:
+                elif isinstance(task, Move) and task.error != CANCELLED:
                     self._end_move(task)
             self._take_removals()
             self._take_cleared()
-            results = self._jobs.take_results()
-            if self._found:
-                self._announce(results)
+            self._announce()
+            results, self._results = self._results, []
             return results
 
     def reset(self) -> None:
@@ -408,32 +411,26 @@ class JobTier(Tier):
             if self._state == "shut":
                 return
             self.generation += 1
-            self._found = []
+            self._found.clear()
             self._existence.clear()
             if self._state != "opening":
                 self._state = "resetting"
-            for move in self._jobs.claim_waiting():
-                self._end_move(move)
-            self._jobs.mark_old()
+            self._cancel_waiting(self._jobs.values())
         self._try("mark_reset", self.mark_reset)
-        self._control.order_clear(self.generation)
+        self._orders.put(self.generation)
 
     def stats(self) -> TierStats:
         with self._lock:
-            index, counts = self._index, self._counts
+            index, counts = self._index, dict(self._counts)
+            if index is not None:
+                counts["evicted_blocks"] += index.num_evicted
             stats = TierStats(
-                medium=self.medium,
-                num_blocks=self.num_blocks,
-                num_held=self._existence.num_held if index is None else index.num_held,
-                stored_blocks=counts["stored"],
-                loaded_blocks=counts["loaded"],
-                evicted_blocks=counts["evicted"] + (0 if index is None else index.num_evicted),
-                missed_blocks=counts["missed"],
-                corrupt_blocks=counts["corrupt"],
-                refused_blocks=counts["refused"],
-                io_errors=counts["io_errors"],
+                self.medium,
+                self.num_blocks,
+                self._existence.num_held if index is None else index.num_held,
                 last_error=self._last_error,
                 unavailable_reason=self._reason_now() or self._store_error,
+                **counts,
             )
             if self._stage is None or self._codec is None:
                 return stats
@@ -442,12 +439,12 @@ class JobTier(Tier):
 
     def shutdown(self) -> None:
         with self._lock:
-            if self._is_shut:
+            if self._state == "shut":
                 return
-            self._is_shut = True
             self._reason = "shut down"
             self._state = "shut"
         self._threads.close(_SHUTDOWN_S)
+        self._orders.put(None)
         self._control.stop(_SHUTDOWN_S)
 
     def _is_unavailable(self) -> bool:
@@ -460,8 +457,17 @@ class JobTier(Tier):
             return "opening"
         return f"reset failed: {self._reset_error}" if self._reset_error else "reset under way"
 
-    def _has_room(self, num_blocks: int) -> bool:
-        return not self._is_unavailable() and self._jobs.num_queued + num_blocks <= self.max_queued_blocks
+    def _may_take(self, job_id: int, keys: list[bytes], block_ids: list[int], is_load: bool) -> bool:
+        """Return whether such a job may begin, and count its blocks as refused if not; ValueError if it is invalid."""
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id} is still under way")
+        if len(keys) != len(block_ids):
+            raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
+        is_full = self._num_queued + len(keys) > self.max_queued_blocks
+        if is_full or self._is_unavailable() or (self._read_only and not is_load):
+            self._counts["refused_blocks"] += len(keys)
+            return False
+        return True
 
     def _start(
         self,
@@ -480,7 +486,11 @@ class JobTier(Tier):
         groups = self._cut(slots, in_order) if keys else []
         batches = [whole] if groups == [in_order] else [whole.part(positions) for positions in groups]
         moves = [Move(batch, self._run_batch) for batch in batches]
-        self._jobs.start(job_id, moves, failed, removed)
+        now_s = time.monotonic()
+        result = {"done": [], "failed": failed, "removed": removed, "error": "", "start_s": now_s, "end_s": now_s}
+        self._jobs[job_id] = _Job(moves, len(moves), result)
+        self._num_queued += len(keys)
+        self._report_ended(job_id)
         for move in moves:
             self._threads.submit(move, LOAD if is_load else STORE)
 
@@ -492,7 +502,7 @@ class JobTier(Tier):
     def _cut(self, slots: list[int] | None, in_order: list[int]) -> list[list[int]]:
         """Return the groups of `cut` if they name every position once, or else batches of `max_batch_blocks`."""
         num_blocks = len(in_order)
-        groups: list[list[int]] = self._call_hook("cut", lambda: self.cut(slots, num_blocks))
+        groups: list[list[int]] = self._try("cut", lambda: self.cut(slots, num_blocks))
         try:
             # A codec has rows for so many blocks of a batch.
             is_small = self._stage is None or max(map(len, groups)) <= self.max_batch_blocks
@@ -503,13 +513,19 @@ class JobTier(Tier):
             pass
         return JobTier.cut(self, slots, num_blocks)
 
-    def _call_hook(self, name: str, hook: Callable[[], Any]) -> Any:
+    def _try(self, name: str, hook: Callable[[], Any]) -> Any:
         # A job must end and no slot may be lost, even if a subclass's hook raises.
         try:
             return hook()
         except Exception as error:
             self._note_error(f"{name}: {type(error).__name__}: {error}")
             return None
+
+    def _cancel_waiting(self, jobs: Iterable[_Job]) -> None:
+        """End the moves that no thread has begun."""
+        for move in [move for job in jobs for move in job.moves if move.claim()]:
+            move.error = CANCELLED
+            self._end_move(move)
 
     def _end_move(self, move: Move) -> None:
         if move.error and move.error != CANCELLED:
@@ -528,14 +544,14 @@ class JobTier(Tier):
         elif batch.generation == self.generation:
             self._bad.difference_update(there)
             self._existence.learn(there, True, time.monotonic())
-        self._counts["stored"] += len(done)
+        self._counts["stored_blocks"] += len(done)
         if not move.error:
-            self._counts["refused"] += len(keys) - len(there)
+            self._counts["refused_blocks"] += len(keys) - len(there)
             self._store_error = ""
-            self._call_hook("on_stored", lambda: self.on_stored(batch))
+            self._try("on_stored", lambda: self.on_stored(batch))
         elif move.error != CANCELLED:
             self._store_error = f"writes fail: {move.error}"
-        self._jobs.end(move, done, _without(keys, there))
+        self._end_part(move, done, _without(keys, there))
 
     def _end_load(self, move: Move) -> None:
         keys, batch = move.keys, move.batch
@@ -543,16 +559,36 @@ class JobTier(Tier):
             self._index.unpin(keys)
         if move.error:
             # Blocks that were not read may be whole, so they stay.
-            self._jobs.end(move, [], keys)
+            self._end_part(move, [], keys)
             return
         done, corrupt = move.keys_with(BlockOutcome.DONE), move.keys_with(BlockOutcome.CORRUPT)
         lost = _without(keys, done)
-        self._counts["loaded"] += len(done)
-        self._counts["corrupt"] += len(corrupt)
-        self._counts["missed"] += len(lost) - len(corrupt)
+        self._counts["loaded_blocks"] += len(done)
+        self._counts["corrupt_blocks"] += len(corrupt)
+        self._counts["missed_blocks"] += len(lost) - len(corrupt)
         removed = self._forget(lost, corrupt) if lost else []
-        self._call_hook("on_loaded", lambda: self.on_loaded(batch))
-        self._jobs.end(move, done, lost, removed)
+        self._try("on_loaded", lambda: self.on_loaded(batch))
+        self._end_part(move, done, lost, removed)
+
+    def _end_part(self, move: Move, done: list[bytes], failed: list[bytes], removed: Iterable[bytes] = ()) -> None:
+        """Add a move's outcome to its job, and report the job after the last one."""
+        job = self._jobs[move.batch.job_id]
+        result = job.result
+        result["done"] += done
+        result["failed"] += failed
+        result["removed"] += removed
+        result["end_s"] = max(result["end_s"], move.end_s)
+        if move.error != CANCELLED:
+            result["error"] = result["error"] or move.error
+        self._num_queued -= len(move.keys)
+        job.num_left -= 1
+        self._report_ended(move.batch.job_id)
+
+    def _report_ended(self, job_id: int) -> None:
+        job = self._jobs[job_id]
+        if not job.num_left:
+            del self._jobs[job_id]
+            self._results.append(TierResult(job_id, **job.result))
 
     def _forget(self, lost: list[bytes], corrupt: list[bytes]) -> list[bytes]:
         """Answer blocks as absent; return those that counted as held."""
@@ -579,24 +615,23 @@ class JobTier(Tier):
             keys = self._removals.get()
             num_blocks += len(keys)
             if removed := self._forget(keys, []):
-                self._jobs.report(TierResult(None, [], removed=removed))
+                self._results.append(TierResult(None, removed=removed))
 
-    def _announce(self, results: list[TierResult]) -> None:
+    def _announce(self) -> None:
         """Report some of the blocks that were found at the start and are still held."""
-        keys = self._found[self._num_announced : self._num_announced + MAX_STEP_BLOCKS]
-        self._num_announced += len(keys)
-        if self._num_announced == len(self._found):
-            self._found = []
-        if self._index is not None and (held := self._index.split_held(keys)[0]):
-            results.append(TierResult(None, held))
+        keys = [self._found.popleft() for _ in range(min(len(self._found), MAX_STEP_BLOCKS))]
+        if keys and self._index is not None and (held := self._index.split_held(keys)[0]):
+            self._results.append(TierResult(None, held))
 
     def _take_cleared(self) -> None:
         """Go on with an empty index once a reset is durable and the last job from before it was reported."""
-        if self._cleared is None or self._jobs.has_old or self._cleared[0] != self.generation:
+        if self._cleared is None or self._cleared[0] != self.generation:
+            return
+        if any(job.moves[0].batch.generation != self.generation for job in self._jobs.values()):
             return
         if self._index is not None:
             # The new index counts from 0, and counters never go back.
-            self._counts["evicted"] += self._index.num_evicted
+            self._counts["evicted_blocks"] += self._index.num_evicted
         self._index = self._cleared[1]
         self._cleared = None
         self._bad.clear()
@@ -604,10 +639,36 @@ class JobTier(Tier):
             self._state = "open"
 
     def _note_error(self, error: str) -> None:
-        self._counts["io_errors"] += 1
-        self._last_error = error
+        with self._lock:
+            self._counts["io_errors"] += 1
+            self._last_error = error
 
-    # Methods that the control thread calls.
+    def _run_control(self, _: Event) -> None:
+        """Open the tier, make its resets durable, maintain it and close it; the control thread runs this."""
+        try:
+            self._run_open()
+        except BaseException as error:
+            self._open_error = error
+            return
+        finally:
+            self._is_opened.set()
+        wanted: int | None = None
+        while True:
+            try:
+                order = self._orders.get(timeout=self._maintain_interval_s if wanted is None else _RETRY_S)
+                if order is None:
+                    break
+                wanted = order
+            except Empty:
+                pass
+            if wanted is None:
+                self._try("maintenance", self.maintain)
+            elif self._run_clear(wanted):
+                wanted = None
+        self._try("maintenance", self.maintain)
+        # A thread that hangs still uses what would be closed, and `shutdown` waits for this one for a bounded time.
+        if self._threads.close(TIMEOUT_MAX):
+            self._try("close", self.close)
 
     def _run_open(self) -> None:
         try:
@@ -621,48 +682,36 @@ class JobTier(Tier):
             self._reason = f"opening failed: {type(error).__name__}: {error}"
             raise
         with self._lock:
-            self._owns_space = contents is not None
+            self.num_blocks = 0
             if contents is not None:
                 self.num_blocks = contents.num_blocks
                 self._last_seq = max(self._last_seq, contents.last_seq)
             if self._state == "opening" and not self.generation:
                 self._index = index
-                self._found = [] if contents is None else list(contents.keys)
+                self._found.extend([] if contents is None else contents.keys)
                 self._state = "open"
             elif self._state == "opening":
                 self._state = "resetting"
 
     def _run_clear(self, generation: int) -> bool:
-        """Make a reset durable; return whether it has to be tried again."""
+        """Make a reset durable; return False if it has to be tried again."""
         try:
             self.clear(generation)
-            index = self._new_index(TierContents(self.num_blocks) if self._owns_space else None)
+            index = self._new_index(TierContents(self.num_blocks) if self.num_blocks else None)
         except BaseException as error:
             with self._lock:
                 self._reset_error = f"{type(error).__name__}: {error}"
                 self._note_error(f"reset: {self._reset_error}")
-            return True
+            return False
         with self._lock:
             self._reset_error = ""
             self._cleared = (generation, index)
-        return False
-
-    def _run_close(self) -> None:
-        # A thread that hangs still uses what would be closed, and `shutdown` waits for this one for a bounded time.
-        if self._threads.close(TIMEOUT_MAX):
-            self._try("close", self.close)
+        return True
 
     def _new_index(self, contents: TierContents | None) -> SlotIndex | None:
         if contents is None:
             return None
         return SlotIndex(contents.num_blocks, self._cache_policy, contents.keys, contents.slots)
-
-    def _try(self, what: str, hook: Callable[[], None]) -> None:
-        try:
-            hook()
-        except Exception as error:
-            with self._lock:
-                self._note_error(f"{what}: {type(error).__name__}: {error}")
 
 
 def _without(keys: list[bytes], found: list[bytes]) -> list[bytes]:

@@ -20,7 +20,7 @@ class Task:
 def order_of(*tasks: tuple[str, int]) -> list[str]:
     """Return the order in which one thread takes tasks that wait for it."""
     gate, order = threading.Event(), []
-    threads: IOThreads[Task] = IOThreads(1, "test")
+    threads = IOThreads(1, "test")
     threads.submit(Task("gate", order, gate), QUERY)
     for name, priority in tasks:
         threads.submit(Task(name, order), priority)

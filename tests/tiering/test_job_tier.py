@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvcache import ReqContext, TieredOffloadingManager
-from kvcache.tiering import control_thread, existence, job_tier
+from kvcache.tiering import existence, job_tier
 from kvcache.tiering.existence import ExistenceCache
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
 from kvcache.tiering.slot_index import SlotIndex
@@ -288,7 +288,7 @@ def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, 
     hung = threading.Event()
     tier.get = lambda batch: hung.wait() and None
     tier.submit_load(2, keys_of("ab"), [5, 6])
-    until(lambda: not tier._jobs._jobs[2].moves[0]._unclaimed)
+    until(lambda: not tier._jobs[2].moves[0]._unclaimed)
     tier.reset()
     until(lambda: not store.values)
     time.sleep(0.01)
@@ -304,7 +304,7 @@ def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, 
 
 
 def test_reset_that_fails_is_tried_again_and_serves_nothing_meanwhile(make, host, store, monkeypatch):
-    monkeypatch.setattr(control_thread, "_RETRY_S", 0.005)
+    monkeypatch.setattr(job_tier, "_RETRY_S", 0.005)
     tier = make(slots=8)
     put(tier, host, "ab")
     store.fail["clear"] = OSError("read-only")

@@ -34,7 +34,7 @@ from stores import (
 from valkey import Valkey
 
 from kvcache.testing.tier_contract import TierContract
-from kvcache.tiering import control_thread
+from kvcache.tiering import job_tier
 from kvcache.tiering.checksum import Namespace
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyTier
 
@@ -203,7 +203,7 @@ def test_resets_after_the_server_lost_its_memory_reach_different_epochs(server, 
 
 
 def test_reset_that_failed_half_way_deletes_the_old_blocks_later(server, opened, monkeypatch):
-    monkeypatch.setattr(control_thread, "_RETRY_S", 0.01)
+    monkeypatch.setattr(job_tier, "_RETRY_S", 0.01)
     host = blocks()
     tier = open_tier(opened, server.url, host)
     store(tier, host, KEYS[:4])

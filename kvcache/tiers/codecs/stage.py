@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvcache.tiering.batch import BlockOutcome, TierBatch, checked_outcomes
 from kvcache.tiering.checksum import checksum
-from kvcache.tiering.job_table import BlockOutcome, TierBatch, checked_outcomes
 from kvcache.tiers.codecs.base import HEADER_BYTES, CannotEncodeError, Codec, stored_form
 
 if TYPE_CHECKING:

@@ -1,13 +1,13 @@
-"""The jobs of a `JobTier`: their batches under way, and the results that the scheduler has not taken yet."""
+"""The batches of a `JobTier`, and their outcomes; an I/O thread moves one batch at a time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvcache.tiering.tier import TierResult
+from kvcache.tiering.io_threads import Task
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -104,7 +104,7 @@ def checked_outcomes(outcomes: Sequence[int] | None, batch: TierBatch) -> list[B
     return [BlockOutcome(outcome) for outcome in outcomes]
 
 
-class Move:
+class Move(Task):
     """A batch as a task of an I/O thread."""
 
     def __init__(self, batch: TierBatch, move: Callable[[TierBatch], Sequence[int] | None]) -> None:
@@ -112,7 +112,6 @@ class Move:
         self.keys = batch.keys
         self.outcomes: list[BlockOutcome] = []
         self.is_all_done = False
-        self.error = ""
         self.end_s = 0.0
         self._move = move
         self._unclaimed = [True]
@@ -143,86 +142,3 @@ class Move:
         if self.error:
             return []
         return [key for key, one in zip(self.keys, self.outcomes, strict=True) if one == outcome]
-
-
-class _Job:
-    """The moves of a job, and its outcome so far."""
-
-    __slots__ = ("moves", "num_left", "result", "start_s")
-
-    def __init__(self, moves: list[Move], result: dict[str, Any]) -> None:
-        self.moves = moves
-        self.num_left = len(moves)
-        self.result = result
-
-
-class JobTable:
-    """Jobs by their id, until their last batch has ended; `num_queued` blocks are under way."""
-
-    def __init__(self) -> None:
-        self.num_queued = 0
-        self._jobs: dict[int, _Job] = {}
-        self._old: set[int] = set()
-        self._results: list[TierResult] = []
-
-    @property
-    def has_old(self) -> bool:
-        """Whether a job from before the last reset is under way."""
-        return bool(self._old)
-
-    def check(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> None:
-        """Raise ValueError if such a job cannot begin."""
-        if job_id in self._jobs:
-            raise ValueError(f"job {job_id} is still under way")
-        if len(keys) != len(block_ids):
-            raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
-
-    def start(self, job_id: int, moves: list[Move], failed: list[bytes], removed: list[bytes]) -> None:
-        """Add a job; `failed` and `removed` are known before any block moves."""
-        now_s = time.monotonic()
-        result = {"done": [], "failed": failed, "removed": removed, "error": "", "start_s": now_s, "end_s": now_s}
-        self._jobs[job_id] = _Job(moves, result)
-        self.num_queued += sum(len(move.keys) for move in moves)
-        self._report_ended(job_id)
-
-    def end(self, move: Move, done: list[bytes], failed: list[bytes], removed: Iterable[bytes] = ()) -> None:
-        """Add a move's outcome to its job, and report the job after the last one."""
-        job = self._jobs[move.batch.job_id]
-        result = job.result
-        result["done"] += done
-        result["failed"] += failed
-        result["removed"] += removed
-        result["end_s"] = max(result["end_s"], move.end_s)
-        if move.error != CANCELLED:
-            result["error"] = result["error"] or move.error
-        self.num_queued -= len(move.keys)
-        job.num_left -= 1
-        self._report_ended(move.batch.job_id)
-
-    def claim_waiting(self, job_id: int | None = None) -> list[Move]:
-        """Claim the moves of a job, or of all jobs, that have not begun; the caller ends them as cancelled."""
-        jobs = list(self._jobs.values()) if job_id is None else [self._jobs[job_id]] if job_id in self._jobs else []
-        moves = [move for job in jobs for move in job.moves if move.claim()]
-        for move in moves:
-            move.error = CANCELLED
-        return moves
-
-    def mark_old(self) -> None:
-        """Mark the jobs under way as older than a reset."""
-        self._old.update(self._jobs)
-
-    def report(self, result: TierResult) -> None:
-        """Add what happened without a job."""
-        self._results.append(result)
-
-    def take_results(self) -> list[TierResult]:
-        """Return the results since the last call."""
-        results, self._results = self._results, []
-        return results
-
-    def _report_ended(self, job_id: int) -> None:
-        job = self._jobs[job_id]
-        if not job.num_left:
-            del self._jobs[job_id]
-            self._old.discard(job_id)
-            self._results.append(TierResult(job_id, **job.result))
