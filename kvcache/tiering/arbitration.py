@@ -7,11 +7,12 @@ from time to time to notice a link that got faster.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakKeyDictionary
 
 from kvcache.control.arbiter import BAND, MAX_PROBE_BLOCKS, MAX_TOKENS, LoadArbiter, Segment
 from kvcache.tiering.controller import TierController, TierJob
@@ -27,6 +28,7 @@ Sources: TypeAlias = tuple[list[tuple[bytes, Source]], bool]
 """Keys with their sources, in prefix order, and whether a tier will know more at the next step."""
 
 
+@dataclass(slots=True)
 class LoadChoice:
     """The decision for one request so far; a cut is final.
 
@@ -34,33 +36,21 @@ class LoadChoice:
     computing would have been done in the time spent waiting.
     """
 
-    __slots__ = ("give_up_s", "limit_token", "seen_token")
-
-    def __init__(self) -> None:
-        self.seen_token = self.limit_token = -1
-        self.give_up_s = math.inf
+    seen_token: int = -1
+    limit_token: int = -1
+    give_up_s: float = math.inf
 
     @property
     def is_cut(self) -> bool:
         """Whether a part of the prefix is left to be computed."""
         return self.limit_token < self.seen_token
 
-    def allows(self, end_token: int) -> bool:
-        """Return whether a block that ends there may be waited for."""
-        return not self.is_cut or end_token <= self.limit_token
-
-
-class _Choices:
-    """The choices of one request, by manager (a weak reference)."""
-
-    def __init__(self) -> None:
-        self.by_manager: dict[weakref.ref[Arbitration], LoadChoice] = {}
-
 
 class Arbitration:
-    """Decides for a manager which requests load blocks, and counts the decisions.
+    """Decides for a manager which requests load blocks.
 
-    `group_of` returns the KV-cache group of a key. A replay sets its own, because its keys are hashes.
+    `counts` are the numbers of decisions, by the names of `ManagerStats`. `group_of` returns the KV-cache group of a
+    key; a replay sets its own, because its keys are hashes.
     """
 
     def __init__(
@@ -76,28 +66,18 @@ class Arbitration:
         self._controllers = controllers
         self._block_size = block_size
         self._probes: dict[TierController, list[bytes]] = {}
-        self._num_loads = self._num_cuts = self._num_cut_blocks = self._num_give_ups = 0
-        self._ref = weakref.ref(self)
-
-    def counts(self) -> dict[str, int]:
-        """Return the counters of decisions, by the names of `ManagerStats`."""
-        return {
-            "arbiter_loads": self._num_loads,
-            "arbiter_cuts": self._num_cuts,
-            "arbiter_cut_blocks": self._num_cut_blocks,
-            "arbiter_give_ups": self._num_give_ups,
-        }
+        self._choices: WeakKeyDictionary[ReqContext, LoadChoice] = WeakKeyDictionary()
+        names = ("arbiter_loads", "arbiter_cuts", "arbiter_cut_blocks", "arbiter_give_ups")
+        self.counts = dict.fromkeys(names, 0)
 
     def may_wait_for(self, key: bytes, req_context: ReqContext) -> bool:
         """Return whether a request may wait for a block."""
         choice, end_token = self._choice_of(req_context), _known(req_context.get_offload_key_position(key))
-        return not choice.is_cut if end_token is None else choice.allows(end_token)
+        return not choice.is_cut or (end_token is not None and end_token <= choice.limit_token)
 
     def forget(self, req_context: ReqContext) -> None:
         """Forget the decision for a request that has ended."""
-        choices = req_context.get_state(_Choices)
-        if choices is not None:
-            choices.by_manager.pop(self._ref, None)
+        self._choices.pop(req_context, None)
 
     def take_probes(self) -> dict[TierController, list[bytes]]:
         """Return blocks that were cut since the last call, by tier; loading some of them measures a link's rate."""
@@ -125,7 +105,7 @@ class Arbitration:
         if is_waiting and now_s >= choice.give_up_s and not choice.is_cut:
             choice.seen_token, choice.limit_token = max(choice.seen_token, 0), -1
             self._pending.stop_wanting(req_context)
-            self._num_give_ups += 1
+            self.counts["arbiter_give_ups"] += 1
         if not choice.is_cut and (is_unknown or ends[len(sources) - 1] > choice.seen_token):
             # If an engine asks key by key, decide about all known keys of the prompt at once.
             run, run_before = keys, num_ready
@@ -149,14 +129,7 @@ class Arbitration:
         return sources[:num_kept], False
 
     def _choice_of(self, req_context: ReqContext) -> LoadChoice:
-        choices = req_context.get_state(_Choices)
-        if choices is None:
-            choices = _Choices()
-            req_context.set_state(choices)
-        choice: LoadChoice | None = choices.by_manager.get(self._ref)
-        if choice is None:
-            choice = choices.by_manager[self._ref] = LoadChoice()
-        return choice
+        return self._choices.setdefault(req_context, LoadChoice())
 
     def _end_tokens(self, keys: list[bytes], num_before: int, req_context: ReqContext) -> list[int]:
         """Return the end of each block in the prompt; without positions, `keys` follow `num_before` blocks."""
@@ -183,7 +156,7 @@ class Arbitration:
                 links = [controller.link for controller in self._controllers]
                 if arbiter.is_hopeless(first_token, ends[-1], len(ends), links, now_s):
                     choice.seen_token, choice.limit_token = ends[-1], first_token
-                    self._num_cuts += 1
+                    self.counts["arbiter_cuts"] += 1
                     return True
                 choice.give_up_s = now_s + known.compute_s(first_token, ends[-1])
             return False
@@ -212,11 +185,11 @@ class Arbitration:
             patience_s = max(known.compute_s(first_token, decision.end_token), decision.load_s)
             choice.give_up_s = now_s + (1 + BAND) * patience_s
         if not choice.is_cut:
-            self._num_loads += 1
+            self.counts["arbiter_loads"] += 1
             return True
-        self._num_cuts += 1
+        self.counts["arbiter_cuts"] += 1
         cut = [(key, source) for end, key, source in fresh if end > choice.limit_token]
-        self._num_cut_blocks += sum(source is not None for _, source in cut)
+        self.counts["arbiter_cut_blocks"] += sum(source is not None for _, source in cut)
         for key, source in cut:
             if isinstance(source, TierController) and source.link is not None:
                 probe = self._probes.setdefault(source, [])

@@ -163,6 +163,17 @@ class TierJob:
     is_withheld: bool = False
 
 
+class _Direction(Breaker):
+    """The loads or the stores of a tier: their breaker, the blocks under way, and what has been moved so far."""
+
+    def __init__(self, name: str, config: TierConfig, max_blocks: int) -> None:
+        super().__init__(config.max_failures, config.pause_s)
+        self.name = name
+        self.max_blocks = max_blocks
+        self.num_blocks = self.num_moved = 0
+        self.seconds = Histogram(1e-9, *JOB_EXPONENTS)
+
+
 class TierController:
     """One tier under a manager: its `jobs` under way and the `backlog` of keys that wait to be written.
 
@@ -179,55 +190,35 @@ class TierController:
         self.dirty = DirtyBlocks(num_blocks) if config.write_policy == "write_back" else None
         self.link = LinkRate() if config.arbiter else None
         self.dropped_blocks = 0
-        self._max_load_blocks = max(1, num_blocks // (2 * num_tiers))
         self._max_blocks = max(1, budget.max_blocks // num_tiers)
         if tier.max_queued_blocks is not None:
             self._max_blocks = max(1, min(self._max_blocks, tier.max_queued_blocks))
         self._max_backlog_blocks = num_blocks
         self._budget = budget
-        self._reads = Breaker(config.max_failures, config.pause_s)
-        self._writes = Breaker(config.max_failures, config.pause_s)
+        self._reads = _Direction("reads", config, max(1, num_blocks // (2 * num_tiers)))
+        self._writes = _Direction("writes", config, config.max_store_blocks)
         self._reported: deque[TierResult] = deque()
         self._uses: deque[tuple[list[bytes] | None, ReqContext | None]] = deque()
-        self._num_loading = 0
-        self._num_storing = 0
         self._stuck_blocks = 0
-        self._promoted_blocks = 0
-        self._written_blocks = 0
         self._failed_jobs = 0
         self._overdue_jobs = 0
-        self._promotion_s = Histogram(1e-9, *JOB_EXPONENTS)
-        self._write_s = Histogram(1e-9, *JOB_EXPONENTS)
         self._last_error = ""
         self._reset_again_s: float | None = None
         self._warnings = LogLimiter(_LOG)
 
-    def may_load(self, now_s: float) -> bool:
-        """Return whether it is worth asking the tier for blocks."""
-        return self._reset_again_s is None and self._reads.allows(now_s) and self._stuck_blocks < self._max_load_blocks
+    def may_send(self, is_load: bool, now_s: float) -> bool:
+        """Return whether it is worth asking the tier for blocks, or offering blocks to it."""
+        direction = self._direction(is_load)
+        return self._reset_again_s is None and direction.allows(now_s) and self._stuck_blocks < direction.max_blocks
 
-    def may_store(self, now_s: float) -> bool:
-        """Return whether it is worth offering blocks to the tier."""
-        return (
-            self._reset_again_s is None
-            and self._writes.allows(now_s)
-            and self._stuck_blocks < self.config.max_store_blocks
-        )
+    def room(self, is_load: bool) -> int:
+        """Return how many blocks may be sent now to be read or written."""
+        direction = self._direction(is_load)
+        room = self._max_blocks - self._reads.num_blocks - self._writes.num_blocks
+        return max(0, min(direction.max_blocks - direction.num_blocks, room, self._budget.num_left))
 
-    @property
-    def load_room(self) -> int:
-        """Blocks that may be sent to be read now."""
-        return max(0, min(self._max_load_blocks - self._num_loading, self._room))
-
-    @property
-    def store_room(self) -> int:
-        """Blocks that may be sent to be written now."""
-        return max(0, min(self.config.max_store_blocks - self._num_storing, self._room))
-
-    @property
-    def _room(self) -> int:
-        num_used = self._num_loading + self._num_storing
-        return min(self._max_blocks - num_used, self._budget.num_left)
+    def _direction(self, is_load: bool) -> _Direction:
+        return self._reads if is_load else self._writes
 
     @property
     def has_reports(self) -> bool:
@@ -253,7 +244,7 @@ class TierController:
 
     def lookup(self, keys: list[bytes], now_s: float) -> int | None:
         """Return how many of the first keys the tier can load, 0 while its reads are paused; None: ask again."""
-        if not self.may_load(now_s):
+        if not self.may_send(True, now_s):
             return 0
         found: Any = self._call("lookup", -1, self.tier.lookup, keys)
         if found is None:
@@ -300,14 +291,11 @@ class TierController:
         self.jobs[job.job_id] = job
         job.sent_s = now_s
         self._budget.num_used += len(job.keys)
-        if job.is_load:
-            self._num_loading += len(job.keys)
-            self._reads.record_sent()
-            if self.link is not None:
-                self.link.sent(len(job.keys), now_s)
-        else:
-            self._num_storing += len(job.keys)
-            self._writes.record_sent()
+        direction = self._direction(job.is_load)
+        direction.num_blocks += len(job.keys)
+        direction.record_sent()
+        if self.link is not None and job.is_load:
+            self.link.sent(len(job.keys), now_s)
         return True
 
     def give_up_overdue(self, now_s: float) -> None:
@@ -320,7 +308,7 @@ class TierController:
                 self._overdue_jobs += 1
                 self._stuck_blocks += len(job.keys)
                 self._last_error = f"a job of {len(job.keys)} blocks took over {self.config.deadline_s} s"
-                self._fail(self._reads if job.is_load else self._writes, now_s, at_once=True)
+                self._fail(self._direction(job.is_load), now_s, at_once=True)
                 self._call("cancel", None, self.tier.cancel, job.job_id)
 
     def get_finished(self, max_blocks: int, now_s: float) -> list[tuple[TierJob | None, TierResult]]:
@@ -366,38 +354,32 @@ class TierController:
         return job, replace(clean, done=[key for key in dict.fromkeys(clean.done) if key in own])
 
     def _end(self, job: TierJob, result: TierResult, now_s: float) -> None:
+        num_blocks = len(job.keys)
+        direction = self._direction(job.is_load)
         del self.jobs[job.job_id]
-        self._budget.num_used -= len(job.keys)
-        breaker = self._reads if job.is_load else self._writes
+        self._budget.num_used -= num_blocks
+        direction.num_blocks -= num_blocks
+        direction.num_moved += len(result.done)
+        direction.seconds.observe(now_s - job.sent_s)
+        if not job.is_load:
+            self.dropped_blocks += len(result.failed)
         if result.error:
             self._failed_jobs += 1
             self._last_error = result.error
-            self._fail(breaker, now_s)
-        elif not job.is_overdue:
-            was_paused = breaker.state != "closed"
-            breaker.record_success()
-            if was_paused:
-                _LOG.info("tier %s: %s resumed", self.medium, "reads" if job.is_load else "writes")
+            self._fail(direction, now_s)
         if job.is_overdue:
-            self._stuck_blocks -= len(job.keys)
-        (self._promotion_s if job.is_load else self._write_s).observe(now_s - job.sent_s)
-        if job.is_load:
-            if self.link is not None and not job.is_overdue:
-                self._learn(self.link, job, result, now_s)
-            self._num_loading -= len(job.keys)
-            self._promoted_blocks += len(result.done)
-        else:
-            self._num_storing -= len(job.keys)
-            self._written_blocks += len(result.done)
-            self.dropped_blocks += len(result.failed)
-
-    def _learn(self, link: LinkRate, job: TierJob, result: TierResult, now_s: float) -> None:
-        start_s, end_s = result.start_s, result.end_s
-        if start_s is None or end_s is None:
-            start_s, end_s = job.sent_s, now_s
-        # What failed says nothing of the rate.
-        num_done = 0 if result.error else len(result.done)
-        link.ended(len(job.keys), num_done, start_s, end_s, now_s)
+            self._stuck_blocks -= num_blocks
+            return
+        if not result.error:
+            if direction.state != "closed":
+                _LOG.info("tier %s: %s resumed", self.medium, direction.name)
+            direction.record_success()
+        if self.link is not None and job.is_load:
+            start_s, end_s = result.start_s, result.end_s
+            if start_s is None or end_s is None:
+                start_s, end_s = job.sent_s, now_s
+            # A failed job does not show the rate.
+            self.link.ended(num_blocks, 0 if result.error else len(result.done), start_s, end_s, now_s)
 
     def reset(self, now_s: float) -> None:
         """Reset the tier and drop the backlog. If that raises, the tier is not used until a reset works."""
@@ -425,8 +407,8 @@ class TierController:
         reason = tier.unavailable_reason or self._unavailable_reason()
         return TierControllerStats(
             tier=replace(tier, unavailable_reason=reason, last_error=tier.last_error or self._last_error),
-            promoted_blocks=self._promoted_blocks,
-            written_blocks=self._written_blocks,
+            promoted_blocks=self._reads.num_moved,
+            written_blocks=self._writes.num_moved,
             dropped_blocks=self.dropped_blocks,
             failed_jobs=self._failed_jobs,
             overdue_jobs=self._overdue_jobs,
@@ -436,29 +418,24 @@ class TierController:
             load_latency_s=0.0 if self.link is None else self.link.latency_s,
             load_blocks_per_s=0.0 if self.link is None else self.link.blocks_per_s,
             num_jobs=len(self.jobs),
-            num_loading=self._num_loading,
-            num_storing=self._num_storing,
+            num_loading=self._reads.num_blocks,
+            num_storing=self._writes.num_blocks,
             num_backlog=len(self.backlog),
-            promotion_seconds=HistogramData(*self._promotion_s.data()),
-            write_seconds=HistogramData(*self._write_s.data()),
+            promotion_seconds=HistogramData(*self._reads.seconds.data()),
+            write_seconds=HistogramData(*self._writes.seconds.data()),
         )
 
     def _unavailable_reason(self) -> str:
         if self._reset_again_s is not None:
             return f"reset failed: {self._last_error}"
-        names = [name for name, one in (("reads", self._reads), ("writes", self._writes)) if one.state != "closed"]
+        names = [one.name for one in (self._reads, self._writes) if one.state != "closed"]
         return f"{' and '.join(names)} paused: {self._last_error}" if names else ""
 
-    def _fail(self, breaker: Breaker, now_s: float, at_once: bool = False) -> None:
-        if breaker.record_failure(now_s, at_once):
-            self._warnings.warn(
-                "reads paused" if breaker is self._reads else "writes paused",
-                "tier %s: %s paused for %s s: %s",
-                self.medium,
-                "reads" if breaker is self._reads else "writes",
-                self.config.pause_s,
-                self._last_error,
-            )
+    def _fail(self, direction: _Direction, now_s: float, at_once: bool = False) -> None:
+        if direction.record_failure(now_s, at_once):
+            text = "tier %s: %s paused for %s s: %s"
+            name = direction.name
+            self._warnings.warn(f"{name} paused", text, self.medium, name, self.config.pause_s, self._last_error)
 
     def _call(self, operation: str, otherwise: T, method: Callable[..., Any], *args: Any) -> T:
         # A tier may be third-party code, and the engine's thread must not suffer from it.

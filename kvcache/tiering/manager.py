@@ -24,12 +24,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from kvcache.control.arbiter import LoadArbiter
 from kvcache.control.atomic import Guard, atomic
@@ -76,13 +76,6 @@ class PromotionStats:
     wait_seconds: HistogramData | None = histogram(
         "seconds", "Time from a request's first wait for a tier to its load, its end or its deadline."
     )
-
-
-class _UsedKeys:
-    """The keys whose use was counted for a request, per manager, which it does not keep alive."""
-
-    def __init__(self) -> None:
-        self.by_manager: dict[weakref.ref[TieredOffloadingManager], set[bytes]] = {}
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -182,7 +175,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._uses: OrderedDict[bytes, int] = OrderedDict()
         self._promoted_loads = 0
         self._is_draining = False
-        self._ref = weakref.ref(self)
+        # The keys whose use was counted for each request.
+        self._counted: WeakKeyDictionary[ReqContext, set[bytes]] = WeakKeyDictionary()
 
     @property
     def policy(self) -> CachePolicy:
@@ -331,9 +325,7 @@ class TieredOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
         self.pool.end_request(req_context, use_positions=use_positions)
         self._pending.close(req_context)
-        used = req_context.get_state(_UsedKeys)
-        if used is not None:
-            used.by_manager.pop(self._ref, None)
+        self._counted.pop(req_context, None)
         if self.arbitration is not None:
             self.arbitration.forget(req_context)
         for controller in self.controllers:
@@ -435,7 +427,7 @@ class TieredOffloadingManager(OffloadingManager):
             time.sleep(0.0002)
 
     def stats(self) -> ManagerStats:
-        decided = {} if self.arbitration is None else self.arbitration.counts()
+        decided = {} if self.arbitration is None else self.arbitration.counts
         return replace(self.pool.stats(), promoted_loads=self._promoted_loads, **decided)
 
     def parts(self) -> list[Part]:
@@ -556,11 +548,11 @@ class TieredOffloadingManager(OffloadingManager):
         """Load a few blocks that were cut, from time to time, to notice a link that got faster."""
         for controller, keys in cut.items():
             link = controller.link
-            if link is None or not controller.may_load(now_s) or self._pending.wanting():
+            if link is None or not controller.may_send(True, now_s) or self._pending.wanting():
                 continue
             keys = list(dict.fromkeys(keys))
             absent = [key for key, state in zip(keys, self.pool.states(keys), strict=True) if state == ABSENT]
-            num_blocks = min(link.take_probe(now_s), controller.load_room) if absent else 0
+            num_blocks = min(link.take_probe(now_s), controller.room(True)) if absent else 0
             output = self.pool.reserve_leading(absent[:num_blocks]) if num_blocks else None
             if output is not None:
                 self._note_evicted(output.evicted_keys)
@@ -602,7 +594,7 @@ class TieredOffloadingManager(OffloadingManager):
         for key, controller in request.wanted.items():
             room = rooms.get(controller)
             if room is None:
-                room = controller.load_room if controller.may_load(now_s) else -1
+                room = controller.room(True) if controller.may_send(True, now_s) else -1
             if room < 0:
                 given_up.append(key)
                 rooms[controller] = -1
@@ -626,7 +618,7 @@ class TieredOffloadingManager(OffloadingManager):
         job = TierJob(next(self._job_ids), controller, True, keys, block_ids, deadline_s)
         job.waiters.update(waiters)
         # A tier that is being tried again gets one job only.
-        if controller.may_load(now_s) and controller.send(job, now_s):
+        if controller.may_send(True, now_s) and controller.send(job, now_s):
             self._promoting.update(dict.fromkeys(keys, job))
         else:
             self.pool.abort(keys, is_move=True)
@@ -662,14 +654,14 @@ class TieredOffloadingManager(OffloadingManager):
     def _write_down(self, now_s: float) -> None:
         num_left = MAX_STEP_BLOCKS
         for controller in self.controllers:
-            if controller.dirty is not None and controller.may_store(now_s):
-                controller.offer(controller.dirty.take_due(controller.store_room - len(controller.backlog)))
-            if controller.backlog and not controller.may_store(now_s):
+            if controller.dirty is not None and controller.may_send(False, now_s):
+                controller.offer(controller.dirty.take_due(controller.room(False) - len(controller.backlog)))
+            if controller.backlog and not controller.may_send(False, now_s):
                 controller.drop_backlog()
             while (
                 controller.backlog
-                and (room := min(controller.store_room, num_left, _MAX_JOB_BLOCKS)) > 0
-                and controller.may_store(now_s)
+                and (room := min(controller.room(False), num_left, _MAX_JOB_BLOCKS)) > 0
+                and controller.may_send(False, now_s)
             ):
                 keys = [controller.backlog.popleft() for _ in range(min(room, len(controller.backlog)))]
                 num_left -= len(keys)
@@ -763,11 +755,7 @@ class TieredOffloadingManager(OffloadingManager):
         if not self._selective:
             return
         if req_context is not None:
-            used = req_context.get_state(_UsedKeys)
-            if used is None:
-                used = _UsedKeys()
-                req_context.set_state(used)
-            seen = used.by_manager.setdefault(self._ref, set())
+            seen = self._counted.setdefault(req_context, set())
             keys = [key for key in dict.fromkeys(keys) if key not in seen]
             seen.update(keys)
         # Counts of blocks that left go first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcache.core.histogram import Histogram
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from kvcache.tiering.controller import TierController
 
 
+@dataclass(slots=True)
 class PendingRequest:
     """One request that waits.
 
@@ -21,16 +23,13 @@ class PendingRequest:
     reference on each block in `held`, which include `prefix`, the leading keys of its last look-up.
     """
 
-    __slots__ = ("deadline_s", "held", "is_over", "prefix", "req_context", "tried", "wanted")
-
-    def __init__(self, req_context: ReqContext | None, deadline_s: float) -> None:
-        self.req_context = req_context
-        self.deadline_s = deadline_s
-        self.wanted: dict[bytes, TierController] = {}
-        self.tried: set[bytes] = set()
-        self.held: dict[bytes, None] = {}
-        self.prefix: list[bytes] = []
-        self.is_over = False
+    req_context: ReqContext | None
+    deadline_s: float
+    wanted: dict[bytes, TierController] = field(default_factory=dict)
+    tried: set[bytes] = field(default_factory=set)
+    held: dict[bytes, None] = field(default_factory=dict)
+    prefix: list[bytes] = field(default_factory=list)
+    is_over: bool = False
 
     def try_now(self, keys: list[bytes]) -> None:
         """Record that the promotion of wanted keys is tried now or given up."""

@@ -181,11 +181,9 @@ class KVCacheTier(SecondaryTierManager):
         chunk_of = dict(zip(engine_job.keys, engine_job.chunk_ids.tolist(), strict=True))
         # vLLM passes the keys of a store as a set.
         keys = sorted(chunk_of, key=lambda key: positions.get(key, 0))
+        room = controller.room(is_load) if controller.may_send(is_load, now_s) else 0
         if is_load:
-            room = controller.load_room if controller.may_load(now_s) else 0
             controller.touch(keys, request)
-        else:
-            room = controller.store_room if controller.may_store(now_s) else 0
         self._engine_jobs[engine_job.job_id] = engine_job.req_context.req_id, keys
         # The head of a prompt is needed before its tail, and the block that is stored last is the most recent.
         sent = keys[:room] if is_load else keys[:room][::-1]
