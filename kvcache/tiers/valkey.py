@@ -264,12 +264,7 @@ class ValkeyTier(JobTier):
         self._old_epochs.append(self._epoch)
         self._epoch = fresh
         while self._old_epochs:
-            names: list[bytes] = []
-            for name in server.scan_iter(match=b"%b:%b:*" % (self._prefix, self._old_epochs[-1]), count=1000):
-                names.append(name)
-                if len(names) == 1000:
-                    self._delete(server, names)
-            self._delete(server, names)
+            _unlink(server, b"%b:%b:*" % (self._prefix, self._old_epochs[-1]))
             self._old_epochs.pop()
 
     def maintain(self) -> None:
@@ -288,34 +283,23 @@ class ValkeyTier(JobTier):
     def _name(self, key: bytes) -> bytes:
         return b"%b:%b:%b" % (self._prefix, self._epoch, key)
 
-    def _delete(self, server: Any, names: list[bytes]) -> None:
-        with server.pipeline(transaction=False) as pipeline:
-            for name in names:
-                pipeline.unlink(name)
-            pipeline.execute()
-        names.clear()
-
     def _server(self) -> Any:
         # One thread connects at a time: another one must not join the epoch that a reset has just left.
         with self._connecting:
-            return self._client or self._connect()
-
-    def _connect(self) -> Any:
-        client = _client_of(self._url, self._is_cluster, self._options)
-        try:
-            found = client.get(self._epoch_name)
-            if found is None and not self._epoch:
-                # Of engines that start together, one announces an epoch and all join it.
-                client.set(self._epoch_name, draw_epoch(), nx=True)
-                found = client.get(self._epoch_name)
-            self._epoch = self._epoch or found
-            if not self._epoch:
-                raise OSError(f"{self._address} does not keep the epoch")
-        except BaseException:
-            client.close()
-            raise
-        self._client = client
-        return client
+            if self._client is None:
+                client = _client_of(self._url, self._is_cluster, self._options)
+                try:
+                    # Of engines that start together, one announces an epoch and all join it.
+                    if client.get(self._epoch_name) is None:
+                        client.set(self._epoch_name, draw_epoch(), nx=True)
+                    self._epoch = client.get(self._epoch_name)
+                    if not self._epoch:
+                        raise OSError(f"{self._address} does not keep the epoch")
+                except BaseException:
+                    client.close()
+                    raise
+                self._client = client
+            return self._client
 
     def _receive(self, server: Channel, name: bytes, seal: memoryview, buffer: memoryview) -> BlockOutcome:
         try:
@@ -384,20 +368,24 @@ def clear_server(
                 counts[model] = counts.get(model, 0) + 1
             clients = _other_clients(node, clients)
         confirm(counts, clients)
-        num_deleted = 0
-        for node in nodes:
-            names = node.scan_iter(match=pattern, count=1000)
-            while some := list(islice(names, 1000)):
-                # One name a command: in a cluster, names of one command must lie in one slot.
-                with node.pipeline(transaction=False) as pipeline:
-                    for name in some:
-                        pipeline.unlink(name)
-                    num_deleted += sum(pipeline.execute())
-        return num_deleted
+        return sum(_unlink(node, pattern) for node in nodes)
     except (ValkeyError, OSError) as error:
         raise ValueError(f"{_address(values.url)} cannot be used: {_shown(error)}") from None
     finally:
         client.close()
+
+
+def _unlink(server: Any, pattern: bytes) -> int:
+    """Delete the names that match, and return their number."""
+    num_deleted = 0
+    names = server.scan_iter(match=pattern, count=1000)
+    while some := list(islice(names, 1000)):
+        # One name a command: in a cluster, names of one command must lie in one slot.
+        with server.pipeline(transaction=False) as pipeline:
+            for name in some:
+                pipeline.unlink(name)
+            num_deleted += sum(pipeline.execute())
+    return num_deleted
 
 
 def _other_clients(node: Any, known: list[str] | None) -> list[str] | None:

@@ -7,6 +7,7 @@ because a time limit on each read never ends for a server that sends a byte at a
 
 from __future__ import annotations
 
+import io
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,6 +62,39 @@ def channel(client: Any, timeout_s: float) -> Iterator[Channel]:
         pool.release(connection)
 
 
+class _Receiver(io.RawIOBase):
+    """The bytes that a socket receives until `end_s`."""
+
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        self.end_s = 0.0
+        self._socket = sock
+        self._timeout_s = timeout_s
+        self._wake_bytes = 1
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        # The caller fills a buffer that is larger than its own, so all these bytes are on their way.
+        wake_bytes = min(len(target), _WAKE_BYTES) if len(target) > _READ_BYTES else 1
+        if wake_bytes != self._wake_bytes and type(self._socket) is socket.socket:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
+            self._wake_bytes = wake_bytes
+        try:
+            num_bytes = self._socket.recv_into(target)
+        except TimeoutError:
+            num_bytes, self.end_s = 1, 0.0
+        if not num_bytes:
+            raise WireError("the server closed the connection")
+        self.check_time()
+        return num_bytes
+
+    def check_time(self) -> None:
+        """Raise WireError if the time is over."""
+        if time.monotonic() > self.end_s:
+            raise WireError(f"an answer took more than {self._timeout_s} s")
+
+
 class Channel:
     """Sends batches of commands over a connection of the library, and reads their answers in order.
 
@@ -70,18 +104,16 @@ class Channel:
     def __init__(self, connection: Any, timeout_s: float) -> None:
         # The library cannot receive into given memory.
         self._socket: socket.socket = connection._sock
-        self._can_gather = type(self._socket) is socket.socket
         self._timeout_s = timeout_s
-        self._buffer = memoryview(bytearray(_READ_BYTES))
-        self._start = self._end = 0
-        self._end_s = 0.0
+        self._receiver = _Receiver(self._socket, timeout_s)
+        self._reader = io.BufferedReader(self._receiver, _READ_BYTES)
 
     def send(self, buffers: Iterable[Any]) -> None:
         """Send buffers, one after the other."""
-        self._end_s = time.monotonic() + self._timeout_s
+        self._receiver.end_s = time.monotonic() + self._timeout_s
         try:
             waiting = [memoryview(buffer) for buffer in buffers]
-            if not self._can_gather:
+            if type(self._socket) is not socket.socket:
                 for buffer in waiting:
                     self._socket.sendall(buffer)
                 return
@@ -94,7 +126,7 @@ class Channel:
                 del waiting[:num_whole]
                 if waiting:
                     waiting[0] = waiting[0][num_sent:]
-                    self._check_time()
+                    self._receiver.check_time()
         except TimeoutError:
             raise WireError(f"the server took nothing for {self._timeout_s} s") from None
 
@@ -120,81 +152,23 @@ class Channel:
         num_bytes = int(rest)
         if num_bytes == sum(map(len, targets)):
             for target in targets:
-                self._fill(target)
+                self._reader.readinto(target)
         else:
-            self._skip(num_bytes)
-        tail = bytearray(2)
-        self._fill(memoryview(tail))
-        if tail != b"\r\n":
+            left = num_bytes
+            while left:
+                left -= len(self._reader.read(min(left, _READ_BYTES)))
+        if self._reader.read(2) != b"\r\n":
             raise WireError("a value does not end where its length says")
         return num_bytes
 
     def _line(self) -> tuple[bytes, bytes]:
-        self._end_s = time.monotonic() + self._timeout_s
-        line = b""
-        while True:
-            seen = bytes(self._buffer[self._start : self._end])
-            at = seen.find(b"\n")
-            if at >= 0:
-                line += seen[: at + 1]
-                self._start += at + 1
-                break
-            line += seen
-            self._start = self._end
-            if len(line) > _MAX_LINE_BYTES:
-                raise WireError("the server sends lines without an end")
-            self._receive_more()
+        self._receiver.end_s = time.monotonic() + self._timeout_s
+        line = self._reader.readline(_MAX_LINE_BYTES)
+        if len(line) == _MAX_LINE_BYTES:
+            raise WireError("the server sends lines without an end")
         if len(line) < 3 or line[-2:] != b"\r\n":
             raise WireError(f"the server does not speak the protocol, but sends {line[:80]!r}")
         return line[:1], line[1:-2]
-
-    def _fill(self, target: memoryview) -> None:
-        num_taken = min(len(target), self._end - self._start)
-        target[:num_taken] = self._buffer[self._start : self._start + num_taken]
-        self._start += num_taken
-        if self._can_gather and len(target) - num_taken > _WAKE_BYTES:
-            num_taken += self._receive_large(target[num_taken:])
-        while num_taken < len(target):
-            num_taken += self._receive(target[num_taken:])
-
-    def _receive_large(self, target: memoryview) -> int:
-        """Receive all of a large buffer, and wake up for `_WAKE_BYTES` instead of each packet."""
-        num_taken = 0
-        try:
-            while num_taken < len(target):
-                num_bytes = min(len(target) - num_taken, _WAKE_BYTES)
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
-                num_taken += self._receive(target[num_taken:])
-        finally:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-        return num_taken
-
-    def _skip(self, num_bytes: int) -> None:
-        while num_bytes:
-            num_taken = min(num_bytes, self._end - self._start)
-            self._start += num_taken
-            num_bytes -= num_taken
-            if num_bytes:
-                self._receive_more()
-
-    def _receive_more(self) -> None:
-        self._start = 0
-        self._end = 0
-        self._end = self._receive(self._buffer)
-
-    def _receive(self, target: memoryview) -> int:
-        try:
-            num_bytes = self._socket.recv_into(target)
-        except TimeoutError:
-            raise WireError(f"an answer took more than {self._timeout_s} s") from None
-        if not num_bytes:
-            raise WireError("the server closed the connection")
-        self._check_time()
-        return num_bytes
-
-    def _check_time(self) -> None:
-        if time.monotonic() > self._end_s:
-            raise WireError(f"an answer took more than {self._timeout_s} s")
 
 
 def _error(kind: bytes, rest: bytes) -> Exception:

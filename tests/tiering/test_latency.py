@@ -132,7 +132,7 @@ def test_hung_disk_does_not_keep_the_scheduler(world):
         released.wait()
         raise OSError("the mount came back")
 
-    tier._store.file.read = tier._store.file.write = hang
+    tier._store.read_payload = tier._store.write_payload = hang
     waits, hits = [], []
     try:
         for timed in rounds(manager):

@@ -80,8 +80,8 @@ def test_key_named_by_two_slots_is_found_in_the_later_one(bench):
     bench.store(tier, bench.keys(1))
     tier._store.table.write(3, [99], bench.keys(1), [int(tier._store.table.checksums[0])], tier._current[1])
     tier.host[1] = 0
-    tier._store.file.write(3, [tier.host[0].data])
-    tier._store.file.write(0, [tier.host[1].data])
+    tier._store.write_payload(3, [tier.host[0].data])
+    tier._store.write_payload(0, [tier.host[1].data])
     tier.shutdown()
     tier = bench.open(num_blocks=4)
     assert tier.stats().num_held == 1
@@ -381,9 +381,9 @@ def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved, caplog):
     assert tier.stats().unavailable_reason == f"directory {tmp_path / 'tier'} was removed"
     # The space is released right after the reason is set.
     size = 16 * BLOCK_BYTES if is_moved else 0
-    while os.fstat(tier._store.file.fd).st_size != size and time.monotonic() < end:
+    while os.fstat(tier._store.fd).st_size != size and time.monotonic() < end:
         time.sleep(0.001)
-    assert os.fstat(tier._store.file.fd).st_size == size
+    assert os.fstat(tier._store.fd).st_size == size
     assert tier.lookup(bench.keys(1)) == 0
     assert tier.submit_store(5, bench.keys(2), [0]) is False
 

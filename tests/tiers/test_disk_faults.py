@@ -239,7 +239,7 @@ def test_process_ends_while_its_io_thread_hangs(tmp_path):
         "from kvcache.tiers.disk.tier import DiskTier\n"
         "job_tier._SHUTDOWN_S = 0.1\n"
         "tier = DiskTier(sys.argv[1], 1 << 20, np.zeros((4, 4096), np.uint8))\n"
-        "tier._store.file.write = lambda slot, rows: threading.Event().wait()\n"
+        "tier._store.write_payload = lambda slot, rows: threading.Event().wait()\n"
         "assert tier.submit_store(1, [b'k'], [0])\n"
         "tier.shutdown()\n"
     )

@@ -36,6 +36,7 @@ from valkey import Valkey
 from kvcache.testing.tier_contract import TierContract
 from kvcache.tiering import job_tier
 from kvcache.tiering.checksum import Namespace
+from kvcache.tiers import valkey
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyTier
 
 BLOCK_BYTES = 4096
@@ -207,15 +208,15 @@ def test_reset_that_failed_half_way_deletes_the_old_blocks_later(server, opened,
     host = blocks()
     tier = open_tier(opened, server.url, host)
     store(tier, host, KEYS[:4])
-    delete, calls = tier._delete, []
+    delete, calls = valkey._unlink, []
 
     def fail_once(*args):
         calls.append(args)
         if len(calls) == 1:
             raise OSError("the cable")
-        delete(*args)
+        return delete(*args)
 
-    tier._delete = fail_once
+    monkeypatch.setattr(valkey, "_unlink", fail_once)
     tier.reset()
     wait_for_reset(tier)
     with Valkey(port=server.port) as client:

@@ -1,18 +1,27 @@
-"""Blocks in an open directory: payload with its record, written in this order and verified when read."""
+"""Blocks in an open directory: payload with its record, written in this order and verified when read.
+
+A run of consecutive slots moves straight from and to host blocks.
+"""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcache.tiering.checksum import checksum
-from kvcache.tiers.disk.data_file import DataFile
+from kvcache.tiers.disk.directory import ALIGN_BYTES, DATA
 from kvcache.tiers.disk.slot_table import SlotTable
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
     from kvcache.tiers.disk.directory import Generation, TierDirectory
+
+_SECTOR_BYTES = 512
+_MOST_TRIES = 100
 
 
 class BlocksRead(NamedTuple):
@@ -23,32 +32,42 @@ class BlocksRead(NamedTuple):
 
 
 class BlockStore:
-    """The slot table and the data file of an open directory, which is closed with the store."""
+    """The slot table and the data file of an open directory, which is closed with the store.
+
+    The data file is read and written past the page cache (`is_direct`) if the file system allows.
+    """
 
     def __init__(self, directory: TierDirectory, host_blocks: HostBlocks, read_only: bool) -> None:
         self.directory = directory
         self._read_only = read_only
+        self._block_bytes = directory.header.block_bytes
+        self._slot_bytes = directory.header.slot_bytes
         with ExitStack() as undo:
             self.table = SlotTable(directory, read_only)
             undo.callback(self.table.close)
-            self.file = DataFile(directory, host_blocks, read_only)
+            flags = os.O_RDONLY if read_only else os.O_RDWR
+            # Each piece of each transfer is a multiple of the lowest bit that is set in any of them.
+            mixed: int = host_blocks.ctypes.data | host_blocks.strides[0] | self._block_bytes
+            direct_fd = _open_direct(directory, flags, self._block_bytes, mixed & -mixed)
+            self.is_direct = direct_fd is not None
+            self.fd = directory.open_file(DATA, flags) if direct_fd is None else direct_fd
             undo.pop_all()
 
     def write(
         self, first_slot: int, seqs: list[int], keys: list[bytes], rows: list[memoryview], generation: Generation
     ) -> None:
         """Write blocks to consecutive slots, then their records; `seqs` say in which order the blocks came."""
-        num_bytes, seed = self.file.block_bytes, generation.seed
+        num_bytes, seed = self._block_bytes, generation.seed
         checks = [checksum(key, row, num_bytes, seed) for key, row in zip(keys, rows, strict=True)]
-        self.file.write(first_slot, rows)
+        self.write_payload(first_slot, rows)
         self.table.write(first_slot, seqs, keys, checks, generation)
 
     def read(
         self, first_slot: int, keys: list[bytes], rows: list[memoryview], generation: Generation, may_wipe: bool = True
     ) -> BlocksRead:
         """Read consecutive slots and verify them; a bad block's record is wiped, unless the directory is only read."""
-        num_whole = self.file.read(first_slot, rows)
-        num_bytes, seed = self.file.block_bytes, generation.seed
+        num_whole = self.read_payload(first_slot, rows)
+        num_bytes, seed = self._block_bytes, generation.seed
         checks = self.table.checksums[first_slot : first_slot + len(rows)].tolist()
         is_good = [
             i < num_whole and checksum(key, row, num_bytes, seed) == check
@@ -60,13 +79,72 @@ class BlockStore:
                     self.table.wipe(first_slot + i)
         return BlocksRead(is_good, len(rows) - num_whole)
 
+    def write_payload(self, first_slot: int, rows: Sequence[memoryview]) -> None:
+        """Write blocks to consecutive slots, in as many calls as it takes; OSError if that ends early."""
+        num_written = self._move_all(os.pwritev, first_slot, rows)
+        if num_written < sum(map(len, rows)):
+            raise OSError(errno.EIO, f"the file takes no more bytes after {num_written} of slot {first_slot}")
+
+    def read_payload(self, first_slot: int, rows: Sequence[memoryview]) -> int:
+        """Read consecutive slots; return how many of the first blocks are whole, fewer where the file ends early."""
+        return self._move_all(os.preadv, first_slot, rows) // self._block_bytes
+
     def flush(self) -> None:
         """Write recency and make all blocks durable; waits for the disk."""
         self.table.flush()
-        os.fdatasync(self.file.fd)
+        os.fdatasync(self.fd)
 
     def close(self) -> None:
         """Close the files and the directory."""
-        for part in (self.file, self.table, self.directory):
+        with suppress(OSError):
+            os.close(self.fd)
+        for part in (self.table, self.directory):
             with suppress(OSError):
                 part.close()
+
+    def _move_all(self, call: Callable[..., int], first_slot: int, rows: Sequence[memoryview]) -> int:
+        """Move bytes in as many calls as it takes; return how many moved before no more did."""
+        start = offset = first_slot * self._slot_bytes
+        while rows and (num_moved := self._move(call, rows, offset)):
+            offset += num_moved
+            rows = _after(rows, num_moved)
+        return offset - start
+
+    def _move(self, call: Callable[..., int], rows: Sequence[memoryview], offset: int) -> int:
+        """Move bytes; return the number after which the next call can go on, 0 if nothing moves any more."""
+        for _ in range(_MOST_TRIES):
+            num_bytes = call(self.fd, rows, offset)
+            if not self.is_direct or num_bytes == sum(map(len, rows)):
+                return num_bytes
+            # Past the page cache a call begins at a multiple, so the part behind the last one is moved again.
+            if not 0 < num_bytes < ALIGN_BYTES:
+                return num_bytes // ALIGN_BYTES * ALIGN_BYTES
+        return 0
+
+
+def _after(rows: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return buffers without their first `num_bytes`."""
+    for i, row in enumerate(rows):
+        if num_bytes < len(row):
+            return [row[num_bytes:], *rows[i + 1 :]]
+        num_bytes -= len(row)
+    return []
+
+
+def _open_direct(directory: TierDirectory, flags: int, block_bytes: int, granule: int) -> int | None:
+    """Open the data file past the page cache, if a block can be read that way; None otherwise."""
+    if granule < _SECTOR_BYTES:
+        return None
+    try:
+        fd = directory.open_file(DATA, flags | os.O_DIRECT)
+    except OSError:
+        return None
+    # This memory is aligned no better than the pool's.
+    skew = granule % ALIGN_BYTES
+    probe = memoryview(mmap.mmap(-1, block_bytes + ALIGN_BYTES))[skew : skew + block_bytes]
+    try:
+        os.preadv(fd, [probe], 0)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd

@@ -25,7 +25,8 @@ import os
 import secrets
 import socket
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +61,25 @@ _OURS = {DATA, RECORDS, RECENCY, _HEADER, _NEW_HEADER, _LOCK}
 
 class TierDirectoryError(ValueError):
     """A directory cannot be used: it is not writable, in use, damaged, or holds something else."""
+
+
+@contextmanager
+def reported(path: Path, doing: str) -> Iterator[None]:
+    """Raise a TierDirectoryError instead of what the file system or the memory of this process refuses."""
+    try:
+        yield
+    except (OSError, MemoryError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise TierDirectoryError(f"disk tier directory {path} cannot be {doing}: {reason}") from error
+
+
+@contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Close a file descriptor at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 class Generation(NamedTuple):
@@ -158,18 +178,12 @@ def shared_names(path: Path) -> list[str]:
 
 def writer_of(path: str | os.PathLike[str]) -> str:
     """Return an error message that names the process that writes to a directory; "" if none does, or if unknown."""
-    try:
-        fd = os.open(Path(path) / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return ""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _in_use(path, fd)
-    except OSError:
-        return ""
-    finally:
-        os.close(fd)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with suppress(OSError), closing_fd(os.open(Path(path) / _LOCK, flags)) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _in_use(path, fd)
     return ""
 
 
@@ -184,18 +198,20 @@ def clear_directory(path: Path) -> int:
         raise TierDirectoryError(
             f"directory {path} is no disk tier: it holds {', '.join(sorted(names)[:5]) or 'nothing'}"
         )
-    lock_fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    try:
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TierDirectoryError(_in_use(path, lock_fd)) from None
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with closing_fd(os.open(path / _LOCK, flags, 0o600)) as lock_fd:
+        _lock(path, lock_fd)
         num_bytes = directory_bytes(path)
         for name in (_HEADER, _NEW_HEADER, DATA, RECORDS, RECENCY):
             (path / name).unlink(missing_ok=True)
         return num_bytes - directory_bytes(path)
-    finally:
-        os.close(lock_fd)
+
+
+def _lock(path: Path, fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise TierDirectoryError(_in_use(path, fd)) from None
 
 
 def _in_use(path: str | os.PathLike[str], lock_fd: int) -> str:
@@ -234,26 +250,18 @@ class TierDirectory:
         self._lock_fd = -1
         _OPEN.add(self)
         try:
-            if not read_only and header is not None:
-                self._make()
-            # A pipe or a device under this name is an error; opening it must not wait.
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK)
-            self._check_ours(may_be_new=header is not None and not read_only)
-            if not read_only:
-                self._make_private(self._fd, os.fstat(self._fd), 0o700)
-                self._take_lock()
-            self.header = self._open(header)
-        except BaseException as error:
+            with reported(self.path, "read" if read_only else "written"):
+                if not read_only and header is not None:
+                    self._make()
+                # A pipe or a device under this name is an error; opening it must not wait.
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK)
+                self._check_ours(may_be_new=header is not None and not read_only)
+                if not read_only:
+                    self._make_private(self._fd, os.fstat(self._fd), 0o700)
+                    self._take_lock()
+                self.header = self._open(header)
+        except BaseException:
             self.close()
-            if isinstance(error, OSError):
-                doing = "read" if read_only else "written"
-                raise TierDirectoryError(
-                    f"disk tier directory {self.path} cannot be {doing}: {error.strerror or error}"
-                ) from error
-            if isinstance(error, MemoryError | OverflowError):
-                raise TierDirectoryError(
-                    f"disk tier directory {self.path} cannot be opened: {type(error).__name__}: {error}"
-                ) from error
             raise
 
     def open_file(self, name: str, flags: int) -> int:
@@ -274,11 +282,8 @@ class TierDirectory:
 
     def truncate(self, name: str, num_bytes: int) -> None:
         """Cut one of the files."""
-        fd = self.open_file(name, os.O_RDWR)
-        try:
+        with closing_fd(self.open_file(name, os.O_RDWR)) as fd:
             os.ftruncate(fd, num_bytes)
-        finally:
-            os.close(fd)
 
     def allocate(self) -> None:
         """Reserve the disk space of all slots if the file system can; a full disk is a TierDirectoryError."""
@@ -296,12 +301,9 @@ class TierDirectory:
                 f"disk tier directory {self.path} needs {needed} bytes more on its disk, which has {free} free"
             )
         for name, num_bytes in lengths.items():
-            fd = self.open_file(name, os.O_RDWR)
-            try:
+            with closing_fd(self.open_file(name, os.O_RDWR)) as fd:
                 # os.posix_fallocate would write to each block if the file system cannot reserve space.
                 failed = libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes))
-            finally:
-                os.close(fd)
             if failed and ctypes.get_errno() == errno.ENOSPC:
                 raise TierDirectoryError(f"disk tier directory {self.path} has no room for {num_bytes} bytes of {name}")
 
@@ -321,12 +323,9 @@ class TierDirectory:
             text = json.dumps(values, sort_keys=True)
         with suppress(FileNotFoundError):
             os.unlink(_NEW_HEADER, dir_fd=self._fd)
-        fd = self.open_file(_NEW_HEADER, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
+        with closing_fd(self.open_file(_NEW_HEADER, os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as fd:
             write_all(fd, text.encode(), 0)
             os.fsync(fd)
-        finally:
-            os.close(fd)
         os.replace(_NEW_HEADER, _HEADER, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         _fsync_directory(self._fd)
         self.header = header
@@ -344,14 +343,11 @@ class TierDirectory:
             raise TierDirectoryError(f"fingerprint must be at most {_MAX_FINGERPRINT_BYTES} bytes of JSON")
         self.write_header(replace(header, resizing=True))
         for name, num_bytes in header.file_bytes().items():
-            fd = self.open_file(name, os.O_RDWR | os.O_CREAT)
-            try:
+            with closing_fd(self.open_file(name, os.O_RDWR | os.O_CREAT)) as fd:
                 if afresh:
                     os.ftruncate(fd, 0)
                 os.ftruncate(fd, num_bytes)
                 os.fsync(fd)
-            finally:
-                os.close(fd)
         self.write_header(header)
         return header
 
@@ -375,12 +371,9 @@ class TierDirectory:
             self.path.mkdir(mode=0o700, parents=True)
         except FileExistsError:
             return
-        with suppress(OSError):
-            parent_fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                _fsync_directory(parent_fd)
-            finally:
-                os.close(parent_fd)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        with suppress(OSError), closing_fd(os.open(self.path.parent, flags)) as parent_fd:
+            _fsync_directory(parent_fd)
 
     def _check_ours(self, may_be_new: bool) -> None:
         # By the descriptor: the path may lead elsewhere by now.
@@ -390,10 +383,7 @@ class TierDirectory:
 
     def _take_lock(self) -> None:
         self._lock_fd = fd = self.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TierDirectoryError(_in_use(self.path, fd)) from None
+        _lock(self.path, fd)
         owner = f"process {os.getpid()} on {socket.gethostname()[:64]}\n"
         write_all(fd, owner.encode()[:_MARK_OFFSET].ljust(_MARK_OFFSET, b"\0"), 0)
 
@@ -420,14 +410,9 @@ class TierDirectory:
 
     def _void_salt(self) -> int:
         """Return the salt of the generation that an interrupted reset made void, or 0."""
-        try:
-            fd = self.open_file(_LOCK, os.O_RDONLY)
-        except FileNotFoundError:
-            return 0
-        try:
+        with suppress(FileNotFoundError), closing_fd(self.open_file(_LOCK, os.O_RDONLY)) as fd:
             return int.from_bytes(os.pread(fd, _MARK_BYTES, _MARK_OFFSET), "little")
-        finally:
-            os.close(fd)
+        return 0
 
     def _check_regular(self, name: str, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode):
@@ -495,13 +480,10 @@ class TierDirectory:
 
     def _read_header(self) -> Header | None:
         try:
-            fd = self.open_file(_HEADER, os.O_RDONLY)
+            with closing_fd(self.open_file(_HEADER, os.O_RDONLY)) as fd:
+                body = os.pread(fd, _MAX_HEADER_BYTES + 1, 0)
         except FileNotFoundError:
             return None
-        try:
-            body = os.pread(fd, _MAX_HEADER_BYTES + 1, 0)
-        finally:
-            os.close(fd)
         try:
             if len(body) > _MAX_HEADER_BYTES:
                 raise ValueError(f"it has more than {_MAX_HEADER_BYTES} bytes")

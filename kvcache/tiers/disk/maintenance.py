@@ -17,10 +17,10 @@ from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import (
     DATA,
     TierDirectory,
-    TierDirectoryError,
     capacity_for,
     directory_bytes,
     num_slots_within,
+    reported,
     shared_names,
 )
 from kvcache.tiers.disk.slot_table import Found
@@ -125,7 +125,7 @@ def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progre
                 _move_block(store, rows[0], found, i, free.pop())
             if progress is not None:
                 progress(num_done + 1, len(kept))
-        os.fdatasync(store.file.fd)
+        os.fdatasync(store.fd)
         for i in range(len(found.keys) - len(kept)):
             slot = int(found.slots[i])
             if slot >= len(kept) or slot in free:
@@ -151,18 +151,13 @@ def _move_block(store: BlockStore, row: memoryview, found: Found, i: int, target
 @contextmanager
 def _opened(path: Path, read_only: bool) -> Iterator[tuple[BlockStore, list[memoryview]]]:
     """Open a directory, and memory for one block per thread."""
-    with ExitStack() as undo:
-        try:
-            directory = TierDirectory(path, None, read_only)
-            undo.callback(directory.close)
-            slot_bytes = directory.header.slot_bytes
-            memory = mmap.mmap(-1, _NUM_THREADS * slot_bytes)
-            blocks = np.frombuffer(memory, np.uint8).reshape(_NUM_THREADS, slot_bytes)
-            blocks = blocks[:, : directory.header.block_bytes]
-            store = BlockStore(directory, blocks, read_only)
-            undo.callback(store.close)
-            yield store, [block.data for block in blocks]
-        except (OSError, MemoryError, OverflowError) as error:
-            raise TierDirectoryError(
-                f"disk tier directory {path} cannot be used: {type(error).__name__}: {error}"
-            ) from error
+    with ExitStack() as undo, reported(path, "used"):
+        directory = TierDirectory(path, None, read_only)
+        undo.callback(directory.close)
+        slot_bytes = directory.header.slot_bytes
+        memory = mmap.mmap(-1, _NUM_THREADS * slot_bytes)
+        blocks = np.frombuffer(memory, np.uint8).reshape(_NUM_THREADS, slot_bytes)
+        blocks = blocks[:, : directory.header.block_bytes]
+        store = BlockStore(directory, blocks, read_only)
+        undo.callback(store.close)
+        yield store, [block.data for block in blocks]

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,6 +42,7 @@ from kvcache.tiers.disk.directory import (
     TierDirectoryError,
     capacity_for,
     num_slots_within,
+    reported,
     writer_of,
 )
 from kvcache.tiers.disk.slot_table import MAX_KEY_BYTES
@@ -183,7 +184,7 @@ class DiskTier(JobTier):
     @property
     def is_direct(self) -> bool:
         """Whether I/O passes the page cache by; False until the directory is open."""
-        return self._store is not None and self._store.file.is_direct
+        return self._store is not None and self._store.is_direct
 
     def flush(self) -> None:
         """Make all stored blocks durable, and write recency; waits for the disk."""
@@ -192,7 +193,8 @@ class DiskTier(JobTier):
     def open(self) -> TierContents:
         """Open the directory, and return its blocks, least recent first."""
         try:
-            return self._open()
+            with ExitStack() as undo, reported(self.path, "opened"):
+                return self._open(undo)
         except Exception as error:
             if self._is_late:
                 _LOG.warning("disk tier: %s", error)
@@ -201,11 +203,8 @@ class DiskTier(JobTier):
     def get(self, batch: TierBatch) -> list[BlockOutcome] | None:
         store, (_, generation) = self._opened(), self._current
         first_slot = _first_slot(batch)
-        try:
+        with self._warning_of("load"):
             read = store.read(first_slot, batch.keys, batch.buffers, generation)
-        except OSError as error:
-            self._warn_of("load", error)
-            raise
         if all(read.is_good):
             return None
         self._warn_of_bad(first_slot, len(batch.keys), read.is_good.count(False), read.num_short)
@@ -216,11 +215,8 @@ class DiskTier(JobTier):
         if batch.generation != number:
             # A reset has come in between.
             return [BlockOutcome.REFUSED] * len(batch.keys)
-        try:
+        with self._warning_of("store"):
             store.write(_first_slot(batch), batch.seqs or [], batch.keys, batch.buffers, generation)
-        except OSError as error:
-            self._warn_of("store", error)
-            raise
         return None
 
     def clear(self, generation: int) -> None:
@@ -229,11 +225,8 @@ class DiskTier(JobTier):
         header = store.directory.header
         if not self._is_read_only:
             header = header.after_reset()
-            try:
+            with self._warning_of("reset"):
                 store.directory.write_header(header)
-            except OSError as error:
-                self._warn_of("reset", error)
-                raise
         self._current = (generation, header.generation)
 
     def mark_reset(self) -> None:
@@ -251,14 +244,11 @@ class DiskTier(JobTier):
         store = self._store
         if store is None or self._is_read_only or self._is_removed:
             return
-        try:
-            if store.directory.is_present(store.file.fd):
+        with self._warning_of("flush"):
+            if store.directory.is_present(store.fd):
                 store.flush()
             else:
                 self._give_up(store)
-        except OSError as error:
-            self._warn_of("flush", error)
-            raise
 
     def close(self) -> None:
         """Close the files, unless a thread that hangs may still use them."""
@@ -266,20 +256,14 @@ class DiskTier(JobTier):
             self._store.close()
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
-        if not slots:
-            return []
-        if slots == list(range(slots[0], slots[0] + num_blocks)):
-            positions, size = list(range(num_blocks)), self._max_run
-            return [positions[first : first + size] for first in range(0, num_blocks, size)]
-        places = np.asarray(slots, np.int64)
-        order = np.argsort(places, kind="stable")
+        places = slots or []
         runs: list[list[int]] = []
         expected = -1
-        for i, slot in zip(order.tolist(), places[order].tolist(), strict=True):
-            if slot != expected or len(runs[-1]) == self._max_run:
+        for i in sorted(range(num_blocks), key=places.__getitem__):
+            if places[i] != expected or len(runs[-1]) == self._max_run:
                 runs.append([])
             runs[-1].append(i)
-            expected = slot + 1
+            expected = places[i] + 1
         return runs
 
     def on_stored(self, batch: TierBatch) -> None:
@@ -294,21 +278,15 @@ class DiskTier(JobTier):
         # The head of the prefix is the latest.
         self._opened().table.stamp(np.array(slots), last_seq - np.arange(len(slots), dtype=np.uint64))
 
-    def _open(self) -> TierContents:
-        with ExitStack() as undo:
-            try:
-                directory = TierDirectory(self.path, self._header, self._is_read_only)
-                undo.callback(directory.close)
-                if self._preallocate and not self._is_read_only:
-                    directory.allocate()
-                store = BlockStore(directory, self.host_rows, self._is_read_only)
-                undo.callback(store.close)
-                keys, slots, seqs, times = store.table.load()
-            except (OSError, MemoryError, OverflowError) as error:
-                raise TierDirectoryError(
-                    f"disk tier directory {self.path} cannot be opened: {type(error).__name__}: {error}"
-                ) from error
-            undo.pop_all()
+    def _open(self, undo: ExitStack) -> TierContents:
+        directory = TierDirectory(self.path, self._header, self._is_read_only)
+        undo.callback(directory.close)
+        if self._preallocate and not self._is_read_only:
+            directory.allocate()
+        store = BlockStore(directory, self.host_rows, self._is_read_only)
+        undo.callback(store.close)
+        keys, slots, seqs, times = store.table.load()
+        undo.pop_all()
         if len(set(keys)) < len(keys):
             # A key stands in two slots. Only the record of the older slot is left.
             latest: dict[bytes, int] = {}
@@ -326,28 +304,27 @@ class DiskTier(JobTier):
         return self._store
 
     def _mark(self, directory: TierDirectory, salt: int) -> None:
-        try:
+        with suppress(OSError), self._warning_of("reset"):
             directory.mark_void(salt)
-        except OSError as error:
-            self._warn_of("reset", error)
 
     def _give_up(self, store: BlockStore) -> None:
         self._is_removed = True
         reason = f"directory {self.path} was removed"
         self.set_unavailable(reason)
         self._warnings.warn("removed", "disk tier: %s", reason)
-        if not os.fstat(store.file.fd).st_nlink:
+        if not os.fstat(store.fd).st_nlink:
             # Open and deleted, it would take its space until the engine ends.
-            os.ftruncate(store.file.fd, 0)
+            os.ftruncate(store.fd, 0)
 
-    def _warn_of(self, operation: str, error: OSError) -> None:
-        self._warnings.warn(
-            f"{operation} {error.errno}",
-            "disk tier %s: a %s failed: %s",
-            self.path,
-            operation,
-            f"{type(error).__name__}: {error}",
-        )
+    @contextmanager
+    def _warning_of(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            text = "disk tier %s: a %s failed: %s: %s"
+            cause = f"{operation} {error.errno}"
+            self._warnings.warn(cause, text, self.path, operation, type(error).__name__, error)
+            raise
 
     def _warn_of_bad(self, first_slot: int, num_blocks: int, num_bad: int, num_short: int) -> None:
         if num_short:
