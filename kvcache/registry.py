@@ -197,7 +197,7 @@ CODECS = Registry(
 SPECS = Registry(
     "spec",
     "kvcache.specs",
-    {"cpu": "kvcache.assembly.cpu:CPUOffloadingSpec", "tiering": "kvcache.assembly.tiered:TieringOffloadingSpec"},
+    {"cpu": "kvcache.assembly.cpu:CPUOffloadingSpec", "tiering": "kvcache.assembly.cpu:TieringOffloadingSpec"},
     "kvcache.assembly.base:OffloadingSpec",
 )
 

@@ -19,8 +19,6 @@ from kvcache.core.histogram import Histogram
 from kvcache.metrics import JOB_EXPONENTS, HistogramData, counter, gauge, histogram, state
 from kvcache.options import (
     Options,
-    check_int,
-    check_seconds,
     choice_of,
     option,
     parse_count,
@@ -91,12 +89,8 @@ class TierConfig(Options):
     arbiter: bool = option(parse_flag, False, when="loading from this tier may take longer than computing the blocks")
 
     def __post_init__(self) -> None:
-        choice_of(*WRITE_POLICIES)("write_policy", self.write_policy)
-        for name in ("num_uses", "max_store_blocks", "max_failures"):
-            check_int(name, getattr(self, name))
-        for name in ("deadline_s", "pause_s"):
-            check_seconds(name, getattr(self, name))
-        parse_flag("arbiter", self.arbiter)
+        for name, one in self.declared().items():
+            object.__setattr__(self, name, one.metadata["parse"](name, getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +158,7 @@ class TierJob:
 
 
 class _Direction(Breaker):
-    """The loads or the stores of a tier: their breaker, the blocks under way, and what has been moved so far."""
+    """The loads or the stores of a tier: their breaker, and the blocks under way and moved so far."""
 
     def __init__(self, name: str, config: TierConfig, max_blocks: int) -> None:
         super().__init__(config.max_failures, config.pause_s)

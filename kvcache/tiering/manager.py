@@ -41,7 +41,7 @@ from kvcache.events import FinishedJob, JobLog, OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import HistogramData, ManagerStats, Part, gauge, histogram
 from kvcache.options import check_seconds
-from kvcache.request import ReqContext, RequestOffloadingContext, check_next_use
+from kvcache.request import ReqContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.arbitration import Arbitration, Source, Sources
 from kvcache.tiering.controller import (
@@ -317,9 +317,6 @@ class TieredOffloadingManager(OffloadingManager):
     def take_events(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:
         """Yield the events since the last call, or the first `max_events` of them, each once."""
         return self.pool.take_events(max_events)
-
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return RequestOffloadingContext()
 
     @atomic
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:

@@ -37,7 +37,6 @@ class Codec(ABC):
     is_lossy = False
 
     @classmethod
-    @abstractmethod
     def from_config(cls, options: Mapping[str, Any], block_bytes: int) -> Codec:
         """Make a codec from a user's configuration.
 
@@ -53,6 +52,9 @@ class Codec(ABC):
         ValueError
             An option is unknown or bad, or blocks of this size cannot be encoded.
         """
+        if cls.options_type is None:
+            raise NotImplementedError(f"{cls.__name__} needs an options_type to be made from a configuration")
+        return cls(block_bytes, **cls.options_type.read(options).arguments())  # type: ignore[call-arg]
 
     @property
     @abstractmethod

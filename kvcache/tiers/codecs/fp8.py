@@ -7,7 +7,6 @@ largest. A model's answers may change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +44,7 @@ class Fp8Codec(Codec):
         Values that share a scale.
     """
 
+    options_type = Fp8Options
     is_lossy = True
 
     def __init__(self, block_bytes: int, dtype: str, group: int = Fp8Options.group) -> None:
@@ -57,12 +57,6 @@ class Fp8Codec(Codec):
             )
         self._group = group
         self._num_groups = block_bytes // group_bytes
-
-    options_type = Fp8Options
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any], block_bytes: int) -> Fp8Codec:
-        return cls(block_bytes, **Fp8Options.read(options).arguments())
 
     @property
     def max_bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,6 +40,8 @@ class ZstdCodec(Codec):
         Share of a block's size that a code may take; the tier saves the rest for each block.
     """
 
+    options_type = ZstdOptions
+
     def __init__(self, block_bytes: int, level: int = 1, share: float = 0.8) -> None:
         if not 1 <= level <= _MAX_LEVEL:
             raise ValueError(f"level of zstd must be in 1..{_MAX_LEVEL}, got {level}")
@@ -51,12 +52,6 @@ class ZstdCodec(Codec):
         self._max_bytes = max(1, int(block_bytes * share))
         # A context serves one thread at a time.
         self._contexts = threading.local()
-
-    options_type = ZstdOptions
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any], block_bytes: int) -> ZstdCodec:
-        return cls(block_bytes, **ZstdOptions.read(options).arguments())
 
     @property
     def max_bytes(self) -> int:
