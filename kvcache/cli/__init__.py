@@ -33,15 +33,32 @@ def build_app() -> typer.Typer:
         cls=LabGroup,
     )
     app.callback()(common.root)
-    common.add_command(app, "check", check.check)
-    common.add_command(app, "options", options.options)
-    common.add_command(app, "status", status.status)
-    common.add_command(app, "top", top.top)
+    for run in (check.check, options.options, status.status, top.top):
+        common.add_command(app, run.__name__, run)
     app.add_typer(typer.Typer(help="Measure this machine.", no_args_is_help=True, cls=LabGroup), name="bench")
     app.add_typer(typer.Typer(help="Make traces of requests.", no_args_is_help=True, cls=LabGroup), name="trace")
-    app.add_typer(record.build_app(), name="record")
-    app.add_typer(tier.build_app(), name="tier")
-    app.add_typer(metrics.build_app(), name="metrics")
+    for name, text, commands in (
+        (
+            "record",
+            "Record the calls of a running engine, for `kvcache rerun`.",
+            (record.start, record.stop, record.show),
+        ),
+        (
+            "tier",
+            "Look into a disk tier, verify it, pack it, clear it.",
+            (tier.inspect, tier.verify, tier.compact, tier.clear),
+        ),
+        (
+            "metrics",
+            "What can be watched: dashboard, alert rules, table.",
+            (metrics.dashboard, metrics.rules, metrics.table),
+        ),
+    ):
+        group = typer.Typer(help=text, no_args_is_help=True)
+        group.callback()(lambda: None)
+        for command in commands:
+            common.add_command(group, command.__name__, command)
+        app.add_typer(group, name=name)
     return app
 
 

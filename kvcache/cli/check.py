@@ -101,15 +101,12 @@ def _findings(config: Path, num_bytes: int, workers: int, is_latent: bool | None
 
 def _report(config: Path, findings: list[Finding], strict: bool, json: str | None) -> None:
     """Show findings, and fail if one of them is an error."""
-    if json != "-":
-        from rich.table import Table
-        from rich.text import Text
+    from rich.text import Text
 
-        table = Table(show_header=False, box=None)
-        for finding in findings:
-            table.add_row(Text(finding.level, style=_STYLES[finding.level]), finding.subject, Text(finding.text))
-        common.console(json).print(table)
-    common.write_json(json, {"config": str(config), "findings": [asdict(finding) for finding in findings]})
+    table = common.facts_table(
+        (Text(one.level, style=_STYLES[one.level]), one.subject, Text(one.text)) for one in findings
+    )
+    common.report(json, {"config": str(config), "findings": [asdict(finding) for finding in findings]}, table)
     failing = {"error", "warning"} if strict else {"error"}
     num_failed = sum(finding.level in failing for finding in findings)
     if num_failed:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from time import monotonic
@@ -277,6 +277,25 @@ def usable_bytes() -> int | None:
 
     left = memory_left()
     return None if left is None else int(left[0] * _MEMORY_SHARE)
+
+
+def facts_table(rows: Iterable[tuple[Any, ...]]) -> Any:
+    """Return a table of names and values without lines."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def report(json_target: str | None, document: dict[str, Any], *shown: Any) -> None:
+    """Print what people read, unless JSON takes standard output, and write `document` as `write_json` does."""
+    if json_target != "-":
+        on = console(json_target)
+        for one in shown:
+            on.print(one, soft_wrap=isinstance(one, str), markup=False, emoji=False)
+    write_json(json_target, document)
 
 
 def write_json(target: str | None, document: dict[str, Any]) -> None:

@@ -7,19 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvcache.cli import common
-
 PrefixOption = Annotated[str, typer.Option(help="Of the series' names; vllm:kvcache_ under vLLM.")]
-
-
-def build_app() -> typer.Typer:
-    """Return the commands of `kvcache metrics`."""
-    app = typer.Typer(help="What can be watched: dashboard, alert rules, table.", no_args_is_help=True)
-    app.callback()(lambda: None)
-    common.add_command(app, "dashboard", dashboard)
-    common.add_command(app, "rules", rules)
-    common.add_command(app, "table", table)
-    return app
 
 
 def dashboard(prefix: PrefixOption = "kvcache_") -> None:

@@ -13,16 +13,6 @@ from kvcache.cli.terminal import printable
 from kvcache.options import format_size, parse_size
 
 
-def build_app() -> typer.Typer:
-    """Return the group of commands."""
-    app = typer.Typer(help="Record the calls of a running engine, for `kvcache rerun`.", no_args_is_help=True)
-    app.callback()(lambda: None)
-    common.add_command(app, "start", start)
-    common.add_command(app, "stop", stop)
-    common.add_command(app, "show", show)
-    return app
-
-
 def start(
     file: Annotated[Path, typer.Argument(help="Where the engine writes it.", show_default=False)],
     socket: SocketOption = None,
@@ -61,20 +51,14 @@ def _ask(socket: Path | None, json_target: str | None, **options: Any) -> None:
         lines = _lines(found, options["action"])
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"{path} gave no answer about a recording") from error
-    if json_target != "-":
-        on = common.console(json_target)
-        for line in lines:
-            on.print(printable(line), markup=False, soft_wrap=True)
-    common.write_json(json_target, found)
+    common.report(json_target, found, *map(printable, lines))
 
 
 def _lines(found: dict[str, Any], action: str) -> list[str]:
     if found["file"] is None:
         return ["nothing is being recorded"]
-    verb = {"start": "is being recorded", "stop": "has been recorded"}.get(action, "is being recorded")
-    lines = [
-        f"{found['file']} {verb}: {found['num_records']:,} records, {format_size(found['num_bytes'])}",
-    ]
+    verb = "has been recorded" if action == "stop" else "is being recorded"
+    lines = [f"{found['file']} {verb}: {found['num_records']:,} records, {format_size(found['num_bytes'])}"]
     if found["num_lost"]:
         lines.append(f"  {found['num_lost']:,} records were lost")
     if found["error"]:

@@ -17,18 +17,17 @@ SocketOption = Annotated[
 ]
 
 
-def status(
-    socket: SocketOption = None,
-    json: common.JsonOption = None,
-) -> None:
+def status(socket: SocketOption = None, json: common.JsonOption = None) -> None:
     """Show the counters and gauges of a running engine."""
     from kvcache.exporters.status import ask
 
     common.check_writable("--json", json)
     path = find_socket(socket)
     found = ask(path, "status")
-    _show(path, found, json)
-    common.write_json(json, found)
+    head, rows = _rows(path, found)
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    lines = [f"{place:<{widths[0]}} {name:<{widths[1]}} {value}" for place, name, value in rows]
+    common.report(json, found, *head, *lines)
 
 
 def find_socket(path: Path | None) -> Path:
@@ -43,17 +42,6 @@ def find_socket(path: Path | None) -> Path:
         listed = "".join(f" --socket {one}" for one in found)
         raise ValueError(f"{state} in {default_folder()}; name one:{listed or ' --socket PATH'}")
     return found[0]
-
-
-def _show(path: Path, found: Any, json_target: str | None) -> None:
-    head, rows = _rows(path, found)
-    if json_target == "-":
-        return
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    lines = [f"{place:<{widths[0]}} {name:<{widths[1]}} {value}" for place, name, value in rows]
-    on = common.console(json_target)
-    for line in [*head, *lines]:
-        on.print(line, markup=False, soft_wrap=True)
 
 
 def _rows(path: Path, found: Any) -> tuple[list[str], list[list[str]]]:

@@ -28,17 +28,6 @@ def _check_folder(path: Path) -> Path:
 PathArgument = Annotated[Path, typer.Argument(help="Folder of the tier.", show_default=False, callback=_check_folder)]
 
 
-def build_app() -> typer.Typer:
-    """Return the group of commands."""
-    app = typer.Typer(help="Look into a disk tier, verify it, pack it, clear it.", no_args_is_help=True)
-    app.callback()(lambda: None)
-    common.add_command(app, "inspect", inspect)
-    common.add_command(app, "verify", verify)
-    common.add_command(app, "compact", compact)
-    common.add_command(app, "clear", clear)
-    return app
-
-
 def inspect(path: PathArgument, json: common.JsonOption = None) -> None:
     """Show the size of a disk tier, its blocks, their uses, and their model."""
     from kvcache.tiers.disk.maintenance import inspect_tier
@@ -57,11 +46,9 @@ def verify(
     from kvcache.tiers.disk.maintenance import verify_tier
 
     common.check_writable("--json", json)
-    console = common.console(json)
     num_good, num_bad = _with_progress("verify", quiet, lambda progress: verify_tier(path, wipe, progress))
-    if json != "-":
-        console.print(f"{num_good:,} blocks are right, {num_bad:,} are not{' and were dropped' if wipe else ''}")
-    common.write_json(json, {"path": str(path), "good_blocks": num_good, "bad_blocks": num_bad, "wiped": wipe})
+    text = f"{num_good:,} blocks are right, {num_bad:,} are not{' and were dropped' if wipe else ''}"
+    common.report(json, {"path": str(path), "good_blocks": num_good, "bad_blocks": num_bad, "wiped": wipe}, text)
     if num_bad and not wipe:
         raise common.CommandError(f"{num_bad} blocks of {path} do not verify")
 
@@ -118,9 +105,8 @@ def clear(
         raise ValueError(f"--prefix, --cluster and --connected need the URL of a server, got {target!r}")
     else:
         done = _clear_folder(Path(target), confirm)
-    if json != "-":
-        console.print(f"deleted {done['deleted']}", soft_wrap=True)
-    common.write_json(json, {"target": without_secrets(target) if "://" in target else target, **done})
+    shown = without_secrets(target) if "://" in target else target
+    common.report(json, {"target": shown, **done}, f"deleted {done['deleted']}")
 
 
 def _clear_folder(path: Path, confirm: Callable[[str], None]) -> dict[str, Any]:
@@ -175,22 +161,14 @@ def _with_progress(name: str, is_quiet: bool, work: Callable[[Progress], Any]) -
 
 
 def _report(facts: TierFacts, json: str | None) -> None:
-    from rich.table import Table
-
-    if json != "-":
-        table = Table(show_header=False, box=None)
-        for name, value in (
-            ("blocks held", f"{facts.num_held:,} of {facts.num_slots:,}"),
-            ("block", common.human_bytes(facts.block_bytes)),
-            ("capacity", common.human_bytes(facts.capacity_bytes)),
-            ("on disk", common.human_bytes(facts.bytes_on_disk)),
-            ("loads of held blocks", f"{facts.uses:,}, at most {facts.most_uses:,} of one"),
-            ("never loaded", f"{facts.never_used_blocks:,}"),
-            ("open to other users", ", ".join(facts.shared_names) or "nothing"),
-            *((f"fingerprint: {key}", str(value)) for key, value in facts.fingerprint.items()),
-        ):
-            table.add_row(name, value)
-        console = common.console(json)
-        console.print(facts.path, soft_wrap=True, markup=False)
-        console.print(table)
-    common.write_json(json, asdict(facts))
+    rows = (
+        ("blocks held", f"{facts.num_held:,} of {facts.num_slots:,}"),
+        ("block", common.human_bytes(facts.block_bytes)),
+        ("capacity", common.human_bytes(facts.capacity_bytes)),
+        ("on disk", common.human_bytes(facts.bytes_on_disk)),
+        ("loads of held blocks", f"{facts.uses:,}, at most {facts.most_uses:,} of one"),
+        ("never loaded", f"{facts.never_used_blocks:,}"),
+        ("open to other users", ", ".join(facts.shared_names) or "nothing"),
+        *((f"fingerprint: {key}", str(value)) for key, value in facts.fingerprint.items()),
+    )
+    common.report(json, asdict(facts), facts.path, common.facts_table(rows))

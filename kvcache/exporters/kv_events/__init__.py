@@ -7,33 +7,16 @@ digest every few batches shows whether the view is right, and a snapshot repairs
 additions: digest messages, and requests for a snapshot or a digest on the replay endpoint.
 """
 
-from kvcache.exporters.kv_events.publisher import KVEventPublisher
-from kvcache.exporters.kv_events.subscriber import KVEventSubscriber
-from kvcache.exporters.kv_events.view import BlockView, block_value
-from kvcache.exporters.kv_events.wire import (
-    DIGEST_PREFIX,
-    DIGEST_REQUEST,
-    END_OF_REPLAY,
-    SNAPSHOT_REQUEST,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Digest,
-    EventBatch,
-)
-
-__all__ = [
-    "DIGEST_PREFIX",
-    "DIGEST_REQUEST",
-    "END_OF_REPLAY",
-    "SNAPSHOT_REQUEST",
-    "AllBlocksCleared",
-    "BlockRemoved",
-    "BlockStored",
-    "BlockView",
-    "Digest",
-    "EventBatch",
-    "KVEventPublisher",
-    "KVEventSubscriber",
-    "block_value",
-]
+from kvcache.exporters.kv_events.publisher import KVEventPublisher as KVEventPublisher
+from kvcache.exporters.kv_events.subscriber import KVEventSubscriber as KVEventSubscriber
+from kvcache.exporters.kv_events.view import BlockView as BlockView
+from kvcache.exporters.kv_events.view import block_value as block_value
+from kvcache.exporters.kv_events.wire import DIGEST_PREFIX as DIGEST_PREFIX
+from kvcache.exporters.kv_events.wire import DIGEST_REQUEST as DIGEST_REQUEST
+from kvcache.exporters.kv_events.wire import END_OF_REPLAY as END_OF_REPLAY
+from kvcache.exporters.kv_events.wire import SNAPSHOT_REQUEST as SNAPSHOT_REQUEST
+from kvcache.exporters.kv_events.wire import AllBlocksCleared as AllBlocksCleared
+from kvcache.exporters.kv_events.wire import BlockRemoved as BlockRemoved
+from kvcache.exporters.kv_events.wire import BlockStored as BlockStored
+from kvcache.exporters.kv_events.wire import Digest as Digest
+from kvcache.exporters.kv_events.wire import EventBatch as EventBatch
