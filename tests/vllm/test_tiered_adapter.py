@@ -73,6 +73,11 @@ def test_start_line_names_each_tier_and_what_it_found(make: Any) -> None:
     assert make().tier_descriptions() == ["tier DISK of 215 blocks, 3 found"]
 
 
+def test_start_line_of_a_store_names_no_number_of_blocks(make: Any) -> None:
+    (line,) = make(tiers=[{"type": "valkey", "url": "valkey://127.0.0.1:1"}]).tier_descriptions()
+    assert line.startswith("tier VALKEY of unknown size")
+
+
 def request(adapter: TieredKVCacheOffloadingManager, req_id: str) -> EngineContext:
     context = EngineContext(req_id=req_id)
     adapter.on_new_request(context)

@@ -93,7 +93,9 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         found = []
         for tier in (stats.tier for stats in self._tiered.tier_stats()):
             state = f" (unavailable: {tier.unavailable_reason})" if tier.unavailable_reason else ""
-            found.append(f"tier {tier.medium} of {tier.num_blocks:,} blocks, {tier.num_held:,} found{state}")
+            # A store's own limit is unknown, and so are its blocks.
+            size = f"{tier.num_blocks:,} blocks, {tier.num_held:,} found" if tier.num_blocks else "unknown size"
+            found.append(f"tier {tier.medium} of {size}{state}")
         return found
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
