@@ -5,7 +5,7 @@ The reference copies one layer of one block at a time, without runs, so it is ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,19 @@ from kvcache.specs import (
 from kvcache.transfer.geometry import host_block_bytes
 
 GUARD = 64
+
+
+def layered(num_blocks: int, page_bytes: int, num_layers: int) -> CanonicalKVCaches:
+    """Return one group of layers with random bytes."""
+    tensors = [
+        CanonicalKVCacheTensor(torch.randint(-128, 128, (num_blocks, page_bytes), dtype=torch.int8), page_bytes)
+        for _ in range(num_layers)
+    ]
+    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(i, page_bytes) for i in range(num_layers)]])
+
+
+def spec_of(device_ids: Sequence[int], host_ids: Sequence[int]) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+    return GPULoadStoreSpec(device_ids, [len(device_ids)], [0]), CPULoadStoreSpec(host_ids)
 
 
 @dataclass

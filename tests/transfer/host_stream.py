@@ -14,7 +14,7 @@ from kvcache.transfer.streams import DeviceStream
 
 @dataclass
 class HostEvent:
-    """An event of a `HostStream`. Its number is its place in the stream; each place takes one second."""
+    """An event of a `HostStream`. Its number is its place in the stream; each place takes one microsecond."""
 
     stream: HostStream
     place: int
@@ -28,7 +28,7 @@ class HostEvent:
         self.stream.done = max(self.stream.done, self.place)
 
     def elapsed_time(self, end: HostEvent) -> float:
-        return (end.place - self.place) * 1e3
+        return (end.place - self.place) * 1e-3
 
 
 class HostStream(DeviceStream):

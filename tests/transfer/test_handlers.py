@@ -16,43 +16,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from geometries import layered, spec_of
+from host_stream import HostStream
 
-from kvcache.specs import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-    TransferResult,
-)
+from kvcache.specs import CPULoadStoreSpec, GPULoadStoreSpec, TransferResult
 from kvcache.transfer._native.copy import CopyQueue
 from kvcache.transfer.base import OffloadingHandler
 from kvcache.transfer.cpu import CPUCopyHandler
 from kvcache.transfer.factory import cpu_gpu_handlers
 from kvcache.transfer.geometry import KVGeometry, host_block_bytes
 from kvcache.transfer.host_pool import HostPool
+from kvcache.transfer.staged import StagedCopyHandler
 from kvcache.transfer.worker import OffloadingWorker
 
-
-def make_kv_caches(num_blocks=16, page_bytes=64, num_layers=2):
-    tensors = [
-        CanonicalKVCacheTensor(torch.randint(-128, 128, (num_blocks, page_bytes), dtype=torch.int8), page_bytes)
-        for _ in range(num_layers)
-    ]
-    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(i, page_bytes) for i in range(num_layers)]])
-
-
-def store_spec(device_ids, host_ids):
-    return GPULoadStoreSpec(device_ids, [len(device_ids)], [0]), CPULoadStoreSpec(host_ids)
-
-
 # Minutes of copying on a `busy` handler, for tests that inspect jobs in flight and then abandon them.
-LONG_JOB = store_spec(list(range(64)) * 5000, list(range(64)) * 5000)
+LONG_JOB = spec_of(list(range(64)) * 5000, list(range(64)) * 5000)
 
 
 @pytest.fixture
 def kv_caches():
-    return make_kv_caches()
+    return layered(16, 64, 2)
 
 
 @pytest.fixture
@@ -60,11 +43,14 @@ def pool(kv_caches):
     return HostPool(16, host_block_bytes(kv_caches), pin=False)
 
 
-@pytest.fixture(params=["at once", "queued"])
+@pytest.fixture(params=["at once", "queued", "staged"])
 def handlers(request, kv_caches, pool):
     geometry = KVGeometry(kv_caches, pool)
-    inline_bytes = {"at once": 1 << 20, "queued": -1}[request.param]
-    pair = [CPUCopyHandler(geometry, to_host, 2, inline_bytes) for to_host in (True, False)]
+    if request.param == "staged":
+        pair = [StagedCopyHandler(geometry, to_host, HostStream()) for to_host in (True, False)]
+    else:
+        inline_bytes = {"at once": 1 << 20, "queued": -1}[request.param]
+        pair = [CPUCopyHandler(geometry, to_host, 2, inline_bytes) for to_host in (True, False)]
     yield pair
     for handler in pair:
         handler.shutdown(wait=False)
@@ -73,7 +59,7 @@ def handlers(request, kv_caches, pool):
 @pytest.fixture
 def busy():
     """A handler whose queue is blocked by one job of some milliseconds, with the tensors that it reads."""
-    kv_caches = make_kv_caches(64, 1 << 20, 1)
+    kv_caches = layered(64, 1 << 20, 1)
     pool = HostPool(64, 1 << 20, pin=False)
     handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True, 1)
     yield handler, kv_caches, pool
@@ -84,13 +70,13 @@ def test_store_then_load_brings_the_bytes_back(handlers, kv_caches):
     store, load = handlers
     before = [kv.tensor.clone() for kv in kv_caches.tensors]
     start_s = time.perf_counter()
-    assert store.transfer_async(1, store_spec([3, 1, 8], [5, 0, 9]))
+    assert store.transfer_async(1, spec_of([3, 1, 8], [5, 0, 9]))
     store.wait([1])
     (result,) = store.get_finished()
     assert (result.job_id, result.success, result.transfer_size) == (1, True, 3 * 128)
     assert result.transfer_type == ("GPU", "CPU")
     assert 0 <= result.transfer_time <= time.perf_counter() - start_s
-    assert load.transfer_async(2, store_spec([10, 11, 12], [5, 0, 9])[::-1])
+    assert load.transfer_async(2, spec_of([10, 11, 12], [5, 0, 9])[::-1])
     load.wait([2])
     (result,) = load.get_finished()
     assert result.transfer_type == ("CPU", "GPU")
@@ -101,16 +87,16 @@ def test_store_then_load_brings_the_bytes_back(handlers, kv_caches):
 def test_a_job_of_no_blocks_ends_in_its_turn(handlers):
     store, _ = handlers
     for job_id in (4, 5, 6):
-        store.transfer_async(job_id, store_spec([], []) if job_id == 5 else store_spec([1], [1]))
+        store.transfer_async(job_id, spec_of([], []) if job_id == 5 else spec_of([1], [1]))
     store.wait([4, 5, 6])
     assert [(r.job_id, r.transfer_size) for r in store.get_finished()] == [(4, 128), (5, 0), (6, 128)]
 
 
 def test_jobs_end_in_submission_order(busy):
     handler, *_ = busy
-    handler.transfer_async(99, store_spec(range(64), range(64)))
+    handler.transfer_async(99, spec_of(range(64), range(64)))
     for job_id in range(98, 0, -1):
-        handler.transfer_async(job_id, store_spec([job_id % 64], [job_id % 64]))
+        handler.transfer_async(job_id, spec_of([job_id % 64], [job_id % 64]))
     handler.wait(range(100))
     assert [result.job_id for result in handler.get_finished()] == list(range(99, 0, -1))
 
@@ -119,7 +105,7 @@ def test_a_later_job_of_one_direction_overwrites_an_earlier_one(busy):
     handler, kv_caches, pool = busy
     tensor = kv_caches.tensors[0].tensor
     for job_id in range(8):
-        handler.transfer_async(job_id, store_spec([job_id] * 40, range(40)))
+        handler.transfer_async(job_id, spec_of([job_id] * 40, range(40)))
     handler.wait([7])
     assert all(torch.equal(pool.block(i), tensor[7]) for i in range(40))
 
@@ -128,7 +114,7 @@ def test_waiting_for_unknown_or_ended_jobs_returns(handlers):
     store, _ = handlers
     store.wait([])
     store.wait([1, 2])
-    store.transfer_async(1, store_spec([1], [1]))
+    store.transfer_async(1, spec_of([1], [1]))
     store.wait([1, 17])
     store.wait([1])
     store.get_finished()
@@ -146,23 +132,23 @@ def test_neither_submission_nor_get_finished_waits(busy):
 
 def test_a_job_id_in_flight_is_refused(handlers):
     store, _ = handlers
-    store.transfer_async(1, store_spec([1], [1]))
+    store.transfer_async(1, spec_of([1], [1]))
     with pytest.raises(ValueError, match="job_id 1 is in flight"):
-        store.transfer_async(1, store_spec([2], [2]))
+        store.transfer_async(1, spec_of([2], [2]))
     store.wait([1])
     assert len(store.get_finished()) == 1
-    assert store.transfer_async(1, store_spec([2], [2]))
+    assert store.transfer_async(1, spec_of([2], [2]))
 
 
 @pytest.mark.parametrize("job_id", ["1", None, 1 << 63, 1.5])
 def test_a_job_id_that_is_no_int64_is_refused(handlers, job_id):
     with pytest.raises(ValueError, match="job_id must be an int64"):
-        handlers[0].transfer_async(job_id, store_spec([1], [1]))
+        handlers[0].transfer_async(job_id, spec_of([1], [1]))
 
 
 def test_the_wrong_media_are_refused(handlers):
     store, load = handlers
-    spec = store_spec([1], [1])
+    spec = spec_of([1], [1])
     with pytest.raises(ValueError, match=r"jobs are \(GPULoadStoreSpec, CPULoadStoreSpec\), got \(CPULoadStoreSpec"):
         store.transfer_async(1, spec[::-1])
     with pytest.raises(ValueError, match=r"jobs are \(CPULoadStoreSpec, GPULoadStoreSpec\)"):
@@ -188,9 +174,9 @@ def test_a_refused_job_moves_no_byte_and_later_jobs_run(handlers, pool):
     store, _ = handlers
     pool.tensor.fill_(7)
     with pytest.raises(ValueError, match="got 16"):
-        store.transfer_async(1, store_spec([1, 2, 16], [1, 2, 3]))
+        store.transfer_async(1, spec_of([1, 2, 16], [1, 2, 3]))
     assert bool((pool.tensor == 7).all())
-    assert store.transfer_async(1, store_spec([1], [1]))
+    assert store.transfer_async(1, spec_of([1], [1]))
     store.wait([1])
     assert [result.success for result in store.get_finished()] == [True]
 
@@ -198,8 +184,8 @@ def test_a_refused_job_moves_no_byte_and_later_jobs_run(handlers, pool):
 def test_specs_may_be_changed_once_submitted(busy):
     handler, kv_caches, pool = busy
     ids, host_ids = np.arange(64), np.arange(64)
-    handler.transfer_async(1, store_spec(ids, host_ids))
-    handler.transfer_async(2, store_spec(ids, host_ids))
+    handler.transfer_async(1, spec_of(ids, host_ids))
+    handler.transfer_async(2, spec_of(ids, host_ids))
     ids[:] = 1 << 40
     host_ids[:] = -5
     handler.wait([2])
@@ -218,7 +204,7 @@ def test_memory_of_a_tensor_stays_while_it_is_copied(busy):
     handler.transfer_async(1, LONG_JOB)
     # The tensor releases its memory, which is large enough to be returned to the system at once.
     tensor.set_()
-    handler.transfer_async(2, store_spec([0, 63], [0, 63]))
+    handler.transfer_async(2, spec_of([0, 63], [0, 63]))
     time.sleep(0.2)
     handler.shutdown(wait=False)
     assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, False), (2, False)]
@@ -229,9 +215,9 @@ def test_memory_of_a_tensor_stays_while_it_is_copied(busy):
 def test_a_tensor_that_went_away_fails_its_jobs_once_each(handlers, kv_caches):
     store, load = handlers
     kv_caches.tensors[0].tensor.set_()
-    store.transfer_async(1, store_spec([1], [1]))
-    store.transfer_async(2, store_spec([2], [2]))
-    load.transfer_async(3, store_spec([2], [2])[::-1])
+    store.transfer_async(1, spec_of([1], [1]))
+    store.transfer_async(2, spec_of([2], [2]))
+    load.transfer_async(3, spec_of([2], [2])[::-1])
     store.wait([1, 2])
     load.wait([3])
     assert [(r.job_id, r.success, r.transfer_size) for r in store.get_finished()] == [(1, False, 0), (2, False, 0)]
@@ -243,7 +229,7 @@ def test_a_fault_between_submission_and_end_fails_that_job_alone(busy):
     handler, kv_caches, pool = busy
     handler.transfer_async(0, LONG_JOB)
     for job_id in range(1, 6):
-        handler.transfer_async(job_id, store_spec(range(job_id - 1, 64), range(job_id - 1, 64)))
+        handler.transfer_async(job_id, spec_of(range(job_id - 1, 64), range(job_id - 1, 64)))
     assert handler.cancel(3)
     assert handler.cancel(4)
     assert handler.cancel(0)
@@ -255,12 +241,12 @@ def test_a_fault_between_submission_and_end_fails_that_job_alone(busy):
 
 def test_shutdown_waits_for_what_is_in_flight(busy):
     handler, kv_caches, pool = busy
-    handler.transfer_async(1, store_spec(range(64), range(64)))
-    handler.transfer_async(2, store_spec(range(64), range(64)))
+    handler.transfer_async(1, spec_of(range(64), range(64)))
+    handler.transfer_async(2, spec_of(range(64), range(64)))
     handler.shutdown()
     assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, True), (2, True)]
     assert torch.equal(pool.tensor, kv_caches.tensors[0].tensor)
-    assert handler.transfer_async(3, store_spec([1], [1])) is False
+    assert handler.transfer_async(3, spec_of([1], [1])) is False
     handler.shutdown()
 
 
@@ -268,7 +254,7 @@ def test_shutdown_abandons_what_is_in_flight_if_told_so(busy):
     handler, *_ = busy
     handler.transfer_async(0, LONG_JOB)
     for job_id in range(1, 20):
-        handler.transfer_async(job_id, store_spec(range(64), range(64)))
+        handler.transfer_async(job_id, spec_of(range(64), range(64)))
     handler.shutdown(wait=False)
     results = handler.get_finished()
     assert [(r.job_id, r.success, r.transfer_size) for r in results] == [(i, False, 0) for i in range(20)]
@@ -311,13 +297,13 @@ def test_a_handler_that_is_dropped_in_flight_ends_before_its_memory(request, in_
     # Disable automatic collections: one in another thread would leave no garbage for the explicit one.
     gc.disable()
     request.addfinalizer(gc.enable)
-    kv_caches = make_kv_caches(64, 1 << 20, 1)
+    kv_caches = layered(64, 1 << 20, 1)
     # One round was not enough to reproduce the memory being freed first.
     for _ in range(10):
         pool = HostPool(64, 1 << 20, pin=False)
         handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True, 2)
         for job_id in range(5):
-            handler.transfer_async(job_id, store_spec(range(64), range(64)))
+            handler.transfer_async(job_id, spec_of(range(64), range(64)))
         if in_a_cycle:
             # Now the garbage collector destroys the objects, in arbitrary order.
             handler.me = handler
@@ -340,7 +326,7 @@ def test_the_collector_leaves_the_pool_until_no_thread_copies(monkeypatch):
     try:
         pool = HostPool(64, 1 << 20, pin=False)
         (mapping,) = (one for one in gc.get_objects() if type(one) is Mapping)
-        handler = CPUCopyHandler(KVGeometry(make_kv_caches(64, 1 << 20, 1), pool), True, 2)
+        handler = CPUCopyHandler(KVGeometry(layered(64, 1 << 20, 1), pool), True, 2)
         before = threads()
         handler.transfer_async(0, LONG_JOB)
         copying = threads() - before
@@ -357,7 +343,7 @@ def test_the_collector_leaves_the_pool_until_no_thread_copies(monkeypatch):
 
 def test_a_spinning_main_thread_does_not_slow_a_copy_down(busy):
     handler, *_ = busy
-    spec = store_spec(range(64), range(64))
+    spec = spec_of(range(64), range(64))
     handler.transfer_async(0, spec)
     handler.wait([0])
     handler.get_finished()
@@ -379,7 +365,7 @@ def test_a_spinning_main_thread_does_not_slow_a_copy_down(busy):
 def test_waiting_lets_other_threads_run(busy):
     handler, *_ = busy
     for job_id in range(4):
-        handler.transfer_async(job_id, store_spec(range(64), range(64)))
+        handler.transfer_async(job_id, spec_of(range(64), range(64)))
     seen = []
     thread = threading.Thread(target=lambda: seen.append(len(handler.get_finished())))
     thread.start()
@@ -406,7 +392,7 @@ def test_an_interrupted_wait_leaves_its_work_to_the_threads(busy):
     try:
         for job_id in range(0, 20, 2):
             handler.transfer_async(job_id, LONG_JOB)
-            handler.transfer_async(job_id + 1, store_spec([1], [1]))
+            handler.transfer_async(job_id + 1, spec_of([1], [1]))
             with pytest.raises(Interrupted):
                 wait_and_be_interrupted(job_id)
             assert handler.cancel(job_id)
@@ -463,7 +449,7 @@ except Interrupted:
 
 def test_results_taken_by_another_thread_are_whole(kv_caches, pool):
     handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True, 1)
-    spec = store_spec([1], [1])
+    spec = spec_of([1], [1])
     num_jobs = 3000
     taken, faults = [], []
 
@@ -557,8 +543,8 @@ assert used > 0.02 * seconds, (used, seconds)
 
 def test_ten_thousand_jobs_in_flight_hold_no_more_than_their_specs():
     num_ids = 2000
-    spec = store_spec([0] * num_ids, [0] * num_ids)
-    handler = CPUCopyHandler(KVGeometry(make_kv_caches(4, 1, 32), HostPool(4, 32, pin=False)), True, 1, inline_bytes=-1)
+    spec = spec_of([0] * num_ids, [0] * num_ids)
+    handler = CPUCopyHandler(KVGeometry(layered(4, 1, 32), HostPool(4, 32, pin=False)), True, 1, inline_bytes=-1)
     before = resident_bytes()
     for job_id in range(10_000):
         handler.transfer_async(job_id, spec)
@@ -578,25 +564,25 @@ def test_worker_routes_by_media(kv_caches, pool):
     store, load = cpu_gpu_handlers(kv_caches, pool)
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
     worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
-    assert worker.transfer_async(1, store_spec([1], [1]))
+    assert worker.transfer_async(1, spec_of([1], [1]))
     worker.wait([1])
-    assert worker.transfer_async(2, store_spec([2], [1])[::-1])
+    assert worker.transfer_async(2, spec_of([2], [1])[::-1])
     worker.wait([1, 2])
     assert [(r.job_id, r.transfer_type) for r in worker.get_finished()] == [(1, ("GPU", "CPU")), (2, ("CPU", "GPU"))]
     worker.shutdown()
-    assert worker.transfer_async(3, store_spec([1], [1])) is False
+    assert worker.transfer_async(3, spec_of([1], [1])) is False
 
 
 def test_worker_names_the_media_it_cannot_serve(kv_caches, pool):
     worker = OffloadingWorker()
     with pytest.raises(ValueError, match="no handler for transfers GPU -> CPU, known ones: none"):
-        worker.transfer_async(1, store_spec([1], [1]))
+        worker.transfer_async(1, spec_of([1], [1]))
     store, _ = cpu_gpu_handlers(kv_caches, pool)
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
     with pytest.raises(ValueError, match="GPU -> CPU have a handler already"):
         worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
     with pytest.raises(ValueError, match="CPU -> GPU, known ones: GPU -> CPU"):
-        worker.transfer_async(1, store_spec([1], [1])[::-1])
+        worker.transfer_async(1, spec_of([1], [1])[::-1])
     worker.shutdown()
 
 
@@ -635,7 +621,7 @@ def test_worker_reports_a_handler_that_raises_as_a_failed_job(kv_caches, pool):
     broken = BrokenHandler()
     broken.get_finished = list
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, broken)
-    assert worker.transfer_async(5, store_spec([1], [1])) is True
+    assert worker.transfer_async(5, spec_of([1], [1])) is True
     assert worker.get_finished() == [TransferResult(5, False, 0, 0.0, ("GPU", "CPU"))]
     assert worker.get_finished() == []
 
@@ -646,14 +632,14 @@ def test_a_handler_that_raises_everywhere_costs_the_others_nothing(kv_caches, po
     worker.register_handler(GPULoadStoreSpec, GPULoadStoreSpec, BrokenHandler())
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
     worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
-    worker.transfer_async(1, store_spec([1], [1]))
+    worker.transfer_async(1, spec_of([1], [1]))
     worker.wait([1])
     # Results that the handler returned before it raised are reported, too.
     assert [result.job_id for result in worker.get_finished()] == [7, 1]
     assert [result.job_id for result in worker.get_finished()] == [7]
     worker.shutdown()
-    assert store.transfer_async(2, store_spec([1], [1])) is False
-    assert load.transfer_async(3, store_spec([1], [1])[::-1]) is False
+    assert store.transfer_async(2, spec_of([1], [1])) is False
+    assert load.transfer_async(3, spec_of([1], [1])[::-1]) is False
     # The engine polls at every step, but each warning is logged once.
     assert [record.message for record in caplog.records] == [
         "BrokenHandler did not wait: its jobs may still be in flight",

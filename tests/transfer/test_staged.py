@@ -4,38 +4,26 @@ import sys
 import threading
 import time
 
+import geometries
 import pytest
 import torch
+from geometries import spec_of
 from host_stream import HostStream
 
-from kvcache.specs import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-)
+from kvcache.specs import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvcache.transfer import staged
 from kvcache.transfer.geometry import KVGeometry
 from kvcache.transfer.host_pool import HostPool
 from kvcache.transfer.staged import StagedCopyHandler
 
 
-def layered(num_blocks=32, page_bytes=16, num_layers=4):
-    tensors = [
-        CanonicalKVCacheTensor(torch.randint(-128, 128, (num_blocks, page_bytes), dtype=torch.int8), page_bytes)
-        for _ in range(num_layers)
-    ]
-    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(i, page_bytes) for i in range(num_layers)]])
+def layered(num_layers=4):
+    return geometries.layered(32, 16, num_layers)
 
 
 def make_handler(kv_caches, to_host=True, stream=None, staging_bytes=1 << 20):
     pool = HostPool(32, 64, pin=False)
     return StagedCopyHandler(KVGeometry(kv_caches, pool), to_host, stream or HostStream(), staging_bytes), pool
-
-
-def spec_of(device_ids, host_ids):
-    return GPULoadStoreSpec(device_ids, [len(device_ids)], [0]), CPULoadStoreSpec(host_ids)
 
 
 class LinkStream(HostStream):
@@ -116,7 +104,7 @@ def test_get_finished_returns_ended_jobs_in_submission_order():
     stream.done = 3
     assert [r.job_id for r in handler.get_finished()] == [5]
     handler.wait([3, 99])
-    assert [(r.job_id, r.transfer_time) for r in handler.get_finished()] == [(3, 1.0)]
+    assert [(r.job_id, r.transfer_time) for r in handler.get_finished()] == [(3, pytest.approx(1e-6))]
     handler.wait([99, 5])
     assert handler.get_finished() == []
     handler.shutdown()
@@ -210,14 +198,6 @@ def test_platform_without_timing_reports_zero_seconds(monkeypatch):
     assert [(r.success, r.transfer_time) for r in handler.get_finished()] == [(True, 0.0)]
 
 
-def test_tensor_with_other_memory_fails_its_job():
-    kv_caches = layered()
-    handler, _ = make_handler(kv_caches)
-    kv_caches.tensors[1].tensor.set_()
-    handler.transfer_async(1, spec_of([1], [1]))
-    assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, False)]
-
-
 @pytest.mark.parametrize("made_in_inference_mode", ["the engine's tensors", "the pool and the handler", "all of it"])
 def test_inference_mode_and_normal_tensors_mix(made_in_inference_mode):
     with torch.inference_mode(made_in_inference_mode != "the pool and the handler"):
@@ -239,19 +219,6 @@ def test_handler_dropped_in_flight_waits_for_its_jobs():
     handler.transfer_async(2, spec_of([2], [2]))
     del handler
     assert stream.done == 4
-
-
-def test_refused_job_moves_no_byte():
-    handler, pool = make_handler(layered())
-    pool.tensor.fill_(7)
-    with pytest.raises(ValueError, match="got 32"):
-        handler.transfer_async(1, spec_of([1, 32], [1, 2]))
-    assert bool((pool.tensor == 7).all())
-    assert handler.get_finished() == []
-    handler._stream.done = 0
-    handler.transfer_async(1, spec_of([1], [1]))
-    with pytest.raises(ValueError, match="job_id 1 is in flight"):
-        handler.transfer_async(1, spec_of([1], [1]))
 
 
 def test_staging_shrinks_until_it_fits_the_device(monkeypatch):
