@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import json
 import os
 import re
 import shlex
@@ -146,6 +147,18 @@ def test_every_command_that_is_shown_exists_with_its_options(page: Path) -> None
             check_command(line)
         except Exception as error:
             pytest.fail(f"{page.relative_to(ROOT)}: {line}: {error}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_configuration_has_valid_options(page: Path, tmp_path: Path) -> None:
+    from kvcache.cli.check import _findings
+
+    for block in blocks_of(page.read_text()):
+        if block.language == "json" and "cpu_bytes_to_use" in block.text:
+            given = json.loads(block.text)
+            (tmp_path / "config.json").write_text(json.dumps(given.get("kv_transfer_config", given)))
+            wrong = [one for one in _findings(tmp_path / "config.json", 0, 1, None) if one.subject == "options"]
+            assert not wrong, f"{page.relative_to(ROOT)}:{block.line}: {wrong}"
 
 
 def test_a_command_or_option_that_is_none_is_found() -> None:
