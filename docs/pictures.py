@@ -188,7 +188,7 @@ def draw_copies() -> None:
 
 
 def serve(manager: TieredOffloadingManager, keys: list[bytes]) -> None:
-    """Load what a manager holds of a prompt, and store the rest."""
+    """Load the blocks of a prompt that a manager holds, and store the others."""
     context = ReqContext()
     while (num_hits := manager.lookup(keys, context)) is None:
         manager.on_schedule_end()
@@ -270,7 +270,7 @@ def values_of(expression: str, times: Any, frames: list[dict[str, Any]]) -> Any:
         bounds = frames[-1][name].bounds
         return [HistogramData(bounds, tuple(one), 0.0).quantile(share) for one in change(name)]
 
-    # With one engine and one tier, a sum over labels is one value.
+    # One engine and one tier: a sum over labels is one value.
     plain = re.sub(r"\{[^}]*\}|(sum|max) by \([^)]*\) |on \([^)]*\) group_left \(\)| >=? 0", "", expression)
     plain = re.sub(r"rate\((\w+)\[[^]]*\]\)", r"rate('\1')", plain)
     plain = re.sub(r"histogram_quantile\(([\d.]+), \(rate\('(\w+)_bucket'\)\)\)", r"quantile(\1, '\2')", plain)
