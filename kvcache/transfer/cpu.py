@@ -71,10 +71,6 @@ class CPUCopyHandler(OffloadingHandler):
     def wait(self, job_ids: Iterable[int]) -> None:
         self._queue.wait(max((self._places.get(job_id, 0) for job_id in job_ids), default=0))
 
-    def cancel(self, job_id: int) -> bool:
-        """End a job in flight as failed as soon as its copying threads notice; return whether it was in flight."""
-        return self._queue.cancel(job_id)
-
     def shutdown(self, wait: bool = True) -> None:
         with self._lock:
             self._closed = True

@@ -125,8 +125,7 @@ def test_neither_submission_nor_get_finished_waits(busy):
     handler, *_ = busy
     handler.transfer_async(1, LONG_JOB)
     assert handler.get_finished() == []
-    assert handler.cancel(1)
-    handler.wait([1])
+    handler.shutdown(wait=False)
     assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, False)]
 
 
@@ -223,20 +222,6 @@ def test_a_tensor_that_went_away_fails_its_jobs_once_each(handlers, kv_caches):
     assert [(r.job_id, r.success, r.transfer_size) for r in store.get_finished()] == [(1, False, 0), (2, False, 0)]
     assert [(r.job_id, r.success) for r in load.get_finished()] == [(3, False)]
     assert store.get_finished() == []
-
-
-def test_a_fault_between_submission_and_end_fails_that_job_alone(busy):
-    handler, kv_caches, pool = busy
-    handler.transfer_async(0, LONG_JOB)
-    for job_id in range(1, 6):
-        handler.transfer_async(job_id, spec_of(range(job_id - 1, 64), range(job_id - 1, 64)))
-    assert handler.cancel(3)
-    assert handler.cancel(4)
-    assert handler.cancel(0)
-    handler.wait(range(6))
-    assert [(r.job_id, r.success) for r in handler.get_finished()] == [(i, i in (1, 2, 5)) for i in range(6)]
-    assert torch.equal(pool.tensor, kv_caches.tensors[0].tensor)
-    assert not handler.cancel(3)
 
 
 def test_shutdown_waits_for_what_is_in_flight(busy):
@@ -390,16 +375,17 @@ def test_an_interrupted_wait_leaves_its_work_to_the_threads(busy):
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for job_id in range(0, 20, 2):
-            handler.transfer_async(job_id, LONG_JOB)
+        # 640 MiB: copying them takes longer than the time to the interrupt.
+        ids = list(range(64)) * 10
+        for job_id in range(0, 6, 2):
+            handler.transfer_async(job_id, spec_of(ids, ids))
             handler.transfer_async(job_id + 1, spec_of([1], [1]))
             with pytest.raises(Interrupted):
                 wait_and_be_interrupted(job_id)
-            assert handler.cancel(job_id)
             ended, until = [], time.monotonic() + 60
             while len(ended) < 2 and time.monotonic() < until:
                 ended += handler.get_finished()
-            assert [(r.job_id, r.success) for r in ended] == [(job_id, False), (job_id + 1, True)]
+            assert [(r.job_id, r.success) for r in ended] == [(job_id, True), (job_id + 1, True)]
     finally:
         signal.signal(signal.SIGALRM, before)
 

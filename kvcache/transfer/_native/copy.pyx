@@ -340,24 +340,6 @@ cdef class CopyQueue:
                 has_ended = _help(queue, sequence)
             PyErr_CheckSignals()
 
-    def cancel(self, int64_t job_id):
-        """End a job in flight as failed as soon as its threads notice; return whether it was in flight.
-
-        Blocks copied by then stay copied.
-        """
-        cdef Job* job
-        cdef bint found = False
-        self._check_process()
-        pthread_mutex_lock(&self.queue.mutex)
-        job = self.queue.head
-        while job != NULL:
-            if job.job_id == job_id:
-                job.cancelled = found = True
-            job = job.next
-        pthread_cond_broadcast(&self.queue.work)
-        pthread_mutex_unlock(&self.queue.mutex)
-        return found
-
     @cython.critical_section
     def close(self, bint abandon=False):
         """Take no more jobs, and return once those in flight have ended: as failed, if they are abandoned.
