@@ -73,27 +73,17 @@ def parse_size(name: str, value: object) -> int:
     return num_bytes
 
 
-def in_binary_unit(num_bytes: float) -> tuple[float, str]:
-    """Return a size in the largest binary unit that leaves at least one, and that unit's name.
-
-    >>> in_binary_unit(3 << 19)
-    (1.5, 'MiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return num_bytes, unit
-        num_bytes /= 1024
-    return num_bytes, "TiB"
-
-
 def format_size(num_bytes: float) -> str:
-    """Return a size with four digits at most, in its binary unit.
+    """Return a size with four digits at most, in the largest binary unit that leaves at least one.
 
-    >>> format_size(2 << 20)
-    '2 MiB'
+    >>> format_size(3 << 19)
+    '1.5 MiB'
     """
-    size, unit = in_binary_unit(num_bytes)
-    return f"{size:.4g} {unit}"
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(num_bytes) >= 1024 and len(units) > 1:
+        num_bytes /= 1024
+        del units[0]
+    return f"{num_bytes:.4g} {units[0]}"
 
 
 def parse_count(name: str, value: object, least: int = 1, most: int = _MOST_COUNT) -> int:

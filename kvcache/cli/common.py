@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from kvcache.options import in_binary_unit, parse_count, parse_size
+from kvcache.options import format_size, parse_count, parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +31,7 @@ _MOST_BLOCKS = 1 << 30  # the most rows that a block table can number
 # Without a limit, a simulation uses this share of the free memory.
 _MEMORY_SHARE = 0.8
 _REFRESH_S = 0.25
+human_bytes = format_size
 _WIDE = 200
 
 
@@ -316,10 +317,3 @@ def write_text(option: str, target: str, text: str) -> None:
         raise  # its reader has had enough
     except OSError as error:
         raise CommandError(f"{option} cannot be written: {target!r}: {error.strerror}") from error
-
-
-def human_bytes(size: float) -> str:
-    """Return a size in the largest binary unit that leaves at least one."""
-    size, unit = in_binary_unit(size)
-    num_digits = {"B": 0, "TiB": 2}.get(unit, 1)
-    return f"{size:.{num_digits}f} {unit}"

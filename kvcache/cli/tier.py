@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcache.cli import common
-from kvcache.options import parse_size, without_secrets
+from kvcache.options import format_size, parse_size, without_secrets
 
 if TYPE_CHECKING:
     from kvcache.tiers.disk.maintenance import Progress, TierFacts
@@ -122,9 +122,9 @@ def _clear_folder(path: Path, confirm: Callable[[str], None]) -> dict[str, Any]:
         held = f"{facts.num_held:,} blocks"
     except TierDirectoryError as error:
         held = f"blocks that this kvcache cannot read ({error})"
-    confirm(f"{path} holds {held}, {common.human_bytes(directory_bytes(path))} on disk")
+    confirm(f"{path} holds {held}, {format_size(directory_bytes(path))} on disk")
     num_bytes = clear_directory(path)
-    return {"deleted": common.human_bytes(num_bytes), "bytes": num_bytes}
+    return {"deleted": format_size(num_bytes), "bytes": num_bytes}
 
 
 def _clear_server(
@@ -163,9 +163,9 @@ def _with_progress(name: str, is_quiet: bool, work: Callable[[Progress], Any]) -
 def _report(facts: TierFacts, json: str | None) -> None:
     rows = (
         ("blocks held", f"{facts.num_held:,} of {facts.num_slots:,}"),
-        ("block", common.human_bytes(facts.block_bytes)),
-        ("capacity", common.human_bytes(facts.capacity_bytes)),
-        ("on disk", common.human_bytes(facts.bytes_on_disk)),
+        ("block", format_size(facts.block_bytes)),
+        ("capacity", format_size(facts.capacity_bytes)),
+        ("on disk", format_size(facts.bytes_on_disk)),
         ("loads of held blocks", f"{facts.uses:,}, at most {facts.most_uses:,} of one"),
         ("never loaded", f"{facts.never_used_blocks:,}"),
         ("open to other users", ", ".join(facts.shared_names) or "nothing"),

@@ -8,14 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.control.telemetry import Command
-from kvcache.metrics import HistogramData
+from kvcache.metrics import HistogramData, Sample
 from kvcache.options import Options, option, parse_text
-
-
-def run_command(command: Command, given: Mapping[str, Any]) -> Any:
-    """Check a request's options and run it. ValueError if an option is unknown or bad."""
-    found = command.options.read(given, "the request").arguments()
-    return command.run(**{name: value for name, value in found.items() if value is not None})
 
 
 class StatusCommand(Command):
@@ -35,15 +29,7 @@ class SamplesCommand(Command):
         return {
             "time_s": snapshot.time_s,
             "labels": dict(snapshot.labels),
-            "samples": [
-                [
-                    one.name,
-                    one.kind,
-                    dict(one.labels),
-                    asdict(one.value) if isinstance(one.value, HistogramData) else one.value,
-                ]
-                for one in snapshot.samples()
-            ],
+            "samples": [[one.name, one.kind, dict(one.labels), _value(one)] for one in snapshot.samples()],
         }
 
 
@@ -66,6 +52,10 @@ class WhatIfCommand(Command):
         if estimate is None:
             raise ValueError(f"a {type(self.telemetry.manager).__name__} has no what-if")
         return estimate(None if policies is None else policies.split(",")).as_dict()
+
+
+def _value(sample: Sample) -> Any:
+    return asdict(sample.value) if isinstance(sample.value, HistogramData) else sample.value
 
 
 def _plain(value: Any) -> Any:

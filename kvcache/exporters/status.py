@@ -26,7 +26,6 @@ from socketserver import StreamRequestHandler
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.control.telemetry import Command, Exporter
-from kvcache.exporters.commands import run_command
 from kvcache.exporters.local_server import LocalServer
 from kvcache.metrics import Part, counter
 from kvcache.options import Options, option, parse_text
@@ -206,7 +205,9 @@ class StatusServer(Exporter):
         name = request.pop("command", None) if isinstance(request, dict) else None
         if not isinstance(name, str):
             raise ValueError(f"a request must be an object with a command, got {line[:100]!r}")
-        return run_command(self._command(name), request)
+        command = self._command(name)
+        found = command.options.read(request, "the request").arguments()
+        return command.run(**{name: value for name, value in found.items() if value is not None})
 
     def _command(self, name: str) -> Command:
         if name not in COMMANDS.names():  # no path to a class of the client's choice

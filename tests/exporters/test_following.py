@@ -216,8 +216,10 @@ def test_publisher_that_ended_leaves_events_to_their_manager_and_to_another_publ
             publisher.follow(manager)
     publisher = None
     gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
+    end_s = time.monotonic() + 60
+    while thread.is_alive:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
     store(manager, KEYS[3:5])
     assert [event.keys for event in manager.take_events()] == [KEYS[3:5]]
     store(manager, KEYS[5:7])

@@ -169,7 +169,7 @@ def test_command_shows_hits_by_medium(run: Any, trace: Path, tmp_path: Path) -> 
     outputs = ("--json", targets["json"], "--save", targets["csv"], "--save", targets["html"])
     status, out, err = run(*argv, *outputs, "--jobs", 1)
     assert (status, err) == (0, "")
-    assert "nvme 32.0 KiB + tier 2 1.0 MiB" in " ".join(out.split())
+    assert "nvme 32 KiB + tier 2 1 MiB" in " ".join(out.split())
     assert "without a cache: TTFT p50" in out
     assert "what each medium must sustain" in out
     document = json.loads(targets["json"].read_text())

@@ -15,12 +15,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from operator import length_hint
 from typing import Any
 
 import msgspec
 import zmq
 
+from kvcache.background import Background
 from kvcache.control.watch import Watch
 from kvcache.core.event_log import EventLog, TakenEvents
 from kvcache.events import OffloadingEvent
@@ -146,7 +148,6 @@ class KVEventPublisher:
         self._log: EventLog | None = None
         self._watch: Watch | None = None
         self._wait_ms = _LEAST_WAIT_MS
-        self._is_closed = False
         self._owner = os.getpid()
         context = zmq.Context()
         try:
@@ -159,13 +160,8 @@ class KVEventPublisher:
             context.destroy(linger=0)
             raise
         # The thread has no reference to the publisher while it waits: dropping the publisher ends it.
-        self._thread = threading.Thread(
-            target=_run,
-            args=(weakref.ref(self), context, self._pub, None if self._replies is None else self._replies.socket),
-            name="kvcache-kv-events",
-            daemon=True,
-        )
-        self._thread.start()
+        router = None if self._replies is None else self._replies.socket
+        self._thread = Background("kv-events", partial(_run, weakref.ref(self), context, self._pub, router))
 
     def follow(self, manager: Any) -> None:
         """Publish the events of `manager` from now on, resets included, without a call per step.
@@ -191,7 +187,7 @@ class KVEventPublisher:
             raise ValueError("the publisher follows a manager already")
         if log.reader is not None:
             raise ValueError("the manager's events go to a publisher already")
-        if self._is_closed or not self._thread.is_alive():
+        if self._thread.stopping.is_set() or not self._thread.is_alive:
             raise ValueError("the publisher is closed, and follows no manager")
         self._encoder.block_size = log.block_size or self._encoder.block_size
         log.reader, self._log = self._thread, log
@@ -216,7 +212,7 @@ class KVEventPublisher:
         """
         if not self._encoder.block_size:
             raise ValueError("a publisher with block_size=0 cannot describe blocks")
-        if self._thread.is_alive():
+        if self._thread.is_alive:
             self._queue.append(([*keys], prompt))
 
     def publish(self, events: Iterable[OffloadingEvent]) -> None:
@@ -234,7 +230,7 @@ class KVEventPublisher:
             return
         queued = events if type(events) is TakenEvents else iter([_checked(event) for event in events])
         num_events, num_waiting = length_hint(queued), self._num_queued - self._num_read
-        if (num_waiting and num_waiting + num_events > self._queue_events) or not self._thread.is_alive():
+        if (num_waiting and num_waiting + num_events > self._queue_events) or not self._thread.is_alive:
             self._num_dropped += num_events
             self._is_behind_gap = True
             return
@@ -248,7 +244,7 @@ class KVEventPublisher:
         """Queue that every block is gone: call it with `reset_cache` of a manager that is not followed."""
         if self._log is not None:
             self._log.clear()
-        elif self._thread.is_alive():
+        elif self._thread.is_alive:
             self._queue.append(None)
 
     def snapshot(self) -> tuple[int, dict[str, frozenset[tuple[bytes, int]]]]:
@@ -278,7 +274,7 @@ class KVEventPublisher:
         end_s = time.monotonic() + timeout_s
         next_look = self._num_begun + 1
         while self._num_done < next_look:
-            if not self._thread.is_alive():
+            if not self._thread.is_alive:
                 return not self._num_dropped and self._num_queued == self._num_read
             if time.monotonic() >= end_s:
                 return False
@@ -288,8 +284,7 @@ class KVEventPublisher:
     def close(self, timeout_s: float = 2.0) -> None:
         """Send the queued events and release the sockets; waits at most `timeout_s`. May be called twice."""
         if os.getpid() == self._owner:
-            self._is_closed = True
-            self._thread.join(timeout_s)
+            self._thread.stop(timeout_s)
             self._unfollow()
 
     def __enter__(self) -> KVEventPublisher:
@@ -414,18 +409,23 @@ class KVEventPublisher:
         yield b"", END_OF_REPLAY, b""
 
 
-def _run(reference: weakref.ref[KVEventPublisher], context: zmq.Context[Any], pub: Any, router: Any) -> None:
+def _run(
+    reference: weakref.ref[KVEventPublisher],
+    context: zmq.Context[Any],
+    pub: Any,
+    router: Any,
+    stopping: threading.Event,
+) -> None:
     """Send and answer until the publisher is closed or dropped, or its sockets fail; then close the sockets."""
+    is_last = False
     try:
-        while (publisher := reference()) is not None:
-            is_last = publisher._is_closed
+        while not is_last and (publisher := reference()) is not None:
+            is_last = stopping.is_set()
             publisher._look()
-            if is_last:
-                return
             wait_ms = publisher._wait_ms
             del publisher
             if router is None:
-                time.sleep(wait_ms / 1000)
+                stopping.wait(wait_ms / 1000)
             else:
                 router.poll(wait_ms)
     except Exception:
@@ -441,16 +441,16 @@ class _Descriptions:
 
     names: Collection[str] = ("prepare_store",)
 
-    def __init__(self, queue: deque[Any], thread: threading.Thread) -> None:
+    def __init__(self, queue: deque[Any], thread: Background) -> None:
         self._queue, self._thread = queue, thread
 
     def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        queue, is_alive = self._queue, self._thread.is_alive
+        queue, thread = self._queue, self._thread
 
         def described(keys: Any, req_context: Any = None, *args: Any, **kwargs: Any) -> Any:
             output = method(keys, req_context, *args, **kwargs)
             prompt = getattr(req_context, "prompt", None)
-            if prompt is not None and output is not None and output.keys_to_store and is_alive():
+            if prompt is not None and output is not None and output.keys_to_store and thread.is_alive:
                 queue.append(([*output.keys_to_store], prompt))
             return output
 

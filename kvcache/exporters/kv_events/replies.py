@@ -31,8 +31,7 @@ class Replies:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.num_rejected = 0
-        # The messages of a client's reply, the next of them, and when the client took the last one.
-        self._owed: dict[bytes, tuple[Messages, tuple[bytes, bytes, bytes] | None, float]] = {}
+        self._owed: dict[bytes, Iterator[None]] = {}  # replies that are being sent, by client
         # The limits apply to connections made after they were set.
         self.socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
         self.socket.setsockopt(zmq.RCVHWM, 16)
@@ -45,8 +44,8 @@ class Replies:
 
         `messages_of` returns the messages of the reply to a request of 8 bytes.
         """
-        for client, owed in [*self._owed.items()]:
-            self._send(client, *owed)
+        for client in [*self._owed]:
+            self._send_more(client)
         for _ in range(_MAX_REQUESTS):
             if not self.socket.poll(0):
                 break
@@ -57,24 +56,26 @@ class Replies:
             if not is_known or client in self._owed or len(self._owed) >= _MAX_OWED:
                 self.num_rejected += 1
             else:
-                messages = messages_of(request)
-                self._send(client, messages, next(messages, None), time.monotonic())
+                self._owed[client] = self._sending(client, messages_of(request))
+                self._send_more(client)
         return bool(self._owed)
 
-    def _send(
-        self, client: bytes, messages: Messages, message: tuple[bytes, bytes, bytes] | None, since_s: float
-    ) -> None:
-        """Send as much of a reply as its client takes. A client that has gone, or stands still, may ask again."""
-        self._owed.pop(client, None)
-        for _ in range(_MAX_MESSAGES):
-            if message is None:
-                return
-            try:
-                self.socket.send_multipart((client, b"", *message))
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EAGAIN and time.monotonic() - since_s <= _STANDSTILL_S:
+    def _send_more(self, client: bytes) -> None:
+        if next(self._owed[client], self) is self:
+            del self._owed[client]
+
+    def _sending(self, client: bytes, messages: Messages) -> Iterator[None]:
+        """Send a reply, and yield while its client takes no more. A client that has gone, or stands still, is left."""
+        for number, message in enumerate(messages, 1):
+            end_s = time.monotonic() + _STANDSTILL_S
+            while True:
+                try:
+                    self.socket.send_multipart((client, b"", *message))
                     break
-                self.num_rejected += 1
-                return
-            message, since_s = next(messages, None), time.monotonic()
-        self._owed[client] = messages, message, since_s
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EAGAIN or time.monotonic() > end_s:
+                        self.num_rejected += 1
+                        return
+                yield
+            if number % _MAX_MESSAGES == 0:
+                yield
