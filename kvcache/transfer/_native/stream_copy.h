@@ -16,19 +16,13 @@
 /* Reads ahead of the copy, in bytes: far enough to hide memory's latency, near enough to stay within a small run. */
 #define KVCACHE_AHEAD 1024
 
-static size_t kvcache_align_head(char *dst, const char *src, size_t n)
+__attribute__((target("avx2")))
+static void kvcache_stream_avx2(char *dst, const char *src, size_t n)
 {
     size_t head = (size_t)(-(uintptr_t)dst) & 63;
     if (head > n)
         head = n;
     memcpy(dst, src, head);
-    return head;
-}
-
-__attribute__((target("avx2")))
-static void kvcache_stream_avx2(char *dst, const char *src, size_t n)
-{
-    size_t head = kvcache_align_head(dst, src, n);
     dst += head, src += head, n -= head;
     for (; n >= 256; n -= 256, dst += 256, src += 256) {
         for (int line = 0; line < 256; line += 64)
@@ -39,25 +33,12 @@ static void kvcache_stream_avx2(char *dst, const char *src, size_t n)
     memcpy(dst, src, n);
 }
 
-static void kvcache_stream_sse2(char *dst, const char *src, size_t n)
-{
-    size_t head = kvcache_align_head(dst, src, n);
-    dst += head, src += head, n -= head;
-    for (; n >= 256; n -= 256, dst += 256, src += 256) {
-        for (int line = 0; line < 256; line += 64)
-            _mm_prefetch(src + KVCACHE_AHEAD + line, _MM_HINT_NTA);
-        for (int part = 0; part < 256; part += 16)
-            _mm_stream_si128((__m128i *)(dst + part), _mm_loadu_si128((const __m128i *)(src + part)));
-    }
-    memcpy(dst, src, n);
-}
-
 static void kvcache_stream(char *dst, const char *src, size_t n)
 {
     if (__builtin_cpu_supports("avx2"))
         kvcache_stream_avx2(dst, src, n);
     else
-        kvcache_stream_sse2(dst, src, n);
+        memcpy(dst, src, n);
 }
 
 /* Streaming stores are not ordered by locks: this comes before the copy is called done. */
