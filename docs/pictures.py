@@ -28,7 +28,7 @@ from rich.console import Console
 
 from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.cli.frames import History, socket_reader, what_if_reader
-from kvcache.cli.top_view import view
+from kvcache.cli.top import view
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.dashboard import dashboard
 from kvcache.exporters.status import StatusServer

@@ -177,18 +177,10 @@ parse_threads = count_from(1, _MOST_THREADS)
 
 
 def option(parse: Parser, default: Any = MISSING, *, when: str, advanced: bool = False) -> Any:
-    """Declare an option as a field of an `Options` class.
+    """Declare an option as a field of an `Options` class; without a default it is required.
 
-    Parameters
-    ----------
-    parse : Parser
-        Parses the value.
-    default : object
-        Used if the option is left out or None; without a default the option is required.
-    when : str
-        Ends the sentence "set it when ..." in the documentation.
-    advanced : bool
-        Whether users write it inside the mapping ``advanced``.
+    `when` ends the sentence "set it when ..." in the documentation. Users write `advanced` options inside the mapping
+    ``advanced``.
     """
     return field(default=default, metadata={"parse": parse, "when": when, "advanced": advanced})
 
@@ -215,19 +207,10 @@ class Options:
 
     @classmethod
     def take(cls, given: Mapping[str, Any], where: str = "") -> Self:
-        """Parse the options of `given` that this class declares, and ignore the `rest`.
+        """Parse the options of `given` that this class declares, and ignore the `rest`; None counts as left out.
 
-        Parameters
-        ----------
-        given : mapping
-            The options as the user wrote them; None counts as left out.
-        where : str
-            What errors call `given`, in place of the class's `where`.
-
-        Raises
-        ------
-        OptionError
-            Options are missing, invalid, or not in their place; each message names the option, `where` and the value.
+        OptionError names each option that is missing, invalid or not in its place. `where` is the name of `given` in
+        errors, in place of the class's own.
         """
         where = where or cls.where
         inside = _advanced_of(given, where)

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import CollectorRegistry, MetricsHandler
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 PREFIX = "kvcache_"
 DEFAULT_PORT = 9464
 _MAX_PORT = (1 << 16) - 1
+_FAMILIES: dict[str, Any] = {
+    "counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily
+}  # fmt: skip
 
 
 def _parse_port(name: str, value: object) -> int:
@@ -74,31 +78,21 @@ class TelemetryCollector(Collector):
                 yield _family(PREFIX + name, samples, dict(snapshot.labels))
 
 
-def _family(name: str, samples: list[Sample], common: dict[str, str]) -> Metric:
-    names = [*common, *dict(samples[0].labels)]
-    values = [[*common.values(), *dict(one.labels).values()] for one in samples]
-    if samples[0].kind == "histogram":
-        histogram = HistogramMetricFamily(name, samples[0].help, labels=names)
-        for labels, one in zip(values, samples, strict=True):
-            if isinstance(one.value, HistogramData):
-                histogram.add_metric(labels, buckets=_buckets(one.value), sum_value=one.value.sum)
-        return histogram
-    make = CounterMetricFamily if samples[0].kind == "counter" else GaugeMetricFamily
-    family = make(name, samples[0].help, labels=names)
-    for labels, one in zip(values, samples, strict=True):
-        if not isinstance(one.value, HistogramData):
+def _family(name: str, samples: list[Sample], common: dict[str, str]) -> Any:
+    family = _FAMILIES[samples[0].kind](name, samples[0].help, labels=[*common, *dict(samples[0].labels)])
+    for one in samples:
+        labels = [*common.values(), *dict(one.labels).values()]
+        if isinstance(one.value, HistogramData):
+            family.add_metric(labels, buckets=_buckets(one.value), sum_value=one.value.sum)
+        else:
             family.add_metric(labels, one.value)
     return family
 
 
 def _buckets(data: HistogramData) -> list[tuple[str, float]]:
     """Return cumulative counts by bound, as text that is the same at every scrape."""
-    total = 0
-    buckets = []
-    for bound, count in zip((*data.bounds, float("inf")), data.counts, strict=True):
-        total += count
-        buckets.append(("+Inf" if bound == float("inf") else f"{bound:.9g}", total))
-    return [(bound, float(count)) for bound, count in buckets]
+    bounds = [*(f"{bound:.9g}" for bound in data.bounds), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(data.counts)), strict=True))
 
 
 class PrometheusExporter(Exporter):

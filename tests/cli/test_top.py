@@ -17,7 +17,7 @@ from rich.console import Console
 
 from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.cli.frames import Frame, History, WhatIf, parse_metrics
-from kvcache.cli.top_view import view
+from kvcache.cli.top import view
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.prometheus import start_server
 from kvcache.exporters.status import StatusServer
