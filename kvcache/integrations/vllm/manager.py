@@ -99,16 +99,11 @@ class KVCacheOffloadingManager(OffloadingManager):
     info_keys = ("kvcache_capacity_blocks", "kvcache_capacity_bytes")
     info: tuple[int, ...] = ()
     spec_type: Any = None
+    what_if_log: WhatIfLog | None = None
 
-    def __init__(
-        self,
-        manager: CPUOffloadingManager | TieredOffloadingManager,
-        release: Release,
-        what_if_log: WhatIfLog | None = None,
-    ) -> None:
+    def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, release: Release) -> None:
         self._manager = manager
         self._pool = manager if isinstance(manager, BlockPool) else manager.pool
-        self._what_if_log = what_if_log
         self._num_resets = 0
         self._failed: list[bytes] = []
         self.metrics = MetricsSource(manager)
@@ -195,6 +190,6 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._manager.reset_cache()
 
     def shutdown(self) -> None:
-        if self._what_if_log is not None:
-            self._what_if_log.close()
+        if self.what_if_log is not None:
+            self.what_if_log.close()
         self._manager.shutdown()

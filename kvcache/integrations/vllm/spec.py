@@ -159,12 +159,12 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
             block_bytes=self.block_bytes,
             labels={"engine": str(self._config.engine_id), "rank": str(self._config.parallel.data_parallel_index)},
         )
-        what_if_log = WhatIfLog(manager) if self.settings.what_if else None
         adapter: KVCacheOffloadingManager
         if isinstance(manager, TieredOffloadingManager):
-            adapter = TieredKVCacheOffloadingManager(manager, installed_release(), what_if_log, self.clock)
+            adapter = TieredKVCacheOffloadingManager(manager, installed_release(), self.clock)
         else:
-            adapter = KVCacheOffloadingManager(manager, installed_release(), what_if_log)
+            adapter = KVCacheOffloadingManager(manager, installed_release())
+        adapter.what_if_log = WhatIfLog(manager) if self.settings.what_if else None
         adapter.info = (self.num_blocks, self.num_blocks * self.block_bytes)
         adapter.spec_type = CPULoadStoreSpec if self.has_engine_worker else None
         return adapter

@@ -19,7 +19,6 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager, engine_event
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 from kvcache.integrations.vllm.releases import Release
-from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import ASK_AGAIN, PENDING, TieredOffloadingManager
 from kvcache.transfer.free_memory import check_memory
@@ -75,10 +74,9 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         self,
         manager: TieredOffloadingManager,
         release: Release,
-        what_if_log: WhatIfLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(manager, release, what_if_log)
+        super().__init__(manager, release)
         self._tiered = manager
         self._clock = clock
         self._watch: PrefillWatch | None = None
