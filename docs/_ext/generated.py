@@ -46,7 +46,7 @@ def argument(param: Any) -> str:
 
 
 def metavar(param: Any) -> str:
-    """Return what an option's value is called."""
+    """Return the name of an option's value in the table."""
     return f"*{(param.metavar or param.type_descriptor.annotation.__name__).upper()}*"
 
 
