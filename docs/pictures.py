@@ -27,7 +27,7 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from rich.console import Console
 
 from kvcache import ReqContext, TieredOffloadingManager
-from kvcache.cli.frames import History, socket_reader, what_if_reader
+from kvcache.cli.frames import History, read_socket, read_what_if
 from kvcache.cli.top import view
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.dashboard import dashboard
@@ -209,15 +209,15 @@ def draw_top() -> None:
     make_keys = KeyMaker()
     with tempfile.TemporaryDirectory() as folder:
         server = StatusServer(telemetry, f"{folder}/engine.sock")
-        look, history = socket_reader(Path(server.address)), History()
-        history.add(look())
+        path, history = Path(server.address), History()
+        history.add(read_socket(path))
         for number, chat in zip(itertools.count(), ChatWorkload(num_requests=600, seed=1)):
             serve(manager, make_keys(chat.hash_ids))
             if number % 100 == 99:
                 time.sleep(0.2)
-                history.add(look())
+                history.add(read_socket(path))
         console = Console(record=True, width=92, file=io.StringIO(), force_terminal=True)
-        console.print(view("/run/user/1000/kvcache-engine.sock", history, what_if_reader(Path(server.address))()))
+        console.print(view("/run/user/1000/kvcache-engine.sock", history, read_what_if(path)))
         telemetry.close()
     manager.shutdown()
     text = console.export_svg(code_format=TOP, unique_id="top")

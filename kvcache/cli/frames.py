@@ -73,26 +73,23 @@ class History:
         return change / seconds if seconds > 0 else 0.0
 
 
-def socket_reader(path: Path) -> Callable[[], Frame]:
-    """Return a function that reads a frame from a status socket."""
+def read_socket(path: Path) -> Frame:
+    """Return a frame from a status socket."""
     from kvcache.exporters.status import ask
 
-    def look() -> Frame:
-        found = ask(path, "samples", _TIMEOUT_S)
-        try:
-            values = {
-                (str(name), _text_of(labels)): float(value)
-                for name, _, labels, value in found["samples"]
-                if isinstance(value, int | float) and math.isfinite(value)
-            }
-            time_s = float(found["time_s"])
-            if not math.isfinite(time_s):
-                raise ValueError(f"time_s must be finite, got {time_s}")
-            return Frame(time_s, values, dict(_text_of(found["labels"])))
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{path} gave no samples of a kvcache engine") from error
-
-    return look
+    found = ask(path, "samples", _TIMEOUT_S)
+    try:
+        values = {
+            (str(name), _text_of(labels)): float(value)
+            for name, _, labels, value in found["samples"]
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        time_s = float(found["time_s"])
+        if not math.isfinite(time_s):
+            raise ValueError(f"time_s must be finite, got {time_s}")
+        return Frame(time_s, values, dict(_text_of(found["labels"])))
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{path} gave no samples of a kvcache engine") from error
 
 
 @dataclass(slots=True)
@@ -105,22 +102,19 @@ class WhatIf:
     hit_ratios: dict[str, list[float]]
 
 
-def what_if_reader(path: Path) -> Callable[[], WhatIf | None]:
-    """Return a function that fetches the what-if estimate from a status socket, or None if the engine has none."""
+def read_what_if(path: Path) -> WhatIf | None:
+    """Return the what-if estimate from a status socket, or None if the engine has none."""
     from kvcache.exporters.status import ask
 
-    def estimate() -> WhatIf | None:
-        try:
-            found = ask(path, "what_if", 60.0)
-            capacities = [int(one) for one in found["capacities"]]
-            hit_ratios = {str(name): [float(one) for one in ratios] for name, ratios in found["hit_ratios"].items()}
-            if not found["uses"] or any(len(ratios) != len(capacities) for ratios in hit_ratios.values()):
-                return None
-            return WhatIf(str(found["policy"]), int(found["num_blocks"]), capacities, hit_ratios)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            return None  # made without, or of a version that answers otherwise
-
-    return estimate
+    try:
+        found = ask(path, "what_if", 60.0)
+        capacities = [int(one) for one in found["capacities"]]
+        hit_ratios = {str(name): [float(one) for one in ratios] for name, ratios in found["hit_ratios"].items()}
+        if not found["uses"] or any(len(ratios) != len(capacities) for ratios in hit_ratios.values()):
+            return None
+        return WhatIf(str(found["policy"]), int(found["num_blocks"]), capacities, hit_ratios)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return None  # made without, or of a version that answers otherwise
 
 
 def url_reader(url: str) -> Callable[[], Frame]:

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcache.background import Background
 from kvcache.cli import common
-from kvcache.cli.frames import WINDOWS_S, Frame, History, WhatIf, socket_reader, url_reader, what_if_reader
+from kvcache.cli.frames import WINDOWS_S, Frame, History, WhatIf, read_socket, read_what_if, url_reader
 from kvcache.cli.status import SocketOption, find_socket
 from kvcache.cli.terminal import printable
 from kvcache.options import format_size
@@ -46,7 +47,7 @@ def top(
         address, look, ask_what_if = url, url_reader(url), None
     else:
         path = find_socket(socket)
-        address, look, ask_what_if = str(path), socket_reader(path), what_if_reader(path)
+        address, look, ask_what_if = str(path), partial(read_socket, path), partial(read_what_if, path)
     history = History()
     history.add(look())
     if once:
