@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,7 +53,7 @@ class ReferenceManager(OffloadingManager):
         self.max_tracker_size = max_tracker_size
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.clock = clock
-        self.max_raised: int | None = None  # without, retention hints are ignored
+        self.max_raised: int | None = None  # None: retention hints are ignored
         self.start_s: float | None = None
         self.now_ms = 0
         self.counts: Counter[str] = Counter()
@@ -212,11 +212,11 @@ class ReferenceManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._let_time_pass()
-        in_prefix_order = self.in_prefix_order(req_context)
+        request = self.named.pop(req_context, None)
+        in_prefix_order = self._in_prefix_order(req_context, request)
         retention = self._retention_of(req_context)
-        if in_prefix_order:
-            self.ended[req_context] = self.named[req_context]
-        self.named.pop(req_context, None)
+        if request is not None and in_prefix_order:
+            self.ended[req_context] = request
         self.hinted.pop(req_context, None)
         self.policy.order(in_prefix_order)
         if retention.priority_class > NORMAL:
@@ -224,7 +224,7 @@ class ReferenceManager(OffloadingManager):
 
     def hint(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> None:
         check_next_use(next_use)
-        keys = self.hinted_keys(request_or_keys, next_use)
+        keys = self._hinted_keys(request_or_keys, next_use)
         self._let_time_pass()
         if self.policy.reads_clock:
             self._set_time()
@@ -242,20 +242,17 @@ class ReferenceManager(OffloadingManager):
                 self.ends.pop(key, None)
         self._crowd_out()
 
-    def hinted_keys(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> list[bytes]:
-        """Return the keys of a hint in prefix order, and store the hint for later uses by the request.
-
-        The arguments are those of a manager; see `OffloadingManager.hint`.
-        """
+    def _hinted_keys(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> list[bytes]:
+        """Return the keys of a hint in prefix order, and store the hint for later uses by the request."""
         if not isinstance(request_or_keys, ReqContext):
             return checked_keys(request_or_keys)
         running = self.named.get(request_or_keys)
         if (running is None or not running.keys) and request_or_keys in self.ended:
-            return self.in_prefix_order(request_or_keys, self.ended)
+            return self._in_prefix_order(request_or_keys, self.ended[request_or_keys])
         self.hinted[request_or_keys] = next_use
         if running is not None:
             running.next_use = next_use
-        return self.in_prefix_order(request_or_keys)
+        return self._in_prefix_order(request_or_keys, running)
 
     def stats(self) -> ManagerStats:
         self.counts["retained_blocks"] = len(self.ends)
@@ -364,14 +361,8 @@ class ReferenceManager(OffloadingManager):
             victims += self.policy.evict(min(n - len(victims), num_evictable), others) or []
         return victims
 
-    def in_prefix_order(
-        self, req_context: ReqContext, named_by: Mapping[ReqContext, RequestUses] | None = None
-    ) -> list[bytes]:
-        """Return the keys that a request has named, by position in the prompt, or as first seen.
-
-        Without `named_by`, the running requests are searched.
-        """
-        request = (self.named if named_by is None else named_by).get(req_context)
+    def _in_prefix_order(self, req_context: ReqContext, request: RequestUses | None) -> list[bytes]:
+        """Return the keys that a request has named, by position in the prompt, or as first seen."""
         named = [] if request is None else list(request.keys)
         positions: list[int] = []
         for key in named:
