@@ -58,8 +58,6 @@ cdef class ReplacementPolicy:
     cdef void on_reset(self) noexcept nogil
     # Allocate all that a call of `n` keys may need, before anything changes.
     cdef int reserve_policy(self, Py_ssize_t n) except -1
-    # Grow the policy's own arrays: the table has grown from `num_rows_before` to `table.num_rows`.
-    cdef int on_grow(self, int32_t num_rows_before) except -1
     # Raise BlockStateError if an invariant of the policy's own state is broken.
     cdef int check_policy(self) except -1
 

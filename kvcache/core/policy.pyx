@@ -84,9 +84,6 @@ cdef class ReplacementPolicy:
     cdef int reserve_policy(self, Py_ssize_t n) except -1:
         return 0
 
-    cdef int on_grow(self, int32_t num_rows_before) except -1:
-        return 0
-
     cdef int check_policy(self) except -1:
         return 0
 

@@ -116,7 +116,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
         cdef BlockTable table = self.table
         cdef list keys = [key]
         cdef Py_ssize_t at = 0
-        cdef int32_t row, num_rows_before
+        cdef int32_t row
         cdef uintptr_t address
         if not isinstance(block, BlockStatus):
             raise ValueError(f"block must be a BlockStatus, got {block!r}")
@@ -127,9 +127,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
             if self.batch.rows[0] != 0:
                 raise BlockStateError(f"block is in the cache already: {key!r}")
             if table.num_free == 0:
-                num_rows_before = table.num_rows
-                table.grow()
-                self.on_grow(num_rows_before)
+                raise BlockStateError(f"the policy holds {table.cache_capacity} blocks, its capacity, already")
             table.reserve_heaps(1)
             self.reserve_policy(1)
             table.admit(keys, self.batch.hashes, &at, 1, &row)

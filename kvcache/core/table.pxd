@@ -57,7 +57,6 @@ cdef class BlockTable:
     cdef Py_ssize_t aside_size
     cdef Py_ssize_t num_aside
 
-    cdef int grow(self) except -1
     cdef int reserve_heaps(self, Py_ssize_t n) except -1
     cdef int reserve_aside(self, Py_ssize_t n) except -1
     cdef uint32_t next_mark(self) noexcept nogil

@@ -7,7 +7,7 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdint cimport int32_t, uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free
 from libc.string cimport memset
 
 from kvcache.core.eviction_queue cimport FREE, HEAPED, LISTED, PINNED, WITHHELD, EvictionQueue, Row
@@ -100,41 +100,6 @@ cdef class BlockTable:
         PyMem_Free(self.caller_blocks)
         PyMem_Free(self.ranks)
         PyMem_Free(self.aside)
-
-    cdef int grow(self) except -1:
-        """Double the rows of a policy that was given more blocks than its capacity."""
-        cdef int32_t num_rows = self.first + 2 * (self.num_rows - self.first)
-        cdef uint32_t num_buckets = buckets_for(num_rows)
-        cdef int32_t row
-        cdef Bucket* buckets = <Bucket*> zeroed(num_buckets * sizeof(Bucket))
-        cdef void* rows = realloc(self.rows, num_rows * sizeof(Row))
-        if rows != NULL:
-            self.rows = <Row*> rows
-        cdef void* caller_blocks = PyMem_Realloc(self.caller_blocks, num_rows * sizeof(CallerBlock))
-        if caller_blocks != NULL:
-            self.caller_blocks = <CallerBlock*> caller_blocks
-        cdef void* ranks = NULL
-        if self.ranks != NULL:
-            ranks = PyMem_Realloc(self.ranks, num_rows * sizeof(uint64_t))
-            if ranks != NULL:
-                self.ranks = <uint64_t*> ranks
-        if buckets == NULL or rows == NULL or caller_blocks == NULL or (self.ranks != NULL and ranks == NULL):
-            free(buckets)
-            raise MemoryError(f"no memory for a table of {num_rows} blocks")
-        memset(&self.rows[self.num_rows], 0, (num_rows - self.num_rows) * sizeof(Row))
-        memset(&self.caller_blocks[self.num_rows], 0, (num_rows - self.num_rows) * sizeof(CallerBlock))
-        if self.ranks != NULL:
-            memset(&self.ranks[self.num_rows], 0, (num_rows - self.num_rows) * sizeof(uint64_t))
-        free(self.buckets)
-        self.buckets = buckets
-        self.num_buckets = num_buckets
-        for row in range(self.first, self.num_rows):
-            if self.rows[row].key != NULL:
-                index_insert(buckets, self.num_buckets, self.rows[row].hash, row)
-        cdef int32_t num_rows_before = self.num_rows
-        self.num_free += num_rows - num_rows_before
-        self.num_rows = num_rows
-        return 0
 
     cdef int reserve_heaps(self, Py_ssize_t n) except -1:
         """Make room for `n` rows to return to any queues, so that `attach` cannot fail."""

@@ -6,7 +6,7 @@ Compiled because it loops over rows. Arlitt et al., "Evaluating Content Manageme
 
 cimport cython
 from libc.stdint cimport int32_t, uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free
 
 from kvcache.core.ghosts cimport GhostList
 from kvcache.core.index cimport zeroed
@@ -105,13 +105,6 @@ cdef class LFUDACachePolicy(PolicyAdapter):
     cdef void on_reset(self) noexcept nogil:
         self.age = 0
         self.history.clear()
-
-    cdef int on_grow(self, int32_t num_rows_before) except -1:
-        cdef void* uses = realloc(self.uses, self.table.num_rows * sizeof(uint32_t))
-        if uses == NULL:
-            raise MemoryError(f"no memory for {self.table.num_rows} blocks")
-        self.uses = <uint32_t*> uses
-        return 0
 
     cdef int check_policy(self) except -1:
         cdef int32_t row

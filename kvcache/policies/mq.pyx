@@ -6,7 +6,7 @@ Buffer Caches", USENIX ATC '01, with a history of the uses of evicted keys.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free
 from libc.string cimport memset
 
 from kvcache.core.ghosts cimport GhostList
@@ -198,13 +198,6 @@ cdef class MultiQueue(PolicyAdapter):
         self.num_distances = 0
         if self.distances != NULL:
             memset(self.distances, 0, NUM_BINS * sizeof(uint32_t))
-
-    cdef int on_grow(self, int32_t num_rows_before) except -1:
-        cdef void* members = realloc(self.members, self.table.num_rows * sizeof(Member))
-        if members == NULL:
-            raise MemoryError(f"no memory for {self.table.num_rows} blocks")
-        self.members = <Member*> members
-        return 0
 
     cdef int check_policy(self) except -1:
         cdef int32_t level, row

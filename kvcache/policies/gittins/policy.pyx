@@ -177,13 +177,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self.call_size = 2 * n
         return 0
 
-    cdef int on_grow(self, int32_t num_rows_before) except -1:
-        cdef void* members = realloc(self.members, self.table.num_rows * sizeof(Member))
-        if members == NULL:
-            raise MemoryError(f"no memory for {self.table.num_rows} blocks")
-        self.members = <Member*> members
-        return 0
-
     cdef void on_reset(self) noexcept nogil:
         self.memory.clear()
         self.values.clear()
