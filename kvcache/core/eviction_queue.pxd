@@ -56,21 +56,6 @@ cdef inline void unlink(Row* rows, int32_t row) noexcept nogil:
     rows[next].prev = prev
 
 
-cdef inline void splice_to_tail(Row* rows, int32_t head, int32_t first, int32_t last) noexcept nogil:
-    # Move consecutive rows, from `first` to `last`, to the most-recent end of their list.
-    cdef int32_t prev = rows[first].prev
-    cdef int32_t next = rows[last].next
-    if next == head:
-        return
-    rows[prev].next = next
-    rows[next].prev = prev
-    prev = rows[head].prev
-    rows[prev].next = first
-    rows[first].prev = prev
-    rows[last].next = head
-    rows[head].prev = last
-
-
 cdef inline Py_ssize_t row_step() noexcept nogil:
     # Stride between the `prev` fields of consecutive rows, which hold positions in a heap.
     return sizeof(Row) // sizeof(int32_t)

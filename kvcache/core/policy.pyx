@@ -6,9 +6,8 @@ Compiled because a policy's hooks loop over rows.
 from libc.stdint cimport int32_t, uint64_t
 
 from kvcache.core.batch cimport Batch
-from kvcache.core.eviction_queue cimport LISTED, Row, splice_to_tail
 from kvcache.core.request_keys cimport RequestKeys
-from kvcache.core.table cimport NUM_PRIORITIES, make_youngest, move_to_tail, queue_of, set_stamp
+from kvcache.core.table cimport NUM_PRIORITIES, move_to_tail, set_stamp
 
 DEBUG = bool(KV_DEBUG)
 
@@ -45,24 +44,10 @@ cdef class ReplacementPolicy:
         pass
 
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
-        # Keys of one prompt are mostly already in order in their list: move such a run at once.
-        cdef Row* row_of = self.table.rows
-        cdef Py_ssize_t i = n
-        cdef int32_t oldest, youngest
-        while i > 0:
-            i -= 1
-            oldest = youngest = rows[i]
-            if oldest == 0:
-                continue
-            if row_of[oldest].where != LISTED:
-                move_to_tail(self.table, oldest, row_of[oldest].list_idx)
-                continue
-            make_youngest(self.table, oldest)
-            while i > 0 and rows[i - 1] != 0 and rows[i - 1] == row_of[youngest].next:
-                i -= 1
-                youngest = rows[i]
-                make_youngest(self.table, youngest)
-            splice_to_tail(row_of, queue_of(self.table, oldest), oldest, youngest)
+        cdef Py_ssize_t i
+        for i in range(n - 1, -1, -1):
+            if rows[i] != 0:
+                move_to_tail(self.table, rows[i], self.table.rows[rows[i]].list_idx)
 
     cdef void on_append(self, const int32_t* rows, Py_ssize_t n, uint64_t stamp, int32_t tail) noexcept nogil:
         cdef Py_ssize_t i
