@@ -9,15 +9,10 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
+from kvcache.core.index cimport bit_length
+
 cdef extern from "time.h":
     int CLOCK_MONOTONIC_COARSE
-
-cdef extern from *:
-    """
-    /* The number of bits of x; 0 for 0. */
-    static inline int kv_bit_length(uint64_t x) { return x ? 64 - __builtin_clzll(x) : 0; }
-    """
-    int bit_length "kv_bit_length"(uint64_t x) noexcept nogil
 
 cdef uint64_t AGE_TICK_NS = 10_000_000
 

@@ -26,12 +26,15 @@ cdef extern from "index.h" nogil:
 
 cdef extern from *:
     """
+    /* The number of bits of x; 0 for 0. */
+    static inline int kv_bit_length(uint64_t x) { return x ? 64 - __builtin_clzll(x) : 0; }
     #define kv_prefetch(address) __builtin_prefetch(address)
     static inline int kv_same_bytes(PyObject *a, PyObject *b) {
         return a == b || (PyBytes_GET_SIZE(a) == PyBytes_GET_SIZE(b)
                           && memcmp(PyBytes_AS_STRING(a), PyBytes_AS_STRING(b), PyBytes_GET_SIZE(a)) == 0);
     }
     """
+    int bit_length "kv_bit_length"(uint64_t x) noexcept nogil
     void prefetch "kv_prefetch"(const void* address) noexcept nogil
     bint same_bytes "kv_same_bytes"(PyObject* a, PyObject* b) noexcept nogil
 

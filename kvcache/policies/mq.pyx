@@ -10,7 +10,7 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from kvcache.core.ghosts cimport GhostList
-from kvcache.core.index cimport zeroed
+from kvcache.core.index cimport bit_length, zeroed
 from kvcache.core.table cimport BlockTable, enter, move_to_tail, set_stamp
 from kvcache.core.policy_adapter cimport PolicyAdapter
 
@@ -26,20 +26,12 @@ cdef int64_t LIFE = 500
 
 
 cdef inline int32_t level_of(uint32_t uses) noexcept nogil:
-    cdef int32_t level = 0
-    while uses > 1 and level < NUM_LEVELS - 1:
-        uses >>= 1
-        level += 1
-    return level
+    return min(bit_length(uses), NUM_LEVELS) - 1
 
 
 cdef inline uint32_t bin_of(uint32_t distance) noexcept nogil:
-    cdef uint32_t octave = 0
-    if distance < 2:
-        return 0
-    while distance >> (octave + 1):
-        octave += 1
-    return 2 * octave + (distance >> (octave - 1) & 1)
+    cdef uint32_t octave = bit_length(distance) - 1
+    return 2 * octave + (distance >> (octave - 1) & 1) if distance >= 2 else 0
 
 
 cdef inline void join_queue_before(Member* members, int32_t row, int32_t younger) noexcept nogil:
