@@ -749,40 +749,32 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef int check_policy(self) except -1:
         cdef const Row* rows = self.table.rows
-        cdef int32_t group, parent, row, ghost
+        cdef int32_t group, row, ghost
+        cdef Label label
         cdef Py_ssize_t num_resident = 0
         known = {}
         kids = {}
+        # Group 0 stands for the passing rows.
         self.values.check()
         self.aged.check(known)
         self.memory.check()
-        for group in list(known):
-            row = self.aged.groups[group].tail
+        for group in [0, *known]:
+            row = self.passing_last if group == 0 else self.aged.groups[group].tail
             if row != 0 and rows[row].next != 0:
                 raise BlockStateError(f"invariant broken: group {group} goes on behind its tail")
             while row != 0:
                 num_resident += 1
-                known[group] -= 1
-                if rows[row].key == NULL or group_in(self._place_of(row).label) != group:
-                    raise BlockStateError(f"invariant broken: row {row} is in no group")
-                if rows[row].prev != 0:
-                    if rows[rows[row].prev].next != row:
-                        raise BlockStateError(f"invariant broken: row {row} is not its neighbour's")
-                parent = self._place_of(row).parent
-                if parent != 0:
+                label = self._place_of(row).label
+                if rows[row].key == NULL or (
+                        rows[row].list_idx != PASSING if group == 0 else group_in(label) != group):
+                    raise BlockStateError(f"invariant broken: row {row} is not of group {group}")
+                if label != 0:
+                    known[group_in(label)] -= 1
+                if rows[row].prev != 0 and rows[rows[row].prev].next != row:
+                    raise BlockStateError(f"invariant broken: row {row} is not its neighbour's")
+                if self._place_of(row).parent != 0:
                     kids[self.members[row].parent_tag] = kids.get(self.members[row].parent_tag, 0) + 1
                 row = rows[row].prev
-        row = self.passing_first
-        while row != 0:
-            num_resident += 1
-            if rows[row].key == NULL or rows[row].list_idx != PASSING:
-                raise BlockStateError(f"invariant broken: row {row} does not pass")
-            if self._place_of(row).label != 0:
-                known[group_in(self._place_of(row).label)] -= 1
-            parent = self._place_of(row).parent
-            if parent != 0:
-                kids[self.members[row].parent_tag] = kids.get(self.members[row].parent_tag, 0) + 1
-            row = rows[row].next
         if num_resident != self.table.num_resident:
             raise BlockStateError(
                 f"invariant broken: {num_resident} members are resident, {self.table.num_resident} rows")
