@@ -12,7 +12,7 @@ from libc.string cimport memmove, memset
 
 from kvcache.core.key_hash cimport hash_of
 from kvcache.core.policy cimport ReplacementPolicy
-from kvcache.core.request_keys cimport Named, RequestKeys
+from kvcache.core.request_keys cimport RequestKeys
 
 import numpy as np
 
@@ -51,15 +51,15 @@ cdef class Sampler:
     cdef Py_ssize_t num_old                 # the older part of the log, and the uses of all keys in it
     cdef int64_t num_old_uses
     cdef uint64_t mask                      # a key is sampled if these bits of its hash are 0
-    cdef uint64_t* hashes                   # [max_uses + 1]: the last is scratch
-    cdef uint32_t* requests                 # [max_uses + 1]: the request's number, modulo 2**32
+    cdef uint64_t* hashes                   # [max_uses]
+    cdef uint32_t* requests                 # [max_uses]: the request's number, modulo 2**32
 
     def __cinit__(self, max_uses, max_halvings):
         check_int("max_uses", max_uses, 2, (1 << 30) - 1)
         check_int("max_halvings", max_halvings, 0, 63)
         self.max_uses = max_uses
         self.max_halvings = max_halvings
-        cdef size_t size = max_uses + 1
+        cdef size_t size = max_uses
         self.hashes = <uint64_t*> PyMem_Malloc(size * sizeof(uint64_t))
         self.requests = <uint32_t*> PyMem_Malloc(size * sizeof(uint32_t))
         if self.hashes == NULL or self.requests == NULL:
@@ -81,29 +81,13 @@ cdef class Sampler:
             self.take_keys(list(request_keys.keys))
 
     cdef void _take_request(self, RequestKeys request_keys) noexcept nogil:
-        cdef Named* named = request_keys.named
-        cdef Py_ssize_t i, n = request_keys.num_named, at = self.num_sampled
-        # Local copies, which no write to the log can change.
-        cdef uint64_t* hashes = self.hashes
-        cdef uint32_t* requests = self.requests
-        cdef uint64_t mask = self.mask
-        cdef uint32_t number
+        cdef Py_ssize_t i
         if request_keys.num_seen == 0:
             return
         self.num_requests += 1
-        number = <uint32_t> self.num_requests
-        if at + n > self.max_uses:
-            for i in range(n):
-                if named[i].seen != 0:
-                    self._log(named[i].hash)
-            return
-        # No branch on the hash: it would be unpredictable.
-        for i in range(n):
-            hashes[at] = named[i].hash
-            requests[at] = number
-            at += (named[i].hash & mask == 0) & (named[i].seen != 0)
-        self.num_sampled = at
-        self.num_uses += request_keys.num_seen
+        for i in range(request_keys.num_named):
+            if request_keys.named[i].seen != 0:
+                self._log(request_keys.named[i].hash)
 
     @cython.critical_section
     def take_keys(self, list keys not None):
