@@ -251,61 +251,49 @@ class GenericBlockCache:
             named.setdefault(key, admit is None or admit[i] == 1)
         blocks = {key: self._resident.get(key) for key in named}
         new = [key for key, admitted in named.items() if admitted and blocks[key] is None]
-        if self._declines:
-            return self._reserve_leading(named, new, request_keys)
-        needed = len(new) - self._backend.get_num_free_blocks() if new else 0
-        protected = sum(block is not None and block.ref_cnt == 0 for block in blocks.values())
-        if needed > 0 and needed > self._num_evictable - protected:
-            return None
-        self._count(keys, request_keys)
-        victims = self._evict(needed, named) if needed > 0 else {}
-        if victims is None:
-            return None
-        spec = self._replace(victims, new)
-        self.gated_blocks += sum(not admitted and blocks[key] is None for key, admitted in named.items())
-        return PrepareStoreOutput(new, spec, list(victims))
-
-    def _reserve_leading(
-        self, named: dict[bytes, bool], new: list[bytes], request_keys: RequestUses | None
-    ) -> PrepareStoreOutput:
-        """Store as many leading keys as the policy accepts."""
-        num_absent = sum(key not in self._resident for key in named)
-        self._count(list(named), request_keys)
+        num_absent = sum(block is None for block in blocks.values())
         num_free = int(self._backend.get_num_free_blocks())
-        try:
-            num_taken, answer = self._policy.make_room(new, num_free, list(named), request_keys)
-            victims = dict(answer)
-            needed = max(0, num_taken - num_free)
-            fault = self._fault_of(needed, named, len(answer), victims)
-            if not 0 <= num_taken <= len(new):
-                fault = f"took {num_taken} of {len(new)} keys"
-        except BaseException:
-            self._put_back()
-            raise
-        if fault is not None:
-            self._put_back()
-            raise BlockStateError(f"{type(self._policy).__name__}.make_room {fault}")
-        new_taken = new[:num_taken]
-        spec = self._replace(victims, new_taken)
+        if not self._declines:
+            protected = sum(block is not None and block.ref_cnt == 0 for block in blocks.values())
+            if len(new) > num_free + max(0, self._num_evictable - protected):
+                return None
+        self._count(keys, request_keys)
+        room = self._make_room(new, num_free, named, request_keys)
+        if room is None:
+            return None
+        num_taken, victims = room
+        taken = new[:num_taken]
+        spec = self._replace(victims, taken)
         self.declined_blocks += len(new) - num_taken
         self.gated_blocks += num_absent - num_taken
-        return PrepareStoreOutput(new_taken, spec, list(victims))
+        return PrepareStoreOutput(taken, spec, list(victims))
 
-    def _evict(self, needed: int, protected: dict[bytes, bool]) -> dict[bytes, BlockStatus] | None:
-        """Call the policy to select `needed` victims, and validate them. Return None if it found too few."""
+    def _make_room(
+        self, new: list[bytes], num_free: int, named: dict[bytes, bool], request_keys: RequestUses | None
+    ) -> tuple[int, dict[bytes, BlockStatus]] | None:
+        """Call the policy to select victims for the leading `new` keys that it accepts, and validate its answer.
+
+        Return the number of accepted keys, and the victims. Return None if the policy found too few victims.
+        """
+        num_taken, call = len(new), "make_room" if self._declines else "evict"
+        answer: Any = []
         try:
-            answer = self._policy.evict(needed, set(protected))
-            if answer is None:
-                return None
+            if self._declines:
+                num_taken, answer = self._policy.make_room(new, num_free, list(named), request_keys)
+            elif num_taken > num_free:
+                answer = self._policy.evict(num_taken - num_free, set(named))
+                if answer is None:
+                    return None
             victims = dict(answer)
-            fault = self._fault_of(needed, protected, len(answer), victims)
+            fault = self._fault_of(max(0, num_taken - num_free), named, len(answer), victims)
+            if not 0 <= num_taken <= len(new):
+                fault = f"took {num_taken} of {len(new)} keys"
+            if fault is not None:
+                raise BlockStateError(f"{type(self._policy).__name__}.{call} {fault}")
         except BaseException:
             self._put_back()
             raise
-        if fault is not None:
-            self._put_back()
-            raise BlockStateError(f"{type(self._policy).__name__}.evict {fault}")
-        return victims
+        return num_taken, victims
 
     def _fault_of(
         self, needed: int, protected: dict[bytes, bool], num_answered: int, victims: dict[bytes, BlockStatus]
