@@ -354,23 +354,9 @@ class LoadArbiter:
     ) -> bool:
         """Return whether to skip the look-up: computing the prefix is faster than loading it even if a medium has all.
 
-        While the rate of a link must be learned, return False.
-
-        Parameters
-        ----------
-        first_token, end_token : int
-            Positions in the prompt where the prefix begins and ends.
-        num_blocks : int
-            Number of blocks of the prefix.
-        links : sequence of LinkRate or None
-            Links of all media that may hold it. None: a medium whose loading cost is negligible.
-        now_s : float
-            The manager's clock.
-
-        Returns
-        -------
-        bool
-            Loading a part of the prefix gains less than loading all of it, so the result also holds for parts.
+        `links` are those of all media that may hold it. None is a medium whose loading cost is negligible. Loading a
+        part of the prefix gains less than loading all of it, so the result also holds for parts. While the rate of a
+        link must be learned, return False.
         """
         known = [link for link in links if link is not None and link.is_known and not link.is_probe_due(now_s)]
         if len(known) < len(links):

@@ -9,7 +9,6 @@ from kvcache.control.backend import Backend
 from kvcache.control.manager import OffloadingManager
 from kvcache.control.observers.what_if import WhatIf, estimate, sampler_for
 from kvcache.control.pool import BlockPool
-from kvcache.core.sampler import Sampler
 from kvcache.options import check_int
 from kvcache.specs import CPULoadStoreSpec
 
@@ -49,8 +48,7 @@ class PoolManager(BlockPool, OffloadingManager):
         Takes milliseconds for lru alone, and seconds for all policies. Call it outside the scheduler's thread. It works
         on a copy.
         """
-        sampler = self.observer if isinstance(self.observer, Sampler) else None
-        return estimate(sampler, self.num_blocks, type(self.policy), policies, capacities)
+        return estimate(self.observer, self.num_blocks, type(self.policy), policies, capacities)
 
 
 class BackendOffloadingManager(PoolManager):

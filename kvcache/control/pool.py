@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
@@ -28,34 +28,12 @@ from kvcache.request import HintReader, ReqContext, Retention, check_next_use
 from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
 
 if TYPE_CHECKING:
+    from kvcache.core.sampler import Sampler
     from kvcache.policies.base import BlockCacheOps
 
 _LOG = logging.getLogger(__name__)
 MAX_BLOCKS = 1 << 30
 Keys = Iterable[bytes]
-
-
-class AdmissionRule(Protocol):
-    """Decides which keys may be stored, before slots are reserved."""
-
-    def admit(self, keys: list[bytes]) -> bytearray:
-        """Return a flag per offered key."""
-
-    def clear(self) -> None:
-        """Forget all offers."""
-
-
-class UseObserver(Protocol):
-    """Receives the keys that are used. The sampler of the what-if is one."""
-
-    def take(self, request_keys: Any) -> None:
-        """Called with the keys of a request that has ended."""
-
-    def take_keys(self, keys: list[bytes]) -> None:
-        """Called with keys that were touched without a request."""
-
-    def reset(self) -> None:
-        """Called when the pool is reset."""
 
 
 def _inner(path: str, doc: str) -> Any:
@@ -88,7 +66,7 @@ class BlockPool:
         Share of the blocks that may be held at a raised priority.
     clock : callable
         Returns seconds of a monotonic clock. Read only after a request has given a retention hint.
-    observer : UseObserver, optional
+    observer : Sampler, optional
         Called with the keys that are used.
 
     Attributes
@@ -123,7 +101,7 @@ class BlockPool:
         max_tracker_size: int = 64_000,
         retention_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
-        observer: UseObserver | None = None,
+        observer: Sampler | None = None,
     ) -> None:
         check_int("block_size", block_size)
         if check_int("num_blocks", num_blocks) >= MAX_BLOCKS:
@@ -146,7 +124,7 @@ class BlockPool:
             "backend": backend,
         }
         self._cache = self._make_cache(cache_policy, backend)
-        self._admission: AdmissionRule | None = None
+        self._admission: ReuseFilter | None = None
         if store_threshold > 1:
             self._admission = ReuseFilter(store_threshold, max_tracker_size)
         request_keys = self._cache.open_request()
@@ -484,13 +462,10 @@ class BlockPool:
             success, req_context = req_context, None
         if type(keys) is not list:
             keys = as_key_list(keys)
-        request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if not success:
-            num_dropped = self._cache.abort(keys, request_keys)
-            self.failed_blocks += num_dropped
+        if success:
+            self.commit(keys, req_context)
         else:
-            num_ready = len(self._cache.commit(keys, request_keys))
-            self.stored_blocks += num_ready
+            self.abort(keys, req_context)
 
     def commit(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> list[bytes]:
         """Mark written blocks as ready, and return their keys. Unknown and ready keys are ignored."""

@@ -36,7 +36,6 @@ from kvcache.control.atomic import Guard, atomic
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.observers.what_if import estimate, sampler_for
 from kvcache.control.pool import BlockPool
-from kvcache.core.sampler import Sampler
 from kvcache.events import FinishedJob, JobLog, OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import HistogramData, ManagerStats, Part, gauge, histogram
@@ -450,8 +449,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def what_if(self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None) -> WhatIf:
         """Estimate what other policies and capacities would have hit; see `CPUOffloadingManager.what_if`."""
-        sampler = self.pool.observer if isinstance(self.pool.observer, Sampler) else None
-        return estimate(sampler, self.num_blocks, type(self.policy), policies, capacities)
+        return estimate(self.pool.observer, self.num_blocks, type(self.policy), policies, capacities)
 
     @atomic
     def _answer(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:

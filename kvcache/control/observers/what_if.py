@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -141,18 +141,9 @@ class WhatIf:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all values as JSON types."""
-        return {
-            "num_blocks": self.num_blocks,
-            "policy": self.policy,
-            "capacities": list(self.capacities),
-            "hit_ratios": {name: list(ratios) for name, ratios in self.hit_ratios.items()},
-            "standard_errors": list(self.standard_errors),
-            "sample_rate": self.sample_rate,
-            "sampled_uses": self.sampled_uses,
-            "uses": self.uses,
-            "requests": self.requests,
-            "notes": list(self.notes),
-        }
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}
+        values["hit_ratios"] = {name: list(ratios) for name, ratios in self.hit_ratios.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def __str__(self) -> str:
         width = max(map(len, ("blocks", self.policy or "", *self.hit_ratios)))
