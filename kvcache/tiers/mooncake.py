@@ -24,8 +24,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
 from threading import Lock
@@ -56,8 +55,6 @@ _EPOCH_BYTES = 8
 _BUFFER_BYTES = 1 << 20
 _MAINTAIN_INTERVAL_S = 2.0
 _MAX_DISCARDS = 4096
-# A transfer may wait for the master, for a node, and for a retry.
-_CALL_TIMEOUTS = 3
 # Not a call of the client: a master closes the connection at once, a stopped one does nothing.
 _NONSENSE = bytes(32)
 _NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS = -200, -703, -704, -705
@@ -251,7 +248,7 @@ class MooncakeTier(JobTier):
         answers: Sequence[int] = ()
         if absent:
             parts = self._parts([(addresses[i], batch.block_ids[i]) for i in absent])
-            with self._turn(self._storing):
+            with self._storing:
                 answers = store.batch_put_from_multi_buffers([names[i] for i in absent], *parts, self._config)
         if batch.generation != self.generation:
             # The reset's sweep may have come before this.
@@ -273,7 +270,7 @@ class MooncakeTier(JobTier):
         store = self._connected()
         names, buffers = [self.name_of(key) for key in batch.keys], batch.buffers
         parts = self._parts(list(zip(batch.addresses, batch.block_ids, strict=True)))
-        with self._turn(self._loading):
+        with self._loading:
             answers = store.batch_get_into_multi_buffers(names, *parts)
         outcomes, bad = [], []
         for i, answer in enumerate(answers):
@@ -361,16 +358,6 @@ class MooncakeTier(JobTier):
         if answer != _EPOCH_BYTES:
             raise self._error("get", answer)
         return carrier.tobytes().hex()
-
-    @contextmanager
-    def _turn(self, lock: Lock) -> Iterator[None]:
-        """Wait until no other thread moves blocks in this direction, at most as long as a call may take."""
-        if not lock.acquire(timeout=_CALL_TIMEOUTS * self._timeout_s):
-            raise OSError(f"{self._setup[-1]} has not answered the transfer before")
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _connected(self) -> Any:
         if self._store is None:

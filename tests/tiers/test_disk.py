@@ -195,13 +195,6 @@ def test_another_model_is_refused(bench):
         bench.open(block_bytes=8192, fingerprint={"model": "a", "dims": [1, 2]})
 
 
-def test_folder_of_something_else_is_refused(bench, tmp_path):
-    (tmp_path / "tier").mkdir()
-    (tmp_path / "tier" / "thesis.tex").write_text("precious")
-    with pytest.raises(TierDirectoryError, match=r"is no disk tier: it has no kvcache\.json"):
-        bench.open()
-
-
 @pytest.mark.parametrize(
     ("name", "value", "fault"),
     [

@@ -388,12 +388,6 @@ def test_thread_that_cannot_be_had_leaves_no_lock(bench, monkeypatch):
     bench.open().shutdown()
 
 
-def test_policy_that_fails_leaves_no_lock(bench):
-    with pytest.raises(ValueError, match="unknown policy"):
-        bench.open(cache_policy="nope")
-    bench.open().shutdown()
-
-
 def test_forked_child_does_not_keep_the_lock(bench):
     tier = bench.open()
     reader, writer = os.pipe()
@@ -608,14 +602,6 @@ def test_corrupt_blocks_are_warned_of_once_a_minute(bench, caplog, monkeypatch):
         file.write(bytes(8 * 4096))
     bench.load(tier, bench.keys(0))
     assert warnings_of(caplog)[1].endswith("(and 7 more since the last warning)")
-
-
-def test_truncated_file_is_warned_of(bench, caplog):
-    tier = bench.open()
-    bench.store(tier, bench.keys(*range(4)))
-    os.truncate(bench.path / "data", 2 * 4096)
-    assert sorted(bench.load(tier, bench.keys(*range(4))).failed) == bench.keys(2, 3)
-    assert warnings_of(caplog) == [f"disk tier {bench.path}: its data file ends early, at slot 2; 2 blocks are lost"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])

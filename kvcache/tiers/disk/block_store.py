@@ -10,7 +10,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvcache.tiering.checksum import checksum
 from kvcache.tiers.disk.directory import ALIGN_BYTES, DATA
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 
 _SECTOR_BYTES = 512
 _MOST_TRIES = 100
-
-
-class BlocksRead(NamedTuple):
-    """The result of a read: whether each block verified, and how many blocks lie beyond the end of the file."""
-
-    is_good: list[bool]
-    num_short: int
 
 
 class BlockStore:
@@ -64,8 +57,11 @@ class BlockStore:
 
     def read(
         self, first_slot: int, keys: list[bytes], rows: list[memoryview], generation: Generation, may_wipe: bool = True
-    ) -> BlocksRead:
-        """Read consecutive slots and verify them; a bad block's record is wiped, unless the directory is only read."""
+    ) -> list[bool]:
+        """Read consecutive slots, and return whether each block verified.
+
+        A bad block's record is wiped, unless the directory is only read.
+        """
         num_whole = self.read_payload(first_slot, rows)
         num_bytes, seed = self._block_bytes, generation.seed
         checks = self.table.checksums[first_slot : first_slot + len(rows)].tolist()
@@ -77,7 +73,7 @@ class BlockStore:
             for i, one in enumerate(is_good):
                 if not one:
                     self.table.wipe(first_slot + i)
-        return BlocksRead(is_good, len(rows) - num_whole)
+        return is_good
 
     def write_payload(self, first_slot: int, rows: Sequence[memoryview]) -> None:
         """Write blocks to consecutive slots, in as many calls as it takes; OSError if that ends early."""

@@ -91,7 +91,7 @@ def verify_tier(path: Path, wipe: bool = False, progress: Progress | None = None
         def read(group: list[int], row: memoryview) -> list[bool]:
             is_good = []
             for i in group:
-                is_good += store.read(int(found.slots[i]), [found.keys[i]], [row], generation, wipe).is_good
+                is_good += store.read(int(found.slots[i]), [found.keys[i]], [row], generation, wipe)
             return is_good
 
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
@@ -140,7 +140,7 @@ def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progre
 
 def _move_block(store: BlockStore, row: memoryview, found: Found, i: int, target: int) -> None:
     slot, key, table = int(found.slots[i]), found.keys[i], store.table
-    if not store.read(slot, [key], [row], table.generation).is_good[0]:
+    if not store.read(slot, [key], [row], table.generation)[0]:
         return
     store.write(target, [int(found.seqs[i])], [key], [row], table.generation)
     table.stamp(np.array([target]), np.array([found.times[i]], np.uint64))

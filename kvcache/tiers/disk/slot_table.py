@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_KEY_BYTES = 88
-_RECORD = struct.Struct("<QQIIHHI88s")
-_NUM_WORDS = _RECORD.size // 8
-_NO_SEAL = bytes(8)
+_NUM_WORDS = RECORD_BYTES // 8 - 1
 # Each word is mixed before it is multiplied. Otherwise flips of the top bits of two words would cancel out. A change of
 # one word always changes the sum (mixing and odd factors lose nothing), a change of several except in one of 2**64.
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
@@ -52,8 +49,7 @@ _READ_RECORDS = 1 << 15
 _MAX_STAMP = 1 << 62
 _PAGE_ROWS = 4096 // RECENCY_BYTES
 
-assert _RECORD.size + len(_NO_SEAL) == _DTYPE.itemsize == RECORD_BYTES
-assert _RECENCY_DTYPE.itemsize == RECENCY_BYTES
+assert (_DTYPE.itemsize, _RECENCY_DTYPE.itemsize) == (RECORD_BYTES, RECENCY_BYTES)
 
 
 def _seals(rows: npt.NDArray[np.void], seed: int) -> npt.NDArray[np.uint64]:
@@ -143,14 +139,14 @@ class SlotTable:
         self, first_slot: int, seqs: list[int], keys: list[bytes], checks: list[int], generation: Generation
     ) -> None:
         """Write the records of consecutive slots whose payload has been written."""
-        pack, num_bytes, epoch = _RECORD.pack, self._block_bytes, generation.epoch
-        body = bytearray().join(
-            pack(seq, check, num_bytes, epoch, len(key), 0, 0, key) + _NO_SEAL
+        num_bytes, epoch = self._block_bytes, generation.epoch
+        records = [
+            (seq, check, num_bytes, epoch, len(key), 0, 0, key, 0)
             for seq, key, check in zip(seqs, keys, checks, strict=True)
-        )
-        rows = np.frombuffer(body, _DTYPE)
+        ]
+        rows = np.array(records, _DTYPE)
         rows["seal"] = _seals(rows, generation.seed)
-        write_all(self._fd, body, first_slot * RECORD_BYTES)
+        write_all(self._fd, rows.tobytes(), first_slot * RECORD_BYTES)
         self.checksums[first_slot : first_slot + len(checks)] = checks
 
     def wipe(self, slot: int) -> None:

@@ -204,11 +204,12 @@ class DiskTier(JobTier):
         store, (_, generation) = self._opened(), self._current
         first_slot = _first_slot(batch)
         with self._warning_of("load"):
-            read = store.read(first_slot, batch.keys, batch.buffers, generation)
-        if all(read.is_good):
+            is_good = store.read(first_slot, batch.keys, batch.buffers, generation)
+        if all(is_good):
             return None
-        self._warn_of_bad(first_slot, len(batch.keys), read.is_good.count(False), read.num_short)
-        return [BlockOutcome.DONE if one else BlockOutcome.CORRUPT for one in read.is_good]
+        text = "disk tier %s: %d blocks did not verify and count as misses, read from slot %d on"
+        self._warnings.warn("corrupt", text, self.path, is_good.count(False), first_slot)
+        return [BlockOutcome.DONE if one else BlockOutcome.CORRUPT for one in is_good]
 
     def put(self, batch: TierBatch) -> list[BlockOutcome] | None:
         store, (number, generation) = self._opened(), self._current
@@ -325,24 +326,6 @@ class DiskTier(JobTier):
             cause = f"{operation} {error.errno}"
             self._warnings.warn(cause, text, self.path, operation, type(error).__name__, error)
             raise
-
-    def _warn_of_bad(self, first_slot: int, num_blocks: int, num_bad: int, num_short: int) -> None:
-        if num_short:
-            self._warnings.warn(
-                "truncated",
-                "disk tier %s: its data file ends early, at slot %d; %d blocks are lost",
-                self.path,
-                first_slot + num_blocks - num_short,
-                num_short,
-            )
-        if num_bad > num_short:
-            self._warnings.warn(
-                "corrupt",
-                "disk tier %s: %d blocks did not verify and count as misses, read from slot %d on",
-                self.path,
-                num_bad - num_short,
-                first_slot,
-            )
 
 
 def _first_slot(batch: TierBatch) -> int:
