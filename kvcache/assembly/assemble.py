@@ -39,7 +39,7 @@ from kvcache.options import (
     without_secrets,
 )
 from kvcache.recorder.recorder import DEFAULT_MAX_BYTES, Recorder
-from kvcache.registry import EXPORTERS, TIERS
+from kvcache.registry import EXPORTERS, TIERS, Registry
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier
@@ -79,14 +79,19 @@ def _parse_tiers(name: str, given: Any) -> tuple[TierSettings, ...]:
 
 
 def _parse_tier(entry: Mapping[str, Any]) -> TierSettings:
-    if "type" not in entry:
-        raise ValueError(f"a tier needs a type, one of {', '.join(TIERS.names())}, got {without_secrets(entry)!r}")
-    tier = TIERS.resolve(entry["type"])
-    own = TierConfig.rest(entry)
-    del own["type"]
+    tier, options = _class_of(entry, TIERS, "a tier")
+    own = TierConfig.rest(options)
     where = f"tier {entry['type']!r}"
-    config, _ = run_all((partial(TierConfig.take, entry, where), partial(tier.check_options, own)))
+    config, _ = run_all((partial(TierConfig.take, options, where), partial(tier.check_options, own)))
     return TierSettings(tier, config, own)
+
+
+def _class_of(entry: Mapping[str, Any], registry: Registry, kind: str) -> tuple[Any, dict[str, Any]]:
+    """Return the class that the ``type`` of an entry names, and the entry's other options."""
+    options = dict(entry)
+    if "type" not in options:
+        raise ValueError(f"{kind} needs a type, one of {', '.join(registry.names())}, got {without_secrets(options)!r}")
+    return registry.resolve(options.pop("type")), options
 
 
 def _parse_exporters(name: str, given: Any) -> tuple[ExporterSettings, ...]:
@@ -96,10 +101,8 @@ def _parse_exporters(name: str, given: Any) -> tuple[ExporterSettings, ...]:
 
 
 def _parse_exporter(entry: Any) -> ExporterSettings:
-    options = dict(entry) if isinstance(entry, Mapping) else {"type": entry}
-    if "type" not in options:
-        raise ValueError(f"an exporter needs a type, one of {', '.join(EXPORTERS.names())}, got {options!r}")
-    exporter = EXPORTERS.resolve(options.pop("type"))
+    entry = entry if isinstance(entry, Mapping) else {"type": entry}
+    exporter, options = _class_of(entry, EXPORTERS, "an exporter")
     exporter.check_options(options)
     return ExporterSettings(exporter, options)
 

@@ -135,15 +135,12 @@ def _plain(name: str) -> str:
 def _model_of_file(path: Path, dtype: str) -> Model:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"model config {str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"model config {str(path)!r} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"model config {str(path)!r} must be a JSON object")
-    try:
+        if not isinstance(config, dict):
+            raise ValueError("must be a JSON object")
         name = str(config.get("_name_or_path") or "").rpartition("/")[2] or path.resolve().parent.name
         return _model_of_config(config, name, dtype)
+    except OSError as error:
+        raise ValueError(f"model config {str(path)!r} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"model config {str(path)!r}: {error}") from error
 

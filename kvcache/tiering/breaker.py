@@ -1,18 +1,26 @@
-"""A circuit breaker: pause a direction of a tier that fails, then try it with a single job."""
+"""Direction: the loads or the stores of a tier, with a circuit breaker that pauses them after failures."""
 
 from __future__ import annotations
 
+from kvcache.core.histogram import Histogram
+from kvcache.metrics import JOB_EXPONENTS
+
 BREAKER_STATES = ("closed", "open", "half_open")
-"""Values of `Breaker.state`."""
+"""Values of `Direction.state`."""
 
 
-class Breaker:
-    """Decides whether a job may be sent: `max_failures` in a row open the breaker for `pause_s`.
+class Direction:
+    """Counts the blocks of one direction, and decides whether a job may be sent.
 
-    Closed: jobs are sent. Open: no jobs are sent. Half open: the pause is over and one job is under way.
+    `max_failures` in a row open the breaker for `pause_s`. Closed: jobs are sent. Open: no jobs are sent. Half open:
+    the pause is over and one job is under way.
     """
 
-    def __init__(self, max_failures: int, pause_s: float) -> None:
+    def __init__(self, name: str, max_blocks: int, max_failures: int, pause_s: float) -> None:
+        self.name = name
+        self.max_blocks = max_blocks
+        self.num_blocks = self.num_moved = 0
+        self.seconds = Histogram(1e-9, *JOB_EXPONENTS)
         self._max_failures = max_failures
         self._pause_s = pause_s
         self._num_failures = 0

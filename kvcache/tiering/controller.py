@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.control.arbiter import LinkRate
-from kvcache.core.histogram import Histogram
-from kvcache.metrics import JOB_EXPONENTS, HistogramData, counter, gauge, histogram, state
+from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import (
     Options,
     choice_of,
@@ -25,7 +24,7 @@ from kvcache.options import (
     parse_duration,
     parse_flag,
 )
-from kvcache.tiering.breaker import BREAKER_STATES, Breaker
+from kvcache.tiering.breaker import BREAKER_STATES, Direction
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.tier import TierResult, TierStats
 from kvcache.tiering.write_policy import DirtyBlocks
@@ -157,17 +156,6 @@ class TierJob:
     is_withheld: bool = False
 
 
-class _Direction(Breaker):
-    """The loads or the stores of a tier: their breaker, and the blocks under way and moved so far."""
-
-    def __init__(self, name: str, config: TierConfig, max_blocks: int) -> None:
-        super().__init__(config.max_failures, config.pause_s)
-        self.name = name
-        self.max_blocks = max_blocks
-        self.num_blocks = self.num_moved = 0
-        self.seconds = Histogram(1e-9, *JOB_EXPONENTS)
-
-
 class TierController:
     """One tier under a manager: its `jobs` under way and the `backlog` of keys that wait to be written.
 
@@ -189,8 +177,8 @@ class TierController:
             self._max_blocks = max(1, min(self._max_blocks, tier.max_queued_blocks))
         self._max_backlog_blocks = num_blocks
         self._budget = budget
-        self._reads = _Direction("reads", config, max(1, num_blocks // (2 * num_tiers)))
-        self._writes = _Direction("writes", config, config.max_store_blocks)
+        self._reads = Direction("reads", max(1, num_blocks // (2 * num_tiers)), config.max_failures, config.pause_s)
+        self._writes = Direction("writes", config.max_store_blocks, config.max_failures, config.pause_s)
         self._reported: deque[TierResult] = deque()
         self._uses: deque[tuple[list[bytes] | None, ReqContext | None]] = deque()
         self._stuck_blocks = 0
@@ -211,7 +199,7 @@ class TierController:
         room = self._max_blocks - self._reads.num_blocks - self._writes.num_blocks
         return max(0, min(direction.max_blocks - direction.num_blocks, room, self._budget.num_left))
 
-    def _direction(self, is_load: bool) -> _Direction:
+    def _direction(self, is_load: bool) -> Direction:
         return self._reads if is_load else self._writes
 
     @property
@@ -425,7 +413,7 @@ class TierController:
         names = [one.name for one in (self._reads, self._writes) if one.state != "closed"]
         return f"{' and '.join(names)} paused: {self._last_error}" if names else ""
 
-    def _fail(self, direction: _Direction, now_s: float, at_once: bool = False) -> None:
+    def _fail(self, direction: Direction, now_s: float, at_once: bool = False) -> None:
         if direction.record_failure(now_s, at_once):
             text = "tier %s: %s paused for %s s: %s"
             name = direction.name

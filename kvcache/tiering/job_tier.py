@@ -168,7 +168,6 @@ class JobTier(Tier):
     ) -> None:
         self._pool_rows = self.host_rows = checked_host_blocks(host_blocks).view(np.uint8)
         self._stage: CodecStage | None = None
-        self._codec = codec
         if codec is not None:
             # Not imported without a codec: it needs a package of an extra.
             from kvcache.tiers.codecs.stage import CodecStage
@@ -432,10 +431,9 @@ class JobTier(Tier):
                 unavailable_reason=self._reason_now() or self._store_error,
                 **counts,
             )
-            if self._stage is None or self._codec is None:
+            if self._stage is None:
                 return stats
-            counters: dict[str, Any] = self._stage.counts
-            return CodecTierStats(**asdict(stats), codec=str(self._codec.fingerprint["codec"]), **counters)
+            return CodecTierStats(**asdict(stats), codec=self._stage.name, **self._stage.counts)
 
     def shutdown(self) -> None:
         with self._lock:

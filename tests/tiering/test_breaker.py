@@ -1,10 +1,10 @@
 """A breaker opens after failures in a row, and closes when the one job that tries succeeds."""
 
-from kvcache.tiering.breaker import Breaker
+from kvcache.tiering.breaker import Direction
 
 
 def test_breaker_goes_from_closed_to_open_to_half_open_and_back():
-    breaker = Breaker(max_failures=2, pause_s=10.0)
+    breaker = Direction("reads", 1, max_failures=2, pause_s=10.0)
     assert (breaker.state, breaker.allows(0.0)) == ("closed", True)
     assert not breaker.record_failure(0.0)
     breaker.record_success()
@@ -21,6 +21,6 @@ def test_breaker_goes_from_closed_to_open_to_half_open_and_back():
 
 
 def test_breaker_opens_at_once_when_told():
-    breaker = Breaker(max_failures=9, pause_s=1.0)
+    breaker = Direction("reads", 1, max_failures=9, pause_s=1.0)
     assert breaker.record_failure(0.0, at_once=True)
     assert breaker.state == "open"

@@ -34,19 +34,18 @@ assert _HEADER.size == HEADER_BYTES
 class CodecStage:
     """Encoded rows of at most `num_threads` batches of `max_blocks` blocks that I/O threads move at the same time.
 
-    `get` fills and `put` reads `rows`; `counts` are the counters of `CodecTierStats`.
+    `get` fills and `put` reads `rows`; `name` is the codec's, and `counts` are the counters of `CodecTierStats`.
     """
 
     def __init__(self, codec: Codec, host_blocks: HostBlocks, num_threads: int, max_blocks: int) -> None:
         self._codec = codec
+        self.name = str(codec.fingerprint["codec"])
         self._block_bytes = host_blocks.shape[1]
         row_bytes, _ = stored_form(codec, host_blocks, None)
         num_rows = num_threads * max_blocks
         self.rows = np.frombuffer(mmap.mmap(-1, num_rows * row_bytes), np.uint8).reshape(num_rows, row_bytes)
-        self.counts: dict[str, Any] = dict.fromkeys(
-            ("encoded_blocks", "unencodable_blocks", "decoded_blocks", "raw_bytes", "code_bytes"), 0
-        )
-        self.counts |= {"encode_s": 0.0, "decode_s": 0.0}
+        names = ("encoded_blocks", "unencodable_blocks", "decoded_blocks", "raw_bytes", "code_bytes")
+        self.counts: dict[str, Any] = {"encode_s": 0.0, "decode_s": 0.0, **dict.fromkeys(names, 0)}
         self._lock = Lock()
         # One part of the rows for each thread.
         self._free = deque(range(0, num_rows, max_blocks))
