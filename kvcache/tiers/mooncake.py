@@ -54,7 +54,6 @@ _FORMAT = b"kvcache mooncake 2"
 _EPOCH_BYTES = 8
 _BUFFER_BYTES = 1 << 20
 _MAINTAIN_INTERVAL_S = 2.0
-_MAX_DISCARDS = 4096
 # Not a call of the client: a master closes the connection at once, a stopped one does nothing.
 _NONSENSE = bytes(32)
 _NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS = -200, -703, -704, -705
@@ -189,7 +188,6 @@ class MooncakeTier(JobTier):
         # One for each direction. A lock has no order, so loads could keep stores from a common one for ever.
         self._storing, self._loading = Lock(), Lock()
         self._is_starting = True
-        self._discards: dict[str, None] = {}
         super().__init__(
             host_blocks,
             "MOONCAKE",
@@ -287,7 +285,7 @@ class MooncakeTier(JobTier):
             if outcomes[-1] == BlockOutcome.CORRUPT:
                 bad.append(names[i])
         if bad:
-            self._discard(store, bad)
+            store.batch_remove(bad, True)
         return outcomes
 
     def clear(self, generation: int) -> None:
@@ -308,9 +306,6 @@ class MooncakeTier(JobTier):
         elif self._store.get_size(self._epoch_name) == _NOT_FOUND:
             # Engines that start later join it; this one keeps its own.
             self._write_epoch(self._store.put_from, draw_epoch())
-        if self._discards:
-            names, self._discards = list(self._discards), {}
-            self._discard(self._store, names)
 
     def close(self) -> None:
         if self._store is not None:
@@ -334,12 +329,6 @@ class MooncakeTier(JobTier):
     def _is_of_another_size(self, store: Any, name: str) -> bool:
         num_bytes: int = store.get_size(name)
         return num_bytes >= 0 and num_bytes != self._block_bytes + SEAL_BYTES
-
-    def _discard(self, store: Any, names: list[str]) -> None:
-        """Remove bad values; a value on which another engine holds a lease is removed later."""
-        for name, answer in zip(names, store.batch_remove(names, False), strict=True):
-            if answer not in (0, _NOT_FOUND) and len(self._discards) < _MAX_DISCARDS:
-                self._discards[name] = None
 
     def _write_epoch(self, write: Callable[..., int], epoch: str) -> None:
         """Announce an epoch: `upsert_from` replaces another one, `put_from` leaves it."""

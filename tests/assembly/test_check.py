@@ -55,6 +55,7 @@ def test_unknown_keys_are_named_with_what_may_be_meant():
         ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "big"}]}, "disk tier must be bytes"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x"}]}, "a disk tier needs 'capacity'"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "valkey"}]}, "a valkey tier needs 'url'"),
+        ({"num_cpu_blocks": 8, "tiers": [{"type": "mooncake", "master": "nowhere"}]}, "must be 'host:port', got 'now"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "memory", "capacity": 64}]}, "tiers need spec_name 'tiering'"),
         (
             {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "1MiB", "write_polciy": "x"}]},

@@ -191,29 +191,6 @@ def test_codec_job_of_more_blocks_than_rows_comes_back_whole(num_threads):
     tier.shutdown()
 
 
-def test_codec_tier_after_a_failed_store_serves_loads_and_stores():
-    host = compressible(4)
-
-    class FailingTier(MemoryTier):
-        is_failing = False
-
-        def put(self, batch) -> None:
-            if self.is_failing:
-                raise OSError("full")
-            super().put(batch)
-
-    tier = FailingTier(16, host, codec=InvertingCodec(host.shape[1]))
-    assert store_as_is(tier, KEYS[:2]).failed == []
-    tier.is_failing = True
-    assert store_as_is(tier, KEYS[2:4], 2).error == "OSError: full"
-    assert tier.stats().unavailable_reason == "writes fail: OSError: full"
-    assert load_as_is(tier, KEYS[:2], 3).failed == []
-    tier.is_failing = False
-    assert store_as_is(tier, KEYS[2:4], 4).failed == []
-    assert tier.stats().unavailable_reason == ""
-    tier.shutdown()
-
-
 def test_codec_that_raises_fails_the_job_and_keeps_the_tier():
     host = compressible(4)
 

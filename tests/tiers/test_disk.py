@@ -379,14 +379,3 @@ def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved, caplog):
     assert os.fstat(tier._store.fd).st_size == size
     assert tier.lookup(bench.keys(1)) == 0
     assert tier.submit_store(5, bench.keys(2), [0]) is False
-
-
-def test_config_is_checked(bench, tmp_path):
-    options = {"path": str(tmp_path / "tier"), "capacity": "1MiB"}
-    tier = DiskTier.from_config(options, bench.host_blocks(), {"model": "m"})
-    assert tier.capacity_bytes == 1 << 20
-    tier.shutdown()
-    with pytest.raises(ValueError, match=r"unknown options of a disk tier: size; known ones: path, capacity, "):
-        DiskTier.from_config({**options, "size": 1}, bench.host_blocks(), {})
-    with pytest.raises(ValueError, match="a disk tier needs 'capacity'"):
-        DiskTier.from_config({"path": "x"}, bench.host_blocks(), {})

@@ -299,18 +299,3 @@ def test_another_protocol_on_the_port_is_no_hang(opened):
     assert not tier.submit_store(1, KEYS[:2], [0, 1]) or wait_for(tier, 1).done == []
     assert found(tier, KEYS[:2]) == 0
     impostor.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "a mooncake tier needs 'master'"),
-        ({"master": "nowhere"}, "master in a mooncake tier must be 'host:port', got 'nowhere'"),
-        ({"master": "127.0.0.1:1", "replicas": 2}, "unknown options of a mooncake tier: replicas"),
-        ({"master": "127.0.0.1:1", "num_replicas": 0}, "num_replicas in a mooncake tier must be a whole number >= 1"),
-        ({"master": "127.0.0.1:1", "protocol": "ib"}, "protocol in a mooncake tier must be one of tcp, rdma, got 'ib'"),
-    ],
-)
-def test_bad_options_name_the_value(options, message):
-    with pytest.raises(ValueError, match=message):
-        MooncakeTier.from_config(options, blocks(), {})

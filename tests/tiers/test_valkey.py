@@ -426,22 +426,6 @@ def test_tls_server_must_be_signed_by_the_given_authority(make_server, opened, t
         assert "sesame" not in text
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "a valkey tier needs 'url'"),
-        ({"url": "valkey://127.0.0.1:99999"}, "url in a valkey tier must have a port in 0..65535, got 'valkey://"),
-        ({"url": "valkey://127.0.0.1:six"}, "url in a valkey tier must have a port in 0..65535, got 'valkey://"),
-        ({"url": "http://127.0.0.1"}, "url in a valkey tier must begin with one of valkey://, .* got 'http://"),
-        ({"url": "valkey://127.0.0.1", "ttl": 5}, "unknown options of a valkey tier: ttl"),
-        ({"url": "valkey://127.0.0.1", "timeout_s": 0}, "timeout_s in a valkey tier must be a number of seconds > 0"),
-    ],
-)
-def test_bad_options_name_the_value(options, message):
-    with pytest.raises(ValueError, match=message):
-        ValkeyTier.from_config(options, blocks(), {})
-
-
 @pytest.mark.slow
 def test_clear_of_a_server_refuses_clients_and_foreign_prefixes(server, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
