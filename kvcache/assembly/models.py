@@ -1,8 +1,7 @@
 """The size of a block and the time that a hit saves, for a given model.
 
-A token's KV is 2 (K and V) x layers x KV heads x head size values; models with multi-head latent attention keep one
-latent vector per layer instead. Prefill costs about 2 FLOPs per parameter and token; attention's share, which grows
-with the length of the prompt, is left out, so the time saved is a lower bound.
+A token's KV is 2 x layers x KV heads x head size values; multi-head latent attention keeps one latent vector per layer.
+Prefill costs about 2 FLOPs per parameter and token. Attention's share is left out, so the time saved is a lower bound.
 """
 
 from __future__ import annotations

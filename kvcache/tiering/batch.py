@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ class BlockOutcome(IntEnum):
     """Store: the medium holds the block already."""
 
 
+@dataclass(slots=True, eq=False)
 class TierBatch:
     """Blocks of one job that are moved by one call of `get` or `put`.
 
@@ -48,25 +50,14 @@ class TierBatch:
         Number of resets before the batch was made. A block of an older batch must not be found after a reset.
     """
 
-    def __init__(
-        self,
-        host_rows: HostBlocks,
-        job_id: int,
-        is_load: bool,
-        keys: list[bytes],
-        block_ids: list[int],
-        slots: list[int] | None,
-        seqs: list[int] | None,
-        generation: int,
-    ) -> None:
-        self.job_id = job_id
-        self.is_load = is_load
-        self.keys = keys
-        self.block_ids = block_ids
-        self.slots = slots
-        self.seqs = seqs
-        self.generation = generation
-        self._host_rows = host_rows
+    job_id: int
+    is_load: bool
+    keys: list[bytes]
+    block_ids: list[int]
+    slots: list[int] | None
+    seqs: list[int] | None
+    generation: int
+    _host_rows: HostBlocks = field(repr=False)
 
     @property
     def buffers(self) -> list[memoryview]:
@@ -84,7 +75,6 @@ class TierBatch:
     ) -> TierBatch:
         """Return the blocks at `positions` as a batch; `host_rows` and `block_ids` replace their host memory."""
         return TierBatch(
-            self._host_rows if host_rows is None else host_rows,
             self.job_id,
             self.is_load,
             [self.keys[i] for i in positions],
@@ -92,6 +82,7 @@ class TierBatch:
             None if self.slots is None else [self.slots[i] for i in positions],
             None if self.seqs is None else [self.seqs[i] for i in positions],
             self.generation,
+            self._host_rows if host_rows is None else host_rows,
         )
 
 
@@ -110,8 +101,8 @@ class Move(Task):
     def __init__(self, batch: TierBatch, move: Callable[[TierBatch], Sequence[int] | None]) -> None:
         self.batch = batch
         self.keys = batch.keys
-        self.outcomes: list[BlockOutcome] = []
-        self.is_all_done = False
+        # None: all done.
+        self.outcomes: list[BlockOutcome] | None = []
         self.end_s = 0.0
         self._move = move
         self._unclaimed = [True]
@@ -130,15 +121,10 @@ class Move(Task):
                 outcomes = self._move(self.batch)
             finally:
                 self.end_s = time.monotonic()
-            if outcomes is None:
-                self.is_all_done = True
-            else:
-                self.outcomes = checked_outcomes(outcomes, self.batch)
+            self.outcomes = None if outcomes is None else checked_outcomes(outcomes, self.batch)
 
     def keys_with(self, outcome: BlockOutcome) -> list[bytes]:
         """Return the keys of the blocks with this outcome; none if the batch failed as a whole."""
-        if self.is_all_done:
+        if self.outcomes is None:
             return self.keys if outcome == BlockOutcome.DONE else []
-        if self.error:
-            return []
-        return [key for key, one in zip(self.keys, self.outcomes, strict=True) if one == outcome]
+        return [key for key, one in zip(self.keys, self.outcomes, strict=False) if one == outcome]

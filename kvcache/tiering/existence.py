@@ -1,7 +1,6 @@
 """Answers to existence queries of a medium that keeps its own index, remembered for a bounded time.
 
-The scheduler's thread must not query a store over a network. A thread queries keys in batches. Until it has the answer,
-a look-up returns "ask again"; after the deadline the key counts as absent.
+I/O threads query the store. Until an answer comes, a look-up returns "ask again"; after the deadline, "absent".
 """
 
 from __future__ import annotations
@@ -16,11 +15,7 @@ _MAX_ASKED_KEYS = 1 << 16
 
 
 class ExistenceCache:
-    """Remembers which keys a medium holds.
-
-    An answer counts for `held_s` or `absent_s`; a query may take `deadline_s`. At most `max_keys` keys are remembered;
-    the oldest are forgotten first.
-    """
+    """Remembers which keys a medium holds: the last `max_keys` answers, for `held_s` or `absent_s`."""
 
     def __init__(self, held_s: float, absent_s: float, deadline_s: float, max_keys: int) -> None:
         self._held_s = held_s

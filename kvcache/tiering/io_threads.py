@@ -32,11 +32,7 @@ class Task(ABC):
 
 
 class IOThreads:
-    """Runs tasks in threads and returns them when they have ended.
-
-    `submit` and `get_finished` never wait. The threads are daemons: one that hangs in a dead mount does not keep
-    the process.
-    """
+    """Runs tasks in daemon threads and returns them when they have ended; `submit` and `get_finished` never wait."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._tokens: SimpleQueue[bool] = SimpleQueue()

@@ -366,7 +366,9 @@ class JobTier(Tier):
             first_seq = self._last_seq + 1
             self._last_seq += len(placed)
             seqs = list(range(first_seq, self._last_seq + 1))
-            self._start(job_id, False, placed, source, slots, seqs, refused, removed)
+            block_ids = [source[key] for key in placed]
+            whole = TierBatch(job_id, False, placed, block_ids, slots, seqs, self.generation, self._pool_rows)
+            self._start(whole, refused, removed)
             return True
 
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
@@ -382,7 +384,9 @@ class JobTier(Tier):
                 held, missed = self._index.split_held(list(target))
                 slots = self._index.pin(held)
             self._counts["missed_blocks"] += len(missed)
-            self._start(job_id, True, held, target, slots, None, missed, [])
+            block_ids = [target[key] for key in held]
+            whole = TierBatch(job_id, True, held, block_ids, slots, None, self.generation, self._pool_rows)
+            self._start(whole, missed, [])
             return True
 
     def cancel(self, job_id: int) -> None:
@@ -467,30 +471,18 @@ class JobTier(Tier):
             return False
         return True
 
-    def _start(
-        self,
-        job_id: int,
-        is_load: bool,
-        keys: list[bytes],
-        host: dict[bytes, int],
-        slots: list[int] | None,
-        seqs: list[int] | None,
-        failed: list[bytes],
-        removed: list[bytes],
-    ) -> None:
-        block_ids = [host[key] for key in keys]
-        whole = TierBatch(self._pool_rows, job_id, is_load, keys, block_ids, slots, seqs, self.generation)
-        in_order = list(range(len(keys)))
-        groups = self._cut(slots, in_order) if keys else []
+    def _start(self, whole: TierBatch, failed: list[bytes], removed: list[bytes]) -> None:
+        in_order = list(range(len(whole.keys)))
+        groups = self._cut(whole.slots, in_order) if in_order else []
         batches = [whole] if groups == [in_order] else [whole.part(positions) for positions in groups]
         moves = [Move(batch, self._run_batch) for batch in batches]
         now_s = time.monotonic()
         result = {"done": [], "failed": failed, "removed": removed, "error": "", "start_s": now_s, "end_s": now_s}
-        self._jobs[job_id] = _Job(moves, len(moves), result)
-        self._num_queued += len(keys)
-        self._report_ended(job_id)
+        self._jobs[whole.job_id] = _Job(moves, len(moves), result)
+        self._num_queued += len(whole.keys)
+        self._report_ended(whole.job_id)
         for move in moves:
-            self._threads.submit(move, LOAD if is_load else STORE)
+            self._threads.submit(move, LOAD if whole.is_load else STORE)
 
     def _run_batch(self, batch: TierBatch) -> Sequence[int] | None:
         if self._stage is None:

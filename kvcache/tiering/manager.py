@@ -1,22 +1,20 @@
 """The manager of a host pool with tiers below it: the host pool, and jobs that move blocks up and down.
 
-The pool makes all decisions about host memory. This manager adds *jobs*: a promotion reserves host blocks, has a tier
-read into them, and commits them; a store downwards references host blocks, has a tier write them, and releases them.
-Each call is atomic against other threads and finalizers, and never waits for I/O. The work of a call is bounded:
-16,000 blocks take several steps.
+A promotion reserves host blocks, has a tier read into them, and commits them. A store downwards references host blocks,
+has a tier write them, and releases them. Each call is atomic, never waits for I/O, and does a bounded amount of work.
 
 Why no request waits for ever
 -----------------------------
-`lookup` returns None only while a requested block is being promoted or queued for promotion, never for want of room: a
-promotion that does not fit is cut to what fits, and the rest is a miss. One request tries to promote a key once, so two
-requests that evict each other's blocks both get an answer; and blocks that a request waits for are held (one reference
-each) until it loads them, ends, or its deadline passes. Past the deadline, `lookup` answers from host memory alone.
+`lookup` returns None only while a requested block is being promoted or queued for promotion. A promotion that does not
+fit is cut, and the rest is a miss. One request tries to promote a key once, so two requests that evict each other's
+blocks both get an answer. Blocks that a request waits for are held (one reference each) until it loads them, ends, or
+its deadline passes. Past the deadline, `lookup` answers from host memory alone.
 
 Jobs in flight
 --------------
-Host blocks of a job are the tier's until it reports the job, be it long after the deadline: a block being read into
-stays reserved, a block being written stays referenced. `reset_cache` drains first: the cache is empty at once, and
-takes new blocks when the last old job has ended or is overdue; slots of overdue ones are withheld until they end.
+Host blocks of a job are the tier's until it reports the job, even after the deadline. `reset_cache` drains first: the
+cache is empty at once, and takes new blocks when the last old job has ended or is overdue. Slots of overdue jobs are
+withheld until the tier reports them.
 """
 
 from __future__ import annotations
@@ -225,11 +223,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self._answer(as_key_list(keys), req_context)
 
     def status(self, key: bytes, req_context: ReqContext | None = None) -> int:
-        """Look one key up and return its state: ABSENT 0, PENDING 1, READY 2 or ASK_AGAIN 3.
-
-        PENDING: it is known to be held, and being written or promoted for this request. ASK_AGAIN: a tier does not
-        know yet.
-        """
+        """Return the state of one key: ABSENT 0, PENDING 1 (it will become ready), READY 2 or ASK_AGAIN 3."""
         return READY if self._is_ready(key, req_context) else self._status_below(key, req_context)
 
     def _is_ready(self, key: bytes, req_context: ReqContext | None) -> bool:
@@ -497,11 +491,9 @@ class TieredOffloadingManager(OffloadingManager):
         return num_ready
 
     def _look_below(self, keys: list[bytes], num_ready: int, req_context: ReqContext | None, now_s: float) -> Sources:
-        """Follow keys through all tiers from `num_ready` on, a step's worth: where each comes from, as far as all do.
+        """Return the sources of the next keys, up to the first absent one, and whether a tier must be asked again.
 
-        The second is whether a tier will know more at the next step. Each key is looked at once and each tier asked
-        about the keys that are not in host memory, together, so the cost grows with the number of keys, wherever they
-        lie.
+        The tiers are asked for all keys together that are not in host memory, so the cost grows with their number only.
         """
         window = keys[num_ready : num_ready + MAX_STEP_BLOCKS]
         tried, promoting = self._pending.tried(req_context), self._promoting

@@ -42,8 +42,7 @@ class PendingRequests:
     """The requests that wait; None stands for all calls without a request.
 
     A request waits at most `deadline_s`. It is then answered from host memory for as long again, so that it gets an
-    answer before it can wait again. One call takes references on at most `max_step_blocks` blocks. `waits` holds the
-    seconds from a request's first wait to its load, its end or its deadline.
+    answer before it can wait again. `waits` holds the seconds of each wait.
     """
 
     def __init__(self, pool: BlockPool, deadline_s: float, max_step_blocks: int, clock: Callable[[], float]) -> None:

@@ -1,11 +1,7 @@
 """The index of a tier that owns its space: the slot of each block, eviction, and bad blocks.
 
-A `BlockPool` like the host's places and evicts blocks, over slots instead of host memory. After a restart, the blocks
-that were found are reserved in a new pool, least recently used first. The pool numbers them 0, 1, 2, ... in that order,
-and `_slot_of` translates its numbers to slots.
-
-A bad or missing block is quarantined: it counts as absent and keeps its slot until it is evicted or its key is stored
-again.
+A `BlockPool` places and evicts blocks, over slots instead of host memory. A bad or missing block is quarantined: it
+counts as absent and keeps its slot until it is evicted or its key is stored again.
 """
 
 from __future__ import annotations
@@ -46,6 +42,7 @@ class SlotIndex:
         # A store names the tail of a prompt first. A policy that keeps paths needs the head first.
         self._keeps_paths = self._blocks.policy.reads_clock
         self._bad: set[bytes] = set()
+        # The pool numbers the blocks that were found 0, 1, 2, ..., in the order of their use.
         self._slot_of: npt.NDArray[np.int64] | None = None
         if keys:
             places = np.asarray(slots, np.int64)

@@ -1,8 +1,7 @@
 """Commands over many blocks on one connection to a Valkey or Redis server, straight from and into host memory.
 
-A client library makes a `bytes` of each value and copies it twice more. Here a value is received into the host block
-itself. The library still handles addresses, TLS, credentials and the topology of a cluster. Each batch has a deadline,
-because a time limit on each read never ends for a server that sends a byte at a time.
+A client library copies each value three times. Here a value is received into the host block itself. Each answer has a
+deadline, because a time limit on each read never ends for a server that sends a byte at a time.
 """
 
 from __future__ import annotations

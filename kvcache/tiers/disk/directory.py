@@ -188,10 +188,9 @@ def writer_of(path: str | os.PathLike[str]) -> str:
 
 
 def clear_directory(path: Path) -> int:
-    """Delete the files of a tier, of any format, and return the bytes that this frees.
+    """Delete the files of a tier, of any format, except its lock; return the bytes that this frees.
 
-    The lock stays, so that no process takes a lock on a deleted file. The header goes first: after an interruption, the
-    directory counts as new, and this function may be called again.
+    The header goes first, so the directory counts as new after an interruption.
     """
     names = {name.name for name in path.iterdir()} - {"lost+found"}
     if not names <= _OURS or not names & {_HEADER, _LOCK}:
@@ -331,10 +330,7 @@ class TierDirectory:
         self.header = header
 
     def mark_void(self, salt: int) -> None:
-        """Record that blocks under a header with this salt are void, in case the process is killed.
-
-        This is one small write to the page cache; only `write_header` survives a loss of power.
-        """
+        """Record that blocks under this salt are void; unlike `write_header`, this does not survive a loss of power."""
         write_all(self._lock_fd, salt.to_bytes(_MARK_BYTES, "little"), _MARK_OFFSET)
 
     def resize(self, header: Header, afresh: bool = False) -> Header:

@@ -1,7 +1,6 @@
 """One record per slot of a disk tier: the block's key and checksum, and its last use.
 
-A record is written in place after its payload, and sealed, so a torn record is invalid. There is no log to replay or
-compact: a restart reads one array, and the size never changes.
+A record is sealed and written in place after its payload, so a restart reads one array, and a torn record is invalid.
 """
 
 from __future__ import annotations
