@@ -21,8 +21,7 @@ _NEEDED_BY = {
 }
 
 if TYPE_CHECKING:
-    from kvcache.assembly.base import OffloadingSpec, make_spec
-    from kvcache.assembly.config import OffloadingConfig, OffloadingGroup
+    from kvcache.assembly.base import OffloadingConfig, OffloadingGroup, OffloadingSpec, make_spec
     from kvcache.assembly.cpu import CPUOffloadingSpec, TieringOffloadingSpec
     from kvcache.block import BlockStateError, BlockStatus
     from kvcache.control.backend import Backend, CPUBackend

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvcache.assembly.assemble import OffloadSettings, open_manager, read_pool_path, trace_worker
-from kvcache.assembly.base import HandlerOf, OffloadingSpec
-from kvcache.assembly.config import OffloadingConfig
+from kvcache.assembly.base import HandlerOf, OffloadingConfig, OffloadingSpec
 from kvcache.control.manager import OffloadingManager
 from kvcache.specs import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks
