@@ -17,6 +17,7 @@ from kvcache.assembly.assemble import ExporterSettings, OffloadSettings, TierSet
 from kvcache.assembly.base import SpecOptions
 from kvcache.options import OptionError, format_size, name_unknown, parse_size
 from kvcache.registry import SPECS
+from kvcache.tiering.controller import TierConfig
 
 LEVELS = ("ok", "warning", "error")
 DEFAULT_KEYS = OffloadSettings.keys() | SpecOptions.keys()
@@ -73,7 +74,11 @@ def check_config(
             return [*findings, Finding("error", "pool", str(error))]
         pool_bytes = settings.cpu_bytes_to_use
         findings.append(
-            Finding("ok", "pool", f"{format_size(pool_bytes)}, policy {settings.cache_policy}; block size not given")
+            Finding(
+                "ok",
+                "pool",
+                f"{format_size(pool_bytes)}, policy {settings.cache_policy}; a block's size is not given (--model)",
+            )
         )
     else:
         pool_bytes = num_blocks * block_bytes * world_size
@@ -121,7 +126,9 @@ def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
     if reason := tier.tier.unavailable_reason(tier.options):
         yield Finding("error", subject, reason)
     else:
-        text = f"written by {tier.config.write_policy}, jobs of at most {tier.config.deadline_s:g} s"
+        text = f"jobs of at most {tier.config.deadline_s:g} s"
+        if tier.config.write_policy != TierConfig.write_policy:
+            text = f"written by {tier.config.write_policy}, {text}"
         yield Finding("ok", subject, text)
     if "path" not in tier.options or "capacity" not in tier.options:
         # Only a tier that names a directory and a capacity keeps its blocks on this machine.
@@ -157,6 +164,8 @@ def _room(subject: str, path: Path, num_bytes: int) -> Finding:
     at = path
     while not at.exists() and at != at.parent:
         at = at.parent
+    if at == Path("/") and path != at:
+        return Finding("warning", subject, f"nothing of {path} exists: is its file system not mounted?")
     if not os.access(at, os.W_OK):
         return Finding("error", subject, f"{at} cannot be written by user {os.geteuid()}")
     free = shutil.disk_usage(at).free

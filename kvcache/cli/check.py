@@ -72,15 +72,15 @@ def check(
 def _findings(config: Path, num_bytes: int, workers: int, is_latent: bool | None) -> list[Finding]:
     from kvcache.assembly.check import Finding, check_config
 
-    given, is_vllm, has_events, engine_block = _read(config)
+    given, transfer, is_vllm, has_events, engine_block = _read(config)
     if not is_vllm:
         return check_config(given, block_bytes=num_bytes, world_size=workers)
     from kvcache.integrations.vllm import settings
     from kvcache.integrations.vllm.releases import describe_release
 
-    if settings.is_engine_spec(given) and not settings.uses_kvcache(given):
-        return [Finding("error", "options", f"{settings.WHERE} names no tier or policy of kvcache")]
-    findings = check_config(
+    faults = [fault for fault in (settings.connector_fault(transfer), settings.spec_fault(given)) if fault]
+    findings = [Finding("error", "connector", f"vLLM would not use kvcache: {fault}") for fault in faults]
+    findings += check_config(
         given,
         block_bytes=num_bytes,
         world_size=1 if settings.shares_one_copy(given, is_latent) else workers,
@@ -113,8 +113,8 @@ def _report(config: Path, findings: list[Finding], strict: bool, json: str | Non
         raise common.CommandError(f"{num_failed} of {len(findings)} checks of {config} failed")
 
 
-def _read(config: Path) -> tuple[Mapping[str, Any], bool, bool, object]:
-    """Return the options, whether they are vLLM's, whether its KV events are on, and its ``block_size`` or None."""
+def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, bool, object]:
+    """Return the options, what surrounds them, whether they are vLLM's, KV events are on, and its ``block_size``."""
     source = "standard input" if str(config) == "-" else str(config)
     try:
         text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
@@ -127,13 +127,14 @@ def _read(config: Path) -> tuple[Mapping[str, Any], bool, bool, object]:
     has_events = isinstance(events, Mapping) and events.get("enable_kv_cache_events") is True
     engine_block = given.get("block_size") if isinstance(events, Mapping) else None
     where = "extra_config"
+    transfer: Mapping[str, Any] = {}
     for name in _WRAPPERS:
         if isinstance(given, Mapping) and name in given:
-            given, where = given[name], name
+            transfer, given, where = given, given[name], name
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
     is_vllm = where != "extra_config" or "spec_module_path" in given or "secondary_tiers" in given
-    return given, is_vllm, has_events, engine_block
+    return given, transfer, is_vllm, has_events, engine_block
 
 
 def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, workers: int) -> tuple[int, bool | None]:

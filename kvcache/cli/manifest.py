@@ -150,6 +150,10 @@ def _argument(container: Mapping[str, Any], manifest: _Manifest) -> str | None:
 
 def _settings(text: str) -> tuple[OffloadSettings, str, str]:
     """Return the options of a `--kv-transfer-config`, the folder of the shared blocks, and a list of unknown keys."""
+    if text.startswith("$("):
+        raise ValueError(
+            f"{_ARGUMENT} is {text!r:.200}, which no environment variable and no ConfigMap in the file sets"
+        )
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -157,9 +161,8 @@ def _settings(text: str) -> tuple[OffloadSettings, str, str]:
     extra = given.get(vllm.WHERE) if isinstance(given, dict) else None
     if not isinstance(extra, dict):
         raise ValueError(f"{_ARGUMENT} must be an object with {vllm.WHERE!r}, got {text!r:.200}")
-    if not vllm.uses_kvcache(extra):
-        module = extra.get("spec_module_path")
-        raise ValueError(f"not checked: 'spec_module_path' is not {vllm.__package__!r}, got {module!r}")
+    if fault := vllm.connector_fault(given) or vllm.spec_fault(extra):
+        raise ValueError(f"vLLM would not use kvcache: {fault}")
     # The folder is one of the container, not of this machine.
     settings = vllm.read_config({key: value for key, value in extra.items() if key != "pool_folder"})
     folder = extra.get("pool_folder", settings.pool_folder)

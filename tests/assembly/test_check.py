@@ -136,7 +136,7 @@ def test_check_every_invalid_option_is_an_error_of_its_own(tmp_path: Path):
 
 def test_size_in_bytes_is_accepted_where_no_block_size_is_known():
     findings = check_config({"cpu_bytes_to_use": "64MiB"})
-    assert findings[0] == Finding("ok", "pool", "64 MiB, policy lru; block size not given")
+    assert findings[0] == Finding("ok", "pool", "64 MiB, policy lru; a block's size is not given (--model)")
 
 
 def test_directory_that_others_may_read_is_a_warning(tmp_path: Path):
@@ -164,6 +164,21 @@ def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path: Path):
     tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
     given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": tiers}
     assert text_of(check_config(given), "error") == f"{tmp_path / 'tier'} is not a directory"
+
+
+def test_check_damaged_header_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    (folder / "kvcache.json").write_text('{"version": 99}')
+    given = {"num_cpu_blocks": 4, "spec_name": "tiering"}
+    given["tiers"] = [{"type": "disk", "path": str(folder), "capacity": "1MiB"}]
+    assert "is not a disk tier's header" in text_of(check_config(given), "error")
+
+
+def test_check_folder_on_a_file_system_that_is_not_mounted_is_a_warning() -> None:
+    tier = {"type": "disk", "path": "/no-such-mount/kv", "capacity": "1MiB"}
+    given = {"num_cpu_blocks": 4, "spec_name": "tiering", "tiers": [tier]}
+    assert "is its file system not mounted?" in text_of(check_config(given), "warning")
 
 
 def test_exporters_that_cannot_be_opened_are_warned_of(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ pytest.importorskip("typer")
 from kvcache.cli import main
 from kvcache.integrations.vllm.releases import describe_release
 
+SPEC = {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": "kvcache.integrations.vllm"}
+
 
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
@@ -21,8 +23,7 @@ def run(*arguments: str) -> int:
 
 def test_settings_of_vllm_are_found_inside_its_own(tmp_path: Path, capsys):
     config = tmp_path / "engine.json"
-    inner = {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": "kvcache.integrations.vllm"}
-    inner["cpu_bytes_to_use"] = "64MiB"
+    inner = {**SPEC, "cpu_bytes_to_use": "64MiB"}
     config.write_text(json.dumps({"kv_transfer_config": {"kv_connector_extra_config": inner}}))
     assert run(str(config), "--model", "llama-3.1-8b", "--json") == 0
     findings = json.loads(capsys.readouterr().out)["findings"]
@@ -43,7 +44,7 @@ def test_errors_end_with_status_1_and_are_counted(tmp_path: Path, capsys):
 @pytest.mark.parametrize(("described", "code"), [(False, 1), (True, 0)])
 def test_check_vllm_events_without_tokens_warns(tmp_path: Path, capsys, described: bool, code: int):
     config = tmp_path / "engine.json"
-    inner = {"spec_module_path": "kvcache.integrations.vllm", "cpu_bytes_to_use": 1 << 20}
+    inner = {**SPEC, "cpu_bytes_to_use": 1 << 20}
     given = {
         "kv_events_config": {"enable_kv_cache_events": True},
         "kv_transfer_config": {"kv_connector_extra_config": {**inner, "self_describing_kv_events": described}},
@@ -64,7 +65,7 @@ def test_check_vllm_events_without_tokens_warns(tmp_path: Path, capsys, describe
 )
 def test_check_vllm_events_with_other_block_size_warns(tmp_path: Path, capsys, engine, options, code: int):
     config = tmp_path / "engine.json"
-    inner = {"spec_module_path": "kvcache.integrations.vllm", "cpu_bytes_to_use": 1 << 20}
+    inner = {**SPEC, "cpu_bytes_to_use": 1 << 20}
     inner |= {"self_describing_kv_events": True, **options}
     events = {"kv_events_config": {"enable_kv_cache_events": True}}
     config.write_text(json.dumps({**engine, **events, "kv_transfer_config": {"kv_connector_extra_config": inner}}))
@@ -152,7 +153,7 @@ POLICIES = "kvcache.integrations.vllm.policies"
         ({"secondary_tiers": [TIER], "spec_name": "CPUOffloadingSpec"}, "need spec_name 'TieringOffloadingSpec'"),
         ({"secondary_tiers": [TIER], "cpu_bytes_to_use": "64MiB"}, "as vLLM reads it, got '64MiB'"),
         ({"eviction_policy": "amq", "cache_policy_module_path": POLICIES}, "Lfuda, Gittins, got 'amq'"),
-        ({"secondary_tiers": [{"type": "fs"}]}, "names no tier or policy of kvcache"),
+        ({"secondary_tiers": [{"type": "fs"}]}, "no tier has the module_path 'kvcache.integrations.vllm'"),
     ],
 )
 def test_check_vllm_manager_fault_is_error(tmp_path: Path, capsys, extra, message):
@@ -183,6 +184,8 @@ def test_check_vllm_release_is_described(monkeypatch, release, level, message):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        ({"spec_name": None}, "spec_name and spec_module_path must be 'KVCacheOffloadingSpec' and"),
+        ({"spec_module_path": None}, "spec_name and spec_module_path must be"),
         ({"spec_name": "KVCacheOfloadingSpec"}, "must be 'KVCacheOffloadingSpec', got 'KVCacheOfloadingSpec'"),
         ({"exporters": ["kv_events"]}, "the exporter 'kv_events' does not work under vLLM"),
         ({"num_cpu_blocks": 8, "cpu_bytes_to_use": None}, "must have 'cpu_bytes_to_use'"),
@@ -191,7 +194,28 @@ def test_check_vllm_release_is_described(monkeypatch, release, level, message):
 )
 def test_check_vllm_fault_is_error(tmp_path: Path, capsys, extra, message):
     config = tmp_path / "c.json"
-    inner = {"spec_module_path": "kvcache.integrations.vllm", "cpu_bytes_to_use": "64MiB", **extra}
+    inner = {**SPEC, "cpu_bytes_to_use": "64MiB", **extra}
     config.write_text(json.dumps({"kv_connector_extra_config": inner}))
     assert run(str(config)) == 1
+    assert message in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("transfer", "message"),
+    [
+        ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, ""),
+        (
+            {"kv_conector": "OffloadingConnector", "kv_role": "kv_both"},
+            "kv_connector must be 'OffloadingConnector', got None",
+        ),
+        (
+            {"kv_connector": "OffloadingConnector", "kv_role": "both"},
+            "kv_role must be 'kv_producer' or 'kv_consumer' or",
+        ),
+    ],
+)
+def test_check_connector_that_vllm_would_not_make_is_error(tmp_path: Path, capsys, transfer, message):
+    config = tmp_path / "c.json"
+    config.write_text(json.dumps({**transfer, "kv_connector_extra_config": {**SPEC, "cpu_bytes_to_use": "64MiB"}}))
+    assert run(str(config)) == bool(message)
     assert message in " ".join(capsys.readouterr().out.split())

@@ -74,9 +74,14 @@ COMMAND = "command: [vllm, serve, Qwen/Qwen3-8B, --kv-transfer-config, $(KV_TRAN
             [('"spec_module_path": "kvcache.', '"spec_module_path": "vllm.')],
             "error",
             "Deployment/vllm, vllm",
-            "not checked",
+            "vLLM would not use kvcache",
         ),
-        ([("key: kv-transfer-config", "key: config")], "error", "Deployment/vllm, vllm", "got '$(KV_TRANSFER_CONFIG)'"),
+        (
+            [("key: kv-transfer-config", "key: config")],
+            "error",
+            "Deployment/vllm, vllm",
+            "'$(KV_TRANSFER_CONFIG)', which no",
+        ),
     ],
 )
 def test_check_planted_mistake_is_the_only_finding(tmp_path: Path, replacements, level, subject, text):

@@ -45,6 +45,7 @@ ENGINE_SPECS = ("TieringOffloadingSpec", "CPUOffloadingSpec")
 """vLLM's own specs, whose tiers and eviction policy may be ours."""
 POLICY_MODULE = f"{__package__}.policies"
 POLICY_NAMES = ("Lru", "Arc", "Mq", "Amq", "Lfuda", "Gittins")
+_CONNECTOR_VALUES = {"kv_connector": ("OffloadingConnector",), "kv_role": ("kv_producer", "kv_consumer", "kv_both")}
 _ENGINE_SPEC_KEYS = ENGINE_KEYS | {
     "backpressure",
     "cache_policy_module_path",
@@ -87,6 +88,34 @@ def uses_kvcache(extra_config: Mapping[str, Any]) -> bool:
     """Return whether a configuration of vLLM names this package: as its spec, a secondary tier or eviction policy."""
     module = extra_config.get("cache_policy_module_path")
     return extra_config.get("spec_module_path") == __package__ or module == POLICY_MODULE or bool(_tiers(extra_config))
+
+
+def connector_fault(transfer: Mapping[str, Any]) -> str:
+    """Return why vLLM would not make its OffloadingConnector of this ``--kv-transfer-config``, or "".
+
+    A mapping that holds nothing but ``kv_connector_extra_config`` is an excerpt.
+    """
+    if len(transfer) < 2:
+        return ""
+    for name, values in _CONNECTOR_VALUES.items():
+        if transfer.get(name) not in values:
+            return f"{name} must be {' or '.join(map(repr, values))}, got {transfer.get(name)!r}"
+    return ""
+
+
+def spec_fault(extra_config: Mapping[str, Any]) -> str:
+    """Return why vLLM would make another spec than ours, or its own without a part of ours, or ""."""
+    name, module = extra_config.get("spec_name"), extra_config.get("spec_module_path")
+    if is_engine_spec(extra_config):
+        if uses_kvcache(extra_config):
+            return ""
+        return f"no tier has the module_path {__package__!r}, no policy the cache_policy_module_path {POLICY_MODULE!r}"
+    if name is None or module != __package__:
+        return (
+            f"spec_name and spec_module_path must be {SPEC_NAME!r} and {__package__!r}, or spec_name one of "
+            f"{', '.join(ENGINE_SPECS)} with a tier or a policy of kvcache; got {name!r} and {module!r}"
+        )
+    return ""
 
 
 def is_engine_spec(extra_config: Mapping[str, Any]) -> bool:

@@ -55,8 +55,8 @@ _MARK_BYTES = 8
 _LOG = logging.getLogger(__name__)
 
 DATA, RECORDS, RECENCY = "data", "records", "recency"
-_HEADER, _NEW_HEADER, _LOCK = "kvcache.json", "kvcache.json.new", "lock"
-_OURS = {DATA, RECORDS, RECENCY, _HEADER, _NEW_HEADER, _LOCK}
+HEADER, _NEW_HEADER, _LOCK = "kvcache.json", "kvcache.json.new", "lock"
+_OURS = {DATA, RECORDS, RECENCY, HEADER, _NEW_HEADER, _LOCK}
 
 
 class TierDirectoryError(ValueError):
@@ -193,7 +193,7 @@ def clear_directory(path: Path) -> int:
     The header goes first, so the directory counts as new after an interruption.
     """
     names = {name.name for name in path.iterdir()} - {"lost+found"}
-    if not names <= _OURS or not names & {_HEADER, _LOCK}:
+    if not names <= _OURS or not names & {HEADER, _LOCK}:
         raise TierDirectoryError(
             f"directory {path} is no disk tier: it holds {', '.join(sorted(names)[:5]) or 'nothing'}"
         )
@@ -201,7 +201,7 @@ def clear_directory(path: Path) -> int:
     with closing_fd(os.open(path / _LOCK, flags, 0o600)) as lock_fd:
         _lock(path, lock_fd)
         num_bytes = directory_bytes(path)
-        for name in (_HEADER, _NEW_HEADER, DATA, RECORDS, RECENCY):
+        for name in (HEADER, _NEW_HEADER, DATA, RECORDS, RECENCY):
             (path / name).unlink(missing_ok=True)
         return num_bytes - directory_bytes(path)
 
@@ -325,7 +325,7 @@ class TierDirectory:
         with closing_fd(self.open_file(_NEW_HEADER, os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as fd:
             write_all(fd, text.encode(), 0)
             os.fsync(fd)
-        os.replace(_NEW_HEADER, _HEADER, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        os.replace(_NEW_HEADER, HEADER, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         _fsync_directory(self._fd)
         self.header = header
 
@@ -374,8 +374,8 @@ class TierDirectory:
     def _check_ours(self, may_be_new: bool) -> None:
         # By the descriptor: the path may lead elsewhere by now.
         names = set(os.listdir(self._fd)) - {"lost+found"}  # noqa: PTH208
-        if _HEADER not in names and not (may_be_new and names <= _OURS):
-            raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {_HEADER}")
+        if HEADER not in names and not (may_be_new and names <= _OURS):
+            raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {HEADER}")
 
     def _take_lock(self) -> None:
         self._lock_fd = fd = self.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
@@ -387,7 +387,7 @@ class TierDirectory:
         found = self._read_header()
         if found is None:
             if header is None:
-                raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {_HEADER}")
+                raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {HEADER}")
             return self.resize(header, afresh=True)
         if header is not None:
             self._check_same(found, header)
@@ -476,7 +476,7 @@ class TierDirectory:
 
     def _read_header(self) -> Header | None:
         try:
-            with closing_fd(self.open_file(_HEADER, os.O_RDONLY)) as fd:
+            with closing_fd(self.open_file(HEADER, os.O_RDONLY)) as fd:
                 body = os.pread(fd, _MAX_HEADER_BYTES + 1, 0)
         except FileNotFoundError:
             return None
@@ -488,7 +488,7 @@ class TierDirectory:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError, OverflowError) as error:
             raise TierDirectoryError(
-                f"file {self.path / _HEADER} is not a disk tier's header: {error}; "
+                f"file {self.path / HEADER} is not a disk tier's header: {error}; "
                 f"without it no block can be verified: delete the directory to start afresh"
             ) from error
 

@@ -37,6 +37,7 @@ from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiers.codecs.base import Codec, CodecMaker, parse_codec, stored_form
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import (
+    HEADER,
     Header,
     TierDirectory,
     TierDirectoryError,
@@ -174,6 +175,11 @@ class DiskTier(JobTier):
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
         values = DiskOptions.read(options)
+        if (Path(values.path) / HEADER).exists():
+            try:
+                TierDirectory(values.path, None, read_only=True).close()
+            except TierDirectoryError as error:
+                return str(error)
         return "" if values.read_only else writer_of(values.path)
 
     @staticmethod
