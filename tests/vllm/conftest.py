@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvcache.lab.bench.servers import find_valkey, running_valkey
+
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
 # In-process, so that counters and host memory can be looked at. The number of threads decides how sums are rounded,
@@ -29,8 +31,9 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# The engine imports a spec of the tests by its name; `consumers` has what routers accept of KV events.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "exporters")]
+# The engine imports a spec of the tests by its name; `consumers` has what routers accept, `stores` has servers.
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / name) for name in ("vllm", "exporters", "tiers")]
 
 VOCABULARY = 512
 
@@ -45,21 +48,11 @@ class Engine:
     """One booted engine and a look inside."""
 
     def __init__(self, model: Path, extra_config: dict[str, Any] | None, **options: Any) -> None:
+        from engine_options import OPTIONS, transfer_config
         from vllm import LLM
 
         if extra_config is not None:
-            options["kv_transfer_config"] = {
-                "kv_connector": "OffloadingConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {
-                    "spec_name": "KVCacheOffloadingSpec",
-                    "spec_module_path": "kvcache.integrations.vllm",
-                    "cpu_bytes_to_use": 256 << 20,
-                    **extra_config,
-                },
-            }
-        from engine_options import OPTIONS
-
+            options["kv_transfer_config"] = transfer_config(extra_config)
         self.llm = LLM(str(model), **{**OPTIONS, **options})
 
     def generate(
@@ -77,26 +70,29 @@ class Engine:
         )
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
 
-    def computed(self, prompts: list[list[int]]) -> int:
-        """Generate, and return for how many tokens the model ran."""
-        executor = self.llm.llm_engine.engine_core.engine_core.model_executor
-        execute, total = executor.execute_model, 0
-
-        def counting(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal total
-            total += scheduler_output.total_num_scheduled_tokens
-            return execute(scheduler_output, *args, **kwargs)
-
-        executor.execute_model = counting
-        try:
-            self.generate(prompts)
-        finally:
-            executor.execute_model = execute
-        return total
-
     def answers(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the tokens generated for each prompt."""
         return [list(output.outputs[0].token_ids) for output in self.generate(prompts)]
+
+    def ask_each(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Send one prompt after another; return tokens, and how many of each prompt's were not computed."""
+        outputs = []
+        for prompt in prompts:
+            outputs += self.generate([prompt])
+            self.settle()
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        return tokens, [output.num_cached_tokens for output in outputs]
+
+    def settle(self) -> None:
+        """Wait for the tiers, as an engine does that steps on."""
+        from engine_tiering import wait_until
+        from vllm.v1.kv_offload.base import ScheduleEndContext
+
+        def is_idle() -> bool:
+            self.manager.on_schedule_end(ScheduleEndContext([], []))
+            return not self.manager.has_pending_work()
+
+        wait_until(is_idle)
 
     def drop_device_cache(self, host_too: bool = False) -> None:
         """Drop the engine's own prefix cache, and the host's blocks with `host_too`."""
@@ -156,6 +152,16 @@ def boot() -> Callable[..., contextlib.AbstractContextManager[Engine]]:
             engine.close()
 
     return booted
+
+
+@pytest.fixture
+def valkey_url() -> Iterator[str]:
+    """The address of a server that runs for one test."""
+    pytest.importorskip("valkey")
+    if find_valkey() is None:
+        pytest.skip("needs valkey-server or redis-server")
+    with running_valkey() as port:
+        yield f"valkey://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="session")

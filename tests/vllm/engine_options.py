@@ -15,3 +15,13 @@ OPTIONS: dict[str, Any] = {
     "disable_log_stats": False,
     "seed": 0,
 }
+
+
+def transfer_config(extra_config: dict[str, Any]) -> dict[str, Any]:
+    """Return the connector's configuration over our spec, unless `extra_config` names another one."""
+    spec = {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": "kvcache.integrations.vllm"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": spec | {"cpu_bytes_to_use": 256 << 20} | extra_config,
+    }

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_options import transfer_config
 from vllm import SamplingParams
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -137,15 +138,25 @@ class ModelFreeEngine:
             ],
             kv_cache_groups=groups,
         )
-        self.vllm_config = _vllm_config(
-            model,
-            num_device_blocks,
-            step_tokens,
-            has_device_cache,
-            max_num_seqs,
-            max_model_len,
-            {"cpu_bytes_to_use": num_host_blocks * page_bytes, **extra_config},
-        )
+        spec = {"spec_name": "SimulatedSpec", "spec_module_path": "scheduling"}
+        self.vllm_config = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            block_size=BLOCK_TOKENS,
+            num_gpu_blocks_override=num_device_blocks,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=step_tokens,
+            enable_chunked_prefill=True,
+            enable_prefix_caching=has_device_cache,
+            async_scheduling=False,
+            disable_hybrid_kv_cache_manager=False,
+            kv_transfer_config=transfer_config(
+                spec | {"cpu_bytes_to_use": num_host_blocks * page_bytes} | extra_config
+            ),
+        ).create_engine_config()
+        self.vllm_config.cache_config.num_gpu_blocks = num_device_blocks
         with set_current_vllm_config(self.vllm_config):
             self.scheduler = Scheduler(
                 vllm_config=self.vllm_config,
@@ -177,9 +188,9 @@ class ModelFreeEngine:
         """Our manager's counters."""
         return self.manager._manager.stats()
 
-    def add(self, req_id: str, token_ids: list[int], max_tokens: int = 1, params: dict[str, Any] | None = None) -> None:
+    def add(self, req_id: str, token_ids: list[int], max_tokens: int = 1) -> None:
         """Hand a request to the scheduler."""
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=_extra_args(params))
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         sampling.update_from_generation_config({}, 2)
         self.scheduler.add_request(
             Request(
@@ -309,44 +320,3 @@ def _pairs(device: Any, host: Any) -> Iterator[tuple[int, int, int]]:
 def _group_spec(window: int | None) -> Any:
     shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
-
-
-def _extra_args(params: dict[str, Any] | None) -> dict[str, Any] | None:
-    return {"kv_transfer_params": params} if params else None
-
-
-def _vllm_config(
-    model: Path,
-    num_device_blocks: int,
-    step_tokens: int,
-    has_device_cache: bool,
-    max_num_seqs: int,
-    max_model_len: int,
-    extra_config: dict[str, Any],
-) -> VllmConfig:
-    arguments = EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        block_size=BLOCK_TOKENS,
-        num_gpu_blocks_override=num_device_blocks,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=step_tokens,
-        enable_chunked_prefill=True,
-        enable_prefix_caching=has_device_cache,
-        async_scheduling=False,
-        disable_hybrid_kv_cache_manager=False,
-        kv_transfer_config={
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "SimulatedSpec",
-                "spec_module_path": "scheduling",
-                **extra_config,
-            },
-        },
-    )
-    config = arguments.create_engine_config()
-    config.cache_config.num_gpu_blocks = num_device_blocks
-    return config

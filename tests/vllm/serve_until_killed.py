@@ -1,7 +1,7 @@
 """Serve random batches of prompts until this process is killed; print the answer to each prompt.
 
 Tests call `serve`, which runs ``python serve_until_killed.py SETTINGS``: a JSON object with the model, the prompts, a
-seed, the engine's options and the extra config.
+seed and the extra config.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ from typing import Any
 
 def serve(settings: dict[str, Any], num_answers: int, wait_s: float) -> list[dict[str, Any]]:
     """Run an engine until it has given so many answers and a moment longer; kill it, and return all its answers."""
+    from engine_options import OPTIONS, transfer_config
+
+    options = OPTIONS | {"kv_transfer_config": transfer_config(settings["extra_config"])}
     answers: list[dict[str, Any]] = []
     with subprocess.Popen(
-        [sys.executable, __file__, json.dumps(settings)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, __file__, json.dumps(settings | {"options": options})],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as engine:
         assert engine.stdout is not None
         assert engine.stderr is not None
@@ -43,12 +49,7 @@ def main() -> None:
 
     settings = json.loads(sys.argv[1])
     prompts = settings["prompts"]
-    transfer_config = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": settings["extra_config"],
-    }
-    llm = LLM(settings["model"], kv_transfer_config=transfer_config, **settings["options"])
+    llm = LLM(settings["model"], **settings["options"])
     sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
     dice = random.Random(settings["seed"])
     while True:

@@ -50,13 +50,6 @@ class TestOneEngine:
         assert fresh.stats.loaded_blocks - stored.loaded_blocks == 2 * 34
         assert fresh.stats.stored_blocks - before.stored_blocks == 34 + 7 * 20
 
-    def test_nothing_is_computed_that_was_loaded(self, fresh: Any, prompts: Any) -> None:
-        assert fresh.computed(prompts[:1]) == 1040 + 7
-        fresh.answers(prompts)
-        fresh.drop_device_cache()
-        # Of each prompt what its blocks leave over, and the seven tokens after the first.
-        assert fresh.computed(prompts) == 3 * (16 + 7)
-
     def test_flipped_bytes_change_every_answer(self, fresh: Any, prompts: Any, expected: Any) -> None:
         fresh.answers(prompts)
         fresh.drop_device_cache()
@@ -67,14 +60,6 @@ class TestOneEngine:
         fresh.drop_device_cache()
         signs.bitwise_xor_(-(2**31))
         assert fresh.answers(prompts) == expected(prompts)
-
-    def test_reset_of_the_connector_forgets_the_host_blocks(self, fresh: Any, prompts: Any, expected: Any) -> None:
-        fresh.answers(prompts)
-        before = fresh.stats
-        fresh.drop_device_cache(host_too=True)
-        assert (fresh.stats.num_free, fresh.stats.num_pending) == (fresh.stats.num_blocks, 0)
-        assert fresh.answers(prompts) == expected(prompts)
-        assert fresh.stats.loaded_blocks == before.loaded_blocks
 
     def test_metrics_count_blocks_and_bytes(self, fresh: Any, prompts: Any) -> None:
         names = ("stored_blocks", "loaded_blocks", "needed_blocks")

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_options import BLOCK_BYTES
 from engine_tiering import tier_config, wait_until
-from vllm.v1.kv_offload.base import ScheduleEndContext
-
-from kvcache.lab.bench.servers import find_valkey, running_valkey
 
 # Host memory for 40 of the prompts' 140 blocks.
 COMMON = {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "spec_module_path": "cpu_worker_specs"}
-
-
-def ask_each(engine: Any, prompts: Any) -> tuple[list[list[int]], list[int]]:
-    """Send one prompt after another; return tokens, and how many of each prompt's were not computed."""
-    outputs = []
-    for prompt in prompts:
-        outputs += engine.generate([prompt])
-
-        def is_idle() -> bool:
-            engine.manager.on_schedule_end(ScheduleEndContext([], []))
-            return not engine.manager.has_pending_work()
-
-        wait_until(is_idle)
-    return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
 
 
 def blocks_moved(engine: Any, name: str) -> float:
@@ -44,12 +26,12 @@ def blocks_moved(engine: Any, name: str) -> float:
 
 def check_restart(boot: Any, model: Path, crowd: Any, expected: Any, config: dict[str, Any]) -> None:
     with boot(model, config) as engine:
-        assert ask_each(engine, crowd) == (expected(crowd), [0] * 7)
+        assert engine.ask_each(crowd) == (expected(crowd), [0] * 7)
         engine.drop_device_cache()
-        assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
+        assert engine.ask_each(crowd) == (expected(crowd), [640] * 7)
         assert blocks_moved(engine, "written") <= 140
     with boot(model, config) as engine:
-        assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
+        assert engine.ask_each(crowd) == (expected(crowd), [640] * 7)
         assert blocks_moved(engine, "promoted") <= 140
 
 
@@ -73,15 +55,10 @@ def test_engine_our_manager_over_vllms_region_serves_over_a_restart(
 
 @pytest.mark.slow
 def test_engine_two_engines_share_a_store_below_vllms_manager(
-    boot: Any, models: Any, crowd: Any, expected: Any
+    boot: Any, models: Any, crowd: Any, expected: Any, valkey_url: str
 ) -> None:
-    pytest.importorskip("valkey")
-    if find_valkey() is None:
-        pytest.skip("needs valkey-server or redis-server")
-    with ExitStack() as undo:
-        tier = tier_config("valkey", url=f"valkey://127.0.0.1:{undo.enter_context(running_valkey())}", deadline_s=60)
-        config = {**COMMON, "spec_name": "TieringOnCPU", "secondary_tiers": [tier]}
+    tier = tier_config("valkey", url=valkey_url, deadline_s=60)
+    config = {**COMMON, "spec_name": "TieringOnCPU", "secondary_tiers": [tier]}
+    for cached in (0, 640):
         with boot(models["llama"], config) as engine:
-            assert ask_each(engine, crowd) == (expected(crowd), [0] * 7)
-        with boot(models["llama"], config) as engine:
-            assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
+            assert engine.ask_each(crowd) == (expected(crowd), [cached] * 7)

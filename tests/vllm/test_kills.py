@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_options import BLOCK_BYTES, OPTIONS
+from engine_options import BLOCK_BYTES
 from serve_until_killed import serve
 
 NUM_KILLS = max(2, round(2 * float(os.environ.get("KVCACHE_STRESS", "1"))))
@@ -26,14 +26,12 @@ def test_engines_killed_in_mid_traffic_leave_no_wrong_block(
     right = expected(asked)
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "16MiB", "deadline_s": 60}
     extra_config = {
-        "spec_name": "KVCacheOffloadingSpec",
-        "spec_module_path": "kvcache.integrations.vllm",
         "cpu_bytes_to_use": 40 * BLOCK_BYTES,
         "cache_policy": "lru",
         "lookup_deadline_s": 60,
         "tiers": [tier],
     }
-    settings = {"model": str(models["llama"]), "prompts": asked, "options": OPTIONS, "extra_config": extra_config}
+    settings = {"model": str(models["llama"]), "prompts": asked, "extra_config": extra_config}
     dice = random.Random(os.environ.get("PYTHONHASHSEED", time.time()))
     first_cached = []
     for seed in range(NUM_KILLS + 1):

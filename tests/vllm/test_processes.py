@@ -2,55 +2,40 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from engine_options import BLOCK_BYTES, OPTIONS
+import pytest
+from engine_options import BLOCK_BYTES
 
 
-def two_rounds(model: Path, batches: list[list[list[int]]], extra_config: dict[str, Any], ranks: int) -> Any:
-    settings = {
-        "model": str(model),
-        "batches": batches,
-        "options": {**OPTIONS, "tensor_parallel_size": ranks},
-        "extra_config": {
-            "spec_name": "KVCacheOffloadingSpec",
-            "spec_module_path": "kvcache.integrations.vllm",
-            **extra_config,
-        },
-    }
+def two_rounds(boot: Any, model: Path, batches: list[list[list[int]]], extra_config: dict[str, Any], ranks: int) -> Any:
+    """Serve the batches twice; return tokens and cached tokens of each round, and the engine's metrics."""
     environment = {
-        **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))),
-        "OMP_NUM_THREADS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
     }
-    script = Path(__file__).with_name("two_rounds.py")
-    run = subprocess.run(
-        [sys.executable, str(script), json.dumps(settings)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    (line,) = (line for line in run.stdout.splitlines() if line.startswith("RESULT"))
-    return json.loads(line.removeprefix("RESULT"))
+    rounds = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with boot(model, extra_config, tensor_parallel_size=ranks) as engine:
+            for _ in range(2):
+                outputs = [output for batch in batches for output in engine.generate(batch)]
+                tokens = [list(output.outputs[0].token_ids) for output in outputs]
+                rounds.append((tokens, [output.num_cached_tokens for output in outputs]))
+                engine.drop_device_cache()
+            metrics = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
+    return rounds, metrics
 
 
-def test_tokens_are_the_same_with_multiprocessing(models: Any, prompts: Any, expected: Any) -> None:
+def test_tokens_are_the_same_with_multiprocessing(boot: Any, models: Any, prompts: Any, expected: Any) -> None:
     extra_config = {"cpu_bytes_to_use": 100 * BLOCK_BYTES, "cache_policy": "arc"}
-    result = two_rounds(models["llama"], [prompts], extra_config, ranks=1)
-    first, second = result["rounds"]
-    assert first["tokens"] == second["tokens"] == expected(prompts)
-    assert second["cached"] == [1024] * 3
-    metrics = result["metrics"]
+    [(first, _), second], metrics = two_rounds(boot, models["llama"], [prompts], extra_config, ranks=1)
+    assert first == expected(prompts)
+    assert second == (expected(prompts), [1024] * 3)
     assert metrics["vllm:kvcache_capacity_blocks"] == 100
     assert metrics["vllm:kvcache_stored_blocks"] == 34
     assert metrics["vllm:kvcache_loaded_blocks"] == 34
@@ -58,7 +43,7 @@ def test_tokens_are_the_same_with_multiprocessing(models: Any, prompts: Any, exp
 
 
 def test_blocks_of_two_ranks_come_back_from_disk_also_in_the_next_process(
-    models: Any, crowd: Any, expected: Any, tmp_path: Path
+    boot: Any, models: Any, crowd: Any, expected: Any, tmp_path: Path
 ) -> None:
     # A busy disk is slow, not dead: with this deadline a lost job makes the test wait and fail.
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "64MiB", "deadline_s": 60}
@@ -70,11 +55,8 @@ def test_blocks_of_two_ranks_come_back_from_disk_also_in_the_next_process(
     extra_config["pool_folder"] = str(pools)
     batches = [[prompt] for prompt in crowd]
     for cached in ([0] * 7, [640] * 7):
-        result = two_rounds(models["llama"], batches, extra_config, 2)
-        first, second = result["rounds"]
-        assert first["tokens"] == second["tokens"] == expected(crowd)
-        assert (first["cached"], second["cached"]) == (cached, [640] * 7)
-        metrics = result["metrics"]
+        rounds, metrics = two_rounds(boot, models["llama"], batches, extra_config, ranks=2)
+        assert rounds == [(expected(crowd), cached), (expected(crowd), [640] * 7)]
         # Each rank holds its part of the heads, so its share of the memory holds as many blocks as one rank's whole.
         assert metrics["vllm:kvcache_capacity_blocks"] == 40
         assert metrics["vllm:kvcache_tier_held_blocks"] == 140

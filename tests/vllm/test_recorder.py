@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_options import BLOCK_BYTES, OPTIONS
+from engine_options import BLOCK_BYTES
 from serve_until_killed import serve
 
-from kvcache.cli import main
 from kvcache.exporters.status import ask
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder.format import Recording
 from kvcache.recorder.ops import Op
 
 
-@pytest.fixture
-def replay(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """A function that runs `kvcache rerun`, or another command, and returns its output."""
-
-    def run(*arguments: str, command: str = "rerun") -> str:
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main([command, *arguments])
-        output = capfd.readouterr()
-        assert end.value.code == 0, output
-        return output.out
-
-    return run
-
-
 @pytest.mark.parametrize("tiers", [[], [{"type": "memory", "capacity": 60 * BLOCK_BYTES}]], ids=["host", "tiered"])
 def test_engine_is_recorded_by_configuration_and_on_request(
-    boot: Any, models: Any, prompts: Any, crowd: Any, expected: Any, replay: Any, tmp_path: Path, tiers: list[Any]
+    boot: Any, models: Any, prompts: Any, crowd: Any, expected: Any, run: Any, tmp_path: Path, tiers: list[Any]
 ) -> None:
     socket = str(tmp_path / "status")
     first, second = str(tmp_path / "first.kvlog"), str(tmp_path / "second.kvlog")
@@ -66,16 +49,16 @@ def test_engine_is_recorded_by_configuration_and_on_request(
     assert loaded > 0
 
     # The engine has stopped, and ended the second recording.
-    assert "every answer is the same" in replay(first)
+    assert "every answer is the same" in run("rerun", first)[1]
     ops = [record.op for record in Recording(first)]
     # The last ones end with the engine's next step.
     assert len(asked) <= ops.count(Op.ON_REQUEST_FINISHED) <= 2 * len(asked)
     assert ops[-1] is Op.STATS
     assert [record.op for record in Recording(second)][-1] is Op.STATS
     if not tiers:
-        assert "every answer is the same" in replay(second)
+        assert "every answer is the same" in run("rerun", second)[1]
         assert replay_recording(Recording(first), "lru").difference is not None
-    replay(second, "--policy", "lru,arc,min", "--blocks", "20,50", "--quiet", command="plan")
+    assert run("plan", second, "--policy", "lru,arc,min", "--blocks", "20,50", "--quiet")[0] == 0
 
 
 def test_recording_of_a_killed_engine_replays_to_its_last_whole_frame(
@@ -86,14 +69,7 @@ def test_recording_of_a_killed_engine_replays_to_its_last_whole_frame(
         "model": str(models["llama"]),
         "prompts": [*crowd, *prompts],
         "seed": 5,
-        "options": OPTIONS,
-        "extra_config": {
-            "spec_name": "KVCacheOffloadingSpec",
-            "spec_module_path": "kvcache.integrations.vllm",
-            "cpu_bytes_to_use": 40 * BLOCK_BYTES,
-            "cache_policy": "arc",
-            "record": str(file),
-        },
+        "extra_config": {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "cache_policy": "arc", "record": str(file)},
     }
     # A second after they were made, calls are in the file.
     num_answers = len(serve(settings, 12, 3.0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvcache.integrations.vllm import KVCacheTier
-from kvcache.lab.bench.servers import find_valkey, running_valkey
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import capacity_for, directory_bytes
 
@@ -58,18 +56,13 @@ def disk(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(params=["disk", "memory", "valkey"])
-def entry(request: pytest.FixtureRequest, disk: Any) -> Iterator[dict[str, Any]]:
+def entry(request: pytest.FixtureRequest, disk: Any) -> dict[str, Any]:
     """One entry per kind of tier."""
-    with ExitStack() as undo:
-        if request.param == "disk":
-            yield disk()
-        elif request.param == "memory":
-            yield tier_config("memory", capacity=64 * PAGE)
-        else:
-            pytest.importorskip("valkey")
-            if find_valkey() is None:
-                pytest.skip("needs valkey-server or redis-server")
-            yield tier_config("valkey", url=f"valkey://127.0.0.1:{undo.enter_context(running_valkey())}")
+    if request.param == "disk":
+        return disk()
+    if request.param == "memory":
+        return tier_config("memory", capacity=64 * PAGE)
+    return tier_config("valkey", url=request.getfixturevalue("valkey_url"))
 
 
 def state_after(events: list[Any]) -> set[bytes]:

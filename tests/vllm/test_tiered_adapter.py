@@ -8,31 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_tiering import PAGE, engine_spec_config
+from test_adapter import keys_of, request
+from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult
-from vllm.v1.kv_offload.base import ReqContext as EngineContext
 
 from kvcache.integrations.vllm import KVCacheOffloadingSpec
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager
 
-RANK_BYTES = 4096
-
-
-def engine_config(extra_config: dict[str, Any], enable_events: bool) -> Any:
-    """The fields of `OffloadingConfig` that the adapter reads, for one group on one rank."""
-    return SimpleNamespace(
-        engine_id="engine",
-        extra_config=extra_config,
-        enable_kv_cache_events=enable_events,
-        model=SimpleNamespace(name="model", dtype="float32"),
-        kv_cache_layout="LBHNC",
-        groups=[SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("layer",))],
-        cache=SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=16),
-        worker_kv_bytes_per_block=RANK_BYTES,
-        parallel=SimpleNamespace(
-            rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0
-        ),
-    )
+BLOCK_SIZE = 16
 
 
 @pytest.fixture
@@ -43,12 +28,12 @@ def make(tmp_path: Path) -> Iterator[Any]:
 
     def build(num_blocks: int = 4, enable_events: bool = False, **options: Any) -> TieredKVCacheOffloadingManager:
         extra_config = {
-            "cpu_bytes_to_use": num_blocks * RANK_BYTES,
+            "cpu_bytes_to_use": num_blocks * PAGE,
             "pool_folder": str(tmp_path / "pool"),
             "tiers": [{"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}],
             **options,
         }
-        adapter = KVCacheOffloadingSpec(engine_config(extra_config, enable_events)).get_manager()
+        adapter = KVCacheOffloadingSpec(engine_spec_config(extra_config, enable_events=enable_events)).get_manager()
         made.append(adapter)
         return adapter
 
@@ -78,22 +63,12 @@ def test_start_line_of_a_store_names_no_number_of_blocks(make: Any) -> None:
     assert line.startswith("tier VALKEY of unknown size")
 
 
-def request(adapter: TieredKVCacheOffloadingManager, req_id: str) -> EngineContext:
-    context = EngineContext(req_id=req_id)
-    adapter.on_new_request(context)
-    return context
-
-
 def serve(adapter: TieredKVCacheOffloadingManager, req_id: str, keys: list[bytes]) -> None:
     """Store the blocks of a request, wait until the tier has them, and end the request."""
-    context = request(adapter, req_id)
+    context = request(adapter, req_id, keys)
     adapter.complete_store(set(adapter.prepare_store(keys, context).keys_to_store), context)
     assert adapter._tiered.settle()
     adapter.on_request_finished(context)
-
-
-def keys_of(name: str, count: int) -> list[bytes]:
-    return [f"{name}{i}".encode() for i in range(count)]
 
 
 @pytest.mark.skipif(not installed_release().load_source, reason="this release does not ask")
@@ -103,7 +78,7 @@ def test_blocks_that_came_from_disk_are_reported_as_such(make: Any) -> None:
     adapter = make(num_blocks=4, cache_policy="lru")
     serve(adapter, "old", keys_of("a", 2))
     serve(adapter, "new", keys_of("b", 3))  # a1 leaves host memory
-    context = request(adapter, "again")
+    context = request(adapter, "again", [])
     keys = [b"b0", b"a1"]
     first = [adapter.lookup(key, context) for key in keys]
     assert first[0] is LookupResult.HIT
@@ -113,7 +88,7 @@ def test_blocks_that_came_from_disk_are_reported_as_such(make: Any) -> None:
     adapter.prepare_load(keys, context)
     assert [adapter.get_load_source(key, context) for key in keys] == [CacheHitSource.HOST, CacheHitSource.DISK]
     # A later request finds it in host memory.
-    assert adapter.get_load_source(b"a1", request(adapter, "later")) is CacheHitSource.HOST
+    assert adapter.get_load_source(b"a1", request(adapter, "later", [])) is CacheHitSource.HOST
     adapter.complete_load(set(keys), context)
 
 
@@ -125,3 +100,65 @@ def test_working_tiers_count_as_available(make: Any) -> None:
     assert (sent["vllm:kvcache_tier_unavailable" + tier], sent["vllm:kvcache_tier_held_blocks" + tier]) == (0, 2)
     assert (sent["vllm:kvcache_tier_corrupt_blocks" + tier], sent["vllm:kvcache_tier_io_errors" + tier]) == (0, 0)
     assert sent.keys() >= {"vllm:kvcache_tier_reads_breaker:('0', 'DISK', 'closed')"}
+
+
+class TrackedAdapter:
+    """The adapter between a prompt's blocks and vLLM's tracker."""
+
+    def __init__(self, adapter: TieredKVCacheOffloadingManager) -> None:
+        tracker = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading.events")
+        self.adapter = adapter
+        self.tracker = tracker.OffloadingEventsTracker(base.OffloadingKVEventsConfig(True, True))
+        self.group = SimpleNamespace(
+            sliding_window_size_in_chunks=None,
+            tokens_per_chunk=BLOCK_SIZE,
+            tokens_per_block=BLOCK_SIZE,
+            hashes_per_chunk=1,
+            group_idx=0,
+            kv_event_group_spec=tracker.OffloadingEventGroupSpec("full_attention", None),
+        )
+
+    def serve(self, name: str, num_blocks: int) -> list[bytes]:
+        """Store a prompt's blocks, wait for the disk, and return the keys."""
+        hashes = [name.encode() * 8 + bytes([i]) * 24 for i in range(num_blocks)]
+        keys = [base.make_offload_key(block_hash, 0) for block_hash in hashes]
+        prompt = SimpleNamespace(
+            block_hashes=hashes, all_token_ids=[*range(num_blocks * BLOCK_SIZE)], lora_request=None
+        )
+        context = request(self.adapter, name, [])
+        output = self.adapter.prepare_store(keys, context)
+        for i, key in enumerate(keys):
+            self.tracker.record_store(prompt, self.group, i, key)
+        self.adapter.complete_store(set(output.keys_to_store), context)
+        assert self.adapter._tiered.settle()
+        self.adapter.on_request_finished(context)
+        return keys
+
+    def promote(self, key: bytes) -> None:
+        """Look a block up until it is in host memory."""
+        context = request(self.adapter, "again", [])
+        while self.adapter.lookup(key, context) is not base.LookupResult.HIT:
+            assert self.adapter._tiered.settle()
+
+    def events(self) -> Iterator[Any]:
+        return self.tracker.take_events(self.adapter.take_events())
+
+
+@pytest.mark.skipif(not hasattr(base, "Locality"), reason="this release's events have no locality")
+def test_events_over_disk_keep_their_tokens_until_the_last_removal(make: Any) -> None:
+    engine = TrackedAdapter(make(num_blocks=2, enable_events=True, cache_policy="lru"))
+    events, stored, removed = [], [], []
+    keys = engine.serve("a", 2)
+    events += engine.events()
+    engine.serve("b", 2)  # evicts both blocks of a from host memory
+    events += engine.events()
+    engine.promote(keys[0])
+    for event in (*events, *engine.events()):
+        assert event.locality == "LOCAL"
+        assert event.ownership is None
+        (removed if type(event).__name__ == "BlockRemoved" else stored).append(event)
+    assert len([event for event in stored if event.medium == "CPU"]) == 5
+    assert len([event for event in stored if event.medium == "STORAGE"]) == 4
+    assert all(len(event.token_ids) == event.block_size == BLOCK_SIZE for event in stored)
+    assert {event.kv_cache_spec_kind for event in stored} == {"full_attention"}
+    assert {event.medium for event in removed} == {"CPU"}

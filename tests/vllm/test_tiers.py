@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,6 @@ def extra_config(folder: Path, capacity: Any = "64MiB") -> dict[str, Any]:
     return {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "cache_policy": "lru", "tiers": [tier]}
 
 
-def written(engine: Any, num_blocks: int) -> bool:
-    """Wait, as an engine does that steps on, until the tier holds so many blocks."""
-    end_s = time.monotonic() + 30
-    while time.monotonic() < end_s:
-        engine.manager.on_schedule_end()
-        if not engine.manager.has_pending_work():
-            break
-        time.sleep(0.001)
-    return engine.manager._tiered.tier_stats()[0].tier.num_held == num_blocks
-
-
-def ask_each(engine: Any, prompts: Any) -> tuple[list[list[int]], list[int]]:
-    """Send one prompt after another; return tokens, and how many of each prompt's were not computed."""
-    outputs = []
-    for prompt in prompts:
-        outputs += engine.generate([prompt])
-        engine.manager._tiered.settle()
-    return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
-
-
 def test_blocks_come_back_from_disk_and_after_a_restart(
     boot: Any, models: Any, crowd: Any, expected: Any, tmp_path: Path
 ) -> None:
@@ -46,11 +25,11 @@ def test_blocks_come_back_from_disk_and_after_a_restart(
     pools.mkdir()
     config = extra_config(tmp_path / "kv") | {"pool_folder": str(pools)}
     with boot(models["llama"], config) as engine:
-        assert ask_each(engine, crowd) == (expected(crowd), [0] * 7)
-        assert written(engine, 140)
+        assert engine.ask_each(crowd) == (expected(crowd), [0] * 7)
+        assert engine.manager._tiered.tier_stats()[0].tier.num_held == 140
         assert engine.stats.num_blocks == 40
         engine.drop_device_cache()
-        assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
+        assert engine.ask_each(crowd) == (expected(crowd), [640] * 7)
         (stats,) = engine.manager._tiered.tier_stats()
         assert (stats.promoted_blocks, stats.dropped_blocks, stats.failed_jobs) == (140, 0, 0)
         assert engine.stats.loaded_blocks == 140
@@ -66,11 +45,11 @@ def test_blocks_come_back_from_disk_and_after_a_restart(
 
     with boot(models["llama"], config) as engine:
         assert engine.manager._tiered.tier_stats()[0].tier.num_held == 140
-        assert ask_each(engine, crowd) == (expected(crowd), [640] * 7)
+        assert engine.ask_each(crowd) == (expected(crowd), [640] * 7)
         (stats,) = engine.manager._tiered.tier_stats()
         assert (stats.promoted_blocks, engine.stats.stored_blocks) == (140, 0)
         engine.drop_device_cache(host_too=True)
-        assert ask_each(engine, crowd[:1]) == (expected(crowd[:1]), [0])
+        assert engine.ask_each(crowd[:1]) == (expected(crowd[:1]), [0])
 
 
 LLAMA_3_ROPE = {
@@ -93,9 +72,9 @@ def test_directory_restart_with_changed_model_is_refused(
     shutil.copytree(models["llama"], folder)
     config = extra_config(tmp_path / "kv")
     with boot(folder, config) as engine:
-        answers = ask_each(engine, crowd)
+        answers = engine.ask_each(crowd)
     with boot(folder, config) as engine:
-        assert ask_each(engine, crowd) == (answers[0], [640] * 7)
+        assert engine.ask_each(crowd) == (answers[0], [640] * 7)
     options = {} if change == "weights" else change
     if change == "weights":
         weights = load_file(folder / "model.safetensors")
