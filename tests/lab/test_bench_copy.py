@@ -1,4 +1,4 @@
-"""`kvcache bench copy` measures every way in one run, and rejects unsupported options."""
+"""`kvcache bench copy` measures every way in one run."""
 
 import json
 
@@ -39,38 +39,9 @@ def test_all_ways_move_the_same_bytes():
     for direction in ("store", "load"):
         for name in CopyBench(512, 20).ways(direction, "scattered"):
             bench = CopyBench(512, 20)
-            target, source = (
-                (bench._pool.tensor, bench._device)
-                if direction == "store"
-                else (
-                    bench._device,
-                    bench._pool.tensor,
-                )
-            )
+            sides = list(zip((bench._device, bench._pool.tensor), bench._ids["scattered"], strict=True))
+            (source, of), (target, to) = sides if direction == "store" else sides[::-1]
             source.random_(-128, 128)
-            device_ids, host_ids = bench._ids["scattered"]
-            to, of = (host_ids, device_ids) if direction == "store" else (device_ids, host_ids)
             bench.ways(direction, "scattered")[name]()
             assert (target[to] == source[of]).all(), name
             bench.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ("--sizes", "4KiB,fast"),
-            "--sizes must be bytes >= 1 or a size such as '64GiB', '64GB' or '1.5TiB', got 'fast'",
-        ),
-        (("--blocks", "0"), "--blocks must be >= 1, got 0"),
-        (("--threads", "0"), "--threads must be a whole number >= 1, such as 10000 or '10k', got '0'"),
-        (("--bytes", "1MiB", "--sizes", "4MiB"), "--bytes must hold a block of 4194304 bytes, got '1MiB'"),
-        (("--device", "tpu"), "--device must be cpu or cuda, got 'tpu'"),
-        (("--plot", "/nowhere/x.png"), "--plot cannot be written: '/nowhere/x.png'"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(run, options, message):
-    status, _, err = run("bench", "copy", *options)
-    assert status == 2
-    assert message in err
-    assert "Traceback" not in err

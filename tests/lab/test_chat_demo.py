@@ -60,28 +60,3 @@ def test_other_tokens_end_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     status, _, err = run("chat-demo", *SMALL)
     assert status == 1
     assert "kvcache: error: user 1 got other tokens with the cache in turn 1" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--turns", 0], "--turns must be >= 1, got 0"),
-        (["--seed", -1], "--seed must be >= 0, got -1"),
-        (["--memory", "1KiB"], "memory=1024 has no room for a block: 16 tokens of this model take 262144 bytes"),
-        (["--memory", "lots"], "--memory must be bytes >= 1 or a size"),
-        (["--policy", "lro"], "unknown policy 'lro'"),
-        (["--plot", "missing/chat.png"], "--plot cannot be written: 'missing/chat.png'"),
-    ],
-)
-def test_bad_input_is_one_line(
-    run: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: list[object],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, _, err = run("chat-demo", *SMALL, *arguments)
-    assert status == 2
-    assert err.startswith(f"kvcache: error: {message}")
-    assert err.count("\n") == 1

@@ -34,12 +34,9 @@ def test_measure_cpu_report_fits_the_schema():
     assert report["geometries"]["compared_bytes"] > 0
     assert report["geometries"]["different_bytes"] == report["compute"]["different_bytes"] == 0
     assert len(steps) == 4 + 4
-
-
-def test_measure_report_names_neither_host_nor_folder():
-    text = json.dumps(measure(torch.device("cpu"), SMALL, lambda: None))
-    assert socket.gethostname() not in text
-    assert os.getcwd() not in text  # noqa: PTH109
+    # People send the report.
+    assert socket.gethostname() not in json.dumps(report)
+    assert os.getcwd() not in json.dumps(report)  # noqa: PTH109
 
 
 def test_measure_handlers_that_move_nothing_are_found(monkeypatch):
@@ -69,12 +66,6 @@ def test_check_device_fails_if_a_byte_differs(small, run, monkeypatch):
     assert status == 1
     assert json.loads(out)["geometries"] == {"number": 3, "compared_bytes": 300, "different_bytes": 6}
     assert "6 bytes differ after copies on cpu" in err
-
-
-def test_check_device_beside_a_configuration_is_bad_input(run):
-    status, _, err = run("check", "engine.json", "--device")
-    assert status == 2
-    assert "name one thing to check" in err
 
 
 def test_check_device_without_torch_names_the_package(run, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -272,25 +271,13 @@ def test_bad_plan_is_named(options: dict[str, Any], message: str) -> None:
         FleetPlan(**{"num_engines": 1, "router": "events", "num_blocks": 1, **options})
 
 
-@pytest.fixture
-def trace_file(tmp_path: Path) -> Path:
-    path, draw = tmp_path / "trace.jsonl", random.Random(1)
-
-    def lines() -> Iterator[str]:
-        for i in range(200):
-            user = draw.randrange(20)
-            ids = [0, *(1000 * user + turn for turn in range(1, 2 + i // 20))]
-            record = {"timestamp": 500 * i, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
-            yield json.dumps(record) + "\n"
-
-    path.write_text("".join(lines()))
-    return path
-
-
-def test_command_shows_hits_traffic_and_what_breaks_first(run: Any, trace_file: Path, tmp_path: Path) -> None:
+def test_command_shows_hits_traffic_and_what_breaks_first(run: Any, write_trace: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    draw = random.Random(1)
+    users = [1000 * draw.randrange(20) for _ in range(200)]
+    trace = write_trace(([0, *range(user + 1, user + 2 + i // 20)] for i, user in enumerate(users)), step_ms=500)
     target, picture = tmp_path / "out.json", tmp_path / "out.svg"
-    argv = ("fleet", trace_file, "--engines", "2,4", "--router", "round_robin,events", "--blocks", 30, "--copies", 2)
+    argv = ("fleet", trace, "--engines", "2,4", "--router", "round_robin,events", "--blocks", 30, "--copies", 2)
     more = ("--store", "1MiB", "--model", "2", "--server", "10KB/s,1,100k")
     status, out, err = run(*argv, *more, "--json", target, "--plot", picture)
     assert (status, err) == (0, "")
@@ -316,33 +303,3 @@ def test_command_shows_hits_traffic_and_what_breaks_first(run: Any, trace_file: 
     assert "4 engines, events: servers needed in the busiest minute:" in text
     assert "the store's queries break first" in text
     assert picture.read_text().startswith("<?xml")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--router", "best"), "--router must be of round_robin, prefix, events, known, got 'best'"),
-        (("--router", "events:2"), "--router must be"),
-        (("--engines", "3:x"), "--engines must be a whole number >= 0"),
-        (("--blocks", "10+x"), "--blocks must be a whole number >= 0"),
-        (("--engines", "0"), "--engines must be a whole number >= 1"),
-        (("--memory", "1TiB"), "--memory needs the size of a block, got '1TiB' alone"),
-        (("--store", "1TiB"), "--store needs the size of a block, got '1TiB'"),
-        (("--store", "1B", "--model", "2"), "--store must hold at least one block of 1024 bytes, got '1B'"),
-        (("--store", "1TiB@5", "--model", "2"), "--store must be a rate such as 6GB/s"),
-        (("--copies", "0"), "--copies must be >= 1, got 0"),
-        (("--server", "5GB/s"), "--server must be RATE,KEYS[,EVENTS], as in 2.5GB/s,900k,690k, got '5GB/s'"),
-        (("--server", "5GB/s,1k,0"), "--server must be a whole number >= 1"),
-        (("--policy", "lru,arc"), "--policy must name one policy, got 'lru,arc'"),
-        (("--blocks", "10,20"), "one capacity is needed here, got '10,20'"),
-        (("--engines", "1B", "--blocks", "1k"), "a fleet of 1,000,000,000 engines of 1,000"),
-        (("--plot", "x.html"), "--plot of a fleet must end in .png or .svg"),
-    ],
-)
-def test_bad_option_of_a_fleet_is_named(
-    run: Any, trace_file: Path, options: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, _, err = run("fleet", trace_file, "--engines", 2, *options)
-    assert err.startswith(f"kvcache: error: {message}")
-    assert status == 2

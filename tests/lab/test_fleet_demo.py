@@ -36,18 +36,3 @@ def test_second_engine_hits_what_the_first_computed_and_nothing_is_wrong(run, tm
             assert parts == engine["needed_blocks"]
             assert len(engine["first_block_s"]) == 6
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--widths", "0"), "--widths must be numbers of engines in 1..64"),
-        (("--widths", "two"), "--widths must be numbers of engines in 1..64"),
-        (("--requests", "0"), "--requests"),
-        (('{"type": "tape"}', "--widths", "1"), "unknown tier 'tape'"),
-    ],
-)
-def test_bad_input_is_refused(run, options, message):
-    status, _, err = run("fleet-demo", "--quiet", *options)
-    assert status == 2
-    assert message in err

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.cli import main
 from kvcache.lab.traces.make import chained_ids, make_trace
 from kvcache.lab.traces.requests import TraceError
 from kvcache.lab.traces.trace import Trace
@@ -27,20 +26,13 @@ def write_lines(path: Path, records: list[Any]) -> Path:
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_:
-        main(["trace", "make", *map(str, args)])
-    output = capsys.readouterr()
-    return int(exit_.value.code or 0), output.out, output.err
-
-
 def lines_made(log: Path, block_size: int = 4, **options: Any) -> list[dict[str, Any]]:
     lines: list[str] = []
     make_trace(log, lines.append, block_size, **options)
     return [json.loads(line) for line in lines]
 
 
-def test_prompts_of_one_prefix_share_its_ids_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_one_prefix_share_its_ids_alone(tmp_path: Path, run: Any) -> None:
     log = write_lines(
         tmp_path / "log.jsonl",
         [
@@ -49,7 +41,7 @@ def test_prompts_of_one_prefix_share_its_ids_alone(tmp_path: Path, capsys: pytes
             {"timestamp": 13, "token_ids": [5, *range(1, 8)]},
         ],
     )
-    status, out, _ = run(capsys, log, tmp_path / "trace.jsonl", "--block-size", 4)
+    status, out, _ = run("trace", "make", log, tmp_path / "trace.jsonl", "--block-size", 4)
     assert (status, out) == (0, "3 requests, 7 blocks of 4 tokens\n")
     with Trace(tmp_path / "trace.jsonl") as trace:
         assert (trace.format, trace.block_size) == ("mooncake", 4)
@@ -113,9 +105,9 @@ def test_csv_is_read_by_its_header(tmp_path: Path) -> None:
     assert [line["timestamp"] for line in (one, two, three)] == [0, 2000, 3000]
 
 
-def test_late_requests_keep_their_place_and_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_late_requests_keep_their_place_and_are_counted(tmp_path: Path, run: Any) -> None:
     log = write_lines(tmp_path / "log.jsonl", [{"time": time, "token_ids": [1]} for time in (5000, 4000, 6000)])
-    status, out, err = run(capsys, log, "-", "--time-unit", "ms")
+    status, out, err = run("trace", "make", log, "-", "--time-unit", "ms")
     assert [json.loads(line)["timestamp"] for line in out.splitlines()] == [0, 0, 1000]
     assert status == 0
     assert "1 requests are earlier" in err
@@ -134,11 +126,9 @@ def test_late_requests_keep_their_place_and_are_counted(tmp_path: Path, capsys: 
         ([1], "must be a JSON object, got [1]"),
     ],
 )
-def test_bad_record_is_named_and_leaves_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], record: Any, message: str
-) -> None:
+def test_bad_record_is_named_and_leaves_no_file(tmp_path: Path, run: Any, record: Any, message: str) -> None:
     log = write_lines(tmp_path / "log.jsonl", [{"token_ids": [1]}, record])
-    status, _, err = run(capsys, log, tmp_path / "trace.jsonl")
+    status, _, err = run("trace", "make", log, tmp_path / "trace.jsonl")
     assert status == 2
     assert f"{log}: record 2: " in err
     assert message in err
@@ -146,31 +136,27 @@ def test_bad_record_is_named_and_leaves_no_file(
     assert len(lines_made(log, skip_bad=True)) == 1
 
 
-def test_trace_make_pipe_and_symlink_are_written_not_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_make_pipe_and_symlink_are_written_not_replaced(tmp_path: Path, run: Any) -> None:
     log = write_lines(tmp_path / "log.jsonl", [{"prompt_token_ids": [1, 2, 3, 4]}])
     link = tmp_path / "link.jsonl"
     link.symlink_to("trace.jsonl")
-    assert run(capsys, log, link, "--block-size", 4)[0] == 0
+    assert run("trace", "make", log, link, "--block-size", 4)[0] == 0
     expected = (tmp_path / "trace.jsonl").read_bytes()
     assert link.is_symlink()
     reading, writing = os.pipe()
     try:
-        assert run(capsys, log, f"/dev/fd/{writing}", "--block-size", 4)[0] == 0
+        assert run("trace", "make", log, f"/dev/fd/{writing}", "--block-size", 4)[0] == 0
         assert os.read(reading, 1 << 16) == expected
     finally:
         os.close(reading)
         os.close(writing)
 
 
-def test_trace_make_record_without_a_time_arrives_a_second_later(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_make_record_without_a_time_arrives_a_second_later(tmp_path: Path, run: Any) -> None:
     log = tmp_path / "log.jsonl"
     records = [{"timestamp": 1e9}, {}, {"timestamp": 1e9 + 3}]
     log.write_text("".join(json.dumps({**record, "token_ids": [1, 2]}) + "\n" for record in records))
-    status, out, _ = run(capsys, log, tmp_path / "trace.jsonl", "--block-size", 4)
+    status, out, _ = run("trace", "make", log, tmp_path / "trace.jsonl", "--block-size", 4)
     assert status == 0
     assert "one without arrives a second after" in out
     assert "No prompt fills a block of 4 tokens" in out
@@ -178,11 +164,11 @@ def test_trace_make_record_without_a_time_arrives_a_second_later(
     assert [json.loads(line)["timestamp"] for line in lines] == [0, 1000, 3000]
 
 
-def test_trace_make_onto_its_own_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_make_onto_its_own_log_is_refused(tmp_path: Path, run: Any) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text('{"token_ids": [1]}\n')
     for more in ((log,), (tmp_path / "trace.jsonl", "--json", log)):
-        status, _, err = run(capsys, log, *more)
+        status, _, err = run("trace", "make", log, *more)
         assert status != 0
         assert "must be another file than the one that is read" in err
     assert log.read_text() == '{"token_ids": [1]}\n'

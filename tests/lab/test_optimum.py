@@ -38,6 +38,40 @@ def next_uses_by_the_book(requests: list[list[int]]) -> list[int]:
     return found
 
 
+def optimum_by_the_book(requests: list[list[int]], num_blocks: int) -> list[int]:
+    """After each request, sort every block that could be kept, as the definition states."""
+    kept: set[int] = set()
+    hits_of_requests = []
+    for i, ids in enumerate(requests):
+        hits = 0
+        while hits < len(ids) and ids[hits] in kept:
+            hits += 1
+        hits_of_requests.append(hits)
+        next_uses = {}
+        for block in kept | set(ids):
+            for later in range(i + 1, len(requests)):
+                if block in requests[later]:
+                    next_uses[block] = (later, requests[later].index(block))
+                    break
+        kept = set(sorted(next_uses, key=lambda block: next_uses[block])[:num_blocks])
+    return hits_of_requests
+
+
+@given(requests_of_ids, st.integers(1, 9))
+def test_optimum_is_its_definition(requests: list[list[int]], num_blocks: int) -> None:
+    assert optimal_hits(trace_of(requests), num_blocks).tolist() == optimum_by_the_book(requests, num_blocks)
+
+
+@given(requests_of_ids)
+def test_unbounded_hits_are_leading_runs_of_known_ids(requests: list[list[int]]) -> None:
+    known: set[int] = set()
+    expected = []
+    for ids in requests:
+        expected.append(next((i for i, block in enumerate(ids) if block not in known), len(ids)))
+        known.update(ids)
+    assert optimal_hits(trace_of(requests), None).tolist() == expected
+
+
 @given(requests_of_ids)
 def test_next_uses_are_their_definition(requests: list[list[int]]) -> None:
     nexts, distinct = next_uses(trace_of(requests))

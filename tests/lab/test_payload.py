@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,15 +131,3 @@ def test_mismatch_ends_the_command_with_status_1(run: Any, monkeypatch: pytest.M
     (line,) = [line for line in err.splitlines() if "error" in line]
     assert line.startswith("kvcache: error: block ")
     assert "differs from what was stored at byte 8: expected " in line
-
-
-def test_block_bytes_that_hold_no_words_are_refused(run: Any, tmp_path: Path) -> None:
-    status, _, err = run("demo", "--block-bytes", 100)
-    assert (status, err) == (2, "kvcache: error: block_bytes must be a multiple of 8, got 100\n")
-
-
-def test_pool_larger_than_memory_is_refused(run: Any) -> None:
-    status, _, err = run("demo", "--memory", "900TiB", "--block-bytes", "1GiB")
-    assert status == 2
-    assert err.startswith("kvcache: error: a pool of ")
-    assert err.count("\n") == 1

@@ -195,5 +195,3 @@ def test_bad_workload_is_named(options: dict[str, Any], message: str) -> None:
 def test_demo_runs_agents(run: Any) -> None:
     argv = ("demo", "--traffic", "agents", "--no-data", "--requests", 200, "--json")
     assert json.loads(run(*argv)[1])["source"] == {"kind": "agents", "seed": 0}
-    status, _, err = run("demo", "--traffic", "bots", "--no-data")
-    assert (status, err) == (2, "kvcache: error: --traffic must be chats or agents, got 'bots'\n")

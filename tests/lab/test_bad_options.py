@@ -1,0 +1,123 @@
+"""Commands of the lab with bad options: one line names the option and the value, and nothing is written."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+
+SIZE = "must be bytes >= 1 or a size such as '64GiB', '64GB' or '1.5TiB'"
+BAD = [
+    ("bench copy --sizes 4KiB,fast", f"--sizes {SIZE}, got 'fast'"),
+    ("bench copy --blocks 0", "--blocks must be >= 1, got 0"),
+    ("bench copy --threads 0", "--threads must be a whole number >= 1, such as 10000 or '10k', got '0'"),
+    ("bench copy --bytes 1MiB --sizes 4MiB", "--bytes must hold a block of 4194304 bytes, got '1MiB'"),
+    ("bench copy --device tpu", "--device must be cpu or cuda, got 'tpu'"),
+    ("bench copy --plot /nowhere/x.png", "--plot cannot be written: '/nowhere/x.png'"),
+    ("bench tier valkey", "the tier must be JSON such as"),
+    ("bench tier [1]", 'the tier must be a JSON object with "type"'),
+    ("""bench tier '{"type": "tape"}'""", "unknown tier 'tape'"),
+    ("""bench tier '{"type": "memory"}'""", "needs 'capacity'"),
+    ("""bench tier '{"type": "memory", "capacity": "1MiB", "spede": 1}'""", "spede"),
+    ("check engine.json --device", "name one thing to check"),
+    ("demo --traffic bots --no-data", "--traffic must be chats or agents, got 'bots'"),
+    ("demo --block-bytes 100", "block_bytes must be a multiple of 8, got 100"),
+    ("demo --memory 900TiB --block-bytes 1GiB", "a pool of "),
+    ("fleet-demo --quiet --widths 0", "--widths must be numbers of engines in 1..64"),
+    ("fleet-demo --quiet --widths two", "--widths must be numbers of engines in 1..64"),
+    ("fleet-demo --quiet --requests 0", "--requests"),
+    ("""fleet-demo --quiet '{"type": "tape"}' --widths 1""", "unknown tier 'tape'"),
+    ("fleet TRACE --engines 2 --router best", "--router must be of round_robin, prefix, events, known, got 'best'"),
+    ("fleet TRACE --engines 2 --router events:2", "--router must be"),
+    ("fleet TRACE --engines 3:x", "--engines must be a whole number >= 0"),
+    ("fleet TRACE --engines 2 --blocks 10+x", "--blocks must be a whole number >= 0"),
+    ("fleet TRACE --engines 0", "--engines must be a whole number >= 1"),
+    ("fleet TRACE --engines 2 --memory 1TiB", "--memory needs the size of a block, got '1TiB' alone"),
+    ("fleet TRACE --engines 2 --store 1TiB", "--store needs the size of a block, got '1TiB'"),
+    ("fleet TRACE --engines 2 --store 1B --model 2", "--store must hold at least one block of 1024 bytes, got '1B'"),
+    ("fleet TRACE --engines 2 --store 1TiB@5 --model 2", "--store must be a rate such as 6GB/s"),
+    ("fleet TRACE --engines 2 --copies 0", "--copies must be >= 1, got 0"),
+    (
+        "fleet TRACE --engines 2 --server 5GB/s",
+        "--server must be RATE,KEYS[,EVENTS], as in 2.5GB/s,900k,690k, got '5GB/s'",
+    ),
+    ("fleet TRACE --engines 2 --server 5GB/s,1k,0", "--server must be a whole number >= 1"),
+    ("fleet TRACE --engines 2 --policy lru,arc", "--policy must name one policy, got 'lru,arc'"),
+    ("fleet TRACE --engines 2 --blocks 10,20", "one capacity is needed here, got '10,20'"),
+    ("fleet TRACE --engines 1B --blocks 1k", "a fleet of 1,000,000,000 engines of 1,000"),
+    ("fleet TRACE --engines 2 --plot x.html", "--plot of a fleet must end in .png or .svg"),
+    ("plan TRACE --policy lru,,min", "unknown policy '', known ones: lru"),
+    ("plan TRACE --save out.pdf", "--save must end in .csv, .png, .svg, .html, got 'out.pdf'"),
+    ("plan TRACE --save missing/out.csv", "--save cannot be written: 'missing/out.csv'"),
+    ("plan TRACE --jobs 0", "--jobs must be a whole number >= 1, such as 10000 or '10k', got '0'"),
+    ("plan TRACE --model gpt-9", "unknown model 'gpt-9', known ones: llama-3.1-8b"),
+    ("plan TRACE --model qwen3-8b,int4", "--model takes bf16, fp16, fp32, fp8, int8, params=N and flops=N behind the"),
+    ("plan TRACE --model 0x2x64", "num_layers must be an int >= 1, got 0"),
+    ("plan TRACE --model 4KiB,fp8", "--model takes no dtype behind the bytes of a token, got '4KiB,fp8'"),
+    ("plan TRACE --model none.json", "model config 'none.json' cannot be read: No such file or directory"),
+    ("plan TRACE --model qwen3-8b,params=nan", "--model: params must be a number > 0, got"),
+    ("plan TRACE --model qwen3-8b,flops=0", "--model: flops must be a number > 0, got"),
+    (
+        "plan TRACE --policy min --tier 1GiB@1GB/s --model 2KiB",
+        "--policy min is the optimum of host memory alone and knows no tiers, got --tier '1GiB@1GB/s'",
+    ),
+    ("plan TRACE --tier 1TiB@6GB/s", "--tier needs the size of a block, got '1TiB@6GB/s' alone"),
+    ("plan TRACE --tier 1TiB --model 2", "--tier must be SIZE@RATE, as in 1TiB@6GB/s or nvme:1TiB@6GB/s"),
+    ("plan TRACE --tier 1TiB@6GB --model 2", "--tier must be a rate such as 6GB/s, got '6GB'"),
+    ("plan TRACE --tier 1B@6GB/s,fast --model 2", "--tier takes arbiter, write_through, write_back, selective"),
+    ("plan TRACE --tier 1B@6GB/s,write_back,selective --model 2", "--tier takes one write policy, got"),
+    (
+        """plan TRACE --tier '{"type": "disk"}' --model 2""",
+        "--tier of a plan is simulated: SIZE@RATE; kvcache replay",
+    ),
+    ("plan TRACE --tier 1B@6GB/s --model 2", "--tier must hold at least one block of 1024 bytes, got 1"),
+    ("plan TRACE --tier 1T@6GB/s --model 2 --serving price=4", "--serving price must name one price for host"),
+    ("plan TRACE --serving price=free", "--serving price must be numbers >= 0, got 'free'"),
+    ("plan TRACE --serving link=50", "--serving link must be a rate such as 6GB/s, got '50'"),
+    ("plan TRACE --serving engines=0", "--serving engines must be a whole number >= 1"),
+    ("plan TRACE --serving nodes=2", "--serving takes engines=N, link=RATE and price=HOST/TIER/..., got 'nodes=2'"),
+    ("plan TRACE --sample 0", "--sample must be a share > 0 and <= 1, got 0.0"),
+    (
+        "plan TRACE --tier 1T@1GB/s,arbiter --model 2",
+        "--tier ...,arbiter weighs loading against computing: it needs",
+    ),
+    (
+        "plan TRACE --tier 1T@1GB/s,arbiter --model llama-3.1-8b --sample 0.5",
+        "--tier ...,arbiter needs whole prefixes: leave out --sample, got 0.5",
+    ),
+    (
+        "replay TRACE --no-data --tier kv:1TiB --memory 512TiB --block-bytes 1GiB",
+        "; kvcache plan --tier 1TiB@6GB/s simulates a tier of any size",
+    ),
+]
+BAD_CHAT = [
+    ("chat-demo --turns 0", "--turns must be >= 1, got 0"),
+    ("chat-demo --seed -1", "--seed must be >= 0, got -1"),
+    ("chat-demo --memory 1KiB", "memory=1024 has no room for a block: 16 tokens of this model take 262144 bytes"),
+    ("chat-demo --memory lots", "--memory must be bytes >= 1 or a size"),
+    ("chat-demo --policy lro", "unknown policy 'lro'"),
+    ("chat-demo --plot missing/chat.png", "--plot cannot be written: 'missing/chat.png'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [*BAD, *(pytest.param(*row, marks=pytest.mark.slow) for row in BAD_CHAT)],
+    ids=[line for line, _ in BAD + BAD_CHAT],
+)
+def test_command_with_a_bad_option_names_it_and_writes_nothing(
+    run: Any, write_trace: Any, line: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trace = write_trace([[0, 1], [2, 3], [0, 1, 4]])
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(*shlex.split(line.replace("TRACE", str(trace))))
+    assert status == 2
+    assert "Traceback" not in err
+    (error,) = [one for one in err.splitlines() if "error" in one]
+    assert error.startswith("kvcache: error: ")
+    assert message in error
+    assert list(tmp_path.iterdir()) == [trace]
