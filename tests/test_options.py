@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,51 +31,52 @@ from kvcache.options import (
 from kvcache.tiers.disk.tier import DiskOptions
 
 
-@pytest.mark.parametrize(
-    ("value", "num_bytes"),
-    [
-        (7, 7),
-        (1e9, 10**9),
-        ("7", 7),
-        ("5 B", 5),
-        ("64KiB", 65536),
-        ("64 kib", 65536),
-        ("64GB", 64 * 10**9),
-        ("64GiB", 64 << 30),
-        ("64G", 64 << 30),
-        ("2k", 2048),
-        ("3T", 3 << 40),
-        ("1.5TiB", 3 << 39),
-        ("1.5 MB", 1_500_000),
-        (" 1PiB ", 1 << 50),
-        ("0.1KB", 100),
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", repr(value)[:40])
+
+
+NAN, INFINITE = float("nan"), float("inf")
+GOOD = {
+    parse_size: [
+        *((7, 7), (1e9, 10**9), ("7", 7), ("5 B", 5), ("64KiB", 65536), ("64 kib", 65536), ("64GB", 64 * 10**9)),
+        *(("64GiB", 64 << 30), ("64G", 64 << 30), ("2k", 2048), ("3T", 3 << 40), ("1.5TiB", 3 << 39)),
+        *(("1.5 MB", 1_500_000), (" 1PiB ", 1 << 50), ("0.1KB", 100)),
     ],
-)
-def test_a_size_is_bytes_or_a_number_with_a_unit(value: Any, num_bytes: int) -> None:
-    assert parse_size("memory", value) == num_bytes
+    parse_count: [(1, 1), ("10000", 10_000), ("10k", 10_000), ("1.5M", 1_500_000), ("2 B", 2 * 10**9), (1e4, 10_000)],
+    parse_duration: [
+        *((5, 5), (0.25, 0.25), ("5s", 5), ("5", 5), ("200ms", 0.2), ("50 us", 5e-5), ("2min", 120), ("1.5h", 5400)),
+    ],
+    parse_share: [(0, 0), (1, 1), (0.25, 0.25), ("50%", 0.5), ("0.5", 0.5)],
+}
+BAD = {
+    (parse_size, "bytes >= 1 or a size such as '64GiB'"): [
+        *("", "GiB", "1XB", "1 0GB", "-1GB", "1e9", "infGB", "9" * 5000, None, 1.5, True, 0, "0", "0.1B", [1]),
+    ],
+    (parse_count, "a whole number >= 1, such as 10000 or '10k', got "): [
+        *(0, -1, 1.5, "1.5", "0.0001k", "10kB", True, None, INFINITE, NAN),
+    ],
+    (parse_duration, "a number of seconds > 0 or a duration such as"): [
+        *(0, -1, "0s", "5 parsecs", "", True, None, NAN, INFINITE, 10**400),
+    ],
+    (parse_share, "a number in 0..1 or a share such as '50%', got "): [-0.1, 1.1, "101%", "half", True, None, NAN],
+}
 
 
 @pytest.mark.parametrize(
-    "value", ["", "GiB", "1XB", "1 0GB", "-1GB", "1e9", "infGB", "9" * 5000, None, 1.5, True, 0, "0", "0.1B", [1]]
+    ("parse", "value", "expected"), [(parse, *row) for parse, rows in GOOD.items() for row in rows], ids=name_of
 )
-def test_a_size_that_is_none_is_refused_with_its_name(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^memory must be bytes >= 1 or a size such as '64GiB', .*, got "):
-        parse_size("memory", value)
+def test_parse_number_with_or_without_a_unit(parse: Any, value: Any, expected: float) -> None:
+    found = parse("memory", value)
+    assert found == (expected if parse in (parse_size, parse_count) else pytest.approx(expected, rel=1e-12))
 
 
 @pytest.mark.parametrize(
-    ("value", "count"),
-    [(1, 1), ("10000", 10_000), ("10k", 10_000), ("1.5M", 1_500_000), ("2 B", 2 * 10**9), (1e4, 10_000)],
+    ("parse", "message", "value"), [(*key, value) for key, values in BAD.items() for value in values], ids=name_of
 )
-def test_a_count_is_a_whole_number(value: Any, count: int) -> None:
-    assert parse_count("blocks", value) == count
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "1.5", "0.0001k", "10kB", True, None, float("inf"), float("nan")])
-def test_a_count_that_is_none_is_refused_with_its_name(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^blocks must be a whole number >= 1, such as 10000 or '10k', got "):
-        parse_count("blocks", value)
-    assert count_from(0)("threshold", 0) == 0
+def test_parse_invalid_number_is_refused_with_its_name(parse: Any, message: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^memory must be {re.escape(message)}.*") as caught:
+        parse("memory", value)
+    assert ", got " in str(caught.value)
 
 
 def test_parse_value_too_large_is_refused_with_its_name() -> None:
@@ -128,6 +130,7 @@ def test_flags_texts_policies_and_choices_name_what_they_refuse() -> None:
 
 
 def test_constructors_take_no_text() -> None:
+    assert count_from(0)("threshold", 0) == 0
     assert (check_int("n", 3), check_int("n", 0, 0), check_seconds("s", 1.5), check_share("x", 0)) == (3, 0, 1.5, 0)
     for check, value in (
         (check_int, "3"),

@@ -56,23 +56,9 @@ class FileSystem:
     def attributes(self, node):
         size = len(node.body)
         times = (int(time.time()),) * 3
-        return struct.pack(
-            "<6Q3I7I",
-            node.number,
-            size,
-            -(-size // 512),
-            *times,
-            0,
-            0,
-            0,
-            node.mode,
-            1,
-            os.getuid(),
-            os.getgid(),
-            0,
-            4096,
-            0,
-        )
+        owner = (os.getuid(), os.getgid())
+        fields = (node.number, size, -(-size // 512), *times, 0, 0, 0, node.mode, 1, *owner, 0, 4096, 0)
+        return struct.pack("<6Q3I7I", *fields)
 
     def entry(self, node):
         return struct.pack("<4Q2I", node.number, 0, 0, 0, 0, 0) + self.attributes(node)

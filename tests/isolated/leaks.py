@@ -1,7 +1,7 @@
 """Store and evict many blocks and count leaks: key objects by reference, BlockStatus objects by the collector.
 
 Prints the growth in later rounds (key references, BlockStatus objects, KiB), and the numbers of the first two after the
-manager is destroyed. test_leaks.py runs it.
+manager is destroyed. stress/test_isolated.py runs it.
 """
 
 import gc

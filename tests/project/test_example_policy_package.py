@@ -49,7 +49,8 @@ def test_its_own_tests_pass(installed: dict[str, str]) -> None:
 
 def test_the_registry_lists_and_resolves_it(installed: dict[str, str]) -> None:
     code = (
-        "from kvcache.registry import POLICIES;print(POLICIES.names()[-1], POLICIES.resolve('second-chance').__name__)"
+        "import kvcache; from kvcache.registry import POLICIES;"
+        "print(POLICIES.names()[-1], type(kvcache.CPUOffloadingManager(16, 4, 'second-chance').policy).__name__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=installed, check=True, capture_output=True, text=True, timeout=60

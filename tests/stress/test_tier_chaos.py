@@ -32,8 +32,21 @@ def payload(key):
     return np.frombuffer(key.ljust(BLOCK_BYTES, b"."), np.uint8)
 
 
+def raising(name):
+    """Return a method of `ManualTier` that raises at random."""
+
+    def call(self, *arguments):
+        if self.happens():
+            raise RuntimeError(name)
+        return getattr(ManualTier, name)(self, *arguments)
+
+    return call
+
+
 class ChaosTier(ManualTier):
     """A tier under the test's control: every call may raise or return an invalid answer, and jobs end at random."""
+
+    touch, reset, stats = raising("touch"), raising("reset"), raising("stats")
 
     def __init__(self, draw, num_blocks, host):
         super().__init__(num_blocks, host, is_automatic=False)
@@ -54,31 +67,24 @@ class ChaosTier(ManualTier):
             raise RuntimeError("lookup")
         return super().lookup(keys)
 
-    def touch(self, keys, req_context=None):
-        if self.happens():
-            raise RuntimeError("touch")
-        super().touch(keys, req_context)
-
     def on_request_finished(self, req_context):
         super().on_request_finished(req_context)
         if self.happens():
             raise RuntimeError("on_request_finished")
 
-    def submit_store(self, job_id, keys, block_ids):
+    def submit(self, submit, *job):
         if self.happens():
             return False
-        taken = super().submit_store(job_id, keys, block_ids)
+        taken = submit(*job)
         if self.happens(0.3):
             raise RuntimeError("taken, and then it raised")
         return taken
 
+    def submit_store(self, job_id, keys, block_ids):
+        return self.submit(super().submit_store, job_id, keys, block_ids)
+
     def submit_load(self, job_id, keys, block_ids):
-        if self.happens():
-            return False
-        taken = super().submit_load(job_id, keys, block_ids)
-        if self.happens(0.3):
-            raise RuntimeError("taken, and then it raised")
-        return taken
+        return self.submit(super().submit_load, job_id, keys, block_ids)
 
     def get_finished(self):
         if self.happens():
@@ -93,16 +99,6 @@ class ChaosTier(ManualTier):
         if self.happens():
             results.append(None)
         return results
-
-    def reset(self):
-        if self.happens():
-            raise RuntimeError("reset")
-        super().reset()
-
-    def stats(self):
-        if self.happens():
-            raise RuntimeError("stats")
-        return super().stats()
 
     def move_on(self):
         """End some jobs, including late ones; a failed load leaves garbage."""
