@@ -127,7 +127,7 @@ docs: $(VENV)/extra-docs.stamp
 # The results that asv has gathered, as pages that need no network, beside the documentation.
 bench-site: $(VENV)/extra-bench.stamp
 	$(BIN)/asv publish
-	$(BIN)/python -m asv_benchmarks.site .asv/html docs/_build/html/benchmarks
+	PYTHONSAFEPATH= $(BIN)/python -m asv_benchmarks.site .asv/html docs/_build/html/benchmarks
 
 # Their history over the last 100 commits, ten of which are built, each in an environment that asv makes. It takes an hour.
 bench-history: $(VENV)/extra-bench.stamp

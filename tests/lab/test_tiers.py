@@ -212,7 +212,9 @@ def test_arbiter_counts_the_loads_that_wait_for_the_link(run: Any, tmp_path: Pat
     assert cells[1]["serving"]["ttft_p99_s"] < 0.3 * cells[0]["serving"]["ttft_p99_s"]
 
 
-@pytest.mark.parametrize(("policy", "stored"), [("write_through", 6), ("write_back", 5), ("selective", 0)])
+@pytest.mark.parametrize(
+    ("policy", "stored"), [("write_through", 6), ("write_back", 5), ("write_through_selective", 0)]
+)
 def test_simulated_tier_is_written_by_its_policy(run: Any, trace: Path, policy: str, stored: int) -> None:
     argv = ("plan", trace, "--blocks", 2, *MODEL, "--jobs", 1, "--json", "-")
     _, over = json.loads(run(*argv, "--tier", f"1MiB@1GB/s,{policy}")[1])["cells"]

@@ -6,14 +6,9 @@ import re
 
 from kvcache.lab.simulate.choices import ServingChoice, TierChoice
 from kvcache.options import parse_count, parse_size
+from kvcache.tiering.controller import WRITE_POLICIES
 
 _TIER = re.compile(r"(?:(?P<name>[^:@]+):)?(?P<sizes>[^:@]+)@(?P<rate>[^:@,]+)(?P<rules>(?:,[^:@,]+)*)")
-_WRITE_POLICIES = {
-    "write_through": "write_through",
-    "write_back": "write_back",
-    "selective": "write_through_selective",
-    "write_through_selective": "write_through_selective",
-}
 
 
 def parse_rate(option: str, text: str) -> float:
@@ -39,10 +34,10 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
             raise ValueError(f"--tier {name!r} is named twice")
         rules = [rule.strip() for rule in match["rules"].split(",")[1:]]
         for rule in rules:
-            if rule != "arbiter" and rule not in _WRITE_POLICIES:
-                known = ", ".join(["arbiter", *_WRITE_POLICIES])
+            if rule != "arbiter" and rule not in WRITE_POLICIES:
+                known = ", ".join(["arbiter", *WRITE_POLICIES])
                 raise ValueError(f"--tier takes {known} behind the rate, got {rule!r} in {text!r}")
-        policies = [_WRITE_POLICIES[rule] for rule in rules if rule != "arbiter"]
+        policies = [rule for rule in rules if rule != "arbiter"]
         if len(policies) > 1:
             raise ValueError(f"--tier takes one write policy, got {text!r}")
         tiers.append(
