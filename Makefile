@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help dev build stress demo fleet-demo test lint typecheck docs bench-site bench-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
+.PHONY: help dev build stress demo fleet-demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
 
 VENV := .venv
 comma := ,
@@ -33,7 +33,7 @@ help:
 	@echo "make dev     .venv with the test tools, and a build in place; runs no tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
-	@echo "Others: lint typecheck docs bench-site bench-history docs-alone bench-smoke test-rest test-device test-debug test-asan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
+	@echo "Others: lint typecheck docs asv-site asv-history docs-alone bench-smoke test-rest test-device test-debug test-asan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
 	@echo "By hand: tsan"
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -124,13 +124,17 @@ docs: $(VENV)/extra-docs.stamp
 	@rm -rf docs/_build docs/api/generated
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
 
-# The results that asv has gathered, as pages that need no network, beside the documentation.
-bench-site: $(VENV)/extra-bench.stamp
+# The results that asv has gathered, as pages that need no network, beside the documentation. Without any, ten commits are
+# measured first.
+asv-site: .asv/results/benchmarks.json
 	$(BIN)/asv publish
 	PYTHONSAFEPATH= $(BIN)/python -m asv_benchmarks.site .asv/html docs/_build/html/benchmarks
 
-# Their history over the last 100 commits, ten of which are built, each in an environment that asv makes. It takes an hour.
-bench-history: $(VENV)/extra-bench.stamp
+.asv/results/benchmarks.json:
+	$(MAKE) asv-history
+
+# Ten of the last 100 commits, each built in an environment that asv makes: an hour on two cores.
+asv-history: $(VENV)/extra-bench.stamp
 	$(BIN)/asv machine --yes >/dev/null
 	$(BIN)/asv run --steps $${STEPS:-10} --skip-existing-successful --bench '^(calls[.]Calls.*[(].(lru|gittins)., 10000[)]|replay[.]ReplayChats)' $${RANGE:-HEAD~100..HEAD}
 
