@@ -29,19 +29,21 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
         style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         name = _NAMES.get(router, router)
         hits.plot(engines, [1 - cell["missed_share"] for cell in mine], label=name, **style)
-        hits.plot(engines, [cell["local_share"] for cell in mine], linestyle=":", **style)
+        hits.plot(engines, [cell["local_share"] for cell in mine], linestyle=":", fillstyle="none", **style)
         moved = [cell["read_blocks_per_s"]["peak"] + cell["written_blocks_per_s"]["peak"] for cell in mine]
         if any(moved):
             traffic.plot(engines, moved, **style)
-            traffic.plot(engines, [cell["query_keys_per_s"]["peak"] for cell in mine], linestyle="--", **style)
+            traffic.plot(
+                engines, [cell["query_keys_per_s"]["peak"] for cell in mine], linestyle="--", fillstyle="none", **style
+            )
         else:
             traffic.plot(engines, [cell["events_per_s"]["peak"] for cell in mine], linestyle="-.", **style)
     hits.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     hits.set_ylim(0, 1)
-    hits.set_title("Blocks hit; dotted: in the engine's own memory", loc="left", fontsize=10)
+    hits.set_title("Blocks hit; hollow: in the engine's own memory", loc="left", fontsize=10)
     traffic.set_yscale("log")
     has_store = any(cell["store_capacity_blocks"] for cell in cells)
-    what = "Blocks moved; dashed: keys queried" if has_store else "Blocks in events"
+    what = "Blocks moved; hollow: keys queried" if has_store else "Blocks in events"
     traffic.set_title(f"{what}; a second, busiest minute", loc="left", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False)
     caption(figure, title, footnote)

@@ -98,7 +98,7 @@ def print_fleets(title: str, cells: list[dict[str, Any]], document: dict[str, An
     console.print(common.plain_table(heads, lines), crop=False)
     console.print(
         "a second, in the busiest minute: the store's traffic, existence queries (as they are; with answers "
-        "remembered; batched; both), their keys, blocks in events",
+        "remembered; batched; both), the keys of the last, blocks in events",
         soft_wrap=True,
     )
     unit = settings.block_bytes

@@ -222,7 +222,8 @@ def _field(record: dict[str, Any], name: str) -> Any:
     try:
         return record[name]
     except KeyError:
-        raise _BadRecord(f"lacks {name!r}, has {shown(', '.join(record))}") from None
+        hint = "; kvcache trace make reads other formats" if name == "hash_ids" else ""
+        raise _BadRecord(f"lacks {name!r}, has {shown(', '.join(record))}{hint}") from None
 
 
 def _ids(record: dict[str, Any]) -> Int64Array:
