@@ -25,6 +25,7 @@ BAD = [
     ("""bench tier '{"type": "memory", "capacity": "1MiB", "spede": 1}'""", "spede"),
     ("check engine.json --device", "name one thing to check"),
     ("demo --traffic bots --no-data", "--traffic must be chats or agents, got 'bots'"),
+    ("demo --turns inf --no-data", "--turns must be finite, got inf"),
     ("demo --block-bytes 100", "block_bytes must be a multiple of 8, got 100"),
     ("demo --memory 900TiB --block-bytes 1GiB", "a pool of "),
     ("fleet-demo --quiet --widths 0", "--widths must be numbers of engines in 1..64"),

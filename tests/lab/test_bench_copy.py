@@ -23,7 +23,6 @@ def test_every_way_is_measured_in_both_directions_and_layouts(run, tmp_path):
         "kvcache, 2 threads",
         "torch copy_ per block",
         "torch index_select",
-        "torch indexing",
     }
     assert {(rate["direction"], rate["layout"]) for rate in rates} == {
         (direction, layout) for direction in ("store", "load") for layout in ("scattered", "contiguous")

@@ -257,13 +257,8 @@ def test_empty_trace_and_requests_without_blocks_are_no_trouble() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_engines": 0}, "num_engines must be an int >= 1, got 0"),
-        ({"router": "random"}, "router must be one of round_robin, prefix, events, known, got 'random'"),
-        ({"num_blocks": True}, "num_blocks must be an int >= 1, got True"),
-        ({"store_blocks": -1}, "store_blocks must be an int >= 0, got -1"),
         ({"lost": 1.0}, "lost must be a share in 0..1 of the router events, got 1.0 of 'events'"),
         ({"lost": 0.1, "router": "known"}, "lost must be a share in 0..1 of the router events, got 0.1 of 'known'"),
-        ({"token_s": math.inf}, "token_s must be a number >= 0, got inf"),
     ],
 )
 def test_bad_plan_is_named(options: dict[str, Any], message: str) -> None:

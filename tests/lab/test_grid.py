@@ -17,8 +17,9 @@ import pytest
 
 from kvcache.assembly.models import Model, model_names, model_of
 from kvcache.lab.simulate.cells import OPTIMUM, Job, Plan, run_job
-from kvcache.lab.simulate.grid import Cell, CompactTrace, check_grid, simulate
+from kvcache.lab.simulate.grid import Cell, Grid, check_grid, run_grid
 from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.compact import CompactTrace
 from kvcache.lab.traces.requests import Request
 from kvcache.lab.traces.trace import Trace
 
@@ -48,6 +49,18 @@ def test_split_optimum_keeps_parts_of_a_block() -> None:
     assert (split.blocks, split.hit_blocks, split.hit_tokens) == (10, 3, 24)
 
 
+def simulate(
+    workload: ChatWorkload, policies: list[str], capacities: list[int], store_threshold: int = 0, **options: Any
+) -> list[Cell]:
+    """Return the cells of a grid in its order."""
+    trace, grid = (
+        CompactTrace.of(workload, workload.block_size),
+        Grid(policies, capacities, plan=Plan(1, store_threshold)),
+    )
+    found = {(cell.policy, cell.num_blocks): cell for cell in run_grid(trace, grid, **options)}
+    return [found[job.policy, job.num_blocks] for job in grid.cells()]
+
+
 @pytest.mark.slow
 def test_grid_in_processes_equals_grid_in_this_one() -> None:
     workload = ChatWorkload(num_requests=150)
@@ -68,7 +81,7 @@ def test_grid_in_processes_equals_grid_in_this_one() -> None:
 def test_gate_bears_on_every_policy_but_the_optimum() -> None:
     workload = ChatWorkload(num_requests=100)
     open_lru, open_min = simulate(workload, ["lru", "min"], [3000], num_processes=1)
-    gated_lru, gated_min = simulate(workload, ["lru", "min"], [3000], store_threshold=3, num_processes=1)
+    gated_lru, gated_min = simulate(workload, ["lru", "min"], [3000], 3, num_processes=1)
     assert gated_lru.hit_blocks < open_lru.hit_blocks
     assert gated_min == open_min
 

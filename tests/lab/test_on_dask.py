@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcache.lab.simulate.cells import Job, Plan
-from kvcache.lab.simulate.grid import Grid, run_grid, simulate
+from kvcache.lab.simulate.grid import Grid, run_grid
 from kvcache.lab.simulate.on_dask import DaskRunner
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.compact import CompactTrace
@@ -46,7 +46,7 @@ def test_killed_worker_changes_no_integer(cluster: Any) -> None:
             with distributed.Client(cluster.scheduler_address) as client:
                 os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
         cells.append(cell)
-    assert counts(cells) == counts(simulate(workload, policies, capacities, num_processes=1))
+    assert counts(cells) == counts(run_grid(trace, Grid(policies, capacities), num_processes=1))
 
 
 def test_shards_of_a_sample_run_apart(cluster: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import CPUOffloadingManager, get_offload_block_hash, get_offload_group_idx
+from kvcache import CPUOffloadingManager
 from kvcache.lab.simulate.run import Replay
 from kvcache.lab.traces.keys import KeyMaker, split_block_size
 from kvcache.lab.traces.requests import Request
@@ -37,12 +37,6 @@ def test_keys_are_fresh_objects_with_stable_content() -> None:
     assert all(a is not b for a, b in zip(first, again, strict=True))
     assert [len(key) for key in first] == [36, 36, 36]
     assert first[0].hex() == "afcd1d7b39a820e267a6d33e82a5fef2c18bb2a7a4d64828737a5367a08f5ab500000000"
-
-
-def test_keys_end_in_the_group_index() -> None:
-    (key,) = KeyMaker(group_idx=258)(np.array([5]))
-    assert get_offload_group_idx(key) == 258
-    assert get_offload_block_hash(key) == get_offload_block_hash(KeyMaker()(np.array([5]))[0])
 
 
 def test_split_keys_differ_from_each_other_and_from_whole_ones() -> None:

@@ -178,20 +178,6 @@ def test_subagents_share_the_tools_alone() -> None:
     assert restarts > 3
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_users": 0}, "num_users must be an int >= 1, got 0"),
-        ({"mean_steps": 0.5}, "mean_steps must be >= 1, got 0.5"),
-        ({"subagent_share": 1.5}, "subagent_share must be <= 1, got 1.5"),
-        ({"mean_human_s": 0.0}, "mean_human_s must be a number > 0, got 0.0"),
-    ],
-)
-def test_bad_workload_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AgentWorkload(**options)
-
-
 def test_demo_runs_agents(run: Any) -> None:
     argv = ("demo", "--traffic", "agents", "--no-data", "--requests", 200, "--json")
     assert json.loads(run(*argv)[1])["source"] == {"kind": "agents", "seed": 0}

@@ -126,10 +126,7 @@ class CopyBench:
         def select() -> None:
             target.index_copy_(0, to, source.index_select(0, of).to(target.device))
 
-        def advanced() -> None:
-            target[to] = source[of].to(target.device)
-
-        return found | {"torch copy_ per block": one_by_one, "torch index_select": select, "torch indexing": advanced}
+        return found | {"torch copy_ per block": one_by_one, "torch index_select": select}
 
     def one_copy(self, direction: str) -> Callable[[], object]:
         """Return a function that copies as many bytes in one piece, or one per piece of the pool."""
@@ -149,13 +146,7 @@ class CopyBench:
         return copy
 
     def measure(self, direction: str, layout: str, repeats: int = 5, with_torch: bool = True) -> Iterator[CopyRate]:
-        """Time one large copy and every way in turn, `repeats` times (torch's, which are slow, twice); yield the best.
-
-        Yields
-        ------
-        CopyRate
-            First that of the one large copy.
-        """
+        """Time one large copy, then every way, in turn, `repeats` times (torch's slow ways twice); yield the best."""
         ways = {"one large copy": self.one_copy(direction)} | self.ways(direction, layout)
         if not with_torch:
             ways = {name: way for name, way in ways.items() if not name.startswith("torch")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,34 +10,10 @@ if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
 
 
-class PlainClient(ABC):
-    """Stores and fetches blocks one after the other, without checksums."""
-
-    def __init__(self, options: Mapping[str, Any], host_blocks: HostBlocks) -> None:
-        self.options = options
-        self.host_blocks = host_blocks
-
-    @abstractmethod
-    def put(self, names: Sequence[bytes]) -> None:
-        """Store host block i under the i-th name."""
-
-    @abstractmethod
-    def fetch(self, names: Sequence[bytes]) -> None:
-        """Fetch the blocks again."""
-
-    @abstractmethod
-    def remove(self, names: Sequence[bytes]) -> None:
-        """Remove the blocks."""
-
-    def close(self) -> None:  # noqa: B027
-        """Close the connection."""
-
-
-class PlainValkey(PlainClient):
+class PlainValkey:
     """``client.set`` and ``client.get`` of `bytes`; loaded values are dropped."""
 
     def __init__(self, options: Mapping[str, Any], host_blocks: HostBlocks) -> None:
-        super().__init__(options, host_blocks)
         valkey = importlib.import_module("valkey")
         make = valkey.ValkeyCluster if options.get("cluster") else valkey.Valkey
         given = {name: options[name] for name in ("username", "password") if name in options}
@@ -64,11 +39,10 @@ class PlainValkey(PlainClient):
         self._client.close()
 
 
-class PlainMooncake(PlainClient):
+class PlainMooncake:
     """``put_from`` and ``get_into`` with the host blocks themselves."""
 
     def __init__(self, options: Mapping[str, Any], host_blocks: HostBlocks) -> None:
-        super().__init__(options, host_blocks)
         self._store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
         here = options.get("hostname", options["master"].rpartition(":")[0])
         protocol, device = options.get("protocol", "tcp"), options.get("device", "")
@@ -96,11 +70,11 @@ class PlainMooncake(PlainClient):
         self._store.close()
 
 
-PLAIN_CLIENTS: dict[str, type[PlainClient]] = {"mooncake": PlainMooncake, "valkey": PlainValkey}
-"""By the tier's type; a tier of another type is measured alone."""
-
-
-def plain_client(options: Mapping[str, Any], host_blocks: HostBlocks) -> PlainClient | None:
-    """Return the plain client of the medium that a tier's entry names, or None."""
-    kind = PLAIN_CLIENTS.get(str(options.get("type")))
-    return None if kind is None else kind(options, host_blocks)
+def plain_client(options: Mapping[str, Any], host_blocks: HostBlocks) -> PlainValkey | PlainMooncake | None:
+    """Return the plain client of the medium that a tier's entry names; None: the tier is measured alone."""
+    match options.get("type"):
+        case "valkey":
+            return PlainValkey(options, host_blocks)
+        case "mooncake":
+            return PlainMooncake(options, host_blocks)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -47,6 +48,8 @@ def demo(
         common.at_least("--system-prompts", system_prompts, 1)
     if turns is not None:
         common.at_least("--turns", turns, 1)
+        if turns == math.inf:
+            raise ValueError(f"--turns must be finite, got {turns}")
     workload: ChatWorkload | AgentWorkload
     if traffic == "chats":
         workload = ChatWorkload(

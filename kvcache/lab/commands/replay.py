@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from kvcache.lab.commands import options
 from kvcache.options import parse_size
 
 if TYPE_CHECKING:
-    from kvcache.lab.simulate.tiered import DiskChoice, TierEntry
+    from kvcache.lab.simulate.tiered import DiskChoice
 
 EXAMPLES = """
 kvcache replay trace.jsonl --blocks 10k
@@ -120,13 +120,13 @@ def replay(given: ReplayOptions) -> None:
         )
 
 
-def _read_tier(text: str) -> DiskChoice | TierEntry:
+def _read_tier(text: str) -> DiskChoice | dict[str, Any]:
     """Return the real tier that is below host memory."""
     from kvcache.lab.commands.bench_tier import read_entry
-    from kvcache.lab.simulate.tiered import DiskChoice, TierEntry
+    from kvcache.lab.simulate.tiered import DiskChoice
 
     if text.lstrip().startswith("{"):
-        return TierEntry(read_entry(text, "--tier"))
+        return read_entry(text, "--tier")
     if "@" in text:
         raise ValueError(
             f"--tier SIZE@RATE is simulated by kvcache plan; a replay takes PATH:SIZE or JSON, got {text!r}"

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from kvcache.control.observers.what_if import WhatIf
     from kvcache.lab.simulate.payload import VerifiedPayload
     from kvcache.lab.simulate.run import Replay
-    from kvcache.lab.simulate.tiered import DiskChoice, PatientManager, TierEntry
-    from kvcache.lab.traces.requests import Request, RequestSource
+    from kvcache.lab.simulate.tiered import DiskChoice, PatientManager
+    from kvcache.lab.traces.agents import AgentWorkload
+    from kvcache.lab.traces.chats import ChatWorkload
+    from kvcache.lab.traces.requests import Request, TraceFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,12 @@ class Settings:
     weights: Weights | None = None
     store_threshold: int = 0
     what_if: bool = False
-    tier: DiskChoice | TierEntry | None = None
+    tier: DiskChoice | dict[str, Any] | None = None
     is_quiet: bool = False
 
 
 def run(
-    source: RequestSource,
+    source: TraceFile | ChatWorkload | AgentWorkload,
     title: str,
     settings: Settings,
     progressed: Callable[[int], float],
@@ -120,13 +122,13 @@ def run(
 
 
 def _tiered_manager(
-    settings: Settings, disk: DiskChoice | TierEntry, block_size: int, title: str, payload: VerifiedPayload | None
+    settings: Settings, below: DiskChoice | dict[str, Any], block_size: int, title: str, payload: VerifiedPayload | None
 ) -> AbstractContextManager[PatientManager]:
     from kvcache.lab.simulate.tiered import patient_manager, plain_host_blocks
 
     host_blocks = payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
     return patient_manager(
-        block_size, settings.policy, disk, host_blocks, title, store_threshold=settings.store_threshold
+        block_size, settings.policy, below, host_blocks, title, store_threshold=settings.store_threshold
     )
 
 

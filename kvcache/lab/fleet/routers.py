@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -46,31 +46,23 @@ class FleetPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_engines", 1),
-            ("num_blocks", 1),
-            ("store_blocks", 0),
-            ("disk_blocks", 0),
-            ("restarts", 0),
-        ):
-            if type(getattr(self, name)) is not int or getattr(self, name) < least:
-                raise ValueError(f"{name} must be an int >= {least}, got {getattr(self, name)!r}")
-        if self.router not in ROUTERS:
-            raise ValueError(f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
         if not 0 <= self.lost < 1 or (self.lost and self.router != "events"):
             raise ValueError(f"lost must be a share in 0..1 of the router events, got {self.lost!r} of {self.router!r}")
-        for name in ("token_s", "block_load_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a number >= 0, got {getattr(self, name)!r}")
 
 
-class Router(Protocol):
-    """Chooses an engine for each request."""
+class RoundRobin:
+    """Send requests to the engines in turn, whatever they hold."""
 
-    num_entries: int
+    num_entries = 0
+
+    def __init__(self, num_engines: int) -> None:
+        self._num_engines = num_engines
+        self._next = 0
 
     def choose(self, now_s: float, ids: Int64Array, free_s: Float64Array) -> int:
         """Return the engine that a request goes to."""
+        engine, self._next = self._next, (self._next + 1) % self._num_engines
+        return engine
 
     def on_placed(self, engine: int, ids: Int64Array) -> None:
         """Called after a request was sent to an engine."""
@@ -82,31 +74,7 @@ class Router(Protocol):
         """Called after an engine without a disk has lost its blocks."""
 
 
-class RoundRobin:
-    """Send requests to the engines in turn."""
-
-    num_entries = 0
-
-    def __init__(self, num_engines: int) -> None:
-        self._num_engines = num_engines
-        self._next = 0
-
-    def choose(self, now_s: float, ids: Int64Array, free_s: Float64Array) -> int:
-        """Return the next engine."""
-        engine, self._next = self._next, (self._next + 1) % self._num_engines
-        return engine
-
-    def on_placed(self, engine: int, ids: Int64Array) -> None:
-        """Do nothing."""
-
-    def on_events(self, engine: int, stored: Int64Array, evicted: Int64Array) -> None:
-        """Do nothing."""
-
-    def on_restart(self, engine: int) -> None:
-        """Do nothing."""
-
-
-class PrefixRouter:
+class PrefixRouter(RoundRobin):
     """Send a request to the engine that got its longest prefix last, unless its queue costs more than that saves."""
 
     def __init__(self, num_ids: int, block_s: float) -> None:
@@ -131,12 +99,6 @@ class PrefixRouter:
         """Remember the engine of a prompt."""
         self.num_entries += int((self._engine_of[ids] < 0).sum())
         self._engine_of[ids] = engine
-
-    def on_events(self, engine: int, stored: Int64Array, evicted: Int64Array) -> None:
-        """Do nothing: this router does not see evictions."""
-
-    def on_restart(self, engine: int) -> None:
-        """Do nothing: this router does not see restarts."""
 
 
 class KnowingRouter(PrefixRouter):
@@ -215,7 +177,7 @@ class EventsRouter(KnowingRouter):
         self._missed[engine][:] = [None]
 
 
-def make_router(plan: FleetPlan, num_ids: int, block_size: int) -> Router:
+def make_router(plan: FleetPlan, num_ids: int, block_size: int) -> RoundRobin:
     """Return the router of a fleet."""
     if plan.router == "round_robin":
         return RoundRobin(plan.num_engines)

@@ -65,20 +65,6 @@ class ReplayOutcome:
     end: str
 
 
-class RecordedTime:
-    """A clock that returns recorded times."""
-
-    def __init__(self) -> None:
-        self.answers: deque[float] = deque()
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        """Return the next recorded time, or the last one again if none is left."""
-        if self.answers:
-            self.now_s = self.answers.popleft()
-        return self.now_s
-
-
 class ScriptedTier(Tier):
     """A tier that returns prepared answers.
 
@@ -88,19 +74,15 @@ class ScriptedTier(Tier):
 
     def __init__(self, medium: str) -> None:
         self.medium = medium
-        self.lookups: deque[int | None] = deque()
-        self.submits: deque[int | None] = deque()
-        self.reports: deque[list[Result | None]] = deque()
-        self.raising: deque[str] = deque()
         self._job_ids: dict[int, int] = {}
+        self.expect()
 
     def expect(self, *, lookups: Any = (), submits: Any = (), reports: Any = (), raising: Any = ()) -> None:
         """Replace the answers for the next calls."""
-        for answers, given in (
-            (self.lookups, lookups), (self.submits, submits), (self.reports, reports), (self.raising, raising)
-        ):  # fmt: skip
-            answers.clear()
-            answers.extend(given)
+        self.lookups: deque[int | None] = deque(lookups)
+        self.submits: deque[int | None] = deque(submits)
+        self.reports: deque[list[Result | None]] = deque(reports)
+        self.raising: deque[str] = deque(raising)
 
     def _raise(self, name: str) -> None:
         if self.raising and self.raising[0] == name:
@@ -203,15 +185,17 @@ class Runner:
     """
 
     def __init__(self, config: dict[str, Any], policy: str | type | None = None, is_exact: bool = True) -> None:
-        self._time = RecordedTime()
+        self._times_s: deque[float] = deque()
+        self._now_s = 0.0
         self.tiers: list[ScriptedTier] = []
-        self.manager = make_manager(config, self.tiers, self._time, policy)
+        self.manager = make_manager(config, self.tiers, self._clock, policy)
         self._is_exact = is_exact
         self._contexts: dict[int, ReqContext] = {}
         self._about: dict[int, dict[str, Any]] = {}
         # Hints may name a request that has ended.
         self._ended: OrderedDict[int, None] = OrderedDict()
-        self._last_output: Any = None
+        self.last_output: Any = None
+        """The result of the last call, if it was a `prepare_store`."""
         self.groups: dict[bytes, bytes] = {}
         self._positioned: list[bytes] = []
         if isinstance(self.manager, TieredOffloadingManager) and self.manager.arbitration is not None:
@@ -239,7 +223,7 @@ class Runner:
         manager: Any = self.manager
         context = self._context(call.context)
         keys = list(call.keys) if isinstance(call.keys, list) else call.keys
-        self._last_output = None
+        self.last_output = None
         try:
             match call.op:
                 case Op.LOOKUP_ONE | Op.LOOKUP:
@@ -255,7 +239,7 @@ class Runner:
                 case Op.COMPLETE_LOAD:
                     answer = manager.complete_load(keys, context)
                 case Op.PREPARE_STORE:
-                    answer = self._last_output = manager.prepare_store(keys, context)
+                    answer = self.last_output = manager.prepare_store(keys, context)
                 case Op.COMPLETE_STORE:
                     answer = manager.complete_store(keys, context, not call.flag)
                 case Op.REORDER:
@@ -284,11 +268,6 @@ class Runner:
             return Raised(type(error).__name__)
         return _answer(answer)
 
-    @property
-    def last_output(self) -> PrepareStoreOutput | None:
-        """The result of the last call, if it was a `prepare_store`."""
-        return self._last_output  # type: ignore[no-any-return]
-
     def stats(self) -> dict[str, int]:
         """Return the manager's counters and gauges that recordings hold."""
         stats = asdict(self.manager.stats())
@@ -296,13 +275,19 @@ class Runner:
 
     def _prepare(self, call: Call) -> None:
         times = [float(one.value) for one in call.inputs if one.op is Op.CLOCK]  # type: ignore[arg-type]
-        self._time.answers.clear()
+        self._times_s.clear()
         if self._is_exact:
-            self._time.answers.extend(times)
+            self._times_s.extend(times)
         elif times:
-            self._time.now_s = max(times[0], self._time.now_s)
+            self._now_s = max(times[0], self._now_s)
         for number, tier in enumerate(self.tiers):
             tier.expect(**answers_of(call, number))
+
+    def _clock(self) -> float:
+        """Return the next recorded time, or the last one again if none is left."""
+        if self._times_s:
+            self._now_s = self._times_s.popleft()
+        return self._now_s
 
     def _context(self, number: int) -> Any:
         if number < FIRST_CONTEXT:

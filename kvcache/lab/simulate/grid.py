@@ -16,20 +16,18 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcache.lab.simulate.cells import OPTIMUM, Cell, Job, Plan, joined, run_job
 from kvcache.lab.traces.compact import CompactTrace, next_uses
-from kvcache.lab.traces.keys import split_block_size
 from kvcache.lab.traces.requests import ReplayError
 from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
-    from kvcache.lab.traces.requests import Int64Array, RequestSource
-
-__all__ = ["OPTIMUM", "Cell", "CompactTrace", "Grid", "check_grid", "simulate"]
+    from kvcache.lab.simulate.on_dask import DaskRunner
+    from kvcache.lab.traces.requests import Int64Array
 
 _POLL_S = 0.2
 _MANY_IDS = 10_000_000
@@ -69,13 +67,6 @@ class Grid:
         return [Job(cell.policy, cell.num_blocks, cell.tiers, i) for i in range(self.plan.num_shards)]
 
 
-class Runner(Protocol):
-    """Runs jobs on other machines."""
-
-    def run(self, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:
-        """Yield each job with its cell, in the order in which they finish."""
-
-
 def check_grid(policies: Sequence[str], capacities: Sequence[int]) -> None:
     """Raise ValueError unless policies are known and distinct, and capacities are positive and ascending."""
     for i, policy in enumerate(policies):
@@ -90,31 +81,6 @@ def check_grid(policies: Sequence[str], capacities: Sequence[int]) -> None:
         previous = capacity
 
 
-def simulate(
-    trace: RequestSource,
-    policies: Sequence[str],
-    capacities: Sequence[int],
-    split: int = 1,
-    store_threshold: int = 0,
-    num_processes: int | None = None,
-    progressed: Callable[[float], None] | None = None,
-) -> list[Cell]:
-    """Replay a trace under every policy at every capacity, policy by policy.
-
-    Each listed id becomes `split` keys. One process, or one cell, runs in the caller's process; else processes are
-    spawned, so a script needs ``if __name__ == "__main__":``. `progressed` is called with the share of the work that is
-    done.
-    """
-    check_grid(policies, capacities)
-    split_block_size(trace.block_size, split)
-    compact = trace if isinstance(trace, CompactTrace) else CompactTrace.of(trace, trace.block_size)
-    grid = Grid(policies, capacities, plan=Plan(split, store_threshold))
-    found: dict[Job, Cell] = {}
-    for cell in run_grid(compact, grid, num_processes=num_processes, progressed=progressed):
-        found[Job(cell.policy, cell.num_blocks)] = cell
-    return [found[job] for job in grid.cells()]
-
-
 def run_grid(
     trace: CompactTrace,
     grid: Grid,
@@ -124,7 +90,7 @@ def run_grid(
     num_processes: int | None = None,
     max_memory_bytes: int | None = None,
     progressed: Callable[[float], None] | None = None,
-    runner: Runner | None = None,
+    runner: DaskRunner | None = None,
 ) -> Iterator[Cell]:
     """Yield the cells of a grid as they finish.
 
@@ -292,14 +258,3 @@ def _run_shared(folder: Path, job: Job, plan: Plan, slot: int) -> Cell:
     cell = run_job(trace, job, plan, progressed, known)
     done[slot] = len(trace.ids)
     return cell
-
-
-def facts_of(grid: Grid) -> Mapping[str, Any]:
-    """Return everything that the cells of a grid depend on, except policy and capacities."""
-    plan = grid.plan
-    return {
-        "split": plan.split,
-        "store_threshold": plan.store_threshold,
-        "num_shards": plan.num_shards,
-        "rules": [list(rule) for rule in plan.rules],
-    }

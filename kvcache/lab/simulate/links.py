@@ -8,13 +8,7 @@ from kvcache.control.arbiter import LinkRate
 
 
 class Queue:
-    """A link that moves one block after the other.
-
-    Attributes
-    ----------
-    block_s : float
-        Seconds of a block.
-    """
+    """A link that moves one block after the other, each in `block_s` seconds."""
 
     def __init__(self, block_s: float) -> None:
         self.block_s = block_s

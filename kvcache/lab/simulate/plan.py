@@ -16,7 +16,7 @@ from kvcache.lab.simulate.choices import NO_LIMIT
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
-    from kvcache.lab.simulate.cells import Cell, Job
+    from kvcache.lab.simulate.cells import Cell, Job, Plan
     from kvcache.lab.simulate.choices import ServingChoice, TierChoice
     from kvcache.lab.simulate.grid import Grid
     from kvcache.lab.simulate.serving import Serving
@@ -116,7 +116,7 @@ def run(trace: TraceFile, settings: Settings, weights: Weights | None) -> Result
         found: dict[Job, Cell] = {}
         add = None
         if settings.checkpoint is not None:
-            checkpoint = open_now.enter_context(Checkpoint(settings.checkpoint, _facts_of(compact, grid)))
+            checkpoint = open_now.enter_context(Checkpoint(settings.checkpoint, _facts_of(compact, how)))
             found = {job: cell for job, cell in checkpoint.cells.items() if job in [*wanted, unbounded]}
             add = checkpoint.add
         is_complete = _simulate(compact, grid, settings, found, len(wanted) + 1, add, progress)
@@ -147,6 +147,7 @@ def _simulate(
     """Replay the cells that `found` lacks, `total` in all, into it; return False if Ctrl-C stopped it."""
     from kvcache.lab.simulate.cells import Job
     from kvcache.lab.simulate.grid import run_grid
+    from kvcache.lab.simulate.on_dask import DaskRunner
     from kvcache.lab.traces.requests import ReplayError
 
     before = len(found)
@@ -164,7 +165,7 @@ def _simulate(
             num_processes=settings.jobs if isinstance(settings.jobs, int) else None,
             max_memory_bytes=common.usable_bytes(),
             progressed=progressed,
-            runner=_runner(settings.jobs),
+            runner=DaskRunner(settings.jobs) if isinstance(settings.jobs, str) else None,
         ):
             found[Job(cell.policy, cell.num_blocks, cell.tiers)] = cell
             if add is not None:
@@ -203,14 +204,6 @@ class _Progress:
             self._due = monotonic() + _PLAIN_S
 
 
-def _runner(jobs: int | str | None) -> Any:
-    if not isinstance(jobs, str):
-        return None
-    from kvcache.lab.simulate.on_dask import DaskRunner
-
-    return DaskRunner(jobs)
-
-
 def _serving(settings: Settings, weights: Weights | None, compact: CompactTrace) -> Serving | None:
     if settings.block_bytes is None:
         return None
@@ -235,8 +228,13 @@ def _baseline(compact: CompactTrace, serving: Serving | None) -> dict[str, Any] 
     return weigh_nothing(compact.arrivals_s, compact.input_lengths, serving)
 
 
-def _facts_of(compact: CompactTrace, grid: Grid) -> dict[str, Any]:
-    from kvcache.lab.simulate.grid import facts_of
-
-    weighed = repr(grid.plan.serving)
-    return {"trace": compact.digest, **facts_of(grid), "weighed_by": weighed}
+def _facts_of(compact: CompactTrace, plan: Plan) -> dict[str, Any]:
+    """Return everything that cells depend on, except policy and capacities."""
+    return {
+        "trace": compact.digest,
+        "split": plan.split,
+        "store_threshold": plan.store_threshold,
+        "num_shards": plan.num_shards,
+        "rules": [list(rule) for rule in plan.rules],
+        "weighed_by": repr(plan.serving),
+    }

@@ -6,10 +6,10 @@ Keys are made and bytes are moved outside the measured time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,17 +17,8 @@ from kvcache.request import ReqContext
 
 if TYPE_CHECKING:
     from kvcache.control.manager import OffloadingManager
+    from kvcache.lab.simulate.payload import VerifiedPayload
     from kvcache.lab.traces.requests import Request
-
-
-class Payload(Protocol):
-    """Moves the bytes between a manager's prepare and complete calls."""
-
-    def load(self, keys: Sequence[bytes], spec: Any) -> None:
-        """Load blocks and compare every byte."""
-
-    def store(self, keys: Sequence[bytes], spec: Any) -> None:
-        """Make blocks and store them."""
 
 
 @dataclass(slots=True)
@@ -88,14 +79,14 @@ class ReplayClock:
 class Replay:
     """Take requests one at a time through the calls of a scheduler.
 
-    Without `payload` only the bookkeeping is done. `clock` times it, in nanoseconds. `arrivals` is the manager's clock,
-    which is set to each request's arrival.
+    Without `payload`, which moves the bytes, only the bookkeeping is done. `clock` times it, in nanoseconds. `arrivals`
+    is the manager's clock, which is set to each request's arrival.
     """
 
     def __init__(
         self,
         manager: OffloadingManager,
-        payload: Payload | None = None,
+        payload: VerifiedPayload | None = None,
         clock: Callable[[], int] = perf_counter_ns,
         arrivals: ReplayClock | None = None,
     ) -> None:
@@ -117,7 +108,7 @@ class Replay:
         load_spec = manager.prepare_load(hits, context)
         spent = clock() - start
         if payload is not None and hits:
-            payload.load(hits, load_spec)
+            payload.load(hits, load_spec)  # type: ignore[arg-type]
         start = clock()
         manager.complete_load(hits, context)
         output = manager.prepare_store(keys, context)
@@ -125,7 +116,7 @@ class Replay:
         if output is not None:
             stored = output.keys_to_store
             if payload is not None and stored:
-                payload.store(stored, output.store_spec)
+                payload.store(stored, output.store_spec)  # type: ignore[arg-type]
             start = clock()
             manager.complete_store(stored, context)
             spent += clock() - start

@@ -32,13 +32,6 @@ class DiskChoice:
     capacity_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class TierEntry:
-    """Any tier, as an entry of ``extra_config["tiers"]``."""
-
-    entry: dict[str, Any]
-
-
 class PatientManager(TieredOffloadingManager):
     """A tiered manager that waits instead of answering None.
 
@@ -78,20 +71,21 @@ class PatientManager(TieredOffloadingManager):
 def patient_manager(
     block_size: int,
     policy: str,
-    below: DiskChoice | TierEntry,
+    below: DiskChoice | dict[str, Any],
     host_blocks: HostBlocks,
     source: str = "",
     **host_options: Any,
 ) -> Iterator[PatientManager]:
     """Open the tier and a manager above it; close the tier at the end. A disk has the manager's policy.
 
+    `below` is a disk, or any tier as an entry of ``extra_config["tiers"]``.
     `source` names the trace: a folder that holds blocks of another trace is refused. Raise ValueError if the policy is
     unknown or the folder cannot be used.
     """
     fingerprint = {"source": source, "block_size": block_size}
     tier: Tier
-    if isinstance(below, TierEntry):
-        (settings,) = read_tiers([below.entry], "--tier")
+    if isinstance(below, dict):
+        (settings,) = read_tiers([below], "--tier")
         tier = settings.tier.from_config(settings.options, host_blocks, fingerprint)
     else:
         tier = DiskTier(

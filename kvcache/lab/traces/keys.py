@@ -35,28 +35,24 @@ def mixed(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
 
 
 class KeyMaker:
-    """Makes the keys of a request: a 32-byte digest of each id, then the index of the KV-cache group.
+    """Makes the keys of a request: a 32-byte digest of each id, then the index of KV-cache group 0.
 
     Each listed id becomes `split` keys.
     """
 
-    def __init__(self, split: int = 1, group_idx: int = 0) -> None:
+    def __init__(self, split: int = 1) -> None:
         if type(split) is not int or split < 1:
             raise ValueError(f"split must be an int >= 1, got {split!r}")
-        if type(group_idx) is not int or not 0 <= group_idx < 1 << 32:
-            raise ValueError(f"group_idx must be an int in 0..2**32-1, got {group_idx!r}")
         self.split = split
         self._part = np.arange(split, dtype=np.uint64)[None, :, None] * _WORDS[::-1]
-        self._group = np.frombuffer(group_idx.to_bytes(4, "big"), dtype=np.uint8)
 
     def __call__(self, hash_ids: npt.NDArray[np.int64]) -> list[bytes]:
         """Return `split` new key objects per id, in order."""
         words = _mix(hash_ids.astype(np.uint64)[:, None] + _WORDS)
         if self.split > 1:
             words = _mix((words[:, None, :] + self._part).reshape(-1, 4))
-        keys = np.empty((len(words), _KEY_BYTES), dtype=np.uint8)
+        keys = np.zeros((len(words), _KEY_BYTES), dtype=np.uint8)
         keys[:, :32] = words.astype("<u8", copy=False).view(np.uint8)
-        keys[:, 32:] = self._group
         made: list[bytes] = keys.view(f"V{_KEY_BYTES}")[:, 0].tolist()
         return made
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvcache.lab.traces.requests import TraceError
+from kvcache.lab.traces.requests import BadRecord, TraceError
 from kvcache.lab.traces.trace import shown, unpacked
 
 if TYPE_CHECKING:
@@ -46,10 +46,6 @@ class Access(NamedTuple):
     input_length: int
     output_length: int
     time: float | None
-
-
-class _BadRecord(ValueError):
-    """A record is not a request."""
 
 
 @dataclass(slots=True)
@@ -84,12 +80,8 @@ def make_trace(
     `write` takes each line. `log_format` is ``"jsonl"``, ``"oracleGeneral"`` or ``"csv"``, by default by the file's
     name. `tokenize` turns a string or a list of chat messages into token ids. Times that are numbers count
     `time_unit` (s, ms, us or ns; oracleGeneral has seconds), others are ISO 8601. With `skip_bad`, bad records are
-    counted instead of raised. `progressed` takes the number of requests and of bytes read so far.
-
-    Raises
-    ------
-    TraceError
-        If the log cannot be read, holds no request, or holds a bad record; the message names the record and the value.
+    counted instead of raised. `progressed` takes the number of requests and of bytes read so far. TraceError if the
+    log cannot be read, holds no request, or holds a bad record.
     """
     log_format = log_format or _format_of(log)
     if log_format not in FORMATS:
@@ -99,7 +91,7 @@ def make_trace(
     for number, (record, position_bytes) in enumerate(_read(log, log_format), start=1):
         try:
             access = _access(record, log_format, block_size, tokenize, time_unit)
-        except _BadRecord as error:
+        except BadRecord as error:
             if not skip_bad:
                 raise TraceError(f"{log}: record {number}: {error}") from error
             made.skipped_records += 1
@@ -187,7 +179,7 @@ def _records(content: BinaryIO, log_format: str) -> Iterator[Any]:
 def _access(record: Any, log_format: str, block_size: int, tokenize: Tokenize | None, time_unit: str) -> Access:
     if log_format == "oracleGeneral":
         if len(record) < _ORACLE_GENERAL.size:
-            raise _BadRecord(f"must have {_ORACLE_GENERAL.size} bytes, got {len(record)}")
+            raise BadRecord(f"must have {_ORACLE_GENERAL.size} bytes, got {len(record)}")
         time, name, _, _ = _ORACLE_GENERAL.unpack(record)
         # The file's ids are unsigned, those of a trace signed.
         return Access([name - (name >> 63 << 64)], block_size, 0, float(time))
@@ -195,15 +187,15 @@ def _access(record: Any, log_format: str, block_size: int, tokenize: Tokenize | 
         named = {str(key).strip().lower(): value for key, value in record.items() if key is not None}
         column = _first(named, _OBJECTS)
         if column is None or named[column] is None:
-            raise _BadRecord(f"must have one of the columns {', '.join(_OBJECTS)}, has {shown(', '.join(named))}")
+            raise BadRecord(f"must have one of the columns {', '.join(_OBJECTS)}, has {shown(', '.join(named))}")
         digest = hashlib.blake2b(named[column].strip().encode(), digest_size=8).digest()
         return Access([int.from_bytes(digest, "little") >> 1], block_size, 0, _time(named, time_unit))
     try:
         request = json.loads(record)
     except (ValueError, RecursionError) as error:
-        raise _BadRecord(f"not JSON ({error}): {shown(record.strip().decode('utf-8', 'replace'))}") from error
+        raise BadRecord(f"not JSON ({error}): {shown(record.strip().decode('utf-8', 'replace'))}") from error
     if not isinstance(request, dict):
-        raise _BadRecord(f"must be a JSON object, got {shown(request)}")
+        raise BadRecord(f"must be a JSON object, got {shown(request)}")
     tokens = _tokens(request, tokenize)
     return Access(chained_ids(tokens, block_size), len(tokens), _answer(request), _time(request, time_unit))
 
@@ -214,22 +206,22 @@ def _tokens(request: Mapping[str, Any], tokenize: Tokenize | None) -> list[int]:
         if isinstance(tokens, list):
             for token in tokens:
                 if type(token) is not int or not 0 <= token <= _MAX_TOKEN:
-                    raise _BadRecord(f"{name} must be ints in 0..2**31-1, got {shown(token)}")
+                    raise BadRecord(f"{name} must be ints in 0..2**31-1, got {shown(token)}")
             return tokens
     prompt = request.get("messages")
     if not isinstance(prompt, list):
         prompt = next((request[name] for name in _TEXTS if isinstance(request.get(name), str)), None)
     if prompt is None and "hash_ids" in request:
-        raise _BadRecord("hash_ids: this is a trace already; kvcache plan and kvcache replay read it as it is")
+        raise BadRecord("hash_ids: this is a trace already; kvcache plan and kvcache replay read it as it is")
     if prompt is None:
         expected = ", ".join([*_TOKENS, *_TEXTS[1:], "messages"])
-        raise _BadRecord(f"must have token ids or text under one of {expected}, has {shown(', '.join(request))}")
+        raise BadRecord(f"must have token ids or text under one of {expected}, has {shown(', '.join(request))}")
     if tokenize is None:
-        raise _BadRecord(f"text needs a tokenizer (--tokenizer NAME), got {shown(prompt)}")
+        raise BadRecord(f"text needs a tokenizer (--tokenizer NAME), got {shown(prompt)}")
     try:
         return list(tokenize(prompt))
     except Exception as error:  # of a template, of which anything may come
-        raise _BadRecord(f"the tokenizer refuses {shown(prompt)}: {error}") from error
+        raise BadRecord(f"the tokenizer refuses {shown(prompt)}: {error}") from error
 
 
 def _answer(request: Mapping[str, Any]) -> int:
@@ -239,7 +231,7 @@ def _answer(request: Mapping[str, Any]) -> int:
     if name is None:
         return 0
     if type(named[name]) is not int or named[name] < 0:
-        raise _BadRecord(f"{name} must be an int >= 0, got {shown(named[name])}")
+        raise BadRecord(f"{name} must be an int >= 0, got {shown(named[name])}")
     return int(named[name])
 
 
@@ -260,7 +252,7 @@ def _time(named: Mapping[str, Any], unit: str) -> float | None:
     try:
         return datetime.fromisoformat(value).timestamp()
     except (TypeError, ValueError, OverflowError):
-        raise _BadRecord(f"{name} must be a number or ISO 8601, got {shown(value)}") from None
+        raise BadRecord(f"{name} must be a number or ISO 8601, got {shown(value)}") from None
 
 
 def _first(named: Mapping[str, Any], names: Iterable[str]) -> str | None:

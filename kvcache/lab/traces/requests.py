@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +30,10 @@ class TransferFailedError(ReplayError):
 
 class TraceError(ValueError):
     """A trace cannot be read; the message holds the file, the line and the value."""
+
+
+class BadRecord(ValueError):
+    """A line, record or session of a trace or log is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +61,6 @@ class Closable(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class RequestSource(Protocol):
-    """Requests in order of arrival, with the number of tokens of a listed block."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of one listed block."""
-
-    def __iter__(self) -> Iterator[Request]:
-        """Yield the requests."""
 
 
 class TraceFile(Closable):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvcache.lab.traces.requests import Request, TraceError, TraceFile
+from kvcache.lab.traces.requests import BadRecord, Request, TraceError, TraceFile
 
 if TYPE_CHECKING:
     from kvcache.lab.traces.requests import Int64Array
@@ -41,10 +41,6 @@ class _Step(NamedTuple):
 class _Session(NamedTuple):
     where: str
     steps: list[_Step]
-
-
-class _BadSession(ValueError):
-    """A session has an invalid form."""
 
 
 class SessionTrace(TraceFile):
@@ -113,9 +109,9 @@ class SessionTrace(TraceFile):
             for where, text in _documents(file):
                 try:
                     if isinstance(text, Exception):
-                        raise _BadSession(f"cannot be read: {text}")
+                        raise BadRecord(f"cannot be read: {text}")
                     session = self._parse(where, text)
-                except _BadSession as error:
+                except BadRecord as error:
                     if not self._skip_bad:
                         raise TraceError(f"{where}: {error}") from error
                     self.num_skipped += 1
@@ -128,17 +124,17 @@ class SessionTrace(TraceFile):
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise _BadSession(f"not JSON ({error})") from error
+            raise BadRecord(f"not JSON ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get("requests"), list):
-            raise _BadSession("must be a JSON object with a list 'requests'")
+            raise BadRecord("must be a JSON object with a list 'requests'")
         block_size = record.get("block_size")
         if type(block_size) is not int or not 1 <= block_size <= 1 << 20:
-            raise _BadSession(f"block_size must be an int >= 1, got {block_size!r}")
+            raise BadRecord(f"block_size must be an int >= 1, got {block_size!r}")
         if self.block_size and block_size != self.block_size:
-            raise _BadSession(f"block_size must be {self.block_size} as in the sessions before, got {block_size}")
+            raise BadRecord(f"block_size must be {self.block_size} as in the sessions before, got {block_size}")
         scope = record.get("hash_id_scope", "local")
         if scope not in ("local", "global"):
-            raise _BadSession(f"hash_id_scope must be 'local' or 'global', got {scope!r}")
+            raise BadRecord(f"hash_id_scope must be 'local' or 'global', got {scope!r}")
         tools, system = (_tokens(record, name) if name in record else 0 for name in ("tool_tokens", "system_tokens"))
         ids_of = self._global if scope == "global" else {}
         num_shared = (tools + system) // block_size if scope == "local" else 0
@@ -146,11 +142,11 @@ class SessionTrace(TraceFile):
         for request in _flat(record["requests"], 0.0):
             named = request.get("hash_ids")
             if not isinstance(named, list) or any(type(value) is not int for value in named):
-                raise _BadSession("hash_ids must be a list of ints")
+                raise BadRecord("hash_ids must be a list of ints")
             input_length = _tokens(request, "in")
             num_full, rest = divmod(input_length, block_size)
             if len(named) - num_full not in (0, rest > 0):
-                raise _BadSession(
+                raise BadRecord(
                     f"hash_ids must be those of {input_length} tokens in blocks of {block_size}, got {len(named)}"
                 )
             ids = []
@@ -218,10 +214,10 @@ def _flat(requests: list[Any], base_s: float) -> Iterator[dict[str, Any]]:
     """Yield the requests of a session and of its sub-agents, with their times in the session."""
     for request in requests:
         if not isinstance(request, Mapping):
-            raise _BadSession("requests must be JSON objects")
+            raise BadRecord("requests must be JSON objects")
         at_s: Any = request.get("t")
         if type(at_s) not in (int, float) or not 0 <= at_s <= _MAX_S:
-            raise _BadSession(f"t must be seconds in 0..1e9, got {at_s!r}")
+            raise BadRecord(f"t must be seconds in 0..1e9, got {at_s!r}")
         nested = request.get("requests")
         if isinstance(nested, list):
             # Recorders count from the beginning of either the session or the sub-agent.
@@ -235,5 +231,5 @@ def _flat(requests: list[Any], base_s: float) -> Iterator[dict[str, Any]]:
 def _tokens(record: Mapping[str, Any], name: str) -> int:
     value = record.get(name)
     if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
-        raise _BadSession(f"{name} must be an int in 0..2**40, got {value!r}")
+        raise BadRecord(f"{name} must be an int in 0..2**40, got {value!r}")
     return value

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
-from kvcache.lab.traces.requests import Request, TraceFile
+from kvcache.lab.traces.requests import BadRecord, Request, TraceFile
 from kvcache.lab.traces.requests import TraceError as TraceError
 from kvcache.lab.traces.sessions import SessionTrace, holds_sessions
 
@@ -32,10 +32,6 @@ _MAX_TIME = 10**18
 _SIZES = [1 << power for power in range(2, 14)]
 
 
-class _BadRecord(ValueError):
-    """A line is not a request of its format."""
-
-
 def _read_mooncake(record: dict[str, Any], block_size: int) -> Request:
     ids, input_length = _ids(record), _length(record, "input_length")
     _check_blocks(len(ids), input_length, block_size)
@@ -45,9 +41,9 @@ def _read_mooncake(record: dict[str, Any], block_size: int) -> Request:
 def _read_bailian(record: dict[str, Any], block_size: int) -> Request:
     for name in ("chat_id", "parent_chat_id", "turn"):
         if type(_field(record, name)) is not int:
-            raise _BadRecord(f"{name} must be an int, got {shown(record[name])}")
+            raise BadRecord(f"{name} must be an int, got {shown(record[name])}")
     if not isinstance(_field(record, "type"), str):
-        raise _BadRecord(f"type must be a string, got {shown(record['type'])}")
+        raise BadRecord(f"type must be a string, got {shown(record['type'])}")
     ids = _ids(record)
     # Some published files list no lengths: then every block counts as full.
     input_length = _length(record, "input_length") if "input_length" in record else block_size * len(ids)
@@ -135,7 +131,7 @@ class Trace(TraceFile):
                 continue
             try:
                 yield self._parse(line)
-            except _BadRecord as error:
+            except BadRecord as error:
                 if not self._skip_bad:
                     raise TraceError(f"{self.path}:{self._line}: {error}") from error
                 self.num_skipped += 1
@@ -145,16 +141,16 @@ class Trace(TraceFile):
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             text = line.strip().decode("utf-8", "replace")
-            raise _BadRecord(f"not JSON ({error}): {shown(text)}") from error
+            raise BadRecord(f"not JSON ({error}): {shown(text)}") from error
         if not isinstance(record, dict):
-            raise _BadRecord(f"must be a JSON object, got {shown(record)}")
+            raise BadRecord(f"must be a JSON object, got {shown(record)}")
         # The first good line settles the format.
         name = self.format or ("bailian" if "chat_id" in record else "mooncake")
         default_size, read = _FORMATS[name]
         block_size = self.block_size or record.get("block_size", default_size)
         if type(block_size) is not int or block_size < 1 or record.get("block_size", block_size) != block_size:
             expected = f"the {self.block_size} tokens that were given or read" if self.block_size else "an int >= 1"
-            raise _BadRecord(f"block_size must be {expected}, got {shown(record['block_size'])}")
+            raise BadRecord(f"block_size must be {expected}, got {shown(record['block_size'])}")
         request = read(record, block_size)
         self.format, self.block_size = name, block_size
         return request
@@ -223,21 +219,21 @@ def _field(record: dict[str, Any], name: str) -> Any:
         return record[name]
     except KeyError:
         hint = "; kvcache trace make reads other formats" if name == "hash_ids" else ""
-        raise _BadRecord(f"lacks {name!r}, has {shown(', '.join(record))}{hint}") from None
+        raise BadRecord(f"lacks {name!r}, has {shown(', '.join(record))}{hint}") from None
 
 
 def _ids(record: dict[str, Any]) -> Int64Array:
     ids = _field(record, "hash_ids")
     if not isinstance(ids, list):
-        raise _BadRecord(f"hash_ids must be a list of ints, got {shown(ids)}")
+        raise BadRecord(f"hash_ids must be a list of ints, got {shown(ids)}")
     for value in ids:
         if type(value) is not int:
-            raise _BadRecord(f"hash_ids must be ints, got {shown(value)}")
+            raise BadRecord(f"hash_ids must be ints, got {shown(value)}")
     try:
         return np.array(ids, dtype=np.int64)
     except OverflowError:
         wide = next(value for value in ids if not -(1 << 63) <= value < 1 << 63)
-        raise _BadRecord(f"hash_ids must fit 64 bits, got {shown(wide)}") from None
+        raise BadRecord(f"hash_ids must fit 64 bits, got {shown(wide)}") from None
 
 
 def _check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
@@ -248,20 +244,18 @@ def _check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
     wanted = f"{num_full}" if not rest else f"{num_full + 1} (or {num_full}, without the partial last one)"
     fitting = [size for size in _SIZES if num_ids - num_tokens // size in (0, num_tokens % size > 0)]
     hint = f"; they fit --block-size {' or '.join(map(str, fitting))}" if fitting else ""
-    raise _BadRecord(
-        f"hash_ids must be {wanted} for {num_tokens} tokens in blocks of {block_size}, got {num_ids}{hint}"
-    )
+    raise BadRecord(f"hash_ids must be {wanted} for {num_tokens} tokens in blocks of {block_size}, got {num_ids}{hint}")
 
 
 def _length(record: dict[str, Any], name: str) -> int:
     value = _field(record, name)
     if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
-        raise _BadRecord(f"{name} must be an int in 0..2**40, got {shown(value)}")
+        raise BadRecord(f"{name} must be an int in 0..2**40, got {shown(value)}")
     return value
 
 
 def _time(record: dict[str, Any]) -> float:
     value = _field(record, "timestamp")
     if type(value) not in (int, float) or not 0 <= value <= _MAX_TIME:
-        raise _BadRecord(f"timestamp must be a number in 0..1e18, got {shown(value)}")
+        raise BadRecord(f"timestamp must be a number in 0..1e18, got {shown(value)}")
     return float(value)
