@@ -155,7 +155,7 @@ class CopyBench:
             for name, way in ways.items():
                 if round_index > 1 and name.startswith("torch"):
                     continue
-                best[name] = min(best[name], self._seconds(way))
+                best[name] = min(best[name], seconds_of(way, self._device.device))
         for name, seconds in best.items():
             yield CopyRate(
                 name,
@@ -168,17 +168,6 @@ class CopyBench:
                 best["one large copy"] / seconds,
             )
 
-    def _seconds(self, way: Callable[[], object]) -> float:
-        self._settle()
-        started = time.perf_counter()
-        way()
-        self._settle()
-        return time.perf_counter() - started
-
-    def _settle(self) -> None:
-        if not self._device.is_cpu:
-            torch.accelerator.synchronize()
-
     def _transfer(self, handler: OffloadingHandler, spec: TransferSpec) -> None:
         self._job_id += 1
         handler.transfer_async(self._job_id, spec)
@@ -186,3 +175,17 @@ class CopyBench:
         (result,) = handler.get_finished()
         if not result.success:
             raise RuntimeError(f"a transfer of {self.num_blocks} blocks failed")
+
+
+def seconds_of(way: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds until a device has done what `way` starts, and nothing else."""
+
+    def settle() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    settle()
+    started = time.perf_counter()
+    way()
+    settle()
+    return time.perf_counter() - started

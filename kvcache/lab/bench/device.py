@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache.lab.bench.copy import DIRECTIONS, CopyBench, CopyRate
+from kvcache.lab.bench.copy import DIRECTIONS, CopyBench, CopyRate, seconds_of
 from kvcache.lab.bench.engine import EngineWorker
 from kvcache.specs import (
     CanonicalKVCacheRef,
@@ -283,27 +284,19 @@ def _beside_compute(device: torch.device, sizes: Sizes, compute: Callable[[], ob
     every = np.arange(num_blocks)
     job = GPULoadStoreSpec(every, [num_blocks], [0]), CPULoadStoreSpec(every)
 
-    def settle() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    def seconds(copies: bool, computes: bool) -> float:
-        settle()
-        started = time.perf_counter()
+    def work(copies: bool, computes: bool) -> None:
         if copies:
             memory.start(*job)
         if computes:
             compute()
         memory.finish()
-        settle()
-        return time.perf_counter() - started
 
     ways = {"copy_s": (True, False), "compute_s": (False, True), "both_s": (True, True)}
     best = dict.fromkeys(ways, float("inf"))
     different = 0
     for value in range(sizes.compute_rounds):
         for name, way in ways.items():
-            best[name] = min(best[name], seconds(*way))
+            best[name] = min(best[name], seconds_of(partial(work, *way), device))
         # The store is submitted while compute that writes the blocks is still queued.
         compute()
         for layer in memory.layers:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcache.cli import common, model
 from kvcache.lab.commands import options
 from kvcache.lab.commands.tiers import parse_rate
-from kvcache.lab.fleet.settings import FleetSettings
 from kvcache.options import parse_count, parse_share, parse_size
 from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
-    from kvcache.cli.model import Weights
     from kvcache.lab.fleet.routers import FleetPlan
-    from kvcache.lab.fleet.simulation import FleetResult
     from kvcache.lab.traces.compact import CompactTrace
     from kvcache.lab.traces.requests import TraceFile
 
@@ -107,62 +104,79 @@ def fleet(given: FleetOptions) -> None:
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
     with source.open() as trace:
         split = source.split_of(trace)
-        run(trace, read_options(given, split, options.block_bytes_of(weights, trace, split)), weights)
+        block_bytes = options.block_bytes_of(weights, trace, split)
+        token_s = (weights.saved_s(1) if weights else None) or 1 / _TOKENS_PER_S
+        plans = read_plans(given, block_bytes, token_s)
+        document = {
+            "source": {"kind": "trace", "file": str(trace.path), "format": trace.format},
+            "block_bytes": block_bytes,
+            "block_size": trace.block_size // split,
+            "token_prefill_s": token_s,
+            "seed": given.seed,
+            **read_server(given.server),
+            "model": weights.as_dict() if weights else None,
+        }
+        common.check_writable("--json", given.json, given.file)
+        if given.plot is not None:
+            from kvcache.lab.report.plot import check_plot_target
+
+            check_plot_target(given.plot)
+            if given.plot.lower().endswith(".html"):
+                raise ValueError(f"--plot of a fleet must end in .png or .svg, got {given.plot!r}")
+        run(trace, split, plans, given, document)
 
 
-def read_options(given: FleetOptions, split: int, block_bytes: int | None) -> FleetSettings:
-    """Check and parse the command line."""
-    from kvcache.lab.fleet.routers import ROUTERS
+def read_plans(given: FleetOptions, block_bytes: int | None, token_s: float) -> list[FleetPlan]:
+    """Check and parse the options of the fleets: each number of engines behind each router."""
+    from kvcache.lab.fleet.routers import ROUTERS, FleetPlan
 
-    routers = [_with_fault(part, "0") for part in given.router.split(",")]
+    routers = [_with_fault(part) for part in given.router.split(",")]
     for name, _ in routers:
         if name not in ROUTERS:
             raise ValueError(f"--router must be of {', '.join(ROUTERS)}, got {given.router!r}")
-    rate, *counts = [part.strip().removesuffix("/s") for part in given.server.split(",")]
-    if len(counts) not in (1, 2):
-        raise ValueError(f"--server must be RATE,KEYS[,EVENTS], as in 2.5GB/s,900k,690k, got {given.server!r}")
-    keys_per_s, events_per_s = (parse_count("--server", count) for count in (*counts, "690k")[:2])
     POLICIES.resolve(common.one_policy(given.policy))
     if given.copies is not None:
         common.at_least("--copies", given.copies, 1)
-    common.check_writable("--json", given.json, given.file)
-    if given.plot is not None:
-        from kvcache.lab.report.plot import check_plot_target
-
-        check_plot_target(given.plot)
-        if given.plot.lower().endswith(".html"):
-            raise ValueError(f"--plot of a fleet must end in .png or .svg, got {given.plot!r}")
     blocks, _, disk_blocks = (given.blocks or "").partition("+")
     store, _, store_rate = (given.store or "0").partition("@")
-    return FleetSettings(
-        engines=sorted(
-            {
-                (parse_count("--engines", count), parse_count("--engines", restarts, 0))
-                for count, restarts in (_with_fault(part, "0") for part in given.engines.split(","))
-            }
-        ),
-        routers=[(name, parse_share("--router", lost)) for name, lost in dict.fromkeys(routers)],
-        copies=given.copies,
-        seed=given.seed,
-        store_blocks=_store_blocks(store, block_bytes),
-        num_blocks=common.parse_capacity(blocks or None, given.memory, block_bytes or 1, default="10000"),
-        disk_blocks=parse_count("--blocks", disk_blocks or "0", 0),
-        policy=given.policy,
-        block_bytes=block_bytes,
-        split=split,
-        store_bytes_per_s=parse_rate("--store", store_rate or "5GB/s"),
-        server_bytes_per_s=parse_rate("--server", f"{rate}/s"),
-        server_keys_per_s=keys_per_s,
-        router_events_per_s=events_per_s,
-        json=given.json,
-        plot=given.plot,
-        is_quiet=given.quiet,
-    )
+    engines = {
+        (parse_count("--engines", count), parse_count("--engines", restarts, 0))
+        for count, restarts in map(_with_fault, given.engines.split(","))
+    }
+    return [
+        FleetPlan(
+            num_engines=count,
+            router=name,
+            num_blocks=common.parse_capacity(blocks or None, given.memory, block_bytes or 1, default="10000"),
+            store_blocks=_store_blocks(store, block_bytes),
+            cache_policy=given.policy,
+            token_s=token_s,
+            block_load_s=(block_bytes or 0) / parse_rate("--store", store_rate or "5GB/s"),
+            disk_blocks=parse_count("--blocks", disk_blocks or "0", 0),
+            lost=parse_share("--router", lost),
+            restarts=restarts,
+            seed=given.seed,
+        )
+        for count, restarts in sorted(engines)
+        for name, lost in dict.fromkeys(routers)
+    ]
 
 
-def _with_fault(part: str, default: str) -> tuple[str, str]:
+def read_server(text: str) -> dict[str, Any]:
+    """Return the limits of ``--server`` as a report holds them."""
+    rate, *counts = [part.strip().removesuffix("/s") for part in text.split(",")]
+    if len(counts) not in (1, 2):
+        raise ValueError(f"--server must be RATE,KEYS[,EVENTS], as in 2.5GB/s,900k,690k, got {text!r}")
+    keys_per_s, events_per_s = (parse_count("--server", count) for count in (*counts, "690k")[:2])
+    return {
+        "store_server": {"bytes_per_s": parse_rate("--server", f"{rate}/s"), "keys_per_s": keys_per_s},
+        "router_events_per_s": events_per_s,
+    }
+
+
+def _with_fault(part: str) -> tuple[str, str]:
     name, _, fault = part.strip().partition(":")
-    return name, fault or default
+    return name, fault or "0"
 
 
 def _store_blocks(text: str, block_bytes: int | None) -> int:
@@ -176,9 +190,8 @@ def _store_blocks(text: str, block_bytes: int | None) -> int:
     return num_blocks
 
 
-def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> None:
-    """Simulate each number of engines behind each router, and report."""
-    from kvcache.lab.fleet.routers import FleetPlan
+def run(trace: TraceFile, split: int, plans: list[FleetPlan], given: FleetOptions, document: dict[str, Any]) -> None:
+    """Simulate each fleet, and report: `document` holds the facts of all."""
     from kvcache.lab.fleet.scaled_trace import ScaledTrace
     from kvcache.lab.fleet.simulation import run_fleet
     from kvcache.lab.report.fleet_tables import facts_of, print_fleets
@@ -187,36 +200,18 @@ def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> N
 
     started = monotonic()
     compact = CompactTrace.of(trace, trace.block_size)
-    if settings.split > 1:
-        compact = compact.split(settings.split)
-    token_s = (weights.saved_s(1) if weights else None) or 1 / _TOKENS_PER_S
+    if split > 1:
+        compact = compact.split(split)
+    token_s = document["token_prefill_s"]
     busy = engines_for(compact.arrivals_s, compact.num_tokens, token_s)
-    block_bytes = settings.block_bytes
-    plans = [
-        FleetPlan(
-            num_engines=count,
-            router=router,
-            num_blocks=settings.num_blocks,
-            store_blocks=settings.store_blocks,
-            cache_policy=settings.policy,
-            token_s=token_s,
-            block_load_s=(block_bytes or 0) / settings.store_bytes_per_s,
-            disk_blocks=settings.disk_blocks,
-            lost=lost,
-            restarts=restarts,
-            seed=settings.seed,
-        )
-        for count, restarts in settings.engines
-        for router, lost in settings.routers
-    ]
-    results: list[tuple[int, FleetResult]] = []
-    with common.Bar("fleet", "requests", settings.is_quiet) as bar:
+    cells = []
+    with common.Bar("fleet", "requests", given.quiet) as bar:
         scaled: dict[int, ScaledTrace] = {}
         for number, plan in enumerate(plans):
-            copies = settings.copies or max(1, round(plan.num_engines / busy))
+            copies = given.copies or max(1, round(plan.num_engines / busy))
             if copies not in scaled:
                 _check_memory(plan, compact, copies)
-                scaled = {copies: ScaledTrace(compact, copies, settings.seed)}
+                scaled = {copies: ScaledTrace(compact, copies, given.seed)}
             traffic = scaled[copies]
             began = monotonic()
 
@@ -226,33 +221,21 @@ def run(trace: TraceFile, settings: FleetSettings, weights: Weights | None) -> N
                     bar.show(share, done, f"{plan.num_engines:,} engines, {plan.router}")
 
             found = run_fleet(traffic, plan, progressed)
-            results.append((copies, replace(found, elapsed_s=monotonic() - began)))
+            cells.append(facts_of(copies, replace(found, elapsed_s=monotonic() - began), document))
         bar.show(1.0, len(traffic))
-    cells = [facts_of(copies, result, settings) for copies, result in results]
-    document = {
-        "source": {"kind": "trace", "file": str(trace.path), "format": trace.format},
-        "block_bytes": block_bytes,
-        "block_size": compact.block_size,
-        "token_prefill_s": token_s,
-        "seed": settings.seed,
-        "store_server": {"bytes_per_s": settings.server_bytes_per_s, "keys_per_s": settings.server_keys_per_s},
-        "router_events_per_s": settings.router_events_per_s,
-        "model": weights.as_dict() if weights else None,
-        "elapsed_s": monotonic() - started,
-        "cells": cells,
-    }
-    if settings.json != "-":
-        print_fleets(f"{trace.name} ({trace.format})", cells, document, settings)
-    if settings.plot is not None:
+    document |= {"elapsed_s": monotonic() - started, "cells": cells}
+    if given.json != "-":
+        print_fleets(f"{trace.name} ({trace.format})", document, given.json)
+    if given.plot is not None:
         from kvcache.lab.report.fleet_plot import draw_fleet
 
-        store = "no store" if not settings.store_blocks else f"a store of {settings.store_blocks:,} blocks"
+        store = f"a store of {plans[0].store_blocks:,} blocks" if plans[0].store_blocks else "no store"
         footnote = (
-            f"{trace.name}: {settings.num_blocks:,} blocks an engine, {store}, "
-            f"{1 / token_s:,.0f} tokens/s, seed {settings.seed}"
+            f"{trace.name}: {plans[0].num_blocks:,} blocks an engine, {store}, "
+            f"{1 / token_s:,.0f} tokens/s, seed {given.seed}"
         )
-        draw_fleet("Hits and traffic of a fleet, by router", cells, footnote, settings.plot)
-    common.write_json(settings.json, document)
+        draw_fleet("Hits and traffic of a fleet, by router", cells, footnote, given.plot)
+    common.write_json(given.json, document)
 
 
 def _check_memory(plan: FleetPlan, compact: CompactTrace, copies: int) -> None:

@@ -111,12 +111,7 @@ def replay(given: ReplayOptions) -> None:
             f"{trace.name} ({trace.format})",
             settings,
             lambda done: max(trace.position_bytes / trace.size_bytes, done / given.limit if given.limit else 0.0),
-            lambda: {
-                "kind": "trace",
-                "file": str(given.file),
-                "format": trace.format,
-                "skipped_lines": trace.num_skipped,
-            },
+            trace.facts,
         )
 
 

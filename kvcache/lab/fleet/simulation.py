@@ -81,9 +81,7 @@ class FleetResult:
         return asdict(self)
 
 
-def run_fleet(
-    trace: ScaledTrace, plan: FleetPlan, progressed: Callable[[int], None] | None = None, limit: int | None = None
-) -> FleetResult:
+def run_fleet(trace: ScaledTrace, plan: FleetPlan, progressed: Callable[[int], None] | None = None) -> FleetResult:
     """Send a trace's requests through a fleet."""
     most = max(1, trace.num_ids)
     engines = [
@@ -98,7 +96,7 @@ def run_fleet(
     if plan.store_blocks:
         store = CPUOffloadingManager(trace.block_size, min(plan.store_blocks, most), plan.store_policy)
     router = make_router(plan, trace.num_ids, trace.block_size)
-    num_requests = len(trace) if limit is None else min(limit, len(trace))
+    num_requests = len(trace)
     free_s = np.zeros(plan.num_engines)
     work_s = np.zeros(plan.num_engines)
     waits_s, ttft_s = np.zeros(num_requests), np.zeros(num_requests)
@@ -106,7 +104,7 @@ def run_fleet(
     # Per request: blocks, hits in memory, on disk and in the store, blocks written to it, and blocks in events.
     counts = np.zeros((num_requests, 6), np.int64)
     num_rejected = 0
-    for number, (now_s, ids, input_length) in zip(range(num_requests), trace, strict=False):
+    for number, (now_s, ids, input_length) in enumerate(trace):
         if progressed is not None and number % _PROGRESS_REQUESTS == 0:
             progressed(number)
         num_restarts, since_restart = divmod(number, restart_every)
@@ -162,11 +160,10 @@ def run_fleet(
     if progressed is not None:
         progressed(num_requests)
     stats = None if store is None else store.stats()
-    arrivals_s = trace.arrivals_s[:num_requests]
+    arrivals_s, span_s = trace.arrivals_s, trace.span_s
     blocks, local, on_disk, found, put, _ = counts.sum(axis=0).tolist()
     asked = counts[:, 0] - counts[:, 1] - counts[:, 2] if store is not None else np.zeros(num_requests, np.int64)
     queries, keys_asked = _queries(asked, counts[:, 3], waits_s)
-    span_s = float(arrivals_s[-1]) if num_requests else 0.0
     p50, p99 = np.quantile(ttft_s, (0.5, 0.99)).tolist() if num_requests else (0.0, 0.0)
     return FleetResult(
         plan=plan,

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from kvcache.cli import common
 
 if TYPE_CHECKING:
-    from kvcache.lab.fleet.settings import FleetSettings
     from kvcache.lab.fleet.simulation import FleetResult
 
 
-def facts_of(copies: int, result: FleetResult, settings: FleetSettings) -> dict[str, Any]:
+def facts_of(copies: int, result: FleetResult, document: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of one fleet for a report."""
     facts = result.as_dict()
     plan = facts.pop("plan")
@@ -29,7 +28,7 @@ def facts_of(copies: int, result: FleetResult, settings: FleetSettings) -> dict[
         "batching": _saved(queries["single"]["mean"], queries["batched"]["mean"]),
         "both": _saved(queries["single"]["mean"], queries["batched_remembered"]["mean"]),
     }
-    facts["limits"] = dict(_limits(result, settings))
+    facts["limits"] = dict(_limits(result, document))
     return facts
 
 
@@ -37,31 +36,33 @@ def _saved(before: float, after: float) -> float:
     return 1 - after / before if before else 0.0
 
 
-def _limits(result: FleetResult, settings: FleetSettings) -> Iterator[tuple[str, float]]:
+def _limits(result: FleetResult, document: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield how many servers of the store, or routers, the busiest minute requires."""
-    read, written = result.read_blocks_per_s.peak, result.written_blocks_per_s.peak
-    if settings.block_bytes is not None and result.plan.store_blocks:
-        yield "store_bytes", (read + written) * settings.block_bytes / settings.server_bytes_per_s
+    server, blocks_per_s = document["store_server"], result.read_blocks_per_s.peak + result.written_blocks_per_s.peak
+    # A store needs the size of a block.
     if result.plan.store_blocks:
-        yield "store_queries", result.query_keys_per_s.peak / settings.server_keys_per_s
+        yield "store_bytes", blocks_per_s * document["block_bytes"] / server["bytes_per_s"]
+        yield "store_queries", result.query_keys_per_s.peak / server["keys_per_s"]
     if result.plan.router in ("events", "known"):
-        yield "router_events", result.events_per_s.peak / settings.router_events_per_s
+        yield "router_events", result.events_per_s.peak / document["router_events_per_s"]
 
 
 _LIMITS = {"store_bytes": "the store's bytes", "store_queries": "the store's queries", "router_events": "events"}
 
 
-def print_fleets(title: str, cells: list[dict[str, Any]], document: dict[str, Any], settings: FleetSettings) -> None:
+def print_fleets(title: str, document: dict[str, Any], json: str | None) -> None:
     """Print the tables of several fleets."""
-    console = common.console(settings.json)
+    console = common.console(json)
+    cells, block_bytes = document["cells"], document["block_bytes"]
+    num_blocks, disk_blocks, store_blocks = (
+        cells[0][name] for name in ("num_blocks", "disk_capacity_blocks", "store_capacity_blocks")
+    )
     store = "no store"
-    if settings.store_blocks:
-        store = f"a store of {settings.store_blocks:,} blocks"
-        if settings.block_bytes:
-            store += f" ({common.human_bytes(settings.store_blocks * settings.block_bytes)})"
-    disk = f" and {settings.disk_blocks:,} on disk" if settings.disk_blocks else ""
+    if store_blocks:
+        store = f"a store of {store_blocks:,} blocks ({common.human_bytes(store_blocks * block_bytes)})"
+    disk = f" and {disk_blocks:,} on disk" if disk_blocks else ""
     console.print(
-        f"{title}: {settings.num_blocks:,} blocks{disk} of {document['block_size']} tokens an engine, {store}, "
+        f"{title}: {num_blocks:,} blocks{disk} of {document['block_size']} tokens an engine, {store}, "
         f"{1 / document['token_prefill_s']:,.0f} tokens/s of prefill",
         soft_wrap=True,
         markup=False,
@@ -101,13 +102,12 @@ def print_fleets(title: str, cells: list[dict[str, Any]], document: dict[str, An
         "remembered; batched; both), the keys of the last, blocks in events",
         soft_wrap=True,
     )
-    unit = settings.block_bytes
     names = ("engines", "router", "read", "written", "queries", "remembered", "batched", "both", "keys", "events")
     lines = [
         (
             f"{cell['engines']:,}",
             cell["router"],
-            *(_traffic(cell[name]["peak"], unit) for name in ("read_blocks_per_s", "written_blocks_per_s")),
+            *(_traffic(cell[name]["peak"], block_bytes) for name in ("read_blocks_per_s", "written_blocks_per_s")),
             *(f"{load['peak']:,.0f}" for load in cell["queries_per_s"].values()),
             f"{cell['query_keys_per_s']['peak']:,.0f}",
             f"{cell['events_per_s']['peak']:,.0f}",

@@ -25,27 +25,27 @@ class Targets:
     """The files and plots to write."""
 
     json: str | None
-    csv: tuple[str, ...] = ()
-    plots: tuple[str, ...] = ()
-    checkpoint: str | None = None
+    csv: list[str]
+    plots: list[str]
+    checkpoint: str | None
 
     @classmethod
     def read(cls, json: str | None, save: list[str] | None, checkpoint: str | None, source: Path) -> Targets:
         """Return the targets of ``--json`` and ``--save``; ValueError if one cannot be written or is `source`."""
         from kvcache.lab.report.plot import PLOT_SUFFIXES, check_plot_target
 
-        files = {"csv": [], "plots": []}  # type: dict[str, list[str]]
+        found = cls(json, [], [], checkpoint)
         for target in save or ():
             common.check_writable("--save", target, source)
             if target.lower().endswith(".csv"):
-                files["csv"].append(target)
+                found.csv.append(target)
             elif target.lower().endswith(PLOT_SUFFIXES):
                 check_plot_target(target)
-                files["plots"].append(target)
+                found.plots.append(target)
             else:
                 raise ValueError(f"--save must end in .csv, {', '.join(PLOT_SUFFIXES)}, got {target!r}")
         common.check_writable("--json", json, source)
-        return cls(json, tuple(files["csv"]), tuple(files["plots"]), checkpoint)
+        return found
 
     def __str__(self) -> str:
         named = [("json", self.json), *(("csv", one) for one in self.csv), *(("plot", one) for one in self.plots)]
@@ -87,12 +87,7 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
     settings, weights = result.settings, result.weights
     unbounded = result.found.get(result.unbounded)
     return {
-        "source": {
-            "kind": "trace",
-            "file": str(trace.path),
-            "format": trace.format,
-            "skipped_lines": trace.num_skipped,
-        },
+        "source": trace.facts(),
         "complete": result.is_complete,
         "block_bytes": settings.block_bytes,
         "block_size": block_size,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Float64Array = npt.NDArray[np.float64]
 
 _ARRAYS = {"ids": "<i8", "bounds": "<i8", "input_lengths": "<i8", "arrivals_s": "<f8"}
+_FACTS = ("block_size", "rate", "all_blocks", "all_tokens", "digest")
 _PIECE_IDS = 1 << 18
 # Memory per id while its next use is searched, including the growth of the table.
 _ID_BYTES = 96
@@ -104,22 +105,15 @@ class CompactTrace:
         finally:
             for file in files.values():
                 file.close()
-        facts = {
-            "block_size": block_size,
-            "rate": rate,
-            "all_blocks": all_blocks,
-            "all_tokens": all_tokens,
-            "digest": digest.hexdigest(),
-        }
-        (folder / "trace.json").write_text(json.dumps(facts))
+        facts = (block_size, rate, all_blocks, all_tokens, digest.hexdigest())
+        (folder / "trace.json").write_text(json.dumps(dict(zip(_FACTS, facts, strict=True))))
         return cls.load(folder)
 
     def save(self, folder: Path) -> None:
         """Write the arrays to `folder`, for `load`."""
         for name, dtype in _ARRAYS.items():
             np.ascontiguousarray(getattr(self, name), dtype=dtype).tofile(folder / f"{name}.raw")
-        facts = ("block_size", "rate", "all_blocks", "all_tokens", "digest")
-        (folder / "trace.json").write_text(json.dumps({name: getattr(self, name) for name in facts}))
+        (folder / "trace.json").write_text(json.dumps({name: getattr(self, name) for name in _FACTS}))
 
     @classmethod
     def load(cls, folder: Path) -> CompactTrace:

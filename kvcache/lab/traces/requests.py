@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,3 +85,7 @@ class TraceFile(Closable):
     @abstractmethod
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests in order of arrival."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the description of the source for a report."""
+        return {"kind": "trace", "file": str(self.path), "format": self.format, "skipped_lines": self.num_skipped}
