@@ -167,6 +167,7 @@ def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path: Path):
 
 
 def test_check_damaged_header_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash")
     folder = tmp_path / "tier"
     folder.mkdir()
     (folder / "kvcache.json").write_text('{"version": 99}')
@@ -176,6 +177,7 @@ def test_check_damaged_header_is_an_error(tmp_path: Path) -> None:
 
 
 def test_check_folder_on_a_file_system_that_is_not_mounted_is_a_warning() -> None:
+    pytest.importorskip("xxhash")
     tier = {"type": "disk", "path": "/no-such-mount/kv", "capacity": "1MiB"}
     given = {"num_cpu_blocks": 4, "spec_name": "tiering", "tiers": [tier]}
     assert "is its file system not mounted?" in text_of(check_config(given), "warning")
