@@ -85,7 +85,7 @@ test-rest: $(VENV)/extra-test.stamp
 
 # Transfers on a simulated accelerator, which g++ compiles.
 test-device: $(VENV)/extra-test.stamp
-	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_SIMULATED_DEVICE=1 KVCACHE_SCHEDULES=$${KVCACHE_SCHEDULES:-20} $(PYTEST) tests/device
+	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_SIMULATED_DEVICE=1 KVCACHE_SCHEDULES=$${KVCACHE_SCHEDULES:-10} $(PYTEST) tests/device
 
 test-all: test test-rest test-device
 
