@@ -10,6 +10,7 @@ import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu import gpu_worker
 
+from kvcache.lab.bench.copy import CopyBench
 from kvcache.lab.bench.device import _compare_geometry, _measure_engine
 
 SIGNATURES = {
@@ -68,6 +69,16 @@ def test_compare_geometry_counts_the_bytes_that_vllms_worker_leaves_out(monkeypa
     found = [_compare_geometry(torch.device("cpu"), seed, with_engine=True) for seed in range(10)]
     assert all(compared > 0 for compared, _ in found)
     assert [different > 0 for _, different in found] == [skipped > 0] * 10
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_copy_bench_times_vllms_worker_beside_ours(monkeypatch: Any, direction: str) -> None:
+    monkeypatch.setattr(gpu_worker, "CPUOffloadingWorker", CopyingWorker)
+    bench = CopyBench(4096, 4, [1], num_layers=2, with_engine=True)
+    rates = list(bench.measure(direction, "scattered", repeats=1, with_torch=False))
+    bench.close()
+    assert [rate.way for rate in rates] == ["one large copy", "kvcache, 1 thread", "vllm"]
+    assert all(rate.seconds > 0 for rate in rates)
 
 
 def test_measure_engine_names_the_error_of_a_worker_that_does_not_start() -> None:

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvcache.lab.bench.engine import EngineWorker
+from kvcache.lab.bench.engine import EngineHandler
 from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -81,10 +81,11 @@ class CopyBench:
             [CanonicalKVCacheTensor(one, layer_bytes) for one in self._device.view(num_layers, count, layer_bytes)],
             [[CanonicalKVCacheRef(i, layer_bytes) for i in range(num_layers)]],
         )
-        self._handlers = {
-            n: cpu_gpu_handlers(kv_caches, self._pool, num_threads=n) for n in (threads if device == "cpu" else [1])
-        }
-        self._engine = EngineWorker(kv_caches, count) if with_engine else None
+        names = {f"kvcache, {n} thread{'s' * (n > 1)}": n for n in threads} if device == "cpu" else {"kvcache": 1}
+        self._handlers = {name: cpu_gpu_handlers(kv_caches, self._pool, num_threads=n) for name, n in names.items()}
+        if with_engine:
+            engine = EngineHandler(kv_caches, count)
+            self._handlers["vllm"] = engine, engine
         rng = np.random.default_rng(seed)
         in_order = np.arange(num_blocks)
         self._ids = {
@@ -96,10 +97,8 @@ class CopyBench:
     def close(self) -> None:
         """End the copy threads and unpin the pool."""
         for pair in self._handlers.values():
-            for handler in pair:
+            for handler in set(pair):
                 handler.shutdown()
-        if self._engine is not None:
-            self._engine.close()
         self._pool.close()
 
     def ways(self, direction: str, layout: str) -> dict[str, Callable[[], object]]:
@@ -108,12 +107,9 @@ class CopyBench:
         device, host = GPULoadStoreSpec(device_ids, [len(device_ids)], [0]), CPULoadStoreSpec(host_ids)
         store = direction == "store"
         spec: TransferSpec = (device, host) if store else (host, device)
-        found: dict[str, Callable[[], object]] = {}
-        for n, pair in self._handlers.items():
-            name = f"kvcache, {n} thread{'s' * (n > 1)}" if self._device.is_cpu else "kvcache"
-            found[name] = partial(self._transfer, pair[not store], spec)
-        if self._engine is not None:
-            found["vllm"] = partial(self._engine.transfer, *spec)
+        found: dict[str, Callable[[], object]] = {
+            name: partial(self._transfer, pair[not store], spec) for name, pair in self._handlers.items()
+        }
         target, source = (self._pool.tensor, self._device) if store else (self._device, self._pool.tensor)
         ids = [torch.from_numpy(ids) for ids in ((host_ids, device_ids) if store else (device_ids, host_ids))]
         to, of = (side.to(tensor.device) for side, tensor in zip(ids, (target, source), strict=True))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvcache.lab.bench.copy import DIRECTIONS, CopyBench, CopyRate, seconds_of
-from kvcache.lab.bench.engine import EngineWorker
+from kvcache.lab.bench.engine import EngineHandler
 from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -210,20 +210,20 @@ class _Memory:
             [CanonicalKVCacheTensor(layer, layer.shape[1]) for layer in self.layers],
             [[CanonicalKVCacheRef(i, size) for i, size in enumerate(self.sizes)]],
         )
-        self.num_host_blocks = -(-num_blocks // factor)
-        self._engine = EngineWorker(caches, self.num_host_blocks, factor) if with_engine else None
-        self.pool = HostPool(self.num_host_blocks, host_block_bytes(caches, factor), pin=device.type != "cpu")
+        self.pool = HostPool(-(-num_blocks // factor), host_block_bytes(caches, factor), pin=device.type != "cpu")
         self._worker = OffloadingWorker()
-        store, load = cpu_gpu_handlers(caches, self.pool, factor)
+        store, load = (
+            (EngineHandler(caches, self.pool.num_blocks, factor),) * 2
+            if with_engine
+            else cpu_gpu_handlers(caches, self.pool, factor)
+        )
         self._worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
         self._worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
 
     def start(self, source: Any, destination: Any) -> None:
-        """Start the one job that may be in flight; vLLM's ends here."""
-        if self._engine is not None:
-            self._engine.transfer(source, destination)
-        else:
-            self._worker.transfer_async(0, (source, destination))
+        """Start the one job that may be in flight."""
+        if not self._worker.transfer_async(0, (source, destination)):
+            raise RuntimeError("a transfer was refused")
 
     def finish(self) -> None:
         """Wait for the job; RuntimeError if it failed."""
@@ -233,8 +233,6 @@ class _Memory:
 
     def close(self) -> None:
         """End the threads and unpin the pool."""
-        if self._engine is not None:
-            self._engine.close()
         self._worker.shutdown()
         self.pool.close()
 
@@ -253,7 +251,7 @@ def _compare_geometry(device: torch.device, seed: int, with_engine: bool = False
     before = [layer.cpu().clone() for layer in memory.layers]
     ids = rng.permutation(num_blocks)[: rng.integers(1, num_blocks + 1)]
     blocks = GPULoadStoreSpec(ids, [len(ids)], [0])
-    host = CPULoadStoreSpec(rng.permutation(memory.num_host_blocks)[: -(-len(ids) // factor)])
+    host = CPULoadStoreSpec(rng.permutation(memory.pool.num_blocks)[: -(-len(ids) // factor)])
     memory.start(blocks, host)
     memory.finish()
     for layer in memory.layers:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-from kvcache.specs import CanonicalKVCaches, GPULoadStoreSpec
+from kvcache.specs import CanonicalKVCaches, GPULoadStoreSpec, TransferResult
+from kvcache.transfer.base import OffloadingHandler, TransferSpec
 
 
-class EngineWorker:
-    """vLLM's `CPUOffloadingWorker` over tensors without padding, with pinned memory of its own.
+class EngineHandler(OffloadingHandler):
+    """vLLM's `CPUOffloadingWorker`, for both directions, over tensors without padding and pinned memory of its own.
 
     ImportError if vLLM is not installed.
     """
@@ -27,23 +28,23 @@ class EngineWorker:
         self._worker = gpu_worker.CPUOffloadingWorker(caches, block_size_factor, num_host_blocks)
         self._device_spec: Any = base.GPULoadStoreSpec
         self._host_spec: Any = import_module("vllm.v1.kv_offload.cpu.common").CPULoadStoreSpec
-        self._job_ids = itertools.count()
 
-    def transfer(self, source: Any, destination: Any) -> None:
-        """Copy and wait; RuntimeError if vLLM reports a failure."""
-        job_id = next(self._job_ids)
-        is_store = isinstance(source, GPULoadStoreSpec)
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        is_store = isinstance(spec[0], GPULoadStoreSpec)
         submit = self._worker.submit_store if is_store else self._worker.submit_load
-        is_taken = submit(job_id, self._spec(source), self._spec(destination))
-        self._worker.wait({job_id})
-        if not is_taken or not all(result.success for result in self._worker.get_finished()):
-            raise RuntimeError("a transfer of vLLM's failed")
+        return bool(submit(job_id, *map(self._spec, spec)))
 
     def _spec(self, spec: Any) -> Any:
         if isinstance(spec, GPULoadStoreSpec):
             return self._device_spec(spec.block_ids, spec.group_sizes, spec.block_indices)
         return self._host_spec(spec.block_ids)
 
-    def close(self) -> None:
-        """End the copies."""
+    def get_finished(self) -> list[TransferResult]:
+        # vLLM may leave size, time and media out.
+        return [TransferResult(one.job_id, one.success, 0, 0.0, ("", "")) for one in self._worker.get_finished()]
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self._worker.wait(set(job_ids))
+
+    def shutdown(self, wait: bool = True) -> None:
         self._worker.shutdown()
