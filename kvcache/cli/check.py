@@ -127,14 +127,15 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, boo
     has_events = isinstance(events, Mapping) and events.get("enable_kv_cache_events") is True
     engine_block = given.get("block_size") if isinstance(events, Mapping) else None
     where = "extra_config"
-    transfer: Mapping[str, Any] = {}
+    outer: Mapping[str, Any] = {}
     for name in _WRAPPERS:
         if isinstance(given, Mapping) and name in given:
-            transfer, given, where = given, given[name], name
+            outer, given, where = given, given[name], name
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
     is_vllm = where != "extra_config" or "spec_module_path" in given or "secondary_tiers" in given
-    return given, transfer, is_vllm, has_events, engine_block
+    # What surrounds them is a connector's only if they are its `kv_connector_extra_config`.
+    return given, outer if where == _WRAPPERS[-1] else {}, is_vllm, has_events, engine_block
 
 
 def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, workers: int) -> tuple[int, bool | None]:

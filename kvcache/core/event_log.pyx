@@ -93,12 +93,13 @@ cdef class EventLog:
         Dropping the oldest events may run Python code (a tier's keys may be of any type), so the caller completes its
         own change first. Nothing else runs Python code.
         """
+        if not keys:
+            return
         cdef bint was_on = pause_collector()
         try:
-            if keys:
-                self.waiting.append((keys[:], medium, removed))
-                self.last_number += 1
-                self.num_keys += len(keys)
+            self.waiting.append((keys[:], medium, removed))
+            self.last_number += 1
+            self.num_keys += len(keys)
         finally:
             resume_collector(was_on)
         while self.num_keys > self.max_keys and len(self.waiting) > 1:

@@ -26,4 +26,5 @@ cdef class PriorityClasses:
     cdef void _set(self, int32_t row, int32_t priority) noexcept nogil
     cdef void _raise(self, int32_t row, int32_t priority, uint64_t deadline) noexcept nogil
     cdef void _drop_deadline(self, int32_t row) noexcept nogil
+    cdef void _crowd_out(self) noexcept nogil
     cdef void _drop_nearest(self) noexcept nogil

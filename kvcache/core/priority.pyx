@@ -74,9 +74,7 @@ cdef class PriorityClasses:
         for i in range(n - 1, -1, -1):
             if rows[i] != 0:
                 self._raise(rows[i], NORMAL + priority, deadline)
-        # If too many blocks are raised, those with the earliest deadlines return to normal priority.
-        while self.num_raised > self.max_raised:
-            self._drop_nearest()
+        self._crowd_out()
 
     cdef void restate(self, const int32_t* rows, Py_ssize_t n, int32_t priority, int64_t ttl_ns) noexcept nogil:
         """Move resident rows to the priority of a later hint, unless they are held at priority 2 or 3."""
@@ -95,7 +93,10 @@ cdef class PriorityClasses:
             if self.table.rows[row].priority > NORMAL:
                 self._drop_deadline(row)
             self._set(row, NORMAL + priority)
-        # If too many blocks are raised, those with the earliest deadlines return to normal priority.
+        self._crowd_out()
+
+    cdef void _crowd_out(self) noexcept nogil:
+        """If too many blocks are raised, return those with the earliest deadlines to normal priority."""
         while self.num_raised > self.max_raised:
             self._drop_nearest()
 

@@ -219,3 +219,13 @@ def test_check_connector_that_vllm_would_not_make_is_error(tmp_path: Path, capsy
     config.write_text(json.dumps({**transfer, "kv_connector_extra_config": {**SPEC, "cpu_bytes_to_use": "64MiB"}}))
     assert run(str(config)) == bool(message)
     assert message in " ".join(capsys.readouterr().out.split())
+
+
+def test_check_connector_without_options_is_no_fault_of_its_surroundings(tmp_path: Path, capsys):
+    config = tmp_path / "engine.json"
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    config.write_text(json.dumps({"model": "m", "kv_transfer_config": transfer}))
+    assert run(str(config)) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "spec_name and spec_module_path must be" in out
+    assert "kv_connector must be" not in out
