@@ -126,7 +126,7 @@ docs: $(VENV)/extra-docs.stamp
 
 # The results that asv has gathered, as pages that need no network, beside the documentation. Without any, ten commits are
 # measured first.
-asv-site: .asv/results/benchmarks.json
+asv-site: $(VENV)/extra-bench.stamp .asv/results/benchmarks.json
 	$(BIN)/asv publish
 	PYTHONSAFEPATH= $(BIN)/python -m asv_benchmarks.site .asv/html docs/_build/html/benchmarks
 

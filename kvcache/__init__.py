@@ -5,7 +5,7 @@ Names are imported when first used, so that the scheduler's half never pays for 
 
 from __future__ import annotations
 
-import ast
+import functools
 import importlib
 import importlib.util
 from pathlib import Path
@@ -66,27 +66,27 @@ if TYPE_CHECKING:
     from kvcache.transfer.worker import OffloadingWorker
 
 
+@functools.cache
 def _homes() -> dict[str, str]:
     """Return the module of each public name, as the block above imports it for type checkers."""
+    import ast
+
     source = ast.parse(Path(__file__).read_text(encoding="utf-8"))
     [block] = [one for one in source.body if isinstance(one, ast.If)]
     imports = [one for one in block.body if isinstance(one, ast.ImportFrom)]
     return {name.name: str(one.module) for one in imports for name in one.names}
 
 
-_HOME_OF = _homes()
-
-
 def _usable_names() -> list[str]:
     """Return the public names whose packages are installed: what ``import *`` and ``help`` go through."""
     missing = tuple(home for home, package in _NEEDED_BY.items() if importlib.util.find_spec(package) is None)
-    return ["__version__", *sorted(name for name, home in _HOME_OF.items() if not home.startswith(missing))]
+    return ["__version__", *sorted(name for name, home in _homes().items() if not home.startswith(missing))]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return _usable_names()
-    home = _HOME_OF.get(name)
+    home = _homes().get(name)
     if home is None:
         raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
     try:

@@ -69,7 +69,7 @@ BAD = [
     ("plan TRACE --tier 1TiB@6GB/s", "--tier needs the size of a block, got '1TiB@6GB/s' alone"),
     ("plan TRACE --tier 1TiB --model 2", "--tier must be SIZE@RATE, as in 1TiB@6GB/s or nvme:1TiB@6GB/s"),
     ("plan TRACE --tier 1TiB@6GB --model 2", "--tier must be a rate such as 6GB/s, got '6GB'"),
-    ("plan TRACE --tier 1B@6GB/s,fast --model 2", "takes arbiter, write_through, write_back, write_through_"),
+    ("plan TRACE --tier 1B@6GB/s,fast --model 2", "--tier takes arbiter, write_through, write_back, write_through_"),
     ("plan TRACE --tier 1B@6GB/s,write_back,write_through --model 2", "--tier takes one write policy, got"),
     (
         """plan TRACE --tier '{"type": "disk"}' --model 2""",

@@ -417,11 +417,12 @@ def _run(
     stopping: threading.Event,
 ) -> None:
     """Send and answer until the publisher is closed or dropped, or its sockets fail; then close the sockets."""
-    is_last = False
     try:
-        while not is_last and (publisher := reference()) is not None:
+        while (publisher := reference()) is not None:
             is_last = stopping.is_set()
             publisher._look()
+            if is_last:
+                return
             wait_ms = publisher._wait_ms
             del publisher
             if router is None:
