@@ -157,6 +157,12 @@ def test_more_blocks_than_slots_are_refused(bench):
     assert tier.get_finished() == []
 
 
+def test_cut_groups_consecutive_slots(bench):
+    tier = bench.open(num_blocks=64)
+    assert tier.cut(list(range(3, 43)), 40) == [list(range(32)), list(range(32, 40))]
+    assert tier.cut([7, 3, 4, 9, 8], 5) == [[1, 2], [0, 4, 3]]
+
+
 def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
     tier = bench.open(num_blocks=8)
     bench.store(tier, bench.keys(*range(8)))

@@ -143,7 +143,7 @@ class DiskTier(JobTier):
         self._is_read_only = values.read_only
         self._preallocate = values.preallocate
         is_packed = self._header.slot_bytes == block_bytes
-        self._max_run = max(1, min(MAX_RUN_BLOCKS, values.max_io_bytes // block_bytes)) if is_packed else 1
+        max_run_blocks = max(1, min(MAX_RUN_BLOCKS, values.max_io_bytes // block_bytes)) if is_packed else 1
         self._store: BlockStore | None = None
         self._current = (0, self._header.generation)
         self._marks: list[Background] = []
@@ -158,7 +158,7 @@ class DiskTier(JobTier):
             cache_policy=values.cache_policy,
             num_threads=values.num_threads,
             max_queued_blocks=values.max_queued_blocks,
-            max_batch_blocks=self._max_run,
+            max_batch_blocks=max_run_blocks,
             max_key_bytes=MAX_KEY_BYTES,
             open_timeout_s=values.open_timeout_s,
             maintain_interval_s=values.flush_interval_s,
@@ -175,12 +175,12 @@ class DiskTier(JobTier):
     @classmethod
     def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
         values = DiskOptions.read(options)
-        if (Path(values.path) / HEADER).exists():
-            try:
+        try:
+            if (Path(values.path) / HEADER).exists():
                 TierDirectory(values.path, None, read_only=True).close()
-            except TierDirectoryError as error:
-                return str(error)
-        return "" if values.read_only else writer_of(values.path)
+            return "" if values.read_only else writer_of(values.path)
+        except (OSError, TierDirectoryError) as error:
+            return str(error)
 
     @staticmethod
     def capacity_for(num_blocks: int, block_bytes: int) -> int:
@@ -264,10 +264,12 @@ class DiskTier(JobTier):
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
         places = slots or []
+        if places and places == list(range(places[0], places[0] + num_blocks)):
+            return super().cut(slots, num_blocks)
         runs: list[list[int]] = []
         expected = -1
         for i in sorted(range(num_blocks), key=places.__getitem__):
-            if places[i] != expected or len(runs[-1]) == self._max_run:
+            if places[i] != expected or len(runs[-1]) == self.max_batch_blocks:
                 runs.append([])
             runs[-1].append(i)
             expected = places[i] + 1
