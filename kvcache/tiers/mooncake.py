@@ -24,7 +24,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hmac import compare_digest
 from threading import Lock
@@ -187,6 +188,8 @@ class MooncakeTier(JobTier):
         self._setup_of_store: tuple[Any, ...] = ()
         # One for each direction. A lock has no order, so loads could keep stores from a common one for ever.
         self._storing, self._loading = Lock(), Lock()
+        # A call of the client waits for the master and for a node, and behind those of all other threads.
+        self._turn_s = 2 * values.timeout_s * values.num_threads
         self._is_starting = True
         super().__init__(
             host_blocks,
@@ -246,11 +249,11 @@ class MooncakeTier(JobTier):
         answers: Sequence[int] = ()
         if absent:
             parts = self._parts([(addresses[i], batch.block_ids[i]) for i in absent])
-            with self._storing:
+            with self._turn(self._storing):
                 answers = store.batch_put_from_multi_buffers([names[i] for i in absent], *parts, self._config)
         if batch.generation != self.generation:
             # The reset's sweep may have come before this.
-            store.batch_remove(names, True)
+            self._remove(store, names)
             return outcomes
         for i, is_held in enumerate(held):
             if is_held:
@@ -268,7 +271,7 @@ class MooncakeTier(JobTier):
         store = self._connected()
         names, buffers = [self.name_of(key) for key in batch.keys], batch.buffers
         parts = self._parts(list(zip(batch.addresses, batch.block_ids, strict=True)))
-        with self._loading:
+        with self._turn(self._loading):
             answers = store.batch_get_into_multi_buffers(names, *parts)
         outcomes, bad = [], []
         for i, answer in enumerate(answers):
@@ -284,8 +287,7 @@ class MooncakeTier(JobTier):
                 raise self._error("get", answer)
             if outcomes[-1] == BlockOutcome.CORRUPT:
                 bad.append(names[i])
-        if bad:
-            store.batch_remove(bad, True)
+        self._remove(store, bad)
         return outcomes
 
     def clear(self, generation: int) -> None:
@@ -325,6 +327,20 @@ class MooncakeTier(JobTier):
         if (worst := min(answers, default=0)) < 0:
             raise self._error("exists", worst)
         return [answer == 1 for answer in answers]
+
+    @contextmanager
+    def _turn(self, lock: Lock) -> Iterator[None]:
+        if not lock.acquire(timeout=self._turn_s):
+            raise OSError(f"{self._setup[-1]}: other batches kept the client for {self._turn_s} s")
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _remove(self, store: Any, names: list[str]) -> None:
+        answers = store.batch_remove(names, True) if names else []
+        if failed := [answer for answer in answers if answer not in (0, _NOT_FOUND)]:
+            raise self._error("remove", failed[0])
 
     def _is_of_another_size(self, store: Any, name: str) -> bool:
         num_bytes: int = store.get_size(name)

@@ -157,6 +157,27 @@ def test_damaged_values_are_counted_misses_that_are_removed(shared_store, opened
     assert sorted(load(tier, host, KEYS[:6], job_id=4).done) == KEYS[:6]
 
 
+def test_bad_value_that_cannot_be_removed_fails_the_load(shared_store, opened, client, monkeypatch, tmp_path):
+    host = blocks(4)
+    tier = open_tier(opened, shared_store.master, host, salt=str(tmp_path))
+    store_until_done(tier, host, KEYS[:2])
+    assert client.native.remove(tier.name_of(KEYS[0]), True) == 0
+    assert client.native.put_from(tier.name_of(KEYS[0]), client.address, BLOCK_BYTES) == 0
+    monkeypatch.setattr(type(client.native), "batch_remove", lambda store, names, force: [-706])
+    result = load(tier, host, KEYS[:2])
+    assert (result.done, "remove failed" in result.error) == ([], True)
+
+
+@pytest.mark.parametrize(("name", "move"), [("_storing", store), ("_loading", load)])
+def test_batch_waits_a_bounded_time_for_the_client(shared_store, opened, tmp_path, name, move):
+    host = blocks(4)
+    tier = open_tier(opened, shared_store.master, host, salt=str(tmp_path))
+    tier._turn_s = 0.01
+    with getattr(tier, name):
+        result = move(tier, host, KEYS[:2])
+    assert (result.done, "other batches kept the client for 0.01 s" in result.error) == ([], True)
+
+
 def test_reset_is_not_undone_by_a_restart(shared_store, opened, tmp_path):
     host = blocks()
     tier = open_tier(opened, shared_store.master, host, salt=str(tmp_path))
