@@ -615,9 +615,8 @@ class JobTier(Tier):
 
     def _take_cleared(self) -> None:
         """Go on with an empty index once a reset is durable and the last job from before it was reported."""
-        if self._cleared is None or self._cleared[0] != self.generation:
-            return
-        if any(job.moves[0].batch.generation != self.generation for job in self._jobs.values()):
+        # A tier that resets accepts no jobs, so all of these are from before it.
+        if self._cleared is None or self._cleared[0] != self.generation or self._jobs:
             return
         if self._index is not None:
             # The new index counts from 0, and counters never go back.

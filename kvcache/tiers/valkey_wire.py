@@ -82,7 +82,7 @@ class _Receiver(io.RawIOBase):
         try:
             num_bytes = self._socket.recv_into(target)
         except TimeoutError:
-            num_bytes, self.end_s = 1, 0.0
+            raise self._too_late() from None
         if not num_bytes:
             raise WireError("the server closed the connection")
         self.check_time()
@@ -91,7 +91,10 @@ class _Receiver(io.RawIOBase):
     def check_time(self) -> None:
         """Raise WireError if the time is over."""
         if time.monotonic() > self.end_s:
-            raise WireError(f"an answer took more than {self._timeout_s} s")
+            raise self._too_late()
+
+    def _too_late(self) -> WireError:
+        return WireError(f"an answer took more than {self._timeout_s} s")
 
 
 class Channel:
