@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# For `disks`.
+sys.path.insert(0, str(Path(__file__).parent))
+
 
 def pytest_collection_modifyitems(items):
     for item in items:

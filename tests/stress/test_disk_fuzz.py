@@ -8,56 +8,33 @@ import os
 import random
 import shutil
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from disks import SCALE, Disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.tiers.disk.directory import Header, TierDirectory, TierDirectoryError, capacity_for
+from kvcache.tiers.disk.directory import Header, TierDirectory, TierDirectoryError
 from kvcache.tiers.disk.slot_table import SlotTable
-from kvcache.tiers.disk.tier import DiskTier
 
-SCALE = float(os.environ.get("KVCACHE_STRESS", "1"))
 NUM_SLOTS = 8
 BLOCK_BYTES = 512
 KEYS = [b"key-%d" % i * (i + 1) for i in range(NUM_SLOTS)]
 FINGERPRINT = {"model": "m", "dims": [1, 2]}
 
 
-def inputs(num_examples):
-    return settings(
-        max_examples=max(10, round(num_examples * SCALE)), suppress_health_check=list(HealthCheck), deadline=None
-    )
-
-
-def payload(key):
-    return np.random.default_rng(list(key)).integers(0, 256, BLOCK_BYTES, np.uint8)
-
-
-def open_tier(path):
-    host = np.zeros((NUM_SLOTS * 2, BLOCK_BYTES), np.uint8)
-    tier = DiskTier(path, capacity_for(NUM_SLOTS, BLOCK_BYTES), host, fingerprint=FINGERPRINT, flush_interval_s=1000)
-    return host, tier
-
-
-def finish(tier):
-    while not (results := [result for result in tier.get_finished() if result.job_id is not None]):
-        time.sleep(0.0001)
-    return results[0]
+def open_disk(path):
+    return Disk(path, NUM_SLOTS, BLOCK_BYTES, num_host=NUM_SLOTS, fingerprint=FINGERPRINT, flush_interval_s=1000)
 
 
 def make_directory(path):
-    host, tier = open_tier(path)
-    for i, key in enumerate(KEYS):
-        host[i] = payload(key)
-    assert tier.submit_store(1, KEYS, list(range(NUM_SLOTS)))
-    assert len(finish(tier).done) == NUM_SLOTS
-    tier.touch(KEYS)
-    tier.shutdown()
+    disk = open_disk(path)
+    assert len(disk.store(KEYS).done) == NUM_SLOTS
+    disk.tier.touch(KEYS)
+    disk.tier.shutdown()
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
@@ -86,7 +63,7 @@ JSON = st.recursive(
 NAMES = ["format", "version", "block_bytes", "num_slots", "epoch", "salt", "fingerprint", "resizing", "other"]
 
 
-@inputs(1000)
+@settings(max_examples=max(10, round(1000 * SCALE)), suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
 def test_header_of_any_bytes_is_refused_or_makes_sense(sound, data):
     path, files = sound
@@ -243,27 +220,17 @@ def test_damaged_directory_serves_no_wrong_byte(memory):
         done = [damage(draw, path) for _ in range(draw.choice([1, 1, 2]))] if draw.random() < 0.98 else []
         counts["directories"] += 1
         try:
-            host, tier = open_tier(path)
+            disk = open_disk(path)
         except TierDirectoryError:
             counts["refused"] += 1
         else:
             try:
-                held = [key for key in KEYS if tier.lookup([key])]
-                if held:
-                    assert tier.submit_load(1, held, list(range(len(held))))
-                    for key in finish(tier).done:
-                        counts["loaded"] += 1
-                        assert np.array_equal(host[held.index(key)], payload(key)), (done, key)
+                if held := disk.held(KEYS):
+                    counts["loaded"] += len(disk.load_right(held).done)
                 new = [b"new-%d" % i for i in range(3)]
-                for i, key in enumerate(new):
-                    host[i] = payload(key)
-                assert tier.submit_store(2, new, [0, 1, 2]), (done, tier.stats())
-                assert sorted(finish(tier).done) == new, done
-                assert tier.submit_load(3, new, [3, 4, 5]), done
-                assert sorted(finish(tier).done) == new, done
-                assert all(np.array_equal(host[3 + i], payload(key)) for i, key in enumerate(new)), done
+                assert sorted(disk.store(new).done) == sorted(disk.load_right(new).done) == new, done
             finally:
-                tier.shutdown()
+                disk.tier.shutdown()
         shutil.rmtree(path)
         shutil.copytree(original, path)
     print(dict(counts))
@@ -280,12 +247,9 @@ def test_files_cut_anywhere_keep_what_is_whole(memory):
             is_cut = name in ("data", "records", "recency") and dice.random() < 0.7
             (path / name).write_bytes(body[: dice.randrange(len(body) + 1)] if is_cut else body)
         whole = min((path / "data").stat().st_size // 4096, (path / "records").stat().st_size // 128)
-        host, tier = open_tier(path)
+        disk = open_disk(path)
         try:
-            assert tier.lookup(KEYS) == whole
-            assert tier.submit_load(1, KEYS, list(range(NUM_SLOTS)))
-            done = finish(tier).done
+            assert disk.tier.lookup(KEYS) == whole
+            assert set(disk.load_right(KEYS).done) == set(KEYS[:whole])
         finally:
-            tier.shutdown()
-        assert set(done) == set(KEYS[:whole])
-        assert all(np.array_equal(host[KEYS.index(key)], payload(key)) for key in done)
+            disk.tier.shutdown()

@@ -1,28 +1,20 @@
 """After a power cut, a disk tier serves no wrong byte, keeps durable blocks, and has no blocks from before a reset.
 
-There are two kinds of tests. The first records each change that the tier makes to its directory, and replays them
-to states that a crash may leave: any sectors that were not synced, and any first part of the renames, may be written.
-The second (root only) runs on a loop device: it copies the device's bytes at some moments, and mounts the copies.
+The test records each change that the tier makes to its directory, and replays them to states that a crash may leave:
+any sectors that were not synced, and any first part of the renames, may be written.
 """
 
-import contextlib
-import mmap
 import os
 import random
 import shutil
-import subprocess
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from disks import SCALE, Disk, payload
 
-from kvcache.tiers.disk.directory import capacity_for
-from kvcache.tiers.disk.tier import DiskTier
-
-SCALE = float(os.environ.get("KVCACHE_STRESS", "1"))
 NUM_RECORDINGS = max(1, round(4 * SCALE))
 NUM_STATES = 60
 BLOCK_BYTES = 4096
@@ -30,19 +22,12 @@ NUM_BLOCKS = 12
 SECTOR_BYTES = 512
 
 
-def payload(number, generation):
-    return np.random.default_rng([number, generation]).integers(0, 256, BLOCK_BYTES, np.uint8)
-
-
 def key_of(number):
     return b"block-%06d" % number
 
 
-def finish(tier):
-    """Return the result of the only job in flight; skip results without a job, which list blocks found at the start."""
-    while not (results := [result for result in tier.get_finished() if result.job_id is not None]):
-        time.sleep(0.0002)
-    return results[0]
+def open_disk(path, num_blocks=NUM_BLOCKS):
+    return Disk(path, num_blocks, BLOCK_BYTES, NUM_BLOCKS, num_threads=2, flush_interval_s=1000, preallocate=False)
 
 
 class Recorder:
@@ -210,14 +195,8 @@ class Workload:
         self.num_blocks = NUM_BLOCKS
         self.stored = {}  # number -> generation, reported as stored
         self.durable = {}
-        self.job_id = 0
-        self.host = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES), np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
-        self.tier = self.opened()
+        self.disk = open_disk(path)
         self.say()
-
-    def opened(self):
-        capacity = capacity_for(self.num_blocks, BLOCK_BYTES)
-        return DiskTier(self.path, capacity, self.host, num_threads=2, flush_interval_s=1000, preallocate=False)
 
     def say(self):
         self.promise(dict(self.stored), dict(self.durable), self.generation)
@@ -229,11 +208,7 @@ class Workload:
 
     def store(self):
         numbers = self.draw.sample(range(40), self.draw.randint(1, 4))
-        for i, number in enumerate(numbers):
-            self.host[i] = payload(number, self.generation)
-        self.job_id += 1
-        assert self.tier.submit_store(self.job_id, [key_of(n) for n in numbers], list(range(len(numbers))))
-        result = finish(self.tier)
+        result = self.disk.store([key_of(n) for n in numbers], [[n, self.generation] for n in numbers])
         for key in result.removed:
             number = int(key[6:])
             self.stored.pop(number, None)
@@ -242,22 +217,20 @@ class Workload:
             self.stored[int(key[6:])] = self.generation
 
     def flush(self):
-        self.tier.flush()
+        self.disk.tier.flush()
         self.durable = dict(self.stored)
 
     def reset(self):
         self.stored, self.durable = {}, {}
         self.say()
-        self.tier.reset()
+        self.disk.tier.reset()
         # From here on, a killed process leaves no blocks. A power cut may leave some until the tier reports the reset.
         self.promise({}, {}, self.generation, is_reset=True)
-        while self.tier.stats().unavailable_reason:
-            self.tier.get_finished()
-            time.sleep(0.0002)
+        self.disk.wait_available()
         self.generation += 1
 
     def reopen(self):
-        self.tier.shutdown()
+        self.disk.tier.shutdown()
         self.durable = dict(self.stored)
         self.say()
         num_blocks = self.draw.choice([NUM_BLOCKS - 4, NUM_BLOCKS])
@@ -266,28 +239,23 @@ class Workload:
             self.stored, self.durable = {}, {}
             self.say()
         self.num_blocks = num_blocks
-        self.tier = self.opened()
+        self.disk = open_disk(self.path, num_blocks)
 
 
 def held_blocks(path):
     """Open the directory after a crash, and return each block that it serves: number -> generation, -1 if wrong."""
-    host = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
-    tier = DiskTier(path, capacity_for(NUM_BLOCKS, BLOCK_BYTES), host, flush_interval_s=1000, preallocate=False)
+    disk = open_disk(path)
     try:
-        held = [number for number in range(40) if tier.lookup([key_of(number)])]
-        if held:
-            assert tier.submit_load(1, [key_of(number) for number in held], list(range(len(held))))
-            served = {int(key[6:]) for key in finish(tier).done}
-        else:
-            served = set()
-        found = {}
-        for row, number in enumerate(held):
-            if number in served:
-                matches = [g for g in range(60) if np.array_equal(host[row], payload(number, g))]
-                found[number] = matches[0] if matches else -1
-        return found
+        held = disk.held(map(key_of, range(40)))
+        _, loaded = disk.load(held) if held else (None, {})
     finally:
-        tier.shutdown()
+        disk.tier.shutdown()
+    found = {}
+    for key, block in loaded.items():
+        number = int(key[6:])
+        matches = (g for g in range(60) if np.array_equal(block, payload([number, g], BLOCK_BYTES)))
+        found[number] = next(matches, -1)
+    return found
 
 
 def faults_of(found, must, generations):
@@ -310,7 +278,7 @@ def test_every_state_that_a_crash_may_leave_is_sound(tmp_path, monkeypatch, seed
     )
     for _ in range(40):
         workload.step()
-    workload.tier.shutdown()
+    workload.disk.tier.shutdown()
     monkeypatch.undo()
     draw = random.Random(seed)
     counts = Counter()
@@ -336,57 +304,3 @@ def test_every_state_that_a_crash_may_leave_is_sound(tmp_path, monkeypatch, seed
         shutil.rmtree(left)
     print(dict(counts))
     assert counts["promised"] > NUM_STATES // 4
-
-
-def snapshot(image, target):
-    """Copy the bytes of a device; repeat until two copies are equal."""
-    last = b""
-    while (now := image.read_bytes()) != last:
-        last = now
-    target.write_bytes(last)
-
-
-@contextlib.contextmanager
-def mounted(image, path):
-    path.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", "-o", "loop", image, path], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount a loop device: {done.stderr.decode().strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", path], check=True)
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.ext4"), reason="needs root and mkfs.ext4")
-def test_device_without_power_leaves_what_was_reported(tmp_path):
-    memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
-    image, copy = memory / f"kvcache-power-{os.getpid()}.img", memory / f"kvcache-power-{os.getpid()}.copy"
-    try:
-        with image.open("wb") as file:
-            file.truncate(8 << 20)
-        subprocess.run(["mkfs.ext4", "-q", image], check=True)
-        draw = random.Random(3)
-        counts = Counter()
-        with mounted(image, tmp_path / "disk") as disk:
-            promises = []
-            workload = Workload(disk / "tier", 3, lambda *promise, is_reset=False: promises.append(promise))
-            try:
-                for _ in range(round(30 * SCALE)):
-                    for _ in range(draw.randint(1, 6)):
-                        workload.step()
-                    snapshot(image, copy)
-                    _, must, generation = promises[-1]
-                    with mounted(copy, tmp_path / "copy") as left:
-                        if generation == 0 and not must and not (left / "tier" / "kvcache.json").exists():
-                            continue
-                        faults = faults_of(held_blocks(left / "tier"), must, {generation})
-                    assert not faults
-                    counts.update(cuts=1, promised=len(must))
-            finally:
-                workload.tier.shutdown()
-        print(dict(counts))
-        assert counts["promised"] > 10
-    finally:
-        image.unlink(missing_ok=True)
-        copy.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ NUM_KILLS = int(os.environ.get("KVCACHE_KILLS", "0")) or round(30 * float(os.env
 
 
 def run_script(name: str, *arguments: object, timeout_s: float) -> str:
-    """Return what a script prints."""
+    """Run a script and return its standard output."""
     command = [sys.executable, str(Path(__file__).parents[1] / "isolated" / name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stderr
