@@ -26,13 +26,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
 from rich.console import Console
 
-from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.cli.frames import History, read_socket, read_what_if
 from kvcache.cli.top import view
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.dashboard import dashboard
 from kvcache.exporters.status import StatusServer
 from kvcache.lab.report.style import COLOURS, INK, caption, new_figure, plain_axes, save
+from kvcache.lab.simulate.run import Replay
+from kvcache.lab.simulate.tiered import PatientManager
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.keys import KeyMaker
 from kvcache.metrics import HistogramData
@@ -187,32 +188,18 @@ def draw_copies() -> None:
     save(figure, str(STATIC / "copies.svg"))
 
 
-def serve(manager: TieredOffloadingManager, keys: list[bytes]) -> None:
-    """Load the blocks of a prompt that a manager holds, and store the others."""
-    context = ReqContext()
-    while (num_hits := manager.lookup(keys, context)) is None:
-        manager.on_schedule_end()
-    manager.prepare_load(keys[:num_hits], context)
-    manager.complete_load(keys[:num_hits], context)
-    output = manager.prepare_store(keys[num_hits:], context)
-    if output is not None:
-        manager.complete_store(output.keys_to_store, context)
-    manager.on_request_finished(context)
-    manager.on_schedule_end()
-
-
 def draw_top() -> None:
     """Draw a frame of `kvcache top` of a manager with a tier that serves generated chats."""
     host_blocks = np.zeros((1000, 64 << 10), np.uint8)
-    manager = TieredOffloadingManager(16, 1000, [MemoryTier(4000, host_blocks)], "lru", what_if=True)
+    manager = PatientManager(16, 1000, [MemoryTier(4000, host_blocks)], "lru", what_if=True)
     telemetry = Telemetry(manager, block_bytes=host_blocks.shape[1], time_calls=True)
-    make_keys = KeyMaker()
+    replay, make_keys = Replay(manager), KeyMaker()
     with tempfile.TemporaryDirectory() as folder:
         server = StatusServer(telemetry, f"{folder}/engine.sock")
         path, history = Path(server.address), History()
         history.add(read_socket(path))
         for number, chat in zip(itertools.count(), ChatWorkload(num_requests=600, seed=1)):
-            serve(manager, make_keys(chat.hash_ids))
+            replay.step(chat, make_keys(chat.hash_ids))
             if number % 100 == 99:
                 time.sleep(0.2)
                 history.add(read_socket(path))
@@ -227,11 +214,11 @@ def draw_top() -> None:
 def draw_dashboard() -> None:
     """Draw panels of the dashboard, of a manager with a tier that serves generated chats."""
     host_blocks = np.zeros((1000, 64 << 10), np.uint8)
-    manager = TieredOffloadingManager(16, 1000, [MemoryTier(4000, host_blocks)])
+    manager = PatientManager(16, 1000, [MemoryTier(4000, host_blocks)])
     telemetry = Telemetry(manager, block_bytes=host_blocks.shape[1], time_calls=True)
-    make_keys, snapshots = KeyMaker(), []
+    replay, make_keys, snapshots = Replay(manager), KeyMaker(), []
     for number, chat in zip(itertools.count(), ChatWorkload(num_requests=1200, seed=1)):
-        serve(manager, make_keys(chat.hash_ids))
+        replay.step(chat, make_keys(chat.hash_ids))
         if number % 30 == 0:
             snapshots.append(telemetry.snapshot())
     telemetry.close()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from kvcache.options import format_size, parse_count, parse_size
+from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,6 @@ _MOST_BLOCKS = 1 << 30  # the most rows that a block table can number
 # Without a limit, a simulation uses this share of the free memory.
 _MEMORY_SHARE = 0.8
 _REFRESH_S = 0.25
-human_bytes = format_size
 _WIDE = 200
 
 

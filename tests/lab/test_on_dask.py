@@ -11,7 +11,7 @@ import pytest
 
 from kvcache.lab.simulate.cells import Job, Plan
 from kvcache.lab.simulate.grid import Grid, run_grid
-from kvcache.lab.simulate.on_dask import DaskRunner
+from kvcache.lab.simulate.on_dask import run_on_dask
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.compact import CompactTrace
 from kvcache.lab.traces.requests import ReplayError
@@ -41,7 +41,7 @@ def test_killed_worker_changes_no_integer(cluster: Any) -> None:
     policies, capacities = ["lru", "amq", "mq", "min"], [500, 1000, 2000, 4000]
     trace = CompactTrace.of(workload, workload.block_size)
     cells = []
-    for cell in run_grid(trace, Grid(policies, capacities), runner=DaskRunner(cluster.scheduler_address)):
+    for cell in run_grid(trace, Grid(policies, capacities), dask=cluster.scheduler_address):
         if not cells:
             with distributed.Client(cluster.scheduler_address) as client:
                 os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
@@ -53,7 +53,7 @@ def test_shards_of_a_sample_run_apart(cluster: Any) -> None:
     workload = ChatWorkload(num_requests=300)
     trace = CompactTrace.of(workload, workload.block_size)
     grid = Grid(["lru"], [2000], plan=Plan(num_shards=4))
-    (there,) = run_grid(trace, grid, runner=DaskRunner(cluster.scheduler_address))
+    (there,) = run_grid(trace, grid, dask=cluster.scheduler_address)
     (here,) = run_grid(trace, grid, num_processes=1)
     assert (there.hit_blocks, there.block_hit_error) == (here.hit_blocks, here.block_hit_error)
     assert here.block_hit_error
@@ -62,4 +62,4 @@ def test_shards_of_a_sample_run_apart(cluster: Any) -> None:
 def test_scheduler_out_of_reach_is_named() -> None:
     trace = CompactTrace.of([], 16)
     with pytest.raises(ReplayError, match=r"scheduler tcp://127\.0\.0\.1:9 cannot be reached"):
-        list(DaskRunner("tcp://127.0.0.1:9").run(trace, [Job("lru", 1)], Plan()))
+        list(run_on_dask("tcp://127.0.0.1:9", trace, [Job("lru", 1)], Plan()))

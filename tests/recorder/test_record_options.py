@@ -9,9 +9,11 @@ import pytest
 from kvcache import CPUOffloadingManager, OffloadingConfig, OffloadingGroup, Recorder, make_spec
 from kvcache.control.telemetry import Telemetry
 from kvcache.integrations.vllm.settings import OUR_KEYS
+from kvcache.lab.report.rerun_text import shrunk_text
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder.command import RecordCommand
 from kvcache.recorder.format import Recording
+from kvcache.testing.reference import REFERENCE_POLICIES
 
 
 def serve(manager, num_requests=40):
@@ -103,6 +105,13 @@ def test_command_names_the_first_difference_and_shrinks_it(run, recorded):
     report = recorded.parent / "report.json"
     status, out, err = run("rerun", recorded, "--policy", "mq", "--json", report, "--quiet")
     assert json.loads(report.read_text())["difference"]["call"].startswith(("prepare_store", "lookup"))
+
+
+def test_shrink_of_a_policy_without_an_installed_twin_names_it(monkeypatch):
+    monkeypatch.delitem(REFERENCE_POLICIES, "mq")
+    text = shrunk_text([], {"cache_policy": "mq"}, None, is_broken=False, shrink_s=1.0)
+    assert text.startswith("# Not shrunk: kvcache is installed without the plain-Python twin of 'mq'")
+    assert "tests/references" in text
 
 
 def test_command_reads_a_recording_as_a_trace(run, recorded):

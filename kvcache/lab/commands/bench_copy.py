@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcache.cli import common
-from kvcache.options import parse_count, parse_size
+from kvcache.options import format_size, parse_count, parse_size
 
 if TYPE_CHECKING:
     from kvcache.lab.bench.copy import CopyRate
@@ -66,13 +66,13 @@ def _measure(
     with common.progress("block sizes", is_quiet) as bar:
         task = bar.add_task("copying", total=len(counts) * len(columns), done=0, status="")
         for done, (size, count) in enumerate(counts.items()):
-            table = Table("way", title=f"{count:,} blocks of {common.human_bytes(size)}", title_justify="left")
+            table = Table("way", title=f"{count:,} blocks of {format_size(size)}", title_justify="left")
             table.columns[0].no_wrap = True
             bench = CopyBench(size, count, threads, device)
             cells: dict[str, list[str]] = {}
             for direction, layout in columns:
                 table.add_column(f"{direction}\n{layout}", justify="right", no_wrap=True)
-                bar.update(task, done=done, status=f"{common.human_bytes(size)}, {direction}, {layout}")
+                bar.update(task, done=done, status=f"{format_size(size)}, {direction}, {layout}")
                 for rate in bench.measure(direction, layout, repeats):
                     rates.append(rate)
                     cells.setdefault(rate.way, []).append(f"{rate.gb_per_s:.2f} {rate.ratio:.2f}")
@@ -86,18 +86,8 @@ def _measure(
 
 
 def _draw(rates: list[CopyRate], target: str, title: str) -> None:
-    from kvcache.lab.report.style import (
-        COLOURS,
-        INK,
-        MARKERS,
-        caption,
-        check_matplotlib,
-        machine,
-        new_figure,
-        plain_axes,
-    )
+    from kvcache.lab.report.style import COLOURS, INK, MARKERS, caption, machine, new_figure, plain_axes
 
-    check_matplotlib()
     figure = new_figure(10, 7)
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     sizes = sorted({rate.block_bytes for rate in rates})
@@ -111,7 +101,7 @@ def _draw(rates: list[CopyRate], target: str, title: str) -> None:
             panel.plot(range(len(sizes)), [ratios[size] for size in sizes], linewidth=2, label=way, **look)
         panel.set_yscale("log")
         panel.set_title(", ".join(key), loc="left", fontsize=10)
-        panel.set_xticks(range(len(sizes)), [common.human_bytes(size) for size in sizes])
+        panel.set_xticks(range(len(sizes)), [format_size(size) for size in sizes])
         panel.yaxis.set_major_formatter("{x:g}")
     panels[1, 0].set_xlabel("block size")
     panels[1, 1].set_xlabel("block size")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvcache.cli import common
-from kvcache.options import parse_size
+from kvcache.options import format_size, parse_size
 
 
 def disk(
@@ -22,8 +22,6 @@ def disk(
     quiet: common.QuietOption = False,
 ) -> None:
     """Write blocks to a new disk tier and read them back, with checksums."""
-    from rich.table import Table
-
     from kvcache.lab.bench.disk import measure_disk
 
     num_bytes = parse_size("--block-bytes", block_bytes)
@@ -35,9 +33,8 @@ def disk(
         raise ValueError(f"folder must be one that exists, got {str(folder)!r}")
     free_bytes = disk_usage(folder).free
     if num_blocks * num_bytes > free_bytes:
-        raise ValueError(f"--size must fit into the {common.human_bytes(free_bytes)} free in {folder}, got {size!r}")
+        raise ValueError(f"--size must fit into the {format_size(free_bytes)} free in {folder}, got {size!r}")
     common.check_writable("--json", json)
-    console = common.console(json)
     with common.Bar("disk", "blocks", quiet, total=2 * num_blocks) as bar:
 
         def progressed(name: str, num_done: int, num_all: int) -> None:
@@ -54,17 +51,15 @@ def disk(
             in_flight=min(num_blocks, max(8, (64 << 20) // num_bytes)),
             progress=progressed,
         )
-    if json != "-":
-        table = Table(show_header=False, box=None)
-        table.add_row("store", f"{rates.store_bytes_per_s / 1e9:.2f} GB/s")
-        table.add_row("load, verified", f"{rates.load_bytes_per_s / 1e9:.2f} GB/s")
-        table.add_row("past the page cache", "yes" if rates.is_direct else "no")
-        table.add_row(
-            "a call keeps its thread",
-            f"{rates.call_s_p50 * 1e6:.0f} us at the median, {rates.call_s_p99 * 1e6:.0f} us at 99 %, "
-            f"{rates.call_s_max * 1e3:.2f} ms at most",
-        )
-        console.print(table)
-        if rates.shared_names:
-            console.print(f"other users can read what a tier writes here: {', '.join(rates.shared_names)}")
-    common.write_json(json, asdict(rates))
+    times = (
+        f"{rates.call_s_p50 * 1e6:.0f} us at the median, {rates.call_s_p99 * 1e6:.0f} us at 99 %, "
+        f"{rates.call_s_max * 1e3:.2f} ms at most"
+    )
+    rows = (
+        ("store", f"{rates.store_bytes_per_s / 1e9:.2f} GB/s"),
+        ("load, verified", f"{rates.load_bytes_per_s / 1e9:.2f} GB/s"),
+        ("past the page cache", "yes" if rates.is_direct else "no"),
+        ("a call keeps its thread", times),
+        ("open to other users", ", ".join(rates.shared_names) or "nothing"),
+    )
+    common.report(json, asdict(rates), common.facts_table(rows))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcache.cli import common
-from kvcache.options import parse_size
+from kvcache.options import format_size, parse_size
 
 if TYPE_CHECKING:
     from kvcache.integrations.transformers.chats import Turn
@@ -50,16 +50,10 @@ def chat_demo(
     common.one_policy(policy)
     common.check_writable("--json", json)
     common.check_writable("--plot", None if plot is None else str(plot))
-    try:
-        from kvcache.integrations.transformers import PrefixCache, chats
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise common.CommandError("the chat demo needs transformers: pip install 'kvcache[transformers]'") from error
-    if plot is not None:
-        from kvcache.lab.report.style import check_matplotlib
+    from kvcache.integrations.transformers import PrefixCache, chats
 
-        check_matplotlib()
+    if plot is not None:
+        import matplotlib  # noqa: F401 - reported before the work if it is missing
 
     started = monotonic()
     console = common.console(json)
@@ -119,7 +113,7 @@ def _document(done: list[Turn], cache: Any, policy: str, elapsed_s: float) -> di
 def _table(document: dict[str, Any], title: str) -> Any:
     from rich.table import Table
 
-    pool = common.human_bytes(document["num_blocks"] * document["block_bytes"])
+    pool = format_size(document["num_blocks"] * document["block_bytes"])
     held = document["num_blocks"] - document["blocks"]["num_free"]
     shared = ""
     if document["turns"][0]["hit_rate"] > 0:

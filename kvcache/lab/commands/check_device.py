@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from kvcache.cli import common
@@ -19,32 +20,27 @@ def check_device(json: str | None) -> None:
     json = DEFAULT_FILE if json is None else json
     common.check_writable("--json", json)
     device = find_device()
-    console = common.console(json)
-    with console.status("") as status:
+    with common.console(json).status("") as status:
         report = measure(device, show=status.update)
-    _show(report, console)
-    common.write_json(json, report)
-    if json != "-":
-        console.print(f"written to {json}: versions and figures, no names of hosts or users", markup=False)
+    written = f"written to {json}: versions and figures, no names of hosts or users"
+    common.report(json, report, *_shown(report), written)
     engine = (report["vllm"] or {}).get("geometries") or {"different_bytes": 0}
     different = sum(part["different_bytes"] for part in (report["geometries"], report["compute"], engine))
     if different:
         raise common.CommandError(f"{different} bytes differ after copies on {device} with torch {torch.__version__}")
 
 
-def _show(report: dict[str, Any], console: Any) -> None:
+def _shown(report: dict[str, Any]) -> Iterator[Any]:
     from rich.table import Table
 
-    facts = Table(show_header=False, box=None)
-    for name, value in report["environment"].items():
-        if value not in ("", None):
-            facts.add_row(name.replace("_", " "), str(value))
+    environment = report["environment"].items()
+    facts = [(name.replace("_", " "), str(value)) for name, value in environment if value not in ("", None)]
     pool = report["pool"]
     pages = ", ".join(f"node {node}: {count} pages" for node, count in pool["pages_per_numa_node"].items())
-    facts.add_row("pool", f"{format_size(pool['bytes'])}, touched at {pool['touch_gb_per_s']:.1f} GB/s; {pages}")
+    facts.append(("pool", f"{format_size(pool['bytes'])}, touched at {pool['touch_gb_per_s']:.1f} GB/s; {pages}"))
     if pool["pin_gb_per_s"] is not None:
-        facts.add_row("pinning", f"{pool['pin_gb_per_s']:.1f} GB/s")
-    console.print(facts)
+        facts.append(("pinning", f"{pool['pin_gb_per_s']:.1f} GB/s"))
+    yield common.facts_table(facts)
     rates = {(r["direction"], r["block_bytes"], r["num_blocks"], r["way"].split(",")[0]): r for r in report["copies"]}
     engine = report["vllm"]
     others = ("vllm", "one large copy") if engine and not engine["error"] else ("one large copy",)
@@ -61,16 +57,14 @@ def _show(report: dict[str, Any], console: Any) -> None:
             rest = [f"{rates[direction, size, count, other]['gb_per_s']:.2f}" for other in others]
             cells += [f"{ours['gb_per_s']:.2f} {ours['ratio']:.2f}", *rest]
         table.add_row(str(count), format_size(size), *cells)
-    console.print(table)
+    yield table
     if engine:
         found = engine["error"] or f"{engine['geometries']['different_bytes']} bytes differ"
-        console.print(f"the worker of vLLM {engine['version']}: {found}", markup=False)
+        yield f"the worker of vLLM {engine['version']}: {found}"
     found, beside = report["geometries"], report["compute"]
-    console.print(
-        f"{found['number']} random geometries: {found['different_bytes']} of {found['compared_bytes']:,} bytes differ"
-    )
+    yield f"{found['number']} random geometries: {found['different_bytes']} of {found['compared_bytes']:,} bytes differ"
     ratio = beside["both_s"] / max(beside["copy_s"], beside["compute_s"])
-    console.print(
+    yield (
         f"{format_size(beside['bytes'])} beside compute: {ratio:.2f} times as long as the longer of the two; "
         f"{beside['different_bytes']} bytes differ"
     )

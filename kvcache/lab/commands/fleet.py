@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from kvcache.cli import common, model
 from kvcache.lab.commands import options
 from kvcache.lab.commands.tiers import parse_rate
-from kvcache.options import parse_count, parse_share, parse_size
+from kvcache.options import format_size, parse_count, parse_share, parse_size
 from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
@@ -130,10 +131,12 @@ def read_plans(given: FleetOptions, block_bytes: int | None, token_s: float) -> 
     """Check and parse the options of the fleets: each number of engines behind each router."""
     from kvcache.lab.fleet.routers import ROUTERS, FleetPlan
 
-    routers = [_with_fault(part) for part in given.router.split(",")]
-    for name, _ in routers:
+    # Each once, in the order of the option.
+    routers: dict[tuple[str, float], None] = {}
+    for name, lost in map(_with_fault, given.router.split(",")):
         if name not in ROUTERS:
             raise ValueError(f"--router must be of {', '.join(ROUTERS)}, got {given.router!r}")
+        routers[name, parse_share("--router", lost)] = None
     POLICIES.resolve(common.one_policy(given.policy))
     if given.copies is not None:
         common.at_least("--copies", given.copies, 1)
@@ -143,22 +146,20 @@ def read_plans(given: FleetOptions, block_bytes: int | None, token_s: float) -> 
         (parse_count("--engines", count), parse_count("--engines", restarts, 0))
         for count, restarts in map(_with_fault, given.engines.split(","))
     }
+    common_to_all = partial(
+        FleetPlan,
+        num_blocks=common.parse_capacity(blocks or None, given.memory, block_bytes or 1, default="10000"),
+        store_blocks=_store_blocks(store, block_bytes),
+        cache_policy=given.policy,
+        token_s=token_s,
+        block_load_s=(block_bytes or 0) / parse_rate("--store", store_rate or "5GB/s"),
+        disk_blocks=parse_count("--blocks", disk_blocks or "0", 0),
+        seed=given.seed,
+    )
     return [
-        FleetPlan(
-            num_engines=count,
-            router=name,
-            num_blocks=common.parse_capacity(blocks or None, given.memory, block_bytes or 1, default="10000"),
-            store_blocks=_store_blocks(store, block_bytes),
-            cache_policy=given.policy,
-            token_s=token_s,
-            block_load_s=(block_bytes or 0) / parse_rate("--store", store_rate or "5GB/s"),
-            disk_blocks=parse_count("--blocks", disk_blocks or "0", 0),
-            lost=parse_share("--router", lost),
-            restarts=restarts,
-            seed=given.seed,
-        )
+        common_to_all(num_engines=count, router=name, lost=lost, restarts=restarts)
         for count, restarts in sorted(engines)
-        for name, lost in dict.fromkeys(routers)
+        for name, lost in routers
     ]
 
 
@@ -249,5 +250,5 @@ def _check_memory(plan: FleetPlan, compact: CompactTrace, copies: int) -> None:
     if usable is not None and needed > usable:
         raise ValueError(
             f"a fleet of {plan.num_engines:,} engines of {plan.num_blocks:,} blocks and {copies:,} copies of the trace "
-            f"needs about {common.human_bytes(needed)}, {common.human_bytes(usable)} may be taken: give it fewer"
+            f"needs about {format_size(needed)}, {format_size(usable)} may be taken: give it fewer"
         )

@@ -12,6 +12,7 @@ import typer
 from kvcache.cli import common
 from kvcache.lab.bench.servers import find_valkey, running_valkey
 from kvcache.lab.commands.bench_tier import read_entry
+from kvcache.options import format_size
 
 if TYPE_CHECKING:
     from kvcache.lab.demos.fleet import FleetReport
@@ -85,7 +86,7 @@ def fleet_demo(
                 f"{report.hit_rate:.1%}",
                 str(report.stored_blocks),
                 str(max(0, report.stored_blocks - report.unique_blocks)),
-                common.human_bytes(report.stored_blocks * report.block_bytes),
+                format_size(report.stored_blocks * report.block_bytes),
                 f"{report.first_block_s * 1e3:.1f} ms",
             )
         console.print(table)

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
+from kvcache.options import format_size
 from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
@@ -141,9 +142,7 @@ def _print(title: str, document: dict[str, Any], what_if: WhatIf | None, setting
         if what_if.sample_rate < 1 or what_if.uses < document["blocks"]:
             console.print(_beside(document, what_if, settings), soft_wrap=True)
         if settings.sized:
-            sizes = (
-                f"{blocks:,} = {common.human_bytes(blocks * settings.block_bytes)}" for blocks in what_if.capacities
-            )
+            sizes = (f"{blocks:,} = {format_size(blocks * settings.block_bytes)}" for blocks in what_if.capacities)
             console.print(f"blocks in memory: {', '.join(sizes)}", soft_wrap=True)
     moved = document["data"]
     if moved is not None and moved["verified_blocks"]:
@@ -223,7 +222,7 @@ def _table(document: dict[str, Any], settings: Settings) -> Any:
     data = document["data"]
     if data is not None:
         rows += [
-            ("bytes moved", common.human_bytes(data["store_bytes"] + data["load_bytes"])),
+            ("bytes moved", format_size(data["store_bytes"] + data["load_bytes"])),
             ("store, load rate", f"{data['store_gb_per_s']:.2f} GB/s, {data['load_gb_per_s']:.2f} GB/s"),
         ]
     rows += [
@@ -238,9 +237,9 @@ def _table(document: dict[str, Any], settings: Settings) -> Any:
 def _sizes(document: dict[str, Any], settings: Settings) -> Iterator[tuple[str, str]]:
     blocks = f"{settings.num_blocks:,} blocks of {document['block_size']} tokens"
     if settings.sized:
-        yield "capacity", f"{blocks} ({common.human_bytes(settings.num_blocks * settings.block_bytes)})"
+        yield "capacity", f"{blocks} ({format_size(settings.num_blocks * settings.block_bytes)})"
         return
     yield "capacity", blocks
     if document["block_bytes"] is not None:
         hint = " (--model gives real sizes)" if document["source"]["kind"] == "trace" else ""
-        yield "test data", f"{common.human_bytes(settings.block_bytes)} a block{hint}"
+        yield "test data", f"{format_size(settings.block_bytes)} a block{hint}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
+from kvcache.options import format_size
 
 if TYPE_CHECKING:
     from kvcache.lab.fleet.simulation import FleetResult
@@ -59,7 +60,7 @@ def print_fleets(title: str, document: dict[str, Any], json: str | None) -> None
     )
     store = "no store"
     if store_blocks:
-        store = f"a store of {store_blocks:,} blocks ({common.human_bytes(store_blocks * block_bytes)})"
+        store = f"a store of {store_blocks:,} blocks ({format_size(store_blocks * block_bytes)})"
     disk = f" and {disk_blocks:,} on disk" if disk_blocks else ""
     console.print(
         f"{title}: {num_blocks:,} blocks{disk} of {document['block_size']} tokens an engine, {store}, "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
 from kvcache.lab.simulate.plan import NUM_SHARDS
+from kvcache.options import format_size
 
 if TYPE_CHECKING:
     from kvcache.lab.simulate.cells import Cell
@@ -116,7 +117,7 @@ def _print_policies(console: Any, result: Result, unbounded: Cell, block_size: i
     def memory_of(num_blocks: int | None) -> list[str]:
         if block_bytes is None:
             return []
-        return [common.human_bytes(num_blocks * block_bytes) if num_blocks else ""]
+        return [format_size(num_blocks * block_bytes) if num_blocks else ""]
 
     def rate(cell: Cell) -> str:
         error = f" +-{200 * cell.block_hit_error:.2f}" if cell.block_hit_error is not None else ""
@@ -213,7 +214,7 @@ def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int)
                     _shown(medium["write_gb_per_s"], "{:.2f}"),
                     _shown(medium["write_peak_gb_per_s"], "{:.2f}"),
                     _time(medium["load_s"]),
-                    "" if written is None else common.human_bytes(written),
+                    "" if written is None else format_size(written),
                     _shown(medium.get("drive_writes_per_day"), "{:.2f}"),
                 )
             )

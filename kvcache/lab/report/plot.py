@@ -12,17 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache.lab.report.style import (
-    COLOURS,
-    INK,
-    MARKERS,
-    caption,
-    check_matplotlib,
-    new_figure,
-    plain_axes,
-    save,
-    thinned_ticks,
-)
+from kvcache.lab.report.style import COLOURS, INK, MARKERS, caption, new_figure, plain_axes, save, thinned_ticks
 from kvcache.lab.simulate.cells import OPTIMUM
 from kvcache.options import format_size
 
@@ -84,7 +74,7 @@ def check_plot_target(target: str) -> None:
     """Raise ValueError if a file of this name cannot be drawn."""
     if Path(target).suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"--plot must end in {', '.join(PLOT_SUFFIXES)}, got {target!r}")
-    check_matplotlib()
+    import matplotlib  # noqa: F401 - reported before the work if it is missing
 
 
 def draw(chart: Chart, target: str) -> None:

@@ -52,18 +52,22 @@ def shrunk_text(
     from kvcache.lab.rerun.shrink import breaks_promises, differs_from, shrink
     from kvcache.testing.reference import REFERENCE_POLICIES
 
-    recorded = config["cache_policy"]
-    shrunk, trusted = None, None
-    if is_broken:
-        shrunk = shrink(records, config, breaks_promises(policy), shrink_s)
-    else:
-        # If the recording's own policy now answers differently, trust its reference implementation.
-        trusted = recorded if policy is not None and policy != recorded else None
-        reference = REFERENCE_POLICIES.get(recorded)
-        if trusted is None and reference is not None:
-            trusted = f"{reference.__module__}:{reference.__qualname__}"
-        if trusted is not None:
-            shrunk = shrink(records, config, differs_from(policy, trusted), shrink_s)
+    trusted = None
+    oracle = breaks_promises(policy)
+    if not is_broken:
+        trusted = recorded = config["cache_policy"]
+        if policy in (None, recorded):
+            # The recording's own policy now answers differently, so only its plain-Python twin can be trusted.
+            twin = REFERENCE_POLICIES.get(recorded)
+            if twin is None:
+                return (
+                    f"# Not shrunk: kvcache is installed without the plain-Python twin of {recorded!r}, with which the "
+                    "search would compare it. The twins of all built-in policies are in tests/references of a "
+                    "checkout: add that folder to PYTHONPATH, and name the twin as --policy module:Class."
+                )
+            trusted = f"{twin.__module__}:{twin.__qualname__}"
+        oracle = differs_from(policy, trusted)
+    shrunk = shrink(records, config, oracle, shrink_s)
     if shrunk is None:
         return (
             f"# Not shrunk: run again, these {len(records):,} records show no fault that another policy would not. "

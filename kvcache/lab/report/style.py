@@ -18,14 +18,6 @@ INK = "#333333"
 PALE = "#DDDDDD"
 
 
-def check_matplotlib() -> None:
-    """Raise ValueError if matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'kvcache[plot]'") from None
-
-
 def save(figure: Figure, target: str) -> None:
     """Write a figure in the format of the file's suffix, without a date, so that equal figures give equal files."""
     suffix = Path(target).suffix.lower()[1:]

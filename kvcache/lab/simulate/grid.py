@@ -26,7 +26,6 @@ from kvcache.lab.traces.requests import ReplayError
 from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
-    from kvcache.lab.simulate.on_dask import DaskRunner
     from kvcache.lab.traces.requests import Int64Array
 
 _POLL_S = 0.2
@@ -90,13 +89,14 @@ def run_grid(
     num_processes: int | None = None,
     max_memory_bytes: int | None = None,
     progressed: Callable[[float], None] | None = None,
-    runner: DaskRunner | None = None,
+    dask: str | None = None,
 ) -> Iterator[Cell]:
     """Yield the cells of a grid as they finish.
 
     Leave out the cells in `known`; add a cell of ``"min"`` without limit if `with_unbounded`. `num_processes` defaults
-    to one per CPU; together they take at most `max_memory_bytes`, by estimate. Raise ValueError if a single cell does
-    not fit, and ReplayError if a process dies.
+    to one per CPU; together they take at most `max_memory_bytes`, by estimate. `dask` is the address of a Dask
+    scheduler, whose workers are used instead. Raise ValueError if a single cell does not fit, and ReplayError if a
+    process dies.
     """
     wanted = grid.cells()
     if with_unbounded:
@@ -108,8 +108,10 @@ def run_grid(
     report = progressed or (lambda share: None)
     parts: dict[Job, dict[int, Cell]] = {}
     with ExitStack() as open_now:
-        if runner is not None:
-            finished = _counted(runner.run(trace, jobs, grid.plan), len(jobs), report)
+        if dask is not None:
+            from kvcache.lab.simulate.on_dask import run_on_dask
+
+            finished = _counted(run_on_dask(dask, trace, jobs, grid.plan), len(jobs), report)
         else:
             workers = min(len(jobs), num_processes or len(os.sched_getaffinity(0)))
             if workers <= 1 and len(trace.ids) <= _MANY_IDS:

@@ -20,62 +20,51 @@ if TYPE_CHECKING:
 _MAX_ROUNDS = 5
 
 
-class DaskRunner:
-    """Runs jobs on a Dask scheduler, by its address such as ``tcp://10.0.0.1:8786``.
+def run_on_dask(address: str, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:
+    """Yield each job with its cell, as they finish on a Dask scheduler such as ``tcp://10.0.0.1:8786``.
 
-    Its workers need the same kvcache, and the module of a policy that is named by its path.
+    Its workers need the same kvcache, and the module of a policy that is named by its path. Raise ReplayError if the
+    scheduler cannot be reached or jobs are lost repeatedly.
     """
+    from distributed import Client
 
-    def __init__(self, address: str) -> None:
-        try:
-            import distributed  # noqa: F401
-        except ImportError:
-            raise ValueError("--dask needs Dask: pip install 'kvcache[dask]'") from None
-        self._address = address
+    # Files are mapped on this machine only.
+    arrays: dict[str, Any] = {
+        name: np.array(getattr(trace, name)) for name in ("ids", "bounds", "input_lengths", "arrivals_s")
+    }
+    whole = replace(trace, **arrays, folder=None)
+    try:
+        client = Client(address, timeout="10s")
+    except (OSError, ValueError) as error:
+        raise ReplayError(f"the Dask scheduler {address} cannot be reached: {error}") from error
+    with client:
+        left = list(jobs)
+        for _ in range(_MAX_ROUNDS):
+            lost: list[Job] = []
+            yield from _round(client, whole, left, plan, lost)
+            if not lost:
+                return
+            left = lost
+    raise ReplayError(f"{len(left)} jobs were lost on the Dask cluster {_MAX_ROUNDS} times (out of memory?)")
 
-    def run(self, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:
-        """Yield each job with its cell, as they finish.
 
-        Raise ReplayError if the scheduler cannot be reached or jobs are lost repeatedly.
-        """
-        from distributed import Client
+def _round(
+    client: Any, trace: CompactTrace, jobs: Sequence[Job], plan: Plan, lost: list[Job]
+) -> Iterator[tuple[Job, Cell]]:
+    from concurrent.futures import CancelledError
 
-        # Files are mapped on this machine only.
-        arrays: dict[str, Any] = {
-            name: np.array(getattr(trace, name)) for name in ("ids", "bounds", "input_lengths", "arrivals_s")
-        }
-        whole = replace(trace, **arrays, folder=None)
-        try:
-            client = Client(self._address, timeout="10s")
-        except (OSError, ValueError) as error:
-            raise ReplayError(f"the Dask scheduler {self._address} cannot be reached: {error}") from error
-        with client:
-            left = list(jobs)
-            for _ in range(_MAX_ROUNDS):
-                lost: list[Job] = []
-                yield from self._round(client, whole, left, plan, lost)
-                if not lost:
-                    return
-                left = lost
-        raise ReplayError(f"{len(left)} jobs were lost on the Dask cluster {_MAX_ROUNDS} times (out of memory?)")
+    from distributed import KilledWorker, as_completed
+    from distributed.client import FutureCancelledError
 
-    def _round(
-        self, client: Any, trace: CompactTrace, jobs: Sequence[Job], plan: Plan, lost: list[Job]
-    ) -> Iterator[tuple[Job, Cell]]:
-        from concurrent.futures import CancelledError
-
-        from distributed import KilledWorker, as_completed
-        from distributed.client import FutureCancelledError
-
-        sent = client.scatter(trace, broadcast=True, hash=False)
-        futures = {client.submit(run_job, sent, job, plan, pure=False): job for job in jobs}
-        try:
-            for future in as_completed(futures):
-                try:
-                    cell = future.result()
-                except (CancelledError, FutureCancelledError, KilledWorker):
-                    lost.append(futures[future])
-                else:
-                    yield futures[future], cell
-        finally:
-            client.cancel(list(futures), force=True)
+    sent = client.scatter(trace, broadcast=True, hash=False)
+    futures = {client.submit(run_job, sent, job, plan, pure=False): job for job in jobs}
+    try:
+        for future in as_completed(futures):
+            try:
+                cell = future.result()
+            except (CancelledError, FutureCancelledError, KilledWorker):
+                lost.append(futures[future])
+            else:
+                yield futures[future], cell
+    finally:
+        client.cancel(list(futures), force=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
 from kvcache.lab.simulate.choices import NO_LIMIT
+from kvcache.options import format_size
 
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
@@ -76,7 +77,7 @@ class Result:
     def size_name(self, num_blocks: int) -> str:
         """Return a capacity in bytes, or in blocks if their size is unknown."""
         block_bytes = self.settings.block_bytes
-        return f"{num_blocks:,} blocks" if block_bytes is None else common.human_bytes(num_blocks * block_bytes)
+        return f"{num_blocks:,} blocks" if block_bytes is None else format_size(num_blocks * block_bytes)
 
     def stack_name(self, cell: Cell) -> str:
         """Return the names and sizes of the tiers of a cell."""
@@ -147,7 +148,6 @@ def _simulate(
     """Replay the cells that `found` lacks, `total` in all, into it; return False if Ctrl-C stopped it."""
     from kvcache.lab.simulate.cells import Job
     from kvcache.lab.simulate.grid import run_grid
-    from kvcache.lab.simulate.on_dask import DaskRunner
     from kvcache.lab.traces.requests import ReplayError
 
     before = len(found)
@@ -165,7 +165,7 @@ def _simulate(
             num_processes=settings.jobs if isinstance(settings.jobs, int) else None,
             max_memory_bytes=common.usable_bytes(),
             progressed=progressed,
-            runner=DaskRunner(settings.jobs) if isinstance(settings.jobs, str) else None,
+            dask=settings.jobs if isinstance(settings.jobs, str) else None,
         ):
             found[Job(cell.policy, cell.num_blocks, cell.tiers)] = cell
             if add is not None:

@@ -127,10 +127,8 @@ def load_tokenizer(name: str) -> Tokenize:
 
     `name` is a folder, or a name on the Hugging Face hub.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ValueError(f"the tokenizer {name!r} needs transformers: pip install 'kvcache[transformers]'") from None
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(name)
 
     def tokenize(prompt: Any) -> Iterable[int]:

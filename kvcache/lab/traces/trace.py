@@ -163,10 +163,8 @@ def unpacked(raw: io.BufferedReader) -> BinaryIO:
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if magic != _ZSTD_MAGIC:
         return raw
-    try:
-        import zstandard
-    except ImportError:
-        raise TraceError(f"{raw.name} is zstd: reading it needs zstandard (pip install 'kvcache[cli]')") from None
+    import zstandard
+
     return io.BufferedReader(_ZstdFrames(raw, zstandard), 1 << 18)
 
 
