@@ -91,7 +91,7 @@ cdef class EventLog:
         """Append an event of a copy of `keys`; an empty list appends nothing.
 
         Dropping the oldest events may run Python code (a tier's keys may be of any type), so the caller completes its
-        own change first. Nothing else runs Python code.
+        own change first. Nothing else runs Python code. Without memory for the event, all events are dropped.
         """
         if not keys:
             return
@@ -100,6 +100,8 @@ cdef class EventLog:
             self.waiting.append((keys[:], medium, removed))
             self.last_number += 1
             self.num_keys += len(keys)
+        except MemoryError:
+            self.forget()
         finally:
             resume_collector(was_on)
         while self.num_keys > self.max_keys and len(self.waiting) > 1:
@@ -108,20 +110,15 @@ cdef class EventLog:
 
     cdef tuple pop(self):
         """Take out the oldest event."""
-        cdef tuple event = _popleft(self.waiting)
+        cdef tuple event = self.waiting.popleft()
         self.num_keys -= len(<list> event[0])
         return event
 
     cdef void forget(self) noexcept:
-        """Drop the events that wait, because the cache was reset, and skip a number."""
-        cdef object _dropped = self.waiting     # released at the end: keys may run Python code
-        self.waiting = deque()
+        """Drop the events that wait, and skip a number. Never fails."""
         self.num_keys = 0
         self.last_number += 1
-
-
-cdef tuple _popleft(waiting):
-    return waiting.popleft()
+        self.waiting.clear()        # needs no memory, and is empty before keys run Python code
 
 
 @cython.final
@@ -146,6 +143,6 @@ cdef class TakenEvents:
     def __next__(self):
         if not self.waiting:
             raise StopIteration
-        keys, medium, removed = _popleft(self.waiting)
+        keys, medium, removed = self.waiting.popleft()
         self.next_number += 1
         return OffloadingEvent(keys, self.block_size, medium, removed, self.next_number - 1)

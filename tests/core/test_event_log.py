@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import subprocess
 import sys
 import threading
 
@@ -126,6 +127,28 @@ def test_keys_that_are_no_list_are_refused(bad: object) -> None:
     with pytest.raises(TypeError, match="pickle"):
         pickle.dumps(log.take())
     assert len(log) == 0
+
+
+NO_MEMORY = """
+import resource
+from kvcache.core.event_log import EventLog
+
+log = EventLog(16, max_keys=1 << 30)
+log.add([b"a"], "CPU", False)
+many = [b"b"] * (1 << 25)
+[mapped] = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize:")]
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 26), resource.RLIM_INFINITY))
+log.add(many, "CPU", True)
+assert (len(log), log.last_number) == (0, 2)
+log.add([b"c"], "CPU", False)
+assert [(event.number, event.keys) for event in log.take()] == [(3, [b"c"])]
+"""
+
+
+@pytest.mark.slow
+def test_event_without_memory_leaves_a_gap_in_the_numbers() -> None:
+    ended = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 class Finalizer:
