@@ -131,7 +131,7 @@ _EXTRAS = {
     "distributed": "dask",
     "matplotlib": "plot",
     "mooncake": "mooncake",
-    "msgspec": "events",
+    "msgspec": "record",
     "opentelemetry": "otel",
     "prometheus_client": "prometheus",
     "rich": "cli",

@@ -27,6 +27,7 @@ from kvcache.recorder.calls import CallQueue, RecordedCalls
 from kvcache.recorder.files import RotatingFile
 from kvcache.recorder.ops import Op
 from kvcache.recorder.tier import RecordedTier
+from kvcache.registry import how_to_install
 
 if TYPE_CHECKING:
     from kvcache.recorder.format import FrameEncoder
@@ -94,7 +95,7 @@ class Recorder:
     ------
     ValueError
         The file belongs to another recorder, is not a recording, or cannot be opened. An argument is invalid. Or the
-        manager is already being recorded or cannot be recorded.
+        manager is already being recorded or cannot be recorded. Or msgspec is not installed.
 
     Notes
     -----
@@ -129,8 +130,10 @@ class Recorder:
             self._begin(manager, _salt_bytes(salt), buffer, clock or time.monotonic)
 
     def _begin(self, manager: Any, salt: bytes, buffer: int, clock: Callable[[], float]) -> None:
-        from kvcache.recorder.format import FrameEncoder  # needs msgspec
-
+        try:
+            from kvcache.recorder.format import FrameEncoder
+        except ModuleNotFoundError as error:
+            raise ValueError(f"recording needs the package {error.name}{how_to_install(error)}") from error
         header = {
             "id": uuid.uuid4().hex,
             "segment": 0,

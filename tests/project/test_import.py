@@ -78,15 +78,31 @@ def test_import_star_and_help_leave_out_what_lacks_its_package() -> None:
     [
         ("prometheus_client", "prometheus", "prometheus"),
         ("opentelemetry", "otel", "otel"),
-        ("msgspec", "kv_events", "events"),
+        ("msgspec", "kv_events", "record"),
         ("zmq", "kv_events", "events"),
+        ("msgspec zmq", "kv_events", "events"),
     ],
 )
-def test_resolve_exporter_without_its_package_names_the_extra(package: str, exporter: str, extra: str) -> None:
+def test_resolve_exporter_without_its_packages_names_the_extra(package: str, exporter: str, extra: str) -> None:
     run(
-        f"import sys; sys.modules[{package!r}] = None\n"
+        f"import sys; sys.modules.update(dict.fromkeys({package!r}.split()))\n"
         "from kvcache.registry import EXPORTERS\n"
         f"try: EXPORTERS.resolve({exporter!r})\n"
         f"except ValueError as error: assert \"pip install 'kvcache[{extra}]'\" in str(error), error\n"
         "else: raise AssertionError\n"
     )
+
+
+def test_recorder_without_msgspec_names_the_extra(tmp_path: Path) -> None:
+    run(
+        "import sys; sys.modules['msgspec'] = None\n"
+        "from kvcache import OffloadingConfig, OffloadingGroup, Recorder, make_spec\n"
+        "config = OffloadingConfig((OffloadingGroup(16, ['layer']),), 16, extra_config={'num_cpu_blocks': 20})\n"
+        "manager = make_spec(config).get_manager()\n"
+        f"config.extra_config['record'] = {str(tmp_path / 'run')!r}\n"
+        "for begin in (lambda: Recorder(manager, config.extra_config['record']), make_spec(config).get_manager):\n"
+        "    try: begin()\n"
+        "    except ValueError as error: assert \"pip install 'kvcache[record]'\" in str(error), error\n"
+        "    else: raise AssertionError\n"
+    )
+    assert not [*tmp_path.iterdir()]

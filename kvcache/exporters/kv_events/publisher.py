@@ -19,7 +19,6 @@ from functools import partial
 from operator import length_hint
 from typing import Any
 
-import msgspec
 import zmq
 
 from kvcache.background import Background
@@ -39,6 +38,7 @@ from kvcache.exporters.kv_events.wire import (
     EventBatch,
     KVEvent,
     array_event,
+    to_bytes,
 )
 from kvcache.options import check_int, choice_of
 from kvcache.request import Prompt
@@ -132,7 +132,6 @@ class KVEventPublisher:
         self._view = BlockView()
         self._view_lock = threading.Lock()  # `snapshot` reads in other threads
         self._encoder = EventEncoder(block_size, hash_format, [*map(parse_spec_kind, spec_kinds)], self._view)
-        self._to_bytes = msgspec.msgpack.Encoder().encode
         self._epoch = secrets.randbits(_EPOCH_BITS)
         # Events; None: everything was cleared; keys that are about to be stored, and their prompt; or the number of the
         # last event that a followed log had before its events were taken.
@@ -379,10 +378,10 @@ class KVEventPublisher:
 
     def _payload(self, events: list[KVEvent]) -> bytes:
         sent = [*map(array_event, events)] if self._has_arrays else events
-        return self._to_bytes(EventBatch(time.time(), sent, self._rank))
+        return to_bytes(EventBatch(time.time(), sent, self._rank))
 
     def _digest(self, seq: int) -> bytes:
-        return self._to_bytes(Digest(seq, self._view.digests(), epoch=self._epoch))
+        return to_bytes(Digest(seq, self._view.digests(), epoch=self._epoch))
 
     def _messages(self, request: bytes) -> Messages:
         """Yield the messages of a reply."""

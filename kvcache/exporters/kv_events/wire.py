@@ -93,6 +93,10 @@ class Digest(msgspec.Struct, omit_defaults=True):
     epoch: int | None = None
 
 
+to_bytes = msgspec.msgpack.Encoder().encode
+"""Returns the payload of a batch or a digest."""
+
+
 def array_event(event: KVEvent) -> Any:
     """Return an event in the layout of vLLM before 0.24: an array, whose first element is the type."""
     fields = [type(event).__name__, *msgspec.structs.astuple(event)]
