@@ -276,6 +276,7 @@ def test_threads_publish_clear_flush_and_look_at_once():
         for thread in threads:
             thread.join()
         assert errors == []
+        assert publisher.flush(30)  # the queue may be full
         publisher.publish_cleared()
         publisher.publish([OffloadingEvent([b"the last"], 16, "disk", False)])
         assert publisher.flush(30)
