@@ -155,8 +155,8 @@ class OffloadingManager(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 
     def shutdown(self) -> None:
-        """Release resources, stop the recorder and close the telemetry."""
+        """Release resources, close the telemetry and stop the recorder."""
+        if self.telemetry is not None:
+            self.telemetry.close()  # before: its status socket may start a recording
         if self.recorder is not None:
             self.recorder.stop()
-        if self.telemetry is not None:
-            self.telemetry.close()

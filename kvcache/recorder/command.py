@@ -24,6 +24,7 @@ class RecordCommand(Command):
     """Start or stop a recording of the manager's calls, or return its counters so far."""
 
     options = RecordOptions
+    _is_closed = False
 
     def run(  # type: ignore[override]
         self, action: str = "stats", file: str = "", max_bytes: int = DEFAULT_MAX_BYTES, salt: str | None = None
@@ -37,8 +38,13 @@ class RecordCommand(Command):
             if not file:
                 raise ValueError("a recording needs a file")
             recorder = Recorder(manager, file, max_bytes=max_bytes, salt=salt)
+            if self._is_closed:  # the manager may have been shut down meanwhile
+                recorder.stop()
         elif action == "stop":
             if recorder is None:
                 raise ValueError("nothing is being recorded")
             recorder.stop()
         return {"file": None} if recorder is None else {"file": str(recorder.path), **asdict(recorder.stats())}
+
+    def close(self) -> None:
+        self._is_closed = True

@@ -168,8 +168,8 @@ class Recorder:
 
     def stop(self) -> None:
         """Stop recording, write the rest, and close the file. Waits for at most 10 s. May be called twice."""
-        manager = self._manager()
         with _ATTACHING:
+            manager = self._manager()
             if manager is not None and manager.recorder is self:
                 self._detach(manager)
         self._end()

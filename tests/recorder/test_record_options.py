@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvcache.lab.report.rerun_text import shrunk_text
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder.command import RecordCommand
 from kvcache.recorder.format import Recording
+from kvcache.recorder.ops import Op
 from kvcache.testing.reference import REFERENCE_POLICIES
 
 
@@ -74,6 +76,37 @@ def test_socket_command_starts_and_stops_a_recording(tmp_path):
     json.dumps(stopped)
     assert command.run() == {"file": None}
     assert replay_recording(Recording(path)).num_calls == 9
+
+
+def test_recording_that_starts_during_the_shutdown_is_stopped(tmp_path, monkeypatch):
+    manager = CPUOffloadingManager(16, 20)
+    manager.telemetry = Telemetry(manager)
+    command = RecordCommand(manager.telemetry)
+    begun, may_begin = threading.Event(), threading.Event()
+
+    class SlowRecorder(Recorder):
+        def __init__(self, *args, **options):
+            begun.set()
+            assert may_begin.wait(60)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("kvcache.recorder.command.Recorder", SlowRecorder)
+    starting = threading.Thread(target=command.run, args=("start", str(tmp_path / "slow.kvlog")))
+    starting.start()
+    assert begun.wait(60)
+
+    class Exporter:
+        def close(self):
+            Recorder(manager, tmp_path / "late.kvlog")
+            command.close()
+
+    manager.telemetry.exporters.append(Exporter())
+    manager.shutdown()
+    assert manager.recorder is None
+    may_begin.set()
+    starting.join()
+    assert manager.recorder is None
+    assert [[call.op for call in Recording(path)] for path in tmp_path.iterdir()] == [[Op.STATS]] * 2
 
 
 @pytest.fixture
