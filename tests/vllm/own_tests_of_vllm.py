@@ -35,7 +35,7 @@ from kvcache.integrations.vllm import KVCacheTier
 WHERE = sys.argv[2] if len(sys.argv) > 2 else "disk"
 KIND = WHERE if WHERE in ("disk", "memory") else "valkey"
 FILES = ("test_tiering_offloading.py", "test_fs_tier.py", "test_factory.py", "test_metrics.py", "test_backpressure.py")
-# What these tests hold is the inside of vLLM's fs tier: files that they damage or make unwritable, functions that they
+# These tests check the inside of vLLM's fs tier: files that they damage or make unwritable, functions that they
 # replace, queues and fields that they read, and the type or the wording of an error.
 INSIDE = (
     "test_invalid_path_raises_at_construction",
@@ -51,23 +51,22 @@ INSIDE = (
     "test_events_disabled_by_default",
     "test_events_require_global_kv_events_flag",
 )
-OPTIONS: dict[str, Any] = {
-    "disk": {"capacity": "64MiB"},
-    "memory": {},
-    "valkey": {"url": WHERE},
-}
 
 
 def options_of(view: memoryview, folder: str | None = None) -> dict[str, Any]:
-    """Return the options of a tier of `KIND`, whose blocks no other tier sees unless it has the same folder."""
+    """Return the options of a tier of `KIND`, whose blocks only tiers of the same folder see."""
     folder = folder or tempfile.mkdtemp()
-    own = {"disk": {"path": f"{folder}/kv"}, "valkey": {"salt": folder}, "memory": {"capacity": 64 * view.nbytes}}
+    options = {
+        "disk": {"path": f"{folder}/kv", "capacity": "64MiB"},
+        "memory": {"capacity": 64 * view.nbytes},
+        "valkey": {"url": WHERE, "salt": folder},
+    }
     # By default a tier takes stores of half of the host blocks, of which these tests have five.
-    return {"kind": KIND, **OPTIONS[KIND], **own.get(KIND, {}), "advanced": {"max_store_blocks": 1024}}
+    return {"kind": KIND, **options[KIND], "advanced": {"max_store_blocks": 1024}}
 
 
 def real_spec(mock: Any) -> Any:
-    """Return a spec of vLLM's with what a test's mock of one says."""
+    """Return one of vLLM's specs with the fields of a test's mock."""
     config = getattr(mock, "config", None)
     given = {}
     if isinstance(config, OffloadingConfig):
@@ -150,7 +149,7 @@ class FsTier(KVCacheTier):
         super().__init__(real_spec(offloading_spec), view, tier_type, **given, **options_of(view, root_dir))
         self._folder = root_dir
 
-    # What the tests use of vLLM's tier: paths of blocks, events, and whether a look-up was answered.
+    # The tests use these members of vLLM's tier: paths of blocks, events, and whether a look-up was answered.
 
     @property
     def file_mapper(self) -> Any:

@@ -334,6 +334,7 @@ def test_every_metric_sent_is_declared_and_tells_only_changes() -> None:
         "vllm:kvcache_referenced_blocks": 1,
     }
     assert found.keys() <= metric_definitions().keys()
+    assert [adapter.lookup(key, context) for key in (b"b0", b"a0")] == [LookupResult.MISS, LookupResult.HIT]
 
 
 def test_what_an_exporter_counts_of_itself_is_not_sent(tmp_path: Path) -> None:

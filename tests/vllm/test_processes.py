@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def two_rounds(boot: Any, model: Path, batches: list[list[list[int]]], extra_con
         for name, value in environment.items():
             patch.setenv(name, value)
         with boot(model, extra_config, tensor_parallel_size=ranks) as engine:
+            children = [child.name for child in multiprocessing.active_children()]
+            assert any(name.startswith("EngineCore") for name in children), children
             for _ in range(2):
                 outputs = [output for batch in batches for output in engine.generate(batch)]
                 tokens = [list(output.outputs[0].token_ids) for output in outputs]
