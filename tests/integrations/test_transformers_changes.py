@@ -11,34 +11,12 @@ import logging
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from small_models import built, cached, check_answer, padded, prompt_of
 from transformers.models.llama import modeling_llama
 
 from kvcache.integrations.transformers import PrefixCache
 
-SIZES = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    # Wide enough that the next token depends on the whole context.
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def built(model_type="llama", **changes):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **changes})).eval()
-
-
-def draw(length, seed=0):
-    return torch.randint(2, 199, (1, length), generator=torch.Generator().manual_seed(seed))
+IDS = prompt_of(60)
 
 
 def attention(model):
@@ -55,6 +33,8 @@ class LowRank(torch.nn.Module):
         for name in ("one", "two"):
             self.lora_a[name] = torch.nn.Linear(base.in_features, rank, bias=False)
             self.lora_b[name] = torch.nn.Linear(rank, base.out_features, bias=False)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
         self.scaling = {"one": 1.0, "two": 1.0}
         self._active_adapter = ["one"]
         self._disable_adapters = False
@@ -65,16 +45,6 @@ class LowRank(torch.nn.Module):
             for name in self._active_adapter:
                 result = result + self.lora_b[name](self.lora_a[name](x)) * self.scaling[name]
         return result
-
-
-class Scaled:
-    """A hook with a state."""
-
-    def __init__(self, factor):
-        self.factor = factor
-
-    def __call__(self, module, args, output):
-        return output * self.factor
 
 
 class Packed(torch.nn.Module):
@@ -90,49 +60,28 @@ class Packed(torch.nn.Module):
         return x @ (self.packed["weight"].float() * self.packed["scale"]).T
 
 
-@torch.no_grad()
-def scale_in_place(model):
-    attention(model).k_proj.weight.mul_(1.1)
+class Gain(torch.nn.Module):
+    """A layer, or a hook with a state, that scales its input or the output before it."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, *values):
+        return values[-1] * self.factor
 
 
-def replace_parameter(model):
-    attention(model).k_proj.weight = torch.nn.Parameter(attention(model).k_proj.weight.detach() * 1.1)
-
-
-def replace_data(model):
-    attention(model).k_proj.weight.data = attention(model).k_proj.weight.detach() * 1.1
+def replace(model, name, change):
+    """Replace the submodule `name` of the first layer's attention."""
+    setattr(attention(model), name, change(getattr(attention(model), name)))
 
 
 def scale_behind_autograd(model):
     attention(model).k_proj.weight.data.mul_(1.1)
 
 
-def write_through_numpy(model):
-    attention(model).v_proj.weight.detach().numpy()[:] *= 1.1
-
-
-@torch.no_grad()
 def swap_layers(model):
     model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
-
-
-@torch.no_grad()
-def load_other_weights(model):
-    torch.manual_seed(1)
-    other = AutoModelForCausalLM.from_config(model.config)
-    model.load_state_dict(other.state_dict())
-
-
-@torch.no_grad()
-def change_one_embedding(model):
-    # Of a token that stands at the prompt's start only.
-    model.model.embed_tokens.weight[int(draw(60)[0, 0])] += 1.0
-
-
-def step_of_an_optimizer(model):
-    model(draw(8)).logits.sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.zero_grad()
 
 
 def patch_instance_forward(model):
@@ -140,178 +89,149 @@ def patch_instance_forward(model):
     attention(model).k_proj.forward = lambda x: original(x) * 1.1
 
 
-def patch_module_call(model):
-    original = attention(model).v_proj
-    attention(model).v_proj = torch.nn.Sequential(original, torch.nn.Dropout(0.0), Gain(1.1)).eval()
+@torch.enable_grad()
+def step_of_an_optimizer(model):
+    model(prompt_of(8)).logits.sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
 
 
-class Gain(torch.nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
+@torch.inference_mode()
+def scale_in_inference_mode(model):
+    attention(model).k_proj.weight.mul_(1.1)
 
-    def forward(self, x):
-        return x * self.factor
+
+def k_proj(model):
+    return attention(model).k_proj
+
+
+def q_proj(model):
+    return attention(model).q_proj
 
 
 def set_attribute(path, value):
-    def change(model):
-        *parents, name = path.split(".")
-        owner = model.get_submodule(".".join(parents))
-        setattr(owner, name, value)
-
-    return change
-
-
-def change_config(**values):
-    return lambda model: [setattr(model.config, name, value) for name, value in values.items()]
-
-
-def change_epsilon(model):
-    model.model.layers[1].input_layernorm.variance_epsilon = 0.1
-
-
-def double_frequencies(model):
-    model.model.rotary_emb.inv_freq.mul_(2)
-
-
-def replace_frequencies(model):
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 2
-
-
-def to_half(model):
-    model.to(torch.bfloat16)
-
-
-def prune_a_head(model):
-    with torch.no_grad():
-        attention(model).o_proj.weight[:, :16] = 0
-
-
-def inference_tensor_in_place(model):
-    with torch.inference_mode():
-        attention(model).k_proj.weight.mul_(1.1)
-
-
-def quantize(model):
-    attention(model).k_proj = Packed(attention(model).k_proj)
-
-
-def repack(model):
-    attention(model).k_proj.packed["weight"].neg_()
-
-
-def rescale_packed(model):
-    attention(model).k_proj.packed["scale"] *= 1.1
-
-
-CHANGES = {
-    "weights scaled in place": ("plain", scale_in_place),
-    "parameter replaced": ("plain", replace_parameter),
-    "data of a parameter replaced": ("plain", replace_data),
-    "data scaled behind autograd": ("plain", scale_behind_autograd),
-    "weights written through numpy": ("plain", write_through_numpy),
-    "layers swapped": ("plain", swap_layers),
-    "other weights loaded": ("plain", load_other_weights),
-    "one embedding": ("plain", change_one_embedding),
-    "a step of an optimizer": ("plain", step_of_an_optimizer),
-    "heads zeroed": ("plain", prune_a_head),
-    "forward of an instance": ("plain", patch_instance_forward),
-    "module wrapped": ("plain", patch_module_call),
-    "quantized": ("plain", quantize),
-    "attention's scaling": ("plain", set_attribute("model.layers.0.self_attn.scaling", 0.5)),
-    "epsilon of a norm": ("plain", change_epsilon),
-    "epsilon in the config": ("plain", change_config(rms_norm_eps=0.1)),
-    "frequencies in place": ("plain", double_frequencies),
-    "frequencies replaced": ("plain", replace_frequencies),
-    "rope's attention scaling": ("plain", set_attribute("model.rotary_emb.attention_scaling", 1.5)),
-    "another dtype and back": ("plain", lambda model: (to_half(model), model.to(torch.float32))),
-    "an activation": ("plain", set_attribute("model.layers.0.mlp.act_fn", torch.nn.Tanh())),
-    "a layer's feed-forward": ("plain", lambda model: setattr(model.model.layers[0], "mlp", Gain(0.5))),
-    "a hook": ("plain", lambda model: attention(model).k_proj.register_forward_hook(Scaled(1.1))),
-    "a hook before": (
-        "plain",
-        lambda model: attention(model).k_proj.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,)),
-    ),
-    "state of a hook": ("hook", lambda model: setattr(model.hook, "factor", 1.2)),
-    "hook removed": ("hook", lambda model: attention(model).k_proj._forward_hooks.clear()),
-    "scaling of an adapter": ("lora", lambda model: attention(model).q_proj.scaling.update(one=2.0)),
-    "scaling of an adapter by a little": ("lora", lambda model: attention(model).q_proj.scaling.update(one=1.05)),
-    "scaling dict replaced": ("lora", lambda model: setattr(attention(model).q_proj, "scaling", {"one": 3.0})),
-    "another adapter": ("lora", lambda model: setattr(attention(model).q_proj, "_active_adapter", ["two"])),
-    "both adapters": ("lora", lambda model: attention(model).q_proj._active_adapter.append("two")),
-    "adapters disabled": ("lora", lambda model: setattr(attention(model).q_proj, "_disable_adapters", True)),
-    "weights of an adapter": (
-        "lora",
-        lambda model: attention(model).q_proj.lora_b["one"].weight.data.mul_(2),
-    ),
-    "adapter removed": ("lora", lambda model: setattr(attention(model), "q_proj", attention(model).q_proj.base_layer)),
-    "packed weights": ("packed", repack),
-    "scale of packed weights": ("packed", rescale_packed),
-    "inference tensor in place": ("inference", inference_tensor_in_place),
-    "function of the module patched": ("patched", "apply_rotary_pos_emb"),
-    "forward of a class patched": ("patched", "LlamaAttention.forward"),
-    "forward of a norm's class patched": ("patched", "LlamaRMSNorm.forward"),
-    "forward of a shared class patched": ("patched", "LlamaMLP.forward"),
-    "autocast": ("context", lambda: torch.autocast("cpu", torch.bfloat16)),
-    "weights in a global": ("global", None),
-    "torch's linear patched": ("patched torch", None),
-}
+    """Return a function that sets an attribute of a submodule of the model."""
+    parent, _, name = path.rpartition(".")
+    return lambda model: setattr(model.get_submodule(parent), name, value)
 
 
 GLOBAL = {"gain": 1.0}
+# The changes, by kind of model.
+CHANGES = {
+    "plain": {
+        "weights scaled in place": lambda model: k_proj(model).weight.mul_(1.1),
+        "parameter replaced": lambda model: setattr(
+            k_proj(model), "weight", torch.nn.Parameter(k_proj(model).weight * 1.1)
+        ),
+        "data of a parameter replaced": lambda model: setattr(
+            k_proj(model).weight, "data", k_proj(model).weight.detach() * 1.1
+        ),
+        "data scaled behind autograd": scale_behind_autograd,
+        "weights written through numpy": lambda model: attention(model).v_proj.weight.detach().numpy().__imul__(1.1),
+        "layers swapped": swap_layers,
+        "other weights loaded": lambda model: model.load_state_dict(built(seed=1).state_dict()),
+        # Of a token that stands at the prompt's start only.
+        "one embedding": lambda model: model.model.embed_tokens.weight[int(IDS[0, 0])].add_(1.0),
+        "a step of an optimizer": step_of_an_optimizer,
+        "heads zeroed": lambda model: attention(model).o_proj.weight[:, :16].zero_(),
+        "forward of an instance": patch_instance_forward,
+        "module wrapped": lambda model: replace(model, "v_proj", lambda old: torch.nn.Sequential(old, Gain(1.1))),
+        "quantized": lambda model: replace(model, "k_proj", Packed),
+        "attention's scaling": set_attribute("model.layers.0.self_attn.scaling", 0.5),
+        "epsilon of a norm": set_attribute("model.layers.1.input_layernorm.variance_epsilon", 0.1),
+        "epsilon in the config": lambda model: setattr(model.config, "rms_norm_eps", 0.1),
+        "frequencies in place": lambda model: model.model.rotary_emb.inv_freq.mul_(2),
+        "frequencies replaced": lambda model: setattr(
+            model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * 2
+        ),
+        "rope's attention scaling": set_attribute("model.rotary_emb.attention_scaling", 1.5),
+        "another dtype and back": lambda model: model.to(torch.bfloat16).to(torch.float32),
+        "an activation": set_attribute("model.layers.0.mlp.act_fn", torch.nn.Tanh()),
+        "a layer's feed-forward": set_attribute("model.layers.0.mlp", Gain(0.5)),
+        "a hook": lambda model: k_proj(model).register_forward_hook(Gain(1.1)),
+        "a hook before": lambda model: k_proj(model).register_forward_pre_hook(lambda _, args: (args[0] * 1.1,)),
+    },
+    "hook": {
+        "state of a hook": lambda model: setattr(model.hook, "factor", 1.2),
+        "hook removed": lambda model: k_proj(model)._forward_hooks.clear(),
+    },
+    "lora": {
+        "scaling of an adapter": lambda model: q_proj(model).scaling.update(one=2.0),
+        "scaling of an adapter by a little": lambda model: q_proj(model).scaling.update(one=1.05),
+        "scaling dict replaced": lambda model: setattr(q_proj(model), "scaling", {"one": 3.0}),
+        "another adapter": lambda model: setattr(q_proj(model), "_active_adapter", ["two"]),
+        "both adapters": lambda model: q_proj(model)._active_adapter.append("two"),
+        "adapters disabled": lambda model: setattr(q_proj(model), "_disable_adapters", True),
+        "weights of an adapter": lambda model: q_proj(model).lora_b["one"].weight.data.mul_(2),
+        "adapter removed": lambda model: replace(model, "q_proj", lambda old: old.base_layer),
+    },
+    "packed": {
+        "packed weights": lambda model: k_proj(model).packed["weight"].neg_(),
+        "scale of packed weights": lambda model: k_proj(model).packed["scale"].mul_(1.1),
+    },
+    "inference": {"inference tensor in place": scale_in_inference_mode},
+    "patched": {
+        "function of the module patched": "apply_rotary_pos_emb",
+        "forward of a class patched": "LlamaAttention.forward",
+        "forward of a norm's class patched": "LlamaRMSNorm.forward",
+        "forward of a shared class patched": "LlamaMLP.forward",
+    },
+    "context": {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)},
+    "global": {"weights in a global": None},
+    "patched torch": {"torch's linear patched": None},
+}
+CASES = [(kind, name) for kind, changes in CHANGES.items() for name in changes]
 
 
 def prepared(kind):
+    """Return a model for changes of this kind."""
     if kind == "inference":
         with torch.inference_mode():
             return built()
     model = built()
     if kind == "lora":
-        attention(model).q_proj = LowRank(attention(model).q_proj)
-        with torch.no_grad():
-            for parameter in attention(model).q_proj.parameters():
-                parameter.normal_(std=0.2)
-        return model.eval()
-    if kind == "hook":
-        model.__dict__["hook"] = Scaled(1.0)
-        attention(model).k_proj.register_forward_hook(model.hook)
+        replace(model, "q_proj", LowRank)
+    elif kind == "hook":
+        # Not a submodule.
+        model.__dict__["hook"] = Gain(1.0)
+        k_proj(model).register_forward_hook(model.hook)
     elif kind == "packed":
-        quantize(model)
+        replace(model, "k_proj", Packed)
     elif kind == "global":
-        attention(model).k_proj.register_forward_hook(lambda module, args, output: output * GLOBAL["gain"])
-    return model
+        k_proj(model).register_forward_hook(lambda module, args, output: output * GLOBAL["gain"])
+    return model.eval()
 
 
-def answer(run, ids, **kwargs):
-    return run(ids, max_new_tokens=8, do_sample=False, **kwargs)
+def patch_scaled(monkeypatch, path):
+    """Let a function or method of the Llama module return tensors scaled by 1.1."""
+    owner, _, name = path.rpartition(".")
+    owner = getattr(modeling_llama, owner) if owner else modeling_llama
+    original = getattr(owner, name)
+
+    def scaled(value):
+        return value * 1.1 if isinstance(value, torch.Tensor) else value
+
+    def patched(*args, **kwargs):
+        out = original(*args, **kwargs)
+        return tuple(map(scaled, out)) if isinstance(out, tuple) else scaled(out)
+
+    monkeypatch.setattr(owner, name, patched)
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if i % 5 else []) for i, case in enumerate(CHANGES)]
+    ("kind", "name"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if i % 5 else [], id=case[1]) for i, case in enumerate(CASES)],
 )
-def test_generate_after_change_gives_tokens_of_changed_model(case, monkeypatch):
-    kind, change = CHANGES[case]
+def test_generate_after_change_gives_tokens_of_changed_model(kind, name, monkeypatch):
+    change = CHANGES[kind][name]
     model = prepared(kind)
     cache = PrefixCache(model, num_blocks=64)
-    ids = draw(60)
-    stale = answer(cache.generate, ids)
-    assert torch.equal(answer(cache.generate, ids), stale)
+    stale = cached(cache, IDS, new=8)
+    assert torch.equal(cached(cache, IDS, new=8), stale)
     assert (cache.stats().loaded_tokens, cache.stats().rejected_hits) == (32, 0)
     context = torch.no_grad()
     if kind == "patched":
-        owner, _, name = change.rpartition(".")
-        owner = getattr(modeling_llama, owner) if owner else modeling_llama
-        original = getattr(owner, name)
-
-        def patched(*args, **kwargs):
-            out = original(*args, **kwargs)
-            return tuple(map(scaled, out)) if isinstance(out, tuple) else scaled(out)
-
-        def scaled(value):
-            return value * 1.1 if isinstance(value, torch.Tensor) else value
-
-        monkeypatch.setattr(owner, name, patched)
+        patch_scaled(monkeypatch, change)
     elif kind == "patched torch":
         linear = torch.nn.functional.linear
         monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: linear(*args) * 1.1)
@@ -320,110 +240,70 @@ def test_generate_after_change_gives_tokens_of_changed_model(case, monkeypatch):
     elif kind == "context":
         context = change()
     else:
-        change(model)
+        with torch.no_grad():
+            change(model)
     with context:
-        expected = answer(model.generate, ids, attention_mask=torch.ones_like(ids))
-        for _ in range(2):
-            assert torch.equal(answer(cache.generate, ids), expected)
-        past, n = cache.load(ids)
+        expected = check_answer(cache, IDS, new=8)
+        check_answer(cache, IDS, new=8)
+        past, n = cache.load(IDS)
         assert n == 48
-        assert model(ids[:, n:], past_key_values=past).logits[0, -1].argmax() == expected[0, 60]
+        assert model(IDS[:, n:], past_key_values=past).logits[0, -1].argmax() == expected[0, 60]
     assert cache.stats().loaded_tokens >= 2 * 32
 
 
-def test_load_after_hidden_change_finds_nothing_then_the_new_blocks():
-    model = built()
-    cache = PrefixCache(model, num_blocks=64)
-    ids = draw(60)
-    answer(cache.generate, ids)
+@pytest.fixture
+def model():
+    return built()
+
+
+@pytest.fixture
+def cache(model):
+    return PrefixCache(model, num_blocks=64)
+
+
+def test_load_after_hidden_change_finds_nothing_then_the_new_blocks(model, cache):
+    cached(cache, IDS)
     scale_behind_autograd(model)
-    past, n = cache.load(ids)
+    past, n = cache.load(IDS)
     assert (n, past.get_seq_length(), cache.stats().rejected_hits, cache.stats().loaded_tokens) == (0, 0, 1, 0)
     with torch.no_grad():
-        model(ids, past_key_values=past)
-    assert cache.store(ids, past) == 3
-    assert cache.load(ids)[1] == 48
+        model(IDS, past_key_values=past)
+    assert cache.store(IDS, past) == 3
+    assert cache.load(IDS)[1] == 48
 
 
-def test_rejected_hits_are_counted_and_warned_about_once(caplog):
-    model = built()
-    cache = PrefixCache(model, num_blocks=64)
-    ids = draw(60)
-    answer(cache.generate, ids)
+def test_rejected_hits_of_a_padded_batch_are_counted_and_warned_about_once(model, cache, caplog):
+    ids, mask = padded(70, 53)
+    cached(cache, ids, mask)
     with caplog.at_level(logging.WARNING, "kvcache"):
         for _ in range(2):
             scale_behind_autograd(model)
-            answer(cache.generate, ids)
+            check_answer(cache, ids, mask)
     assert cache.stats().rejected_hits == 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "LlamaForCausalLM no longer computes the keys and values that were stored" in caplog.text
 
 
-def test_rejected_hit_streams_and_samples_as_without_a_cache():
-    model = built()
-    cache = PrefixCache(model, num_blocks=64)
-    ids = draw(60)
-    answer(cache.generate, ids)
-    scale_behind_autograd(model)
-    streamed = []
-
-    class Streamer(transformers.generation.streamers.BaseStreamer):
-        def put(self, value):
-            streamed.append(value.flatten().tolist())
-
-        def end(self):
-            streamed.append("end")
-
-    options = {"max_new_tokens": 8, "do_sample": True, "top_k": 50, "output_logits": True}
-    options["return_dict_in_generate"] = True
-    outputs = []
-    for run, more in ((model.generate, {"attention_mask": torch.ones_like(ids)}), (cache.generate, {})):
-        torch.manual_seed(3)
-        streamed.clear()
-        outputs.append(run(input_ids=ids, streamer=Streamer(), **options, **more))
-    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    assert all(torch.equal(*pair) for pair in zip(outputs[0].logits, outputs[1].logits, strict=True))
-    assert streamed == [ids[0].tolist(), *[[token] for token in outputs[0].sequences[0, 60:].tolist()], "end"]
-    assert cache.stats().rejected_hits == 1
-
-
-def test_batch_with_padding_rejects_hit_of_changed_model():
-    model = built()
-    cache = PrefixCache(model, num_blocks=64)
-    ids, mask = draw(70).repeat(2, 1), torch.ones(2, 70, dtype=torch.long)
-    ids[1, 17:], mask[1, :17] = draw(53, seed=1)[0], 0
-    answer(cache.generate, ids, attention_mask=mask)
-    for _ in range(2):
-        scale_behind_autograd(model)
-        expected = answer(model.generate, ids, attention_mask=mask)
-        assert torch.equal(answer(cache.generate, ids, attention_mask=mask), expected)
-    assert cache.stats().rejected_hits == 2
-
-
-def test_one_block_stored_by_another_model_never_begins_a_longer_prefix():
+def test_one_block_stored_by_another_model_never_begins_a_longer_prefix(model, cache):
     # The hit of one block saves nothing, yet it is compared: later blocks would follow it.
-    model = built()
-    cache = PrefixCache(model, num_blocks=64)
-    ids = draw(60)
-    answer(cache.generate, ids[:, :17])
+    cached(cache, IDS[:, :17])
     scale_behind_autograd(model)
-    expected = answer(model.generate, ids, attention_mask=torch.ones_like(ids))
     for _ in range(2):
-        assert torch.equal(answer(cache.generate, ids), expected)
+        check_answer(cache, IDS)
     assert cache.stats().rejected_hits == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_dtypes_reject_a_change_and_nothing_else(dtype):
-    model = built().to(dtype)
+    model = built(dtype=dtype)
     cache = PrefixCache(model, num_blocks=256)
     for seed in range(4):
-        answer(cache.generate, draw(60, seed))
-        answer(cache.generate, torch.cat([draw(60, seed), draw(9, seed)], dim=1))
+        cached(cache, prompt_of(60, seed))
+        cached(cache, torch.cat([prompt_of(60, seed), prompt_of(9, seed)], dim=1))
     assert cache.stats().rejected_hits == 0
     assert cache.stats().loaded_tokens == 4 * 32
-    attention(model).k_proj.weight.data.mul_(1.5)
-    answer(cache.generate, draw(60))
+    k_proj(model).weight.data.mul_(1.5)
+    cached(cache, IDS)
     assert cache.stats().rejected_hits == 1
 
 
@@ -435,24 +315,18 @@ def test_model_whose_positions_count_padding_gets_keys_by_padding():
         max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0, decoder_start_token_id=1,
     )  # fmt: skip
     config.is_encoder_decoder = False
-    model = transformers.TrOCRForCausalLM(config).eval()
-    cache = PrefixCache(model, num_blocks=64)
-    ids, mask = torch.zeros(2, 70, dtype=torch.long), torch.ones(2, 70, dtype=torch.long)
-    ids[0], ids[1, 17:], mask[1, :17] = draw(70)[0], draw(70)[0, :53], 0
-    for one, of_one in ((ids[:1], mask[:1]), (ids, mask), (ids, mask)):
-        expected = answer(model.generate, one, attention_mask=of_one)
-        assert torch.equal(answer(cache.generate, one, attention_mask=of_one), expected)
+    cache = PrefixCache(transformers.TrOCRForCausalLM(config).eval(), num_blocks=64)
+    ids, mask = padded(70, 53)
+    for num_rows in (1, 2, 2):
+        check_answer(cache, ids[:num_rows], mask[:num_rows])
     assert cache.load(ids, mask)[1] == 64
     assert cache.stats().rejected_hits == 0
 
 
-def test_verify_off_computes_nothing_again():
-    model = built()
+def test_verify_off_computes_nothing_again(model):
     cache = PrefixCache(model, num_blocks=64, verify=False)
-    ids = draw(60)
-    expected = answer(cache.generate, ids)
-    assert torch.equal(answer(cache.generate, ids), expected)
-    assert cache.stats().loaded_tokens == 48
+    for _ in range(2):
+        check_answer(cache, IDS)
     assert cache.stats().loaded_tokens == 48
     scale_behind_autograd(model)
-    assert cache.load(ids)[1] == 48
+    assert cache.load(IDS)[1] == 48

@@ -14,7 +14,7 @@ import pytest
 
 from kvcache.assembly.assemble import OffloadSettings
 from kvcache.integrations.vllm.releases import RELEASES, REQUIRED_NAMES, choose_release
-from kvcache.integrations.vllm.settings import blocks_per_rank, read_settings, unknown_keys
+from kvcache.integrations.vllm.settings import WHERE, blocks_per_rank, read_settings, unknown_keys
 
 
 def modules_with(names: dict[str, tuple[str, ...]]) -> Any:
@@ -50,70 +50,7 @@ def test_refusal_names_what_is_missing(found: str) -> None:
         choose_release(found, allow_untried=True, import_module=modules_with(fewer))
 
 
-def test_settings_read_numbers_as_json_writes_them() -> None:
-    settings = read_settings({"spec_name": "X", "cpu_bytes_to_use": 1e9, "cache_policy": "arc", "store_threshold": 2.0})
-    assert settings == OffloadSettings(cpu_bytes_to_use=10**9, cache_policy="arc", store_threshold=2)
-
-
-def test_the_policy_is_gittins_unless_another_is_named() -> None:
-    assert read_settings({"cpu_bytes_to_use": 1}).cache_policy == "gittins"
-    assert read_settings({"cpu_bytes_to_use": 1}, num_groups=2).cache_policy == "lru"
-    assert read_settings({"cpu_bytes_to_use": 1, "cache_policy": "arc"}, num_groups=2).cache_policy == "arc"
-    assert read_settings({"cpu_bytes_to_use": 1, "cache_policy": "lru"}).cache_policy == "lru"
-    assert OffloadSettings(cpu_bytes_to_use=1).cache_policy == "lru"
-
-
-def test_sizes_and_durations_are_read_as_everywhere() -> None:
-    settings = read_settings({"cpu_bytes_to_use": "1.5GiB", "advanced": {"retention_share": "25%"}, "what_if": True})
-    assert settings.cpu_bytes_to_use == 3 << 29
-    assert (settings.retention_share, settings.what_if) == (0.25, True)
-
-
-@pytest.mark.parametrize("key", ["num_cpu_blocks", "enable_events"])
-def test_options_that_the_engine_decides_are_not_read(key: str) -> None:
-    given = {"cpu_bytes_to_use": 1, "cache_policy": "lru"}
-    assert read_settings({**given, key: "nonsense"}) == OffloadSettings(cpu_bytes_to_use=1)
-    assert key in unknown_keys({key: 1})
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "much", float("inf"), [1]])
-def test_cpu_bytes_to_use_must_be_a_size(value: Any) -> None:
-    with pytest.raises(ValueError, match="cpu_bytes_to_use in kv_connector_extra_config must be bytes >= 1 or a size"):
-        read_settings({"cpu_bytes_to_use": value})
-
-
-@pytest.mark.parametrize(
-    ("extra_config", "message"),
-    [
-        ({}, "must have 'cpu_bytes_to_use'"),
-        ({"cpu_bytes_to_use": None}, "must have 'cpu_bytes_to_use'"),
-        (
-            {"cpu_bytes_to_use": 1, "cache_policy": "lur"},
-            "unknown policy 'lur', known ones: lru, arc.*did you mean 'lru'",
-        ),
-        (
-            {"cpu_bytes_to_use": 1, "eviction_policy": "arc"},
-            "kvcache reads 'cache_policy', not 'eviction_policy'='arc'",
-        ),
-        (
-            {"cpu_bytes_to_use": 1, "canonical_layout": True, "data_plane": "kvcache"},
-            "does not support 'canonical_layout'",
-        ),
-        (
-            {"cpu_bytes_to_use": 1, "advanced": {"pool_path": "/x"}, "tiers": [{"type": "memory", "capacity": 1}]},
-            "pool_path",
-        ),
-        (
-            {"cpu_bytes_to_use": 1, "num_copy_threads": 2},
-            "num_copy_threads in .* must be written inside 'advanced', got 2",
-        ),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_settings(extra_config)
-
-
+ROOM = {"cpu_bytes_to_use": 1}
 DISK = {"type": "disk", "path": "kv", "capacity": "1GiB"}
 
 
@@ -123,33 +60,64 @@ def disk_tier() -> None:
     importlib.import_module("kvcache.tiers.disk.tier")
 
 
+def test_read_settings_reads_sizes_durations_and_numbers_as_json_writes_them() -> None:
+    assert read_settings(
+        {"spec_name": "X", "cpu_bytes_to_use": 1e9, "cache_policy": "arc", "store_threshold": 2.0}
+    ) == OffloadSettings(cpu_bytes_to_use=10**9, cache_policy="arc", store_threshold=2)
+    found = read_settings({"cpu_bytes_to_use": "1.5GiB", "advanced": {"retention_share": "25%"}, "what_if": True})
+    assert (found.cpu_bytes_to_use, found.retention_share, found.what_if) == (3 << 29, 0.25, True)
+
+
+def test_read_settings_policy_is_gittins_for_one_group_unless_another_is_named() -> None:
+    assert read_settings(ROOM).cache_policy == "gittins"
+    assert read_settings(ROOM, num_groups=2).cache_policy == "lru"
+    assert read_settings({**ROOM, "cache_policy": "arc"}, num_groups=2).cache_policy == "arc"
+    assert read_settings({**ROOM, "cache_policy": "lru"}).cache_policy == "lru"
+    assert OffloadSettings(cpu_bytes_to_use=1).cache_policy == "lru"
+
+
+@pytest.mark.parametrize("key", ["num_cpu_blocks", "enable_events"])
+def test_read_settings_ignores_options_that_the_engine_decides(key: str) -> None:
+    assert read_settings({**ROOM, "cache_policy": "lru", key: "nonsense"}) == OffloadSettings(cpu_bytes_to_use=1)
+    assert key in unknown_keys({key: 1})
+
+
 @pytest.mark.usefixtures("disk_tier")
-def test_tiers_are_read(tmp_path: Path) -> None:
-    found = read_settings(
-        {"cpu_bytes_to_use": 1, "tiers": [DISK], "pool_folder": str(tmp_path), "lookup_deadline_s": "1s"}
-    )
-    (tier,) = found.tiers
-    assert (tier.options, found.pool_folder, found.lookup_deadline_s) == (
-        {"path": "kv", "capacity": "1GiB"},
-        str(tmp_path),
-        1,
-    )
-    assert read_settings({"cpu_bytes_to_use": 1}).tiers == ()
+def test_read_settings_reads_tiers(tmp_path: Path) -> None:
+    found = read_settings({**ROOM, "tiers": [DISK], "pool_folder": str(tmp_path), "lookup_deadline_s": "1s"})
+    assert (found.pool_folder, found.lookup_deadline_s) == (str(tmp_path), 1)
+    assert [tier.options for tier in found.tiers] == [{"path": "kv", "capacity": "1GiB"}]
+    assert read_settings(ROOM).tiers == ()
 
 
 @pytest.mark.parametrize(
     ("extra_config", "message"),
     [
-        ({"tiers": []}, "tiers in kv_connector_extra_config must be a list of dicts, at least one, got"),
-        ({"tiers": DISK}, "tiers in kv_connector_extra_config must be a list of dicts, at least one, got"),
+        ({"cpu_bytes_to_use": None}, "must have 'cpu_bytes_to_use'"),
+        *[
+            ({"cpu_bytes_to_use": value}, f"cpu_bytes_to_use in {WHERE} must be bytes >= 1 or a size")
+            for value in (0, -1, 1.5, True, "much", float("inf"), [1])
+        ],
+        ({"cache_policy": "lur"}, "unknown policy 'lur', known ones: lru, arc.*did you mean 'lru'"),
+        ({"eviction_policy": "arc"}, "kvcache reads 'cache_policy', not 'eviction_policy'='arc'"),
+        ({"canonical_layout": True, "data_plane": "kvcache"}, "does not support 'canonical_layout'"),
+        ({"advanced": {"pool_path": "/x"}, "tiers": [{"type": "memory", "capacity": 1}]}, "pool_path"),
+        ({"num_copy_threads": 2}, "num_copy_threads in .* must be written inside 'advanced', got 2"),
+        ({"tiers": []}, f"tiers in {WHERE} must be a list of dicts, at least one, got"),
+        ({"tiers": DISK}, f"tiers in {WHERE} must be a list of dicts, at least one, got"),
         ({"tiers": [{"path": "kv"}]}, "a tier needs a type"),
         ({"tiers": [{**DISK, "type": "dsk"}]}, "unknown tier 'dsk'.*did you mean 'disk'"),
-        ({"lookup_deadline_s": 1}, "lookup_deadline_s in kv_connector_extra_config need 'tiers'"),
+        ({"lookup_deadline_s": 1}, f"lookup_deadline_s in {WHERE} need 'tiers'"),
     ],
 )
-def test_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
+def test_read_settings_refuses_invalid_settings(extra_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_settings({"cpu_bytes_to_use": 1, **extra_config})
+        read_settings({**ROOM, **extra_config})
+
+
+def test_read_settings_refuses_settings_without_a_size() -> None:
+    with pytest.raises(ValueError, match="must have 'cpu_bytes_to_use'"):
+        read_settings({})
 
 
 @pytest.mark.usefixtures("disk_tier")
@@ -157,38 +125,31 @@ def test_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], mess
     ("extra_config", "message"),
     [
         ({"tiers": [{**DISK, "write_policy": "never"}]}, "write_policy in tier 'disk' must be one of .*, got 'never'"),
-        (
-            {"tiers": [DISK], "lookup_deadline_s": 0},
-            "lookup_deadline_s in .* must be a number of seconds > 0 .*, got 0",
-        ),
-        ({"tiers": [DISK], "pool_folder": "/no/such"}, "pool_folder must be a folder in shared memory, got '/no/such'"),
+        ({"lookup_deadline_s": 0}, "lookup_deadline_s in .* must be a number of seconds > 0 .*, got 0"),
+        ({"pool_folder": "/no/such"}, "pool_folder must be a folder in shared memory, got '/no/such'"),
     ],
 )
-def test_disk_tiers_that_make_no_sense_are_refused(extra_config: dict[str, Any], message: str) -> None:
+def test_read_settings_refuses_invalid_disk_tiers(extra_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_settings({"cpu_bytes_to_use": 1, **extra_config})
+        read_settings({**ROOM, "tiers": [DISK], **extra_config})
 
 
 @pytest.mark.usefixtures("disk_tier")
-def test_tiers_are_refused_with_a_pipeline() -> None:
+def test_blocks_per_rank_refuses_tiers_of_a_pipeline() -> None:
     settings = read_settings({"cpu_bytes_to_use": 1000, "tiers": [DISK]})
     assert (blocks_per_rank(settings, 1, 100), blocks_per_rank(settings, 2, 100)) == (10, 5)
     with pytest.raises(ValueError, match=r"'tiers' under vLLM are for tensor parallelism, .* a pipeline of 2 stages"):
         blocks_per_rank(settings, 2, 100, 2)
 
 
-def test_unknown_keys_are_named_with_what_they_resemble() -> None:
-    assert unknown_keys({"cpu_bytes_to_use": 1, "spec_name": "X", "blocks_per_chunk": 2}) == ""
-    assert unknown_keys({"cpu_bytes_to_use": 1, "cache_polcy": "arc"}) == "cache_polcy (did you mean 'cache_policy'?)"
+def test_unknown_keys_are_named_with_the_key_they_resemble() -> None:
+    assert unknown_keys({**ROOM, "spec_name": "X", "blocks_per_chunk": 2}) == ""
+    assert unknown_keys({**ROOM, "cache_polcy": "arc"}) == "cache_polcy (did you mean 'cache_policy'?)"
 
 
-def test_each_rank_gets_its_share() -> None:
+def test_blocks_per_rank_share_below_one_block_is_refused() -> None:
     settings = OffloadSettings(cpu_bytes_to_use=1000)
     assert [blocks_per_rank(settings, ranks, 100) for ranks in (1, 4, 3)] == [10, 2, 3]
-
-
-def test_share_below_one_block_is_refused() -> None:
-    settings = OffloadSettings(cpu_bytes_to_use=1000)
     with pytest.raises(ValueError, match=r"at least one block of 1004 bytes over all 4 workers, got 1000"):
         blocks_per_rank(settings, 4, 251)
     with pytest.raises(ValueError, match="no KV cache to offload"):

@@ -20,11 +20,7 @@ def transfer_config(extra_config: dict[str, Any], module: str = "kvcache.integra
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "KVCacheOffloadingSpec",
-            "spec_module_path": module,
-            **extra_config,
-        },
+        "kv_connector_extra_config": {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": module, **extra_config},
     }
 
 
@@ -97,21 +93,13 @@ def test_check_is_a_general_plugin_of_vllm() -> None:
     }
 
 
-def engine_logger() -> tuple[logging.Logger, logging.Handler]:
-    engine, handler = logging.Logger("vllm", logging.INFO), logging.NullHandler()
-    engine.addHandler(handler)
-    return engine, handler
-
-
-def test_library_logs_where_the_engine_logs() -> None:
-    ours, (engine, handler) = logging.Logger("kvcache"), engine_logger()
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_use_engine_log_adds_the_engines_handlers_to_an_unconfigured_log(is_configured: bool) -> None:
+    ours, engine = logging.Logger("kvcache"), logging.Logger("vllm", logging.INFO)
+    engine.addHandler(logging.NullHandler())
+    own = [logging.NullHandler()] if is_configured else []
+    ours.handlers += own
     for _ in range(2):
         startup.use_engine_log(ours, engine)
-    assert (ours.handlers, ours.level, ours.propagate) == ([handler], logging.INFO, False)
-
-
-def test_log_that_somebody_has_configured_is_left_alone() -> None:
-    ours, own = logging.Logger("kvcache"), logging.NullHandler()
-    ours.addHandler(own)
-    startup.use_engine_log(ours, engine_logger()[0])
-    assert (ours.handlers, ours.propagate) == ([own], True)
+    assert (ours.handlers, ours.propagate) == (own or engine.handlers, is_configured)
+    assert ours.level == (logging.NOTSET if is_configured else logging.INFO)

@@ -20,6 +20,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 
 
+def llama_config(num_hidden_layers: int = 2, **changes: Any) -> LlamaConfig:
+    return LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=num_hidden_layers, **changes)
+
+
 def model_config(folder: Path, **changes: Any) -> Any:
     fields = {
         "model": str(folder),
@@ -31,7 +35,7 @@ def model_config(folder: Path, **changes: Any) -> Any:
         "disable_sliding_window": False,
         "max_model_len": 2048,
         "multimodal_config": None,
-        "hf_config": LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2),
+        "hf_config": llama_config(),
     }
     return SimpleNamespace(**{**fields, **changes})
 
@@ -49,7 +53,16 @@ def write_weights(folder: Path, seed: int) -> Path:
     return folder
 
 
-def engine(model: Any, **changes: Any) -> Any:
+def taken(model: Any, **of_engine: Any) -> dict[str, Any]:
+    """Return the fingerprint of an engine of one group on one rank; without a model, of an unknown engine."""
+    config = SimpleNamespace(
+        model=SimpleNamespace(name="name", dtype="float32"),
+        kv_cache_layout="LBHNC",
+        groups=[SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("layer",))],
+        cache=SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=16),
+        worker_kv_bytes_per_block=4096,
+        parallel=SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1),
+    )
     fields = {
         "model_config": model,
         "load_config": SimpleNamespace(load_format="auto", download_dir=None),
@@ -57,20 +70,7 @@ def engine(model: Any, **changes: Any) -> Any:
         "lora_config": None,
         "speculative_config": None,
     }
-    return SimpleNamespace(**{**fields, **changes})
-
-
-def taken(vllm_config: Any, **changes: Any) -> dict[str, Any]:
-    """Return the fingerprint of an engine of one group on one rank."""
-    fields = {
-        "model": SimpleNamespace(name="name", dtype="float32"),
-        "kv_cache_layout": "LBHNC",
-        "groups": [SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("layer",))],
-        "cache": SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=16),
-        "worker_kv_bytes_per_block": 4096,
-        "parallel": SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1),
-    }
-    found = fingerprint(SimpleNamespace(**{**fields, **changes}), vllm_config)
+    found = fingerprint(config, model and SimpleNamespace(**{**fields, **of_engine}))
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -80,70 +80,53 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("of_model", "field"),
+    ("of_model", "of_engine", "field"),
     [
-        ({"dtype": torch.bfloat16}, "compute_dtype"),
-        ({"quantization": "fp8"}, "quantization"),
-        ({"quantization_config": {"linear": "int8"}}, "quantization"),
-        ({"disable_sliding_window": True}, "sliding_window"),
-        ({"multimodal_config": SimpleNamespace(mm_processor_kwargs={"num_crops": 4})}, "multimodal"),
-        ({"hf_config": LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=3)}, "config"),
-        (
-            {
-                "hf_config": LlamaConfig(
-                    hidden_size=64, num_attention_heads=2, num_hidden_layers=2, rope_parameters=YARN
-                )
-            },
-            "config",
-        ),
+        ({"dtype": torch.bfloat16}, {}, "compute_dtype"),
+        ({"quantization": "fp8"}, {}, "quantization"),
+        ({"quantization_config": {"linear": "int8"}}, {}, "quantization"),
+        ({"disable_sliding_window": True}, {}, "sliding_window"),
+        ({"multimodal_config": SimpleNamespace(mm_processor_kwargs={"num_crops": 4})}, {}, "multimodal"),
+        ({"hf_config": llama_config(num_hidden_layers=3)}, {}, "config"),
+        ({"hf_config": llama_config(rope_parameters=YARN)}, {}, "config"),
+        ({}, {"cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=["0"])}, "kv_skip_layers"),
+        ({}, {"lora_config": SimpleNamespace(lora_dtype=torch.float16, default_mm_loras=None)}, "lora"),
     ],
 )
-def test_fingerprint_model_setting_changed_differs_in_its_field(folder: Path, of_model: Any, field: str) -> None:
-    before, after = taken(engine(model_config(folder))), taken(engine(model_config(folder, **of_model)))
-    assert differing(before, after) == {field}
-
-
-@pytest.mark.parametrize(
-    ("of_engine", "field"),
-    [
-        ({"cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=["0"])}, "kv_skip_layers"),
-        ({"lora_config": SimpleNamespace(lora_dtype=torch.float16, default_mm_loras=None)}, "lora"),
-    ],
-)
-def test_fingerprint_engine_setting_changed_differs_in_its_field(folder: Path, of_engine: Any, field: str) -> None:
-    model = model_config(folder)
-    assert differing(taken(engine(model)), taken(engine(model, **of_engine))) == {field}
+def test_fingerprint_setting_changed_differs_in_its_field(
+    folder: Path, of_model: Any, of_engine: Any, field: str
+) -> None:
+    found = taken(model_config(folder, **of_model), **of_engine)
+    assert differing(taken(model_config(folder)), found) == {field}
 
 
 def test_fingerprint_draft_model_is_part(folder: Path, tmp_path: Path) -> None:
     drafts = [model_config(write_weights(tmp_path / f"draft{seed}", seed)) for seed in (1, 2)]
-    found = [
-        taken(engine(model_config(folder), speculative_config=SimpleNamespace(draft_model_config=draft)))
-        for draft in drafts
-    ]
+    model = model_config(folder)
+    found = [taken(model, speculative_config=SimpleNamespace(draft_model_config=draft)) for draft in drafts]
     assert differing(*found) == {"draft"}
-    assert "draft" not in taken(engine(model_config(folder)))
+    assert "draft" not in taken(model)
 
 
 def test_fingerprint_other_weights_of_equal_shapes_differ(folder: Path, tmp_path: Path) -> None:
-    before = taken(engine(model_config(folder)))
-    assert taken(engine(model_config(write_weights(tmp_path / "copy", seed=0)))) == before
-    assert differing(taken(engine(model_config(write_weights(tmp_path / "tuned", seed=1)))), before) == {"weights"}
+    before = taken(model_config(folder))
+    assert taken(model_config(write_weights(tmp_path / "copy", seed=0))) == before
+    assert differing(taken(model_config(write_weights(tmp_path / "tuned", seed=1))), before) == {"weights"}
     write_weights(folder, seed=1)
-    assert differing(taken(engine(model_config(folder))), before) == {"weights"}
+    assert differing(taken(model_config(folder)), before) == {"weights"}
 
 
-def test_fingerprint_what_generates_text_is_left_out(folder: Path) -> None:
-    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, eos_token_id=7)
+def test_fingerprint_settings_of_text_generation_are_left_out(folder: Path) -> None:
+    config = llama_config(eos_token_id=7)
     config.transformers_version, config._name_or_path = "9.9", "elsewhere"
     changed = model_config(folder, hf_config=config, max_model_len=1024, seed=5)
-    assert taken(engine(changed)) == taken(engine(model_config(folder)))
+    assert taken(changed) == taken(model_config(folder))
 
 
 def test_fingerprint_longest_prompt_counts_for_longrope_only(folder: Path) -> None:
-    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2)
+    config = llama_config()
     config.rope_parameters = LONG
-    found = [taken(engine(model_config(folder, hf_config=config, max_model_len=n))) for n in (1024, 2048)]
+    found = [taken(model_config(folder, hf_config=config, max_model_len=n)) for n in (1024, 2048)]
     assert differing(*found) == {"max_model_len"}
 
 
@@ -155,10 +138,10 @@ def test_fingerprint_unreadable_weights_uses_name_and_warns(
     monkeypatch.setattr(identity.logger, "warning", lambda text, *values: warnings.append(text % values))
     load_config = SimpleNamespace(load_format="dummy" if case == "dummy" else "auto", download_dir=str(folder))
     model = model_config(folder) if case == "dummy" else model_config(Path("org/none"), revision="1")
-    found = taken(None if case == "no config" else engine(model, load_config=load_config))
+    found = taken(None if case == "no config" else model, load_config=load_config)
     assert ("by the model's name only" if case == "no config" else "by this name only") in warnings[0]
     if case == "hub":
         assert found["weights"] == "org/none@1, format auto, seed 0"
         other = copy.copy(model)
         other.revision = "2"
-        assert differing(taken(engine(other, load_config=load_config)), found) == {"weights"}
+        assert differing(taken(other, load_config=load_config), found) == {"weights"}

@@ -272,8 +272,8 @@ class PrefixCache:
         RuntimeError
             `model.generate` did not continue from the loaded prefix.
         """
-        config = checked_generation(self.model, input_ids, attention_mask, kwargs)
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
+        config = checked_generation(self.model, input_ids, attention_mask, kwargs)
         inputs = {
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids) if attention_mask is None else attention_mask,
