@@ -1,4 +1,4 @@
-"""A KV cache, a pool and two handlers on a device, and what a simulated device shows beyond them."""
+"""A KV cache, a pool and two handlers on a device; on the simulated one, also checks for races and synchronisation."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def spec_of(device_ids, host_ids, first_index=0):
     return GPULoadStoreSpec(device_ids, [len(device_ids)], [first_index]), CPULoadStoreSpec(host_ids)
 
 
+def kv_caches_of(layers, page_bytes):
+    """Return one group of tensors; `page_bytes` are the bytes that each one uses of a page."""
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(layer, layer.shape[1]) for layer in layers],
+        [[CanonicalKVCacheRef(i, n) for i, n in enumerate(page_bytes)]],
+    )
+
+
 ALL = spec_of(range(NUM_BLOCKS), range(NUM_BLOCKS // 2))
 # Two jobs without a block in common.
 OUT = spec_of(range(NUM_BLOCKS // 2), range(NUM_BLOCKS // 4))
@@ -57,10 +65,7 @@ class Bench(AbstractContextManager):
         self.layers = [
             torch.randint(-128, 128, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8).to(DEVICE) for _ in range(NUM_LAYERS)
         ]
-        self.kv_caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(layer, PAGE_BYTES) for layer in self.layers],
-            [[CanonicalKVCacheRef(i, layer_bytes(i)) for i in range(NUM_LAYERS)]],
-        )
+        self.kv_caches = kv_caches_of(self.layers, map(layer_bytes, range(NUM_LAYERS)))
         self.pool = HostPool(NUM_BLOCKS // 2, host_block_bytes(self.kv_caches, 2), pin=True)
         self.store, self.load = self.handlers()
         torch.accelerator.synchronize()
@@ -104,9 +109,9 @@ class Bench(AbstractContextManager):
             LATE.host_touch(self.pool.address + block_id * self.pool.stride_bytes, self.pool.block_bytes, False)
         return self.pool.block(block_id).view(2, PART_BYTES)
 
-    def parts(self, block_id, layers):
-        """Return a device block's bytes as a host block holds them, of layers in host memory."""
-        return torch.cat([layer[block_id, : layer_bytes(i)] for i, layer in enumerate(layers)])
+    def read_layers(self):
+        """Return the bytes of all device blocks as host blocks hold them, (device blocks, bytes)."""
+        return torch.cat([layer.cpu()[:, : layer_bytes(i)] for i, layer in enumerate(self.layers)], 1)
 
 
 def finish(handler, job_id):

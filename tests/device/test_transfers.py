@@ -17,6 +17,7 @@ from bench import (
     PART_BYTES,
     finish,
     keep_busy,
+    kv_caches_of,
     layer_bytes,
     new_stream,
     no_synchronisation,
@@ -25,7 +26,6 @@ from bench import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcache.specs import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvcache.transfer import pinning
 from kvcache.transfer.factory import cpu_gpu_handlers
 from kvcache.transfer.geometry import KVGeometry
@@ -35,7 +35,7 @@ from kvcache.transfer.streams import DeviceStream
 
 
 def test_bytes_return_after_store_and_load(bench):
-    before = [layer.cpu() for layer in bench.layers]
+    before = bench.read_layers()
     order = torch.randperm(NUM_BLOCKS - 1).tolist()
     spec = spec_of(order, torch.randperm(NUM_BLOCKS // 2).tolist(), 1)
     bench.store.transfer_async(1, spec)
@@ -43,27 +43,25 @@ def test_bytes_return_after_store_and_load(bench):
     bench.fill(9)
     bench.load.transfer_async(2, spec[::-1])
     finish(bench.load, 2)
-    for i, (layer, old) in enumerate(zip(bench.layers, before, strict=True)):
-        n, now = layer_bytes(i), layer.cpu()
-        assert torch.equal(now[order, :n], old[order, :n])
-        assert bool((now[:, n:] == 9).all())
-        assert bool((now[NUM_BLOCKS - 1] == 9).all())
+    assert torch.equal(bench.read_layers()[order], before[order])
+    for i, layer in enumerate(bench.layers):
+        assert bool((layer.cpu()[:, layer_bytes(i) :] == 9).all())
+        assert bool((layer.cpu()[NUM_BLOCKS - 1] == 9).all())
 
 
 def test_single_blocks_return_after_store_and_load(bench):
-    before = [layer.cpu() for layer in bench.layers]
-    for job_id in range(4):
-        bench.store.transfer_async(job_id, spec_of([3 * job_id], [job_id], 1))
+    before = bench.read_layers()
+    specs = [spec_of([3 * job_id], [job_id], 1) for job_id in range(4)]
+    for job_id, spec in enumerate(specs):
+        bench.store.transfer_async(job_id, spec)
     bench.store.wait(range(4))
     for job_id in range(4):
-        assert torch.equal(bench.read_block(job_id)[1], bench.parts(3 * job_id, before))
+        assert torch.equal(bench.read_block(job_id)[1], before[3 * job_id])
     bench.fill(9)
-    for job_id in range(4):
-        bench.load.transfer_async(job_id, spec_of([3 * job_id], [job_id], 1)[::-1])
+    for job_id, spec in enumerate(specs):
+        bench.load.transfer_async(job_id, spec[::-1])
     bench.load.wait(range(4))
-    now = [layer.cpu() for layer in bench.layers]
-    for job_id in range(4):
-        assert torch.equal(bench.parts(3 * job_id, now), bench.parts(3 * job_id, before))
+    assert torch.equal(bench.read_layers()[:12:3], before[:12:3])
 
 
 def test_store_waits_for_the_compute_stream(bench):
@@ -107,32 +105,28 @@ def test_load_that_was_reported_is_seen_by_any_stream(bench):
 
 
 def test_jobs_in_a_row_keep_their_ids_and_staging(bench):
-    before = [layer.cpu() for layer in bench.layers]
+    before = bench.read_layers()
     pairs = [(NUM_BLOCKS - 1 - 2 * i, NUM_BLOCKS - 2 - 2 * i) for i in range(NUM_BLOCKS // 2)]
     for job_id, pair in enumerate(pairs):
         bench.store.transfer_async(job_id, spec_of(pair, [job_id]))
     seen = []
     while len(seen) < len(pairs):
         for result in poll(bench.store):
-            rows = bench.read_block(result.job_id)
-            for row, block in zip(rows, pairs[result.job_id], strict=True):
-                assert torch.equal(row, bench.parts(block, before))
+            assert torch.equal(bench.read_block(result.job_id), before[list(pairs[result.job_id])])
             seen.append(result.job_id)
     assert seen == list(range(len(pairs)))
 
 
 def test_job_larger_than_staging_returns_its_bytes(bench):
-    before = [layer.cpu() for layer in bench.layers]
+    before = bench.read_layers()
     store, load = bench.handlers(staging_bytes=3 * NUM_LAYERS * layer_bytes(0))
     store.transfer_async(1, ALL)
     finish(store, 1)
-    for block_id in range(NUM_BLOCKS):
-        assert torch.equal(bench.read_host()[block_id // 2, block_id % 2], bench.parts(block_id, before))
+    assert torch.equal(bench.read_host().reshape(NUM_BLOCKS, PART_BYTES), before)
     bench.fill(9)
     load.transfer_async(1, ALL[::-1])
     finish(load, 1)
-    now = [layer.cpu() for layer in bench.layers]
-    assert all(torch.equal(bench.parts(i, now), bench.parts(i, before)) for i in range(NUM_BLOCKS))
+    assert torch.equal(bench.read_layers(), before)
 
 
 def test_both_directions_at_once_share_no_memory(bench):
@@ -307,20 +301,6 @@ def test_other_current_device_changes_nothing(bench):
     assert bool((bench.layers[0].cpu() == 5).all())
 
 
-def test_copy_crosses_pieces_that_were_pinned_apart(bench, monkeypatch):
-    monkeypatch.setattr(HostPool, "piece_bytes", 3 * 4096 // 2 * (layer_bytes(0) // 512))
-    bench.pool.close()
-    bench.pool = HostPool(NUM_BLOCKS // 2, bench.pool.block_bytes)
-    assert bench.pool.wait_ready(60)
-    assert bench.pool.is_pinned
-    assert bench.pool.num_bytes > bench.pool.piece_bytes
-    bench.store, bench.load = bench.handlers()
-    test_bytes_return_after_store_and_load(bench)
-    bench.pool.close()
-    monkeypatch.undo()
-    bench.pool.pin()
-
-
 def test_copies_are_correct_while_the_pool_is_pinned_in_the_background(bench, monkeypatch):
     allowed = threading.Semaphore(1)
     lock = pinning.lock
@@ -336,10 +316,13 @@ def test_copies_are_correct_while_the_pool_is_pinned_in_the_background(bench, mo
     num_pieces = -(-bench.pool.num_bytes // HostPool.piece_bytes)
     assert (num_pieces > 2, bench.pool.is_pinned) == (True, False)
     bench.store, bench.load = bench.handlers()
-    for _ in range(num_pieces - 1):
-        # The first round runs before the second piece is pinned, the others while or after the next one is.
-        test_bytes_return_after_store_and_load(bench)
-        allowed.release()
+    try:
+        for _ in range(num_pieces - 1):
+            # The first round runs before the second piece is pinned, the others while or after the next one is.
+            test_bytes_return_after_store_and_load(bench)
+            allowed.release()
+    finally:
+        allowed.release(num_pieces)
     assert bench.pool.wait_ready(60)
     assert bench.pool.is_pinned
     test_bytes_return_after_store_and_load(bench)
@@ -394,11 +377,8 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("to_host", [True, False], ids=["store", "load"])
 def test_64_scattered_blocks_of_32_layers_cost_at_most_120_calls(bench, to_host):
     layers = [torch.zeros(256, 64, dtype=torch.int8, device=DEVICE) for _ in range(32)]
-    kv_caches = CanonicalKVCaches(
-        [CanonicalKVCacheTensor(layer, 64) for layer in layers], [[CanonicalKVCacheRef(i, 64) for i in range(32)]]
-    )
     pool = HostPool(256, 64 * 32)
-    handler = cpu_gpu_handlers(kv_caches, pool)[0 if to_host else 1]
+    handler = cpu_gpu_handlers(kv_caches_of(layers, [64] * 32), pool)[0 if to_host else 1]
     spec = spec_of(torch.randperm(256)[:64].numpy(), 2 * torch.randperm(128)[:64].numpy())
     with Calls() as calls:
         handler.transfer_async(1, spec if to_host else spec[::-1])
@@ -412,13 +392,9 @@ def test_64_scattered_blocks_of_32_layers_cost_at_most_120_calls(bench, to_host)
 def test_2_mib_blocks_move_at_the_rate_of_one_large_copy(to_host):
     num_blocks, num_layers = 512, 32
     page = (2 << 20) // num_layers
-    tensors = [
-        CanonicalKVCacheTensor(torch.zeros(2 * num_blocks, page, dtype=torch.int8, device=DEVICE), page)
-        for _ in range(num_layers)
-    ]
-    kv_caches = CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(i, page) for i in range(num_layers)]])
+    layers = [torch.zeros(2 * num_blocks, page, dtype=torch.int8, device=DEVICE) for _ in range(num_layers)]
     pool = HostPool(2 * num_blocks, 2 << 20)
-    handler = cpu_gpu_handlers(kv_caches, pool)[0 if to_host else 1]
+    handler = cpu_gpu_handlers(kv_caches_of(layers, [page] * num_layers), pool)[0 if to_host else 1]
     order = torch.randperm(2 * num_blocks)
     spec = spec_of(order[:num_blocks].numpy(), order[num_blocks:].numpy())
     flat = torch.empty(num_blocks << 21, dtype=torch.int8, device=DEVICE)

@@ -67,24 +67,36 @@ def test_runs_that_touch_on_both_sides_are_merged(case):
     assert not touching.any()
 
 
-def test_adjacent_blocks_become_one_run():
-    geometry = Geometry([(1000, 8, 16)], [[(0, 16)]], 5000, 16, 8)
-    ids = np.array([2, 3, 4, 7])
-    runs = geometry.runs(ids, [4], [0], np.array([0, 1, 2, 3]))
-    assert runs.tolist() == [[5000, 1032, 48], [5048, 1112, 16]]
+class Fickle(list):
+    """A sequence whose elements change when they are read: each must be read once."""
+
+    def __getitem__(self, i):
+        value = super().__getitem__(i)
+        self[i] = -1000
+        return value
 
 
-def test_partial_blocks_start_and_end_inside_a_host_block():
-    geometry = Geometry([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, 4)
-    runs = geometry.runs(np.array([7, 5, 3]), [3], [6], np.array([2, 0]))
-    # Block 6 of the request is the third device block of its offloaded block, and block 8 is the first of the next one.
-    assert runs.tolist() == [[1100, 70, 10], [1110, 50, 10], [1000, 30, 10]]
-
-
-def test_layers_side_by_side_are_one_piece():
-    geometry = Geometry([(0, 4, 100), (10, 4, 100), (30, 4, 100)], [[(0, 10), (1, 10), (2, 5)]], 1000, 25, 4)
-    assert geometry.segments(0) == [(0, 100, 0, 20), (30, 100, 20, 5)]
-    assert geometry.runs(np.array([1]), [1], [0], np.array([3])).tolist() == [[1075, 100, 20], [1095, 130, 5]]
+@pytest.mark.parametrize(
+    ("layout", "device_ids", "first_index", "host_ids", "runs"),
+    [
+        pytest.param(
+            ([(1000, 8, 16)], [[(0, 16)]], 5000, 16, 8), [2, 3, 4, 7], 0, [0, 1, 2, 3],
+            [[5000, 1032, 48], [5048, 1112, 16]], id="adjacent-blocks",
+        ),
+        # Block 6 of the request is the third device block of its offloaded block, block 8 the first of the next one.
+        pytest.param(
+            ([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, 4), [7, 5, 3], 6, [2, 0],
+            [[1100, 70, 10], [1110, 50, 10], [1000, 30, 10]], id="parts-of-host-blocks",
+        ),
+        pytest.param(
+            ([(0, 4, 100), (10, 4, 100), (30, 4, 100)], [[(0, 10), (1, 10), (2, 5)]], 1000, 25, 4), [1], 0, [3],
+            [[1075, 100, 20], [1095, 130, 5]], id="layers-side-by-side",
+        ),
+    ],
+)  # fmt: skip
+def test_geometry_returns_the_runs_of_a_transfer(layout, device_ids, first_index, host_ids, runs):
+    sizes, indices = Fickle([len(device_ids)]), Fickle([first_index])
+    assert Geometry(*layout).runs(np.array(device_ids), sizes, indices, np.array(host_ids)).tolist() == runs
 
 
 def test_hundred_thousand_blocks_in_one_transfer():
@@ -147,51 +159,37 @@ def test_more_bytes_than_can_be_counted_are_refused():
         geometry.check(np.zeros(5, np.int64), [5], [0], np.zeros(5, np.int64))
 
 
-class Fickle(list):
-    """A sequence whose elements change when they are read."""
-
-    def __getitem__(self, i):
-        value = super().__getitem__(i)
-        self[i] = -1000
-        return value
-
-
-def test_sequences_are_read_once():
-    geometry = Geometry([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, 4)
-    assert geometry.runs(np.array([7]), Fickle([1]), Fickle([6]), np.array([2])).tolist() == [[1100, 70, 10]]
-
-
 def kv_caches_of(tensor, page, refs=((0, 8),)):
     return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page)], [[CanonicalKVCacheRef(i, n) for i, n in refs]])
 
 
-@pytest.mark.parametrize("factor", [0, -2, "2"])
-def test_a_host_block_of_no_device_blocks_has_no_size(factor):
-    with pytest.raises(ValueError, match=f"block_size_factor must be an int >= 1, got {factor!r}"):
-        host_block_bytes(kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), factor)
+BLOCKS = torch.zeros(4, 8, dtype=torch.int8)
 
 
 @pytest.mark.parametrize(
     ("kv_caches", "factor", "message"),
     [
         (kv_caches_of(torch.zeros(4, 8), 8), 1, r"tensor 0 must be int8 .*, got torch.float32"),
-        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 9), 1, r"shape \(num_blocks, 9\), got \(4, 8\)"),
+        (kv_caches_of(BLOCKS, 9), 1, r"shape \(num_blocks, 9\), got \(4, 8\)"),
         (kv_caches_of(torch.zeros(32, dtype=torch.int8), 8), 1, r"shape \(num_blocks, 8\), got \(32,\)"),
         (kv_caches_of(torch.zeros(8, 4, dtype=torch.int8).t(), 8), 1, r"contiguous blocks, got strides \(1, 4\)"),
         (kv_caches_of(torch.zeros(1, 8, dtype=torch.int8).expand(4, 8), 8), 1, r"overlapping blocks: 8 bytes"),
         (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8, device="meta"), 8), 1, r"on the accelerator, got meta"),
         (kv_caches_of(np.zeros((4, 8), np.int8), 8), 1, r"must be a torch.Tensor, got ndarray"),
-        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(1, 8)]), 1, r"names tensor 1, there are 1"),
-        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(0, 9)]), 1, r"copies 9 bytes .* has 1\.\.8"),
-        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(0, 0)]), 1, r"copies 0 bytes"),
-        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8, [(0, 8.0)]), 1, r"two ints, got 0 and 8\.0"),
-        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8.0), 1, r"an int for page_size_bytes, got 8\.0"),
-        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), True, r"factor must be an int >= 1, got True"),
-        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), 3, r"block has 24 bytes, the pool's blocks have 16"),
-        (kv_caches_of(torch.zeros(4, 8, dtype=torch.int8), 8), 0, r"block_size_factor must be an int >= 1, got 0"),
+        (kv_caches_of(BLOCKS, 8, [(1, 8)]), 1, r"names tensor 1, there are 1"),
+        (kv_caches_of(BLOCKS, 8, [(0, 9)]), 1, r"copies 9 bytes .* has 1\.\.8"),
+        (kv_caches_of(BLOCKS, 8, [(0, 0)]), 1, r"copies 0 bytes"),
+        (kv_caches_of(BLOCKS, 8, [(0, 8.0)]), 1, r"two ints, got 0 and 8\.0"),
+        (kv_caches_of(BLOCKS, 8.0), 1, r"an int for page_size_bytes, got 8\.0"),
+        (kv_caches_of(BLOCKS, 8), True, r"factor must be an int >= 1, got True"),
+        (kv_caches_of(BLOCKS, 8), 3, r"block has 24 bytes, the pool's blocks have 16"),
+        *((kv_caches_of(BLOCKS, 8), n, f"block_size_factor must be an int >= 1, got {n!r}") for n in (0, -2, "2")),
     ],
 )
 def test_a_wrong_kv_cache_is_refused(kv_caches, factor, message):
     pool = NoisyPool(np.zeros(2 * GUARD + 64, np.int8), 4, 16, 16)
     with pytest.raises(ValueError, match=message):
         KVGeometry(kv_caches, pool, factor)
+    if "factor" in message:
+        with pytest.raises(ValueError, match=message):
+            host_block_bytes(kv_caches, factor)

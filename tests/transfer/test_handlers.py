@@ -29,6 +29,7 @@ from kvcache.transfer.host_pool import HostPool
 from kvcache.transfer.staged import StagedCopyHandler
 from kvcache.transfer.worker import OffloadingWorker
 
+ONE = spec_of([1], [1])
 # Minutes of copying on a `busy` handler, for tests that inspect jobs in flight and then abandon them.
 LONG_JOB = spec_of(list(range(64)) * 5000, list(range(64)) * 5000)
 
@@ -84,54 +85,30 @@ def test_store_then_load_brings_the_bytes_back(handlers, kv_caches):
         assert torch.equal(kv.tensor[10:13], old[[3, 1, 8]])
 
 
-def test_a_job_of_no_blocks_ends_in_its_turn(handlers):
-    store, _ = handlers
-    for job_id in (4, 5, 6):
-        store.transfer_async(job_id, spec_of([], []) if job_id == 5 else spec_of([1], [1]))
-    store.wait([4, 5, 6])
-    assert [(r.job_id, r.transfer_size) for r in store.get_finished()] == [(4, 128), (5, 0), (6, 128)]
-
-
-def test_jobs_end_in_submission_order(busy):
-    handler, *_ = busy
-    handler.transfer_async(99, spec_of(range(64), range(64)))
-    for job_id in range(98, 0, -1):
-        handler.transfer_async(job_id, spec_of([job_id % 64], [job_id % 64]))
-    handler.wait(range(100))
-    assert [result.job_id for result in handler.get_finished()] == list(range(99, 0, -1))
-
-
-def test_a_later_job_of_one_direction_overwrites_an_earlier_one(busy):
-    handler, kv_caches, pool = busy
-    tensor = kv_caches.tensors[0].tensor
-    for job_id in range(8):
-        handler.transfer_async(job_id, spec_of([job_id] * 40, range(40)))
-    handler.wait([7])
-    assert all(torch.equal(pool.block(i), tensor[7]) for i in range(40))
-
-
-def test_waiting_for_unknown_or_ended_jobs_returns(handlers):
+def test_wait_returns_after_its_jobs_and_ignores_other_ids(handlers):
     store, _ = handlers
     store.wait([])
     store.wait([1, 2])
-    store.transfer_async(1, spec_of([1], [1]))
-    store.wait([1, 17])
-    store.wait([1])
-    store.get_finished()
-    store.wait([1])
+    for job_id in (4, 5, 6):
+        store.transfer_async(job_id, spec_of([], []) if job_id == 5 else ONE)
+    store.wait([4, 5, 6, 17])
+    store.wait([5])
+    assert [(r.job_id, r.transfer_size) for r in store.get_finished()] == [(4, 128), (5, 0), (6, 128)]
+    store.wait([5])
 
 
-def test_neither_submission_nor_get_finished_waits(busy):
-    handler, *_ = busy
-    handler.transfer_async(1, LONG_JOB)
-    assert handler.get_finished() == []
-    handler.shutdown(wait=False)
-    assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, False)]
+def test_jobs_of_one_direction_run_and_end_in_submission_order(busy):
+    handler, kv_caches, pool = busy
+    for job_id in range(99, 0, -1):
+        handler.transfer_async(job_id, spec_of([job_id % 64] * 40, range(40)))
+    handler.wait(range(100))
+    assert [result.job_id for result in handler.get_finished()] == list(range(99, 0, -1))
+    assert all(torch.equal(pool.block(i), kv_caches.tensors[0].tensor[1]) for i in range(40))
 
 
-def test_a_job_id_in_flight_is_refused(handlers):
+def test_job_id_in_flight_is_refused(handlers):
     store, _ = handlers
-    store.transfer_async(1, spec_of([1], [1]))
+    store.transfer_async(1, ONE)
     with pytest.raises(ValueError, match="job_id 1 is in flight"):
         store.transfer_async(1, spec_of([2], [2]))
     store.wait([1])
@@ -139,56 +116,32 @@ def test_a_job_id_in_flight_is_refused(handlers):
     assert store.transfer_async(1, spec_of([2], [2]))
 
 
-@pytest.mark.parametrize("job_id", ["1", None, 1 << 63, 1.5])
-def test_a_job_id_that_is_no_int64_is_refused(handlers, job_id):
-    with pytest.raises(ValueError, match="job_id must be an int64"):
-        handlers[0].transfer_async(job_id, spec_of([1], [1]))
-
-
-def test_the_wrong_media_are_refused(handlers):
+@pytest.mark.parametrize(
+    ("job_id", "spec", "message"),
+    [
+        *((job_id, ONE, "job_id must be an int64") for job_id in ("1", None, 1 << 63, 1.5)),
+        *((1, spec, "a transfer is a tuple of two") for spec in (None, "GC", ONE[1:], (None, ONE[1]))),
+        (1, ONE[::-1], r"jobs are \(GPULoadStoreSpec, CPULoadStoreSpec\), got \(CPULoadStoreSpec"),
+        (1, spec_of([1, 2, 16], [1, 2, 3]), "got 16"),
+    ],
+)
+def test_refused_job_moves_no_byte_and_later_jobs_run(handlers, pool, job_id, spec, message):
     store, load = handlers
-    spec = spec_of([1], [1])
-    with pytest.raises(ValueError, match=r"jobs are \(GPULoadStoreSpec, CPULoadStoreSpec\), got \(CPULoadStoreSpec"):
-        store.transfer_async(1, spec[::-1])
+    pool.tensor.fill_(7)
+    with pytest.raises(ValueError, match=message):
+        store.transfer_async(job_id, spec)
     with pytest.raises(ValueError, match=r"jobs are \(CPULoadStoreSpec, GPULoadStoreSpec\)"):
-        load.transfer_async(1, spec)
-
-
-@pytest.mark.parametrize("spec", [None, "GC", (CPULoadStoreSpec([1]),), (None, CPULoadStoreSpec([1]))])
-def test_what_is_no_pair_of_specs_is_refused(handlers, spec):
-    worker = OffloadingWorker()
-    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, handlers[0])
-    for target in (handlers[0], worker):
-        with pytest.raises(ValueError, match="a transfer is a tuple of two LoadStoreSpecs"):
-            target.transfer_async(1, spec)
+        load.transfer_async(1, ONE)
+    assert bool((pool.tensor == 7).all())
+    assert store.transfer_async(1, ONE)
+    store.wait([1])
+    assert [result.success for result in store.get_finished()] == [True]
 
 
 @pytest.mark.parametrize("num_threads", [-1, 0, 1.5, "2", 65])
 def test_handlers_with_invalid_num_threads_raise(kv_caches, pool, num_threads):
     with pytest.raises(ValueError, match=f"num_threads must be .*, got {num_threads!r}"):
         cpu_gpu_handlers(kv_caches, pool, num_threads=num_threads)
-
-
-def test_a_refused_job_moves_no_byte_and_later_jobs_run(handlers, pool):
-    store, _ = handlers
-    pool.tensor.fill_(7)
-    with pytest.raises(ValueError, match="got 16"):
-        store.transfer_async(1, spec_of([1, 2, 16], [1, 2, 3]))
-    assert bool((pool.tensor == 7).all())
-    assert store.transfer_async(1, spec_of([1], [1]))
-    store.wait([1])
-    assert [result.success for result in store.get_finished()] == [True]
-
-
-def test_specs_may_be_changed_once_submitted(busy):
-    handler, kv_caches, pool = busy
-    ids, host_ids = np.arange(64), np.arange(64)
-    handler.transfer_async(1, spec_of(ids, host_ids))
-    handler.transfer_async(2, spec_of(ids, host_ids))
-    ids[:] = 1 << 40
-    host_ids[:] = -5
-    handler.wait([2])
-    assert torch.equal(pool.tensor, kv_caches.tensors[0].tensor)
 
 
 def test_memory_of_a_tensor_with_handlers_cannot_be_resized(handlers, kv_caches):
@@ -214,7 +167,7 @@ def test_memory_of_a_tensor_stays_while_it_is_copied(busy):
 def test_a_tensor_that_went_away_fails_its_jobs_once_each(handlers, kv_caches):
     store, load = handlers
     kv_caches.tensors[0].tensor.set_()
-    store.transfer_async(1, spec_of([1], [1]))
+    store.transfer_async(1, ONE)
     store.transfer_async(2, spec_of([2], [2]))
     load.transfer_async(3, spec_of([2], [2])[::-1])
     store.wait([1, 2])
@@ -224,48 +177,72 @@ def test_a_tensor_that_went_away_fails_its_jobs_once_each(handlers, kv_caches):
     assert store.get_finished() == []
 
 
-def test_shutdown_waits_for_what_is_in_flight(busy):
+def test_shutdown_waits_for_jobs_whose_specs_have_changed_since(busy):
     handler, kv_caches, pool = busy
-    handler.transfer_async(1, spec_of(range(64), range(64)))
-    handler.transfer_async(2, spec_of(range(64), range(64)))
+    ids, host_ids = np.arange(64), np.arange(64)
+    handler.transfer_async(1, spec_of(ids, host_ids))
+    handler.transfer_async(2, spec_of(ids, host_ids))
+    ids[:] = 1 << 40
+    host_ids[:] = -5
     handler.shutdown()
     assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, True), (2, True)]
     assert torch.equal(pool.tensor, kv_caches.tensors[0].tensor)
-    assert handler.transfer_async(3, spec_of([1], [1])) is False
+    assert handler.transfer_async(3, ONE) is False
     handler.shutdown()
 
 
-def test_shutdown_abandons_what_is_in_flight_if_told_so(busy):
+def test_shutdown_without_waiting_fails_jobs_in_flight(busy):
     handler, *_ = busy
     handler.transfer_async(0, LONG_JOB)
     for job_id in range(1, 20):
         handler.transfer_async(job_id, spec_of(range(64), range(64)))
+    assert handler.get_finished() == []
     handler.shutdown(wait=False)
     results = handler.get_finished()
     assert [(r.job_id, r.success, r.transfer_size) for r in results] == [(i, False, 0) for i in range(20)]
 
 
+# A process in which `queue(*options)` copies blocks from `device` to `host`.
+SCRIPT = """
+import resource, signal, threading, time, numpy as np
+from pathlib import Path
+from kvcache.transfer._native.copy import CopyQueue
+from kvcache.transfer._native.plan import Geometry
+num_blocks, block_bytes = {}, {}
+device, host = (np.full((num_blocks, block_bytes), value, np.int8) for value in (1, 0))
+source, target = (memory.__array_interface__["data"][0] for memory in (device, host))
+geometry = Geometry([(source, num_blocks, block_bytes)], [[(0, block_bytes)]], target, block_bytes, num_blocks)
+every = np.arange(num_blocks)
+def queue(*options):
+    return CopyQueue(geometry, True, *options)
+def submit(queue, job_id, ids=every):
+    return queue.submit(job_id, ids, [len(ids)], [0], ids)
+def limit_memory(is_limited):
+    # A thread's stack no longer fits.
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft = mapped + (1 << 20) if is_limited else resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_AS, (soft, resource.RLIM_INFINITY))
+"""
+
+
+def run_script(num_blocks, block_bytes, code, **environment):
+    command = [sys.executable, "-c", SCRIPT.format(num_blocks, block_bytes) + code]
+    return subprocess.check_output(command, env=os.environ | environment, text=True, timeout=100)
+
+
 def test_any_number_of_threads_may_shut_down():
     # A copying thread was joined twice: one caller hung, or returned before the copy had ended.
     code = """
-import threading, numpy as np
-from kvcache.transfer._native.copy import CopyQueue
-from kvcache.transfer._native.plan import Geometry
-device, host = np.ones((64, 1 << 18), np.int8), np.zeros((64, 1 << 18), np.int8)
-address = [memory.__array_interface__["data"][0] for memory in (device, host)]
-geometry = Geometry([(address[0], 64, 1 << 18)], [[(0, 1 << 18)]], address[1], 1 << 18, 64)
-every = np.arange(64)
 for _ in range(30):
-    queue = CopyQueue(geometry, True, 2, -1)
+    one = queue(2, -1)
     for job_id in range(4):
-        queue.submit(job_id, every, [64], [0], every)
-    ended, barrier = [], threading.Barrier(4)
+        submit(one, job_id)
+    ended, returned, barrier = [], [], threading.Barrier(4)
     def close():
         barrier.wait()
-        queue.close()
-        ended.extend(queue.get_finished())
+        one.close()
+        ended.extend(one.get_finished())
         returned.append(len(ended))
-    returned = []
     closers = [threading.Thread(target=close, daemon=True) for _ in range(4)]
     for closer in closers:
         closer.start()
@@ -273,7 +250,7 @@ for _ in range(30):
         closer.join(20)
     assert returned == [4] * 4, returned
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    run_script(64, 1 << 18, code)
 
 
 @pytest.mark.slow
@@ -326,24 +303,20 @@ def test_the_collector_leaves_the_pool_until_no_thread_copies(monkeypatch):
     assert left == [set()]
 
 
-def test_a_spinning_main_thread_does_not_slow_a_copy_down(busy):
+def test_a_spinning_main_thread_does_not_slow_a_copy_down(busy, switch_interval):
     handler, *_ = busy
     spec = spec_of(range(64), range(64))
     handler.transfer_async(0, spec)
     handler.wait([0])
     handler.get_finished()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(5)
-    try:
-        # No thread hands over the GIL, so a copy that needed it would not start.
-        for job_id in range(1, 4):
-            handler.transfer_async(job_id, spec)
-        until = time.monotonic() + 30
-        ended = []
-        while len(ended) < 3 and time.monotonic() < until:
-            ended += handler.get_finished()
-    finally:
-        sys.setswitchinterval(interval)
+    switch_interval(5)
+    # No thread hands over the GIL, so a copy that needed it would not start.
+    for job_id in range(1, 4):
+        handler.transfer_async(job_id, spec)
+    until = time.monotonic() + 30
+    ended = []
+    while len(ended) < 3 and time.monotonic() < until:
+        ended += handler.get_finished()
     assert [result.success for result in ended] == [True] * 3
 
 
@@ -379,7 +352,7 @@ def test_an_interrupted_wait_leaves_its_work_to_the_threads(busy):
         ids = list(range(64)) * 10
         for job_id in range(0, 6, 2):
             handler.transfer_async(job_id, spec_of(ids, ids))
-            handler.transfer_async(job_id + 1, spec_of([1], [1]))
+            handler.transfer_async(job_id + 1, ONE)
             with pytest.raises(Interrupted):
                 wait_and_be_interrupted(job_id)
             ended, until = [], time.monotonic() + 60
@@ -411,54 +384,25 @@ int clock_gettime(clockid_t clock, struct timespec *now)
     library = tmp_path / "stepped.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     code = """
-import signal, numpy as np
-from kvcache.transfer._native.copy import CopyQueue
-from kvcache.transfer._native.plan import Geometry
-device, host = np.ones(1 << 20, np.int8), np.zeros(1 << 20, np.int8)
-address = [memory.__array_interface__["data"][0] for memory in (device, host)]
-queue = CopyQueue(Geometry([(address[0], 1, 1 << 20)], [[(0, 1 << 20)]], address[1], 1 << 20, 1), True, 1)
 minutes = np.zeros(1 << 20, np.int64)
-place = queue.submit(1, minutes, [len(minutes)], [0], minutes)
+one = queue(1)
+place = submit(one, 1, minutes)
 class Interrupted(Exception): pass
 def interrupt(*_): raise Interrupted
 signal.signal(signal.SIGALRM, interrupt)
 signal.setitimer(signal.ITIMER_REAL, 0.3)
 try:
-    queue.wait(place)
+    one.wait(place)
 except Interrupted:
-    queue.close(abandon=True)
-    print([ended[:2] for ended in queue.get_finished()])
+    one.close(abandon=True)
+    print([ended[:2] for ended in one.get_finished()])
 """
-    environment = {**os.environ, "LD_PRELOAD": str(library)}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, timeout=100) == b"[(1, False)]\n"
+    assert run_script(1, 1 << 20, code, LD_PRELOAD=str(library)) == "[(1, False)]\n"
 
 
-def test_results_taken_by_another_thread_are_whole(kv_caches, pool):
+def test_results_taken_by_another_thread_are_whole(kv_caches, pool, take_in_threads):
     handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True, 1)
-    spec = spec_of([1], [1])
-    num_jobs = 3000
-    taken, faults = [], []
-
-    def take():
-        until = time.monotonic() + 60
-        try:
-            while len(taken) < num_jobs and time.monotonic() < until:
-                taken.extend(handler.get_finished())
-        except Exception as fault:
-            faults.append(fault)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        taker = threading.Thread(target=take)
-        taker.start()
-        for job_id in range(num_jobs):
-            handler.transfer_async(job_id, spec)
-        taker.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert faults == []
-    assert [result.job_id for result in taken] == list(range(num_jobs))
+    assert take_in_threads(handler, num_jobs=3000, num_takers=1) == list(range(1, 3001))
 
 
 def test_a_fork_gets_an_error_instead_of_a_hang(kv_caches, pool):
@@ -476,55 +420,38 @@ def test_a_fork_gets_an_error_instead_of_a_hang(kv_caches, pool):
 
 def test_where_no_thread_can_be_had_the_caller_copies():
     code = """
-import resource, numpy as np
-from pathlib import Path
-from kvcache.transfer._native.copy import CopyQueue
-from kvcache.transfer._native.plan import Geometry
-device, host = np.arange(64, dtype=np.int8), np.zeros(64, np.int8)
-address = [memory.__array_interface__["data"][0] for memory in (device, host)]
-queue = CopyQueue(Geometry([(address[0], 8, 8)], [[(0, 8)]], address[1], 8, 8), True, 2, -1)
-mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 20), resource.RLIM_INFINITY))
-every = np.arange(8)
+one = queue(2, -1)
+limit_memory(True)
 for job_id in range(3):
-    queue.submit(job_id, every, [8], [0], every)
-resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    submit(one, job_id)
+limit_memory(False)
 threads = len(list(Path("/proc/self/task").iterdir()))
-queue.wait(3)
-assert [ended[:3] for ended in queue.get_finished()] == [(i, True, 64) for i in range(3)]
+one.wait(3)
+assert [ended[:3] for ended in one.get_finished()] == [(i, True, 64) for i in range(3)]
 assert (device == host).all()
-queue.submit(3, every, [8], [0], every)
-queue.wait(4)
+one.wait(submit(one, 3))
 assert len(list(Path("/proc/self/task").iterdir())) == threads + 1
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_script(8, 8, code)
 
 
 def test_who_waits_copies_too():
     # The job needs two threads, but only one can start: the waiting thread is the second one.
     code = """
-import resource, time, numpy as np
-from pathlib import Path
-from kvcache.transfer._native.copy import CopyQueue
-from kvcache.transfer._native.plan import Geometry
-device, host = np.ones((64, 1 << 20), np.int8), np.zeros((64, 1 << 20), np.int8)
-address = [memory.__array_interface__["data"][0] for memory in (device, host)]
-queue = CopyQueue(Geometry([(address[0], 64, 1 << 20)], [[(0, 1 << 20)]], address[1], 1 << 20, 64), True, 2, -1)
-queue.wait(queue.submit(0, np.array([], np.int64), [0], [0], np.array([], np.int64)))
-mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 20), resource.RLIM_INFINITY))
-every = np.arange(64)
+one = queue(2, -1)
+one.wait(submit(one, 0, np.array([], np.int64)))
+limit_memory(True)
 for job_id in range(1, 31):
-    last = queue.submit(job_id, every, [64], [0], every)
+    last = submit(one, job_id)
 before = time.thread_time()
-queue.wait(last)
+one.wait(last)
 used = time.thread_time() - before
-resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-seconds = sum(ended[3] for ended in queue.get_finished())
+limit_memory(False)
+seconds = sum(ended[3] for ended in one.get_finished())
 assert (host == 1).all()
 assert used > 0.02 * seconds, (used, seconds)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_script(64, 1 << 20, code)
 
 
 def test_ten_thousand_jobs_in_flight_hold_no_more_than_their_specs():
@@ -545,96 +472,82 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_worker_routes_by_media(kv_caches, pool):
+@pytest.fixture
+def worker():
     worker = OffloadingWorker()
-    store, load = cpu_gpu_handlers(kv_caches, pool)
+    yield worker
+    worker.shutdown()
+
+
+def test_worker_routes_by_media(worker, handlers):
+    store, load = handlers
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
     worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
-    assert worker.transfer_async(1, spec_of([1], [1]))
+    assert worker.transfer_async(1, ONE)
     worker.wait([1])
     assert worker.transfer_async(2, spec_of([2], [1])[::-1])
     worker.wait([1, 2])
     assert [(r.job_id, r.transfer_type) for r in worker.get_finished()] == [(1, ("GPU", "CPU")), (2, ("CPU", "GPU"))]
     worker.shutdown()
-    assert worker.transfer_async(3, spec_of([1], [1])) is False
+    assert worker.transfer_async(3, ONE) is False
 
 
-def test_worker_names_the_media_it_cannot_serve(kv_caches, pool):
-    worker = OffloadingWorker()
+def test_worker_names_the_media_it_cannot_serve(worker):
     with pytest.raises(ValueError, match="no handler for transfers GPU -> CPU, known ones: none"):
-        worker.transfer_async(1, spec_of([1], [1]))
-    store, _ = cpu_gpu_handlers(kv_caches, pool)
-    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
+        worker.transfer_async(1, ONE)
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, MinimalHandler())
     with pytest.raises(ValueError, match="GPU -> CPU have a handler already"):
-        worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
+        worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, MinimalHandler())
     with pytest.raises(ValueError, match="CPU -> GPU, known ones: GPU -> CPU"):
-        worker.transfer_async(1, spec_of([1], [1])[::-1])
-    worker.shutdown()
+        worker.transfer_async(1, ONE[::-1])
+    with pytest.raises(ValueError, match="a transfer is a tuple of two LoadStoreSpecs"):
+        worker.transfer_async(1, (None, ONE[1]))
 
 
 class BrokenHandler(OffloadingHandler):
     """A third party's handler that raises in every method."""
 
-    def transfer_async(self, job_id, spec):
-        raise OSError("no such medium")
+    def transfer_async(self, *arguments):
+        raise OSError("the medium is gone")
+
+    wait = shutdown = transfer_async
 
     def get_finished(self):
         yield TransferResult(7, True, 1, 0.0, ("GPU", "GPU"))
-        raise OSError("the medium is gone")
-
-    def wait(self, job_ids):
-        raise OSError("the medium is gone")
-
-    def shutdown(self, wait=True):
         raise OSError("the medium is gone")
 
 
 class MinimalHandler(OffloadingHandler):
     """A third party's handler that defines only the methods that the contract requires."""
 
-    def transfer_async(self, job_id, spec):
-        return True
-
-    def get_finished(self):
-        return []
-
-    def wait(self, job_ids):
-        pass
+    transfer_async = get_finished = wait = lambda *arguments: True
 
 
-def test_worker_reports_a_handler_that_raises_as_a_failed_job(kv_caches, pool):
-    worker = OffloadingWorker()
+def test_worker_reports_a_handler_that_raises_as_a_failed_job(worker):
     broken = BrokenHandler()
     broken.get_finished = list
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, broken)
-    assert worker.transfer_async(5, spec_of([1], [1])) is True
+    assert worker.transfer_async(5, ONE) is True
     assert worker.get_finished() == [TransferResult(5, False, 0, 0.0, ("GPU", "CPU"))]
     assert worker.get_finished() == []
 
 
-def test_a_handler_that_raises_everywhere_costs_the_others_nothing(kv_caches, pool, caplog):
-    worker = OffloadingWorker()
+def test_a_handler_that_raises_everywhere_costs_the_others_nothing(worker, kv_caches, pool, caplog):
     store, load = cpu_gpu_handlers(kv_caches, pool)
     worker.register_handler(GPULoadStoreSpec, GPULoadStoreSpec, BrokenHandler())
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
     worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
-    worker.transfer_async(1, spec_of([1], [1]))
+    worker.transfer_async(1, ONE)
     worker.wait([1])
     # Results that the handler returned before it raised are reported, too.
     assert [result.job_id for result in worker.get_finished()] == [7, 1]
     assert [result.job_id for result in worker.get_finished()] == [7]
     worker.shutdown()
-    assert store.transfer_async(2, spec_of([1], [1])) is False
-    assert load.transfer_async(3, spec_of([1], [1])[::-1]) is False
+    assert store.transfer_async(2, ONE) is False
+    assert load.transfer_async(3, ONE[::-1]) is False
     # The engine polls at every step, but each warning is logged once.
     assert [record.message for record in caplog.records] == [
         "BrokenHandler did not wait: its jobs may still be in flight",
         "BrokenHandler did not return its finished jobs",
         "BrokenHandler did not shut down",
     ]
-
-
-def test_a_handler_needs_no_shutdown():
-    worker = OffloadingWorker()
-    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, MinimalHandler())
-    worker.shutdown()

@@ -1,9 +1,5 @@
 """The device's handler over host tensors: copies, ends of jobs, threads and faults."""
 
-import sys
-import threading
-import time
-
 import geometries
 import pytest
 import torch
@@ -21,9 +17,19 @@ def layered(num_layers=4):
     return geometries.layered(32, 16, num_layers)
 
 
-def make_handler(kv_caches, to_host=True, stream=None, staging_bytes=1 << 20):
+def make_handler(kv_caches=None, to_host=True, stream=None, staging_bytes=1 << 20):
     pool = HostPool(32, 64, pin=False)
-    return StagedCopyHandler(KVGeometry(kv_caches, pool), to_host, stream or HostStream(), staging_bytes), pool
+    geometry = KVGeometry(kv_caches or layered(), pool)
+    return StagedCopyHandler(geometry, to_host, stream or HostStream(), staging_bytes), pool
+
+
+@pytest.fixture
+def stalled():
+    """A handler with job 1 in flight, and its stream, on which nothing is done yet."""
+    stream = HostStream(done=0)
+    handler, _ = make_handler(stream=stream)
+    handler.transfer_async(1, spec_of([1], [1]))
+    return handler, stream
 
 
 class LinkStream(HostStream):
@@ -38,29 +44,24 @@ class LinkStream(HostStream):
         super().copy_many(targets, sources)
 
 
-def test_store_adjacent_host_blocks_cross_as_one_copy():
+@pytest.mark.parametrize(
+    ("device_ids", "host_ids", "staging_bytes", "crossed"),
+    [
+        pytest.param([9, 3, 5, 7], [2, 3, 4, 8], 1 << 20, [3 * 64, 64], id="adjacent-host-blocks"),
+        pytest.param([*range(12)], [*range(12)], 5 * 64 + 63, [5 * 64, 5 * 64, 2 * 64], id="larger-than-staging"),
+        pytest.param([9], [2], 1 << 20, [16] * 4, id="one-block-is-not-staged"),
+    ],
+)
+def test_store_crosses_the_link_in_few_copies(device_ids, host_ids, staging_bytes, crossed):
     stream = LinkStream()
-    handler, _ = make_handler(layered(), stream=stream)
-    handler.transfer_async(1, spec_of([9, 3, 5, 7], [2, 3, 4, 8]))
-    assert stream.crossed == [3 * 64, 64]
-
-
-def test_store_larger_than_staging_is_cut_into_chunks():
-    stream = LinkStream()
-    handler, _ = make_handler(layered(), stream=stream, staging_bytes=5 * 64 + 63)
-    handler.transfer_async(1, spec_of(range(12), range(12)))
-    assert stream.crossed == [5 * 64, 5 * 64, 2 * 64]
+    handler, pool = make_handler(kv_caches := layered(), stream=stream, staging_bytes=staging_bytes)
+    handler.transfer_async(1, spec_of(device_ids, host_ids))
+    assert stream.crossed == crossed
     # The ids are sent once for all chunks.
-    assert stream.log == ["wait for compute", "record event", "send 12", "record event"]
-
-
-def test_store_one_block_is_not_staged():
-    stream = LinkStream()
-    handler, pool = make_handler(kv_caches := layered(), stream=stream)
-    handler.transfer_async(1, spec_of([9], [2]))
-    assert stream.crossed == [16] * 4
-    assert torch.equal(pool.block(2), torch.cat([kv.tensor[9] for kv in kv_caches.tensors]))
-    assert "send 1" not in stream.log
+    sent = [f"send {len(device_ids)}"] if len(device_ids) > 1 else []
+    assert stream.log == ["wait for compute", "record event", *sent, "record event"]
+    for device_id, host_id in zip(device_ids, host_ids, strict=True):
+        assert torch.equal(pool.block(host_id), torch.cat([kv.tensor[device_id] for kv in kv_caches.tensors]))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_store_names_a_host_block_twice_keeps_either_source():
 
 def test_get_finished_returns_ended_jobs_in_submission_order():
     stream = HostStream(done=0)
-    handler, _ = make_handler(layered(), stream=stream)
+    handler, _ = make_handler(stream=stream)
     for job_id in (5, 3, 4):
         handler.transfer_async(job_id, spec_of([job_id], [job_id]))
     assert handler.get_finished() == []
@@ -112,10 +113,8 @@ def test_get_finished_returns_ended_jobs_in_submission_order():
     assert handler.transfer_async(6, spec_of([1], [1])) is False
 
 
-def test_shutdown_without_waiting_fails_jobs_after_they_ended():
-    stream = HostStream(done=0)
-    handler, _ = make_handler(layered(), stream=stream)
-    handler.transfer_async(1, spec_of([1], [1]))
+def test_shutdown_without_waiting_fails_jobs_after_they_ended(stalled):
+    handler, stream = stalled
     handler.shutdown(wait=False)
     assert stream.done >= 2
     assert [(r.job_id, r.success, r.transfer_size) for r in handler.get_finished()] == [(1, False, 0)]
@@ -123,7 +122,7 @@ def test_shutdown_without_waiting_fails_jobs_after_they_ended():
 
 def test_job_that_cannot_be_queued_fails_alone(caplog):
     stream = HostStream()
-    handler, pool = make_handler(layered(), stream=stream)
+    handler, pool = make_handler(stream=stream)
 
     def no_memory(*arguments):
         raise torch.OutOfMemoryError("out of device memory")
@@ -137,10 +136,8 @@ def test_job_that_cannot_be_queued_fails_alone(caplog):
     assert "out of device memory" in caplog.text
 
 
-def test_job_stays_while_its_event_raises(monkeypatch, caplog):
-    stream = HostStream(done=0)
-    handler, _ = make_handler(layered(), stream=stream)
-    handler.transfer_async(1, spec_of([1], [1]))
+def test_job_stays_while_its_event_raises(stalled, monkeypatch, caplog):
+    handler, stream = stalled
     # As if another thread captured a graph: the copy is still running.
     stream.broken = True
     assert handler.get_finished() == handler.get_finished() == []
@@ -150,10 +147,8 @@ def test_job_stays_while_its_event_raises(monkeypatch, caplog):
     assert caplog.text.count("asking again") == 1
 
 
-def test_device_that_raises_for_10_s_fails_its_jobs(monkeypatch, caplog):
-    stream = HostStream(done=0)
-    handler, _ = make_handler(layered(), stream=stream)
-    handler.transfer_async(1, spec_of([1], [1]))
+def test_device_that_raises_for_10_s_fails_its_jobs(stalled, monkeypatch, caplog):
+    handler, stream = stalled
     handler.transfer_async(2, spec_of([2], [2]))
     stream.broken = True
     now_s = 0.0
@@ -173,7 +168,7 @@ def test_device_that_raises_for_10_s_fails_its_jobs(monkeypatch, caplog):
 
 def test_end_event_that_cannot_be_recorded_is_recorded_later(monkeypatch):
     stream = HostStream(done=0)
-    handler, _ = make_handler(layered(), stream=stream)
+    handler, _ = make_handler(stream=stream)
     record = stream.record_event
     events = []
 
@@ -190,10 +185,9 @@ def test_end_event_that_cannot_be_recorded_is_recorded_later(monkeypatch):
     assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, False)]
 
 
-def test_platform_without_timing_reports_zero_seconds(monkeypatch):
-    stream = HostStream()
-    handler, _ = make_handler(layered(), stream=stream)
-    handler.transfer_async(1, spec_of([1], [1]))
+def test_platform_without_timing_reports_zero_seconds(stalled, monkeypatch):
+    handler, stream = stalled
+    stream.done = 2
     monkeypatch.delattr("host_stream.HostEvent.elapsed_time")
     assert [(r.success, r.transfer_time) for r in handler.get_finished()] == [(True, 0.0)]
 
@@ -214,7 +208,7 @@ def test_inference_mode_and_normal_tensors_mix(made_in_inference_mode):
 
 def test_handler_dropped_in_flight_waits_for_its_jobs():
     stream = HostStream(done=0)
-    handler, _ = make_handler(layered(), stream=stream)
+    handler, _ = make_handler(stream=stream)
     handler.transfer_async(1, spec_of([1], [1]))
     handler.transfer_async(2, spec_of([2], [2]))
     del handler
@@ -247,41 +241,19 @@ def test_handler_without_memory_for_staging_copies_layers_one_by_one():
 
 
 @pytest.mark.parametrize("num_takers", [1, 2])
-def test_threads_that_ask_while_jobs_are_submitted_take_each_result_once(num_takers):
+def test_threads_that_ask_while_jobs_are_submitted_take_each_result_once(num_takers, take_in_threads):
     stream = HostStream(done=0)
-    handler, _ = make_handler(layered(), stream=stream)
+    handler, _ = make_handler(stream=stream)
     num_jobs = 600
-    taken, faults = [], []
 
-    def take():
-        until = time.monotonic() + 60
-        try:
-            while len(taken) < num_jobs and time.monotonic() < until:
-                # A job must not be reported before the device has run it.
-                done = stream.done
-                results = handler.get_finished()
-                assert all(result.success and 2 * result.job_id <= stream.done for result in results), (done, results)
-                taken.extend(result.job_id for result in results)
-        except Exception as fault:
-            faults.append(fault)
+    def check(result):
+        # A job must not be reported before the device has run it.
+        assert result.success
+        assert 2 * result.job_id <= stream.done
 
     def advance():
-        while len(taken) < num_jobs and not faults and time.monotonic() < until:
-            stream.done = max(stream.places - 3, 0) if stream.places < 2 * num_jobs else 1 << 60
+        stream.done = max(stream.places - 3, 0) if stream.places < 2 * num_jobs else 1 << 60
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    until = time.monotonic() + 60
-    try:
-        threads = [threading.Thread(target=take) for _ in range(num_takers)] + [threading.Thread(target=advance)]
-        for thread in threads:
-            thread.start()
-        for job_id in range(1, num_jobs + 1):
-            assert handler.transfer_async(job_id, spec_of([1, 2], [1, 2]))
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert faults == []
+    taken = take_in_threads(handler, num_jobs, num_takers, check, advance)
     assert sorted(taken) == list(range(1, num_jobs + 1))
     assert num_takers > 1 or taken == sorted(taken)
