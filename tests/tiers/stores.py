@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from kvcache.tiering.tier import Tier, TierResult
 
 VALKEY_BINARY = find_valkey()
 KEYS = [bytes([number]) * 36 for number in range(1, 65)]
+T = TypeVar("T")
 
 
 class ValkeyServer:
@@ -261,39 +264,39 @@ def in_order(result: TierResult, keys: list[bytes]) -> TierResult:
     return result
 
 
-def wait_for(tier: Tier, job_id: int, timeout_s: float = 30.0) -> TierResult:
-    end_s = time.monotonic() + timeout_s
-    while True:
-        for result in tier.get_finished():
-            if result.job_id == job_id:
-                return result
-        assert time.monotonic() < end_s, "the job never ended"
-        time.sleep(0.002)
-
-
-def wait_for_reset(tier: Tier) -> None:
-    end_s = time.monotonic() + 30
-    while tier.stats().unavailable_reason:
-        assert time.monotonic() < end_s
-        tier.get_finished()
-
-
-def found(tier: Tier, keys: list[bytes], timeout_s: float = 30.0) -> int:
-    end_s = time.monotonic() + timeout_s
-    while (answer := tier.lookup(keys)) is None:
-        assert time.monotonic() < end_s, "no answer to a look-up"
-        tier.get_finished()
-        time.sleep(0.002)
+def until(condition: Callable[[], T]) -> T:
+    """Call `condition` until its answer counts as true, and return that."""
+    end_s = time.monotonic() + 60
+    while not (answer := condition()):
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.001)
     return answer
 
 
+def wait_for(tier: Tier, job_id: int) -> TierResult:
+    return until(lambda: [result for result in tier.get_finished() if result.job_id == job_id])[0]
+
+
+def wait_for_reset(tier: Tier) -> None:
+    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+
+
+def found(tier: Tier, keys: list[bytes]) -> int:
+    def ask() -> list[int]:
+        tier.get_finished()
+        answer = tier.lookup(keys)
+        return [] if answer is None else [answer]
+
+    return until(ask)[0]
+
+
 def store_as_is(tier: Tier, keys: list[bytes], job_id: int = 1) -> TierResult:
-    assert tier.submit_store(job_id, keys, list(range(len(keys))))
+    assert tier.submit_store(job_id, keys, list(range(len(keys)))), tier.stats()
     return in_order(wait_for(tier, job_id), keys)
 
 
 def load_as_is(tier: Tier, keys: list[bytes], job_id: int = 2) -> TierResult:
-    assert tier.submit_load(job_id, keys, list(range(len(keys))))
+    assert tier.submit_load(job_id, keys, list(range(len(keys)))), tier.stats()
     return in_order(wait_for(tier, job_id), keys)
 
 

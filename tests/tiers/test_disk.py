@@ -4,40 +4,41 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
+from functools import reduce
 
 import numpy as np
 import pytest
 
 from kvcache.request import ReqContext
 from kvcache.tiers.disk.directory import TierDirectoryError, capacity_for, directory_bytes, num_slots_within
-from kvcache.tiers.disk.maintenance import compact_tier
+from kvcache.tiers.disk.maintenance import compact_tier, inspect_tier, verify_tier
 from kvcache.tiers.disk.tier import DiskTier
 
 BLOCK_BYTES = 4096
 NUM_HOST = 64
 
 
-@pytest.mark.parametrize("block_bytes", [512, 4096, 5000, 12288, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [512, 4096, 5000, 12288, 1 << 20, "unaligned"])
 def test_blocks_come_back_as_they_were(bench, block_bytes):
-    tier = bench.open(block_bytes=block_bytes)
+    options = {"block_bytes": block_bytes}
+    if block_bytes == "unaligned":
+        flat = np.zeros(NUM_HOST * BLOCK_BYTES + 1, np.uint8)
+        options = {"host_blocks": flat[1:].reshape(NUM_HOST, BLOCK_BYTES)}
+    tier = bench.open(**options)
+    assert not (tier.is_direct and block_bytes == "unaligned")
     keys = bench.keys(*range(10))
-    assert sorted(bench.store(tier, keys).done) == sorted(keys)
+    assert bench.store(tier, keys).done == keys
     assert tier.lookup([*keys, b"absent"]) == 10
-    assert sorted(bench.load(tier, keys[::-1]).done) == sorted(keys)
+    assert bench.load(tier, keys[::-1]).done == keys[::-1]
     stats = tier.stats()
     assert (stats.num_held, stats.stored_blocks, stats.loaded_blocks, stats.corrupt_blocks) == (10, 10, 10, 0)
 
 
-def test_unaligned_memory_is_served_through_the_page_cache(bench):
-    flat = np.zeros(NUM_HOST * BLOCK_BYTES + 1, np.uint8)
-    tier = bench.open(host_blocks=flat[1:].reshape(NUM_HOST, BLOCK_BYTES))
-    assert not tier.is_direct
-    bench.store(tier, bench.keys(1, 2))
-    assert bench.load(tier, bench.keys(1, 2)).failed == []
-
-
 def test_least_recently_used_block_leaves_and_is_named(bench):
     tier = bench.open(num_blocks=4)
+    assert tier.submit_store(1, bench.keys(*range(5)), list(range(5))) is False
+    assert (tier.stats().refused_blocks, tier.get_finished()) == (5, [])
     bench.store(tier, bench.keys(0, 1, 2, 3))
     tier.touch(bench.keys(0, 1))
     result = bench.store(tier, bench.keys(4, 5))
@@ -57,9 +58,8 @@ def test_restart_finds_blocks_and_recency(bench):
     tier.shutdown()
     tier = bench.open(num_blocks=8)
     assert tier.lookup(bench.keys(*range(8))) == 8
-    assert tier.stats().num_held == 8
-    assert tier.stats().stored_blocks == 0
-    assert sorted(bench.load(tier, bench.keys(*range(8))).done) == bench.keys(*range(8))
+    assert (tier.stats().num_held, tier.stats().stored_blocks) == (8, 0)
+    assert bench.load(tier, bench.keys(*range(8))).failed == []
     assert bench.store(tier, bench.keys(*range(10, 18))).removed == bench.keys(2, 4, 5, 6, 7, 1, 3, 0)
 
 
@@ -105,25 +105,15 @@ def test_bad_block_is_a_counted_miss_and_never_served(bench, tmp_path, damage):
         if damage == "truncate":
             file.truncate(4 * BLOCK_BYTES - 1)
     result = bench.load(tier, bench.keys(0, 1, 2, 3))
-    assert (sorted(result.done), result.failed, result.removed) == (bench.keys(0, 1, 2), bench.keys(3), bench.keys(3))
+    assert (result.done, result.failed, result.removed) == (bench.keys(0, 1, 2), bench.keys(3), bench.keys(3))
     assert result.error == ""
     assert tier.lookup(bench.keys(0, 1, 2, 3)) == 3
-    assert tier.stats().corrupt_blocks == 1
-    assert tier.stats().num_held == 3
-    assert bench.store(tier, bench.keys(3)).done == bench.keys(3)
-    assert bench.load(tier, bench.keys(3)).done == bench.keys(3)
-    assert tier.stats().num_held == 4
-
-
-def test_quarantined_block_is_gone_after_restart(bench, tmp_path):
-    tier = bench.open(num_blocks=4)
-    bench.store(tier, bench.keys(0, 1))
-    with (tmp_path / "tier" / "data").open("r+b") as file:
-        file.write(b"x")
-    bench.load(tier, bench.keys(0))
+    assert (tier.stats().corrupt_blocks, tier.stats().num_held) == (1, 3)
     tier.shutdown()
     tier = bench.open(num_blocks=4)
-    assert [tier.lookup([key]) for key in bench.keys(0, 1)] == [0, 1]
+    assert tier.lookup(bench.keys(0, 1, 2, 3)) == 3
+    assert bench.store(tier, bench.keys(3)).done == bench.keys(3)
+    assert bench.load(tier, bench.keys(3)).done == bench.keys(3)
 
 
 def test_keys_of_any_bytes_survive(bench):
@@ -138,23 +128,14 @@ def test_keys_of_any_bytes_survive(bench):
 def test_capacity_bounds_the_folder_from_the_first_byte(bench, tmp_path):
     capacity = 300_000
     tier = DiskTier(tmp_path / "small", capacity, bench.host_blocks())
+    bench.opened.append(tier)
     tier.host = tier.host_rows
-    try:
-        for first in range(0, 120, 30):
-            assert directory_bytes(tmp_path / "small") <= capacity
-            bench.store(tier, bench.keys(*range(first, first + 30)))
-        tier._store.table.flush()
-        assert tier.num_blocks == num_slots_within(capacity, BLOCK_BYTES) == 39
+    for first in range(0, 120, 30):
         assert directory_bytes(tmp_path / "small") <= capacity
-    finally:
-        tier.shutdown()
-
-
-def test_more_blocks_than_slots_are_refused(bench):
-    tier = bench.open(num_blocks=4)
-    assert tier.submit_store(1, bench.keys(*range(5)), list(range(5))) is False
-    assert tier.stats().refused_blocks == 5
-    assert tier.get_finished() == []
+        bench.store(tier, bench.keys(*range(first, first + 30)))
+    tier._store.table.flush()
+    assert tier.num_blocks == num_slots_within(capacity, BLOCK_BYTES) == 39
+    assert directory_bytes(tmp_path / "small") <= capacity
 
 
 def test_cut_groups_consecutive_slots(bench):
@@ -164,9 +145,7 @@ def test_cut_groups_consecutive_slots(bench):
 
 
 def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
-    tier = bench.open(num_blocks=8)
-    bench.store(tier, bench.keys(*range(8)))
-    tier.shutdown()
+    bench.leave(*range(8), num_blocks=8)
     tier = bench.open(num_blocks=12)
     assert tier.stats().num_held == 8
     bench.store(tier, bench.keys(*range(8, 12)))
@@ -192,37 +171,8 @@ def test_second_writer_is_refused_and_a_reader_is_not(bench):
     assert bench.load(tier, bench.keys(1, 2)).failed == []
 
 
-def test_another_model_is_refused(bench):
-    bench.open(fingerprint={"model": "a", "dims": (1, 2)}).shutdown()
-    bench.open(fingerprint={"model": "a", "dims": [1, 2]}).shutdown()
-    with pytest.raises(TierDirectoryError, match="blocks of another fingerprint: model 'a' is not 'b'; choose"):
-        bench.open(fingerprint={"model": "b", "dims": [1, 2]})
-    with pytest.raises(TierDirectoryError, match="blocks of another block_bytes: 4096 is not 8192"):
-        bench.open(block_bytes=8192, fingerprint={"model": "a", "dims": [1, 2]})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "fault"),
-    [
-        ("epoch", "x", "epoch must be an int in 1..4294967295, got 'x'"),
-        ("epoch", 0, "epoch must be an int in 1..4294967295, got 0"),
-        ("epoch", 1 << 32, "epoch must be an int in 1..4294967295, got 4294967296"),
-        ("num_slots", 0, "num_slots must be an int >= 1, got 0"),
-        ("resizing", "no", "resizing must be true or false, got 'no'"),
-    ],
-)
-def test_header_that_makes_no_sense_is_refused(bench, tmp_path, name, value, fault):
-    bench.open().shutdown()
-    header = tmp_path / "tier" / "kvcache.json"
-    header.write_text(json.dumps(json.loads(header.read_text()) | {name: value}))
-    with pytest.raises(TierDirectoryError, match=f"not a disk tier's header: {fault}"):
-        bench.open()
-
-
 def test_recency_of_any_bytes_costs_order_and_nothing_else(bench, tmp_path):
-    tier = bench.open(num_blocks=4)
-    bench.store(tier, bench.keys(0, 1, 2))
-    tier.shutdown()
+    bench.leave(0, 1, 2, num_blocks=4)
     (tmp_path / "tier" / "recency").write_bytes(b"\xff" * 4 * 16)
     tier = bench.open(num_blocks=4)
     assert tier.lookup(bench.keys(0, 1, 2)) == 3
@@ -254,10 +204,13 @@ def test_disk_too_small_is_an_error_at_start_and_is_not_filled(bench, tmp_path, 
     [
         ("data", 2 * 4096 + 100, 2),
         ("data", 0, 0),
+        ("data", None, 0),
         ("records", 3 * 128 + 127, 3),
         ("records", 0, 0),
+        ("records", None, 0),
         ("recency", 100, 5),
         ("recency", 0, 5),
+        ("recency", None, 5),
     ],
 )
 def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(bench, tmp_path, caplog, name, length, kept, read_only):
@@ -267,7 +220,17 @@ def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(bench, tmp_path, 
     tier.shutdown()
     file = tmp_path / "tier" / name
     whole = file.stat().st_size
-    os.truncate(file, length)
+    if length is None:
+        file.unlink()
+    else:
+        os.truncate(file, length)
+    for use in (inspect_tier, verify_tier):
+        with suppress(TierDirectoryError):
+            use(tmp_path / "tier")
+    if read_only and length is None:
+        with suppress(TierDirectoryError):
+            bench.open(num_blocks=8, read_only=True)
+        return
     tier = bench.open(num_blocks=8, read_only=read_only)
     for key in range(5):
         assert bench.load(tier, bench.keys(key)).done == (bench.keys(key) if key < kept else [])
@@ -276,7 +239,7 @@ def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(bench, tmp_path, 
         assert file.stat().st_size == length
         return
     slots = 8 if name == "recency" else kept
-    assert f"{name} has {length} of {whole} bytes; {slots} of 8 slots are kept" in caplog.text
+    assert f"{name} has {length or 0} of {whole} bytes; {slots} of 8 slots are kept" in caplog.text
     assert bench.store(tier, bench.keys(6)).done == bench.keys(6)
     tier.shutdown()
     assert file.stat().st_size == whole
@@ -285,21 +248,6 @@ def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(bench, tmp_path, 
     assert "was cut" not in caplog.text
     assert tier.lookup(bench.keys(*range(5))) == kept
     assert bench.load(tier, bench.keys(6)).done == bench.keys(6)
-
-
-def test_files_that_are_gone_are_made_again_around_what_is_left(bench, tmp_path):
-    tier = bench.open(num_blocks=4)
-    bench.store(tier, bench.keys(0, 1))
-    tier.shutdown()
-    (tmp_path / "tier" / "recency").unlink()
-    tier = bench.open(num_blocks=4)
-    assert bench.load(tier, bench.keys(0, 1)).done == bench.keys(0, 1)
-    tier.shutdown()
-    for name in ("data", "records", "recency"):
-        (tmp_path / "tier" / name).unlink()
-    tier = bench.open(num_blocks=4)
-    assert tier.lookup(bench.keys(0)) == 0
-    assert bench.store(tier, bench.keys(2)).done == bench.keys(2)
 
 
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
@@ -321,47 +269,54 @@ def test_maintenance_of_a_cut_directory_names_the_way_out(bench, tmp_path):
 
 
 def test_interrupted_resize_is_finished(bench, tmp_path):
-    tier = bench.open(num_blocks=8)
-    bench.store(tier, bench.keys(*range(8)))
-    tier.shutdown()
-    header = tmp_path / "tier" / "kvcache.json"
-    header.write_text(json.dumps(json.loads(header.read_text()) | {"num_slots": 4, "resizing": True}))
+    bench.leave(*range(8), num_blocks=8)
+    bench.edit_header(num_slots=4, resizing=True)
     tier = bench.open(num_blocks=4)
     assert tier.lookup(bench.keys(0, 1, 2, 3)) == 4
+    header = tmp_path / "tier" / "kvcache.json"
     assert json.loads(header.read_text())["resizing"] is False
-
-
-def test_lost_header_does_not_bring_old_blocks_back(bench, tmp_path):
-    tier = bench.open()
-    bench.store(tier, bench.keys(1))
     tier.shutdown()
-    (tmp_path / "tier" / "kvcache.json").unlink()
-    assert bench.open().stats().num_held == 0
+    header.unlink()
+    assert bench.open(num_blocks=4).stats().num_held == 0
 
 
-def test_bad_arguments_name_the_value(bench, tmp_path):
-    path = tmp_path / "tier"
-    with pytest.raises(ValueError, match=r"capacity_bytes must be >= [0-9]+ to hold one block of 4096 bytes, got 5000"):
-        DiskTier(path, 5000, bench.host_blocks())
-    with pytest.raises(ValueError, match="host_blocks must be a writable array of bytes"):
-        DiskTier(path, 1 << 20, np.zeros((4, 4096), np.float32))
-    with pytest.raises(ValueError, match=r"num_threads in a disk tier must be a whole number >= 1, .* got 0"):
-        DiskTier(path, 1 << 20, bench.host_blocks(), num_threads=0)
-    with pytest.raises(ValueError, match=r"flush_interval_s in a disk tier must be a number of seconds > 0 .* got -1"):
-        DiskTier(path, 1 << 20, bench.host_blocks(), flush_interval_s=-1)
-    with pytest.raises(ValueError, match="unknown policy 'nope'"):
-        DiskTier(path, 1 << 20, bench.host_blocks(), cache_policy="nope")
-    with pytest.raises(ValueError, match="fingerprint must be what JSON can say"):
-        DiskTier(path, 1 << 20, bench.host_blocks(), fingerprint={"model": object()})
-    DiskTier(path, 1 << 20, bench.host_blocks()).shutdown()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity_bytes": 5000}, "capacity_bytes must be >= [0-9]+ to hold one block of 4096 bytes, got 5000"),
+        ({"host_blocks": np.zeros((4, 4096), np.float32)}, "host_blocks must be a writable array of bytes"),
+        ({"num_threads": 0}, "num_threads in a disk tier must be a whole number >= 1, .* got 0"),
+        ({"flush_interval_s": -1}, "flush_interval_s in a disk tier must be a number of seconds > 0 .* got -1"),
+        ({"cache_policy": "nope"}, "unknown policy 'nope'"),
+        ({"fingerprint": {"model": object()}}, "fingerprint must be what JSON can say"),
+        (
+            {"fingerprint": {"model": reduce(lambda inner, _: [inner], range(100_000), [])}},
+            "fingerprint must be what JSON",
+        ),
+        ({"fingerprint": {"model": float("nan")}}, "fingerprint must be what JSON can say"),
+        ({"fingerprint": {"model": "m" * 20000}}, "fingerprint must be at most 16384 bytes of JSON"),
+        ({"path": "/dev/null/tier"}, "cannot be written: Not a directory"),
+        ({"path": "missing", "read_only": True}, "cannot be read: No such file"),
+    ],
+)
+def test_bad_arguments_name_the_value(bench, options, message):
+    usual = {"path": bench.path, "capacity_bytes": 1 << 20, "host_blocks": bench.host_blocks()}
+    with pytest.raises(ValueError, match=message):
+        DiskTier(**usual | options)
+    DiskTier(**usual).shutdown()
 
 
-def test_folder_that_cannot_be_made_is_a_clear_error(bench, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TierDirectoryError, match="cannot be written: Not a directory"):
-        DiskTier(tmp_path / "file" / "tier", 1 << 20, bench.host_blocks())
-    with pytest.raises(TierDirectoryError, match="cannot be read: No such file"):
-        DiskTier(tmp_path / "missing", 1 << 20, bench.host_blocks(), read_only=True)
+def test_another_model_is_refused(bench):
+    bench.open(fingerprint={"model": "a", "dims": (1, 2)}).shutdown()
+    bench.open(fingerprint={"model": "a", "dims": [1, 2]}).shutdown()
+    for fingerprint, block_bytes, difference in (
+        ({"model": "b", "dims": [1, 2]}, 4096, "fingerprint: model 'a' is not 'b'; choose"),
+        # In Python, 1 and True are equal.
+        ({"model": "a", "dims": [True, 2]}, 4096, "fingerprint"),
+        ({"model": "a", "dims": [1, 2]}, 8192, "block_bytes: 4096 is not 8192"),
+    ):
+        with pytest.raises(TierDirectoryError, match=f"blocks of another {difference}"):
+            bench.open(block_bytes=block_bytes, fingerprint=fingerprint)
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
