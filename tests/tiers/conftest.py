@@ -18,9 +18,9 @@ NUM_HOST = 64
 class DiskBench:
     """Open disk tiers in `path`, store and load blocks whose payload follows from their key."""
 
-    def __init__(self, path):
+    def __init__(self, path, opened):
         self.path = path
-        self.opened = []
+        self.opened = opened
 
     def open(self, num_blocks=16, path=None, block_bytes=BLOCK_BYTES, **options):
         # Here, where a missing package skips the test: not where the folder is collected.
@@ -78,8 +78,14 @@ class DiskBench:
 
 
 @pytest.fixture
-def bench(tmp_path):
-    bench = DiskBench(tmp_path / "tier")
-    yield bench
-    for tier in bench.opened:
+def opened():
+    """The list of a test's open tiers, which are shut down after it."""
+    tiers = []
+    yield tiers
+    for tier in tiers:
         tier.shutdown()
+
+
+@pytest.fixture
+def bench(tmp_path, opened):
+    return DiskBench(tmp_path / "tier", opened)

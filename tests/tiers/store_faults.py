@@ -200,46 +200,45 @@ def undisturbed() -> Iterator[None]:
         sys.setswitchinterval(interval_s)
 
 
+def spoiling(mode: str) -> Callable[[ProxyFaults], End]:
+    def fault(self: ProxyFaults) -> End:
+        self.proxy.set_mode(mode)
+        return lambda: self.proxy.set_mode("pass")
+
+    return fault
+
+
 class ProxyFaults:
     """Faults of a proxy before a store; each returns a function that ends it."""
 
     proxy: Proxy | ProxyProcess
+    cut = spoiling("cut")
+    garbage = spoiling("garbage")
+    half_open = spoiling("half-open")
+    swallowed = spoiling("swallow")
+    a_byte_a_second = spoiling("drip")
+    _stack: ExitStack
 
-    def cut(self) -> End:
-        return self._spoil("cut")
+    def _stop(self, pid: int) -> End:
+        self._stack.callback(resume, pid)
+        pause(pid)
 
-    def garbage(self) -> End:
-        return self._spoil("garbage")
+        def end() -> None:
+            resume(pid)
+            self._wait_until_it_works()
 
-    def half_open(self) -> End:
-        return self._spoil("half-open")
+        return end
 
-    def a_byte_a_second(self) -> End:
-        return self._spoil("drip")
-
-    def _spoil(self, mode: str) -> End:
-        self.proxy.set_mode(mode)
-        return lambda: self.proxy.set_mode("pass")
+    def _wait_until_it_works(self) -> None:
+        """Return when the store has recovered, if it does not at once."""
 
 
 class ValkeyFaults(ProxyFaults):
     """A server behind a proxy, and what can happen to both; each fault returns what ends it."""
 
     LONGEST_JOB_S = 0.4
-    NAMES = (
-        "killed",
-        "stopped",
-        "cut",
-        "garbage",
-        "swallowed",
-        "half_open",
-        "a_byte_a_second",
-        "full",
-        "evicting",
-        "wrong_credentials",
-        "another_protocol",
-        "another_tenants_values",
-    )
+    NAMES = ("killed", "stopped", "cut", "garbage", "swallowed", "half_open", "a_byte_a_second")
+    NAMES += ("full", "evicting", "wrong_credentials", "another_protocol", "another_tenants_values")
     SLOW_NAMES = ()
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -262,17 +261,7 @@ class ValkeyFaults(ProxyFaults):
         return self.server.start
 
     def stopped(self) -> End:
-        pid = self.server.pid
-        self._stack.callback(resume, pid)
-        pause(pid)
-        return lambda: resume(pid)
-
-    def cut(self) -> End:
-        self.proxy.cut()
-        return super().cut()
-
-    def swallowed(self) -> End:
-        return self._spoil("swallow")
+        return self._stop(self.server.pid)
 
     def full(self) -> End:
         return self._limit_memory("noeviction", 1.0)
@@ -329,17 +318,8 @@ class MooncakeFaults(ProxyFaults):
     TIMEOUT_S = 1.0
     # For the master and then for the node.
     LONGEST_JOB_S = 3.0
-    NAMES = (
-        "master_killed",
-        "master_stopped",
-        "node_stopped",
-        "cut",
-        "garbage",
-        "half_open",
-        "a_byte_a_second",
-        "full",
-        "another_tenants_values",
-    )
+    NAMES = ("master_killed", "master_stopped", "node_stopped", "cut", "garbage", "half_open", "a_byte_a_second")
+    NAMES += ("full", "another_tenants_values")
     # It takes a master ten seconds to give up a node, and until then no client can use the store.
     SLOW_NAMES = ("node_killed",)
 
@@ -417,16 +397,6 @@ class MooncakeFaults(ProxyFaults):
         self._name_of = tier.name_of
         name: str = tier.name_of(key)
         return name
-
-    def _stop(self, pid: int) -> End:
-        self._stack.callback(resume, pid)
-        pause(pid)
-
-        def end() -> None:
-            resume(pid)
-            self._wait_until_it_works()
-
-        return end
 
     def _wait_until_it_works(self) -> None:
         """Return when a client of its own can store on any node.

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvcache.lab.bench.servers import find_valkey, free_port, wait_for_port
+from kvcache.testing.tier_contract import TierContract
 from kvcache.tiering.tier import Tier, TierResult
 
 VALKEY_BINARY = find_valkey()
@@ -133,8 +134,10 @@ class Proxy:
     def set_mode(self, mode: str) -> None:
         """Choose how answers are spoilt; ``"pass"``: not at all."""
         self.mode = mode
+        if mode == "cut":
+            self._cut()
 
-    def cut(self) -> None:
+    def _cut(self) -> None:
         """End all connections."""
         for end in list(self._ends):
             with suppress(OSError):
@@ -146,7 +149,7 @@ class Proxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.mode = "pass"
-        self.cut()
+        self._cut()
 
     def _accept(self) -> None:
         while True:
@@ -221,9 +224,7 @@ def _run_proxy(port: int, drip_s: float, pipe: Connection) -> None:
     proxy.drip_s = drip_s
     pipe.send(proxy.port)
     while True:
-        proxy.mode = pipe.recv()
-        if proxy.mode == "cut":
-            proxy.cut()
+        proxy.set_mode(pipe.recv())
         pipe.send(True)
 
 
@@ -264,21 +265,21 @@ def in_order(result: TierResult, keys: list[bytes]) -> TierResult:
     return result
 
 
-def until(condition: Callable[[], T]) -> T:
+def until(condition: Callable[[], T], what: str = "it") -> T:
     """Call `condition` until its answer counts as true, and return that."""
     end_s = time.monotonic() + 60
     while not (answer := condition()):
-        assert time.monotonic() < end_s, "it never came"
+        assert time.monotonic() < end_s, f"{what} never came"
         time.sleep(0.001)
     return answer
 
 
 def wait_for(tier: Tier, job_id: int) -> TierResult:
-    return until(lambda: [result for result in tier.get_finished() if result.job_id == job_id])[0]
+    return until(lambda: [result for result in tier.get_finished() if result.job_id == job_id], f"job {job_id}")[0]
 
 
 def wait_for_reset(tier: Tier) -> None:
-    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason.startswith(("opening", "reset")))
 
 
 def found(tier: Tier, keys: list[bytes]) -> int:
@@ -287,7 +288,7 @@ def found(tier: Tier, keys: list[bytes]) -> int:
         answer = tier.lookup(keys)
         return [] if answer is None else [answer]
 
-    return until(ask)[0]
+    return until(ask, "an answer to a look-up")[0]
 
 
 def store_as_is(tier: Tier, keys: list[bytes], job_id: int = 1) -> TierResult:
@@ -307,9 +308,9 @@ def store(tier: Tier, host: np.ndarray, keys: list[bytes], job_id: int = 1) -> T
     return store_as_is(tier, keys, job_id)
 
 
-def store_until_done(tier: Tier, host: np.ndarray, keys: list[bytes], timeout_s: float = 60.0) -> None:
+def store_until_done(tier: Tier, host: np.ndarray, keys: list[bytes]) -> None:
     """Store keys once the store has memory and answers."""
-    end_s, job_id = time.monotonic() + timeout_s, 1 << 20
+    end_s, job_id = time.monotonic() + 60, 1 << 20
     while (result := store(tier, host, keys, job_id)).failed or result.error:
         assert time.monotonic() < end_s, (result, tier.stats())
         job_id += 1
@@ -324,3 +325,32 @@ def load(tier: Tier, host: np.ndarray, keys: list[bytes], job_id: int = 2) -> Ti
         assert key not in result.done or (host[i] == key[0]).all(), "wrong bytes"
     assert not host[len(keys) :].any(), "a block of no job was touched"
     return result
+
+
+class StoreContract(TierContract):
+    """The contract of a tier whose blocks are those of every engine of the store at `place`."""
+
+    evicts = False
+    is_bounded = False
+    survives_restart = True
+    tier_type: Any
+    place: dict[str, Any]
+
+    def open_tier(self, path: Path, host_blocks: np.ndarray, num_blocks: int) -> Tier:
+        return self.tier_type(host_blocks=host_blocks, salt=str(path), **self.place)
+
+    def options(self, path: Path, num_blocks: int) -> dict[str, Any]:
+        return self.place | {"salt": str(path)}
+
+    def test_second_engine_finds_what_the_first_stored(self, opened, tmp_path):
+        options = self.options(tmp_path, 0) | {"fingerprint": {"model": "m"}}
+        host, others = blocks(), [{}, {"fingerprint": {"model": "other"}}, {"salt": "another tenant"}]
+        opened += [self.tier_type(host_blocks=host, **options | other) for other in [{}, *others]]
+        first, second, *strangers = opened
+        store_until_done(first, host, KEYS)
+        # What the second engine offers is there: nothing is sent, and the job names none of it.
+        result = store(second, host, KEYS[:8])
+        assert (result.done, result.failed, second.stats().stored_blocks) == ([], [], 0)
+        assert found(second, KEYS) == len(KEYS)
+        assert load(second, host, KEYS).done == KEYS
+        assert [found(stranger, KEYS[:4]) for stranger in strangers] == [0, 0]

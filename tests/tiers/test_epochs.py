@@ -12,10 +12,11 @@ import random
 import time
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from stores import KEYS, VALKEY_BINARY, ValkeyServer, blocks, load_as_is, store_as_is
+from stores import KEYS, VALKEY_BINARY, ValkeyServer, blocks, load_as_is, store_as_is, wait_for_reset
 
 from kvcache.tiers import valkey
 
@@ -26,29 +27,13 @@ LIMIT_S = 60 + NUM_ROUNDS / 5
 pytestmark = pytest.mark.slow
 
 
-class Counts:
-    """What the engines share.
-
-    A reset is numbered when it begins. `begun` is the last number, `done` the largest number of a reset that is done.
-    """
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        make = context.Value
-        self.begun: Synchronized[int] = make("q", 0)
-        self.done: Synchronized[int] = make("q", 0)
-        self.rounds: Synchronized[int] = make("q", 0)
-        self.loaded_from_others: Synchronized[int] = make("q", 0)
-        self.stale: Synchronized[int] = make("q", 0)
-
-
 def add(counter: Synchronized[int], number: int) -> int:
     with counter.get_lock():
         counter.value += number
         return counter.value
 
 
-def run_engine(engine: int, url: str, counts: Counts) -> None:
+def run_engine(engine: int, url: str, counts: SimpleNamespace) -> None:
     """Reset or start again, store, load. A block holds its writer, and the number of resets that it has seen."""
     dice = random.Random(engine)
     host = blocks(8, 64)
@@ -60,9 +45,7 @@ def run_engine(engine: int, url: str, counts: Counts) -> None:
             oldest = add(counts.begun, 1)
             tier.reset()
             # Not until it is available: stores that failed without a server keep it unavailable until one succeeds.
-            while tier.stats().unavailable_reason.startswith("reset"):
-                tier.get_finished()
-                time.sleep(0.001)
+            wait_for_reset(tier)
             with counts.done.get_lock():
                 counts.done.value = max(counts.done.value, oldest)
         else:
@@ -100,8 +83,10 @@ def test_blocks_from_before_a_reset_are_never_served(tmp_path: Path) -> None:
         pytest.skip("needs valkey-server or redis-server")
     server = ValkeyServer(tmp_path)
     server.start()
-    counts = Counts()
     context = multiprocessing.get_context("spawn")
+    # A reset is numbered when it begins. `begun` is the last number, `done` the largest number of one that is done.
+    names = ("begun", "done", "rounds", "loaded_from_others", "stale")
+    counts = SimpleNamespace(**{name: context.Value("q", 0) for name in names})
     engines = [
         context.Process(target=run_engine, args=(number, server.url, counts), daemon=True)
         for number in range(NUM_ENGINES)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import os
 import shlex
 import shutil
-import signal
 import struct
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,20 +17,23 @@ from blake3 import blake3
 from stores import (
     KEYS,
     VALKEY_BINARY,
+    StoreContract,
     ValkeyServer,
     blocks,
     found,
     free_port,
     load,
     load_as_is,
+    pause,
+    resume,
     store,
     store_until_done,
+    until,
     wait_for,
     wait_for_reset,
 )
 from valkey import Valkey
 
-from kvcache.testing.tier_contract import TierContract
 from kvcache.tiering import job_tier
 from kvcache.tiering.checksum import Namespace
 from kvcache.tiers import valkey
@@ -65,11 +65,9 @@ def server(make_server: Callable[..., ValkeyServer]) -> ValkeyServer:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[ValkeyTier]]:
-    tiers: list[ValkeyTier] = []
-    yield tiers
-    for tier in tiers:
-        tier.shutdown()
+def client(server: ValkeyServer) -> Iterator[Valkey]:
+    with Valkey(port=server.port, socket_timeout=10) as client:
+        yield client
 
 
 def open_tier(opened: list[ValkeyTier], url: str, host: np.ndarray, **options) -> ValkeyTier:
@@ -78,46 +76,20 @@ def open_tier(opened: list[ValkeyTier], url: str, host: np.ndarray, **options) -
     return tier
 
 
-class TestContract(TierContract):
-    evicts = False
-    is_bounded = False
-    survives_restart = True
+class TestContract(StoreContract):
+    tier_type = ValkeyTier
 
     @pytest.fixture(autouse=True)
     def _server(self, server):
-        self.url = server.url
-
-    def open_tier(self, path: Path, host_blocks, num_blocks: int) -> ValkeyTier:
-        return ValkeyTier(self.url, host_blocks, salt=str(path))
-
-    def options(self, path: Path, num_blocks: int) -> dict:
-        return {"url": self.url, "salt": str(path)}
-
-
-def test_second_engine_finds_what_the_first_stored(server, opened):
-    host_a, host_b = blocks(), blocks()
-    first = open_tier(opened, server.url, host_a, fingerprint={"model": "m"})
-    second = open_tier(opened, server.url, host_b, fingerprint={"model": "m"})
-    assert sorted(store(first, host_a, KEYS).done) == KEYS
-    assert found(second, KEYS) == len(KEYS)
-    assert sorted(load(second, host_b, KEYS).done) == KEYS
-
-
-@pytest.mark.parametrize("other", [{"fingerprint": {"model": "other"}}, {"salt": "another tenant"}])
-def test_other_models_and_tenants_share_nothing(server, opened, other):
-    host = blocks()
-    store(open_tier(opened, server.url, host, fingerprint={"model": "m"}), host, KEYS[:4])
-    stranger = open_tier(opened, server.url, blocks(), **({"fingerprint": {"model": "m"}} | other))
-    assert found(stranger, KEYS[:4]) == 0
+        self.place = {"url": server.url}
 
 
 @pytest.mark.parametrize("ttl_s", [None, 60.0])
-def test_block_that_another_engine_stored_is_not_sent_again(server, opened, ttl_s):
+def test_block_that_another_engine_stored_is_not_sent_again(server, client, opened, ttl_s):
     host_a, host_b = blocks(), blocks()
     first = open_tier(opened, server.url, host_a, ttl_s=ttl_s)
     second = open_tier(opened, server.url, host_b, ttl_s=ttl_s)
     store(first, host_a, KEYS[:8])
-    client = Valkey(port=server.port)
     num_sets = client.info("commandstats")["cmdstat_set"]["calls"]
     # Neither stored by this engine nor refused to it; and known to be there without another question.
     result = store(second, host_b, KEYS[4:12])
@@ -125,29 +97,27 @@ def test_block_that_another_engine_stored_is_not_sent_again(server, opened, ttl_
     assert client.info("commandstats")["cmdstat_set"]["calls"] == num_sets + 4
     assert second.lookup(KEYS[4:12]) == 8
     assert second.stats().stored_blocks == 4
-    client.close()
 
 
 def test_bytes_under_way_are_bounded(server, opened):
     host = blocks()
     tier = open_tier(opened, server.url, host, max_queued_bytes=8 * BLOCK_BYTES)
-    os.kill(server.pid, signal.SIGSTOP)
+    pause(server.pid)
     try:
         assert not tier.submit_store(1, KEYS[:9], list(range(9)))
         assert tier.submit_store(2, KEYS[:6], list(range(6)))
         assert not tier.submit_store(3, KEYS[6:9], list(range(6, 9)))
         assert tier.stats().refused_blocks == 12
     finally:
-        os.kill(server.pid, signal.SIGCONT)
+        resume(server.pid)
     assert wait_for(tier, 2).failed == []
     assert tier.submit_store(4, KEYS[6:9], list(range(6, 9)))
 
 
-def test_damaged_values_are_misses_that_are_deleted(server, opened):
+def test_damaged_values_are_misses_that_are_deleted(server, client, opened):
     host = blocks()
     tier = open_tier(opened, server.url, host)
     store(tier, host, KEYS[:8])
-    client = Valkey(port=server.port)
     names = {name[-36:]: name for name in client.scan_iter(match="kvcache:*") if not name.endswith(b":epoch")}
     whole = client.get(names[KEYS[0]])
     client.set(names[KEYS[0]], whole[:-1])  # short
@@ -159,14 +129,11 @@ def test_damaged_values_are_misses_that_are_deleted(server, opened):
     client.delete(names[KEYS[6]])
     client.rpush(names[KEYS[6]], "somebody's list")
     result = load(tier, host, KEYS[:8])
-    assert result.error == ""
-    assert result.done == KEYS[7:8]
-    assert tier.stats().corrupt_blocks == 6
-    assert tier.stats().missed_blocks == 1
+    assert (result.error, result.done) == ("", KEYS[7:8])
+    assert (tier.stats().corrupt_blocks, tier.stats().missed_blocks) == (6, 1)
     assert not any(client.exists(names[key]) for key in KEYS[:7])
     assert store(tier, host, KEYS[:8], job_id=3).failed == []
-    assert sorted(load(tier, host, KEYS[:8], job_id=4).done) == KEYS[:8]
-    client.close()
+    assert load(tier, host, KEYS[:8], job_id=4).done == KEYS[:8]
 
 
 def epoch_of(tier: ValkeyTier) -> bytes:
@@ -203,7 +170,7 @@ def test_resets_after_the_server_lost_its_memory_reach_different_epochs(server, 
     assert epoch_of(open_tier(opened, server.url, hosts[3])) == epoch_of(first)
 
 
-def test_reset_that_failed_half_way_deletes_the_old_blocks_later(server, opened, monkeypatch):
+def test_reset_that_failed_half_way_deletes_the_old_blocks_later(server, client, opened, monkeypatch):
     monkeypatch.setattr(job_tier, "_RETRY_S", 0.01)
     host = blocks()
     tier = open_tier(opened, server.url, host)
@@ -219,8 +186,7 @@ def test_reset_that_failed_half_way_deletes_the_old_blocks_later(server, opened,
     monkeypatch.setattr(valkey, "_unlink", fail_once)
     tier.reset()
     wait_for_reset(tier)
-    with Valkey(port=server.port) as client:
-        assert [name for name in client.scan_iter() if not name.endswith(b":epoch")] == []
+    assert [name for name in client.scan_iter() if not name.endswith(b":epoch")] == []
 
 
 NUM_FORGED = 10_000
@@ -228,11 +194,10 @@ NUM_FORGED = 10_000
 
 @pytest.mark.slow
 @pytest.mark.parametrize("salt", ["", "0123456789abcdef"])
-def test_value_of_a_client_without_salt_and_fingerprint_is_never_accepted(server, opened, salt):
+def test_value_of_a_client_without_salt_and_fingerprint_is_never_accepted(server, client, opened, salt):
     host = blocks(block_bytes=512)
     tier = open_tier(opened, server.url, host, fingerprint={"model": "m"}, salt=salt)
     store(tier, host, KEYS)
-    client = Valkey(port=server.port, socket_timeout=10)
     old = {key: client.get(tier._name(key)) for key in KEYS}
     tier.reset()
     wait_for_reset(tier)
@@ -252,38 +217,29 @@ def test_value_of_a_client_without_salt_and_fingerprint_is_never_accepted(server
     assert tier.stats().corrupt_blocks == num_forged
     for key, value in own.items():
         client.set(names[key], value)
-    assert sorted(load(tier, host, KEYS, job_id=6).done) == KEYS
-    client.close()
+    assert load(tier, host, KEYS, job_id=6).done == KEYS
 
 
 def forged(name: bytes, key: bytes, own: dict, old: dict, way: int, dice: np.random.Generator) -> bytes:
     """Return a value that a client makes from values on the server and from the source code of the tier."""
     payload = dice.bytes(512)
     digest = bytes.fromhex(name.split(b":")[1].decode())
-    header = struct.pack("<IQ", len(name), len(payload)) + name
-    other = KEYS[(KEYS.index(key) + 1) % len(KEYS)]
-    if way == 0:
-        return own[key][:16] + payload
-    if way == 1:
-        # The seal of another name, or of an older epoch.
-        return own[other]
-    if way == 2:
-        return old[key]
-    if way == 3:
+    body = struct.pack("<IQ", len(name), len(payload)) + name + payload
+    flipped = bytearray(own[key])
+    flipped[int(dice.integers(len(flipped)))] ^= 1 << int(dice.integers(8))
+    return [
+        own[key][:16] + payload,
+        # The seal of another name, and of an older epoch.
+        own[KEYS[(KEYS.index(key) + 1) % len(KEYS)]],
+        old[key],
         # The seed of the tier's first format stood in each name.
-        return xxhash.xxh3_128(header + payload, int.from_bytes(digest[:8], "big")).digest() + payload
-    if way == 4:
-        return xxhash.xxh3_128(header + payload, 0).digest() + payload
-    if way == 5:
-        return blake3(header + payload, key=digest * 2).digest(16) + payload
-    if way == 6:
-        stranger = Namespace(b"kvcache valkey 2", {}, 512, "")
-        return stranger.seal(name, payload) + payload
-    if way == 7:
-        flipped = bytearray(own[key])
-        flipped[int(dice.integers(len(flipped)))] ^= 1 << int(dice.integers(8))
-        return bytes(flipped)
-    return dice.bytes(16 + 512)
+        xxhash.xxh3_128(body, int.from_bytes(digest[:8], "big")).digest() + payload,
+        xxhash.xxh3_128(body, 0).digest() + payload,
+        blake3(body, key=digest * 2).digest(16) + payload,
+        Namespace(b"kvcache valkey 2", {}, 512, "").seal(name, payload) + payload,
+        bytes(flipped),
+        dice.bytes(16 + 512),
+    ][way]
 
 
 def test_wrong_password_is_a_clear_error_that_does_not_show_it(make_server):
@@ -337,10 +293,7 @@ def cluster(make_server: Callable[..., ValkeyServer], tmp_path: Path) -> list[Va
 
 def wait_for_sign(clients: list[Valkey], sign: bytes) -> None:
     """Return once each server of a cluster reports `sign`."""
-    end_s = time.monotonic() + 30
-    while not all(sign in client.execute_command("CLUSTER", "INFO") for client in clients):
-        assert time.monotonic() < end_s, f"the cluster did not get to {sign.decode()}"
-        time.sleep(0.05)
+    until(lambda: all(sign in client.execute_command("CLUSTER", "INFO") for client in clients), sign.decode())
 
 
 def test_cluster_holds_blocks_on_all_its_servers(cluster, opened):
@@ -364,18 +317,6 @@ def test_cluster_holds_blocks_on_all_its_servers(cluster, opened):
     assert sorted(store(second, host_b, KEYS, job_id=3).done) == KEYS
 
 
-def wait_for_owner(clients, slot, node_id):
-    """Return once each server of a cluster names `node_id` as the owner of `slot`."""
-    end_s = time.monotonic() + 20
-    while True:
-        found = [client.execute_command("CLUSTER", "SLOTS") for client in clients]
-        owners = {owner[2].decode() for ranges in found for first, last, owner, *_ in ranges if first <= slot <= last}
-        if owners == {node_id}:
-            return
-        assert time.monotonic() < end_s, f"slot {slot} belongs to {owners}, not to {node_id}"
-        time.sleep(0.02)
-
-
 def test_slot_that_moves_to_another_server_is_followed(cluster, opened):
     host = blocks()
     tier = open_tier(opened, cluster[0].url, host, cluster=True)
@@ -389,12 +330,15 @@ def test_slot_that_moves_to_another_server_is_followed(cluster, opened):
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
     # A claim of an older epoch that is still on its way could take slots back.
     clients[0].execute_command("CLUSTER", "BUMPEPOCH")
-    wait_for_owner(clients, 16383, ids[0])
+
+    def owners(slot):
+        found = [client.execute_command("CLUSTER", "SLOTS") for client in clients]
+        return {owner[2].decode() for ranges in found for first, last, owner, *_ in ranges if first <= slot <= last}
+
+    until(lambda: owners(16383) == {ids[0]}, f"{ids[0]} as the owner of all moved slots")
     wait_for_sign(clients, b"cluster_state:ok")
     result = load(tier, host, KEYS)
-    assert result.error == ""
-    assert result.done
-    assert result.failed
+    assert (result.error, bool(result.done), bool(result.failed)) == ("", True, True)
     assert sorted(store(tier, host, result.failed, job_id=3).done) == sorted(result.failed)
     assert sorted(load(tier, host, KEYS, job_id=4).done) == KEYS
     assert clients[2].dbsize() == 0
@@ -420,16 +364,14 @@ def test_tls_server_must_be_signed_by_the_given_authority(make_server, opened, t
     assert sorted(load(tier, host, KEYS).done) == KEYS
     stranger = open_tier(opened, url, blocks(), timeout_s=1.0)
     result = store(stranger, host, KEYS[:2])
-    assert result.done == []
-    assert result.error
+    assert (result.done, bool(result.error)) == ([], True)
     for text in (repr(tier), repr(stranger), str(stranger.stats()), result.error):
         assert "sesame" not in text
 
 
 @pytest.mark.slow
-def test_clear_of_a_server_refuses_clients_and_foreign_prefixes(server, run, monkeypatch):
+def test_clear_of_a_server_refuses_clients_and_foreign_prefixes(server, client, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
-    client = Valkey(port=server.port)
     client.mset({"kvcache:a:epoch": "1", "kvcache:a:1:x": "x", "kvcache:b:1:x": "x", "other": "stays"})
     url = f"valkey://127.0.0.1:{server.port}"
     status, _, err = run("tier", "clear", url, "--yes")
