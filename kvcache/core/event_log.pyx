@@ -121,6 +121,10 @@ cdef class EventLog:
         self.waiting.clear()        # needs no memory, and is empty before keys run Python code
 
 
+cdef tuple _popleft(waiting):       # inside a critical section, Cython warns of a Python call
+    return waiting.popleft()
+
+
 @cython.final
 cdef class TakenEvents:
     """TakenEvents()
@@ -143,6 +147,6 @@ cdef class TakenEvents:
     def __next__(self):
         if not self.waiting:
             raise StopIteration
-        keys, medium, removed = self.waiting.popleft()
+        keys, medium, removed = _popleft(self.waiting)
         self.next_number += 1
         return OffloadingEvent(keys, self.block_size, medium, removed, self.next_number - 1)
