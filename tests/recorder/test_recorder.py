@@ -1,4 +1,4 @@
-"""A recording holds every call, and a replay of it returns the same answers."""
+"""A recording holds every call, and a replay of it returns the same answers, whatever happens to file and process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import gc
 import io
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import zlib
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice, repeat
 from pathlib import Path
 
 import msgspec
@@ -31,11 +34,10 @@ from kvcache import (
     TierConfig,
     TieredOffloadingManager,
 )
-from kvcache.control.backend import Backend
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.lab.traces.recorded_trace import RecordedTrace
 from kvcache.recorder import ops
-from kvcache.recorder.files import frame_bytes, header_bytes
+from kvcache.recorder.files import MAGIC, frame_bytes, header_bytes
 from kvcache.recorder.format import Raised, Recording, RecordingError
 from kvcache.recorder.recorder import Recorder
 from kvcache.registry import POLICIES
@@ -44,17 +46,56 @@ from kvcache.tiering.tier import TierResult
 COMPILED = [name for name in POLICIES.names() if ":" not in name]
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.kvlog"
+
+
+@pytest.fixture
+def manager():
+    return CPUOffloadingManager(16, 100)
+
+
 def key(number: int) -> bytes:
     return b"block %d" % number + bytes(4)
 
 
-def serve(manager, rng, num_requests, clock=None, num_prompts=30):
+def serve(manager, num_requests):
+    for number in range(num_requests):
+        request(manager, [key(number * 7 + i) for i in range(7)])
+
+
+def request(manager, keys):
+    """Make the four calls of a request whose blocks are not loaded."""
+    context = ReqContext()
+    manager.lookup(keys, context)
+    output = manager.prepare_store(keys, context)
+    if output is not None:
+        manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+
+
+def replayed(path):
+    """Replay a recording to its end with the same answers, and return the outcome."""
+    outcome = replay_recording(Recording(path))
+    assert (outcome.difference, outcome.end) == (None, "")
+    return outcome
+
+
+def touches(path):
+    """Return the hashed keys of each recorded touch."""
+    return [call.keys for call in Recording(path) if call.op is ops.Op.TOUCH]
+
+
+def make_all_calls(manager, rng, num_requests, clock=None, num_prompts=30):
     """Make all kinds of valid and invalid calls, as concurrent requests would."""
     open_requests = []
     for number in range(num_requests):
         if clock is not None:
             clock[0] += rng.random()
         retention = Retention(rng.randrange(-1, 4), rng.choice((None, 5.0))) if rng.random() < 0.2 else None
+        if rng.random() < 0.3:
+            retention = Retention(next_use=rng.choice(("soon", "later", "end")))
         params = {"kvcache": rng.choice(({"priority": 1}, {"nonsense": 1}, 7))} if rng.random() < 0.1 else None
         context = rng.choice((ReqContext(str(number), params, retention), None))
         prompt = rng.randrange(num_prompts)
@@ -65,6 +106,11 @@ def serve(manager, rng, num_requests, clock=None, num_prompts=30):
         num_hits = manager.lookup(keys, context) or 0
         manager.lookup(keys[0], context)
         manager.touch(tuple(keys) if rng.random() < 0.2 else keys, context)
+        if clock is not None and rng.random() < 0.05:
+            clock[0] -= 50
+            with suppress(ValueError):  # some policies refuse it
+                manager.touch(keys, context)
+            clock[0] += 50
         manager.prepare_load(keys[:num_hits], context)
         open_requests.append((context, keys, num_hits))
         while len(open_requests) > 3 or (open_requests and number == num_requests - 1):
@@ -86,6 +132,8 @@ def serve(manager, rng, num_requests, clock=None, num_prompts=30):
                 if rng.random() < 0.5 and hasattr(manager, "reorder"):
                     manager.reorder(context)
                 manager.on_request_finished(context, use_positions=rng.random() < 0.5)
+                if hasattr(manager, "hint") and rng.random() < 0.2:
+                    manager.hint(context, "soon")
         if rng.random() < 0.2:
             manager.hint(rng.choice((keys, context or keys)), rng.choice(("soon", "later", "end")))
             with pytest.raises(ValueError, match="next_use"):
@@ -100,23 +148,23 @@ def serve(manager, rng, num_requests, clock=None, num_prompts=30):
 
 
 @pytest.mark.parametrize("policy", COMPILED)
-def test_recording_replays_to_the_same_answers(tmp_path, policy):
+def test_recording_replays_to_the_same_answers(path, policy):
     clock = [5.0]
     manager = CPUOffloadingManager(16, 60, policy, True, store_threshold=2, clock=lambda: clock[0])
-    with Recorder(manager, tmp_path / "run.kvlog") as recorder:
-        serve(manager, random.Random(7), 500, clock)
+    with Recorder(manager, path) as recorder:
+        make_all_calls(manager, random.Random(7), 500, clock)
     stats = recorder.stats()
     assert (stats.num_lost, stats.error) == (0, "")
-    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
-    assert (outcome.difference, outcome.end, outcome.num_skipped) == (None, "", 0)
+    outcome = replayed(path)
+    assert outcome.num_skipped == 0
     assert outcome.num_calls > 5000
     # The replay compares answers: another policy, or a changed answer, gives a difference.
     other = "lru" if policy != "lru" else "mq"
-    assert replay_recording(Recording(tmp_path / "run.kvlog"), other).difference is not None
+    assert replay_recording(Recording(path), other).difference is not None
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back", "write_through_selective"])
-def test_tiered_recording_needs_no_tier_to_replay(tmp_path, write_policy):
+def test_tiered_recording_needs_no_tier_to_replay(path, write_policy):
     rng = random.Random(write_policy)
 
     class Moody(MemoryTier):
@@ -131,32 +179,26 @@ def test_tiered_recording_needs_no_tier_to_replay(tmp_path, write_policy):
             return rng.choice((None, -5, "nonsense")) if rng.random() < 0.1 else super().lookup(keys)
 
     host = np.zeros((40, 64), np.uint8)
-    manager = TieredOffloadingManager(
-        16,
-        40,
-        [
-            (Moody(64 * 300, host), TierConfig(write_policy=write_policy, pause_s=0.001, deadline_s=0.05)),
-            (MemoryTier(64 * 600, host), TierConfig()),
-        ],
-        "arc",
-        True,
-    )
-    with Recorder(manager, tmp_path / "run.kvlog"):
+    tiers = [
+        (Moody(64 * 300, host), TierConfig(write_policy=write_policy, pause_s=0.001, deadline_s=0.05)),
+        (MemoryTier(64 * 600, host), TierConfig()),
+    ]
+    manager = TieredOffloadingManager(16, 40, tiers, "arc", True)
+    with Recorder(manager, path):
         # The manager pauses a tier after a slow job; then more requests are needed to promote blocks.
         for step in range(300):
-            serve(manager, rng, 10)
+            make_all_calls(manager, rng, 10)
             manager.settle(10)
             promoted = sum(stats.promoted_blocks for stats in manager.tier_stats())
             if step >= 30 and promoted > 10:
                 break
     manager.shutdown()
-    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
-    assert (outcome.difference, outcome.end) == (None, "")
+    replayed(path)
     assert promoted > 10
 
 
 @pytest.mark.parametrize("is_key_by_key", [False, True])
-def test_recording_of_an_arbiter_replays_to_the_same_decisions(tmp_path, is_key_by_key):
+def test_recording_of_an_arbiter_replays_to_the_same_decisions(path, is_key_by_key):
     rng = random.Random(9)
 
     class Slow(MemoryTier):
@@ -178,7 +220,7 @@ def test_recording_of_an_arbiter_replays_to_the_same_decisions(tmp_path, is_key_
     ]
     given = {"prefill_tokens_per_s": {0: 2000, 4096: 1000}} if is_key_by_key else {}
     manager = TieredOffloadingManager(16, 60, tiers, "arc", True, **given)
-    with Recorder(manager, tmp_path / "run.kvlog"):
+    with Recorder(manager, path):
         for number in range(400):
             context = ReqContext(str(number))
             prompt = rng.randrange(40)
@@ -209,11 +251,10 @@ def test_recording_of_an_arbiter_replays_to_the_same_decisions(tmp_path, is_key_
     stats = manager.stats()
     manager.shutdown()
     assert min(stats.arbiter_loads, stats.arbiter_cuts, stats.arbiter_cut_blocks) > 0, stats
-    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
-    assert (outcome.difference, outcome.end) == (None, "")
+    replayed(path)
     # The arbiter learned from the times: without them it decides differently.
     if not is_key_by_key:
-        assert replay_recording(Timeless(tmp_path / "run.kvlog")).difference is not None
+        assert replay_recording(Timeless(path)).difference is not None
 
 
 class Timeless(Recording):
@@ -230,44 +271,41 @@ def timeless(one):
     return replace(one, value=[result and replace(result, start_s=None, end_s=None) for result in one.value])
 
 
-def test_stopped_manager_calls_its_own_methods_again(tmp_path):
-    manager = CPUOffloadingManager(16, 8)
+def test_stopped_manager_calls_its_own_methods_again(manager, path):
     before = {name: getattr(manager, name) for name in ("lookup", "prepare_store", "take_events")}
-    recorder = Recorder(manager, tmp_path / "run.kvlog")
+    recorder = Recorder(manager, path)
     assert manager.recorder is recorder
     with pytest.raises(ValueError, match="recorded already"):
-        Recorder(manager, tmp_path / "other.kvlog")
+        Recorder(manager, f"{path}.other")
     recorder.stop()
     recorder.stop()
     assert {name: getattr(manager, name) for name in before} == before
     assert manager.recorder is None
     manager.prepare_store([key(1)])
-    assert [record.op for record in Recording(tmp_path / "run.kvlog")] == [ops.Op.STATS]
+    assert [record.op for record in Recording(path)] == [ops.Op.STATS]
 
 
-def test_recording_that_begins_late_replays_from_the_next_reset(tmp_path):
+def test_recording_that_begins_late_replays_from_the_next_reset(tmp_path, path):
     manager = CPUOffloadingManager(16, 30, "arc")
-    serve(manager, random.Random(1), 50)
+    make_all_calls(manager, random.Random(1), 50)
     context = ReqContext("spans both")
     manager.lookup([key(1)], context)
-    with Recorder(manager, tmp_path / "run.kvlog"):
+    with Recorder(manager, path):
         manager.touch([key(1)], context)
         manager.reset_cache()
         manager.touch([key(1)], context)
-        serve(manager, random.Random(2), 50)
-    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
-    assert outcome.difference is None
-    assert outcome.num_skipped == 1
+        make_all_calls(manager, random.Random(2), 50)
+    assert replayed(path).num_skipped == 1
     with Recorder(manager, tmp_path / "late.kvlog"):
         manager.touch([key(1)])
     with pytest.raises(RecordingError, match="at work already"):
         replay_recording(Recording(tmp_path / "late.kvlog"))
 
 
-def test_look_ups_one_by_one_are_written_as_runs(tmp_path):
+def test_look_ups_one_by_one_are_written_as_runs(path):
     manager = CPUOffloadingManager(16, 400)
     keys = [key(number) for number in range(300)]
-    with Recorder(manager, tmp_path / "run.kvlog", salt="ours") as recorder:
+    with Recorder(manager, path, salt="ours") as recorder:
         manager.complete_store(manager.prepare_store(keys[:200]).keys_to_store)
         for _ in range(300):
             for one in keys:
@@ -279,103 +317,32 @@ def test_look_ups_one_by_one_are_written_as_runs(tmp_path):
             manager.status(b"")
         assert manager.lookup(keys[0]) is True
     assert (recorder.stats().num_records, recorder.stats().num_lost) == (2 + 300 * 203 + 3, 0)
-    calls = [call for call in Recording(tmp_path / "run.kvlog") if call.op is ops.Op.STATUS]
+    records = [*Recording(path)]
+    calls = [call for call in records if call.op is ops.Op.STATUS]
     assert [call.answer for call in calls[:201]] == [2] * 200 + [0]
     assert calls[-1].answer == Raised("ValueError")
     hashes = [call.keys for call in calls[:201]]
     assert len(set(hashes)) == 201
     assert all([call.keys for call in calls[start : start + 201]] == hashes for start in range(0, 300 * 201, 201))
-    loaded = [call.keys for call in Recording(tmp_path / "run.kvlog") if call.op is ops.Op.PREPARE_LOAD]
+    loaded = [call.keys for call in records if call.op is ops.Op.PREPARE_LOAD]
     assert loaded == [hashes[:200]] * 300
-    assert [call.number for call in Recording(tmp_path / "run.kvlog")] == list(range(recorder.stats().num_records))
-    assert replay_recording(Recording(tmp_path / "run.kvlog")).difference is None
+    assert [call.number for call in records] == list(range(recorder.stats().num_records))
+    replayed(path)
 
 
-@pytest.mark.parametrize("policy", ["lru", "gittins"])
-def test_hints_and_clocks_that_go_back_replay(tmp_path, policy):
-    rng = random.Random(3)
-    clock = [5.0]
-    manager = CPUOffloadingManager(16, 60, policy, True, clock=lambda: clock[0])
-    num_refused = 0
-    with Recorder(manager, tmp_path / "run.kvlog"):
-        running = []
-        for number in range(600):
-            clock[0] += rng.random()
-            said = Retention(next_use=rng.choice(("soon", "later", "end")))
-            context = ReqContext(str(number), None, rng.choice((said, None)))
-            keys = [key(100 * rng.randrange(30) + i) for i in range(rng.randrange(1, 14))]
-            if rng.random() < 0.05:
-                clock[0] -= 50
-                try:
-                    manager.touch(keys, context)
-                except ValueError:
-                    num_refused += 1
-                clock[0] += 50
-            if rng.random() < 0.8:
-                output = manager.prepare_store(keys, context)
-                if output is not None:
-                    manager.complete_store(output.keys_to_store, context)
-            running.append(context)
-            if rng.random() < 0.8:
-                ended = running.pop(rng.randrange(len(running)))
-                manager.on_request_finished(ended)
-                if rng.random() < 0.3:
-                    manager.hint(ended, "soon")
-            if number == 300:
-                manager.reset_cache()
-    assert num_refused > 0 or policy == "gittins"
-    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
-    assert (outcome.difference, outcome.end, outcome.num_skipped) == (None, "", 0)
-
-
-def test_recordings_begin_and_end_while_calls_are_made(tmp_path):
-    manager = CPUOffloadingManager(16, 200, enable_events=True)
-    is_over = threading.Event()
-    failures = []
-
-    def work():
-        number = 0
-        while not is_over.is_set():
-            try:
-                serve(manager, random.Random(number), 20)
-            except BaseException as error:
-                failures.append(error)
-                raise
-            number += 1
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    worker = threading.Thread(target=work)
-    worker.start()
-    try:
-        for number in range(40):
-            recorder = Recorder(manager, tmp_path / f"{number}.kvlog")
-            time.sleep(0.01)
-            recorder.stop()
-    finally:
-        is_over.set()
-        worker.join()
-        sys.setswitchinterval(before)
-    assert failures == []
-    assert sum(len(list(Recording(tmp_path / f"{number}.kvlog"))) for number in range(40)) > 100
-
-
-def test_same_keys_are_named_once_and_never_in_clear(tmp_path):
-    manager = CPUOffloadingManager(16, 2000)
+def test_same_keys_are_named_once_and_never_in_clear(manager, path):
     keys = [b"a secret prompt %4d" % i for i in range(1000)]
-    with Recorder(manager, tmp_path / "run.kvlog"):
-        for _ in range(20):
-            context = ReqContext()
-            for _ in range(20):
-                manager.touch(keys, context)
-                manager.touch(keys[:300], context)
-    raw = (tmp_path / "run.kvlog").read_bytes()
+    with Recorder(manager, path):
+        for _ in range(400):
+            manager.touch(keys)
+            manager.touch(keys[:300])
+    raw = path.read_bytes()
     assert b"secret" not in raw
     assert len(raw) < 20 * 8 * len(keys) * 2
-    calls = [record for record in Recording(tmp_path / "run.kvlog") if record.op is ops.Op.TOUCH]
-    assert len(calls) == 800
-    assert all(call.keys == calls[0].keys[: len(call.keys)] for call in calls)
-    assert len(set(calls[0].keys)) == 1000
+    recorded = touches(path)
+    assert len(recorded) == 800
+    assert all(keys == recorded[0][: len(keys)] for keys in recorded)
+    assert len(set(recorded[0])) == 1000
 
 
 def test_salt_makes_keys_of_two_recordings_alike(tmp_path):
@@ -390,9 +357,8 @@ def test_salt_makes_keys_of_two_recordings_alike(tmp_path):
     assert b"ours" not in (tmp_path / "a").read_bytes()
 
 
-def test_files_are_bounded_and_the_oldest_goes_first(tmp_path):
-    manager = CPUOffloadingManager(16, 100)
-    with Recorder(manager, tmp_path / "run.kvlog", max_bytes="1MiB") as recorder:
+def test_files_are_bounded_and_the_oldest_goes_first(manager, tmp_path, path):
+    with Recorder(manager, path, max_bytes="1MiB") as recorder:
         for i in range(300):
             manager.touch([os.urandom(32) for _ in range(1000)])
             if i == 250:
@@ -402,30 +368,27 @@ def test_files_are_bounded_and_the_oldest_goes_first(tmp_path):
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["run.kvlog", "run.kvlog.1"]
     assert sum(file.stat().st_size for file in files) <= 1 << 20
-    recording = Recording(tmp_path / "run.kvlog")
-    assert not recording.is_whole
-    outcome = replay_recording(recording)
-    assert (outcome.difference, outcome.num_calls) == (None, 50)
+    assert not Recording(path).is_whole
+    assert replayed(path).num_calls == 50
     assert all(file.stat().st_mode & 0o077 == 0 for file in files)
 
 
-def test_restart_keeps_the_recording_before(tmp_path):
+def test_restart_keeps_the_recording_before(path):
     for number in range(3):
         manager = CPUOffloadingManager(16, 100)
-        with Recorder(manager, tmp_path / "run.kvlog"):
+        with Recorder(manager, path):
             for _ in range(number + 1):
                 manager.touch([key(number)])
-    assert replay_recording(Recording(tmp_path / "run.kvlog")).num_calls == 3
-    assert replay_recording(Recording(tmp_path / "run.kvlog.1")).num_calls == 2
+    assert replayed(path).num_calls == 3
+    assert replayed(f"{path}.1").num_calls == 2
 
 
-def test_full_buffer_loses_records_and_counts_them(tmp_path, monkeypatch):
+def test_full_buffer_loses_records_and_counts_them(manager, path, monkeypatch):
     gate = threading.Event()
     # A disk that hangs.
     monkeypatch.setattr("kvcache.recorder.files.write_all", lambda fd, data: gate.wait(30) and os.write(fd, data))
     gate.set()
-    manager = CPUOffloadingManager(16, 100)
-    recorder = Recorder(manager, tmp_path / "run.kvlog", buffer_bytes="1MiB")
+    recorder = Recorder(manager, path, buffer_bytes="1MiB")
     gate.clear()
     for _ in range(3000):
         manager.touch([os.urandom(32) for _ in range(200)])
@@ -438,27 +401,24 @@ def test_full_buffer_loses_records_and_counts_them(tmp_path, monkeypatch):
     manager.reset_cache()
     manager.touch([key(1)])
     recorder.stop()
-    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
-    assert outcome.num_lost == lost
-    assert outcome.difference is None
+    assert replayed(path).num_lost == lost
 
 
-def test_recorded_keys_are_let_go_of_once_they_are_hashed(tmp_path):
+def test_recorded_keys_are_let_go_of_once_they_are_hashed(manager, path):
     keys = [key(number) for number in range(10_000)]
     before = [sys.getrefcount(one) for one in keys]
-    manager = CPUOffloadingManager(16, 100)
-    with Recorder(manager, tmp_path / "run.kvlog"):
+    with Recorder(manager, path):
         for start in range(0, 10_000, 50):
             manager.lookup(keys[start : start + 50])
             manager.lookup(keys[start : start + 2])
         manager.touch(keys)  # larger than a chunk
     assert [sys.getrefcount(one) for one in keys] == before
-    calls = [call for call in Recording(tmp_path / "run.kvlog") if call.keys is not None and call.op is ops.Op.LOOKUP]
+    calls = [call for call in Recording(path) if call.keys is not None and call.op is ops.Op.LOOKUP]
     assert [len(call.keys) for call in calls] == [50, 2] * 200
     assert len({one for call in calls for one in call.keys}) == 10_000
 
 
-def test_long_lists_with_something_else_among_their_keys_are_recorded(tmp_path):
+def test_long_lists_with_something_else_among_their_keys_are_recorded(manager, path):
     class Odd:
         """The caller drops the last reference to such an object, not the recorder's thread."""
 
@@ -466,8 +426,7 @@ def test_long_lists_with_something_else_among_their_keys_are_recorded(tmp_path):
             ended_in.append(threading.current_thread())
 
     ended_in = []
-    manager = CPUOffloadingManager(16, 100)
-    with Recorder(manager, tmp_path / "run.kvlog"):
+    with Recorder(manager, path):
         for odd in (b"", 1, Odd(), bytearray(b"x")):
             for _ in range(2):
                 with pytest.raises(ValueError, match="key"):
@@ -478,29 +437,14 @@ def test_long_lists_with_something_else_among_their_keys_are_recorded(tmp_path):
         is_ended = bool(ended_in)
     assert is_ended
     assert ended_in == [threading.current_thread()]
-    recorded = [call.keys for call in Recording(tmp_path / "run.kvlog") if call.op is ops.Op.TOUCH]
+    recorded = touches(path)
     assert [keys[1] for keys in recorded] == [b"", b""] + [None] * 6
     assert {tuple(keys[:1] + keys[2:]) for keys in recorded} == {tuple(recorded[0][:1] + recorded[0][2:])}
-    assert replay_recording(Recording(tmp_path / "run.kvlog")).difference is None
+    replayed(path)
 
 
-def test_lists_longer_than_a_chunk_take_the_place_of_others(tmp_path):
-    manager = CPUOffloadingManager(16, 100)
-    long = [key(number) for number in range(60_000)]
-    with Recorder(manager, tmp_path / "run.kvlog", buffer_bytes="1MiB") as recorder:
-        for _ in range(20):
-            manager.lookup(long)
-            manager.lookup(long[:5])
-            time.sleep(0.02)
-        stats = recorder.stats()
-    assert stats.num_records + stats.num_lost >= 40
-    recorded = [call for call in Recording(tmp_path / "run.kvlog") if call.op is ops.Op.LOOKUP]
-    assert {len(call.keys) for call in recorded} == {60_000, 5}
-
-
-def test_failing_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
-    manager = CPUOffloadingManager(16, 100)
-    recorder = Recorder(manager, tmp_path / "run.kvlog")
+def test_failing_disk_ends_the_recording_and_nothing_else(manager, path, monkeypatch):
+    recorder = Recorder(manager, path)
 
     def full(fd, data):
         raise OSError(28, "No space left on device")
@@ -516,103 +460,338 @@ def test_failing_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch)
     assert manager.prepare_store([key(1)]).store_spec.block_ids.tolist() == [0]
 
 
-def test_wrong_paths_and_options_are_refused(tmp_path):
+def test_wrong_options_and_managers_are_refused(tmp_path, path):
     manager = CPUOffloadingManager(16, 4)
-    (tmp_path / "foreign").write_text("dear diary")
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "folder").mkdir()
-    for name in ("foreign", "link", "folder"):
-        with pytest.raises(ValueError, match=name):
-            Recorder(manager, tmp_path / name)
-    assert (tmp_path / "foreign").read_text() == "dear diary"
     for options in ({"max_bytes": 100}, {"max_bytes": "x"}, {"salt": ""}, {"salt": 5}, {"buffer_bytes": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            Recorder(manager, tmp_path / "run.kvlog", **options)
-    with Recorder(manager, tmp_path / "run.kvlog"), pytest.raises(ValueError, match="another manager"):
-        Recorder(CPUOffloadingManager(16, 4), tmp_path / "run.kvlog")
-    with pytest.raises(ValueError, match="cannot record"):
-        Recorder(object(), tmp_path / "x")
+            Recorder(manager, path, **options)
+    with Recorder(manager, path), pytest.raises(ValueError, match="another manager"):
+        Recorder(CPUOffloadingManager(16, 4), path)
 
     class Own(CPUBackend):
         pass
 
-    assert issubclass(Own, Backend)
-    with pytest.raises(ValueError, match="allocated by a Own"):
-        Recorder(BackendOffloadingManager(Own(16, 4)), tmp_path / "x")
-    assert manager.recorder is None
+    for other, reason in ((object(), "cannot record"), (BackendOffloadingManager(Own(16, 4)), "allocated by a Own")):
+        with pytest.raises(ValueError, match=reason):
+            Recorder(other, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_path_that_cannot_be_recorded_to_is_named(manager, tmp_path):
+    foreign = tmp_path / "foreign", tmp_path / "second.1"
+    for file in foreign:
+        file.write_text("dear diary")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "taken").write_bytes(MAGIC)
+    (tmp_path / "taken.1").mkdir()
+    unusable = "foreign/run", "x" * 300, "/proc/self/run", "/dev/full", "nul\0byte"
+    for name, reason in (
+        ("foreign", "foreign is no recording, and will not be written over"),
+        ("second", "second.1 is no recording, and will not be written over"),
+        ("link", "link is no file"),
+        ("taken", "taken.1 is no file"),
+        ("taken.1", "taken.1 is no file"),
+        *((name, name.split("\0")[0]) for name in unusable),
+    ):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            Recorder(manager, tmp_path / name)
+        assert manager.recorder is None
+    assert {file.read_text() for file in foreign} == {"dear diary"}
     assert manager.lookup([key(1)]) == 0
+    Recorder(manager, tmp_path / "run").stop()
 
 
-def test_dropped_manager_is_freed_and_leaves_a_whole_file(tmp_path):
+def test_dropped_manager_is_freed_and_leaves_a_whole_file(path):
     manager = CPUOffloadingManager(16, 4)
-    recorder = Recorder(manager, tmp_path / "run.kvlog")
+    recorder = Recorder(manager, path)
     manager.touch([key(1)])
     thread = recorder._thread
     del manager, recorder
     gc.collect()
     assert thread.stop(10)
-    assert replay_recording(Recording(tmp_path / "run.kvlog")).num_calls == 1
+    assert replayed(path).num_calls == 1
 
 
-def test_kill_leaves_a_readable_prefix(tmp_path):
-    code = """
-import sys, time
-from kvcache import CPUOffloadingManager, Recorder
-manager = CPUOffloadingManager(16, 50)
-recorder = Recorder(manager, sys.argv[1], max_bytes="256KiB")
-number = 0
-while True:
-    keys = [b"%d" % (number % 400 + i) for i in range(9)]
-    output = manager.prepare_store(keys)
-    manager.complete_store(output.keys_to_store)
-    number += 1
-    if number == 3000:
-        time.sleep(1.5)
-        print("ready", flush=True)
-"""
-    child = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run.kvlog"], stdout=subprocess.PIPE, text=True)
-    assert child.stdout.readline() == "ready\n"
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
-    recording = Recording(tmp_path / "run.kvlog")
-    assert len(list(recording)) > 0
-    if recording.is_whole:
-        outcome = replay_recording(recording)
-        assert outcome.difference is None
-        assert outcome.num_calls >= 6000
+def test_foreign_file_that_comes_later_ends_the_recording_at_a_rotation(manager, path):
+    older = Path(f"{path}.1")
+    with Recorder(manager, path, max_bytes=1 << 16) as recorder:
+        older.write_text("not a recording")
+        end_s = time.monotonic() + 60
+        while not recorder.stats().error:
+            serve(manager, 50)
+            assert time.monotonic() < end_s
+    assert f"{older} is no recording" in recorder.stats().error
+    assert older.read_text() == "not a recording"
 
 
-def test_threads_take_turns_and_replay(tmp_path):
-    manager = CPUOffloadingManager(16, 500)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_path_is_free_after_stop_though_a_forked_child_lives(manager, path):
+    recorder = Recorder(manager, path)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        recorder.stop()
+        Recorder(manager, path).stop()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_child_records_nothing_and_leaves_the_file_alone(manager, path):
+    recorder = Recorder(manager, path)
+    serve(manager, 1)
+    child = os.fork()
+    if child == 0:
+        serve(manager, 50)
+        recorder.stop()
+        os._exit(recorder.stats().num_records != 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    serve(manager, 1)
+    recorder.stop()
+    assert replayed(path).num_calls == 8
+
+
+def test_one_of_two_recorders_that_begin_at_once_is_refused(tmp_path):
+    def begin(manager, barrier, path):
+        barrier.wait()
+        try:
+            return Recorder(manager, path)
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(20):
+            manager = CPUOffloadingManager(16, 100)
+            paths = [tmp_path / f"{number}.{one}" for one in "ab"]
+            made = pool.map(begin, repeat(manager), repeat(threading.Barrier(2)), paths)
+            refused, begun = sorted(made, key=lambda one: isinstance(one, Recorder))
+            assert refused == f"the manager is being recorded already, to {begun.path}"
+            serve(manager, 3)
+            begun.stop()
+            assert replayed(begun.path).num_calls == 12
+
+
+@pytest.mark.parametrize("max_events", [2**64 - 1, 2**64, 10**40])
+def test_events_taken_without_a_bound_that_counts_are_recorded(path, max_events):
+    manager = CPUOffloadingManager(16, 100, enable_events=True)
+    with Recorder(manager, path):
+        serve(manager, 1)
+        assert [event.keys for event in manager.take_events(max_events)] == [[key(i) for i in range(7)]]
+        serve(manager, 1)
+    assert replayed(path).num_calls == 9
+
+
+@pytest.mark.parametrize("num_keys", [500, 3_700, 4_200, 30_000, 600_000])
+def test_record_longer_than_the_bound_is_lost_and_does_not_break_it(manager, tmp_path, path, num_keys):
+    long = [os.urandom(16) for _ in range(num_keys)]
+    with Recorder(manager, path, max_bytes="64KiB", buffer_bytes="1MiB") as recorder:
+        manager.touch(long[:5])
+        manager.touch(long)
+        manager.touch(long[:7])
+    is_lost = num_keys > 4_000  # half of 64 KiB, at 8 bytes a key
+    assert recorder.stats().num_lost == is_lost
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 1 << 16
+    recorded = [*map(len, touches(path))]
+    assert recorded == ([5, 7] if is_lost else [5, num_keys, 7])
+    outcome = replayed(path)
+    assert (outcome.num_calls, outcome.num_lost) == (len(recorded) - is_lost, is_lost)
+
+
+def test_record_longer_than_the_buffer_is_lost(manager, path):
+    long = [os.urandom(16) for _ in range(60_000)]
+    with Recorder(manager, path, buffer_bytes="900KiB") as recorder:
+        for _ in range(3):
+            manager.touch(long + long)
+        for _ in range(50):
+            manager.touch(long[:1000])
+    assert recorder.stats().num_lost == 3
+    assert len(touches(path)) == 50
+
+
+# A recording omits a call that another thread is making when the recording begins.
+@pytest.mark.parametrize(("num_threads", "begins_late"), [(1, False), (3, False), (1, True)])
+def test_recordings_that_begin_and_end_beside_calls_replay(tmp_path, num_threads, begins_late):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
+    num_replayed = 0
     try:
-        with Recorder(manager, tmp_path / "run.kvlog") as recorder:
-            threads = [
-                threading.Thread(
-                    target=lambda n=n: [
-                        manager.complete_store(manager.prepare_store([key(1000 * n + i)]).keys_to_store)
-                        for i in range(400)
-                    ]
-                )
-                for n in range(4)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        for cycle in range(50):
+            num_replayed += record_beside_calls(tmp_path / f"{cycle}", cycle, num_threads, begins_late)
     finally:
         sys.setswitchinterval(before)
-    assert recorder.stats().num_records >= 3200
-    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
-    assert (outcome.difference, outcome.num_calls) == (None, 3200)
+    # A recording that begins late is replayed from its first reset, if it has one.
+    assert num_replayed > 0
 
 
-def test_recording_is_a_trace(tmp_path):
-    manager = CPUOffloadingManager(16, 100)
+def record_beside_calls(path, seed, num_threads, begins_late):
+    """Record some of the calls of several threads; return how many were replayed with the same answers."""
+    manager = CPUOffloadingManager(16, 60, "lru", True)
+    is_over = threading.Event()
+    failures = []
+
+    def work(seed):
+        rng = random.Random(seed)
+        try:
+            while not is_over.is_set():
+                prompt = rng.randrange(20)
+                request(manager, [key(100 * prompt + i) for i in range(rng.randrange(1, 12))])
+                list(manager.take_events())
+                if rng.random() < 0.05:
+                    manager.reset_cache()
+                time.sleep(1e-4)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(100 * seed + number,)) for number in range(num_threads)]
+    rng = random.Random(seed)
+    recorder = None if begins_late else Recorder(manager, path)
+    manager.lookup([key(1)])  # a late recording is not one from the manager's first call
+    for thread in threads:
+        thread.start()
+    try:
+        if recorder is None:
+            time.sleep(rng.random() * 0.002)
+            recorder = Recorder(manager, path)
+        time.sleep(rng.random() * 0.01)
+        recorder.stop()
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    try:
+        outcome = replay_recording(Recording(path))
+    except RecordingError:
+        assert begins_late
+        return 0
+    assert outcome.difference is None
+    return outcome.num_calls
+
+
+@pytest.mark.slow
+def test_recorder_that_is_stopped_inside_a_call_does_not_wait_for_it(path):
+    made = []
+
+    def clock():
+        if made:
+            made[0].stop()
+        return 1.0
+
+    manager = CPUOffloadingManager(16, 100, clock=clock)
+    made.append(Recorder(manager, path))
+    manager.touch([key(1)], ReqContext("1", None, Retention(priority=1)))
+    manager.touch([key(2)])
+    assert replayed(path).num_calls == 0
+
+
+def run_recorder(path, code, **options):
+    """Run `code` in its own process, where `manager` is recorded to `path` and `serve` makes calls."""
+    begin = """
+import os, resource, signal, sys, time
+from kvcache import CPUOffloadingManager, Recorder, ReqContext
+manager = CPUOffloadingManager(16, 50, "arc")
+recorder = Recorder(manager, sys.argv[1], max_bytes=sys.argv[2])
+def serve(number):
+    context = ReqContext()
+    keys = [b"%d %d" % (number % 40, i) + os.urandom(8) * (number % 3 == 0) for i in range(9)]
+    manager.lookup(keys, context)
+    output = manager.prepare_store(keys, context)
+    manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", begin + code, path, "64KiB"], text=True, stdout=subprocess.PIPE, **options
+    )
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_kill_leaves_what_was_written_whole(tmp_path, rests):
+    """A kill loses at most the last second."""
+    rng = random.Random(rests)
+    code = "print(flush=True)\nfor number in range(10**9): serve(number)"
+    if rests:
+        code = f"for number in range(20): serve(number)\ntime.sleep(1.5)\n{code}"
+    for number in range(2 if rests else 8):
+        path = tmp_path / str(number)
+        with run_recorder(path, code) as child:
+            child.stdout.readline()
+            time.sleep(0 if rests else rng.random() * 0.2)
+            child.kill()
+        recording = Recording(path)
+        calls = list(recording)
+        assert recording.end == "" or "cut" in recording.end or "missing" in recording.end
+        if recording.is_whole:
+            outcome = replay_recording(Recording(path))
+            assert outcome.difference is None
+            assert outcome.num_calls == len(calls) >= 80 * rests
+        # The old recording does not prevent a new one.
+        Recorder(CPUOffloadingManager(16, 50), path).stop()
+        assert [call.op for call in Recording(path)] == [ops.Op.STATS]
+        assert Path(f"{path}.1").exists() or "missing" in recording.end
+
+
+@pytest.mark.parametrize("num_bytes", [None, 0, 3, 8, 20, 100])
+def test_kill_between_two_files_leaves_the_older_ones(manager, tmp_path, path, num_bytes):
+    with Recorder(manager, path):
+        serve(manager, 3)
+    whole = (path).read_bytes()
+    (path).replace(f"{path}.1")
+    if num_bytes is not None:
+        (path).write_bytes(whole[:num_bytes])
+    recording = Recording(path)
+    outcome = replay_recording(recording)
+    assert (outcome.num_calls, outcome.difference) == (12, None)
+    assert outcome.end == recording.end != ""
+    assert str(path) in outcome.end
+    # A later recorder treats these files as a recording, and works.
+    with Recorder(manager, path):
+        manager.reset_cache()
+    assert replayed(path).num_calls == 1
+    (tmp_path / "alone").write_bytes(whole[: num_bytes or 0])
+    with pytest.raises(RecordingError, match="alone"):
+        Recording(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "raise KeyError", "del manager"])
+def test_process_that_ends_without_stop_leaves_a_whole_file(path, end):
+    with run_recorder(path, f"for number in range(20): serve(number)\n{end}", stderr=subprocess.DEVNULL) as child:
+        child.wait(60)
+    assert replayed(path).num_calls == 80
+
+
+def test_disk_that_is_full_ends_the_recording_at_the_last_whole_frame(path):
+    code = """
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+number = 0
+while not recorder.stats().error:
+    serve(number)
+    number += 1
+    time.sleep(1e-4)
+recorder.stop()
+stats = recorder.stats()
+serve(0)
+print(stats.error)
+print(stats.num_records, stats.num_lost)
+"""
+    with run_recorder(path, code, stderr=subprocess.DEVNULL) as child:
+        error, numbers = child.communicate(timeout=60)[0].splitlines()
+    num_records, num_lost = map(int, numbers.split())
+    assert "File too large" in error
+    assert child.returncode == 0
+    outcome = replay_recording(Recording(path))
+    assert outcome.difference is None
+    assert outcome.end == "" or "is cut at byte" in outcome.end
+    assert num_lost > 0
+    assert outcome.num_calls == num_records - num_lost
+
+
+def test_recording_is_a_trace(manager, path):
     now = [100.0]
-    with Recorder(manager, tmp_path / "run.kvlog", clock=lambda: now[0]):
+    with Recorder(manager, path, clock=lambda: now[0]):
         for number in range(5):
             now[0] += 2.5
             context = ReqContext()
@@ -623,7 +802,7 @@ def test_recording_is_a_trace(tmp_path):
         now[0] += 2.5
         manager.lookup([key(1), key(2)])
         manager.prepare_store([key(1), key(2)])
-    with RecordedTrace(tmp_path / "run.kvlog") as trace:
+    with RecordedTrace(path) as trace:
         requests = list(trace)
     assert trace.block_size == 16
     assert [len(one.hash_ids) for one in requests] == [4, 4, 4, 4, 4, 2]
@@ -633,16 +812,13 @@ def test_recording_is_a_trace(tmp_path):
     assert requests[0].input_length == 64
 
 
-def small_recording(path):
-    manager = CPUOffloadingManager(16, 20, "arc", True)
-    with Recorder(manager, path):
-        serve(manager, random.Random(3), 4)
-    return path.read_bytes()
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return small_recording(tmp_path_factory.mktemp("whole") / "run.kvlog")
+    path = tmp_path_factory.mktemp("whole") / "run.kvlog"
+    manager = CPUOffloadingManager(16, 20, "arc", True)
+    with Recorder(manager, path):
+        make_all_calls(manager, random.Random(3), 4)
+    return path.read_bytes()
 
 
 def read_all(path, data):
@@ -658,37 +834,37 @@ def frame_starts(data):
     return starts
 
 
-def test_cut_recording_is_read_up_to_the_cut(tmp_path, whole):
-    records, end = read_all(tmp_path / "run.kvlog", whole)
+def test_cut_recording_is_read_up_to_the_cut(path, whole):
+    records, end = read_all(path, whole)
     assert end == ""
     for length in range(0, len(whole), 3):
         try:
-            found, end = read_all(tmp_path / "run.kvlog", whole[:length])
+            found, end = read_all(path, whole[:length])
         except RecordingError:
             continue
         assert found == records[: len(found)]
         assert end or length in frame_starts(whole)
 
 
-def test_foreign_files_are_named(tmp_path):
+def test_foreign_files_are_named(path):
     for data in (b"", b"KVC", b'{"timestamp": 0}', os.urandom(100), b"KVCLOG\r\n", header_bytes({"no": "manager"})):
         with pytest.raises(RecordingError, match=r"run\.kvlog"):
-            read_all(tmp_path / "run.kvlog", data)
+            read_all(path, data)
     later = bytearray(header_bytes({"manager": {}}))
     later[8] = 9
     with pytest.raises(RecordingError, match="of format 9, this kvcache reads format 6"):
-        read_all(tmp_path / "run.kvlog", bytes(later))
+        read_all(path, bytes(later))
 
 
-def test_flipped_bytes_are_found(tmp_path, whole):
+def test_flipped_bytes_are_found(path, whole):
     rng = random.Random(11)
-    records, _ = read_all(tmp_path / "run.kvlog", whole)
+    records, _ = read_all(path, whole)
     for _ in range(500):
         damaged = bytearray(whole)
         for _ in range(rng.randrange(1, 4)):
             damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         try:
-            found, end = read_all(tmp_path / "run.kvlog", bytes(damaged))
+            found, end = read_all(path, bytes(damaged))
         except RecordingError:
             continue
         assert found == records or end
@@ -746,7 +922,7 @@ def hostile_bytes(rng, kind, rows):
     return msgspec.msgpack.encode((0, rows))
 
 
-def test_configuration_of_strangers_is_not_trusted(tmp_path):
+def test_configuration_of_strangers_is_not_trusted(path):
     for config, message in (
         ({"block_size": 16, "num_blocks": 1 << 29, "cache_policy": "lru"}, "memory"),
         ({"block_size": 16, "num_blocks": 4, "cache_policy": "os:PathLike"}, "--policy"),
@@ -756,14 +932,13 @@ def test_configuration_of_strangers_is_not_trusted(tmp_path):
         ({"block_size": 16, "num_blocks": 4, "cache_policy": "lru", "surprise": 1}, "surprise"),
         ({"block_size": 16, "num_blocks": 4, "cache_policy": "lru", "tiers": [{"medium": "X", "rule": 1}]}, "rule"),
     ):
-        path = tmp_path / "run.kvlog"
         path.write_bytes(header_bytes({"manager": config, "is_from_start": True}))
         with pytest.raises(RecordingError, match=message):
             replay_recording(Recording(path))
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_part_of_the_conversation_trace_replays_to_the_same_integers(tmp_path, shared, policy):
+def test_part_of_the_conversation_trace_replays_to_the_same_integers(path, shared, policy):
     from kvcache.lab.simulate.run import Replay, ReplayClock
     from kvcache.lab.traces.keys import KeyMaker
     from kvcache.lab.traces.trace import Trace
@@ -772,15 +947,15 @@ def test_part_of_the_conversation_trace_replays_to_the_same_integers(tmp_path, s
     manager = CPUOffloadingManager(512, 3_000, policy, True, clock=clock)
     replay, make_keys = Replay(manager, arrivals=clock), KeyMaker()
     limit = None if os.environ.get("KVCACHE_WHOLE_TRACES") else 1_500
-    path = shared / "traces" / "mooncake_conversation.jsonl"
-    with Recorder(manager, tmp_path / "run.kvlog", clock=clock) as recorder, Trace(path) as trace:
+    source = shared / "traces" / "mooncake_conversation.jsonl"
+    with Recorder(manager, path, clock=clock) as recorder, Trace(source) as trace:
         for request in islice(trace, limit):
             replay.step(request, make_keys(request.hash_ids))
     assert recorder.stats().num_lost == 0
-    outcome = replay_recording(Recording(tmp_path / "run.kvlog"))
-    assert (outcome.difference, outcome.end, outcome.num_skipped) == (None, "", 0)
+    outcome = replayed(path)
+    assert outcome.num_skipped == 0
     assert outcome.num_calls == replay.tally.requests * 7 - replay.tally.rejected_requests
-    with RecordedTrace(tmp_path / "run.kvlog") as recorded:
+    with RecordedTrace(path) as recorded:
         again = Replay(CPUOffloadingManager(512, 3_000, policy))
         for request in recorded:
             again.step(request, make_keys(request.hash_ids))

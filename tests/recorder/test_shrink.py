@@ -54,9 +54,9 @@ class EvictsWhatMustStay(Reference):
         return [(key, self.blocks.pop(key)) for key in list(self.blocks)[-n:]]
 
 
-def record(path, policy, seed=5, num_requests=800):
-    rng = random.Random(seed)
-    manager = CPUOffloadingManager(16, 50, policy)
+def record(path, num_requests=800):
+    rng = random.Random(5)
+    manager = CPUOffloadingManager(16, 50, "lru")
     waiting = []
     with Recorder(manager, path):
         for _ in range(num_requests):
@@ -77,6 +77,25 @@ def record(path, policy, seed=5, num_requests=800):
     return Recording(path)
 
 
+def kept_calls(recording, policy):
+    """Replay a recording under a faulty policy; return the calls up to the difference."""
+    kept = []
+    assert replay_recording(recording, policy, Promises, kept).difference is not None
+    return kept
+
+
+def check_shrunk(recording, faulty):
+    """Shrink a recording to a test that fails under the faulty policy, and passes under a correct one."""
+    shrunk = shrink(kept_calls(recording, faulty), recording.header["manager"], differs_from(faulty, "lru"))
+    assert shrunk.num_calls < 20
+    text = as_test(shrunk, faulty, "lru")
+    named = f'__import__("sys").modules[{faulty.__module__!r}].{faulty.__qualname__}'
+    with pytest.raises(AssertionError):
+        run_test(text.replace(repr(faulty), named))
+    run_test(text.replace(repr(faulty), "'lru'"))
+    return text
+
+
 def run_test(text):
     namespace = {}
     exec(compile(text, "shrunk", "exec"), namespace)
@@ -85,20 +104,9 @@ def run_test(text):
 
 @pytest.mark.parametrize("faulty", [SwapsVictims, TurnsWithAge])
 def test_planted_difference_is_found_and_shrunk_to_a_failing_test(tmp_path, faulty):
-    recording = record(tmp_path / "run.kvlog", "lru")
-    kept = []
-    outcome = replay_recording(recording, faulty, Promises, kept)
-    assert outcome.difference is not None
-    assert outcome.difference.reason == ""
-    config = recording.header["manager"]
-    shrunk = shrink(kept, config, differs_from(faulty, "lru"))
-    assert shrunk.num_calls < 20
-    text = as_test(shrunk, faulty, "lru").replace(repr(faulty), "POLICY")
-    namespace_text = text.replace("POLICY", f'__import__("sys").modules[{faulty.__module__!r}].{faulty.__qualname__}')
-    with pytest.raises(AssertionError):
-        run_test(namespace_text)
-    # The same calls pass under a correct policy.
-    run_test(text.replace("POLICY", "'lru'"))
+    recording = record(tmp_path / "run.kvlog")
+    assert replay_recording(recording, faulty, Promises).difference.reason == ""
+    check_shrunk(recording, faulty)
 
 
 @pytest.mark.parametrize("has_arbiter", [False, True])
@@ -131,34 +139,20 @@ def test_fault_over_tiers_is_found_and_shrunk_to_a_failing_test(tmp_path, has_ar
     assert manager.tier_stats()[0].promoted_blocks > 0
     manager.shutdown()
     recording = Recording(tmp_path / "run.kvlog")
-    kept = []
     assert replay_recording(recording, "lru", Promises).difference is None
-    outcome = replay_recording(recording, SwapsVictims, Promises, kept)
-    assert outcome.difference is not None
-    shrunk = shrink(kept, recording.header["manager"], differs_from(SwapsVictims, "lru"))
-    assert shrunk is not None
-    assert shrunk.num_calls < 20
-    text = as_test(shrunk, SwapsVictims, "lru").replace(repr(SwapsVictims), "POLICY")
-    assert "TieredOffloadingManager" in text
-    named = f'__import__("sys").modules[{SwapsVictims.__module__!r}].{SwapsVictims.__qualname__}'
-    with pytest.raises(AssertionError):
-        run_test(text.replace("POLICY", named))
-    run_test(text.replace("POLICY", "'lru'"))
+    assert "TieredOffloadingManager" in check_shrunk(recording, SwapsVictims)
 
 
 def test_broken_promise_is_found_and_shrunk(tmp_path):
-    recording = record(tmp_path / "run.kvlog", "lru")
-    kept = []
-    outcome = replay_recording(recording, EvictsWhatMustStay, Promises, kept)
-    assert outcome.difference is not None
+    recording = record(tmp_path / "run.kvlog")
+    kept = kept_calls(recording, EvictsWhatMustStay)
     shrunk = shrink(kept, recording.header["manager"], breaks_promises(EvictsWhatMustStay))
-    assert shrunk is not None
     assert shrunk.num_calls < 20
     assert "# Broken here:" in as_test(shrunk, EvictsWhatMustStay)
 
 
 def test_what_shows_no_fault_is_not_shrunk(tmp_path):
-    recording = record(tmp_path / "run.kvlog", "lru", num_requests=50)
+    recording = record(tmp_path / "run.kvlog", num_requests=50)
     kept = []
     assert replay_recording(recording, None, Promises, kept).difference is None
     assert shrink(kept, recording.header["manager"], differs_from(None, Reference)) is None
@@ -166,11 +160,9 @@ def test_what_shows_no_fault_is_not_shrunk(tmp_path):
 
 
 def test_search_ends_in_time_with_what_it_has(tmp_path):
-    recording = record(tmp_path / "run.kvlog", "lru")
-    kept = []
-    replay_recording(recording, SwapsVictims, Promises, kept)
+    recording = record(tmp_path / "run.kvlog")
+    kept = kept_calls(recording, SwapsVictims)
     shrunk = shrink(kept, recording.header["manager"], differs_from(SwapsVictims, "lru"), max_s=0.0)
-    assert shrunk is not None
     assert shrunk.num_runs == 2
 
 
