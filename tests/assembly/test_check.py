@@ -1,7 +1,5 @@
 """Checks of a configuration against this machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect
@@ -9,7 +7,6 @@ import os
 import shutil
 import socket
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +16,14 @@ from kvcache.assembly.check import DEFAULT_KEYS, Finding, check_config
 HUGE = "4096TiB"
 
 
-def levels(findings: list[Finding]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+def levels(findings):
+    found = {}
     for finding in findings:
         found.setdefault(finding.subject, set()).add(finding.level)
     return found
 
 
-def text_of(findings: list[Finding], level: str) -> str:
+def text_of(findings, level):
     return "\n".join(finding.text for finding in findings if finding.level == level)
 
 
@@ -76,7 +73,7 @@ def test_check_mistyped_spec_name_is_error():
     assert "unknown spec 'teiring', known ones: cpu, tiering; did you mean 'tiering'?" in text_of(findings, "error")
 
 
-def test_check_directory_in_use_is_error(tmp_path: Path):
+def test_check_directory_in_use_is_error(tmp_path):
     importlib.import_module("xxhash")
     from kvcache import DiskTier
 
@@ -126,7 +123,7 @@ def test_check_missing_packages_all_are_named_with_their_extra(monkeypatch):
         assert f"pip install 'kvcache[{extra}]', or in a checkout: pip install '.[{extra}]'" in found
 
 
-def test_check_every_invalid_option_is_an_error_of_its_own(tmp_path: Path):
+def test_check_every_invalid_option_is_an_error_of_its_own(tmp_path):
     importlib.import_module("xxhash")
     tiers = [{"type": "disk", "path": "x", "capacity": "big", "deadline_s": 0}, {"type": "dusk"}]
     given = {"num_cpu_blocks": 0, "advanced": {"record_max_bytes": "no"}, "tiers": tiers}
@@ -139,7 +136,7 @@ def test_size_in_bytes_is_accepted_where_no_block_size_is_known():
     assert findings[0] == Finding("ok", "pool", "64 MiB, policy lru; a block's size is not given (--model)")
 
 
-def test_directory_that_others_may_read_is_a_warning(tmp_path: Path):
+def test_directory_that_others_may_read_is_a_warning(tmp_path):
     importlib.import_module("xxhash")
     tmp_path.chmod(0o755)
     given = {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": str(tmp_path), "capacity": "1MiB"}]}
@@ -148,7 +145,7 @@ def test_directory_that_others_may_read_is_a_warning(tmp_path: Path):
     assert "other users may read it" not in text_of(check_config(given), "warning")
 
 
-def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path: Path):
+def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path):
     importlib.import_module("xxhash")
     free = shutil.disk_usage(tmp_path).free
     tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
@@ -158,7 +155,7 @@ def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path: Path):
     assert "shared memory" not in levels(check_config({"num_cpu_blocks": 1}, block_bytes=2 * free))
 
 
-def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path: Path):
+def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path):
     importlib.import_module("xxhash")
     (tmp_path / "tier").write_text("")
     tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
@@ -166,7 +163,7 @@ def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path: Path):
     assert text_of(check_config(given), "error") == f"{tmp_path / 'tier'} is not a directory"
 
 
-def test_check_damaged_header_is_an_error(tmp_path: Path) -> None:
+def test_check_damaged_header_is_an_error(tmp_path):
     pytest.importorskip("xxhash")
     folder = tmp_path / "tier"
     folder.mkdir()
@@ -176,14 +173,14 @@ def test_check_damaged_header_is_an_error(tmp_path: Path) -> None:
     assert "is not a disk tier's header" in text_of(check_config(given), "error")
 
 
-def test_check_folder_on_a_file_system_that_is_not_mounted_is_a_warning() -> None:
+def test_check_folder_on_a_file_system_that_is_not_mounted_is_a_warning():
     pytest.importorskip("xxhash")
     tier = {"type": "disk", "path": "/no-such-mount/kv", "capacity": "1MiB"}
     given = {"num_cpu_blocks": 4, "spec_name": "tiering", "tiers": [tier]}
     assert "is its file system not mounted?" in text_of(check_config(given), "warning")
 
 
-def test_exporters_that_cannot_be_opened_are_warned_of(tmp_path: Path) -> None:
+def test_exporters_that_cannot_be_opened_are_warned_of(tmp_path):
     importlib.import_module("prometheus_client")
     taken = tmp_path / "file"
     taken.write_text("data")

@@ -1,10 +1,7 @@
 """What is logged at start, and how KVCACHE_LOG sets it up."""
 
-from __future__ import annotations
-
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,21 +12,19 @@ from kvcache.options import without_secrets
 
 
 @pytest.fixture(autouse=True)
-def logger() -> Iterator[logging.Logger]:
+def logger():
     logger = logging.getLogger("kvcache")
     kept = (logger.level, logger.propagate, list(logger.handlers))
     yield logger
     logger.level, logger.propagate, logger.handlers = kept[0], kept[1], kept[2]
 
 
-def start(**options: object) -> None:
+def start(**options):
     extra_config = {"num_cpu_blocks": 8, **options}
     CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=extra_config)).get_manager()
 
 
-def test_one_line_per_start_has_the_configuration_in_effect(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_line_per_start_has_the_configuration_in_effect(monkeypatch, caplog):
     monkeypatch.setenv("KVCACHE_LOG", "info")
     start(cache_policy="arc", advanced={"retention_share": "25%"})
     (line,) = [one.getMessage() for one in caplog.records if one.name.startswith("kvcache")]
@@ -40,7 +35,7 @@ def test_one_line_per_start_has_the_configuration_in_effect(
     assert found["block_bytes"] == 0  # not known without refs
 
 
-def test_secrets_are_left_out_wherever_they_stand() -> None:
+def test_secrets_are_left_out_wherever_they_stand():
     given = {
         "tiers": [{"url": "valkey://user:pw@host:1/0", "password": "pw", "options": {"auth_token": "t"}}],
         "API_KEY": "k",
@@ -53,9 +48,7 @@ def test_secrets_are_left_out_wherever_they_stand() -> None:
     }
 
 
-def test_debug_writes_to_standard_error_where_nobody_logs(
-    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debug_writes_to_standard_error_where_nobody_logs(logger, monkeypatch):
     monkeypatch.setenv("KVCACHE_LOG", "DEBUG")
     monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: bool(self.handlers))
     logger.handlers = []
@@ -66,9 +59,7 @@ def test_debug_writes_to_standard_error_where_nobody_logs(
     assert logging.getLogger("kvcache.tiering.manager").isEnabledFor(logging.DEBUG)
 
 
-def test_a_word_that_is_no_level_is_warned_of(
-    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_word_that_is_no_level_is_warned_of(logger, monkeypatch, caplog):
     before = logger.level
     monkeypatch.setenv("KVCACHE_LOG", "loud")
     start()
@@ -76,7 +67,7 @@ def test_a_word_that_is_no_level_is_warned_of(
     assert logger.level == before
 
 
-def test_without_the_variable_nothing_changes(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_nothing_changes(logger, monkeypatch):
     monkeypatch.delenv("KVCACHE_LOG", raising=False)
     before = (logger.level, list(logger.handlers))
     set_up_log()

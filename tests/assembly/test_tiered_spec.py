@@ -248,7 +248,7 @@ def _allows_direct(folder):
         tier.shutdown()
 
 
-def test_arbiter_is_switched_on_tier_by_tier() -> None:
+def test_arbiter_is_switched_on_tier_by_tier():
     from kvcache.assembly.assemble import OffloadSettings
 
     tiers = [{"type": "memory", "capacity": "1MiB"}, {"type": "memory", "capacity": "1MiB", "arbiter": True}]

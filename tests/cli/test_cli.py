@@ -1,13 +1,10 @@
 """The command line: its output, its exit status, and one clear line for every invalid input."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,13 +23,13 @@ TRACE = [
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
+def trace(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
     return path
 
 
-def error_of(run: Any, *argv: object) -> str:
+def error_of(run, *argv):
     status, _, err = run(*argv)
     lines = [line for line in err.splitlines() if "kvcache: error: " in line]
     assert status == 2
@@ -41,7 +38,7 @@ def error_of(run: Any, *argv: object) -> str:
     return lines[0].removeprefix("kvcache: error: ")
 
 
-def test_replay_counts_hits_and_prints_a_table(run: Any, trace: Path) -> None:
+def test_replay_counts_hits_and_prints_a_table(run, trace):
     status, out, err = run("replay", trace, "--no-data", "--blocks", 2)
     assert (status, err) == (0, "")
     assert "block hit rate" in out
@@ -49,7 +46,7 @@ def test_replay_counts_hits_and_prints_a_table(run: Any, trace: Path) -> None:
     assert "bookkeeping per request" in out
 
 
-def test_size_of_test_data_is_not_taken_for_memory(run: Any, trace: Path) -> None:
+def test_size_of_test_data_is_not_taken_for_memory(run, trace):
     argv = ("replay", trace, "--blocks", 2)
     _, out, _ = run(*argv)
     assert "(128 KiB)" not in out
@@ -60,13 +57,13 @@ def test_size_of_test_data_is_not_taken_for_memory(run: Any, trace: Path) -> Non
     assert "2 blocks of 512 tokens (128 MiB)" in run(*argv, "--model", "llama-3.1-8b", "--no-data")[1]
 
 
-def test_pool_without_room_is_told_the_way_out(run: Any, trace: Path) -> None:
+def test_pool_without_room_is_told_the_way_out(run, trace):
     error = error_of(run, "replay", trace, "--blocks", 1 << 29, "--model", "llama-3.1-8b")
     assert "does not fit into host memory" in error
     assert error.endswith("; --no-data needs none")
 
 
-def test_replay_writes_json_to_a_file_or_to_standard_output(run: Any, trace: Path, tmp_path: Path) -> None:
+def test_replay_writes_json_to_a_file_or_to_standard_output(run, trace, tmp_path):
     target = tmp_path / "out.json"
     argv = ("replay", trace, "--no-data", "--block-size", ":256", "--limit", 2)
     assert run(*argv, "--json", target)[0] == 0
@@ -80,7 +77,7 @@ def test_replay_writes_json_to_a_file_or_to_standard_output(run: Any, trace: Pat
         assert document["data"] is None
 
 
-def test_demo_needs_no_file(run: Any) -> None:
+def test_demo_needs_no_file(run):
     argv = ("demo", "--no-data", "--requests", 300, "--blocks", 500, "--json")
     documents = [json.loads(run(*argv)[1]) for _ in range(2)]
     assert documents[0]["requests"] == 300
@@ -88,20 +85,20 @@ def test_demo_needs_no_file(run: Any) -> None:
     assert documents[0]["hit_blocks"] == documents[1]["hit_blocks"] > 0
 
 
-def test_gate_stores_what_was_offered_often_enough(run: Any, trace: Path) -> None:
+def test_gate_stores_what_was_offered_often_enough(run, trace):
     argv = ("replay", trace, "--no-data", "--store-threshold", 2, "--json")
     document = json.loads(run(*argv)[1])
     assert (document["store_threshold"], document["stored_blocks"], document["hit_blocks"]) == (2, 2, 2)
 
 
-def test_what_if_tells_of_other_capacities(run: Any) -> None:
+def test_what_if_tells_of_other_capacities(run):
     argv = ("demo", "--no-data", "--requests", 300, "--blocks", 2000, "--what-if")
     _, out, _ = run(*argv)
     assert "twice the memory" in out
     assert json.loads(run(*argv, "--json")[1])["what_if"]["capacities"]
 
 
-def test_bad_lines_can_be_skipped_and_are_counted(run: Any, trace: Path) -> None:
+def test_bad_lines_can_be_skipped_and_are_counted(run, trace):
     with trace.open("a") as file:
         file.write('{"timestamp": 1}\n')
     assert error_of(run, "replay", trace, "--no-data").startswith(f"{trace}:4: lacks 'hash_ids'")
@@ -146,7 +143,7 @@ def test_bad_lines_can_be_skipped_and_are_counted(run: Any, trace: Path) -> None
         (("--json", "missing/out.json"), "--json cannot be written: 'missing/out.json': No such file or directory"),
     ],
 )
-def test_bad_option_is_named(run: Any, trace: Path, options: tuple[str, ...], message: str) -> None:
+def test_bad_option_is_named(run, trace, options, message):
     assert error_of(run, "replay", trace, "--no-data", *options).startswith(message)
 
 
@@ -162,24 +159,24 @@ def test_bad_option_is_named(run: Any, trace: Path, options: tuple[str, ...], me
         (("--policy", "min"), "--policy min is the optimum of a trace: kvcache plan FILE --policy min"),
     ],
 )
-def test_bad_demo_option_is_named(run: Any, options: tuple[str, ...], message: str) -> None:
+def test_bad_demo_option_is_named(run, options, message):
     assert error_of(run, "demo", "--no-data", *options) == message
 
 
-def test_refused_command_leaves_no_output_behind(run: Any, trace: Path, tmp_path: Path) -> None:
+def test_refused_command_leaves_no_output_behind(run, trace, tmp_path):
     target = tmp_path / "out.json"
     error_of(run, "replay", trace, "--no-data", "--json", target, "--block-size", ":7")
     assert not target.exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_full_disk_is_named(run: Any, trace: Path) -> None:
+def test_full_disk_is_named(run, trace):
     status, _, err = run("replay", trace, "--no-data", "--json", "/dev/full")
     assert (status, err) == (1, "kvcache: error: --json cannot be written: '/dev/full': No space left on device\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_full_standard_output_is_named(trace: Path) -> None:
+def test_full_standard_output_is_named(trace):
     code = f"from kvcache.cli import main; main(['replay', {str(trace)!r}, '--no-data', '--json'])"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -187,37 +184,33 @@ def test_full_standard_output_is_named(trace: Path) -> None:
     assert done.stderr.splitlines()[-1] == "kvcache: error: --json cannot be written: '-': No space left on device"
 
 
-def test_missing_trace_is_named(run: Any, tmp_path: Path) -> None:
+def test_missing_trace_is_named(run, tmp_path):
     path = tmp_path / "missing.jsonl"
     assert error_of(run, "replay", path) == f"cannot open trace {path}: No such file or directory"
 
 
-def test_memory_is_turned_into_whole_blocks() -> None:
+def test_memory_is_turned_into_whole_blocks():
     assert parse_capacities(None, "1MiB,2.5MiB", 1 << 20, "1") == [1, 2]
     assert parse_capacities("10,20", None, 1, "1") == [10, 20]
     assert parse_capacities(None, None, 1, "5") == [5]
 
 
-def test_capacities_may_come_in_any_order_and_in_thousands() -> None:
+def test_capacities_may_come_in_any_order_and_in_thousands():
     assert parse_capacities("20,10k,1.5k,20", None, 1, "1") == [20, 1500, 10_000]
     assert parse_capacities(None, "2G,1GiB,1.5G", 1 << 30, "1") == [1, 2]
 
 
-def test_trace_is_read_from_standard_input(trace: Path) -> None:
+def test_trace_is_read_from_standard_input(trace):
     argv = ["replay", "-", "--no-data", "--blocks", "2", "--json"]
     code = f"from kvcache.cli import main; main({argv})"
     with trace.open("rb") as file:
-        done: Any = subprocess.run(
-            [sys.executable, "-c", code], stdin=file, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", code], stdin=file, capture_output=True, text=True, check=False)
     assert (done.stderr, done.returncode) == ("", 0)
     document = json.loads(done.stdout)
     assert (document["source"]["file"], document["hit_blocks"]) == ("-", 4)
 
 
-def test_progress_goes_to_standard_error_and_only_to_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, run: Any, trace: Path
-) -> None:
+def test_progress_goes_to_standard_error_and_only_to_a_terminal(monkeypatch, run, trace):
     argv = ("replay", trace, "--no-data", "--blocks", 2)
     assert run(*argv)[2] == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -227,17 +220,17 @@ def test_progress_goes_to_standard_error_and_only_to_a_terminal(
     assert run(*argv, "--quiet")[2] == ""
 
 
-def test_command_alone_prints_its_help(run: Any) -> None:
+def test_command_alone_prints_its_help(run):
     _, out, err = run()
     assert "Usage: kvcache" in out + err
     assert "error" not in out + err
 
 
-def test_version_is_that_of_the_package(run: Any) -> None:
+def test_version_is_that_of_the_package(run):
     assert run("--version") == (0, f"kvcache {kvcache.__version__}\n", "")
 
 
-def test_shell_completes_policies(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+def test_shell_completes_policies(monkeypatch, run):
     monkeypatch.setenv("_KVCACHE_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "kvcache plan --policy lru,a")
     monkeypatch.setenv("COMP_CWORD", "3")
@@ -246,13 +239,13 @@ def test_shell_completes_policies(monkeypatch: pytest.MonkeyPatch, run: Any) -> 
     assert out.split()[0] == "lru,arc"
 
 
-def test_completion_goes_on_behind_a_comma() -> None:
+def test_completion_goes_on_behind_a_comma():
     assert complete_policies("l")[0] == "lru"
     assert complete_policies("lru,ar") == ["lru,arc"]
 
 
 @pytest.mark.parametrize("option", sorted(RENAMED))
-def test_old_option_of_replay_is_answered_with_the_new_spelling(run: Any, trace: Path, option: str) -> None:
+def test_old_option_of_replay_is_answered_with_the_new_spelling(run, trace, option):
     if option in ("--store-threshold", "--limit", "--block-bytes"):
         argv = ("plan", trace, option, "1")
     else:
@@ -262,7 +255,7 @@ def test_old_option_of_replay_is_answered_with_the_new_spelling(run: Any, trace:
 
 
 @pytest.mark.parametrize("name", ["replay", "plan", "fleet", "rerun"])
-def test_lab_command_has_at_most_16_options_and_examples_that_parse(run: Any, name: str) -> None:
+def test_lab_command_has_at_most_16_options_and_examples_that_parse(run, name):
     command = build_command(name, name)
     assert sum(param.param_type_name == "option" for param in command.params) <= 16
     _, out, _ = run(name, "--help")
@@ -274,14 +267,14 @@ def test_lab_command_has_at_most_16_options_and_examples_that_parse(run: Any, na
         build_command(name, name).make_context(name, words)
 
 
-def imported_by(code: str) -> set[str]:
+def imported_by(code):
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"], capture_output=True, text=True, check=True
     )
     return set(done.stdout.split())
 
 
-def test_building_the_command_line_imports_nothing_heavy() -> None:
+def test_building_the_command_line_imports_nothing_heavy():
     modules = imported_by("from kvcache.cli import build_app; build_app()")
     assert not modules & {"torch", "numpy", "rich", "matplotlib", "kvcache.control.cpu"}
 
@@ -290,13 +283,13 @@ def test_building_the_command_line_imports_nothing_heavy() -> None:
     ("seconds", "shown"),
     [(0.0, "0 s"), (2e-6, "2 us"), (119.6, "120 s"), (125, "2 min 05 s"), (9864, "2 h 44 min"), (187_000, "2 d 3 h")],
 )
-def test_format_seconds_uses_units_that_a_person_reads(seconds: float, shown: str) -> None:
+def test_format_seconds_uses_units_that_a_person_reads(seconds, shown):
     assert format_seconds(seconds) == shown
 
 
-def test_missing_extra_is_named() -> None:
+def test_missing_extra_is_named():
     code = "import sys; sys.modules['typer'] = None; from kvcache.cli import main; main(['--help'])"
-    done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == (
         "kvcache: error: the command line needs typer; pip install 'kvcache[cli]', or in a checkout: "
@@ -305,7 +298,7 @@ def test_missing_extra_is_named() -> None:
 
 
 @pytest.mark.parametrize("group", [(), ("bench",), ("record",), ("tier",), ("metrics",)])
-def test_lists_of_commands_cut_no_summary(group: tuple[str, ...], run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_commands_cut_no_summary(group, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERMINAL_WIDTH", "80")
     status, out, _ = run(*group, "--help")
@@ -317,6 +310,6 @@ def test_lists_of_commands_cut_no_summary(group: tuple[str, ...], run: Any, monk
 
 
 @pytest.mark.slow
-def test_module_kvcache_is_the_command() -> None:
+def test_module_kvcache_is_the_command():
     done = subprocess.run([sys.executable, "-m", "kvcache", "--version"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, f"kvcache {kvcache.__version__}\n")

@@ -1,20 +1,14 @@
 """`kvcache record` against a running engine."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from kvcache import CPUOffloadingSpec, OffloadingConfig, OffloadingGroup, OffloadingManager
-
-Run = Callable[..., tuple[int, str, str]]
+from kvcache import CPUOffloadingSpec, OffloadingConfig, OffloadingGroup
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OffloadingManager]:
+def engine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     options = {"num_cpu_blocks": 8, "exporters": ["status"]}
     spec = CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options))
@@ -23,9 +17,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offloadi
     manager.shutdown()
 
 
-def test_a_running_engine_is_recorded_and_its_file_replays(
-    engine: OffloadingManager, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_engine_is_recorded_and_its_file_replays(engine, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("record", "show") == (0, "nothing is being recorded\n", "")
     code, out, _ = run("record", "start", "run.kvlog", "--max-bytes", "64KiB", "--salt", "s")
@@ -42,7 +34,7 @@ def test_a_running_engine_is_recorded_and_its_file_replays(
     assert "every answer is the same" in out
 
 
-def test_what_cannot_be_recorded_is_named(engine: OffloadingManager, run: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_named(engine, run, tmp_path):
     code, _, error = run("record", "stop")
     assert (code, "nothing is being recorded" in error) == (2, True)
     (tmp_path / "file").write_text("")

@@ -1,32 +1,27 @@
 """`kvcache status` and `kvcache top` with sockets that do not belong to an engine: one line that names the path."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvcache.exporters import status as status_module
 
-Run = Callable[..., tuple[int, str, str]]
 COMMANDS = (("status",), ("top", "--once", "--interval", "0.1"))
 
 
 @contextmanager
-def engine_answering(path: Path, answers: dict[str, bytes]) -> Iterator[None]:
+def engine_answering(path, answers):
     """Give every client the answer to its command."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
 
-        def serve() -> None:
+        def serve():
             while True:
                 try:
                     client, _ = listener.accept()
@@ -46,16 +41,16 @@ def engine_answering(path: Path, answers: dict[str, bytes]) -> Iterator[None]:
             thread.join()
 
 
-def result(value: Any) -> bytes:
+def result(value):
     return json.dumps({"ok": True, "result": value}).encode() + b"\n"
 
 
-def file(path: Path) -> None:
+def file(path):
     path.write_text("data")
 
 
-def bound(kind: int, backlog: int | None = None) -> Callable[[Path], socket.socket]:
-    def bind(path: Path) -> socket.socket:
+def bound(kind, backlog=None):
+    def bind(path):
         one = socket.socket(socket.AF_UNIX, kind)
         one.bind(str(path))
         if backlog is not None:
@@ -79,9 +74,7 @@ def bound(kind: int, backlog: int | None = None) -> Callable[[Path], socket.sock
         (bound(socket.SOCK_SEQPACKET, 1), 1, "Protocol wrong type"),
     ],
 )
-def test_path_that_nobody_answers_at_is_named(
-    run: Run, tmp_path: Path, command: tuple[str, ...], make: Callable[[Path], Any], status: int, error: str
-) -> None:
+def test_path_that_nobody_answers_at_is_named(run, tmp_path, command, make, status, error):
     path = tmp_path / "s"
     made = make(path)
     try:
@@ -94,7 +87,7 @@ def test_path_that_nobody_answers_at_is_named(
     assert error in text
 
 
-def test_path_that_is_too_long_for_a_socket_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_that_is_too_long_for_a_socket_is_named(run, tmp_path, monkeypatch):
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -119,9 +112,7 @@ def test_path_that_is_too_long_for_a_socket_is_named(run: Run, tmp_path: Path, m
     ],
     ids=range(8),
 )
-def test_answer_that_is_none_names_the_path(
-    run: Run, tmp_path: Path, command: tuple[str, ...], answer: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answer_that_is_none_names_the_path(run, tmp_path, command, answer, monkeypatch):
     monkeypatch.setattr(status_module, "MAX_ANSWER_BYTES", 65_536)
     path = tmp_path / "s"
     with engine_answering(path, {"status": answer, "samples": answer}):
@@ -146,9 +137,7 @@ def test_answer_that_is_none_names_the_path(
     ],
     ids=range(9),
 )
-def test_status_of_another_shape_names_the_path(
-    run: Run, tmp_path: Path, value: object, arguments: tuple[str, ...]
-) -> None:
+def test_status_of_another_shape_names_the_path(run, tmp_path, value, arguments):
     path = tmp_path / "s"
     with engine_answering(path, {"status": result(value)}):
         code, out, text = run("status", "--socket", path, *arguments)
@@ -166,7 +155,7 @@ def test_status_of_another_shape_names_the_path(
     ],
     ids=range(4),
 )
-def test_samples_that_are_no_numbers_name_the_path(run: Run, tmp_path: Path, samples: object) -> None:
+def test_samples_that_are_no_numbers_name_the_path(run, tmp_path, samples):
     path = tmp_path / "s"
     with engine_answering(path, {"samples": result(samples)}):
         code, out, text = run("top", "--once", "--interval", "0.1", "--socket", path)
@@ -185,7 +174,7 @@ def test_samples_that_are_no_numbers_name_the_path(run: Run, tmp_path: Path, sam
     ],
     ids=range(5),
 )
-def test_what_if_of_another_shape_is_left_out(run: Run, tmp_path: Path, what_if: object) -> None:
+def test_what_if_of_another_shape_is_left_out(run, tmp_path, what_if):
     path = tmp_path / "s"
     samples = result({"time_s": 1, "labels": {}, "samples": [["tier_held_blocks", "gauge", {"medium": "[/red]"}, 1]]})
     with engine_answering(path, {"samples": samples, "what_if": result(what_if)}):
@@ -195,7 +184,7 @@ def test_what_if_of_another_shape_is_left_out(run: Run, tmp_path: Path, what_if:
     assert "[/red]" in out
 
 
-def test_nothing_that_an_engine_says_steers_the_terminal(run: Run, tmp_path: Path) -> None:
+def test_nothing_that_an_engine_says_steers_the_terminal(run, tmp_path):
     path = tmp_path / "s"
     evil = "\x1b[2J\ud800[/red]"
     part = {"name": evil, "labels": {evil: evil}, "stats": {evil: evil}}

@@ -1,21 +1,16 @@
 """`kvcache status` against a running engine."""
 
-from __future__ import annotations
-
 import json
 import socket
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvcache import CPUOffloadingSpec, OffloadingConfig, OffloadingGroup, OffloadingManager
-
-Run = Callable[..., tuple[int, str, str]]
+from kvcache import CPUOffloadingSpec, OffloadingConfig, OffloadingGroup
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OffloadingManager]:
+def engine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     options = {"num_cpu_blocks": 8, "cache_policy": "arc", "exporters": ["status"]}
     spec = CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options))
@@ -26,7 +21,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offloadi
     manager.shutdown()
 
 
-def test_the_only_engine_is_found(engine: OffloadingManager, run: Run) -> None:
+def test_the_only_engine_is_found(engine, run):
     code, out, _ = run("status", "--json")
     found = json.loads(out)
     assert code == 0
@@ -40,9 +35,7 @@ def test_the_only_engine_is_found(engine: OffloadingManager, run: Run) -> None:
     assert all(line == line.rstrip() for line in out.splitlines())
 
 
-def test_no_engine_is_a_clear_error(
-    run: Run, engine: OffloadingManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_engine_is_a_clear_error(run, engine, tmp_path, monkeypatch):
     engine.shutdown()
     code, _, error = run("status")
     assert code == 2
@@ -52,9 +45,7 @@ def test_no_engine_is_a_clear_error(
     assert "No such file" in error
 
 
-def test_a_socket_that_cannot_be_opened_leaves_the_engine_running(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: OffloadingManager
-) -> None:
+def test_a_socket_that_cannot_be_opened_leaves_the_engine_running(tmp_path, caplog, engine):
     path = engine.telemetry.exporters[0].address
     options = {"num_cpu_blocks": 8, "exporters": [{"type": "status", "path": path}]}
     manager = CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options)).get_manager()
@@ -74,13 +65,13 @@ def test_a_socket_that_cannot_be_opened_leaves_the_engine_running(
         (["kvcache.keys:OffloadKey"], "must (be an Exporter|name a class)"),
     ],
 )
-def test_bad_options_are_refused(exporters: object, error: str) -> None:
+def test_bad_options_are_refused(exporters, error):
     options = {"num_cpu_blocks": 8, "exporters": exporters}
     with pytest.raises(ValueError, match=error):
         CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options))
 
 
-def test_status_socket_of_ended_process_is_removed(run: Run, engine: OffloadingManager) -> None:
+def test_status_socket_of_ended_process_is_removed(run, engine):
     path = Path(engine.telemetry.exporters[0].address)
     ended = path.with_name(f"status-{1 << 30}.sock")
     with socket.socket(socket.AF_UNIX) as left:

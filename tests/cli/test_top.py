@@ -1,15 +1,11 @@
 """The output of `kvcache top`, from a socket and from a page of metrics."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,11 +19,9 @@ from kvcache.exporters.prometheus import start_server
 from kvcache.exporters.status import StatusServer
 from kvcache.tiers.memory import MemoryTier
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def telemetry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Telemetry]:
+def telemetry(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "160")
     host_blocks = np.zeros((8, 16), dtype=np.uint8)
@@ -44,7 +38,7 @@ def telemetry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Telem
     manager.shutdown()
 
 
-def test_a_frame_from_the_socket_shows_media_tiers_and_the_what_if(telemetry: Telemetry, run: Run) -> None:
+def test_a_frame_from_the_socket_shows_media_tiers_and_the_what_if(telemetry, run):
     telemetry.exporters.append(StatusServer(telemetry))
     code, out, _ = run("top", "--once", "--interval", "0.1")
     assert code == 0
@@ -57,7 +51,7 @@ def test_a_frame_from_the_socket_shows_media_tiers_and_the_what_if(telemetry: Te
     assert any(line.startswith("arc*") for line in lines)
 
 
-def test_a_page_of_metrics_shows_the_same(telemetry: Telemetry, run: Run) -> None:
+def test_a_page_of_metrics_shows_the_same(telemetry, run):
     exporter = start_server(telemetry, 0)
     code, out, _ = run("top", "--once", "--interval", "0.1", "--url", exporter.address)
     assert code == 0
@@ -67,7 +61,7 @@ def test_a_page_of_metrics_shows_the_same(telemetry: Telemetry, run: Run) -> Non
     exporter.close()
 
 
-def tier_values(number: int, medium: str = "DISK") -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def tier_values(number, medium="DISK"):
     tier = (("medium", medium), ("tier", str(number)))
     return {
         ("tier_held_blocks", tier): 1_234_567.0,
@@ -78,7 +72,7 @@ def tier_values(number: int, medium: str = "DISK") -> dict[tuple[str, tuple[tupl
     }
 
 
-def test_an_engine_with_one_tier_fits_a_terminal_of_80_by_24() -> None:
+def test_an_engine_with_one_tier_fits_a_terminal_of_80_by_24():
     history = History()
     values = {("capacity_blocks", ()): 1e6, ("capacity_bytes", ()): 2e12, ("needed_blocks", ()): 9e9}
     values |= {("call_worst_seconds", (("call", name),)): 0.01 for name in ("lookup", "touch", "complete_store")}
@@ -98,7 +92,7 @@ def test_an_engine_with_one_tier_fits_a_terminal_of_80_by_24() -> None:
     assert " ".join(lines[10].split()) == "DISK 1,234,567 2,000,000 11.82 TiB 0 B 0 B 0 reads paused"
 
 
-def test_what_if_without_the_policy_in_use_shows_that_it_is_missing() -> None:
+def test_what_if_without_the_policy_in_use_shows_that_it_is_missing():
     history = History()
     history.add(Frame(0.0, {}))
     console = Console(width=80, record=True, file=io.StringIO())
@@ -107,7 +101,7 @@ def test_what_if_without_the_policy_in_use_shows_that_it_is_missing() -> None:
     assert lines[-2:] == ["lru 50.0% 100.0%", "gittins* (not estimated) - -"]
 
 
-def test_tiers_of_one_medium_are_told_apart() -> None:
+def test_tiers_of_one_medium_are_told_apart():
     history = History()
     history.add(Frame(0.0, tier_values(0) | tier_values(1) | tier_values(2, "VALKEY")))
     console = Console(width=120, record=True, file=io.StringIO())
@@ -117,7 +111,7 @@ def test_tiers_of_one_medium_are_told_apart() -> None:
     assert named == ["DISK 0", "DISK 1", "VALKEY"]
 
 
-def test_frames_are_printed_one_after_another_where_there_is_no_terminal(telemetry: Telemetry) -> None:
+def test_frames_are_printed_one_after_another_where_there_is_no_terminal(telemetry):
     telemetry.exporters.append(StatusServer(telemetry))
     command = "from kvcache.cli import main; main(['top', '--interval', '0.1'])"
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) as process:
@@ -130,14 +124,14 @@ def test_frames_are_printed_one_after_another_where_there_is_no_terminal(telemet
     assert not any("\x1b" in head for head in heads)
 
 
-def frames(*counts: tuple[float, float, float]) -> History:
+def frames(*counts):
     history = History()
     for time_s, loaded, needed in counts:
         history.add(Frame(time_s, {("loaded_blocks", ()): loaded, ("needed_blocks", ()): needed}))
     return history
 
 
-def test_hit_rates_are_over_their_windows() -> None:
+def test_hit_rates_are_over_their_windows():
     history = frames((0, 0, 0), (600, 500, 1000), (870, 700, 1200), (900, 701, 1300))
     assert history.ratio("loaded_blocks", "needed_blocks", 60) == pytest.approx(1 / 100)
     assert history.ratio("loaded_blocks", "needed_blocks", 300) == pytest.approx(201 / 300)
@@ -147,12 +141,12 @@ def test_hit_rates_are_over_their_windows() -> None:
     assert len(history.frames) == 1  # the others are over a quarter of an hour old
 
 
-def test_an_engine_that_restarts_begins_anew() -> None:
+def test_an_engine_that_restarts_begins_anew():
     history = frames((0, 50, 100), (10, 0, 5), (20, 1, 10))
     assert history.ratio("loaded_blocks", "needed_blocks", 900) == pytest.approx(1 / 5)
 
 
-def test_paused_and_unavailable_tiers_are_named() -> None:
+def test_paused_and_unavailable_tiers_are_named():
     tier = (("medium", "DISK"), ("tier", "0"))
     values = {
         ("tier_held_blocks", tier): 1.0,
@@ -183,21 +177,19 @@ def test_paused_and_unavailable_tiers_are_named() -> None:
         (("--once",), 2, "no engine answers"),
     ],
 )
-def test_bad_input_is_a_clear_error(
-    arguments: tuple[str, ...], status: int, error: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_a_clear_error(arguments, status, error, run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     code, _, text = run("top", *arguments)
     assert (code, error in text) == (status, True), text
 
 
 @pytest.mark.parametrize("text", ["<html>", "garbage {{", "up 1\n", "", json.dumps({"a": 1})])
-def test_a_page_of_something_else_is_refused(text: str) -> None:
+def test_a_page_of_something_else_is_refused(text):
     with pytest.raises(ValueError, match=r"http://x (is no page of metrics|shows nothing of kvcache)"):
         parse_metrics(text, 0.0, "http://x")
 
 
-def test_vllms_names_are_read_alike() -> None:
+def test_vllms_names_are_read_alike():
     frame = parse_metrics('vllm:kvcache_loaded_blocks_total{engine="0",model_name="m"} 7\n', 1.0, "x")
     assert frame.get("loaded_blocks") == 7
     assert frame.labels == {"engine": "0", "model_name": "m"}

@@ -1,25 +1,20 @@
 """`kvcache top` with servers that are not kvcache's: one clear line, and an exit status."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
 
 from kvcache.cli import frames
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @contextmanager
-def answering(listener: socket.socket, answer: bytes) -> Iterator[None]:
+def answering(listener, answer):
     """Give every client the same answer."""
 
-    def serve() -> None:
+    def serve():
         while True:
             try:
                 client, _ = listener.accept()
@@ -42,7 +37,7 @@ def answering(listener: socket.socket, answer: bytes) -> Iterator[None]:
 @pytest.mark.parametrize(
     "answer", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"]
 )
-def test_server_of_another_protocol_is_named(run: Run, answer: bytes) -> None:
+def test_server_of_another_protocol_is_named(run, answer):
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
     with answering(listener, answer):
@@ -51,7 +46,7 @@ def test_server_of_another_protocol_is_named(run: Run, answer: bytes) -> None:
     assert f"{url} does not answer" in error
 
 
-def test_page_that_is_no_text_is_named(run: Run) -> None:
+def test_page_that_is_no_text_is_named(run):
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
     with answering(listener, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe"):
@@ -61,7 +56,7 @@ def test_page_that_is_no_text_is_named(run: Run) -> None:
 
 
 @pytest.mark.parametrize("target", ["ftp://127.0.0.1:1/", "http://127.0.0.1:1/metrics", "file:///etc/hostname"])
-def test_top_url_follows_no_redirect(run: Run, target: str) -> None:
+def test_top_url_follows_no_redirect(run, target):
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
     answer = f"HTTP/1.1 302 Found\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"
@@ -71,26 +66,26 @@ def test_top_url_follows_no_redirect(run: Run, target: str) -> None:
     assert f"{url} does not answer: HTTP Error 302" in error
 
 
-def test_parse_metrics_of_too_many_series_raises_before_it_parses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_metrics_of_too_many_series_raises_before_it_parses(monkeypatch):
     monkeypatch.setattr("prometheus_client.parser.text_string_to_metric_families", None)
     page = "".join(f'kvcache_free_blocks{{engine="{number}"}} 1\n' for number in range(100_000))
     with pytest.raises(ValueError, match=r"x has \d+ bytes of kvcache's series, more than 1048576"):
         frames.parse_metrics(page, 0.0, "x")
 
 
-def test_parse_metrics_skips_the_series_of_others() -> None:
+def test_parse_metrics_skips_the_series_of_others():
     others = "".join(f'python_info{{number="{number}"}} 1\n' for number in range(100_000))
     frame = frames.parse_metrics(f"{others}kvcache_free_blocks 3\n{others}", 0.0, "x")
     assert frame.values == {("free_blocks", ()): 3.0}
 
 
 @pytest.mark.parametrize(("name", "value"), [("_TIMEOUT_S", 0.5), ("_MAX_PAGE_BYTES", 1 << 16)])
-def test_page_without_an_end_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
+def test_page_without_an_end_is_named(run, monkeypatch, name, value):
     monkeypatch.setattr(frames, name, value)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
 
-    def serve() -> None:
+    def serve():
         client, _ = listener.accept()
         with client, suppress(OSError):
             client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -108,7 +103,7 @@ def test_page_without_an_end_is_named(run: Run, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:abc/", "http://a b/"])
-def test_url_that_is_none_is_named(run: Run, url: str) -> None:
+def test_url_that_is_none_is_named(run, url):
     code, _, error = run("top", "--once", "--url", url)
     assert code == 2
     assert f"--url must be a URL, got {url!r}" in error

@@ -1,19 +1,15 @@
 """A trace that a test makes of the blocks of its requests."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture
-def write_trace(tmp_path: Path) -> Callable[..., Path]:
+def write_trace(tmp_path):
     """Write a Mooncake trace of requests, which arrive one after the other, and return its path."""
 
-    def write(requests: Iterable[list[int]], step_ms: int = 1) -> Path:
+    def write(requests, step_ms=1):
         path = tmp_path / "trace.jsonl"
         lines = [
             {"timestamp": step_ms * i, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}

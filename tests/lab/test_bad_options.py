@@ -1,10 +1,6 @@
 """Commands of the lab with bad options: one line names the option and the value, and nothing is written."""
 
-from __future__ import annotations
-
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -111,9 +107,7 @@ BAD_CHAT = [
     [*BAD, *(pytest.param(*row, marks=pytest.mark.slow) for row in BAD_CHAT)],
     ids=[line for line, _ in BAD + BAD_CHAT],
 )
-def test_command_with_a_bad_option_names_it_and_writes_nothing(
-    run: Any, write_trace: Any, line: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_with_a_bad_option_names_it_and_writes_nothing(run, write_trace, line, message, monkeypatch, tmp_path):
     trace = write_trace([[0, 1], [2, 3], [0, 1, 4]])
     monkeypatch.chdir(tmp_path)
     status, _, err = run(*shlex.split(line.replace("TRACE", str(trace))))

@@ -1,10 +1,6 @@
 """`kvcache chat-demo`: exact token counts, a plot, and an error if tokens differ."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import matplotlib
 import pytest
@@ -28,7 +24,7 @@ def same_threads():
     torch.set_num_threads(num_threads)
 
 
-def test_counts_tokens_by_turn_and_saves_a_plot(run: Any, tmp_path: Path) -> None:
+def test_counts_tokens_by_turn_and_saves_a_plot(run, tmp_path):
     plot, document_path = tmp_path / "chat.png", tmp_path / "chat.json"
     status, out, err = run("chat-demo", *SMALL, "--plot", plot, "--json", document_path)
     assert (status, err) == (0, "")
@@ -46,10 +42,10 @@ def test_counts_tokens_by_turn_and_saves_a_plot(run: Any, tmp_path: Path) -> Non
     assert document["tokens_equal"] is True
 
 
-def test_other_tokens_end_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_end_it(run, monkeypatch):
     load = PrefixCache._load
 
-    def flipped(self, rows, requests):  # type: ignore[no-untyped-def]
+    def flipped(self, rows, requests):
         hit = load(self, rows, requests)
         for layer in hit.past.layers[: len(hit.past.layers) if hit.start else 0]:
             layer.keys = -layer.keys

@@ -1,13 +1,9 @@
 """Simulated fleets equal a plain Python simulation step by step; the output of the command."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +25,7 @@ BLOCK = 16
 class PlainFleet:
     """The specification: reference managers, and routers that inspect every engine."""
 
-    def __init__(self, plan: FleetPlan) -> None:
+    def __init__(self, plan):
         self.plan = plan
         self.memories = [ReferenceManager(BLOCK, plan.num_blocks, plan.cache_policy) for _ in range(plan.num_engines)]
         self.store = ReferenceManager(BLOCK, plan.store_blocks, plan.store_policy) if plan.store_blocks else None
@@ -37,19 +33,19 @@ class PlainFleet:
         self.disks = [ReferenceManager(BLOCK, plan.disk_blocks, plan.store_policy) for _ in range(num_disks)]
         self.dice = random.Random(plan.seed)
         # Messages of each engine that its router has missed; None: the engine has started again.
-        self.missed: list[list[Any]] = [[] for _ in self.memories]
+        self.missed = [[] for _ in self.memories]
         self.free_s = [0.0] * plan.num_engines
         self.number = 0
-        self.sent: dict[int, int] = {}
+        self.sent = {}
         # For each block, the engines that hold it; the engine that stored it last is at the end.
-        self.holders: dict[int, list[int]] = {}
+        self.holders = {}
         self.totals = dict.fromkeys(
             ("blocks", "local", "disk", "store", "missed", "written", "rejected", "single", "single_remembered"), 0
         )
         self.totals |= dict.fromkeys(("batched", "batched_remembered", "keys", "events"), 0)
-        self.ttft_s: list[float] = []
+        self.ttft_s = []
 
-    def choose(self, now_s: float, ids: list[int]) -> int:
+    def choose(self, now_s, ids):
         if self.plan.router == "round_robin":
             return self.number % self.plan.num_engines
         idle = min(range(self.plan.num_engines), key=lambda engine: self.free_s[engine])
@@ -63,14 +59,14 @@ class PlainFleet:
         waits_s = max(self.free_s[engine] - now_s, 0) - max(self.free_s[idle] - now_s, 0)
         return engine if waits_s <= depth * BLOCK * self.plan.token_s else idle
 
-    def restart(self, engine: int) -> None:
+    def restart(self, engine):
         self.memories[engine].reset_cache()
         if not self.disks:
             self.missed[engine] = [None]
             if self.plan.router != "events":
                 self.take(engine)
 
-    def take(self, engine: int) -> None:
+    def take(self, engine):
         """Show the router what it has missed of an engine."""
         for message in self.missed[engine]:
             stored, evicted = message or ([], [block for block, of in self.holders.items() if engine in of])
@@ -82,7 +78,7 @@ class PlainFleet:
                 self.holders.setdefault(block, []).append(engine)
         self.missed[engine].clear()
 
-    def serve(self, now_s: float, ids: list[int], input_length: int) -> None:
+    def serve(self, now_s, ids, input_length):
         engine = self.choose(now_s, ids)
         self.number += 1
         keys = [block.to_bytes(8, "little") for block in ids]
@@ -128,7 +124,7 @@ class PlainFleet:
         if self.store is not None:
             self.ask(len(rest), found, begin_s - now_s)
 
-    def ask(self, asked: int, found: int, wait_s: float) -> None:
+    def ask(self, asked, found, wait_s):
         """Count queries, one step of the scheduler after another."""
         totals = self.totals
         for _ in range(int(wait_s // 0.05) + 1):
@@ -142,7 +138,7 @@ class PlainFleet:
         totals["keys"] += asked + held * found + absent * (asked - found)
 
 
-def traffic(kind: str, num_requests: int) -> CompactTrace:
+def traffic(kind, num_requests):
     workload = ChatWorkload(num_requests, seed=3, chats_per_s=2.0) if kind == "chats" else AgentWorkload(num_requests)
     return CompactTrace.of(workload, BLOCK)
 
@@ -153,10 +149,8 @@ def traffic(kind: str, num_requests: int) -> CompactTrace:
     ("num_engines", "num_blocks", "store_blocks", "token_s", "policy"),
     [(1, 500, 0, 1e-4, "lru"), (4, 300, 2000, 1e-3, "lru"), (7, 900, 1200, 2e-2, "arc")],
 )
-def test_fleet_is_what_plain_python_says(
-    kind: str, router: str, num_engines: int, num_blocks: int, store_blocks: int, token_s: float, policy: str
-) -> None:
-    faults: dict[str, Any] = {"disk_blocks": 600 if num_engines == 7 else 0, "restarts": 5 if num_engines > 1 else 0}
+def test_fleet_is_what_plain_python_says(kind, router, num_engines, num_blocks, store_blocks, token_s, policy):
+    faults = {"disk_blocks": 600 if num_engines == 7 else 0, "restarts": 5 if num_engines > 1 else 0}
     faults["lost"] = 0.3 if router == "events" else 0.0
     plan = FleetPlan(
         num_engines, router, num_blocks, store_blocks, policy, token_s=token_s, block_load_s=1e-3, **faults
@@ -184,7 +178,7 @@ def test_fleet_is_what_plain_python_says(
 
 
 @pytest.mark.slow
-def test_one_engine_hits_what_a_replay_hits(shared: Path) -> None:
+def test_one_engine_hits_what_a_replay_hits(shared):
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         scaled = ScaledTrace(CompactTrace.of(trace, trace.block_size))
     assert run_fleet(scaled, FleetPlan(1, "events", 3000)).local_blocks == 18_850
@@ -195,7 +189,7 @@ def test_one_engine_hits_what_a_replay_hits(shared: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_for_all_makes_routers_alike_and_prefix_routing_spares_its_traffic(shared: Path) -> None:
+def test_a_store_for_all_makes_routers_alike_and_prefix_routing_spares_its_traffic(shared):
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         scaled = ScaledTrace(CompactTrace.of(islice(trace, 3000), trace.block_size))
     found = {router: run_fleet(scaled, FleetPlan(8, router, 2000, 1 << 20)) for router in ROUTERS}
@@ -204,7 +198,7 @@ def test_a_store_for_all_makes_routers_alike_and_prefix_routing_spares_its_traff
     assert found["events"].store_blocks < found["round_robin"].store_blocks / 2
 
 
-def test_copies_share_what_all_users_of_a_trace_share() -> None:
+def test_copies_share_what_all_users_of_a_trace_share():
     # Nine requests continue a shared prompt of two blocks in different ways; the tenth request shares no blocks.
     requests = [Request(np.array([7, 8, 100 + i, 200 + i]), 64, 1, float(i)) for i in range(9)]
     requests.append(Request(np.array([50, 51]), 32, 1, 9.0))
@@ -225,7 +219,7 @@ def test_copies_share_what_all_users_of_a_trace_share() -> None:
     assert [[back[new] for new in ids] for ids in once] == [request.hash_ids.tolist() for request in requests]
 
 
-def test_same_seed_gives_the_same_fleet() -> None:
+def test_same_seed_gives_the_same_fleet():
     plan = FleetPlan(5, "prefix", 300, 1000, token_s=1e-3)
     compact = traffic("chats", 100)
     first, again, other = (run_fleet(ScaledTrace(compact, 4, seed), plan) for seed in (1, 1, 2))
@@ -233,7 +227,7 @@ def test_same_seed_gives_the_same_fleet() -> None:
     assert first != other
 
 
-def test_events_that_get_lost_cost_few_hits_beside_perfect_knowledge() -> None:
+def test_events_that_get_lost_cost_few_hits_beside_perfect_knowledge():
     """Three engines with memory, a disk and a store; engines restart, and one message in a hundred gets lost."""
     scaled = ScaledTrace(traffic("chats", 100), 6, seed=1)
     for disk_blocks in (0, 900):
@@ -246,7 +240,7 @@ def test_events_that_get_lost_cost_few_hits_beside_perfect_knowledge() -> None:
         assert own["events"] == pytest.approx(own["known"], rel=0.03)
 
 
-def test_empty_trace_and_requests_without_blocks_are_no_trouble() -> None:
+def test_empty_trace_and_requests_without_blocks_are_no_trouble():
     nothing = run_fleet(ScaledTrace(CompactTrace.of([], BLOCK), 3), FleetPlan(2, "events", 10, 10))
     assert (nothing.requests, nothing.blocks, nothing.busy) == (0, 0, 0.0)
     short = [Request(np.empty(0, np.int64), 3, 1, float(i)) for i in range(3)]
@@ -261,12 +255,12 @@ def test_empty_trace_and_requests_without_blocks_are_no_trouble() -> None:
         ({"lost": 0.1, "router": "known"}, "lost must be a share in 0..1 of the router events, got 0.1 of 'known'"),
     ],
 )
-def test_bad_plan_is_named(options: dict[str, Any], message: str) -> None:
+def test_bad_plan_is_named(options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         FleetPlan(**{"num_engines": 1, "router": "events", "num_blocks": 1, **options})
 
 
-def test_command_shows_hits_traffic_and_what_breaks_first(run: Any, write_trace: Any, tmp_path: Path) -> None:
+def test_command_shows_hits_traffic_and_what_breaks_first(run, write_trace, tmp_path):
     pytest.importorskip("matplotlib")
     draw = random.Random(1)
     users = [1000 * draw.randrange(20) for _ in range(200)]

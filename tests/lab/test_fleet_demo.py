@@ -1,7 +1,5 @@
 """`kvcache fleet-demo`: engines in processes over one real server load blocks that another engine computed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Simulation grids: the offline optimum, cells in other processes, and the written results."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json
@@ -9,8 +7,6 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,31 +23,29 @@ MIN_HITS = {1000: 55019, 3000: 84953, 5000: 98448, 10000: 105710, 15000: 105710,
 
 
 @pytest.fixture(scope="module")
-def conversation(shared: Path) -> CompactTrace:
+def conversation(shared):
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         return CompactTrace.of(trace, trace.block_size)
 
 
 @pytest.mark.parametrize("num_blocks", MIN_HITS)
-def test_optimum_reproduces_its_prefix_hits(conversation: CompactTrace, num_blocks: int) -> None:
+def test_optimum_reproduces_its_prefix_hits(conversation, num_blocks):
     assert run_job(conversation, Job(OPTIMUM, num_blocks), Plan(1)).hit_blocks == MIN_HITS[num_blocks]
 
 
-def test_unbounded_cache_reproduces_its_prefix_hits(conversation: CompactTrace) -> None:
+def test_unbounded_cache_reproduces_its_prefix_hits(conversation):
     cell = run_job(conversation, Job(OPTIMUM, None), Plan(1))
     assert (cell.requests, cell.blocks, cell.hit_blocks) == (12031, 288500, 105710)
 
 
-def test_split_optimum_keeps_parts_of_a_block() -> None:
+def test_split_optimum_keeps_parts_of_a_block():
     trace = CompactTrace.of((Request(np.array(ids), 16 * len(ids), 0, 0.0) for ids in ([1, 2], [3], [1, 2])), 16)
     assert run_job(trace, Job(OPTIMUM, 1), Plan(1)).hit_blocks == 1
     split = run_job(trace, Job(OPTIMUM, 3), Plan(2))
     assert (split.blocks, split.hit_blocks, split.hit_tokens) == (10, 3, 24)
 
 
-def simulate(
-    workload: ChatWorkload, policies: list[str], capacities: list[int], store_threshold: int = 0, **options: Any
-) -> list[Cell]:
+def simulate(workload, policies, capacities, store_threshold=0, **options):
     """Return the cells of a grid in its order."""
     trace, grid = (
         CompactTrace.of(workload, workload.block_size),
@@ -62,9 +56,9 @@ def simulate(
 
 
 @pytest.mark.slow
-def test_grid_in_processes_equals_grid_in_this_one() -> None:
+def test_grid_in_processes_equals_grid_in_this_one():
     workload = ChatWorkload(num_requests=150)
-    shares: list[float] = []
+    shares = []
     grid = (["lru", "min"], [300, 2000])
     here = simulate(workload, *grid, num_processes=1, progressed=shares.append)
     there = simulate(workload, *grid, num_processes=2)
@@ -78,7 +72,7 @@ def test_grid_in_processes_equals_grid_in_this_one() -> None:
     assert here[0].hit_blocks < here[2].hit_blocks
 
 
-def test_gate_bears_on_every_policy_but_the_optimum() -> None:
+def test_gate_bears_on_every_policy_but_the_optimum():
     workload = ChatWorkload(num_requests=100)
     open_lru, open_min = simulate(workload, ["lru", "min"], [3000], num_processes=1)
     gated_lru, gated_min = simulate(workload, ["lru", "min"], [3000], 3, num_processes=1)
@@ -97,12 +91,12 @@ def test_gate_bears_on_every_policy_but_the_optimum() -> None:
         (["lru"], [True], "capacities must be ints >= 1 and ascend, got True after 0"),
     ],
 )
-def test_bad_grid_is_refused_before_it_runs(policies: list[str], capacities: list[Any], message: str) -> None:
+def test_bad_grid_is_refused_before_it_runs(policies, capacities, message):
     with pytest.raises(ValueError, match=message):
         check_grid(policies, capacities)
 
 
-def test_models_weigh_what_their_shapes_say() -> None:
+def test_models_weigh_what_their_shapes_say():
     llama = model_of("llama-3.1-8b")
     assert llama.token_bytes == 2 * 32 * 8 * 128 * 2 == 131072
     assert model_of("llama-3.1-8b", "fp8").token_bytes == 65536
@@ -112,7 +106,7 @@ def test_models_weigh_what_their_shapes_say() -> None:
     assert all(model_of(name).token_bytes > 0 for name in model_names())
 
 
-def test_names_of_the_hub_are_known() -> None:
+def test_names_of_the_hub_are_known():
     assert len(model_names()) >= 20
     assert model_of("Qwen/Qwen3-8B-FP8") == model_of("qwen3-8b")
     assert model_of("mistralai/Mistral-7B-v0.1") == model_of("mistral-7b")
@@ -142,13 +136,13 @@ LLAMA = {
         ({"n_layer": 12, "n_head": 12, "n_embd": 768}, 36864),
     ],
 )
-def test_config_of_a_model_gives_the_shape(tmp_path: Path, config: dict[str, Any], token_bytes: int) -> None:
+def test_config_of_a_model_gives_the_shape(tmp_path, config, token_bytes):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert model_of(str(path)).token_bytes == model_of(str(tmp_path)).token_bytes == token_bytes
 
 
-def test_config_of_a_model_gives_about_its_parameters(tmp_path: Path) -> None:
+def test_config_of_a_model_gives_about_its_parameters(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     assert model_of(str(path)).num_params == pytest.approx(7.0e9, rel=0.01)
@@ -166,12 +160,12 @@ def test_config_of_a_model_gives_about_its_parameters(tmp_path: Path) -> None:
         (lambda: Model("own", 1, 256, -8e9), "num_params must be a number > 0, got -8000000000.0"),
     ],
 )
-def test_bad_model_is_named(make: Any, message: str) -> None:
+def test_bad_model_is_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def chart() -> Any:
+def chart():
     plot = pytest.importorskip("kvcache.lab.report.plot")
     cells = [
         Cell(policy, blocks, 5, 1000, 0, 0.0, 100, hits, hits / 100)
@@ -182,7 +176,7 @@ def chart() -> Any:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".html", ".SVG"])
-def test_plots_are_drawn(tmp_path: Path, suffix: str) -> None:
+def test_plots_are_drawn(tmp_path, suffix):
     pytest.importorskip("matplotlib")
     from kvcache.lab.report.plot import check_plot_target, draw
 
@@ -206,11 +200,11 @@ def test_plots_are_drawn(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.fixture
-def trace(write_trace: Any) -> Any:
+def trace(write_trace):
     return write_trace([[0, 1], [2, 3], [0, 1, 4], [2, 3], [0, 1]])
 
 
-def test_grid_command_writes_table_json_csv_and_plot(run: Any, trace: Path, tmp_path: Path) -> None:
+def test_grid_command_writes_table_json_csv_and_plot(run, trace, tmp_path):
     pytest.importorskip("matplotlib")
     targets = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "svg")}
     argv = ("--policy", "lru,min", "--blocks", "3,5", "--model", "llama-3.1-8b", "--jobs", 1)
@@ -238,7 +232,7 @@ def test_grid_command_writes_table_json_csv_and_plot(run: Any, trace: Path, tmp_
     assert ET.parse(targets["svg"]).getroot().tag.endswith("svg")
 
 
-def test_grid_shows_rejected_requests_where_there_are_any(run: Any, trace: Path) -> None:
+def test_grid_shows_rejected_requests_where_there_are_any(run, trace):
     # All five name more than one block, which does not fit into a cache of 1; gittins rejects no request.
     status, out, err = run("plan", trace, "--policy", "lru,gittins,min", "--blocks", "1,5", "--jobs", 1)
     assert (status, err) == (0, "")
@@ -247,7 +241,7 @@ def test_grid_shows_rejected_requests_where_there_are_any(run: Any, trace: Path)
     assert "requests rejected" not in run("plan", trace, "--policy", "lru", "--blocks", "3,5", "--jobs", 1)[1]
 
 
-def test_grid_with_tiers_shows_rejected_requests_and_what_the_optimum_is(run: Any, trace: Path) -> None:
+def test_grid_with_tiers_shows_rejected_requests_and_what_the_optimum_is(run, trace):
     below = ("--tier", "ssd:16MiB@1GB/s", "--model", "2KiB")
     status, out, err = run("plan", trace, "--policy", "lru,min", "--blocks", "1", *below, "--jobs", 1)
     assert (status, err) == (0, "")
@@ -256,7 +250,7 @@ def test_grid_with_tiers_shows_rejected_requests_and_what_the_optimum_is(run: An
 
 
 @pytest.mark.slow
-def test_grid_of_long_names_keeps_its_figures(run: Any, trace: Path, tmp_path: Path) -> None:
+def test_grid_of_long_names_keeps_its_figures(run, trace, tmp_path):
     odd = trace.rename(tmp_path / "a[red]$x_{y$z.jsonl")
     policies = [
         "lru",
@@ -274,7 +268,7 @@ def test_grid_of_long_names_keeps_its_figures(run: Any, trace: Path, tmp_path: P
     assert ["5", *["54.55%"] * 9] in lines
 
 
-def test_grid_says_nothing_of_memory_that_nobody_has_sized(run: Any, trace: Path, tmp_path: Path) -> None:
+def test_grid_says_nothing_of_memory_that_nobody_has_sized(run, trace, tmp_path):
     pytest.importorskip("matplotlib")
     argv = ("plan", trace, "--policy", "lru", "--jobs", 1)
     target = tmp_path / "out.html"
@@ -290,7 +284,7 @@ def test_grid_says_nothing_of_memory_that_nobody_has_sized(run: Any, trace: Path
         assert ("memory" in out) == ("memory" in target.read_text()) == (memory_bytes != [None, None])
 
 
-def test_folder_of_the_call_hides_no_installed_package(trace: Path, tmp_path: Path) -> None:
+def test_folder_of_the_call_hides_no_installed_package(trace, tmp_path):
     pytest.importorskip("typer")
     (tmp_path / "kvcache").mkdir()
     (tmp_path / "kvcache" / "__init__.py").write_text("raise ImportError('not this one')")
@@ -307,14 +301,14 @@ def test_folder_of_the_call_hides_no_installed_package(trace: Path, tmp_path: Pa
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-def test_grid_says_how_many_bad_lines_it_skipped(run: Any, trace: Path) -> None:
+def test_grid_says_how_many_bad_lines_it_skipped(run, trace):
     argv = ("plan", trace, "--blocks", "3,5", "--jobs", 1, "--skip-bad")
     assert "bad lines" not in run(*argv)[1]
     trace.write_text("oops\n" + trace.read_text())
     assert run(*argv)[1].splitlines()[-1] == "bad lines skipped: 1"
 
 
-def test_model_sizes_the_blocks_of_a_single_replay(run: Any, trace: Path) -> None:
+def test_model_sizes_the_blocks_of_a_single_replay(run, trace):
     shape = ("--model", "2x1x8,fp8,params=1e9")
     status, out, _ = run("replay", trace, "--blocks", 5, *shape, "--block-size", ":256", "--json")
     document = json.loads(out)

@@ -1,15 +1,11 @@
 """Grids of long traces: finished cells are kept, memory is bounded, and a sample estimates the whole trace."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +19,7 @@ from kvcache.lab.traces.trace import Trace
 
 
 @pytest.fixture
-def chats(tmp_path: Path) -> Path:
+def chats(tmp_path):
     path = tmp_path / "chats.jsonl"
     with path.open("w") as file:
         for i, request in enumerate(ChatWorkload(num_requests=400, seed=1)):
@@ -40,14 +36,12 @@ def chats(tmp_path: Path) -> Path:
     return path
 
 
-def cell(
-    policy: str, num_blocks: int | None, rate: float = 0.5, tiers: tuple[int, ...] = (), ttft_s: float | None = None
-) -> Cell:
+def cell(policy, num_blocks, rate=0.5, tiers=(), ttft_s=None):
     serving = None if ttft_s is None else {"ttft_mean_s": ttft_s}
     return Cell(policy, num_blocks, 5, 1000, 0, 0.0, 100, int(100 * rate), rate, tiers=tiers, serving=serving)
 
 
-def test_checkpoint_gives_back_what_it_was_given(tmp_path: Path) -> None:
+def test_checkpoint_gives_back_what_it_was_given(tmp_path):
     path = tmp_path / "cells"
     facts = {"trace": "abc", "split": 1}
     cells = [cell("lru", 10), cell("min", None), cell("arc", 10, tiers=(4, 5))]
@@ -65,7 +59,7 @@ def test_checkpoint_gives_back_what_it_was_given(tmp_path: Path) -> None:
         assert len(checkpoint.cells) == 4
 
 
-def test_checkpoint_of_another_grid_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_grid_is_refused(tmp_path):
     path = tmp_path / "cells"
     Checkpoint(path, {"trace": "abc", "split": 1}).__exit__()
     with pytest.raises(ValueError, match="is of another trace: name another file, or remove it"):
@@ -76,7 +70,7 @@ def test_checkpoint_of_another_grid_is_refused(tmp_path: Path) -> None:
     assert path.read_text() == "hello\n"
 
 
-def test_finished_cells_are_not_replayed_again(run: Any, chats: Path, tmp_path: Path) -> None:
+def test_finished_cells_are_not_replayed_again(run, chats, tmp_path):
     path = tmp_path / "cells"
     argv = ("plan", chats, "--blocks", "500,1000", "--jobs", 1, "--checkpoint", path, "--json")
     first = json.loads(run(*argv, "--policy", "lru")[1])
@@ -106,7 +100,7 @@ class Slow(ReferenceLRU):
 """
 
 
-def test_interrupt_loses_no_finished_cell(chats: Path, tmp_path: Path) -> None:
+def test_interrupt_loses_no_finished_cell(chats, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     checkpoint, table = tmp_path / "cells", tmp_path / "out.csv"
     argv = ["plan", str(chats), "--policy", "lru,slow:Slow", "--blocks", "500,1000", "--jobs", "2"]
@@ -132,7 +126,7 @@ def test_interrupt_loses_no_finished_cell(chats: Path, tmp_path: Path) -> None:
     assert "lru at 500 blocks" in out
 
 
-def test_cell_that_does_not_fit_into_the_memory_is_refused() -> None:
+def test_cell_that_does_not_fit_into_the_memory_is_refused():
     workload = ChatWorkload(num_requests=60)
     trace = CompactTrace.of(workload, workload.block_size)
     with pytest.raises(
@@ -142,7 +136,7 @@ def test_cell_that_does_not_fit_into_the_memory_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_cells_run_as_many_at_once_as_memory_allows() -> None:
+def test_cells_run_as_many_at_once_as_memory_allows():
     workload = ChatWorkload(num_requests=60)
     trace = CompactTrace.of(workload, workload.block_size)
     grid = Grid(["lru", "mq"], [200, 400])
@@ -155,7 +149,7 @@ def test_cells_run_as_many_at_once_as_memory_allows() -> None:
 
 
 @pytest.mark.slow
-def test_sample_is_near_the_whole(shared: Path, tmp_path: Path) -> None:
+def test_sample_is_near_the_whole(shared, tmp_path):
     grid = Grid(["lru", "min"], [10_000], plan=Plan(num_shards=8))
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         sampled = CompactTrace.spool(trace, trace.block_size, tmp_path, 0.1)
@@ -171,14 +165,14 @@ def test_sample_is_near_the_whole(shared: Path, tmp_path: Path) -> None:
         assert found.blocks == 288_500
 
 
-def test_sample_shows_its_error(run: Any, chats: Path) -> None:
+def test_sample_shows_its_error(run, chats):
     status, out, err = run("plan", chats, "--blocks", "5000", "--sample", "0.5", "--jobs", 1)
     assert (status, err) == (0, "")
     assert "+-" in out
     assert "estimated from 1 block in 2: +- is twice the standard error of 8 shards" in out
 
 
-def test_best_policy_is_named_with_its_margin() -> None:
+def test_best_policy_is_named_with_its_margin():
     cells = [cell("lru", 10, 0.2), cell("amq", 10, 0.3), cell("min", 10, 0.9)]
     cells += [cell("lru", 20, 0.35), cell("amq", 20, 0.4), cell("lru", 40, 0.5), cell("amq", 40, 0.45)]
     cells += [cell("lru", 80, 0.6), cell("amq", 80, 0.6)]
@@ -189,7 +183,7 @@ def test_best_policy_is_named_with_its_margin() -> None:
     assert list(best_policies(cells[:1], None)) == []
 
 
-def test_best_policies_with_times_prefers_the_shorter_time_to_more_hits() -> None:
+def test_best_policies_with_times_prefers_the_shorter_time_to_more_hits():
     cells = [cell("lru", 10, 0.2, ttft_s=3.0), cell("amq", 10, 0.3, ttft_s=4.0)]
     assert list(best_policies(cells, None)) == [
         "best at 10 blocks: lru, mean TTFT 25.00 % below amq, hits 10.00 points lower"

@@ -1,14 +1,9 @@
 """`kvcache trace make`: logs of prompts and traces of other caches become traces that `Trace` reads."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,18 +16,18 @@ from kvcache.lab.traces.trace import Trace
 zstandard = pytest.importorskip("zstandard")
 
 
-def write_lines(path: Path, records: list[Any]) -> Path:
+def write_lines(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
-def lines_made(log: Path, block_size: int = 4, **options: Any) -> list[dict[str, Any]]:
-    lines: list[str] = []
+def lines_made(log, block_size=4, **options):
+    lines = []
     make_trace(log, lines.append, block_size, **options)
     return [json.loads(line) for line in lines]
 
 
-def test_prompts_of_one_prefix_share_its_ids_alone(tmp_path: Path, run: Any) -> None:
+def test_prompts_of_one_prefix_share_its_ids_alone(tmp_path, run):
     log = write_lines(
         tmp_path / "log.jsonl",
         [
@@ -57,7 +52,7 @@ def test_prompts_of_one_prefix_share_its_ids_alone(tmp_path: Path, run: Any) -> 
 
 
 @given(st.lists(st.integers(0, 3), max_size=24), st.lists(st.integers(0, 3), max_size=24), st.integers(1, 5))
-def test_ids_are_shared_as_far_as_full_blocks_are_equal(one: list[int], two: list[int], block_size: int) -> None:
+def test_ids_are_shared_as_far_as_full_blocks_are_equal(one, two, block_size):
     equal = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
     ids = [chained_ids(tokens, block_size) for tokens in (one, two)]
     assert [len(found) for found in ids] == [len(one) // block_size, len(two) // block_size]
@@ -65,7 +60,7 @@ def test_ids_are_shared_as_far_as_full_blocks_are_equal(one: list[int], two: lis
     assert all(0 <= found < 1 << 63 for found in ids[0])
 
 
-def test_text_and_messages_are_tokenized(tmp_path: Path) -> None:
+def test_text_and_messages_are_tokenized(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     words = {"[UNK]": 0, "what": 1, "is": 2, "kv": 3, "user": 4}
@@ -88,7 +83,7 @@ def test_text_and_messages_are_tokenized(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, lambda raw: zstandard.ZstdCompressor().compress(raw)])
-def test_oracle_general_is_read(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+def test_oracle_general_is_read(tmp_path, pack):
     accesses = [(100, 7, 512, 2), (101, 2**64 - 1, 64, -1), (103, 7, 512, -1)]
     log = tmp_path / "w.oracleGeneral.zst"
     log.write_bytes(pack(b"".join(struct.pack("<IQIq", *access) for access in accesses)))
@@ -97,7 +92,7 @@ def test_oracle_general_is_read(tmp_path: Path, pack: Callable[[bytes], bytes]) 
     assert [(line["timestamp"], line["input_length"]) for line in lines] == [(0, 16), (1000, 16), (3000, 16)]
 
 
-def test_csv_is_read_by_its_header(tmp_path: Path) -> None:
+def test_csv_is_read_by_its_header(tmp_path):
     log = tmp_path / "accesses.csv"
     log.write_text("Time, obj_id, size\n2024-05-01T00:00:00Z,a,1\n2024-05-01T00:00:02Z,b,1\n2024-05-01T00:00:03Z,a,1\n")
     one, two, three = lines_made(log)
@@ -105,7 +100,7 @@ def test_csv_is_read_by_its_header(tmp_path: Path) -> None:
     assert [line["timestamp"] for line in (one, two, three)] == [0, 2000, 3000]
 
 
-def test_late_requests_keep_their_place_and_are_counted(tmp_path: Path, run: Any) -> None:
+def test_late_requests_keep_their_place_and_are_counted(tmp_path, run):
     log = write_lines(tmp_path / "log.jsonl", [{"time": time, "token_ids": [1]} for time in (5000, 4000, 6000)])
     status, out, err = run("trace", "make", log, "-", "--time-unit", "ms")
     assert [json.loads(line)["timestamp"] for line in out.splitlines()] == [0, 0, 1000]
@@ -126,7 +121,7 @@ def test_late_requests_keep_their_place_and_are_counted(tmp_path: Path, run: Any
         ([1], "must be a JSON object, got [1]"),
     ],
 )
-def test_bad_record_is_named_and_leaves_no_file(tmp_path: Path, run: Any, record: Any, message: str) -> None:
+def test_bad_record_is_named_and_leaves_no_file(tmp_path, run, record, message):
     log = write_lines(tmp_path / "log.jsonl", [{"token_ids": [1]}, record])
     status, _, err = run("trace", "make", log, tmp_path / "trace.jsonl")
     assert status == 2
@@ -136,7 +131,7 @@ def test_bad_record_is_named_and_leaves_no_file(tmp_path: Path, run: Any, record
     assert len(lines_made(log, skip_bad=True)) == 1
 
 
-def test_trace_make_pipe_and_symlink_are_written_not_replaced(tmp_path: Path, run: Any) -> None:
+def test_trace_make_pipe_and_symlink_are_written_not_replaced(tmp_path, run):
     log = write_lines(tmp_path / "log.jsonl", [{"prompt_token_ids": [1, 2, 3, 4]}])
     link = tmp_path / "link.jsonl"
     link.symlink_to("trace.jsonl")
@@ -152,7 +147,7 @@ def test_trace_make_pipe_and_symlink_are_written_not_replaced(tmp_path: Path, ru
         os.close(writing)
 
 
-def test_trace_make_record_without_a_time_arrives_a_second_later(tmp_path: Path, run: Any) -> None:
+def test_trace_make_record_without_a_time_arrives_a_second_later(tmp_path, run):
     log = tmp_path / "log.jsonl"
     records = [{"timestamp": 1e9}, {}, {"timestamp": 1e9 + 3}]
     log.write_text("".join(json.dumps({**record, "token_ids": [1, 2]}) + "\n" for record in records))
@@ -164,7 +159,7 @@ def test_trace_make_record_without_a_time_arrives_a_second_later(tmp_path: Path,
     assert [json.loads(line)["timestamp"] for line in lines] == [0, 1000, 3000]
 
 
-def test_trace_make_onto_its_own_log_is_refused(tmp_path: Path, run: Any) -> None:
+def test_trace_make_onto_its_own_log_is_refused(tmp_path, run):
     log = tmp_path / "log.jsonl"
     log.write_text('{"token_ids": [1]}\n')
     for more in ((log,), (tmp_path / "trace.jsonl", "--json", log)):
@@ -174,7 +169,7 @@ def test_trace_make_onto_its_own_log_is_refused(tmp_path: Path, run: Any) -> Non
     assert log.read_text() == '{"token_ids": [1]}\n'
 
 
-def test_cut_binary_record_and_empty_log_are_errors(tmp_path: Path) -> None:
+def test_cut_binary_record_and_empty_log_are_errors(tmp_path):
     log = tmp_path / "w.oracleGeneral"
     log.write_bytes(b"\0" * 30)
     with pytest.raises(TraceError, match="record 2: must have 24 bytes, got 6"):
@@ -184,7 +179,7 @@ def test_cut_binary_record_and_empty_log_are_errors(tmp_path: Path) -> None:
         lines_made(log)
 
 
-def test_trace_of_another_block_size_is_refused(tmp_path: Path) -> None:
+def test_trace_of_another_block_size_is_refused(tmp_path):
     line = {"timestamp": 0, "input_length": 4, "output_length": 0, "hash_ids": [1], "block_size": 4}
     path = write_lines(tmp_path / "trace.jsonl", [line])
     with pytest.raises(TraceError, match="block_size must be the 16 tokens that were given or read, got 4"):

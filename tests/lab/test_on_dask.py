@@ -1,11 +1,7 @@
 """A grid on a Dask cluster gives the same integers as on this machine, also if a worker dies."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -25,18 +21,18 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster():
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, host="127.0.0.1"
     ) as cluster:
         yield cluster
 
 
-def counts(cells: Any) -> list[tuple[Any, ...]]:
+def counts(cells):
     return sorted((cell.policy, cell.num_blocks, cell.hit_blocks, cell.evicted_blocks or 0) for cell in cells)
 
 
-def test_killed_worker_changes_no_integer(cluster: Any) -> None:
+def test_killed_worker_changes_no_integer(cluster):
     workload = ChatWorkload(num_requests=1500)
     policies, capacities = ["lru", "amq", "mq", "min"], [500, 1000, 2000, 4000]
     trace = CompactTrace.of(workload, workload.block_size)
@@ -49,7 +45,7 @@ def test_killed_worker_changes_no_integer(cluster: Any) -> None:
     assert counts(cells) == counts(run_grid(trace, Grid(policies, capacities), num_processes=1))
 
 
-def test_shards_of_a_sample_run_apart(cluster: Any) -> None:
+def test_shards_of_a_sample_run_apart(cluster):
     workload = ChatWorkload(num_requests=300)
     trace = CompactTrace.of(workload, workload.block_size)
     grid = Grid(["lru"], [2000], plan=Plan(num_shards=4))
@@ -59,7 +55,7 @@ def test_shards_of_a_sample_run_apart(cluster: Any) -> None:
     assert here.block_hit_error
 
 
-def test_scheduler_out_of_reach_is_named() -> None:
+def test_scheduler_out_of_reach_is_named():
     trace = CompactTrace.of([], 16)
     with pytest.raises(ReplayError, match=r"scheduler tcp://127\.0\.0\.1:9 cannot be reached"):
         list(run_on_dask("tcp://127.0.0.1:9", trace, [Job("lru", 1)], Plan()))

@@ -1,11 +1,8 @@
 """The offline optimum in bounded memory: it finds next uses in parts, and keeps the blocks with the nearest ones."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,11 +18,11 @@ from kvcache.lab.traces.requests import Request
 requests_of_ids = st.lists(st.lists(st.integers(0, 8), max_size=7), min_size=1, max_size=12)
 
 
-def trace_of(requests: list[list[int]]) -> CompactTrace:
+def trace_of(requests):
     return CompactTrace.of((Request(np.array(ids, dtype=np.int64), 16 * len(ids), 0, 0.0) for ids in requests), 16)
 
 
-def next_uses_by_the_book(requests: list[list[int]]) -> list[int]:
+def next_uses_by_the_book(requests):
     firsts = []
     for number, ids in enumerate(requests):
         begin = sum(map(len, requests[:number]))
@@ -38,9 +35,9 @@ def next_uses_by_the_book(requests: list[list[int]]) -> list[int]:
     return found
 
 
-def optimum_by_the_book(requests: list[list[int]], num_blocks: int) -> list[int]:
+def optimum_by_the_book(requests, num_blocks):
     """After each request, sort every block that could be kept, as the definition states."""
-    kept: set[int] = set()
+    kept = set()
     hits_of_requests = []
     for i, ids in enumerate(requests):
         hits = 0
@@ -58,13 +55,13 @@ def optimum_by_the_book(requests: list[list[int]], num_blocks: int) -> list[int]
 
 
 @given(requests_of_ids, st.integers(1, 9))
-def test_optimum_is_its_definition(requests: list[list[int]], num_blocks: int) -> None:
+def test_optimum_is_its_definition(requests, num_blocks):
     assert optimal_hits(trace_of(requests), num_blocks).tolist() == optimum_by_the_book(requests, num_blocks)
 
 
 @given(requests_of_ids)
-def test_unbounded_hits_are_leading_runs_of_known_ids(requests: list[list[int]]) -> None:
-    known: set[int] = set()
+def test_unbounded_hits_are_leading_runs_of_known_ids(requests):
+    known = set()
     expected = []
     for ids in requests:
         expected.append(next((i for i, block in enumerate(ids) if block not in known), len(ids)))
@@ -73,14 +70,14 @@ def test_unbounded_hits_are_leading_runs_of_known_ids(requests: list[list[int]])
 
 
 @given(requests_of_ids)
-def test_next_uses_are_their_definition(requests: list[list[int]]) -> None:
+def test_next_uses_are_their_definition(requests):
     nexts, distinct = next_uses(trace_of(requests))
     assert nexts.tolist() == next_uses_by_the_book(requests)
     assert distinct == len({block for ids in requests for block in ids})
 
 
 @given(requests_of_ids, st.integers(1, 5))
-def test_next_uses_found_in_parts_are_the_same(requests: list[list[int]], num_parts: int) -> None:
+def test_next_uses_found_in_parts_are_the_same(requests, num_parts):
     trace = trace_of(requests)
     nexts = np.full(len(trace.ids), 99, dtype=np.int64)
     total = 0
@@ -93,7 +90,7 @@ def test_next_uses_found_in_parts_are_the_same(requests: list[list[int]], num_pa
 
 
 @given(requests_of_ids, st.integers(1, 9), st.integers(1, 4))
-def test_optimum_passes_through_a_trace_in_pieces(requests: list[list[int]], room: int, piece_ids: int) -> None:
+def test_optimum_passes_through_a_trace_in_pieces(requests, room, piece_ids):
     trace = trace_of(requests)
     whole = optimal_hits(trace, room).tolist()
     with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +98,7 @@ def test_optimum_passes_through_a_trace_in_pieces(requests: list[list[int]], roo
         assert optimal_hits(trace, room).tolist() == whole
 
 
-def test_a_table_of_ids_grows() -> None:
+def test_a_table_of_ids_grows():
     ids = np.tile(np.arange(10_000, dtype=np.int64), 2)
     trace = trace_of([ids[:10_000].tolist(), ids[10_000:].tolist()])
     nexts, distinct = next_uses(trace)
@@ -111,12 +108,12 @@ def test_a_table_of_ids_grows() -> None:
 
 
 @given(requests_of_ids, st.integers(1, 9))
-def test_split_optimum_is_that_of_a_trace_with_its_ids_split(requests: list[list[int]], room: int) -> None:
+def test_split_optimum_is_that_of_a_trace_with_its_ids_split(requests, room):
     trace = trace_of(requests)
     assert optimal_hits(trace, room, split=2).tolist() == optimal_hits(trace.split(2), room).tolist()
 
 
-def test_spooled_trace_is_the_trace(tmp_path: Path) -> None:
+def test_spooled_trace_is_the_trace(tmp_path):
     trace = trace_of([[1, 2], [], [1, 2, 3]])
     spooled = CompactTrace.spool(iter(trace), 16, tmp_path)
     assert [request.hash_ids.tolist() for request in spooled] == [[1, 2], [], [1, 2, 3]]
@@ -125,7 +122,7 @@ def test_spooled_trace_is_the_trace(tmp_path: Path) -> None:
     assert list(CompactTrace.spool(iter(()), 16, tmp_path / "empty")) == []
 
 
-def test_places_out_of_range_are_refused() -> None:
+def test_places_out_of_range_are_refused():
     bounds = np.array([0, 2], dtype=np.int64)
     hits = np.zeros(1, dtype=np.int64)
     with pytest.raises(ValueError, match="the next use of place 0 must come later and in the trace, got 7"):
@@ -157,7 +154,7 @@ print(hits.sum(), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) 
 """
 
 
-def test_optimum_takes_less_memory_than_its_trace(tmp_path: Path) -> None:
+def test_optimum_takes_less_memory_than_its_trace(tmp_path):
     num_requests, length = 60_000, 64
     begins = np.random.default_rng(1).integers(0, 15_000, num_requests)
     ids = (begins[:, None] * length + np.arange(length)).ravel()

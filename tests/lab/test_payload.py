@@ -1,10 +1,6 @@
 """Real bytes in a replay: loaded blocks equal stored ones, and errors name a block that differs."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,20 +20,20 @@ NUM_BLOCKS = 100
 
 
 @pytest.fixture
-def payload() -> Iterator[VerifiedPayload]:
+def payload():
     with VerifiedPayload(NUM_BLOCKS, BLOCK_BYTES) as payload:
         yield payload
 
 
 @pytest.fixture
-def keys() -> list[bytes]:
+def keys():
     return KeyMaker()(np.arange(70))
 
 
 SPEC = CPULoadStoreSpec(np.arange(70) + 5)
 
 
-def test_stored_blocks_come_back_in_any_order(payload: VerifiedPayload, keys: list[bytes]) -> None:
+def test_stored_blocks_come_back_in_any_order(payload, keys):
     payload.store(keys, SPEC)
     payload.load(keys, SPEC)
     payload.load(keys[::-1], CPULoadStoreSpec(SPEC.block_ids[::-1]))
@@ -51,7 +47,7 @@ def test_stored_blocks_come_back_in_any_order(payload: VerifiedPayload, keys: li
 
 @pytest.mark.parametrize("block", [0, 15, 16, 69])
 @pytest.mark.parametrize("byte", [0, 4097, BLOCK_BYTES - 1])
-def test_one_flipped_bit_is_found_and_named(payload: VerifiedPayload, keys: list[bytes], block: int, byte: int) -> None:
+def test_one_flipped_bit_is_found_and_named(payload, keys, block, byte):
     payload.store(keys, SPEC)
     payload.pool.array[5 + block, byte] ^= 4
     with pytest.raises(DataMismatchError) as caught:
@@ -61,16 +57,14 @@ def test_one_flipped_bit_is_found_and_named(payload: VerifiedPayload, keys: list
     assert f"at byte {byte // 8 * 8}: expected " in message
 
 
-def test_blocks_in_each_others_slots_are_found(payload: VerifiedPayload, keys: list[bytes]) -> None:
+def test_blocks_in_each_others_slots_are_found(payload, keys):
     payload.store(keys, SPEC)
     payload.pool.array[[7, 8]] = payload.pool.array[[8, 7]]
     with pytest.raises(DataMismatchError, match=f"block 7 of key {keys[2].hex()}"):
         payload.load(keys, SPEC)
 
 
-def test_copy_that_did_not_happen_is_found(
-    payload: VerifiedPayload, keys: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_that_did_not_happen_is_found(payload, keys, monkeypatch):
     payload.store(keys, SPEC)
     payload.load(keys, SPEC)
     monkeypatch.setattr(payload, "_submit", lambda *args, **kwargs: 1)
@@ -79,10 +73,8 @@ def test_copy_that_did_not_happen_is_found(
         payload.load(keys, SPEC)
 
 
-def test_failed_transfer_is_reported(
-    payload: VerifiedPayload, keys: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker: Any = payload._worker
+def test_failed_transfer_is_reported(payload, keys, monkeypatch):
+    worker = payload._worker
     taken = worker.get_finished
     failed = [TransferResult(1, False, 0, 0.0, ("GPU", "CPU"))]
     monkeypatch.setattr(worker, "get_finished", lambda: failed if taken() else [])
@@ -91,13 +83,13 @@ def test_failed_transfer_is_reported(
 
 
 @pytest.mark.parametrize("block_bytes", [0, 12, True, 64.0])
-def test_bad_block_bytes_are_named(block_bytes: Any) -> None:
+def test_bad_block_bytes_are_named(block_bytes):
     with pytest.raises(ValueError, match=f"block_bytes must be a multiple of 8, got {block_bytes}"):
         VerifiedPayload(4, block_bytes)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_chats_survive_eviction_byte_for_byte(policy: str) -> None:
+def test_chats_survive_eviction_byte_for_byte(policy):
     make_keys = KeyMaker()
     with VerifiedPayload(600, 4096) as payload:
         replay = Replay(CPUOffloadingManager(16, 600, policy), payload)
@@ -109,7 +101,7 @@ def test_chats_survive_eviction_byte_for_byte(policy: str) -> None:
     assert report["store_bytes"] == replay.tally.stored_blocks * 4096
 
 
-def test_demo_moves_and_compares_real_bytes(run: Any) -> None:
+def test_demo_moves_and_compares_real_bytes(run):
     status, out, _ = run("demo", "--requests", 200, "--memory", "4MiB", "--block-bytes", "8KiB", "--json")
     document = json.loads(out)
     assert status == 0
@@ -118,10 +110,10 @@ def test_demo_moves_and_compares_real_bytes(run: Any) -> None:
     assert document["data"]["store_bytes"] == document["stored_blocks"] * 8192
 
 
-def test_mismatch_ends_the_command_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatch_ends_the_command_with_status_1(run, monkeypatch):
     stored = VerifiedPayload.store
 
-    def store_and_flip(self: VerifiedPayload, keys: Any, spec: Any) -> None:
+    def store_and_flip(self, keys, spec):
         stored(self, keys, spec)
         self.pool.array[spec.block_ids[0], 9] ^= 1
 

@@ -1,10 +1,6 @@
 """Read a recording as a trace: a plan of it reproduces the hits of the engine."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +12,7 @@ from kvcache.recorder.recorder import Recorder
 
 
 @pytest.mark.parametrize("policy", ["lru", "amq"])
-def test_plan_of_a_recording_over_a_disk_reproduces_its_hits(run: Any, tmp_path: Path, policy: str) -> None:
+def test_plan_of_a_recording_over_a_disk_reproduces_its_hits(run, tmp_path, policy):
     disk = DiskChoice(tmp_path / "kv", 64 << 20)
     with patient_manager(16, policy, disk, plain_host_blocks(400, 4096)) as manager:
         replay, make_keys = Replay(manager), KeyMaker()

@@ -1,10 +1,5 @@
 """Keys, steps and counts of a replay; the rows that every policy must reproduce on the real trace."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -27,11 +22,11 @@ PREFIX_HITS = {
 PREFIX_HITS_LRU_GATE_2 = (16601, 36575, 48183, 59582, 60863, 61108, 61223, 61264, 61264)
 
 
-def request_of(*ids: int, input_length: int = 10**6) -> Request:
+def request_of(*ids, input_length=10**6):
     return Request(np.array(ids, dtype=np.int64), input_length, 0, 0.0)
 
 
-def test_keys_are_fresh_objects_with_stable_content() -> None:
+def test_keys_are_fresh_objects_with_stable_content():
     first, again = (KeyMaker()(np.array([0, 1, -1])) for _ in range(2))
     assert first == again
     assert all(a is not b for a, b in zip(first, again, strict=True))
@@ -39,7 +34,7 @@ def test_keys_are_fresh_objects_with_stable_content() -> None:
     assert first[0].hex() == "afcd1d7b39a820e267a6d33e82a5fef2c18bb2a7a4d64828737a5367a08f5ab500000000"
 
 
-def test_split_keys_differ_from_each_other_and_from_whole_ones() -> None:
+def test_split_keys_differ_from_each_other_and_from_whole_ones():
     ids = np.arange(5000)
     split = KeyMaker(4)(ids)
     assert len({*split, *KeyMaker(1)(ids)}) == 25_000
@@ -47,7 +42,7 @@ def test_split_keys_differ_from_each_other_and_from_whole_ones() -> None:
 
 
 @pytest.mark.parametrize("split", [0, -2, 3, 1024, True, 2.0])
-def test_split_must_divide_the_tokens_of_a_block(split: Any) -> None:
+def test_split_must_divide_the_tokens_of_a_block(split):
     with pytest.raises(ValueError, match=f"split must divide the 512 tokens of a block, got {split}"):
         split_block_size(512, split)
     assert split_block_size(512, 32) == 16
@@ -58,21 +53,21 @@ class Recorder:
 
     block_size = 16
 
-    def __init__(self, inner: Any, calls: list[tuple[str, Any]]) -> None:
+    def __init__(self, inner, calls):
         self._inner = inner
         self._calls = calls
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
+    def __getattr__(self, name):
+        def call(*args):
             self._calls.append((name, list(args[0]) if isinstance(args[0], list) else None))
             return getattr(self._inner, name)(*args) if self._inner is not None else None
 
         return call
 
 
-def test_steps_are_those_of_a_scheduler() -> None:
-    calls: list[tuple[str, Any]] = []
-    manager: Any = Recorder(CPUOffloadingManager(16, 4), calls)
+def test_steps_are_those_of_a_scheduler():
+    calls = []
+    manager = Recorder(CPUOffloadingManager(16, 4), calls)
     replay = Replay(manager, Recorder(None, calls))
     a, b, c = KeyMaker()(np.arange(3))
     assert replay.step(request_of(0, 1), [a, b]) == 0
@@ -91,7 +86,7 @@ def test_steps_are_those_of_a_scheduler() -> None:
     ]
 
 
-def test_tally_counts_blocks_tokens_and_rejections() -> None:
+def test_tally_counts_blocks_tokens_and_rejections():
     manager = CPUOffloadingManager(16, 2)
     replay = Replay(manager)
     make_keys = KeyMaker()
@@ -122,7 +117,7 @@ def test_tally_counts_blocks_tokens_and_rejections() -> None:
 
 
 @pytest.fixture(scope="module")
-def conversation(shared: Path) -> list[tuple[Request, list[bytes]]]:
+def conversation(shared):
     make_keys = KeyMaker()
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         return [(request, make_keys(request.hash_ids)) for request in trace]
@@ -130,9 +125,7 @@ def conversation(shared: Path) -> list[tuple[Request, list[bytes]]]:
 
 @pytest.mark.parametrize("num_blocks", CAPACITIES)
 @pytest.mark.parametrize("policy", [name for name in POLICIES.names() if name in PREFIX_HITS])
-def test_policy_reproduces_its_prefix_hits(
-    conversation: list[tuple[Request, list[bytes]]], policy: str, num_blocks: int
-) -> None:
+def test_policy_reproduces_its_prefix_hits(conversation, policy, num_blocks):
     replay = Replay(CPUOffloadingManager(512, num_blocks, policy))
     for request, keys in conversation:
         replay.step(request, keys)
@@ -140,7 +133,7 @@ def test_policy_reproduces_its_prefix_hits(
 
 
 @pytest.mark.parametrize("num_blocks", CAPACITIES)
-def test_gated_lru_reproduces_its_prefix_hits(conversation: list[tuple[Request, list[bytes]]], num_blocks: int) -> None:
+def test_gated_lru_reproduces_its_prefix_hits(conversation, num_blocks):
     replay = Replay(CPUOffloadingManager(512, num_blocks, "lru", store_threshold=2))
     for request, keys in conversation:
         replay.step(request, keys)

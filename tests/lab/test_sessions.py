@@ -1,12 +1,8 @@
 """Recorded sessions of agents, merged into the traffic of several users; and generated agents."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import islice, pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,26 +11,26 @@ from kvcache.lab.traces.sessions import SessionTrace, holds_sessions
 from kvcache.lab.traces.trace import Trace, TraceError, open_trace
 
 
-def request(t: float, ids: list[int], **more: Any) -> dict[str, Any]:
+def request(t, ids, **more):
     return {"t": t, "type": "n", "in": 64 * len(ids) + 5, "out": 7, "hash_ids": ids, "stop": "", **more}
 
 
-def session(name: str, requests: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def session(name, requests, **more):
     facts = {"id": name, "block_size": 64, "hash_id_scope": "local", "tool_tokens": 100, "system_tokens": 30}
     return facts | {"requests": requests} | more
 
 
-def write(folder: Path, *sessions: dict[str, Any]) -> Path:
+def write(folder, *sessions):
     for each in sessions:
         (folder / f"{each['id']}.json").write_text(json.dumps(each))
     return folder
 
 
-def steps(trace: SessionTrace) -> list[tuple[float, list[int]]]:
+def steps(trace):
     return [(step.arrival_s, step.hash_ids.tolist()) for step in trace]
 
 
-def test_one_user_takes_sessions_one_after_the_other(tmp_path: Path) -> None:
+def test_one_user_takes_sessions_one_after_the_other(tmp_path):
     write(
         tmp_path,
         session("a", [request(0.0, [1, 2, 3]), request(10.0, [1, 2, 3, 4])]),
@@ -52,24 +48,24 @@ def test_one_user_takes_sessions_one_after_the_other(tmp_path: Path) -> None:
     assert len({block for named in ids for block in named}) == 2 + 2 + 2
 
 
-def test_other_tools_share_nothing(tmp_path: Path) -> None:
+def test_other_tools_share_nothing(tmp_path):
     write(tmp_path, session("a", [request(0.0, [1, 2])]), session("b", [request(0.0, [1, 2])], tool_tokens=99))
     assert sorted(block for _, ids in steps(SessionTrace(tmp_path, users=1)) for block in ids) == [0, 1, 2, 3]
 
 
-def test_global_ids_mean_the_same_in_all_sessions(tmp_path: Path) -> None:
+def test_global_ids_mean_the_same_in_all_sessions(tmp_path):
     each = [session(name, [request(0.0, [70, 80])], hash_id_scope="global") for name in "ab"]
     assert [ids for _, ids in steps(SessionTrace(write(tmp_path, *each), users=1))] == [[0, 1], [0, 1]]
 
 
-def test_subagents_come_in_between(tmp_path: Path) -> None:
+def test_subagents_come_in_between(tmp_path):
     inner = {"t": 3.0, "type": "subagent", "requests": [request(3.5, [1, 9]), request(8.0, [1, 9, 10])]}
     relative = {"t": 20.0, "type": "subagent", "requests": [request(1.0, [1, 11])]}
     write(tmp_path, session("a", [request(0.0, [1, 2]), inner, request(5.0, [1, 2, 3]), relative]))
     assert [at_s for at_s, _ in steps(SessionTrace(tmp_path, users=1))] == [0.0, 3.5, 5.0, 8.0, 21.0]
 
 
-def test_users_overlap_and_the_seed_settles_all(tmp_path: Path) -> None:
+def test_users_overlap_and_the_seed_settles_all(tmp_path):
     write(tmp_path, *(session(f"s{i}", [request(t * 300.0, [1, 2, 3 + t]) for t in range(5)]) for i in range(6)))
     runs = [steps(SessionTrace(tmp_path, users=3, seed=seed)) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
@@ -77,7 +73,7 @@ def test_users_overlap_and_the_seed_settles_all(tmp_path: Path) -> None:
     assert all(before[0] <= after[0] for before, after in pairwise(runs[0]))
 
 
-def test_lines_and_packed_files_are_read(tmp_path: Path) -> None:
+def test_lines_and_packed_files_are_read(tmp_path):
     lines = [json.dumps(session(name, [request(0.0, [1, 2, 3])])) for name in "ab"]
     path = tmp_path / "all.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
@@ -87,7 +83,7 @@ def test_lines_and_packed_files_are_read(tmp_path: Path) -> None:
         assert len(list(trace)) == 2
 
 
-def test_requests_are_not_taken_for_sessions(tmp_path: Path) -> None:
+def test_requests_are_not_taken_for_sessions(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}\n')
     assert not holds_sessions(path)
@@ -113,7 +109,7 @@ def test_requests_are_not_taken_for_sessions(tmp_path: Path) -> None:
         (session("a", [], tool_tokens="9"), "tool_tokens must be an int in 0..2\\*\\*40, got '9'"),
     ],
 )
-def test_bad_session_is_named_or_skipped(tmp_path: Path, document: Any, message: str) -> None:
+def test_bad_session_is_named_or_skipped(tmp_path, document, message):
     (tmp_path / "a.json").write_text(document if isinstance(document, str) else json.dumps(document))
     with pytest.raises(TraceError, match=message):
         list(SessionTrace(tmp_path))
@@ -125,14 +121,14 @@ def test_bad_session_is_named_or_skipped(tmp_path: Path, document: Any, message:
         assert trace.num_skipped == 1
 
 
-def test_missing_folder_and_bad_users_are_named(tmp_path: Path) -> None:
+def test_missing_folder_and_bad_users_are_named(tmp_path):
     with pytest.raises(TraceError, match=r"cannot open sessions .*: No such file or directory"):
         SessionTrace(tmp_path / "none")
     with pytest.raises(ValueError, match="users must be an int >= 1, got 0"):
         SessionTrace(tmp_path, users=0)
 
 
-def test_command_replays_sessions(run: Any, tmp_path: Path) -> None:
+def test_command_replays_sessions(run, tmp_path):
     write(
         tmp_path, *(session(f"s{i}", [request(9.0 * t, [1, 2, *range(3, 5 + t)]) for t in range(4)]) for i in range(3))
     )
@@ -144,7 +140,7 @@ def test_command_replays_sessions(run: Any, tmp_path: Path) -> None:
     assert (document["requests"], document["blocks"], document["hit_blocks"]) == (12, 66, 66 - 2 - 3 * 5)
 
 
-def test_generated_agents_loop_in_seconds_and_wait_minutes() -> None:
+def test_generated_agents_loop_in_seconds_and_wait_minutes():
     workload = AgentWorkload(num_requests=600, seed=3, num_users=1, subagent_share=1e-9)
     requests = list(workload)
     assert len(requests) == 600
@@ -160,8 +156,8 @@ def test_generated_agents_loop_in_seconds_and_wait_minutes() -> None:
     assert grown / len(gaps) > 0.9
 
 
-def test_generated_agents_are_those_of_the_seed() -> None:
-    def first(seed: int) -> list[tuple[float, int, list[int]]]:
+def test_generated_agents_are_those_of_the_seed():
+    def first(seed):
         workload = AgentWorkload(num_requests=200, seed=seed)
         return [(step.arrival_s, step.input_length, step.hash_ids.tolist()) for step in workload]
 
@@ -170,7 +166,7 @@ def test_generated_agents_are_those_of_the_seed() -> None:
     assert arrivals == sorted(arrivals)
 
 
-def test_subagents_share_the_tools_alone() -> None:
+def test_subagents_share_the_tools_alone():
     requests = list(islice(AgentWorkload(num_users=1, num_tool_sets=1, subagent_share=1.0, seed=5), 60))
     heads = {tuple(step.hash_ids[:50].tolist()) for step in requests}
     assert len(heads) == 1
@@ -178,6 +174,6 @@ def test_subagents_share_the_tools_alone() -> None:
     assert restarts > 3
 
 
-def test_demo_runs_agents(run: Any) -> None:
+def test_demo_runs_agents(run):
     argv = ("demo", "--traffic", "agents", "--no-data", "--requests", 200, "--json")
     assert json.loads(run(*argv)[1])["source"] == {"kind": "agents", "seed": 0}

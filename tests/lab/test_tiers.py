@@ -1,15 +1,10 @@
 """Simulated tiers: the same hits by medium as over real disks, and their costs and savings."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +26,7 @@ WHOLE = os.environ.get("KVCACHE_WHOLE_TRACE") == "1"
 
 
 @contextmanager
-def over_disks(folder: Path, block_size: int, num_blocks: int, disks: list[int], policy: str) -> Iterator[Any]:
+def over_disks(folder, block_size, num_blocks, disks, policy):
     host_blocks = plain_host_blocks(num_blocks, BLOCK_BYTES)
     config = TierConfig(deadline_s=60.0, max_store_blocks=1024)
     with ExitStack() as open_now:
@@ -54,9 +49,7 @@ def over_disks(folder: Path, block_size: int, num_blocks: int, disks: list[int],
         ("agentic_coding.jsonl.gz", "amq", 250, 700, [1500, 4000]),
     ],
 )
-def test_simulation_hits_what_real_tiers_hit(
-    shared: Path, tmp_path: Path, name: str, policy: str, num_requests: int, num_blocks: int, disks: list[int]
-) -> None:
+def test_simulation_hits_what_real_tiers_hit(shared, tmp_path, name, policy, num_requests, num_blocks, disks):
     with Trace(shared / "traces" / name) as trace:
         requests = list(islice(trace, None if WHOLE else num_requests))
         block_size = trace.block_size
@@ -83,7 +76,7 @@ def test_simulation_hits_what_real_tiers_hit(
 
 
 @pytest.mark.slow
-def test_tier_below_a_small_memory_hits_what_a_large_memory_hits(shared: Path) -> None:
+def test_tier_below_a_small_memory_hits_what_a_large_memory_hits(shared):
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         compact = CompactTrace.of(trace, trace.block_size)
     cell = run_job(compact, Job("lru", 3000, (20_000,)), Plan())
@@ -92,11 +85,11 @@ def test_tier_below_a_small_memory_hits_what_a_large_memory_hits(shared: Path) -
     assert [medium["hit_blocks"] for medium in cell.serving["media"]] == [18_850, 83_035 - 18_850]
 
 
-def flow(hits: list[list[int]], hit_tokens: list[int]) -> Flow:
+def flow(hits, hit_tokens):
     return Flow(np.array(hits), np.zeros_like(hits), np.array(hit_tokens))
 
 
-def test_requests_queue_for_the_link_and_for_an_engine() -> None:
+def test_requests_queue_for_the_link_and_for_an_engine():
     serving = Serving(100, (Medium("memory", 1000.0), Medium("disk", 100.0)), 0.01)
     arrivals, lengths = np.array([0.0, 0.0, 100.0]), np.array([100, 100, 100])
     # Prefill of 100 tokens takes 1 s. Ten blocks take 10 s from disk, then 1 s from memory.
@@ -111,14 +104,14 @@ def test_requests_queue_for_the_link_and_for_an_engine() -> None:
     assert facts["media"][1]["read_peak_gb_per_s"] == pytest.approx(1000 / 60 / 1e9)
 
 
-def test_two_engines_take_two_requests_at_once() -> None:
+def test_two_engines_take_two_requests_at_once():
     serving = Serving(100, (Medium("memory", 1e9),), 0.01, num_engines=2)
     facts = weigh(np.array([0.0, 0.0, 0.0, 1e3]), np.array([100] * 4), flow([[0]] * 4, [0] * 4), serving)
     assert facts["ttft_p99_s"] == pytest.approx(2.0, rel=0.02)
     assert facts["ttft_p50_s"] == pytest.approx(1.0)
 
 
-def test_a_trace_without_times_gives_no_rates() -> None:
+def test_a_trace_without_times_gives_no_rates():
     serving = Serving(100, (Medium("memory", 1e9),), 0.01)
     facts = weigh(np.zeros(2), np.array([100, 100]), flow([[1], [1]], [10, 10]), serving)
     assert facts["ttft_p50_s"] is None
@@ -126,12 +119,12 @@ def test_a_trace_without_times_gives_no_rates() -> None:
     assert facts["load_s"] == 200 / 1e9
 
 
-def test_engines_are_enough_for_a_trace_without_a_cache() -> None:
+def test_engines_are_enough_for_a_trace_without_a_cache():
     assert engines_for(np.array([0.0, 100.0]), 10_000, 0.01) == 2
     assert engines_for(np.array([0.0]), 10_000, 0.01) == 1
 
 
-def test_price_is_that_of_all_media() -> None:
+def test_price_is_that_of_all_media():
     serving = Serving(1 << 30, (Medium("memory", 1.0, 4.0), Medium("disk", 1.0, 0.5)), None)
     assert price_of((2, 10), serving) == 13.0
     assert price_of((2,), Serving(1 << 30, (Medium("memory", 1.0),), None)) is None
@@ -142,11 +135,11 @@ MODEL = ("--model", "2x1x8,fp8,params=1e9")
 
 
 @pytest.fixture
-def trace(write_trace: Any) -> Any:
+def trace(write_trace):
     return write_trace([[0, 1], [2, 3], [4, 5], [0, 1, 6], [2, 3], [4, 5]], step_ms=1000)
 
 
-def test_command_shows_hits_by_medium(run: Any, trace: Path, tmp_path: Path) -> None:
+def test_command_shows_hits_by_medium(run, trace, tmp_path):
     targets = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "html")}
     argv = ("plan", trace, "--blocks", "2,3", *MODEL, "--serving", "price=4/1/0.5")
     tiers = ("--tier", "nvme:32KiB@6GB/s", "--tier", "1MiB@2GB/s")
@@ -173,9 +166,7 @@ def test_command_shows_hits_by_medium(run: Any, trace: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("rate", "loads", "cuts"), [("1GB/s", 3, 0), ("1KB/s", 0, 3)])
-def test_arbiter_computes_what_a_slow_tier_holds(
-    run: Any, trace: Path, tmp_path: Path, rate: str, loads: int, cuts: int
-) -> None:
+def test_arbiter_computes_what_a_slow_tier_holds(run, trace, tmp_path, rate, loads, cuts):
     target = tmp_path / "out.json"
     argv = ("plan", trace, "--blocks", 2, *MODEL, "--tier", f"1MiB@{rate},arbiter", "--jobs", 1)
     status, out, err = run(*argv, "--json", target)
@@ -192,7 +183,7 @@ def test_arbiter_computes_what_a_slow_tier_holds(
     assert line in " ".join(out.split())
 
 
-def test_arbiter_counts_the_loads_that_wait_for_the_link(run: Any, tmp_path: Path) -> None:
+def test_arbiter_counts_the_loads_that_wait_for_the_link(run, tmp_path):
     path = tmp_path / "trace.jsonl"
     # 20 prompts, and the same prompts at once a minute later, when their blocks are in the tier.
     lines = [
@@ -215,7 +206,7 @@ def test_arbiter_counts_the_loads_that_wait_for_the_link(run: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("policy", "stored"), [("write_through", 6), ("write_back", 5), ("write_through_selective", 0)]
 )
-def test_simulated_tier_is_written_by_its_policy(run: Any, trace: Path, policy: str, stored: int) -> None:
+def test_simulated_tier_is_written_by_its_policy(run, trace, policy, stored):
     argv = ("plan", trace, "--blocks", 2, *MODEL, "--jobs", 1, "--json", "-")
     _, over = json.loads(run(*argv, "--tier", f"1MiB@1GB/s,{policy}")[1])["cells"]
     tier = over["serving"]["media"][1]

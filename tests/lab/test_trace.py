@@ -1,13 +1,9 @@
 """Readers of request traces: formats, compression, and errors for bad lines."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,17 +30,17 @@ BAILIAN = [
 ]
 
 
-def lines_of(records: list[Any]) -> bytes:
+def lines_of(records):
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
-def write(folder: Path, content: bytes, name: str = "trace.jsonl") -> Path:
+def write(folder, content, name="trace.jsonl"):
     path = folder / name
     path.write_bytes(content)
     return path
 
 
-def read(path: Path, **options: Any) -> list[tuple[list[int], int, int, float]]:
+def read(path, **options):
     with Trace(path, **options) as trace:
         return [(r.hash_ids.tolist(), r.input_length, r.output_length, r.arrival_s) for r in trace]
 
@@ -52,14 +48,14 @@ def read(path: Path, **options: Any) -> list[tuple[list[int], int, int, float]]:
 MOONCAKE_READ = [([0, 1, 2], 1100, 5, 0.0), ([7], 30, 0, 2.5)]
 
 
-def test_mooncake_is_told_by_its_first_line(tmp_path: Path) -> None:
+def test_mooncake_is_told_by_its_first_line(tmp_path):
     path = write(tmp_path, lines_of(MOONCAKE))
     with Trace(path) as trace:
         assert (trace.format, trace.block_size) == ("mooncake", 512)
     assert read(path) == MOONCAKE_READ
 
 
-def test_bailian_counts_full_blocks_where_lengths_are_missing(tmp_path: Path) -> None:
+def test_bailian_counts_full_blocks_where_lengths_are_missing(tmp_path):
     path = write(tmp_path, lines_of(BAILIAN))
     with Trace(path) as trace:
         assert (trace.format, trace.block_size) == ("bailian", 16)
@@ -67,7 +63,7 @@ def test_bailian_counts_full_blocks_where_lengths_are_missing(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("ids", "input_length"), [([], 0), ([], 511), ([1], 512), ([1], 513), ([1, 2], 513)])
-def test_mooncake_may_leave_the_partial_block_out(tmp_path: Path, ids: list[int], input_length: int) -> None:
+def test_mooncake_may_leave_the_partial_block_out(tmp_path, ids, input_length):
     line = {**MOONCAKE[0], "hash_ids": ids, "input_length": input_length}
     assert read(write(tmp_path, lines_of([line]))) == [(ids, input_length, 5, 0.0)]
 
@@ -82,11 +78,11 @@ def test_mooncake_may_leave_the_partial_block_out(tmp_path: Path, ids: list[int]
     ],
     ids=["gzip", "zstd", "zstd frames", "blank lines"],
 )
-def test_packing_is_told_by_content_not_by_name(tmp_path: Path, pack: Any) -> None:
+def test_packing_is_told_by_content_not_by_name(tmp_path, pack):
     assert read(write(tmp_path, pack(lines_of(MOONCAKE)))) == MOONCAKE_READ
 
 
-def test_pipe_can_be_read(tmp_path: Path) -> None:
+def test_pipe_can_be_read(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     writer = threading.Thread(target=path.write_bytes, args=(lines_of(MOONCAKE),))
@@ -95,11 +91,11 @@ def test_pipe_can_be_read(tmp_path: Path) -> None:
     writer.join()
 
 
-def changed(**fields: Any) -> dict[str, Any]:
+def changed(**fields):
     return {**MOONCAKE[1], **fields}
 
 
-def lacking(record: dict[str, Any], field: str) -> dict[str, Any]:
+def lacking(record, field):
     return {name: value for name, value in record.items() if name != field}
 
 
@@ -128,7 +124,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("line", "fault", "value"), BAD_LINES, ids=[fault for _, fault, _ in BAD_LINES])
-def test_bad_line_is_named_or_skipped(tmp_path: Path, line: bytes, fault: str, value: str) -> None:
+def test_bad_line_is_named_or_skipped(tmp_path, line, fault, value):
     path = write(tmp_path, lines_of(MOONCAKE[:1]) + line + b"\n" + lines_of(MOONCAKE[1:]))
     with pytest.raises(TraceError) as caught:
         read(path)
@@ -144,12 +140,12 @@ def test_bad_line_is_named_or_skipped(tmp_path: Path, line: bytes, fault: str, v
 
 
 @pytest.mark.parametrize("field", ["parent_chat_id", "type", "turn"])
-def test_bailian_line_without_a_field_is_named(tmp_path: Path, field: str) -> None:
+def test_bailian_line_without_a_field_is_named(tmp_path, field):
     with pytest.raises(TraceError, match=f"trace.jsonl:1: lacks '{field}'"):
         read(write(tmp_path, lines_of([lacking(BAILIAN[0], field)])))
 
 
-def test_trace_of_another_block_size_is_refused_and_the_fitting_one_is_named(tmp_path: Path) -> None:
+def test_trace_of_another_block_size_is_refused_and_the_fitting_one_is_named(tmp_path):
     line = {**BAILIAN[1], "input_length": 200, "hash_ids": [1, 2, 3, 4]}
     path = write(tmp_path, lines_of([line]))
     with pytest.raises(
@@ -159,7 +155,7 @@ def test_trace_of_another_block_size_is_refused_and_the_fitting_one_is_named(tmp
     assert read(path, block_size=64) == [([1, 2, 3, 4], 200, 9, 62.0)]
 
 
-def test_block_size_holds_for_any_format(tmp_path: Path) -> None:
+def test_block_size_holds_for_any_format(tmp_path):
     line = {**MOONCAKE[0], "input_length": 100, "hash_ids": [1, 2]}
     path = write(tmp_path, lines_of([line]))
     with Trace(path, block_size=64) as trace:
@@ -168,39 +164,39 @@ def test_block_size_holds_for_any_format(tmp_path: Path) -> None:
     assert read(path, block_size=64) == [([4, 5], 128, 0, 61.5)]
 
 
-def test_leading_bad_lines_do_not_settle_the_format(tmp_path: Path) -> None:
+def test_leading_bad_lines_do_not_settle_the_format(tmp_path):
     path = write(tmp_path, b'{"chat_id": 1}\n' + lines_of(MOONCAKE))
     assert read(path, skip_bad=True) == MOONCAKE_READ
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
-def test_cut_file_is_an_error_not_a_short_trace(tmp_path: Path, pack: Any) -> None:
+def test_cut_file_is_an_error_not_a_short_trace(tmp_path, pack):
     packed = pack(lines_of(MOONCAKE * 2000))
     with pytest.raises(TraceError, match="cannot be read"):
         read(write(tmp_path, packed[:-9]))
 
 
 @pytest.mark.parametrize("magic", [b"\x1f\x8b", b"\x28\xb5\x2f\xfd"], ids=["gzip", "zstd"])
-def test_noise_behind_a_magic_is_an_error(tmp_path: Path, magic: bytes) -> None:
+def test_noise_behind_a_magic_is_an_error(tmp_path, magic):
     with pytest.raises(TraceError, match=r"trace\.jsonl:1: cannot be read"):
         read(write(tmp_path, magic + b"\xee" * 100))
 
 
-def test_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+def test_file_that_cannot_be_opened_is_named(tmp_path):
     with pytest.raises(TraceError, match=r"cannot open trace .*missing: No such file"):
         read(tmp_path / "missing")
     with pytest.raises(TraceError, match=r"cannot open trace .*: Is a directory"):
         read(tmp_path)
 
 
-def test_trace_without_requests_is_an_error(tmp_path: Path) -> None:
+def test_trace_without_requests_is_an_error(tmp_path):
     with pytest.raises(TraceError, match=r"holds no request$"):
         read(write(tmp_path, b""))
     with pytest.raises(TraceError, match=r"holds no request \(2 bad lines\)"):
         read(write(tmp_path, b"x\ny\n"), skip_bad=True)
 
 
-def test_trace_tells_how_far_it_has_been_read(tmp_path: Path) -> None:
+def test_trace_tells_how_far_it_has_been_read(tmp_path):
     path = write(tmp_path, lines_of(MOONCAKE))
     with Trace(path) as trace:
         list(trace)

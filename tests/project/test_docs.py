@@ -10,9 +10,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from markdown_it import MarkdownIt
@@ -31,16 +30,16 @@ class Block(NamedTuple):
     line: int
 
 
-def blocks_of(markdown: str) -> Iterator[Block]:
+def blocks_of(markdown):
     for token in MarkdownIt().parse(markdown):
         if token.type == "fence" and token.map:
             yield Block(token.info.strip().strip("{}"), token.content, token.map[0] + 1)
 
 
-def run_python(block: Block, page: str, names: dict[str, Any]) -> None:
+def run_python(block, page, names):
     if block.text.lstrip().startswith(">>>"):
         examples = doctest.DocTestParser().get_doctest(block.text, names, page, page, block.line)
-        report: list[str] = []
+        report = []
         runner = doctest.DocTestRunner(optionflags=LOOSE)
         runner.run(examples, out=report.append, clear_globs=False)
         assert not runner.failures, "".join(report)
@@ -50,9 +49,9 @@ def run_python(block: Block, page: str, names: dict[str, Any]) -> None:
         exec(compile("\n" * block.line + block.text, page, "exec"), names)
 
 
-def run_console(block: Block, page: str) -> None:
+def run_console(block, page):
     """Run the block's `$` commands and compare their output with the lines below each."""
-    commands: list[tuple[str, list[str]]] = []
+    commands = []
     for line in block.text.splitlines(keepends=True):
         if line.startswith("$ "):
             commands.append((line[2:].rstrip("\n"), []))
@@ -77,8 +76,8 @@ def run_console(block: Block, page: str) -> None:
             assert matches, f"{page}:{block.line}: {command} printed\n{done.stdout}"
 
 
-def run_blocks(page: Path, runners: dict[str, Callable[[Block, str, dict[str, Any]], None]]) -> None:
-    names: dict[str, Any] = {"__name__": "__main__"}
+def run_blocks(page, runners):
+    names = {"__name__": "__main__"}
     for block in blocks_of(page.read_text()):
         if block.language in runners:
             runners[block.language](block, str(page.relative_to(ROOT)), names)
@@ -89,23 +88,23 @@ PYTHON_ONLY = [page for page in PAGES if page not in WITH_COMMANDS]
 
 
 @pytest.mark.parametrize("page", PYTHON_ONLY, ids=[str(page.relative_to(ROOT)) for page in PYTHON_ONLY])
-def test_blocks_of_a_page_without_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_page_without_commands_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(page, {"python": run_python})
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=[str(page.relative_to(ROOT)) for page in WITH_COMMANDS])
-def test_blocks_of_a_page_with_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_page_with_commands_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(page, {"python": run_python, "console": lambda block, name, _: run_console(block, name)})
 
 
-def test_blocks_are_found_with_their_language_and_line() -> None:
+def test_blocks_are_found_with_their_language_and_line():
     page = "# Title\n\n```python\na = 1\n```\n\n- item\n\n  ```console\n  $ kvcache --help\n  ```\n"
     assert list(blocks_of(page)) == [Block("python", "a = 1\n", 3), Block("console", "$ kvcache --help\n", 9)]
 
 
-def test_a_wrong_block_fails() -> None:
+def test_a_wrong_block_fails():
     with pytest.raises(NameError):
         run_python(Block("python", "missing\n", 1), "page", {})
     with pytest.raises(AssertionError, match="Expected"):
@@ -116,14 +115,14 @@ def test_a_wrong_block_fails() -> None:
         run_console(Block("console", "$ unheard-of\n", 1), "page")
 
 
-def commands_of(page: Path) -> Iterator[str]:
+def commands_of(page):
     for block in blocks_of(page.read_text()):
         if block.language in ("console", "text"):
             lines = block.text.replace("\\\n", " ").splitlines()
             yield from (line[2:] for line in lines if line.startswith("$ kvcache "))
 
 
-def check_command(line: str) -> None:
+def check_command(line):
     """Parse a command line of kvcache without running it: an unknown command or option raises."""
     from typer.main import get_command
 
@@ -131,7 +130,7 @@ def check_command(line: str) -> None:
 
     words = shlex.split(line, comments=True)[1:]
     words = list(itertools.takewhile(lambda word: word not in (">", "|", "&&", ";"), words))
-    command: Any = get_command(build_app())
+    command = get_command(build_app())
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         found, words = command.get_command(None, words[0]), words[1:]
         assert found is not None, f"no such command: {line}"
@@ -141,7 +140,7 @@ def check_command(line: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_every_command_that_is_shown_exists_with_its_options(page: Path) -> None:
+def test_every_command_that_is_shown_exists_with_its_options(page):
     for line in commands_of(page):
         try:
             check_command(line)
@@ -150,7 +149,7 @@ def test_every_command_that_is_shown_exists_with_its_options(page: Path) -> None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_every_configuration_has_valid_options(page: Path, tmp_path: Path) -> None:
+def test_every_configuration_has_valid_options(page, tmp_path):
     from kvcache.cli.check import _findings
 
     for block in blocks_of(page.read_text()):
@@ -162,14 +161,14 @@ def test_every_configuration_has_valid_options(page: Path, tmp_path: Path) -> No
             assert not wrong, f"{page.relative_to(ROOT)}:{block.line}: {wrong}"
 
 
-def test_a_command_or_option_that_is_none_is_found() -> None:
+def test_a_command_or_option_that_is_none_is_found():
     for line in ("kvcache stats", "kvcache status --jsn", "kvcache metrics dashbord"):
         with pytest.raises(Exception, match=r"stats|jsn|dashbord"):
             check_command(line)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_every_metric_that_is_named_exists(page: Path) -> None:
+def test_every_metric_that_is_named_exists(page):
     from kvcache.exporters.dashboard import series_names
 
     named = set(re.findall(r"\b((?:vllm:)?kvcache_[a-z_]*[a-z])\b(?![.*])", page.read_text()))
@@ -178,7 +177,7 @@ def test_every_metric_that_is_named_exists(page: Path) -> None:
     assert named <= known | histograms, named - known - histograms
 
 
-def test_every_alert_has_a_section_on_the_operators_page() -> None:
+def test_every_alert_has_a_section_on_the_operators_page():
     from kvcache.exporters.dashboard import rules
 
     page = (ROOT / "docs" / "howto" / "operate.md").read_text()
@@ -188,7 +187,7 @@ def test_every_alert_has_a_section_on_the_operators_page() -> None:
         assert all(f"*{part}*" in text for part in ("Means", "Confirm", "Do")), name
 
 
-def test_every_panel_that_the_operators_page_names_exists() -> None:
+def test_every_panel_that_the_operators_page_names_exists():
     from kvcache.exporters.dashboard import dashboard
 
     titles = {panel["title"] for panel in dashboard()["panels"]}

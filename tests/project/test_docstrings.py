@@ -1,20 +1,16 @@
 """Docstrings of public callables describe parameters and return values, in a sentence or in a section."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from enum import Enum
-from typing import Any
 
 MODULES = ["kvcache", "kvcache.testing", "kvcache.exporters.kv_events", "kvcache.integrations.transformers"]
 # What these are is said once, by `OffloadingManager`.
 KNOWN = {"self", "cls", "key", "keys", "req_context"}
 
 
-def public_callables() -> Iterator[tuple[str, Any]]:
+def public_callables():
     """Yield public functions and classes, and the methods that a class is the first to define."""
     for module_name in MODULES:
         module = importlib.import_module(module_name)
@@ -35,7 +31,7 @@ def public_callables() -> Iterator[tuple[str, Any]]:
                         yield f"{module_name}.{name}.{method_name}", method
 
 
-def undocumented(value: Any) -> list[str]:
+def undocumented(value):
     """Return the parameters that a docstring does not name, and "the result" where it says nothing of that."""
     doc = inspect.cleandoc(value.__doc__ or "")
     if not doc:
@@ -64,6 +60,6 @@ def undocumented(value: Any) -> list[str]:
     return missing
 
 
-def test_public_callables_document_parameters_and_results() -> None:
+def test_public_callables_document_parameters_and_results():
     faults = [f"{name}: {', '.join(found)}" for name, value in public_callables() if (found := undocumented(value))]
     assert not faults, "\n".join(faults)

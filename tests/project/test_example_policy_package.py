@@ -1,7 +1,5 @@
 """The example of a policy in a package of its own is installed by pip, tested by its own tests, and found by name."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -13,7 +11,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "second_chance"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def installed(tmp_path_factory):
     """Install the example beside kvcache and return the environment that sees both."""
     if not EXAMPLE.is_dir():
         pytest.skip("the examples are not beside these tests")
@@ -33,7 +31,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *inherited]), "TESTS": str(source / "tests")}
 
 
-def test_its_own_tests_pass(installed: dict[str, str]) -> None:
+def test_its_own_tests_pass(installed):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
     tests = Path(installed["TESTS"])
     # The contract is run in full on every policy of the package's own.
@@ -47,7 +45,7 @@ def test_its_own_tests_pass(installed: dict[str, str]) -> None:
     assert " passed" in done.stdout
 
 
-def test_the_registry_lists_and_resolves_it(installed: dict[str, str]) -> None:
+def test_the_registry_lists_and_resolves_it(installed):
     code = (
         "import kvcache; from kvcache.registry import POLICIES;"
         "print(POLICIES.names()[-1], type(kvcache.CPUOffloadingManager(16, 4, 'second-chance').policy).__name__)"

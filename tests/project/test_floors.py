@@ -7,7 +7,6 @@ import fnmatch
 import graphlib
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ class Import(NamedTuple):
     typing_only: bool
 
 
-def rooms() -> list[Room]:
+def rooms():
     """Read the table of docs/design.md: floor, room, modules, third parties, purpose."""
     found = []
     for line in DESIGN.read_text().splitlines():
@@ -42,16 +41,16 @@ def rooms() -> list[Room]:
     return found
 
 
-def room_of(module: str, table: list[Room]) -> Room:
+def room_of(module, table):
     for room in table:
         if any(fnmatch.fnmatchcase(module, pattern) for pattern in room.modules):
             return room
     pytest.fail(f"{module} has no place in the table of {DESIGN}: give it one")
 
 
-def sources() -> dict[str, list[Path]]:
+def sources():
     """Return every module of the checkout and its files (a `.pyx` and its `.pxd` are one module)."""
-    found: dict[str, list[Path]] = {}
+    found = {}
     for path in sorted((ROOT / "kvcache").rglob("*.p*")):
         if path.suffix in {".py", ".pyx", ".pxd"}:
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -59,8 +58,8 @@ def sources() -> dict[str, list[Path]]:
     return found
 
 
-def imports_of_python(text: str, package: str) -> Iterator[Import]:
-    typing_lines: set[int] = set()
+def imports_of_python(text, package):
+    typing_lines = set()
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
@@ -76,7 +75,7 @@ def imports_of_python(text: str, package: str) -> Iterator[Import]:
                 yield Import(f"{base}.{alias.name}", node.lineno, node.lineno in typing_lines)
 
 
-def imports_of_cython(text: str) -> Iterator[Import]:
+def imports_of_cython(text):
     blank = lambda match: "\n" * match.group().count("\n")  # noqa: E731
     text = re.sub(r'"""(?:.|\n)*?"""', blank, text)
     text = re.sub(r"#.*", "", text)
@@ -91,7 +90,7 @@ def imports_of_cython(text: str) -> Iterator[Import]:
                 yield Import(name.split()[0], line_number, False)
 
 
-def imports_of(path: Path, module: str) -> Iterator[Import]:
+def imports_of(path, module):
     text = path.read_text()
     if path.suffix == ".py":
         yield from imports_of_python(text, module if path.stem == "__init__" else module.rpartition(".")[0])
@@ -99,12 +98,12 @@ def imports_of(path: Path, module: str) -> Iterator[Import]:
         yield from imports_of_cython(text)
 
 
-def target_of(wanted: Import, known: set[str]) -> str | None:
+def target_of(wanted, known):
     """Return the module that an import names: `from package import name` may mean either of the two."""
     return next((name for name in (wanted.module, wanted.module.rpartition(".")[0]) if name in known), None)
 
 
-def fault_of(module: str, wanted: Import, known: set[str], table: list[Room]) -> str | None:
+def fault_of(module, wanted, known, table):
     """Describe the fault of one import, or return None."""
     own = room_of(module, table)
     top = wanted.module.split(".")[0]
@@ -123,7 +122,7 @@ needs_sources = pytest.mark.skipif(not (ROOT / "kvcache").is_dir(), reason="the 
 
 
 @needs_sources
-def test_every_file_imports_lower_floors_and_its_own_room_only() -> None:
+def test_every_file_imports_lower_floors_and_its_own_room_only():
     table, modules = rooms(), sources()
     faults = [
         f"{path.relative_to(ROOT)}:{wanted.line}: {module} imports {wanted.module}: {fault}"
@@ -136,7 +135,7 @@ def test_every_file_imports_lower_floors_and_its_own_room_only() -> None:
 
 
 @needs_sources
-def test_modules_do_not_import_each_other_in_a_circle() -> None:
+def test_modules_do_not_import_each_other_in_a_circle():
     """Imports for annotations count, too: a circle of types is a circle of subjects."""
     modules = sources()
     graph = {
@@ -151,10 +150,10 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle
 
 
-def private_uses(text: str) -> Iterator[str]:
+def private_uses(text):
     """Yield each use of a name with a leading underscore that this module does not define itself."""
     tree = ast.parse(text)
-    own: set[str] = set()
+    own = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
@@ -179,7 +178,7 @@ FOREIGN_PRIVATE = {"connection._sock", "t._version", "req_context._offload_key_p
 
 
 @needs_sources
-def test_no_module_uses_private_names_of_another() -> None:
+def test_no_module_uses_private_names_of_another():
     faults = [
         f"{path.relative_to(ROOT)}:{use}"
         for path in sorted((ROOT / "kvcache").rglob("*.py"))
@@ -189,13 +188,13 @@ def test_no_module_uses_private_names_of_another() -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_private_names_of_others_are_found() -> None:
+def test_private_names_of_others_are_found():
     text = "from kvcache.a import _b\ndef f(self, d):\n    self._own = d\n    d._own, d._foreign\n"
     assert list(private_uses(text)) == ["1: kvcache.a._b", "4: d._foreign"]
 
 
 @needs_sources
-def test_every_place_of_the_table_has_a_file() -> None:
+def test_every_place_of_the_table_has_a_file():
     modules = sources()
     assert [pattern for room in rooms() for pattern in room.modules if not fnmatch.filter(modules, pattern)] == []
 
@@ -231,12 +230,12 @@ KNOWN = {
         ("kvcache.control.cpu", "kvcache.nowhere.name", False, "does not exist"),
     ],
 )
-def test_an_import_is_judged_by_the_table(module: str, wanted: str, typing_only: bool, fault: str | None) -> None:
+def test_an_import_is_judged_by_the_table(module, wanted, typing_only, fault):
     answer = fault_of(module, Import(wanted, 1, typing_only), KNOWN, TABLE)
     assert answer is None if fault is None else fault in (answer or "")
 
 
-def test_imports_and_cimports_are_read_from_every_kind_of_file() -> None:
+def test_imports_and_cimports_are_read_from_every_kind_of_file():
     python = "from __future__ import annotations\nif TYPE_CHECKING:\n    import torch\nfrom .base import Policy\n"
     assert set(imports_of_python(python, "kvcache.policies")) == {
         Import("__future__.annotations", 1, False),

@@ -1,7 +1,5 @@
 """`import kvcache` is cheap: no engine, no torch, and few modules."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -12,16 +10,16 @@ import pytest
 import kvcache
 
 
-def run(code: str) -> str:
+def run(code):
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
-def test_import_brings_no_engine_and_no_torch() -> None:
+def test_import_brings_no_engine_and_no_torch():
     names = "torch", "vllm", "transformers", "typer", "rich", "matplotlib"
     assert run(f"import sys, kvcache; print([name for name in {names} if name in sys.modules])") == "[]\n"
 
 
-def test_the_control_plane_runs_without_torch() -> None:
+def test_the_control_plane_runs_without_torch():
     code = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
@@ -34,7 +32,7 @@ def test_the_control_plane_runs_without_torch() -> None:
     assert run(code) == "1\n"
 
 
-def test_import_brings_few_modules_beyond_numpy() -> None:
+def test_import_brings_few_modules_beyond_numpy():
     # Counted, not timed: a loaded machine imports slowly.
     code = (
         "import sys, numpy\n"
@@ -45,7 +43,7 @@ def test_import_brings_few_modules_beyond_numpy() -> None:
     assert int(run(code)) < 100
 
 
-def test_a_folder_of_sources_says_what_it_is(tmp_path: Path) -> None:
+def test_a_folder_of_sources_says_what_it_is(tmp_path):
     shutil.copytree(Path(kvcache.__file__).parent, tmp_path / "kvcache", ignore=shutil.ignore_patterns("*.so"))
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvcache import CPUOffloadingManager"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -53,13 +51,13 @@ def test_a_folder_of_sources_says_what_it_is(tmp_path: Path) -> None:
     assert f"is not compiled in {tmp_path / 'kvcache'}: Python took kvcache from a folder of its sources" in done.stderr
 
 
-def test_every_public_name_is_importable_and_known() -> None:
+def test_every_public_name_is_importable_and_known():
     for name in kvcache.__all__:
         assert getattr(kvcache, name) is not None
         assert name in dir(kvcache)
 
 
-def test_import_star_and_help_leave_out_what_lacks_its_package() -> None:
+def test_import_star_and_help_leave_out_what_lacks_its_package():
     code = (
         "import sys; sys.modules['xxhash'] = None\n"
         "from kvcache import *\n"
@@ -83,7 +81,7 @@ def test_import_star_and_help_leave_out_what_lacks_its_package() -> None:
         ("msgspec zmq", "kv_events", "events"),
     ],
 )
-def test_resolve_exporter_without_its_packages_names_the_extra(package: str, exporter: str, extra: str) -> None:
+def test_resolve_exporter_without_its_packages_names_the_extra(package, exporter, extra):
     run(
         f"import sys; sys.modules.update(dict.fromkeys({package!r}.split()))\n"
         "from kvcache.registry import EXPORTERS\n"
@@ -93,7 +91,7 @@ def test_resolve_exporter_without_its_packages_names_the_extra(package: str, exp
     )
 
 
-def test_recorder_without_msgspec_names_the_extra(tmp_path: Path) -> None:
+def test_recorder_without_msgspec_names_the_extra(tmp_path):
     run(
         "import sys; sys.modules['msgspec'] = None\n"
         "from kvcache import OffloadingConfig, OffloadingGroup, Recorder, make_spec\n"
