@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -196,6 +198,34 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
         return caught.value.code, captured.out, captured.err
 
     return command
+
+
+@pytest.fixture
+def run_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., Any]:
+    """Run a command with `--json`, and return the document that it prints."""
+
+    def command(*argv: object) -> Any:
+        status, out, err = run(*argv, "--json", "-")
+        assert status == 0, err
+        return json.loads(out)
+
+    return command
+
+
+@pytest.fixture
+def write_trace(tmp_path: Path) -> Callable[..., Path]:
+    """Write a Mooncake trace of requests, which arrive one after the other, and return its path."""
+
+    def write(requests: Iterable[list[int]], step_ms: int = 1) -> Path:
+        path = tmp_path / "trace.jsonl"
+        lines = [
+            {"timestamp": step_ms * i, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+            for i, ids in enumerate(requests)
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,6 @@ def telemetry(tmp_path, monkeypatch):
     manager = TieredOffloadingManager(16, 8, [MemoryTier(32, host_blocks)], "arc", what_if=True)
     context = ReqContext()
     output = manager.prepare_store([b"%d" % number for number in range(6)], context)
-    assert output is not None
     manager.complete_store(output.keys_to_store, context)
     manager.on_request_finished(context)
     assert manager.settle()
@@ -45,8 +44,7 @@ def test_a_frame_from_the_socket_shows_media_tiers_and_the_what_if(telemetry, ru
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert any(line.startswith("kvcache engine=0 rank=0 policy=arc") for line in lines)
     assert "loaded - - - 0.0% 0 blocks/s" in lines
-    assert "host 6 8 6 MiB 0 B 0 B 0" in lines
-    assert "MEMORY 6 32 6 MiB 0 B 0 B 0 works" in lines
+    assert {"host 6 8 6 MiB 0 B 0 B 0", "MEMORY 6 32 6 MiB 0 B 0 B 0 works"} <= set(lines)
     assert "what if (* now): hits of 2 4 8* 16 32 64" in lines
     assert any(line.startswith("arc*") for line in lines)
 
@@ -55,10 +53,18 @@ def test_a_page_of_metrics_shows_the_same(telemetry, run):
     exporter = start_server(telemetry, 0)
     code, out, _ = run("top", "--once", "--interval", "0.1", "--url", exporter.address)
     assert code == 0
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "host 6 8 6 MiB 0 B 0 B 0" in lines
-    assert "MEMORY 6 32 6 MiB 0 B 0 B 0 works" in lines
+    lines = {" ".join(line.split()) for line in out.splitlines()}
+    assert {"host 6 8 6 MiB 0 B 0 B 0", "MEMORY 6 32 6 MiB 0 B 0 B 0 works"} <= lines
     exporter.close()
+
+
+def shown(values, what_if=None, fault="", width=80, address="x", labels=None):
+    """Return the lines that show one frame."""
+    history = History()
+    history.add(Frame(0.0, values, labels or {}))
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(view(address, history, what_if, fault))
+    return console.export_text().splitlines()
 
 
 def tier_values(number, medium="DISK"):
@@ -73,40 +79,25 @@ def tier_values(number, medium="DISK"):
 
 
 def test_an_engine_with_one_tier_fits_a_terminal_of_80_by_24():
-    history = History()
     values = {("capacity_blocks", ()): 1e6, ("capacity_bytes", ()): 2e12, ("needed_blocks", ()): 9e9}
     values |= {("call_worst_seconds", (("call", name),)): 0.01 for name in ("lookup", "touch", "complete_store")}
+    hit_ratios = {name: [1.0] * 5 for name in ("lru", "arc", "mq", "amq", "lfuda")}
+    what_if = WhatIf("arc", 4, [250_000, 500_000, 1_000_000, 2_000_000, 4_000_000], hit_ratios)
+    address = "/run/user/1000/kvcache-1000/status-1234567.sock " + "x" * 80
     labels = {"engine": "0", "rank": "0", "policy": "arc"}
-    what_if = WhatIf(
-        policy="arc",
-        num_blocks=4,
-        capacities=[250_000, 500_000, 1_000_000, 2_000_000, 4_000_000],
-        hit_ratios={name: [1.0] * 5 for name in ("lru", "arc", "mq", "amq", "lfuda")},
-    )
-    history.add(Frame(0.0, values | tier_values(0), labels))
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(view("/run/user/1000/kvcache-1000/status-1234567.sock " + "x" * 80, history, what_if))
-    lines = console.export_text().splitlines()
+    lines = shown(values | tier_values(0), what_if, address=address, labels=labels)
     assert len(lines) == 20
     assert [line for line in lines if "…" in line] == [lines[0]]  # the address alone
     assert " ".join(lines[10].split()) == "DISK 1,234,567 2,000,000 11.82 TiB 0 B 0 B 0 reads paused"
 
 
 def test_what_if_without_the_policy_in_use_shows_that_it_is_missing():
-    history = History()
-    history.add(Frame(0.0, {}))
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(view("x", history, WhatIf("gittins", 4, [2, 4], {"lru": [0.5, 1.0]})))
-    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
-    assert lines[-2:] == ["lru 50.0% 100.0%", "gittins* (not estimated) - -"]
+    lines = shown({}, WhatIf("gittins", 4, [2, 4], {"lru": [0.5, 1.0]}))
+    assert [" ".join(line.split()) for line in lines[-2:]] == ["lru 50.0% 100.0%", "gittins* (not estimated) - -"]
 
 
 def test_tiers_of_one_medium_are_told_apart():
-    history = History()
-    history.add(Frame(0.0, tier_values(0) | tier_values(1) | tier_values(2, "VALKEY")))
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(view("x", history, None))
-    lines = console.export_text().splitlines()
+    lines = shown(tier_values(0) | tier_values(1) | tier_values(2, "VALKEY"), width=120)
     named = [line.partition(" 1,234")[0].rstrip() for line in lines if "1,234,567" in line]
     assert named == ["DISK 0", "DISK 1", "VALKEY"]
 
@@ -115,7 +106,6 @@ def test_frames_are_printed_one_after_another_where_there_is_no_terminal(telemet
     telemetry.exporters.append(StatusServer(telemetry))
     command = "from kvcache.cli import main; main(['top', '--interval', '0.1'])"
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         heads = [line for line in itertools.islice(process.stdout, 40) if line.startswith("kvcache  engine=0")]
         process.send_signal(signal.SIGINT)
         process.stdout.read()
@@ -156,28 +146,19 @@ def test_paused_and_unavailable_tiers_are_named():
         ("tier_unavailable", tier): 1.0,
         ("call_worst_seconds", (("call", "touch"),)): 0.0125,
     }
-    history = History()
-    history.add(Frame(0.0, values))
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(view("x", history, None, "refused"))
-    text = console.export_text()
-    assert "writes paused" in text
-    assert "12.50 ms" in text
-    assert "not answering: refused" in text
+    text = "\n".join(shown(values, fault="refused", width=160))
+    assert all(part in text for part in ("writes paused", "12.50 ms", "not answering: refused")), text
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "error"),
     [
-        (("--url", "ftp://x"), 2, "must begin with http"),
         (("--url", "http://127.0.0.1:1/metrics"), 1, "does not answer"),
-        (("--url", "http://x", "--socket", "y"), 2, "exclude each other"),
-        (("--interval", "0", "--once"), 2, "must be 0.1 to 3600 seconds"),
         (("--once", "--socket", "/absent.sock"), 1, "No such file"),
         (("--once",), 2, "no engine answers"),
     ],
 )
-def test_bad_input_is_a_clear_error(arguments, status, error, run, tmp_path, monkeypatch):
+def test_engine_that_does_not_answer_is_named(arguments, status, error, run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     code, _, text = run("top", *arguments)
     assert (code, error in text) == (status, True), text

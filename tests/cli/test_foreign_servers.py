@@ -1,44 +1,49 @@
-"""`kvcache status` and `kvcache top` with sockets that do not belong to an engine: one line that names the path."""
+"""`kvcache status` and `kvcache top` with sockets and servers of others: one clear line, and an exit status."""
 
 import json
 import os
 import socket
 import threading
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from kvcache.cli import frames
 from kvcache.exporters import status as status_module
 
 COMMANDS = (("status",), ("top", "--once", "--interval", "0.1"))
+TOP = COMMANDS[1]
 
 
 @contextmanager
+def answering(listener, answer):
+    """Give every client of `listener` what `answer` returns for its request."""
+
+    def serve():
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with client, suppress(OSError):
+                client.sendall(answer(client.recv(1 << 16)))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
 def engine_answering(path, answers):
-    """Give every client the answer to its command."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-
-        def serve():
-            while True:
-                try:
-                    client, _ = listener.accept()
-                except OSError:
-                    return
-                with client:
-                    command = json.loads(client.recv(1 << 16) or b"{}").get("command")
-                    with suppress(OSError):
-                        client.sendall(answers.get(command, b""))
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
+    """Give every client of a socket the answer to its command."""
+    listener = bound(socket.SOCK_STREAM, 128)(path)
+    return answering(listener, lambda request: answers.get(json.loads(request or b"{}").get("command"), b""))
 
 
 def result(value):
@@ -158,7 +163,7 @@ def test_status_of_another_shape_names_the_path(run, tmp_path, value, arguments)
 def test_samples_that_are_no_numbers_name_the_path(run, tmp_path, samples):
     path = tmp_path / "s"
     with engine_answering(path, {"samples": result(samples)}):
-        code, out, text = run("top", "--once", "--interval", "0.1", "--socket", path)
+        code, out, text = run(*TOP, "--socket", path)
     assert (code, out) == (2, "")
     assert f"{path} gave no samples of a kvcache engine" in text
 
@@ -178,7 +183,7 @@ def test_what_if_of_another_shape_is_left_out(run, tmp_path, what_if):
     path = tmp_path / "s"
     samples = result({"time_s": 1, "labels": {}, "samples": [["tier_held_blocks", "gauge", {"medium": "[/red]"}, 1]]})
     with engine_answering(path, {"samples": samples, "what_if": result(what_if)}):
-        code, out, _ = run("top", "--once", "--interval", "0.1", "--socket", path)
+        code, out, _ = run(*TOP, "--socket", path)
     assert code == 0
     assert "What if" not in out
     assert "[/red]" in out
@@ -202,3 +207,61 @@ def test_nothing_that_an_engine_says_steers_the_terminal(run, tmp_path):
         code, _, text = run("status", "--socket", path)
     assert code == 2
     assert rf"{path}: status: \x1b[2J\ud800[/red]" in text
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "fault"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", 1, "does not answer"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 1, "does not answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe", 2, "shows nothing of kvcache"),
+        (b"HTTP/1.1 302 Found\r\nLocation: ftp://127.0.0.1:1/", 1, "does not answer: HTTP Error 302"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/", 1, "does not answer: HTTP Error 302"),
+        (b"HTTP/1.1 302 Found\r\nLocation: file:///etc/hostname", 1, "does not answer: HTTP Error 302"),
+    ],
+)
+def test_server_of_something_else_is_named_and_no_redirect_followed(run, answer, status, fault):
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+    if b"302" in answer:
+        answer += b"\r\nContent-Length: 0\r\n\r\n"
+    with answering(listener, lambda request: answer):
+        code, _, error = run("top", "--once", "--url", url)
+    assert code == status
+    assert f"{url} {fault}" in error
+
+
+def test_parse_metrics_of_too_many_series_raises_before_it_parses(monkeypatch):
+    monkeypatch.setattr("prometheus_client.parser.text_string_to_metric_families", None)
+    page = "".join(f'kvcache_free_blocks{{engine="{number}"}} 1\n' for number in range(100_000))
+    with pytest.raises(ValueError, match=r"x has \d+ bytes of kvcache's series, more than 1048576"):
+        frames.parse_metrics(page, 0.0, "x")
+
+
+def test_parse_metrics_skips_the_series_of_others():
+    others = "".join(f'python_info{{number="{number}"}} 1\n' for number in range(100_000))
+    frame = frames.parse_metrics(f"{others}kvcache_free_blocks 3\n{others}", 0.0, "x")
+    assert frame.values == {("free_blocks", ()): 3.0}
+
+
+@pytest.mark.parametrize(("name", "value"), [("_TIMEOUT_S", 0.5), ("_MAX_PAGE_BYTES", 1 << 16)])
+def test_page_without_an_end_is_named(run, monkeypatch, name, value):
+    monkeypatch.setattr(frames, name, value)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+
+    def serve():
+        client, _ = listener.accept()
+        with client, suppress(OSError):
+            client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                client.sendall(b"# nothing\n")
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    code, _, error = run("top", "--once", "--url", url)
+    listener.close()
+    thread.join()
+    assert code == 1
+    assert f"{url} does not answer: its answer does not end" in error
