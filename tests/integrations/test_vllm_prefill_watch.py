@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 
 
@@ -32,25 +34,18 @@ def test_steps_that_compute_prompts_are_reported_together() -> None:
     assert reports == [([(0, 256), (1024, 272)], 0.5), ([(256, 512)], 0.6 - 0.5)]
 
 
-def test_what_the_device_held_was_not_computed() -> None:
+@pytest.mark.parametrize(("first_end", "end"), [(1040, 2048), (16, 256)], ids=["on the device", "nothing held"])
+def test_blocks_on_the_device_and_those_offered_again_were_not_computed(first_end: int, end: int) -> None:
     watched, reports = watch()
-    watched.on_lookup("a", 1040)
-    watched.on_store("a", range(16, 2049, 16))
-    watched.on_store("never looked up", range(16, 2049, 16))
+    watched.on_lookup("a", first_end)
+    # Once for each group of KV caches.
+    for request in ("a", "a", "never looked up"):
+        watched.on_store(request, range(16, end + 1, 16))
     watched.on_step(1.0)
-    assert reports == [([(1024, 1024)], 1.0)]
+    assert reports == [([(first_end - 16, end - first_end + 16)], 1.0)]
 
 
-def test_groups_of_one_request_count_once() -> None:
-    watched, reports = watch()
-    watched.on_lookup("a", 16)
-    watched.on_store("a", range(16, 257, 16))
-    watched.on_store("a", range(16, 257, 16))
-    watched.on_step(1.0)
-    assert reports == [([(0, 256)], 1.0)]
-
-
-def test_time_after_the_last_request_is_no_steps() -> None:
+def test_time_without_requests_belongs_to_no_step() -> None:
     watched, reports = watch()
     watched.on_lookup("a", 16)
     watched.on_store("a", range(16, 257, 16))

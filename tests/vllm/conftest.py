@@ -70,29 +70,25 @@ class Engine:
         )
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
 
-    def answers(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Return the tokens generated for each prompt."""
-        return [list(output.outputs[0].token_ids) for output in self.generate(prompts)]
-
-    def ask_each(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-        """Send one prompt after another; return tokens, and how many of each prompt's were not computed."""
-        outputs = []
-        for prompt in prompts:
-            outputs += self.generate([prompt])
-            self.settle()
+    def ask(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Return the tokens generated for each prompt, and how many of each prompt's were not computed."""
+        outputs = self.generate(prompts)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         return tokens, [output.num_cached_tokens for output in outputs]
 
-    def settle(self) -> None:
-        """Wait for the tiers, as an engine does that steps on."""
-        from engine_tiering import wait_until
-        from vllm.v1.kv_offload.base import ScheduleEndContext
+    def answers(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the tokens generated for each prompt."""
+        return self.ask(prompts)[0]
 
-        def is_idle() -> bool:
-            self.manager.on_schedule_end(ScheduleEndContext([], []))
-            return not self.manager.has_pending_work()
+    def ask_each(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Send one prompt after another, wait for the tiers, and return the results of `ask`."""
+        from engine_tiering import settle
 
-        wait_until(is_idle)
+        answers = []
+        for prompt in prompts:
+            answers.append(self.ask([prompt]))
+            settle(self.manager)
+        return [tokens[0] for tokens, _ in answers], [cached[0] for _, cached in answers]
 
     def drop_device_cache(self, host_too: bool = False) -> None:
         """Drop the engine's own prefix cache, and the host's blocks with `host_too`."""
@@ -172,7 +168,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     windows and one without, which share tensors.
     """
     import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
     common = {
         "vocab_size": VOCABULARY,
@@ -183,39 +179,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-
-    def llama(hidden: int, layers: int) -> LlamaForCausalLM:
-        return LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=hidden,
-                intermediate_size=2 * hidden,
-                num_hidden_layers=layers,
-                num_attention_heads=8,
-                num_key_value_heads=4,
-                **common,
-            )
-        )
-
-    def gemma() -> Gemma3ForCausalLM:
-        return Gemma3ForCausalLM(
-            Gemma3TextConfig(
-                hidden_size=128,
-                intermediate_size=256,
-                num_hidden_layers=6,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=32,
-                sliding_window=256,
-                layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-                **common,
-            )
-        )
-
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    configs = {
+        "llama": LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=4, **heads, **common),
+        "tall": LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=8, **heads, **common),
+        "hybrid": Gemma3TextConfig(
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            sliding_window=256,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            **common,
+        ),
+    }
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("models")
-    for name, model in (("llama", llama(256, 4)), ("tall", llama(512, 8)), ("hybrid", gemma())):
-        model.save_pretrained(folder / name)
-    return {name: folder / name for name in ("llama", "tall", "hybrid")}
+    for name, config in configs.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    return {name: folder / name for name in configs}
 
 
 @pytest.fixture(scope="session")

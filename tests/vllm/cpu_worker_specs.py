@@ -4,35 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvcache.integrations.vllm import KVCacheOffloadingSpec
+from kvcache.integrations.vllm.tiered import EngineRegion
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.specs import CPULoadStoreSpec
 
 
-class Region:
+class Region(EngineRegion):
     """vLLM's region as our worker maps host blocks."""
 
     def __init__(self, spec: Any) -> None:
-        self._region = SharedOffloadRegion(
-            engine_id=spec.config.engine_id,
-            num_chunks=spec.num_chunks,
-            rank=spec.config.parallel.rank,
-            kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
-            cpu_page_size=spec.cpu_page_size_per_worker,
-        )
+        super().__init__(spec)
         self.mapping = self._region.mmap_obj
-        self.array = np.asarray(self._region.create_kv_memoryview())
 
     def has_owner(self) -> bool:
         return True
-
-    def close(self) -> None:
-        self._region.mmap_obj = None
-        self._region.cleanup()
 
 
 class CPUWorker(KVCacheOffloadingWorker):

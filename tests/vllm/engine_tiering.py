@@ -1,4 +1,4 @@
-"""vLLM's own TieringOffloadingManager over its shared region, driven as its scheduler drives it, without a device."""
+"""A manager over vLLM's shared region, vLLM's own or ours, driven as vLLM's scheduler drives it, without a device."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvcache.integrations.vllm import KVCacheOffloadingSpec
+from kvcache.integrations.vllm.tiered import EngineRegion
+
 PAGE = 4096
 TIMEOUT_S = 60.0
 
@@ -29,6 +32,16 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> An
         assert time.monotonic() < end_s, "timed out"
         time.sleep(0.001)
     return answer
+
+
+def settle(manager: Any, step: Callable[[], Any] | None = None) -> None:
+    """Step, as the scheduler does, until no transfer of a manager's tiers is under way."""
+
+    def is_idle() -> bool:
+        step() if step else manager.on_schedule_end(base.ScheduleEndContext([], []))
+        return not manager.has_pending_work()
+
+    wait_until(is_idle)
 
 
 def key(number: int, group: int = 0) -> Any:
@@ -75,27 +88,31 @@ def tier_config(kind: str, **options: Any) -> dict[str, Any]:
 
 
 class EngineTiering:
-    """vLLM's manager with tiers, and the steps of its scheduler and worker.
+    """A manager with tiers, and the steps of vLLM's scheduler and worker.
 
-    Parameters
-    ----------
-    tiers : list of dict
-        ``secondary_tiers``.
-    num_chunks : int
-        Chunks of host memory.
-    policy : dict, optional
-        Other keys of ``kv_connector_extra_config``.
-    **config
-        See `engine_spec_config`.
+    `tiers` are ``secondary_tiers``, and `policy` holds other keys of ``kv_connector_extra_config``; `config` is that of
+    `engine_spec_config`. With `is_ours`, `tiers` are those of our manager over vLLM's region.
     """
 
-    def __init__(self, tiers: list[dict[str, Any]], num_chunks: int = 16, policy: Any = None, **config: Any) -> None:
+    def __init__(
+        self,
+        tiers: list[dict[str, Any]],
+        num_chunks: int = 16,
+        policy: Any = None,
+        is_ours: bool = False,
+        **config: Any,
+    ) -> None:
         num_bytes = config.get("bytes_per_block", PAGE) * config.get("tp", 1) * config.get("pp", 1)
-        extra_config = {"cpu_bytes_to_use": num_chunks * num_bytes, "secondary_tiers": tiers, **(policy or {})}
-        self.spec = TieringOffloadingSpec(engine_spec_config(extra_config, **config))
+        given = {"tiers": tiers, "data_plane": "vllm"} if is_ours else {"secondary_tiers": tiers}
+        extra_config = {"cpu_bytes_to_use": num_chunks * num_bytes, **given, **(policy or {})}
+        spec_type = KVCacheOffloadingSpec if is_ours else TieringOffloadingSpec
+        self.spec: Any = spec_type(engine_spec_config(extra_config, **config))
         self.manager: Any = self.spec.get_manager()
-        self.tiers = self.manager.secondary_tiers
-        self.view = np.asarray(self.manager.primary_tier.get_kv_memoryview())
+        self.tiers = [] if is_ours else self.manager.secondary_tiers
+        # Ours is mapped once more, as a worker maps it.
+        self._region = EngineRegion(self.spec) if is_ours else None
+        region = self.manager.primary_tier.get_kv_memoryview() if self._region is None else self._region.array
+        self.view = np.asarray(region)
         self.events: list[Any] = []
         self.num_requests = 0
 
@@ -131,14 +148,9 @@ class EngineTiering:
 
     def settle(self) -> None:
         """Step until no transfer is under way."""
+        settle(self.manager, self.step)
 
-        def is_idle() -> bool:
-            self.step()
-            return not self.manager.has_pending_work()
-
-        wait_until(is_idle)
-
-    def store(self, blocks: Sequence[Any], finish: bool = True) -> list[Any]:
+    def store(self, blocks: Sequence[Any]) -> list[Any]:
         """Serve a request that computes `blocks`; return what host memory took."""
         context = self.request(blocks)
         output = self.manager.prepare_store(blocks, context)
@@ -147,10 +159,14 @@ class EngineTiering:
             self.view[chunk] = self.content(one)
         if stored:
             self.manager.complete_store(set(stored), context)
-        if finish:
-            self.manager.on_request_finished(context)
+        self.manager.on_request_finished(context)
         self.step()
         return stored
+
+    def write(self, *numbers: int) -> None:
+        """Store blocks, all of which host memory takes, and wait until the tiers have ended."""
+        assert self.store(keys(*numbers)) == keys(*numbers)
+        self.settle()
 
     def find(self, blocks: Sequence[Any], context: Any) -> int:
         """Look `blocks` up until vLLM knows how many of the first can be loaded."""
@@ -193,5 +209,9 @@ class EngineTiering:
             self.manager.on_reset_flushed()
 
     def close(self) -> None:
-        del self.view
+        """Shut the manager down, once."""
+        if vars(self).pop("view", None) is None:
+            return
         self.manager.shutdown()
+        if self._region is not None:
+            self._region.close()

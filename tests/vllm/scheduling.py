@@ -6,10 +6,10 @@ place, or is read before it was written, shows at once. Time is simulated.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,56 +57,23 @@ def write_config(folder: Path) -> Path:
     return folder
 
 
-class Clock:
-    """Simulated seconds."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-CLOCK = Clock()
+CLOCK = SimpleNamespace(now_s=0.0)
+"""Simulated seconds."""
 
 
 class SimulatedSpec(KVCacheOffloadingSpec):
     """Our spec, whose manager reads the simulated clock."""
 
     def clock(self) -> float:
-        return CLOCK()
-
-
-@dataclass(order=True)
-class _Done:
-    """A transfer that ends at a step."""
-
-    step: int
-    job_id: int
-    req_id: str | None = field(compare=False, default=None)  # of a load
+        return float(CLOCK.now_s)
 
 
 class ModelFreeEngine:
-    """Schedule requests over our spec.
+    """Schedule requests over our spec, whose options are in `extra_config`.
 
-    Parameters
-    ----------
-    model : Path
-        Any small model's folder: only its config is read.
-    num_device_blocks, num_host_blocks : int
-        Of 16 tokens each, per group.
-    step_tokens : int
-        Tokens scheduled in one step at most: longer prompts are computed in chunks.
-    step_s : float
-        Simulated seconds of a step.
-    transfer_steps : int
-        Steps that a transfer takes.
-    windows : sequence of int or None
-        Per KV-cache group its sliding window in tokens; None: full attention.
-    has_device_cache : bool
-        Whether the engine keeps prefixes on its own device as well.
-    **extra_config
-        For our spec.
+    Of the `model` in a folder, only the config is read. Blocks have 16 tokens. A step takes `step_s` and schedules at
+    most `step_tokens` tokens, so longer prompts are computed in chunks; a transfer takes `transfer_steps`. `windows`
+    has each KV-cache group's sliding window in tokens, or None for full attention.
     """
 
     def __init__(
@@ -172,7 +139,8 @@ class ModelFreeEngine:
         self._num_steps = 0
         self._device: dict[tuple[int, int], Any] = {}
         self._host: dict[int, Any] = {}
-        self._transfers: list[_Done] = []
+        # Step of the end, job and request (of a load) of each running transfer.
+        self._transfers: list[tuple[int, int, str | None]] = []
         self._pending_stores: dict[int, Any] = {}
         self.loaded_blocks = 0
         self.num_preemptions = 0
@@ -207,8 +175,8 @@ class ModelFreeEngine:
         """Serve requests that arrive at the given seconds, in that order, and drain."""
         coming = next(arrivals, None)
         number = 0
-        while coming is not None or self.scheduler.requests or self._transfers or self._pending_stores:
-            if not self.scheduler.requests and not self._transfers and not self._pending_stores and coming is not None:
+        while (is_busy := self.scheduler.requests or self._transfers or self._pending_stores) or coming is not None:
+            if not is_busy and coming is not None:
                 CLOCK.now_s = max(CLOCK.now_s, coming[0])
             while coming is not None and coming[0] <= CLOCK.now_s:
                 self.add(str(number), coming[1], max_tokens)
@@ -221,7 +189,7 @@ class ModelFreeEngine:
         self.serve(iter(()))
 
     def forget_host(self) -> None:
-        """Let the host's blocks hold nothing, so that reading one shows."""
+        """Drop the contents of the host's blocks, so that reading one raises."""
         self._host.clear()
 
     def step(self) -> Any:
@@ -233,22 +201,21 @@ class ModelFreeEngine:
         self.num_preemptions += len(output.preempted_req_ids or ())
         flushed = set(metadata.jobs_to_flush or ())
         # Stores of the step before are submitted now, in front of the loads, as the connector's worker does it.
-        self._submit_stores(flushed)
+        self._submit_stores()
         for job_id, job in metadata.load_jobs.items():
             self._load(job.src_spec, job.dst_spec)
-            heapq.heappush(self._transfers, _Done(self._num_steps + self._transfer_steps, job_id, job.req_id))
+            self._transfers.append((self._num_steps + self._transfer_steps, job_id, job.req_id))
         self._compute(output)
         self._pending_stores = dict(metadata.store_jobs)
         if not output.total_num_scheduled_tokens:
-            self._submit_stores(set())
+            self._submit_stores()
         self.scheduler.update_from_output(output, self._runner_output(output, flushed))
         return output
 
-    def _submit_stores(self, flushed: set[int]) -> None:
+    def _submit_stores(self) -> None:
         for job_id, job in self._pending_stores.items():
             self._store(job.src_spec, job.dst_spec)
-            ends = self._num_steps if job_id in flushed else self._num_steps + self._transfer_steps
-            heapq.heappush(self._transfers, _Done(ends, job_id))
+            self._transfers.append((self._num_steps + self._transfer_steps, job_id, None))
         self._pending_stores = {}
 
     def _compute(self, output: Any) -> None:
@@ -291,17 +258,14 @@ class ModelFreeEngine:
             is_prefilled = request.num_computed_tokens >= request.num_tokens
             sampled.append([GENERATED_TOKEN] if is_prefilled else [])
         worker_meta, received = OffloadingWorkerMetadata(), set()
-        while self._transfers and self._transfers[0].step <= self._num_steps:
-            done = heapq.heappop(self._transfers)
-            worker_meta.mark_completed(done.job_id)
-            if done.req_id is not None:
-                received.add(done.req_id)
-        for done in [done for done in self._transfers if done.job_id in flushed]:
-            self._transfers.remove(done)
-            worker_meta.mark_completed(done.job_id)
-            if done.req_id is not None:
-                received.add(done.req_id)
-        heapq.heapify(self._transfers)
+        running, self._transfers = sorted(self._transfers, key=itemgetter(0, 1)), []
+        for step, job_id, req_id in running:
+            if step > self._num_steps and job_id not in flushed:
+                self._transfers.append((step, job_id, req_id))
+                continue
+            worker_meta.mark_completed(job_id)
+            if req_id is not None:
+                received.add(req_id)
         return ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},

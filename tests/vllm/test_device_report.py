@@ -1,74 +1,42 @@
-"""`kvcache check --device` over vLLM's worker: its specs and its constructor are vLLM's, its copies the test's."""
+"""`kvcache check --device` over vLLM's worker: its specs and its constructor are vLLM's, its copies ours."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
+from cpu_worker_specs import CPUWorker
 from vllm.v1.kv_offload.cpu import gpu_worker
 
 from kvcache.lab.bench.copy import CopyBench
 from kvcache.lab.bench.device import _compare_geometry, _measure_engine
 
-SIGNATURES = {
-    name: inspect.signature(getattr(gpu_worker.CPUOffloadingWorker, name))
-    for name in ("__init__", "submit_store", "submit_load", "wait", "get_finished", "shutdown")
-}
+SIGNATURE = inspect.signature(gpu_worker.CPUOffloadingWorker.__init__)
 
 
-class CopyingWorker:
-    """Copies on the CPU as vLLM's worker does on a device; a call that vLLM would refuse raises TypeError."""
+class CopyingWorker(CPUWorker):
+    """Copies on the CPU as vLLM's worker does on a device; vLLM's constructor would accept its arguments."""
 
-    skipped_tensors = 0
+    skips_a_tensor = False
 
     def __init__(self, kv_caches: Any, blocks_per_chunk: int, num_cpu_chunks: int) -> None:
-        SIGNATURES["__init__"].bind(self, kv_caches, blocks_per_chunk, num_cpu_chunks)
-        self.factor = blocks_per_chunk
-        self.pages = [
-            one.tensor.view(torch.int8).view(-1, one.page_size_bytes)[: one.tensor.shape[0]]
-            for one in kv_caches.tensors[self.skipped_tensors :]
-        ]
-        self.chunks = [
-            torch.zeros((num_cpu_chunks, page.shape[1] * self.factor), dtype=torch.int8) for page in self.pages
-        ]
-        self.finished: list[TransferResult] = []
-
-    def submit_store(self, job_id: int, source: GPULoadStoreSpec, destination: Any) -> bool:
-        return self._copy(job_id, source, destination, is_store=True)
-
-    def submit_load(self, job_id: int, source: Any, destination: GPULoadStoreSpec) -> bool:
-        return self._copy(job_id, destination, source, is_store=False)
-
-    def _copy(self, job_id: int, device: GPULoadStoreSpec, host: Any, is_store: bool) -> bool:
-        assert isinstance(device, GPULoadStoreSpec)
-        for place, block in enumerate(device.block_ids.tolist(), device.block_indices[0]):
-            for page, chunk in zip(self.pages, self.chunks, strict=True):
-                part = chunk[host.chunk_ids[place // self.factor]].view(self.factor, -1)[place % self.factor]
-                (part if is_store else page[block]).copy_(page[block] if is_store else part)
-        self.finished.append(TransferResult(job_id, True))
-        return True
-
-    def wait(self, job_ids: set[int]) -> None:
-        assert isinstance(job_ids, set)
-
-    def get_finished(self) -> list[TransferResult]:
-        finished, self.finished = self.finished, []
-        return finished
-
-    def shutdown(self) -> None:
-        self.pages = []
+        SIGNATURE.bind(self, kv_caches, blocks_per_chunk, num_cpu_chunks)
+        if self.skips_a_tensor:
+            first, *others = kv_caches.tensors
+            kv_caches = replace(kv_caches, tensors=[replace(first, tensor=first.tensor.clone()), *others])
+        super().__init__(kv_caches, num_cpu_chunks, blocks_per_chunk)
 
 
-@pytest.mark.parametrize("skipped", [0, 1])
-def test_compare_geometry_counts_the_bytes_that_vllms_worker_leaves_out(monkeypatch: Any, skipped: int) -> None:
+@pytest.mark.parametrize("skips", [False, True])
+def test_compare_geometry_counts_the_bytes_that_vllms_worker_leaves_out(monkeypatch: Any, skips: bool) -> None:
     monkeypatch.setattr(gpu_worker, "CPUOffloadingWorker", CopyingWorker)
-    monkeypatch.setattr(CopyingWorker, "skipped_tensors", skipped)
+    monkeypatch.setattr(CopyingWorker, "skips_a_tensor", skips)
     found = [_compare_geometry(torch.device("cpu"), seed, with_engine=True) for seed in range(10)]
     assert all(compared > 0 for compared, _ in found)
-    assert [different > 0 for _, different in found] == [skipped > 0] * 10
+    assert [different > 0 for _, different in found] == [skips] * 10
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])

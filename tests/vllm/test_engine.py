@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,18 @@ from engine_options import BLOCK_BYTES
 from kvcache.registry import POLICIES
 
 
-@pytest.fixture(scope="class")
-def engine(boot: Any, models: Any, expected: Any) -> Any:
-    """The small model with lru and room for everything."""
-    with boot(models["llama"], {"cache_policy": "lru"}) as engine:
-        yield engine
-
-
-@pytest.fixture
-def fresh(engine: Any) -> Any:
-    """The same engine with empty caches."""
-    engine.drop_device_cache(host_too=True)
-    return engine
-
-
 class TestOneEngine:
     """Tests that share one engine; a process holds one at a time."""
+
+    @pytest.fixture(scope="class")
+    def engine(self, boot: Any, models: Any, expected: Any) -> Any:
+        with boot(models["llama"], {"cache_policy": "lru"}) as engine:
+            yield engine
+
+    @pytest.fixture
+    def fresh(self, engine: Any) -> Any:
+        engine.drop_device_cache(host_too=True)
+        return engine
 
     def test_blocks_come_back_and_the_tokens_are_the_same(
         self, fresh: Any, prompts: Any, crowd: Any, expected: Any
@@ -39,9 +37,7 @@ class TestOneEngine:
         assert stored.loaded_blocks - before.loaded_blocks == 0
 
         fresh.drop_device_cache()
-        outputs = fresh.generate(prompts)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected(prompts)
-        assert [output.num_cached_tokens for output in outputs] == [1024] * 3
+        assert fresh.ask(prompts) == (expected(prompts), [1024] * 3)
         assert fresh.stats.loaded_blocks - stored.loaded_blocks == 34
 
         # The third time the device's 128 blocks have really been given to others: 7 x 21.
@@ -93,9 +89,9 @@ def test_tier_smaller_than_the_working_set(
     with boot(models["llama"], extra_config, num_gpu_blocks_override=64, max_model_len=1024) as engine:
         cached = 0
         for prompt in [*crowd, *reversed(crowd), *crowd]:
-            (output,) = engine.generate([prompt])
-            assert [list(output.outputs[0].token_ids)] == expected([prompt])
-            cached += output.num_cached_tokens
+            tokens, (num_cached,) = engine.ask([prompt])
+            assert tokens == expected([prompt])
+            cached += num_cached
             engine.drop_device_cache()
         assert engine.stats.loaded_blocks * 32 == cached > 0
         loaded = engine.stats.loaded_blocks
@@ -120,9 +116,7 @@ def test_blocks_larger_than_the_engines(boot: Any, models: Any, prompts: Any, ex
         # Leaves five device blocks behind, so the load starts in the middle of an offloaded block.
         engine.generate([prompts[0][:165]])
         loaded = engine.stats.loaded_blocks
-        (output,) = engine.generate(prompts[:1])
-        assert [list(output.outputs[0].token_ids)] == expected(prompts[:1])
-        assert output.num_cached_tokens == 960
+        assert engine.ask(prompts[:1]) == (expected(prompts[:1]), [960])
         assert engine.stats.loaded_blocks - loaded == 9
 
 
@@ -135,13 +129,11 @@ def test_hybrid_model_with_several_groups(boot: Any, models: Any, prompts: Any) 
         assert engine.answers(prompts) == expected
         for _ in range(2):
             engine.drop_device_cache()
-            outputs = engine.generate(prompts)
-            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-            assert [output.num_cached_tokens for output in outputs] == [1024] * 3
+            assert engine.ask(prompts) == (expected, [1024] * 3)
         assert engine.stats.loaded_blocks > 0
 
 
-def test_events_of_an_engine_are_taken_by_every_router(boot: Any, models: Any, crowd: Any, tmp_path: Path) -> None:
+def test_events_of_an_engine_are_accepted_by_every_router(boot: Any, models: Any, crowd: Any, tmp_path: Path) -> None:
     import msgspec
     import zmq
     from consumers import READERS, TAKEN
@@ -184,3 +176,23 @@ def test_events_of_an_engine_are_taken_by_every_router(boot: Any, models: Any, c
         assert {verdict for verdict, found in zip(verdicts, is_ours, strict=True) if found} == {TAKEN}, name
         [host] = [blocks for medium, blocks in reader.blocks.items() if medium.lower() in ("cpu", "hostpinned")]
         assert host == {block_hash % 2**64 for block_hash in {*told.values()} - {*removed}}, name
+
+
+def test_loading_a_prefix_takes_a_quarter_of_computing_it_at_most(boot: Any, models: Any, tokens: Any) -> None:
+    prefix = tokens(0, 2000)
+    with boot(models["tall"], {}) as engine:
+
+        def first_token_s(seed: int, host_too: bool) -> float:
+            engine.drop_device_cache(host_too)
+            start = time.perf_counter()
+            engine.generate([prefix + tokens(seed, 7)], max_tokens=1)
+            return time.perf_counter() - start
+
+        compute, load = [], []
+        for seed in range(7):
+            compute.append(first_token_s(seed, host_too=True))
+            # The last store is submitted in the next step.
+            engine.generate([[3]])
+            load.append(first_token_s(seed, host_too=False))
+        assert engine.stats.loaded_blocks == 7 * 62
+    assert statistics.median(compute) >= 4 * statistics.median(load)

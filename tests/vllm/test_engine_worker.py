@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_tiering import PAGE, engine_spec_config, key, keys, wait_until
+from engine_tiering import PAGE, EngineTiering, engine_spec_config, keys
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -65,96 +64,36 @@ def test_engine_worker_memory_below_one_block_is_refused() -> None:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Iterator[KVCacheOffloadingSpec]:
-    """Our spec with a disk below eight host blocks of two ranks."""
-    extra_config = {
-        "cpu_bytes_to_use": 8 * 2 * PAGE,
-        "data_plane": "vllm",
-        "cache_policy": "lru",
-        "tiers": [{"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}],
-    }
-    made = KVCacheOffloadingSpec(engine_spec_config(extra_config, tp=2))
+def engine(tmp_path: Path) -> Iterator[EngineTiering]:
+    """Our manager with a disk below eight host blocks of two ranks."""
+    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}
+    made = EngineTiering([tier], num_chunks=8, policy={"cache_policy": "lru"}, is_ours=True, tp=2)
     yield made
-    made.get_manager().shutdown()
-    assert not list(Path("/dev/shm").glob(f"*{made.config.engine_id}*"))
+    made.close()
+    assert not list(Path("/dev/shm").glob(f"*{made.spec.config.engine_id}*"))
 
 
-def test_engine_worker_blocks_of_all_ranks_come_back_from_a_tier(spec: Any) -> None:
-    manager = spec.get_manager()
-    # What vLLM's workers map: rank by rank.
-    regions = [
-        SharedOffloadRegion(
-            engine_id=spec.config.engine_id,
-            num_chunks=spec.num_chunks,
-            rank=rank,
-            kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
-            cpu_page_size=spec.cpu_page_size_per_worker,
-        )
-        for rank in (0, 1)
-    ]
-    views = [region.create_next_worker_view(PAGE).numpy() for region in regions]
-
-    def settle() -> None:
-        def is_idle() -> bool:
-            manager.on_schedule_end(None)
-            return not manager.has_pending_work()
-
-        wait_until(is_idle)
-
+def test_engine_worker_blocks_of_all_ranks_come_back_from_a_tier(engine: EngineTiering) -> None:
     for first in range(0, 24, 8):
-        context = base.ReqContext(f"store-{first}")
-        manager.on_new_request(context)
-        output = manager.prepare_store(keys(*range(first, first + 8)), context)
-        assert type(output.store_spec) is CPULoadStoreSpec
-        assert output.store_spec.chunk_ids.dtype == np.int32
-        for rank, view in enumerate(views):
-            for number, chunk in zip(range(first, first + 8), output.store_spec.chunk_ids, strict=True):
-                view[chunk] = number + 100 * rank
-        manager.complete_store(set(output.keys_to_store), context)
-        manager.on_request_finished(context)
-        settle()
-    for view in views:
-        view[:] = -1
-
-    context = base.ReqContext("load")
-    manager.on_new_request(context)
-
-    def is_found() -> bool:
-        manager.on_schedule_end(None)
-        return all(manager.lookup(key(number), context) is base.LookupResult.HIT for number in range(8))
-
-    wait_until(is_found)
-    spec_of_load = manager.prepare_load(keys(*range(8)), context)
-    assert type(spec_of_load) is CPULoadStoreSpec
-    for rank, view in enumerate(views):
-        for number, chunk in enumerate(spec_of_load.chunk_ids):
-            assert (view[chunk] == number + 100 * rank).all()
-    manager.complete_load(set(keys(*range(8))), context)
-    manager.on_request_finished(context)
-    assert manager.config_info() == [dict(zip(spec.config_info_keys({}), (8, 16 * 4096), strict=True))]
-    del view, views
-    for region in regions:
-        region.cleanup()
+        assert engine.store(keys(*range(first, first + 8))) == keys(*range(first, first + 8))
+        engine.settle()
+    engine.view[:] = -1
+    assert engine.view.shape == (8, 2 * PAGE)
+    # Their bytes are checked.
+    assert engine.load(keys(*range(8))) == 8
+    context = engine.request()
+    spec = engine.manager.prepare_load(keys(0), context)
+    assert (type(spec), spec.chunk_ids.dtype) == (CPULoadStoreSpec, np.int32)
+    engine.manager.complete_load(set(keys(0)), context)
+    info = dict(zip(engine.spec.config_info_keys({}), (8, 16 * PAGE), strict=True))
+    assert engine.manager.config_info() == [info]
 
 
-def test_engine_worker_load_filter_keeps_a_request_from_the_tiers(spec: Any) -> None:
-    manager = spec.get_manager()
+def test_engine_worker_load_filter_keeps_a_request_from_the_tiers(engine: EngineTiering) -> None:
     for first in (0, 8):
-        context = base.ReqContext(f"store-{first}")
-        manager.on_new_request(context)
-        output = manager.prepare_store(keys(*range(first, first + 8)), context)
-        manager.complete_store(set(output.keys_to_store), context)
-
-        def is_idle() -> bool:
-            manager.on_schedule_end(None)
-            return not manager.has_pending_work()
-
-        wait_until(is_idle)
+        engine.store(keys(*range(first, first + 8)))
+        engine.settle()
     host_only = base.TierFilter((base.TierMatcher(base.Medium.CPU),))
-    context = base.ReqContext("host only", load_tier_filter=host_only)
-    manager.on_new_request(context)
-    assert manager.lookup(key(0), context) is base.LookupResult.MISS
-    assert manager.lookup(key(8), context) is base.LookupResult.HIT
-    context = base.ReqContext("any")
-    manager.on_new_request(context)
-    assert manager.lookup(key(0), context) is not base.LookupResult.MISS
+    assert engine.find(keys(0), engine.request(load_tier_filter=host_only)) == 0
+    assert engine.find(keys(8), engine.request(load_tier_filter=host_only)) == 1
+    assert engine.find(keys(0), engine.request()) == 1

@@ -1,10 +1,11 @@
-"""Engines that are killed while they serve: the next one on the same disk tier answers right, and finds blocks.
+"""Engines and managers killed while they serve: the next one on the same disk finds blocks and no wrong byte.
 
-Two kills by default, at random moments of the traffic; `KVCACHE_STRESS` multiplies them.
+The kills come at random moments of the traffic; `KVCACHE_STRESS` multiplies them.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import time
@@ -13,11 +14,17 @@ from typing import Any
 
 import pytest
 from engine_options import BLOCK_BYTES
+from engine_tiering import PAGE, EngineTiering, key, tier_config
 from serve_until_killed import serve
 
-NUM_KILLS = max(2, round(2 * float(os.environ.get("KVCACHE_STRESS", "1"))))
+from kvcache.tiers.disk.directory import capacity_for, directory_bytes
+
+STRESS = float(os.environ.get("KVCACHE_STRESS", "1"))
+NUM_KILLS, NUM_TIER_KILLS = max(2, round(2 * STRESS)), round(20 * STRESS)
+NUM_BLOCKS, NUM_SLOTS = 200, 64
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600 * NUM_KILLS)
 def test_engines_killed_in_mid_traffic_leave_no_wrong_block(
     models: Any, crowd: Any, prompts: Any, expected: Any, tmp_path: Path
@@ -42,3 +49,46 @@ def test_engines_killed_in_mid_traffic_leave_no_wrong_block(
         first = {answer["prompt"]: answer["cached"] for answer in reversed(answers)}
         first_cached.append(sum(first.get(i, 0) for i in range(len(crowd))))
     assert sum(first_cached[1:]) > 0, first_cached
+
+
+def store_until_killed(path: str, seed: int, pipe: Any) -> None:
+    """Load every block that the tier holds, and check its bytes; then store and load random ones until killed."""
+    engine = EngineTiering([tier_config("disk", path=path, capacity=capacity_for(NUM_SLOTS, PAGE))], num_chunks=32)
+    pipe.send(sum(engine.load([key(number)]) for number in range(NUM_BLOCKS)))
+    dice = random.Random(seed)
+    while True:
+        blocks = [key(number) for number in dice.sample(range(NUM_BLOCKS), 8)]
+        if not engine.load(blocks):
+            engine.store(blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_tier_killed_processes_leave_no_wrong_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One import of vLLM serves all processes; the server of forks finds modules by this variable only.
+    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["engine_tiering"])
+    dice = random.Random(time.time())
+    path = str(tmp_path / "kv")
+    found = []
+    for seed in range(NUM_TIER_KILLS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=store_until_killed, args=(path, seed, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            assert ours.poll(300), "the process did not begin"
+            # EOFError: it failed, because it read a wrong byte or could not open the directory.
+            found.append(ours.recv())
+            time.sleep(dice.uniform(0, 0.3))
+            assert process.is_alive()
+        finally:
+            process.kill()
+            process.join()
+            for region in Path("/dev/shm").glob("vllm_offload_kvcache-test-*"):
+                region.unlink(missing_ok=True)
+    assert found[0] == 0
+    assert max(found) > NUM_SLOTS // 2
+    assert directory_bytes(Path(path)) <= capacity_for(NUM_SLOTS, PAGE)

@@ -1,21 +1,23 @@
 """Our spec under vLLM's own scheduler and connector, every block's content checked, without a model.
 
-What the connector does with a manager and a worker: order of stores and loads, waiting for blocks that are on their
-way, preemption, aborts, resets, several KV-cache groups. The worker is one of dictionaries (scheduling.py).
+The tests cover the order of stores and loads, waiting for blocks that are being stored, preemption, aborts, resets,
+several KV-cache groups and the arbiter. The worker copies between dictionaries (scheduling.py).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduling import BLOCK_TOKENS, ModelFreeEngine, write_config
+from scheduling import BLOCK_TOKENS, CLOCK, ModelFreeEngine, write_config
 from vllm.v1.request import RequestStatus
 
 from kvcache.registry import POLICIES
+from kvcache.tiers.memory import MemoryTier
 
 FULL = (None,)
 HYBRID = (None, 4 * BLOCK_TOKENS)
@@ -55,12 +57,7 @@ def storm(seed: int, num_requests: int = 60, longest: int = 12) -> Iterator[tupl
 
 def is_idle(engine: ModelFreeEngine) -> bool:
     stats = engine.stats
-    return (stats.num_pending, stats.num_referenced, stats.failed_blocks, len(engine.scheduler.requests)) == (
-        0,
-        0,
-        0,
-        0,
-    )
+    return not (stats.num_pending or stats.num_referenced or stats.failed_blocks or engine.scheduler.requests)
 
 
 @pytest.mark.parametrize("policy", POLICIES.names())
@@ -132,11 +129,48 @@ def test_running_requests_stored_in_chunks_lose_their_tails_first(make: Any) -> 
     engine.serve(iter([(0.0, [*first, 2]), (0.0, [*second, 2])]))
     stats = engine.stats
     assert stats.evicted_blocks == 16
-    before = stats.loaded_blocks
     for number, prompt in enumerate((first, second)):
+        before = engine.stats.loaded_blocks
         engine.add(f"again{number}", [*prompt, 2])
         engine.drain()
-        loaded = engine.stats.loaded_blocks - before
-        # A head that had been evicted would leave nothing to load, whatever is left behind it.
-        assert loaded > 0, f"request {number}"
-        before = engine.stats.loaded_blocks
+        # Without its head, the rest of a prompt is not loaded.
+        assert engine.stats.loaded_blocks > before, f"request {number}"
+
+
+class PacedTier(MemoryTier):
+    """Host memory whose loads take 0.1 s of the simulated clock a block; a step computes 16 blocks in that time."""
+
+    block_s = 0.1
+
+    def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+        self.due = getattr(self, "due", {})
+        self.due[job_id] = (CLOCK.now_s, CLOCK.now_s + self.block_s * len(keys))
+        return super().submit_load(job_id, keys, block_ids)
+
+    def get_finished(self) -> list[Any]:
+        due, held = getattr(self, "due", {}), [*getattr(self, "held", []), *super().get_finished()]
+        self.held = [result for result in held if due.get(result.job_id, (0.0, 0.0))[1] > CLOCK.now_s]
+        ended = [result for result in held if result not in self.held]
+        times = [due.get(result.job_id, (None, None)) for result in ended]
+        return [replace(result, start_s=first, end_s=last) for result, (first, last) in zip(ended, times, strict=True)]
+
+
+def test_rate_of_prefill_is_learned_and_a_slow_tier_left_alone(make: Any) -> None:
+    tier = {"type": f"{__name__}:PacedTier", "capacity": "64MiB", "arbiter": True, "deadline_s": 1000}
+    options = {"cpu_bytes_to_use": 200 * 4096, "cache_policy": "lru", "tiers": [tier], "lookup_deadline_s": 1000}
+    engine = make(400, 200, has_device_cache=False, max_num_seqs=1, **options)
+    manager = engine.manager._tiered
+    prompts = [[1 + (number * 7 + i) % 500 for i in range(1025)] for number in range(8)]
+    for number, prompt in enumerate(prompts):
+        engine.add(f"first {number}", prompt, max_tokens=4)
+        engine.drain()
+        manager.settle()
+    # 256 tokens a step of 0.1 s.
+    assert manager.arbiter.prefill.compute_s(0, 2560) == pytest.approx(1.0, rel=0.05)
+    for number, prompt in enumerate(prompts[:4]):
+        engine.add(f"again {number}", prompt, max_tokens=4)
+        engine.drain()
+    stats = manager.stats()
+    # The first was loaded to learn, and given up when computing would have been done.
+    assert (stats.arbiter_loads, stats.arbiter_cuts, stats.arbiter_give_ups) == (1, 3, 1)
+    assert "computes: loading" in str(manager.arbiter.decisions[-1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_tiering import PAGE, engine_spec_config
-from test_adapter import keys_of, request
+from test_adapter import keys_of, request, store
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult
 
@@ -50,15 +50,12 @@ def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make: Any,
     assert make().get_stats() is not None
 
 
-def test_start_line_names_each_tier_and_what_it_found(make: Any) -> None:
+def test_tier_descriptions_name_each_tier_its_size_and_the_blocks_found(make: Any) -> None:
     adapter = make()
     assert adapter.tier_descriptions() == ["tier DISK of 215 blocks, 0 found"]
     serve(adapter, "a", keys_of("a", 3))
     adapter.shutdown()
     assert make().tier_descriptions() == ["tier DISK of 215 blocks, 3 found"]
-
-
-def test_start_line_of_a_store_names_no_number_of_blocks(make: Any) -> None:
     (line,) = make(tiers=[{"type": "valkey", "url": "valkey://127.0.0.1:1"}]).tier_descriptions()
     assert line.startswith("tier VALKEY of unknown size")
 
@@ -66,7 +63,7 @@ def test_start_line_of_a_store_names_no_number_of_blocks(make: Any) -> None:
 def serve(adapter: TieredKVCacheOffloadingManager, req_id: str, keys: list[bytes]) -> None:
     """Store the blocks of a request, wait until the tier has them, and end the request."""
     context = request(adapter, req_id, keys)
-    adapter.complete_store(set(adapter.prepare_store(keys, context).keys_to_store), context)
+    store(adapter, keys, context)
     assert adapter._tiered.settle()
     adapter.on_request_finished(context)
 
@@ -102,63 +99,42 @@ def test_working_tiers_count_as_available(make: Any) -> None:
     assert sent.keys() >= {"vllm:kvcache_tier_reads_breaker:('0', 'DISK', 'closed')"}
 
 
-class TrackedAdapter:
-    """The adapter between a prompt's blocks and vLLM's tracker."""
-
-    def __init__(self, adapter: TieredKVCacheOffloadingManager) -> None:
-        tracker = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading.events")
-        self.adapter = adapter
-        self.tracker = tracker.OffloadingEventsTracker(base.OffloadingKVEventsConfig(True, True))
-        self.group = SimpleNamespace(
-            sliding_window_size_in_chunks=None,
-            tokens_per_chunk=BLOCK_SIZE,
-            tokens_per_block=BLOCK_SIZE,
-            hashes_per_chunk=1,
-            group_idx=0,
-            kv_event_group_spec=tracker.OffloadingEventGroupSpec("full_attention", None),
-        )
-
-    def serve(self, name: str, num_blocks: int) -> list[bytes]:
-        """Store a prompt's blocks, wait for the disk, and return the keys."""
-        hashes = [name.encode() * 8 + bytes([i]) * 24 for i in range(num_blocks)]
-        keys = [base.make_offload_key(block_hash, 0) for block_hash in hashes]
-        prompt = SimpleNamespace(
-            block_hashes=hashes, all_token_ids=[*range(num_blocks * BLOCK_SIZE)], lora_request=None
-        )
-        context = request(self.adapter, name, [])
-        output = self.adapter.prepare_store(keys, context)
-        for i, key in enumerate(keys):
-            self.tracker.record_store(prompt, self.group, i, key)
-        self.adapter.complete_store(set(output.keys_to_store), context)
-        assert self.adapter._tiered.settle()
-        self.adapter.on_request_finished(context)
-        return keys
-
-    def promote(self, key: bytes) -> None:
-        """Look a block up until it is in host memory."""
-        context = request(self.adapter, "again", [])
-        while self.adapter.lookup(key, context) is not base.LookupResult.HIT:
-            assert self.adapter._tiered.settle()
-
-    def events(self) -> Iterator[Any]:
-        return self.tracker.take_events(self.adapter.take_events())
-
-
 @pytest.mark.skipif(not hasattr(base, "Locality"), reason="this release's events have no locality")
 def test_events_over_disk_keep_their_tokens_until_the_last_removal(make: Any) -> None:
-    engine = TrackedAdapter(make(num_blocks=2, enable_events=True, cache_policy="lru"))
-    events, stored, removed = [], [], []
-    keys = engine.serve("a", 2)
-    events += engine.events()
-    engine.serve("b", 2)  # evicts both blocks of a from host memory
-    events += engine.events()
-    engine.promote(keys[0])
-    for event in (*events, *engine.events()):
-        assert event.locality == "LOCAL"
-        assert event.ownership is None
-        (removed if type(event).__name__ == "BlockRemoved" else stored).append(event)
-    assert len([event for event in stored if event.medium == "CPU"]) == 5
-    assert len([event for event in stored if event.medium == "STORAGE"]) == 4
+    events = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading.events")
+    adapter = make(num_blocks=2, enable_events=True, cache_policy="lru")
+    tracker = events.OffloadingEventsTracker(base.OffloadingKVEventsConfig(True, True))
+    group = SimpleNamespace(
+        sliding_window_size_in_chunks=None,
+        tokens_per_chunk=BLOCK_SIZE,
+        tokens_per_block=BLOCK_SIZE,
+        hashes_per_chunk=1,
+        group_idx=0,
+        kv_event_group_spec=events.OffloadingEventGroupSpec("full_attention", None),
+    )
+    found = []
+
+    def serve_tracked(name: str) -> Any:
+        """Store a prompt of two blocks, wait for the disk, and return the first key."""
+        hashes = [name.encode() * 8 + bytes([i]) * 24 for i in range(2)]
+        keys = [base.make_offload_key(block_hash, 0) for block_hash in hashes]
+        prompt = SimpleNamespace(block_hashes=hashes, all_token_ids=[*range(2 * BLOCK_SIZE)], lora_request=None)
+        for i, key in enumerate(keys):
+            tracker.record_store(prompt, group, i, key)
+        serve(adapter, name, keys)
+        found.extend(tracker.take_events(adapter.take_events()))
+        return keys[0]
+
+    first = serve_tracked("a")
+    serve_tracked("b")  # evicts both blocks of a from host memory
+    context = request(adapter, "again", [])
+    while adapter.lookup(first, context) is not LookupResult.HIT:
+        assert adapter._tiered.settle()
+    found += tracker.take_events(adapter.take_events())
+    assert {(event.locality, event.ownership) for event in found} == {("LOCAL", None)}
+    stored = [event for event in found if type(event).__name__ == "BlockStored"]
+    assert [event.medium for event in stored].count("CPU") == 5
+    assert [event.medium for event in stored].count("STORAGE") == 4
     assert all(len(event.token_ids) == event.block_size == BLOCK_SIZE for event in stored)
     assert {event.kv_cache_spec_kind for event in stored} == {"full_attention"}
-    assert {event.medium for event in removed} == {"CPU"}
+    assert {event.medium for event in found if event not in stored} == {"CPU"}

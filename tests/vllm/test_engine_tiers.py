@@ -1,0 +1,154 @@
+"""Real engines with a tier below host memory: evicted blocks come back with equal tokens, also in the next engine."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_options import BLOCK_BYTES
+from engine_tiering import tier_config, wait_until
+from safetensors.torch import load_file, save_file
+from stores import MooncakeStore
+
+pytestmark = pytest.mark.slow
+# Host memory for 40 of the prompts' 140 blocks.
+HOST = {"cpu_bytes_to_use": 40 * BLOCK_BYTES}
+OURS = {**HOST, "cache_policy": "lru", "lookup_deadline_s": 60}
+VLLMS = {**HOST, "spec_module_path": "cpu_worker_specs"}
+# By door, the configuration of an engine with a tier.
+DOORS = {
+    "our manager": lambda tier: {**OURS, "tiers": [tier]},
+    "vLLM's region": lambda tier: {
+        **OURS, **VLLMS, "spec_name": "KVCacheOnCPU", "data_plane": "vllm", "tiers": [tier]
+    },
+    "vLLM's manager": lambda tier: {
+        **VLLMS, "spec_name": "TieringOnCPU", "secondary_tiers": [tier_config(tier.pop("type"), **tier)]
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    return {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "64MiB", "deadline_s": 60}
+
+
+@pytest.fixture
+def valkey(valkey_url: str) -> dict[str, Any]:
+    return {"type": "valkey", "url": valkey_url, "deadline_s": 60}
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    store = MooncakeStore(tmp_path)
+    try:
+        store.start_node("256MB")
+        # Until the node has lent its memory.
+        time.sleep(3)
+        yield {"type": "mooncake", "master": store.master, "deadline_s": 60}
+    finally:
+        store.close()
+
+
+def tier_stats(engine: Any) -> Any:
+    """Return the counters of the engine's tier once they have reached its metrics, with a step, once a second."""
+    tiers = getattr(engine.manager, "secondary_tiers", None)
+    stats = tiers[0]._controller.stats() if tiers else engine.manager._tiered.tier_stats()[0]
+
+    def are_sent() -> bool:
+        engine.generate([[1, 2, 3]])
+        return all(
+            engine.metric(f"vllm:kvcache_tier_{name}_blocks") == getattr(stats, f"{name}_blocks")
+            for name in ("written", "promoted")
+        )
+
+    wait_until(are_sent)
+    assert (stats.dropped_blocks, stats.failed_jobs, engine.metric("vllm:kvcache_tier_unavailable")) == (0, 0, 0)
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("door", "kind"),
+    [
+        *[(door, "disk") for door in DOORS],
+        ("our manager", "valkey"),
+        ("our manager", "mooncake"),
+        ("vLLM's manager", "valkey"),
+    ],
+)
+def test_engine_tier_serves_evicted_blocks_also_to_the_next_engine(
+    boot: Any, models: Any, crowd: Any, expected: Any, tmp_path: Path, door: str, kind: str, request: Any
+) -> None:
+    config = DOORS[door](request.getfixturevalue(kind))
+    if door == "our manager":
+        # Not in shared memory, where others' pools come and go.
+        pools = tmp_path / "pools"
+        pools.mkdir()
+        config["pool_folder"] = str(pools)
+    # vLLM's manager promotes fewer blocks if some are still in host memory.
+    promoted = range(1, 141) if door == "vLLM's manager" else [140]
+    with boot(models["llama"], config) as engine:
+        assert engine.ask_each(crowd) == (expected(crowd), [0] * 7)
+        engine.drop_device_cache()
+        assert engine.ask_each(crowd) == (expected(crowd), [640] * 7)
+        stats = tier_stats(engine)
+        assert stats.written_blocks == 140
+        assert stats.promoted_blocks in promoted
+        # All at once: if loads fill host memory, blocks are computed again, and no request waits forever.
+        engine.drop_device_cache()
+        assert engine.answers(crowd) == expected(crowd)
+    assert list(tmp_path.glob("pools/kvcache-*/*")) == []
+
+    with boot(models["llama"], config) as engine:
+        assert engine.ask_each(crowd) == (expected(crowd), [640] * 7)
+        stats = tier_stats(engine)
+        assert (stats.written_blocks, stats.tier.stored_blocks) == (0, 0)
+        assert stats.promoted_blocks in promoted
+        if (door, kind) == ("our manager", "disk"):
+            assert (engine.stats.num_blocks, engine.stats.stored_blocks, stats.tier.num_held) == (40, 0, 140)
+            assert (engine.stats.num_pending, engine.stats.failed_blocks) == (0, 0)
+            engine.drop_device_cache(host_too=True)
+            assert engine.ask_each(crowd[:1]) == (expected(crowd[:1]), [0])
+
+
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [({"hf_overrides": {"rope_parameters": ROPE}}, "config"), ({}, "weights")]
+)
+def test_directory_restart_with_changed_model_is_refused(
+    boot: Any, models: Any, crowd: Any, tmp_path: Path, disk: Any, options: Any, named: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models["llama"], folder)
+    config = {**OURS, "tiers": [disk]}
+    with boot(folder, config) as engine:
+        answers = engine.ask_each(crowd[:2])
+    with boot(folder, config) as engine:
+        assert engine.ask_each(crowd[:2]) == (answers[0], [640] * 2)
+    if named == "weights":
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.0.self_attn.k_proj.weight"] *= 2
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"fingerprint.*{named}"), boot(folder, config, **options) as engine:
+        pytest.fail(f"served with {engine.manager._tiered.tier_stats()[0].tier.num_held} blocks of another model")
+
+
+def test_capacity_below_one_block_is_refused_at_start(boot: Any, models: Any, disk: Any) -> None:
+    with (
+        pytest.raises(ValueError, match="capacity"),
+        boot(models["llama"], {**OURS, "tiers": [disk | {"capacity": 1}]}),
+    ):
+        pass
