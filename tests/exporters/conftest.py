@@ -1,6 +1,28 @@
-"""The modules beside the tests can be imported: what other readers of KV events accept."""
+"""Fixtures of KV events; and the modules beside the tests can be imported."""
 
+from __future__ import annotations
+
+import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def publisher() -> Iterator[Any]:
+    """A publisher of whole hashes, which can be compared with keys."""
+    harness = importlib.import_module("kv_harness")
+    with harness.open_publisher(digest_every=4) as made:
+        yield made
+
+
+@pytest.fixture
+def subscriber(publisher: Any) -> Iterator[Any]:
+    """A subscriber that has joined the publisher, which holds block 0."""
+    with importlib.import_module("kv_harness").joined(publisher) as made:
+        yield made

@@ -6,21 +6,29 @@ import gc
 import random
 import socket
 import threading
-import time
-from functools import partial
 
 import numpy as np
 import pytest
+from kv_harness import ANY_PORT, open_publisher, subscribed, until
 
 from kvcache import CPUOffloadingManager, MemoryTier, OffloadingEvent, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.assembly.assemble import OffloadSettings, open_manager
 from kvcache.assembly.check import check_config
-from kvcache.exporters.kv_events import KVEventPublisher, KVEventSubscriber
 
-ANY_PORT = "tcp://127.0.0.1:0"
-open_publisher = partial(KVEventPublisher, hash_format="bytes")  # whole hashes can be compared with keys
 PLAIN = "reference_policies:ReferenceARC"  # five primitives in plain Python
 KEYS = [b"block %4d" % number + bytes(4) for number in range(300)]
+
+
+@pytest.fixture
+def manager(request):
+    return CPUOffloadingManager(16, 60, getattr(request, "param", "lru"), True)
+
+
+@pytest.fixture
+def followed(manager, publisher):
+    """The publisher, which follows the manager."""
+    publisher.follow(manager)
+    return publisher
 
 
 def store(manager, keys, success=True):
@@ -50,74 +58,31 @@ def ready(manager):
     return {key for key in KEYS if manager.lookup(key)}
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "gittins", PLAIN])
-def test_what_is_published_is_what_the_manager_holds(policy):
-    manager = CPUOffloadingManager(16, 60, policy, True)
-    with open_publisher(ANY_PORT, ANY_PORT, digest_every=4) as publisher:
-        store(manager, KEYS[:20])  # not taken yet, so it is published, too
-        publisher.follow(manager)
-        subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=60)
-        for seed in range(10):
-            drive(manager, 60, seed)
-            assert held(publisher) == ready(manager)
-            assert list(manager.take_events()) == []
-        assert len(manager.events) == manager.events.num_dropped == 0
-        assert publisher.stats()["dropped_events"] == 0
+@pytest.mark.parametrize("manager", ["lru", "arc", "gittins", PLAIN], indirect=True)
+def test_what_is_published_is_what_the_manager_holds(manager, publisher):
+    store(manager, KEYS[:20])  # not taken yet, so it is published, too
+    publisher.follow(manager)
+    for seed in range(10):
+        drive(manager, 60, seed)
+        assert held(publisher) == ready(manager)
+        assert list(manager.take_events()) == []
+    assert len(manager.events) == manager.events.num_dropped == 0
+    assert publisher.stats()["dropped_events"] == 0
+    with subscribed(publisher) as subscriber:
         subscriber.resync()
         assert subscriber.view.media() == publisher.snapshot()[1]
-        subscriber.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [[36], [5, 12, 40, 44, 45, 70, 300, 7_000], [1, 2, 3, 4, 36], [36, 4]])
-def test_blocks_that_leave_by_their_hashes_are_the_right_ones(sizes):
-    """A key of up to 4 bytes gets a group index appended, so its hash differs."""
-    draw = random.Random(str(sizes))
-    manager = CPUOffloadingManager(16, 50, "lru", True)
-    with open_publisher(ANY_PORT, ANY_PORT, digest_every=2) as publisher:
-        publisher.follow(manager)
-        subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=60)
-        keys = list({draw.randbytes(draw.choice(sizes)) for _ in range(400)})
-        for start in range(0, len(keys), 8):
-            store(manager, keys[start : start + 8])
-        there = [key if len(key) > 4 else key + bytes(4) for key in keys if manager.lookup(key)]
-        assert held(publisher) == set(there)
-        subscriber.resync()
-        assert subscriber.view.media() == publisher.snapshot()[1]
-        subscriber.close()
-
-
-def test_many_blocks_that_leave_at_once_go_on_in_the_next_batch():
-    manager = CPUOffloadingManager(16, 5_000, "lru", True)
-    with open_publisher(ANY_PORT, ANY_PORT, digest_every=1) as publisher:
-        publisher.follow(manager)
-        subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=60)
-        subscriber.resync()
-        old, new = ([b"%d %d" % (number, i) + bytes(4) for i in range(5_000)] for number in range(2))
-        store(manager, old)
-        store(manager, new)
-        assert held(publisher) == set(new)
-        end_s = time.monotonic() + 60
-        while subscriber.view.media() != publisher.snapshot()[1]:
-            assert time.monotonic() < end_s
-            subscriber.poll(0.05)
-        subscriber.close()
-
-
-@pytest.mark.slow
-def test_large_keys_are_sent_in_messages_of_bounded_size():
-    manager = CPUOffloadingManager(16, 12, "lru", True)
-    with open_publisher(ANY_PORT) as publisher:
-        publisher.follow(manager)
-        keys = [bytes([number]) * (1 << 20) for number in range(12)]
-        store(manager, keys)
-        assert publisher.flush(60)
-        # 12 MiB of keys; a message holds little more than 4 MiB.
-        assert publisher.stats()["sent_batches"] >= 3
+def test_large_keys_are_sent_in_messages_of_bounded_size(manager, followed):
+    store(manager, [bytes([number]) * (1 << 20) for number in range(12)])
+    assert followed.flush(60)
+    # 12 MiB of keys; a message holds little more than 4 MiB.
+    assert followed.stats()["sent_batches"] >= 3
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
-def test_tiers_of_a_manager_are_followed(write_policy):
+def test_tiers_of_a_manager_are_followed(publisher, write_policy):
     """Two managers do the same work; the test takes the events of one and follows the other."""
     rule = TierConfig(write_policy=write_policy, deadline_s=60)
     followed, read = (
@@ -125,65 +90,49 @@ def test_tiers_of_a_manager_are_followed(write_policy):
         for _ in range(2)
     )
     view = {}
-    with open_publisher(ANY_PORT) as publisher:
-        publisher.follow(followed)
-        draw = random.Random(1)
-        for _ in range(150):
-            start = draw.randrange(90)
-            for manager in (followed, read):
-                store(manager, KEYS[start : start + 4])
-                manager.on_schedule_end()
-                assert manager.settle(60)
-            for event in read.take_events():
-                medium = view.setdefault(event.medium, set())
-                (medium.difference_update if event.removed else medium.update)(event.keys)
-        assert held(publisher) == view["CPU"] != set()
-        assert held(publisher, "STORAGE") == view["MEMORY"] != set()
-        followed.reset_cache()
-        assert publisher.flush(60)
-        assert publisher.snapshot()[1] == {}
+    publisher.follow(followed)
+    draw = random.Random(1)
+    for _ in range(150):
+        start = draw.randrange(90)
+        for manager in (followed, read):
+            store(manager, KEYS[start : start + 4])
+            manager.on_schedule_end()
+            assert manager.settle(60)
+        for event in read.take_events():
+            medium = view.setdefault(event.medium, set())
+            (medium.difference_update if event.removed else medium.update)(event.keys)
+    assert held(publisher) == view["CPU"] != set()
+    assert held(publisher, "STORAGE") == view["MEMORY"] != set()
+    followed.reset_cache()
+    assert publisher.flush(60)
+    assert publisher.snapshot()[1] == {}
     followed.shutdown()
     read.shutdown()
 
 
-def test_a_reset_is_published_by_itself_and_so_is_one_of_an_idle_manager():
-    manager = CPUOffloadingManager(16, 60, "lru", True)
-    with open_publisher(ANY_PORT) as publisher:
-        publisher.follow(manager)
-        store(manager, KEYS[:5])
-        manager.reset_cache()
-        assert held(publisher) == set()
-        store(manager, KEYS[2:4])
-        publisher.publish_cleared()
-        store(manager, KEYS[7:9])
-        assert held(publisher) == set(KEYS[7:9])
+def test_reset_of_a_busy_and_of_an_idle_manager_is_published(manager, followed):
+    store(manager, KEYS[:5])
+    manager.reset_cache()
+    assert held(followed) == set()
+    store(manager, KEYS[2:4])
+    followed.publish_cleared()
+    store(manager, KEYS[7:9])
+    assert held(followed) == set(KEYS[7:9])
 
 
-def test_followed_log_beyond_its_bound_clears_the_view():
-    manager = CPUOffloadingManager(16, 60, "lru", True)
-    with open_publisher(ANY_PORT) as publisher:
-        publisher.follow(manager)
-        store(manager, KEYS[:4])
-        assert held(publisher) == set(KEYS[:4])
-        with publisher._view_lock:  # the publishing thread sends at most one batch more
-            manager.events.max_keys = 3
-            for number in range(10, 30):
-                store(manager, KEYS[number : number + 1])
-        assert held(publisher) == set(KEYS[27:30])
-        assert manager.events.num_dropped > 0
+def test_followed_log_beyond_its_bound_clears_the_view(manager, followed):
+    store(manager, KEYS[:4])
+    assert held(followed) == set(KEYS[:4])
+    with followed._view_lock:  # the publishing thread sends at most one batch more
+        manager.events.max_keys = 3
+        for number in range(10, 30):
+            store(manager, KEYS[number : number + 1])
+    assert held(followed) == set(KEYS[27:30])
+    assert manager.events.num_dropped > 0
 
 
-def test_followed_key_that_is_not_bytes_is_left_out():
-    manager = CPUOffloadingManager(16, 60, "lru", True)
-    with open_publisher(ANY_PORT) as publisher:
-        publisher.follow(manager)
-        manager.events.add([KEYS[1], "text"], "STORAGE", False)
-        assert held(publisher, "STORAGE") == {KEYS[1]}
-
-
-def test_wrong_use_is_refused_and_changes_nothing():
-    manager = CPUOffloadingManager(16, 60, "lru", True)
-    with open_publisher(ANY_PORT) as publisher, open_publisher(ANY_PORT) as other:
+def test_wrong_use_is_refused_and_changes_nothing(manager, publisher):
+    with open_publisher() as other:
         with pytest.raises(ValueError, match=r"enable_events=True.*got <"):
             publisher.follow(CPUOffloadingManager(16, 60))
         with pytest.raises(ValueError, match=r"enable_events=True.*got 7"):
@@ -203,9 +152,8 @@ def test_wrong_use_is_refused_and_changes_nothing():
 
 
 @pytest.mark.parametrize("ends", ["closed", "dropped"])
-def test_publisher_that_ended_leaves_events_to_their_manager_and_to_another_publisher(ends):
-    manager = CPUOffloadingManager(16, 60, "lru", True)
-    publisher = open_publisher(ANY_PORT)
+def test_publisher_that_ended_leaves_events_to_their_manager_and_to_another_publisher(manager, ends):
+    publisher = open_publisher()
     publisher.follow(manager)
     store(manager, KEYS[:3])
     assert publisher.flush(60)
@@ -216,20 +164,16 @@ def test_publisher_that_ended_leaves_events_to_their_manager_and_to_another_publ
             publisher.follow(manager)
     publisher = None
     gc.collect()
-    end_s = time.monotonic() + 60
-    while thread.is_alive:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    until(lambda: not thread.is_alive)
     store(manager, KEYS[3:5])
     assert [event.keys for event in manager.take_events()] == [KEYS[3:5]]
     store(manager, KEYS[5:7])
-    with open_publisher(ANY_PORT) as second:
+    with open_publisher() as second:
         second.follow(manager)
         assert held(second) == set(KEYS[5:7])
 
 
-def test_threads_that_share_a_followed_manager():
-    manager = CPUOffloadingManager(16, 60, "lru", True)
+def test_threads_that_share_a_followed_manager(manager, followed):
     errors = []
 
     def work(seed):
@@ -238,19 +182,17 @@ def test_threads_that_share_a_followed_manager():
         except BaseException as error:
             errors.append(error)
 
-    with open_publisher(ANY_PORT) as publisher:
-        publisher.follow(manager)
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            list(manager.take_events())
-            publisher.flush(0.01)
-            publisher.snapshot()
-        assert errors == []
-        manager.reset_cache()
-        drive(manager, 50, 9)
-        assert held(publisher) == ready(manager)
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        list(manager.take_events())
+        followed.flush(0.01)
+        followed.snapshot()
+    assert errors == []
+    manager.reset_cache()
+    drive(manager, 50, 9)
+    assert held(followed) == ready(manager)
 
 
 def opened(exporters, rank="0", **options):
