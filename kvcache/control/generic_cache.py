@@ -252,7 +252,8 @@ class GenericBlockCache:
         blocks = {key: self._resident.get(key) for key in named}
         new = [key for key, admitted in named.items() if admitted and blocks[key] is None]
         num_absent = sum(block is None for block in blocks.values())
-        num_free = int(self._backend.get_num_free_blocks())
+        # A backend may have more free blocks than the policy has room for.
+        num_free = min(self.num_free, self._capacity - len(self._resident))
         if not self._declines:
             protected = sum(block is not None and block.ref_cnt == 0 for block in blocks.values())
             if len(new) > num_free + max(0, self._num_evictable - protected):

@@ -203,7 +203,7 @@ class Exporter(ABC):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check `options` as `from_config` does, without opening anything. By default, use `options_type`.
+        """Check `options` as `from_config` does, without opening anything. The default parses them by `options_type`.
 
         Raises
         ------
@@ -220,7 +220,7 @@ class Exporter(ABC):
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> Exporter:
-        """Open an exporter. By default, the parsed options are the arguments of the class.
+        """Open an exporter. The default passes the parsed options to the class as arguments.
 
         Parameters
         ----------

@@ -229,6 +229,17 @@ def test_a_backend_that_cannot_allocate_leaves_no_block_half_stored() -> None:
     assert stored(manager, [b"c"]) == [0]
 
 
+@pytest.mark.parametrize("policy", ["lru", Bare])
+def test_prepare_store_backend_with_more_free_blocks_than_capacity_keeps_to_capacity(policy: Any) -> None:
+    backend = CPUBackend(16, 4)
+    backend.allocate_blocks([b"x", b"y"])
+    manager = BackendOffloadingManager(backend, policy)
+    manager.reset_cache()  # the backend then has four free blocks, for a manager of two
+    assert manager.prepare_store(KEYS[:3]) is None
+    assert (stored(manager, KEYS[:2]), stored(manager, KEYS[2:3])) == ([0, 1], [2])
+    assert manager.stats().evicted_blocks == 1
+
+
 def test_an_evict_that_answers_none_changes_no_count() -> None:
     class Stingy(Bare):
         def evict(self, n: int, protected: Any) -> Victims | None:

@@ -146,7 +146,7 @@ cdef class AgedGroups:
         if self.now < self.due:
             return
         # In ascending order: a cohort that was moved to the next bin may be late there, too.
-        for cell in range(NUM_CELLS if self.values.knows_shared else self.values.num_ranked):
+        for cell in range(NUM_CELLS):
             num_left = _age_cell(self, cell, num_left)
             if num_left < 0:
                 self.due = 0  # more are late

@@ -749,7 +749,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef int check_policy(self) except -1:
         cdef const Row* rows = self.table.rows
-        cdef int32_t group, row, ghost
+        cdef int32_t group, row, first, ghost
         cdef Label label
         cdef Py_ssize_t num_resident = 0
         known = {}
@@ -760,6 +760,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.memory.check()
         for group in [0, *known]:
             row = self.passing_last if group == 0 else self.aged.groups[group].tail
+            first = 0
             if row != 0 and rows[row].next != 0:
                 raise BlockStateError(f"invariant broken: group {group} goes on behind its tail")
             while row != 0:
@@ -774,7 +775,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                     raise BlockStateError(f"invariant broken: row {row} is not its neighbour's")
                 if self._place_of(row).parent != 0:
                     kids[self.members[row].parent_tag] = kids.get(self.members[row].parent_tag, 0) + 1
+                first = row
                 row = rows[row].prev
+            if group == 0 and first != self.passing_first:
+                raise BlockStateError(f"invariant broken: the oldest passing row is {first}, not {self.passing_first}")
         if num_resident != self.table.num_resident:
             raise BlockStateError(
                 f"invariant broken: {num_resident} members are resident, {self.table.num_resident} rows")
