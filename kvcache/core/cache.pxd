@@ -1,12 +1,11 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from kvcache.core.batch cimport Batch
 from kvcache.core.event_log cimport EventLog
 from kvcache.core.policy cimport ReplacementPolicy
 from kvcache.core.priority cimport PriorityClasses
 from kvcache.core.request_keys cimport RequestKeys
-from kvcache.core.table cimport BlockTable
+from kvcache.core.table cimport Batch, BlockTable
 
 
 @cython.final

@@ -11,7 +11,6 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint8_t, uint32_t
 
-from kvcache.core.batch cimport Batch
 from kvcache.core.event_log cimport EventLog
 from kvcache.core.eviction_queue cimport LISTED, Row, link_before
 from kvcache.core.index cimport home_of, prefetch
@@ -20,8 +19,8 @@ from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
 from kvcache.core.priority cimport PriorityClasses
 from kvcache.core.request_keys cimport Named, RequestKeys, Span, number_of
 from kvcache.core.table cimport (
-    ONE_SHOT, PINNED, BlockTable, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM, as_list, attach, detach,
-    queue_of,
+    ONE_SHOT, PINNED, Batch, BlockTable, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM, as_list, attach,
+    detach, queue_of,
 )
 
 import numpy as np
@@ -51,7 +50,7 @@ cdef enum:
 cdef class BlockCache:
     """BlockCache(policy)
 
-    The cache of a manager's pool (`kvcache.policies.base.BlockCacheOps`) under a compiled policy.
+    The cache of a manager's pool under a compiled policy. `kvcache.policies.base.BlockCacheOps` has the contract.
 
     Raises
     ------
@@ -73,33 +72,27 @@ cdef class BlockCache:
         table.caller_blocks = NULL
 
     def current_policy(self):
-        """Return the policy."""
         return self.policy
 
     def keep_events(self, EventLog events not None, str medium not None):
-        """Append an event to `events` for each change of `medium`, in the step that makes it. Called at most once."""
         self.medium = medium
         self.events = events
         events.lock = self.table
 
     @property
     def num_free(self):
-        """Slots that hold no block."""
         return self.table.num_free
 
     @property
     def num_referenced(self):
-        """Blocks with at least one reference."""
         return self.table.num_referenced
 
     @property
     def num_pending(self):
-        """Blocks being written."""
         return self.table.num_pending
 
     @property
     def num_raised(self):
-        """Blocks held at a raised priority."""
         return len(self.priorities)
 
     cdef int _begin(self, RequestKeys request_keys) except -1:
@@ -171,7 +164,6 @@ cdef class BlockCache:
             self._end()
 
     cpdef bint needs_time(self, RequestKeys request_keys, dict positions) except -1:
-        """Set the request's positions, and return whether `advance` must be called before the request uses keys."""
         _check_given(request_keys)
         if not self.reads_clock:
             return True
@@ -181,7 +173,6 @@ cdef class BlockCache:
             return request_keys.num_seen == 0
 
     def has_used(self, RequestKeys request_keys not None):
-        """Return whether a request has used a key since the last reset."""
         with cython.critical_section(self.table):
             self._begin(request_keys)
             return request_keys.num_seen != 0
@@ -305,7 +296,6 @@ cdef class BlockCache:
         return ABSENT if row == 0 else READY if self.table.rows[row].ref_cnt >= 0 else PENDING
 
     cpdef Py_ssize_t lookup(self, list keys, RequestKeys request_keys) except -1:
-        """Return the number of leading keys that are ready, and count the look-up."""
         cdef Py_ssize_t num_ready = self._match_prefix(keys, request_keys, 0)
         self.lookups += 1
         self.looked_up_blocks += len(keys)
@@ -313,7 +303,6 @@ cdef class BlockCache:
         return num_ready
 
     def match_prefix(self, list keys not None, RequestKeys request_keys, Py_ssize_t start=0):
-        """Return the end of the run of ready keys that begins at `start`, or `start` if that key is not ready."""
         return self._match_prefix(keys, request_keys, start)
 
     cdef Py_ssize_t _match_prefix(self, list keys, RequestKeys request_keys, Py_ssize_t start) except -1:
@@ -330,6 +319,7 @@ cdef class BlockCache:
                 while i < n and self._state_of(batch.rows[i]) == READY:
                     i += 1
                 return i
+            batch.reserve(n)
             while i == stop and stop < n:
                 stop = min(stop + RUN_CHUNK, n)
                 table.find(keys, i, stop, batch)
@@ -343,7 +333,6 @@ cdef class BlockCache:
             return i
 
     cpdef int status_of(self, key) except -1:
-        """Return the state of one key (0 absent, 1 being written, 2 ready), and count the look-up."""
         cdef BlockTable table = self.table
         cdef int32_t row, state
         with cython.critical_section(table):
@@ -361,7 +350,6 @@ cdef class BlockCache:
             return state
 
     def status(self, list keys not None):
-        """Return the state of each key as one byte: 0 absent, 1 being written, 2 ready."""
         cdef Py_ssize_t i, n = len(keys)
         cdef bytes states = PyBytes_FromStringAndSize(NULL, n)
         cdef char* state = PyBytes_AS_STRING(states)
@@ -373,7 +361,6 @@ cdef class BlockCache:
         return states
 
     def locate(self, list keys not None):
-        """Return the id of each key's block, or -1 if it is absent or being written. Take no reference."""
         cdef Py_ssize_t i, n = len(keys)
         cdef int32_t row
         cdef list ids
@@ -392,7 +379,6 @@ cdef class BlockCache:
     # ---- uses and references ----------------------------------------------------------------------------------
 
     cpdef touch(self, keys, RequestKeys request_keys=None):
-        """Count a use of each key, from last to first, and order the keys that the request used before."""
         cdef list key_list = as_list(keys)
         cdef Py_ssize_t n = len(key_list)
         cdef BlockTable table = self.table
@@ -413,7 +399,6 @@ cdef class BlockCache:
             self._end()
 
     cpdef pin(self, list keys, RequestKeys request_keys):
-        """Take a reference on each key's block, and return the block ids in the order of `keys`."""
         cdef Py_ssize_t i, n = len(keys)
         cdef int32_t row
         cdef int64_t* ids
@@ -448,7 +433,6 @@ cdef class BlockCache:
         return spec
 
     cpdef unpin(self, list keys, RequestKeys request_keys):
-        """Release one reference per key."""
         cdef Py_ssize_t i, j, n = len(keys)
         cdef int32_t row
         cdef BlockTable table = self.table
@@ -597,7 +581,6 @@ cdef class BlockCache:
         table.version += 1
 
     cpdef list commit(self, list keys, RequestKeys request_keys):
-        """Mark blocks that were being written as ready, and return their keys (`keys` itself if it is all of them)."""
         cdef Py_ssize_t i, num_ready = 0, n = len(keys)
         cdef int32_t row
         cdef PyObject* key
@@ -678,7 +661,6 @@ cdef class BlockCache:
             self._end()
 
     def give_back(self, block_ids):
-        """Free withheld slots, in the order given."""
         cdef list slots = _slots(block_ids, self.table.num_rows - self.table.first)
         with cython.critical_section(self.table):
             self._begin(None)
@@ -686,7 +668,6 @@ cdef class BlockCache:
             self._end()
 
     cpdef reset(self):
-        """Forget everything. Block ids start again at 0."""
         with cython.critical_section(self.table):
             self.table.num_calls += 1
             self.table.reset()

@@ -9,10 +9,9 @@ from libc.stdint cimport int32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
 from kvcache.core.index cimport (
-    Bucket, Probe, buckets_for, clear as clear_memory, index_delete, index_first, index_insert, index_next,
+    Bucket, Probe, buckets_for, clear as clear_memory, hash_of, index_delete, index_first, index_insert, index_next,
     tight_buckets_for, zeroed,
 )
-from kvcache.core.key_hash cimport hash_of
 
 
 cdef class GhostList:

@@ -1,4 +1,4 @@
-# An open-addressing index from key hash to row, in buckets of one cache line. index.h explains the design.
+# From a key to its row: a keyed hash, and an open-addressing index. index.h explains the design.
 
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint32_t, uint64_t
@@ -33,10 +33,20 @@ cdef extern from *:
         return a == b || (PyBytes_GET_SIZE(a) == PyBytes_GET_SIZE(b)
                           && memcmp(PyBytes_AS_STRING(a), PyBytes_AS_STRING(b), PyBytes_GET_SIZE(a)) == 0);
     }
+    static inline uint64_t kv_hash(PyObject *key, const uint64_t *secret) {
+        return kv_hash_bytes(PyBytes_AS_STRING(key), (uint64_t)PyBytes_GET_SIZE(key), secret);
+    }
     """
     int bit_length "kv_bit_length"(uint64_t x) noexcept nogil
     void prefetch "kv_prefetch"(const void* address) noexcept nogil
     bint same_bytes "kv_same_bytes"(PyObject* a, PyObject* b) noexcept nogil
+    uint64_t kv_hash(PyObject* key, const uint64_t* secret) noexcept nogil
+
+cdef uint64_t[4] secret
+
+
+cdef inline uint64_t hash_of(PyObject* key) noexcept nogil:
+    return kv_hash(key, secret)
 
 
 cdef inline uint32_t buckets_for(Py_ssize_t n) noexcept nogil:

@@ -10,9 +10,8 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from kvcache.core.batch cimport Batch
 from kvcache.core.request_keys cimport RequestKeys
-from kvcache.core.table cimport BlockTable
+from kvcache.core.table cimport Batch, BlockTable
 
 cdef extern from *:
     """

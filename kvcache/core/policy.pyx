@@ -5,9 +5,8 @@ Compiled because a policy's hooks loop over rows.
 
 from libc.stdint cimport int32_t, uint64_t
 
-from kvcache.core.batch cimport Batch
 from kvcache.core.request_keys cimport RequestKeys
-from kvcache.core.table cimport NUM_PRIORITIES, move_to_tail, set_stamp
+from kvcache.core.table cimport NUM_PRIORITIES, Batch, move_to_tail, set_stamp
 
 DEBUG = bool(KV_DEBUG)
 

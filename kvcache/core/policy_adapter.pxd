@@ -1,7 +1,7 @@
 from libc.stdint cimport int32_t
 
-from kvcache.core.batch cimport Batch
 from kvcache.core.policy cimport ReplacementPolicy
+from kvcache.core.table cimport Batch
 
 cdef class PolicyAdapter(ReplacementPolicy):
     cdef Batch batch

@@ -8,10 +8,9 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
 
-from kvcache.core.batch cimport Batch
 from kvcache.core.memory cimport new_list, pause_collector, resume_collector
 from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
-from kvcache.core.table cimport BlockTable, PyList_SET_ITEM, as_list, attach, detach, may_leave
+from kvcache.core.table cimport Batch, BlockTable, PyList_SET_ITEM, as_list, attach, detach, may_leave
 
 import ctypes
 
@@ -43,11 +42,6 @@ class BlockStatusView(BlockStatus):
         """Slot in the pool."""
         policy, *row = self._where
         return policy._peek(*row)[1]
-
-    @property
-    def is_ready(self):
-        """Whether the block can be read."""
-        return self.ref_cnt >= 0
 
 
 class ListView:

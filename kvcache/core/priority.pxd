@@ -1,7 +1,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from kvcache.core.heap cimport HeapNode
+from kvcache.core.eviction_queue cimport HeapNode
 from kvcache.core.table cimport BlockTable
 
 

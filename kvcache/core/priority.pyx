@@ -6,7 +6,7 @@ Compiled because a hinted request moves every one of its blocks, in the schedule
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
-from kvcache.core.heap cimport HeapNode, heap_put, sift_up
+from kvcache.core.eviction_queue cimport HeapNode, heap_put, sift_up
 from kvcache.core.table cimport NORMAL, PINNED, BlockTable, attach, detach
 
 from kvcache.block import BlockStateError

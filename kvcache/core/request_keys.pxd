@@ -2,10 +2,9 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from kvcache.core.batch cimport Batch, Position
 from kvcache.core.eviction_queue cimport Row
 from kvcache.core.index cimport Bucket, Probe
-from kvcache.core.table cimport BlockTable
+from kvcache.core.table cimport Batch, BlockTable
 
 cdef extern from *:
     """

@@ -11,12 +11,10 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, qsort
 from libc.string cimport memcpy, memset
 
-from kvcache.core.batch cimport NO_POSITION, Batch, Position
 from kvcache.core.index cimport (
-    Bucket, Probe, buckets_for, index_add, index_first, index_insert, index_next, prefetch, same_bytes, zeroed,
+    Bucket, Probe, buckets_for, hash_of, index_add, index_first, index_insert, index_next, prefetch, same_bytes, zeroed,
 )
-from kvcache.core.key_hash cimport hash_of
-from kvcache.core.table cimport BlockTable, PyBytes_CheckExact, PyList_GET_ITEM
+from kvcache.core.table cimport NO_POSITION, Batch, BlockTable, Position, PyBytes_CheckExact, PyList_GET_ITEM
 
 from kvcache.block import BlockStateError
 

@@ -8,7 +8,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from kvcache.core.ghosts cimport GhostList
-from kvcache.core.key_hash cimport hash_of
+from kvcache.core.index cimport hash_of
 from kvcache.core.table cimport (
     PyByteArray_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE, PyList_GET_ITEM,
 )

@@ -10,7 +10,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memmove, memset
 
-from kvcache.core.key_hash cimport hash_of
+from kvcache.core.index cimport hash_of
 from kvcache.core.policy cimport ReplacementPolicy
 from kvcache.core.request_keys cimport RequestKeys
 

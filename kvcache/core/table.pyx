@@ -6,17 +6,15 @@ Compiled because a batch of keys is resolved here once per request. Block `b` of
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
-from kvcache.core.eviction_queue cimport FREE, HEAPED, LISTED, PINNED, WITHHELD, EvictionQueue, Row
-from kvcache.core.heap cimport HeapNode
+from kvcache.core.eviction_queue cimport FREE, HEAPED, LISTED, PINNED, WITHHELD, EvictionQueue, HeapNode, Row
 from kvcache.core.index cimport (
-    Bucket, Probe, buckets_for, clear, home_of, index_delete, index_first, index_insert, index_next, prefetch,
-    prefetch_overflow, same_bytes, used, zeroed,
+    Bucket, Probe, buckets_for, clear, hash_of, home_of, index_delete, index_first, index_insert, index_next,
+    prefetch, prefetch_overflow, same_bytes, used, zeroed,
 )
-from kvcache.core.key_hash cimport hash_of
 from kvcache.core.memory cimport new_list
 
 from kvcache.block import BlockStateError
@@ -33,7 +31,44 @@ cdef enum:
     CHUNK = 64              # keys whose look-ups are in flight together
     AHEAD = 12              # buckets fetched ahead of a loop over known hashes
     KEYS_AHEAD = 8          # key objects fetched ahead of their hashing: header and bytes
+    UNEVEN = 24             # keys that a batch has room for beyond those asked for
     LONG_QUEUE = 32768      # from this many nodes on, a heap gets room for every row
+
+
+cdef class Batch:
+    """Batch()
+
+    The keys of one call: rows, hashes, and the results that the call writes.
+    """
+
+    def __dealloc__(self):
+        PyMem_Free(self.in_prompt)
+
+    cdef int reserve(self, Py_ssize_t n) except -1:
+        """Make room for `n` keys. If there was too little, the contents are lost."""
+        cdef Py_ssize_t size
+        cdef void* block
+        if n <= self.size:
+            return 0
+        # With a power of two, the same key of each array would share a set of the processor's cache.
+        size = max(n, 2 * self.size) + UNEVEN
+        block = PyMem_Malloc(size * (sizeof(Position) + 6 * sizeof(int64_t) + 4 * sizeof(int32_t)))
+        if block == NULL:
+            raise MemoryError(f"no memory for a call of {n} keys")
+        PyMem_Free(self.in_prompt)
+        self.in_prompt = <Position*> block
+        self.hashes = <uint64_t*> (self.in_prompt + size)
+        self.used_hashes = self.hashes + size
+        self.ends = <int64_t*> (self.used_hashes + size)
+        self.places = <Py_ssize_t*> (self.ends + size)
+        self.picked = self.places + size
+        self.picked_places = self.picked + size
+        self.rows = <int32_t*> (self.picked_places + size)
+        self.used_rows = self.rows + size
+        self.picked_rows = self.used_rows + size
+        self.victims = self.picked_rows + size
+        self.size = size
+        return 0
 
 
 cdef class BlockTable:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import msgspec
 import numpy as np
 
-from kvcache.core.key_hash import key_hashes
+from kvcache.core.index import key_hashes
 from kvcache.recorder.files import MAGIC, VERSION, frame_bytes, older_file
 from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, NO_CONTEXT, ONE_KEY, Op
 from kvcache.request import ReqContext, Retention, parse_hint

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import re
-import subprocess
-import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
@@ -31,11 +28,12 @@ from kvcache import (
 )
 from kvcache.control.observers import what_if as what_if_module
 from kvcache.control.observers.what_if import sampler_for
-from kvcache.core.key_hash import key_hash
+from kvcache.core.index import key_hash
 from kvcache.core.policy_adapter import PolicyAdapter
 from kvcache.core.sampler import Sampler, pass_requests
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.keys import KeyMaker
+from kvcache.lab.traces.trace import Trace
 from kvcache.registry import POLICIES
 from kvcache.testing.reference import ReferenceLRU
 
@@ -45,38 +43,6 @@ ESTIMATED = [
     name for name in POLICIES.names() if issubclass(POLICIES.resolve(name), PolicyAdapter) and name != "gittins"
 ]
 LEFT_OUT = "gittins is left out: it learns from when requests come, which is not sampled; replay a trace to compare it"
-
-ACCURACY = """
-import json, sys
-from pathlib import Path
-from kvcache import CPUOffloadingManager
-from kvcache.lab.traces.chats import ChatWorkload
-from kvcache.lab.traces.keys import KeyMaker
-from kvcache.lab.simulate.run import Replay
-from kvcache.lab.traces.trace import Trace
-
-def hit_ratio(manager, requests):
-    replay, make_keys = Replay(manager), KeyMaker()
-    for request in requests:
-        replay.step(request, make_keys(request.hash_ids))
-    return replay.tally.block_hit_rate
-
-if len(sys.argv) > 1:
-    num_blocks, capacities = 10000, (3000, 10000, 20000, 50000)
-    with Trace(Path(sys.argv[1])) as trace:
-        requests = list(trace)
-else:
-    num_blocks, capacities = 7000, (3000, 5000, 10000, 15000)
-    requests = list(ChatWorkload(num_requests=3000, seed=1))
-manager = CPUOffloadingManager(16, num_blocks, "lru", what_if=True)
-hit_ratio(manager, requests)
-found = manager.what_if(capacities=capacities)
-exact = {
-    name: [hit_ratio(CPUOffloadingManager(16, capacity, name), requests) for capacity in capacities]
-    for name in found.hit_ratios
-}
-json.dump([found.as_dict(), exact], sys.stdout)
-"""
 
 
 def serve(manager: OffloadingManager, requests: Sequence[Sequence[bytes]]) -> int:
@@ -113,22 +79,19 @@ def what_if_of(manager: CPUOffloadingManager, requests: Sequence[Sequence[bytes]
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", ["chats", "conversation"])
 def test_curves_are_within_two_points_of_exact_replays(workload: str, request: pytest.FixtureRequest) -> None:
-    import json
-
-    argv = [sys.executable, "-c", ACCURACY]
+    num_blocks, capacities, requests = 7000, (3000, 5000, 10_000, 15_000), chats(3000, seed=1)
     if workload == "conversation":
-        argv.append(str(request.getfixturevalue("shared") / "traces" / "mooncake_conversation.jsonl"))
-    # Which keys are sampled hangs on the hash of the process: the same sample, the same errors.
-    environment = os.environ | {"PYTHONHASHSEED": "0"}
-    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=True, timeout=240)
-    found, exact = json.loads(done.stdout)
-    assert found["sample_rate"] == 0.25
-    assert list(exact) == ESTIMATED
-    for name, ratios in exact.items():
-        errors = np.abs(np.array(found["hit_ratios"][name]) - ratios)
+        num_blocks, capacities, make_keys = 10_000, (3000, 10_000, 20_000, 50_000), KeyMaker()
+        with Trace(request.getfixturevalue("shared") / "traces" / "mooncake_conversation.jsonl") as trace:
+            requests = [make_keys(one.hash_ids) for one in trace]
+    found = what_if_of(CPUOffloadingManager(16, num_blocks, what_if=True), requests, capacities=capacities)
+    assert (found.sample_rate, list(found.hit_ratios)) == (0.25, ESTIMATED)
+    uses = sum(map(len, requests))
+    for name, ratios in found.hit_ratios.items():
+        exact = [serve(CPUOffloadingManager(16, capacity, name), requests) / uses for capacity in capacities]
+        errors = np.abs(np.array(ratios) - exact)
         assert errors.mean() <= 0.02, f"{name}: {errors}"
-    lru_errors = np.abs(np.array(found["hit_ratios"]["lru"]) - exact["lru"])
-    assert (lru_errors <= 4 * np.array(found["standard_errors"])).all()
+        assert name != "lru" or (errors <= 4 * np.array(found.standard_errors)).all()
 
 
 def test_all_keys_sampled_means_no_error() -> None:
@@ -196,18 +159,14 @@ def test_full_log_at_the_lowest_rate_forgets_the_oldest_half() -> None:
     new = [[key(1000 + 8 * request + at) for at in range(8)] for request in range(200)]
     assert what_if_of(manager, old).hit_ratios["lru"][-1] == pytest.approx(0.99)
     found = what_if_of(manager, new)
-    assert found.sample_rate == 1.0
+    assert isinstance(manager.observer, Sampler)
+    assert (manager.observer.is_window, found.sample_rate) == (True, 1.0)
     assert 512 <= found.uses == found.sampled_uses <= 1024
     assert found.requests == found.uses // 8
     assert found.hit_ratios["lru"] == (0.0,) * 6
     assert any("older ones have been dropped" in note for note in found.notes)
-
-
-def test_window_warms_up_before_it_counts() -> None:
-    manager = CPUOffloadingManager(16, 100, what_if=1024)
-    found = what_if_of(manager, [[key(number) for number in range(8)]] * 300)
-    assert isinstance(manager.observer, Sampler)
-    assert manager.observer.is_window
+    # A window warms up before it counts.
+    found = what_if_of(CPUOffloadingManager(16, 100, what_if=1024), old * 3)
     assert all(ratios == (1.0,) * 6 for ratios in found.hit_ratios.values())
 
 
@@ -237,6 +196,8 @@ def test_requests_count_when_they_finish_and_each_key_once() -> None:
     keys = [key(number) for number in range(5)]
     context = ReqContext()
     manager.lookup(keys, context)
+    manager.on_request_finished(context)
+    assert manager.what_if().requests == 0  # a look-up is no use
     manager.touch(keys[:3], context)
     manager.touch(keys[:3], context)
     output = manager.prepare_store(keys[:4], context)
@@ -250,14 +211,6 @@ def test_requests_count_when_they_finish_and_each_key_once() -> None:
     found = manager.what_if()
     assert (found.uses, found.requests) == (8, 3)
     assert found.hits_at(100) == 0.5
-
-
-def test_looking_up_alone_is_no_use() -> None:
-    manager = CPUOffloadingManager(16, 100, what_if=True)
-    context = ReqContext()
-    manager.lookup([b"a", b"b"], context)
-    manager.on_request_finished(context)
-    assert manager.what_if().requests == 0
 
 
 def test_reset_forgets_the_sample() -> None:

@@ -1,4 +1,4 @@
-"""The keyed hash of a key, under which its row, ghost or sample is looked up.
+"""The keyed hash of a key, under which its row, ghost or sample is looked up. `index.h` has hash and index.
 
 Compiled because it is computed for every key of every call. PYTHONHASHSEED may fix the key of Python's own hash of
 bytes; a client that knows it can send keys that all fall into one bucket. This hash draws its key in each process.
