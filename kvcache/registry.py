@@ -168,7 +168,7 @@ POLICIES = Registry(
         "lru": "kvcache.policies.lru:LRUCachePolicy",
         "arc": "kvcache.policies.arc:ARCCachePolicy",
         "mq": "kvcache.policies.mq:MQCachePolicy",
-        "amq": "kvcache.policies.amq:AMQCachePolicy",
+        "amq": "kvcache.policies.mq:AMQCachePolicy",
         "lfuda": "kvcache.policies.lfuda:LFUDACachePolicy",
         "gittins": "kvcache.policies.gittins:GittinsCachePolicy",
     },

@@ -18,3 +18,6 @@ class MultiQueue(PolicyAdapter):
 
 @final
 class MQCachePolicy(MultiQueue): ...
+
+@final
+class AMQCachePolicy(MultiQueue): ...

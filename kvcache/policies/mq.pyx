@@ -1,7 +1,8 @@
 """mq: recency queues by the logarithm of a block's uses. A block that is not used for a while moves down one queue.
 
 Compiled because it loops over rows. Zhou, Philbin & Li, "The Multi-Queue Replacement Algorithm for Second Level
-Buffer Caches", USENIX ATC '01, with a history of the uses of evicted keys.
+Buffer Caches", USENIX ATC '01, with a history of the uses of evicted keys. `amq` is the project's own: mq without its
+parameter.
 """
 
 cimport cython
@@ -19,10 +20,22 @@ from kvcache.policies.base import CachePolicy
 from kvcache.block import BlockStateError
 
 cdef enum:
+    NUM_LEVELS = 8
+    NUM_BINS = 64               # two per octave of a 32-bit distance
     DEMOTIONS_PER_TICK = 1024   # the rest waits for the next request, so that each call is bounded
     HISTORY_FACTOR = 4          # size of the history of evicted keys, in capacities
+    TICKS_PER_SETTING = 64
+    FEWEST_DISTANCES = 256
+    MOST_DISTANCES = 65536
 
 cdef int64_t LIFE = 500
+
+cdef struct Member:
+    int64_t moved_at        # when the block was last used or demoted
+    int64_t used_at
+    uint32_t uses
+    int32_t prev            # neighbours in its queue, referenced blocks included
+    int32_t next
 
 
 cdef inline int32_t level_of(uint32_t uses) noexcept nogil:
@@ -58,6 +71,14 @@ cdef class MultiQueue(PolicyAdapter):
     Shared by mq and amq: eight queues, their demotions, and the history.
     """
 
+    cdef Member* members            # [num_rows]; queue L's head is member L
+    cdef readonly GhostList history
+    cdef readonly int64_t clock     # requests that counted a use
+    cdef readonly int64_t life      # an unused block moves down one queue after this many requests
+    cdef bint learns_life
+    cdef uint32_t[NUM_BINS] distances   # between first and second uses; only counted if `learns_life`
+    cdef uint32_t num_distances
+
     def __cinit__(self, cache_capacity):
         self.table = BlockTable(cache_capacity, NUM_LEVELS)
         self.members = <Member*> zeroed(self.table.num_rows * sizeof(Member))
@@ -81,7 +102,22 @@ cdef class MultiQueue(PolicyAdapter):
 
     cdef void on_request(self) noexcept nogil:
         self.clock += 1
+        if self.clock % TICKS_PER_SETTING == 0 and self.num_distances >= FEWEST_DISTANCES:
+            self._set_life()
         self._demote()
+
+    cdef void _set_life(self) noexcept nogil:
+        cdef int i = 0
+        cdef uint32_t num_below = self.distances[0]
+        while num_below < (self.num_distances + 1) // 2:
+            i += 1
+            num_below += self.distances[i]
+        self.life = (<int64_t> 2 << (i // 2)) if i % 2 else (<int64_t> 3 << (i // 2)) >> 1
+        if self.num_distances >= MOST_DISTANCES:
+            self.num_distances = 0
+            for i in range(NUM_BINS):
+                self.distances[i] >>= 1
+                self.num_distances += self.distances[i]
 
     cdef void _demote(self) noexcept nogil:
         cdef int32_t level, row
@@ -99,7 +135,7 @@ cdef class MultiQueue(PolicyAdapter):
     cdef void _count_use(self, int32_t row) noexcept nogil:
         """Count a use of a row that is in no queue."""
         cdef Member* member = &self.members[row]
-        if self.distances != NULL and member.uses == 1:
+        if self.learns_life and member.uses == 1:
             self.distances[bin_of(<uint32_t> (self.clock - member.used_at))] += 1
             self.num_distances += 1
         member.uses += 1
@@ -188,8 +224,7 @@ cdef class MultiQueue(PolicyAdapter):
         self.life = LIFE
         self.history.clear()
         self.num_distances = 0
-        if self.distances != NULL:
-            memset(self.distances, 0, NUM_BINS * sizeof(uint32_t))
+        memset(self.distances, 0, sizeof(self.distances))
 
     cdef int check_policy(self) except -1:
         cdef int32_t level, row
@@ -226,4 +261,23 @@ cdef class MQCachePolicy(MultiQueue):
     """
 
 
+@cython.final
+cdef class AMQCachePolicy(MultiQueue):
+    """AMQCachePolicy(cache_capacity)
+
+    Multi-Queue with a block lifetime equal to the measured median distance between a key's first two uses.
+
+    Notes
+    -----
+    Like mq, but a block expires when it has been neither used nor demoted for `life` requests. A histogram with two
+    bins per octave collects the distances, in requests, from a key's first use to its second. Every 64 requests, if it
+    holds at least 256 distances, `life` is set to the middle of the upper edge of its median bin and the next edge. All
+    arithmetic is in integers.
+    """
+
+    def __cinit__(self, cache_capacity):
+        self.learns_life = True
+
+
 CachePolicy.register(MQCachePolicy)
+CachePolicy.register(AMQCachePolicy)

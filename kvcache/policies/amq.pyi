@@ -1,6 +1,0 @@
-from typing import final
-
-from kvcache.policies.mq import MultiQueue
-
-@final
-class AMQCachePolicy(MultiQueue): ...
