@@ -20,23 +20,15 @@ _HOME_OF = {
     "cache_machine": "kvcache.testing.machine",
 }
 
-__all__ = [
-    "REFERENCE_POLICIES",
-    "CacheMachine",
-    "PolicyContract",
-    "ReferenceGate",
-    "ReferenceManager",
-    "RetainingReferenceManager",
-    "TierContract",
-    "cache_machine",
-]
-
 if TYPE_CHECKING:
-    from kvcache.testing.contract import PolicyContract
-    from kvcache.testing.machine import CacheMachine, cache_machine
-    from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
-    from kvcache.testing.reference_manager import ReferenceManager, RetainingReferenceManager
-    from kvcache.testing.tier_contract import TierContract
+    from kvcache.testing.contract import PolicyContract as PolicyContract
+    from kvcache.testing.machine import CacheMachine as CacheMachine
+    from kvcache.testing.machine import cache_machine as cache_machine
+    from kvcache.testing.reference import REFERENCE_POLICIES as REFERENCE_POLICIES
+    from kvcache.testing.reference import ReferenceGate as ReferenceGate
+    from kvcache.testing.reference_manager import ReferenceManager as ReferenceManager
+    from kvcache.testing.reference_manager import RetainingReferenceManager as RetainingReferenceManager
+    from kvcache.testing.tier_contract import TierContract as TierContract
 
 
 def __getattr__(name: str) -> Any:
