@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import pytest
-
-from kvcache import CPUOffloadingManager, ManagerStats, ReqContext
+from kvcache import CPUOffloadingManager, ManagerStats
 from kvcache.metrics import MANAGER_METRICS, Metric, metrics_of
 
 
@@ -29,24 +27,3 @@ def test_statistics_are_read_from_the_pool_by_name() -> None:
     )
     # A manager without tiers has no counters of tiers.
     assert all(getattr(stats, metric.name) == getattr(manager, metric.name, 0) for metric in MANAGER_METRICS)
-
-
-def test_needed_blocks_leaves_refused_stores_out() -> None:
-    manager = CPUOffloadingManager(16, 1)
-    assert manager.prepare_store([b"a", b"b"]) is None
-    assert (manager.stats().needed_blocks, manager.stats().rejected_stores) == (0, 1)
-
-
-@pytest.mark.parametrize("policy", ["lru", "gittins", "reference_policies:ReferenceARC"])
-def test_blocks_that_were_loaded_and_are_offered_again_are_needed_once(policy: str) -> None:
-    manager = CPUOffloadingManager(16, 8, policy)
-    for keys in ([b"a", b"b"], [b"a", b"b", b"c"], [b"a", b"b", b"c", b"d"]):
-        context = ReqContext()
-        num_hits = manager.lookup(keys, context)
-        manager.prepare_load(keys[:num_hits], context)
-        manager.complete_load(keys[:num_hits], context)
-        output = manager.prepare_store(keys, context)
-        assert output is not None
-        manager.complete_store(output.keys_to_store, context)
-        manager.on_request_finished(context)
-    assert (manager.stats().loaded_blocks, manager.stats().needed_blocks) == (5, 9)

@@ -90,31 +90,6 @@ def test_parse_value_too_large_is_refused_with_its_name() -> None:
         parse_text("path", "a\0b")
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [(5, 5), (0.25, 0.25), ("5s", 5), ("5", 5), ("200ms", 0.2), ("50 us", 5e-5), ("2min", 120), ("1.5h", 5400)],
-)
-def test_a_duration_is_seconds_or_a_number_with_a_unit(value: Any, seconds: float) -> None:
-    assert parse_duration("deadline_s", value) == pytest.approx(seconds, rel=1e-12)
-
-
-@pytest.mark.parametrize("value", [0, -1, "0s", "5 parsecs", "", True, None, float("nan"), float("inf"), 10**400])
-def test_a_duration_that_is_none_is_refused_with_its_name(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^deadline_s must be a number of seconds > 0 or a duration such as"):
-        parse_duration("deadline_s", value)
-
-
-@pytest.mark.parametrize(("value", "share"), [(0, 0), (1, 1), (0.25, 0.25), ("50%", 0.5), ("0.5", 0.5)])
-def test_a_share_is_a_number_up_to_one_or_a_percentage(value: Any, share: float) -> None:
-    assert parse_share("retention_share", value) == share
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.1, "101%", "half", True, None, float("nan")])
-def test_a_share_that_is_none_is_refused_with_its_name(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^retention_share must be a number in 0\.\.1 or a share such as '50%', got "):
-        parse_share("retention_share", value)
-
-
 def test_flags_texts_policies_and_choices_name_what_they_refuse() -> None:
     assert (parse_flag("a", True), parse_text("a", "x"), parse_policy("a", "lru")) == (True, "x", "lru")
     assert (parse_flag_or_count("a", True), parse_flag_or_count("a", "4k")) == (True, 4000)

@@ -134,34 +134,22 @@ def test_retention_invalid_priority_or_ttl_is_refused() -> None:
             Retention(1, ttl_s)
 
 
-def test_a_block_starts_unready() -> None:
-    block = BlockStatus(1 << 40)
-
-    assert (block.ref_cnt, block.block_id, block.is_ready) == (-1, 1 << 40, False)
-    block.ref_cnt = 0
-    assert block.is_ready is True
-    block.ref_cnt += 2
-    assert (block.ref_cnt, block.is_ready) == (2, True)
-
-
-def test_a_block_is_16_bytes_in_c() -> None:
-    block = BlockStatus(-5)
-    block.ref_cnt = 3
-    raw = ctypes.string_at(ctypes.addressof(block), ctypes.sizeof(block))
-
-    assert len(raw) == 16
-    assert int.from_bytes(raw[:4], "little", signed=True) == 3
-    assert int.from_bytes(raw[8:], "little", signed=True) == -5
-
-
-def test_blocks_may_be_subclassed() -> None:
+def test_block_status_of_a_subclass_starts_unready_and_has_16_bytes_in_c() -> None:
     class Placed(BlockStatus):
         def __init__(self, block_id: int, node: str) -> None:
             super().__init__(block_id)
             self.node = node
 
-    block = Placed(4, "east")
-    assert (block.block_id, block.ref_cnt, block.node) == (4, -1, "east")
+    block = Placed(-5 << 40, "east")
+    assert (block.ref_cnt, block.block_id, block.is_ready, block.node) == (-1, -5 << 40, False, "east")
+    block.ref_cnt = 0
+    assert block.is_ready is True
+    block.ref_cnt += 2
+    assert (block.ref_cnt, block.is_ready) == (2, True)
+    raw = ctypes.string_at(ctypes.addressof(block), ctypes.sizeof(block))
+    assert len(raw) == 16
+    assert int.from_bytes(raw[:4], "little", signed=True) == 2
+    assert int.from_bytes(raw[8:], "little", signed=True) == -5 << 40
 
 
 @pytest.mark.parametrize("block_id", [1 << 63, -(1 << 63) - 1, 1 << 70])
@@ -170,23 +158,20 @@ def test_block_ids_beyond_int64_are_refused(block_id: int) -> None:
         BlockStatus(block_id)
 
 
-@pytest.mark.parametrize("given", [[3, 1, 2], (3, 1, 2), np.array([3, 1, 2], np.int32)])
+@pytest.mark.parametrize("given", [[3, 1, 2], (3, 1, 2), np.array([3, 1, 2], np.int32), []])
 def test_specs_hold_ids_as_int64(given: Any) -> None:
     spec = CPULoadStoreSpec(given)
 
-    assert spec.block_ids.dtype == np.int64
-    assert spec.block_ids.shape == (3,)
-    assert repr(spec) == repr(np.array([3, 1, 2]))
+    assert (spec.block_ids.dtype, spec.block_ids.shape) == (np.int64, (len(given),))
+    assert repr(spec) == repr(np.array(given, np.int64))
     assert isinstance(spec, BlockIDsLoadStoreSpec)
     assert isinstance(spec, LoadStoreSpec)
 
 
-def test_specs_without_ids_are_int64_and_what_are_no_ids_is_refused() -> None:
-    assert CPULoadStoreSpec([]).block_ids.shape == (0,)
-    assert CPULoadStoreSpec([]).block_ids.dtype == np.int64
-    for bad in ([[1, 2]], [1.5], ["a"], 3, [True]):
-        with pytest.raises(ValueError, match="block_ids must be"):
-            CPULoadStoreSpec(bad)
+@pytest.mark.parametrize("bad", [[[1, 2]], [1.5], ["a"], 3, [True]])
+def test_specs_of_other_values_than_ids_are_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match="block_ids must be"):
+        CPULoadStoreSpec(bad)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -21,7 +22,7 @@ from kvcache import (
     ReqContext,
     Retention,
 )
-from kvcache.testing.reference import ReferenceLRU, Victims
+from kvcache.testing.reference import Blocks, ReferenceLRU, Victims
 
 NUM_BLOCKS = 6
 KEYS = [b"k%d" % i for i in range(12)]
@@ -147,32 +148,14 @@ def test_every_method_survives_a_part_that_raises_at_each_of_its_calls(part: str
     assert num_places >= 8
 
 
-class Bare(CachePolicy):
-    """The five primitives, no cache_capacity, no clear."""
+class Bare(ReferenceLRU):
+    """The five primitives, without `cache_capacity` and `clear`."""
+
+    clear = CachePolicy.clear
 
     def __init__(self, cache_capacity: int) -> None:
-        self.blocks: dict[bytes, BlockStatus] = {}
+        self.blocks: Blocks = OrderedDict()
         self.capacity_given = cache_capacity
-
-    def get(self, key: bytes) -> BlockStatus | None:
-        return self.blocks.get(key)
-
-    def insert(self, key: bytes, block: BlockStatus) -> None:
-        self.blocks[key] = block
-
-    def remove(self, key: bytes) -> None:
-        del self.blocks[key]
-
-    def touch(self, keys: Iterable[bytes]) -> None:
-        pass
-
-    def evict(self, n: int, protected: Any) -> Victims | None:
-        idle = [(key, block) for key, block in self.blocks.items() if block.ref_cnt == 0 and key not in protected][:n]
-        if len(idle) < n:
-            return None
-        for key, _ in idle:
-            del self.blocks[key]
-        return idle
 
 
 def stored(manager: Any, keys: list[bytes]) -> list[int]:
@@ -211,20 +194,16 @@ def test_an_insert_that_raises_takes_in_none_of_the_keys() -> None:
 
 def test_a_backend_that_cannot_allocate_leaves_no_block_half_stored() -> None:
     class Broken(CPUBackend):
-        is_broken = False
-
         def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
-            if self.is_broken:
-                raise Boom
-            return super().allocate_blocks(block_hashes)
+            raise Boom
 
-    backend: Any = Broken(16, 2)
+    backend = CPUBackend(16, 2)
     manager = BackendOffloadingManager(backend, Bare)
     stored(manager, [b"a", b"b"])
-    backend.is_broken = True
+    backend.__class__ = Broken
     with pytest.raises(Boom):
         manager.prepare_store([b"c"])
-    backend.is_broken = False
+    backend.__class__ = CPUBackend
     assert (manager.stats().num_free, manager.lookup([b"b"]), manager.lookup([b"c"])) == (1, 1, 0)
     assert stored(manager, [b"c"]) == [0]
 

@@ -39,53 +39,37 @@ def seen(manager: CPUOffloadingManager) -> tuple[Any, ...]:
     return manager.stats(), states, list(manager.take_events())
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("bad", [b"", "A", None, 7, 1.5, bytearray(b"A"), memoryview(b"A"), (A,)])
-def test_what_is_no_key_is_refused_before_anything_changes(
-    manager: CPUOffloadingManager, method: str, bad: object
+class Bytes(bytes):
+    """A key that is not exact bytes."""
+
+
+IS_NO_KEY = "key must be exact, non-empty bytes, got "
+IS_NO_LIST = "keys must be an iterable of keys, got "
+# Arguments by method: a look-up of several keys ends at the first miss, but always reads the first key.
+BAD_CALLS = [
+    *((method, [bad, B] if method == "lookup" else [B, D, bad], IS_NO_KEY, bad)
+      for method in METHODS for bad in (b"", "A", None, 7, 1.5, bytearray(b"A"), memoryview(b"A"), (A,), Bytes(b"D"))),
+    *((method, bad, IS_NO_LIST, bad) for method in METHODS[1:] for bad in (A, "A", None, 7)),
+    *(("lookup", bad, "key.* must be ", bad) for bad in (b"", "A", None, 7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "keys", "message", "bad"), BAD_CALLS, ids=lambda value: repr(value)[:20])
+def test_call_with_invalid_keys_raises_before_anything_changes(
+    manager: CPUOffloadingManager, method: str, keys: Any, message: str, bad: object
 ) -> None:
     before = seen(manager)
-    # A look-up of several ends at the first miss; a bad head is always seen.
-    keys = [bad, B] if method == "lookup" else [B, D, bad]
-
-    with pytest.raises(ValueError, match="key must be exact, non-empty bytes, got") as error:
+    with pytest.raises(ValueError, match=message) as error:
         getattr(manager, method)(keys, ReqContext())
     assert repr(bad) in str(error.value)
     assert seen(manager) == before
 
 
-def test_a_subclass_of_bytes_is_no_key(manager: CPUOffloadingManager) -> None:
-    class Bytes(bytes):
-        pass
-
-    with pytest.raises(ValueError, match="key must be exact, non-empty bytes"):
-        manager.prepare_store([Bytes(b"D")])
-
-
-@pytest.mark.parametrize("method", METHODS[1:])
-@pytest.mark.parametrize("bad", [A, "A", None, 7])
-def test_one_key_where_several_belong_is_refused(manager: CPUOffloadingManager, method: str, bad: Any) -> None:
-    before = seen(manager)
-
-    with pytest.raises(ValueError, match="keys must be an iterable of keys, got") as error:
-        getattr(manager, method)(bad)
-    assert repr(bad) in str(error.value)
-    assert seen(manager) == before
-
-
-@pytest.mark.parametrize("bad", [b"", "A", None, 7])
-def test_lookup_of_what_is_neither_key_nor_keys_is_refused(manager: CPUOffloadingManager, bad: Any) -> None:
-    before = seen(manager)
-
-    with pytest.raises(ValueError, match="must be"):
-        manager.lookup(bad)
-    assert seen(manager) == before
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_no_request_is_refused(manager: CPUOffloadingManager, method: str) -> None:
+def test_call_with_an_invalid_request_raises_before_anything_changes(
+    manager: CPUOffloadingManager, method: str
+) -> None:
     before = seen(manager)
-
     with pytest.raises(ValueError, match="req_context must be a ReqContext or None, got 'request 7'"):
         getattr(manager, method)([B], "request 7")
     assert seen(manager) == before
@@ -100,11 +84,6 @@ def test_sizes_must_be_positive_ints(name: Any, bad: Any) -> None:
     with pytest.raises(ValueError, match="block_size must be an int >= 1") as error:
         CPUOffloadingManager(bad, 16, name)
     assert repr(bad) in str(error.value)
-
-
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown policy 'lur', known ones: lru, arc.*did you mean 'lru'"):
-        CPUOffloadingManager(16, 4, "lur")
 
 
 def popped(policy: ReferenceLRU, *keys: bytes) -> Victims:

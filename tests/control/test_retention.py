@@ -1,4 +1,4 @@
-"""Retention hints: main rules in examples, clocks, bad input; test_retention_model.py compares all with the spec."""
+"""Hints of retention and next use: rules in examples, clocks, bad input; test_retention_model.py has the whole spec."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from reference_gittins import ReferenceGittins
 
-from kvcache import CachePolicy, CPUOffloadingManager, ReqContext, Retention
+from kvcache import (
+    BackendOffloadingManager,
+    CPUBackend,
+    CPUOffloadingManager,
+    LRUCachePolicy,
+    ReqContext,
+    Retention,
+    TieredOffloadingManager,
+)
 from kvcache.lab.simulate.run import ReplayClock
-from kvcache.testing import REFERENCE_POLICIES
+from kvcache.testing import ReferenceManager
+from kvcache.testing.reference import ReferenceLRU
 
 POLICIES = ["lru", "arc", "mq", "amq", "lfuda"]
 A, B, C, D, E, F, G, H = (bytes([letter]) for letter in b"ABCDEFGH")
@@ -22,24 +32,36 @@ def manager(request: pytest.FixtureRequest, clock: ReplayClock) -> CPUOffloading
     return CPUOffloadingManager(16, 8, request.param, clock=clock)
 
 
-def store(manager: CPUOffloadingManager, keys: list[bytes], *hint: Any) -> list[bytes]:
-    """Store keys for a request with this hint, end it, and return what was evicted."""
-    context = ReqContext(retention=Retention(*hint) if hint else None)
+def serve(manager: Any, keys: list[bytes], next_use: str | None = None, **params: Any) -> ReqContext:
+    """Touch and store keys for a request with this hint of next use, end it, and return it."""
+    context = ReqContext(retention=None if next_use is None else Retention(next_use=next_use), **params)
+    manager.touch(keys, context)
+    stored(manager, keys, context)
+    return context
+
+
+def stored(manager: Any, keys: list[bytes], context: ReqContext) -> None:
     output = manager.prepare_store(keys, context)
-    assert output is not None
     manager.complete_store(output.keys_to_store, context)
     manager.on_request_finished(context)
-    return output.evicted_keys
+
+
+def hinted(*hint: Any) -> ReqContext:
+    return ReqContext(retention=Retention(*hint) if hint else None)
+
+
+def store(manager: CPUOffloadingManager, keys: list[bytes], *hint: Any) -> None:
+    stored(manager, keys, hinted(*hint))
 
 
 def touch(manager: CPUOffloadingManager, keys: list[bytes], *hint: Any) -> None:
-    context = ReqContext(retention=Retention(*hint) if hint else None)
+    context = hinted(*hint)
     manager.touch(keys, context)
     manager.on_request_finished(context)
 
 
 def load(manager: CPUOffloadingManager, keys: list[bytes], *hint: Any) -> None:
-    context = ReqContext(retention=Retention(*hint) if hint else None)
+    context = hinted(*hint)
     manager.prepare_load(keys, context)
     manager.complete_load(keys, context)
     manager.on_request_finished(context)
@@ -129,8 +151,7 @@ def test_a_clock_that_gives_no_number_is_refused_at_the_first_hint() -> None:
 
 
 def test_plain_python_policies_ignore_hints(clock: ReplayClock) -> None:
-    policy: type[CachePolicy] = REFERENCE_POLICIES["lru"]
-    manager = CPUOffloadingManager(16, 8, policy, clock=clock)
+    manager = CPUOffloadingManager(16, 8, ReferenceLRU, clock=clock)
     store(manager, [A], 3)
     store(manager, [B], -1)
     store(manager, [C])
@@ -191,9 +212,11 @@ def test_a_share_that_is_none_is_an_error(share: Any) -> None:
         CPUOffloadingManager(16, 8, retention_share=share)
 
 
-def test_a_hint_from_the_engine_counts_like_one_from_the_context(manager: CPUOffloadingManager) -> None:
-    context = ReqContext(kv_transfer_params={"kvcache": {"priority": 2, "ttl_s": 300}})
-    manager.prepare_store([A], context)
+@pytest.mark.parametrize("hint", [{"priority": 2, "ttl_s": 300}, {"next_use": "soon"}])
+def test_a_hint_from_the_engine_counts_like_one_from_the_context(
+    hint: dict[str, Any], manager: CPUOffloadingManager
+) -> None:
+    manager.prepare_store([A], ReqContext(kv_transfer_params={"kvcache": hint}))
 
     assert raised(manager) == 1
     assert manager.stats().ignored_hints == 0
@@ -212,6 +235,7 @@ def test_a_hint_from_the_engine_counts_like_one_from_the_context(manager: CPUOff
         ({"ttl_s": 0}, "0"),
         ({"priority": 1, "until": 5}, "'until'"),
         ({1: 2}, "1"),
+        ({"next_use": "tomorrow"}, "'tomorrow'"),
     ],
 )
 def test_invalid_hint_of_client_is_ignored_counted_and_logged_once(
@@ -312,3 +336,95 @@ def test_a_clock_that_another_thread_read_later_has_not_gone_back() -> None:
     late += [101.5]
     with pytest.raises(ValueError, match=r"clock went back from 102\.0 to 101\.5 s"):
         manager.touch([b"a"])
+
+
+def test_an_end_leaves_first_and_what_comes_soon_last(manager: CPUOffloadingManager) -> None:
+    for key, next_use in ((A, "soon"), (B, None), (C, "later"), (D, "end")):
+        serve(manager, [key], next_use)
+    assert drained(manager) == [D, B, C, A]
+
+
+def test_soon_holds_for_a_minute(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
+    serve(manager, [A], "soon")
+    clock.now_s += 59.9
+    serve(manager, [B])
+    assert manager.stats().retained_blocks == 1
+    clock.now_s += 0.2
+    serve(manager, [C])
+    assert manager.stats().retained_blocks == 0
+    assert drained(manager)[0] == A
+
+
+def test_a_priority_of_its_own_comes_before_the_next_use() -> None:
+    assert Retention(2, next_use="end").priority_class == 2
+    assert Retention(-1, next_use="soon").priority_class == -1
+    assert Retention(0, 30, "soon").ttl_ns == 30 * 10**9
+    assert Retention(2, next_use="soon").ttl_ns == 0
+
+
+@pytest.mark.parametrize("bad", ["", "Soon", 1, True, ("soon",), b"end", object()])
+def test_a_bad_value_is_named_before_anything_changes(manager: CPUOffloadingManager, bad: Any) -> None:
+    context = serve(manager, [A], "soon")
+    text = r"next_use must be one of 'end', 'soon', 'later', got "
+    with pytest.raises(ValueError, match=text):
+        Retention(next_use=bad)
+    for target in (context, [A]):
+        with pytest.raises(ValueError, match=text):
+            manager.hint(target, bad)
+    with pytest.raises(ValueError, match="keys must be"):
+        manager.hint(17, "end")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be exact, non-empty bytes"):
+        manager.hint([A, ""], "end")  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"got None"):
+        manager.hint([A], None)  # type: ignore[arg-type]
+    assert manager.stats().retained_blocks == 1
+
+
+def test_policies_in_python_take_what_is_said_later_or_ignore_it() -> None:
+    heard: list[tuple[list[bytes], str]] = []
+
+    class Listening(ReferenceLRU):
+        def hint(self, keys: list[bytes], next_use: str) -> None:
+            heard.append((keys, next_use))
+
+    for policy in (Listening, ReferenceLRU):
+        manager = CPUOffloadingManager(16, 4, policy)
+        context = serve(manager, [A, B])
+        manager.hint(context, "end")
+        manager.hint((A,), "soon")
+    assert heard == [([A, B], "end"), ([A], "soon")]
+    backed = BackendOffloadingManager(CPUBackend(16, 4), LRUCachePolicy)
+    backed.hint(serve(backed, [A]), "end")
+
+
+def test_the_prompts_order_is_that_of_the_positions() -> None:
+    heard: list[list[bytes]] = []
+
+    class Listening(ReferenceLRU):
+        def hint(self, keys: list[bytes], next_use: str) -> None:
+            heard.append(keys)
+
+    manager = CPUOffloadingManager(16, 4, Listening)
+    context = ReqContext()
+    for key, position in ((B, 32), (A, 16), (C, 48)):
+        context.set_offload_key_position(key, position)
+        manager.prepare_store([key], context)
+    manager.hint(context, "soon")
+    assert heard == [[A, B, C]]
+
+
+def test_the_host_pool_over_tiers_takes_hints(clock: ReplayClock) -> None:
+    manager = TieredOffloadingManager(16, 4, [], clock=clock)
+    context = serve(manager, [A], "soon")
+    assert manager.stats().retained_blocks == 1
+    manager.hint(context, "end")
+    assert manager.stats().retained_blocks == 0
+    with pytest.raises(ValueError, match="got 'never'"):
+        manager.hint(context, "never")
+
+
+def test_hint_for_a_request_without_keys_is_a_moment_that_a_policy_in_python_sees() -> None:
+    managers = [kind(16, 1, ReferenceGittins, clock=lambda: 3.0) for kind in (ReferenceManager, CPUOffloadingManager)]
+    for manager in managers:
+        manager.hint(ReqContext("no keys yet"), "end")
+    assert [manager.policy.start_ms is None for manager in managers] == [False, False]

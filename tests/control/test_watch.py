@@ -99,9 +99,11 @@ def test_manager_timed_and_recorded_at_once_counts_both(
 )
 def test_wrapped_manager_without_references_is_freed() -> None:
     manager = CPUOffloadingManager(16, 4)
+    telemetry = Telemetry(manager, time_calls=True)
     Watch.of(manager).add(Noting("a", []))
     manager.touch([b"k"])
+    telemetry.close()
     found = weakref.ref(manager)
-    del manager
+    del manager, telemetry
     gc.collect()
     assert found() is None

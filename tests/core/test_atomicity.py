@@ -228,3 +228,46 @@ def test_a_key_object_that_calls_back_changes_nothing(name: str) -> None:
             call([b"a", Key()])
         assert manager.stats().num_pending == 4
         check(manager)
+
+
+@pytest.mark.usefixtures("eager_collector")
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins", PLAIN])
+def test_finalizer_between_operations_finds_an_event_for_every_change(policy: str) -> None:
+    manager = CPUOffloadingManager(16, 4, policy, enable_events=True)
+    keys = [b"%d" % number for number in range(12)]
+    held: set[bytes] = set()
+    faults: list[object] = []
+    depth = 0
+
+    def compare() -> None:
+        nonlocal depth
+        if depth:
+            return
+        depth += 1
+        try:
+            for event in manager.take_events():
+                (held.difference_update if event.removed else held.update)(event.keys)
+            ready = {key for key in keys if manager.lookup(key)}
+            if ready != held:
+                faults.append((ready, set(held)))
+        except BaseException as fault:
+            faults.append(fault)
+        finally:
+            depth -= 1
+
+    draw = random.Random(policy)
+    for round_ in range(600):
+        Finalizer(compare)
+        wanted = draw.sample(keys, draw.randint(1, 3))
+        output = manager.prepare_store(wanted)
+        Finalizer(compare)
+        if output is not None:
+            manager.complete_store(output.keys_to_store, None, draw.random() < 0.8)
+        if round_ % 50 == 49:
+            depth += 1  # a publisher announces a reset itself
+            manager.reset_cache()
+            held.clear()
+            depth -= 1
+    gc.collect()
+    compare()
+    assert faults == []

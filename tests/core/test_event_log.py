@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import random
 import subprocess
@@ -17,22 +16,6 @@ from kvcache.core.event_log import EventLog
 PLAIN = "reference_policies:ReferenceARC"  # five primitives in plain Python
 
 
-def test_events_are_numbered_and_taken_once_in_pieces() -> None:
-    log = EventLog(16)
-    for key in (b"a", b"b", b"c"):
-        log.add([key], "CPU", False)
-    log.add([], "CPU", True)
-    assert [(event.number, event.keys) for event in log.take(2)] == [(1, [b"a"]), (2, [b"b"])]
-    assert [event.number for event in log.take()] == [3]
-    assert list(log.take()) == []
-
-
-def test_the_number_is_no_part_of_an_events_value() -> None:
-    log = EventLog(16)
-    log.add([b"a"], "CPU", False)
-    assert list(log.take()) == [OffloadingEvent([b"a"], 16, "CPU", False)]
-
-
 def test_events_that_nobody_takes_are_dropped_oldest_first() -> None:
     log = EventLog(16, max_keys=4)
     for key in (b"a", b"b", b"c"):
@@ -41,7 +24,7 @@ def test_events_that_nobody_takes_are_dropped_oldest_first() -> None:
     log.add([b"x"] * 9, "CPU", False)
     assert [(event.number, len(event.keys)) for event in log.take()] == [(4, 9)]
     log.add([b"y"], "CPU", False)
-    assert len(log) == 1
+    assert list(log.take()) == [OffloadingEvent([b"y"], 16, "CPU", False)]  # its number is not compared
 
 
 def test_a_managers_event_list_is_bounded() -> None:
@@ -87,6 +70,7 @@ def test_events_taken_in_pieces_keep_numbers_and_order() -> None:
     made, read = [], []
     for number in range(1, 2000):
         log.add([b"%d" % number], "CPU", number % 3 == 0)
+        log.add([], "CPU", True)
         made.append((number, [b"%d" % number], number % 3 == 0))
         if draw.random() < 0.2:
             read += [(event.number, event.keys, event.removed) for event in log.take(draw.randrange(8))]
@@ -149,64 +133,6 @@ assert [(event.number, event.keys) for event in log.take()] == [(3, [b"c"])]
 def test_event_without_memory_leaves_a_gap_in_the_numbers() -> None:
     ended = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-class Finalizer:
-    """Garbage whose finalizer runs `action`."""
-
-    def __init__(self, action: object) -> None:
-        self.action = action
-        self.me = self
-
-    def __del__(self) -> None:
-        self.action()  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc", "gittins", PLAIN])
-def test_no_finalizer_meets_a_block_that_came_or_left_unannounced(policy: str) -> None:
-    manager = CPUOffloadingManager(16, 4, policy, enable_events=True)
-    keys = [b"%d" % number for number in range(12)]
-    held: set[bytes] = set()
-    faults: list[object] = []
-    depth = 0
-
-    def compare() -> None:
-        nonlocal depth
-        if depth:
-            return
-        depth += 1
-        try:
-            for event in manager.take_events():
-                (held.difference_update if event.removed else held.update)(event.keys)
-            ready = {key for key in keys if manager.lookup(key)}
-            if ready != held:
-                faults.append((ready, set(held)))
-        except BaseException as fault:
-            faults.append(fault)
-        finally:
-            depth -= 1
-
-    draw = random.Random(policy)
-    before = gc.get_threshold()
-    gc.set_threshold(1)
-    try:
-        for round_ in range(600):
-            Finalizer(compare)
-            wanted = draw.sample(keys, draw.randint(1, 3))
-            output = manager.prepare_store(wanted)
-            Finalizer(compare)
-            if output is not None:
-                manager.complete_store(output.keys_to_store, None, draw.random() < 0.8)
-            if round_ % 50 == 49:
-                depth += 1  # a publisher announces a reset itself
-                manager.reset_cache()
-                held.clear()
-                depth -= 1
-    finally:
-        gc.set_threshold(*before)
-        gc.collect()
-    compare()
-    assert faults == []
 
 
 def test_a_dropped_event_whose_keys_run_python_leaves_the_log_whole() -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reference_gittins import EDGES, ReferenceGittins
@@ -19,25 +20,29 @@ CONVERSATION = "mooncake_conversation.jsonl"
 AGENTS = "agentic_coding.jsonl.gz"
 # Prefix hits and stored blocks, by trace and capacity.
 TABLE = {
-    (CONVERSATION, 1000): (23630, 29601),
-    (CONVERSATION, 3000): (40137, 69694),
-    (CONVERSATION, 5000): (49099, 106793),
-    (CONVERSATION, 10000): (65892, 203605),
-    (CONVERSATION, 15000): (79767, 208733),
-    (CONVERSATION, 20000): (87605, 200895),
-    (CONVERSATION, 30000): (96788, 191712),
-    (AGENTS, 500): (459272, 102620),
-    (AGENTS, 1000): (697816, 176846),
-    (AGENTS, 2000): (1024592, 251066),
-    (AGENTS, 3000): (1200880, 216891),
-    (AGENTS, 4000): (1286877, 161288),
-    (AGENTS, 8000): (1375694, 74725),
+    CONVERSATION: {
+        1000: (23630, 29601),
+        3000: (40137, 69694),
+        5000: (49099, 106793),
+        10000: (65892, 203605),
+        15000: (79767, 208733),
+        20000: (87605, 200895),
+        30000: (96788, 191712),
+    },
+    AGENTS: {
+        500: (459272, 102620),
+        1000: (697816, 176846),
+        2000: (1024592, 251066),
+        3000: (1200880, 216891),
+        4000: (1286877, 161288),
+        8000: (1375694, 74725),
+    },
 }
-QUICK = {(CONVERSATION, 1000), (AGENTS, 500)}
-
-
-def cells(quick: bool) -> list[tuple[str, int]]:
-    return [cell for cell in TABLE if (cell in QUICK) == quick]
+CELLS = [
+    pytest.param(name, num_blocks, marks=[pytest.mark.slow] * (num_blocks != min(row)))
+    for name, row in TABLE.items()
+    for num_blocks in row
+]
 
 
 def requests_of(shared: Path, name: str, limit: int | None = None) -> Iterable[tuple[float, list[bytes]]]:
@@ -46,26 +51,17 @@ def requests_of(shared: Path, name: str, limit: int | None = None) -> Iterable[t
             yield request.arrival_s, [block.to_bytes(8, "big") for block in request.hash_ids.tolist()]
 
 
-def replayed(shared: Path, name: str, num_blocks: int) -> tuple[int, int]:
+@pytest.mark.parametrize(("name", "num_blocks"), CELLS)
+def test_replay_of_a_trace_reproduces_the_table(name: str, num_blocks: int, shared: Path) -> None:
     arrivals = ReplayClock()
     manager = CPUOffloadingManager(512, num_blocks, "gittins", clock=arrivals)
     replay = Replay(manager, arrivals=arrivals)
     with Trace(shared / "traces" / name) as trace:
         for request in trace:
             replay.step(request, [block.to_bytes(8, "big") for block in request.hash_ids.tolist()])
+
     assert replay.tally.rejected_requests == 0
-    return replay.tally.hit_blocks, replay.tally.stored_blocks
-
-
-@pytest.mark.parametrize(("name", "num_blocks"), cells(quick=True))
-def test_reproduces_its_table(name: str, num_blocks: int, shared: Path) -> None:
-    assert replayed(shared, name, num_blocks) == TABLE[name, num_blocks]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_blocks"), cells(quick=False))
-def test_reproduces_the_rest_of_its_table(name: str, num_blocks: int, shared: Path) -> None:
-    assert replayed(shared, name, num_blocks) == TABLE[name, num_blocks]
+    assert (replay.tally.hit_blocks, replay.tally.stored_blocks) == TABLE[name][num_blocks]
 
 
 def serve(
@@ -114,7 +110,7 @@ def test_storing_only_what_missed_reproduces_the_table(shared: Path) -> None:
         manager.complete_store(output.keys_to_store, context)
         manager.on_request_finished(context)
 
-    assert (num_hits, manager.stats().stored_blocks) == TABLE[AGENTS, 500]
+    assert (num_hits, manager.stats().stored_blocks) == TABLE[AGENTS][500]
 
 
 @pytest.mark.parametrize("part", [16, 10_000])
@@ -124,13 +120,18 @@ def test_interleaved_parts_without_a_touch_lose_little(part: int, shared: Path) 
     num_hits = serve(manager, clock, requests_of(shared, AGENTS), part)
     manager.policy.check()
 
-    assert num_hits > 0.97 * TABLE[AGENTS, 500][0]
+    assert num_hits > 0.97 * TABLE[AGENTS][500][0]
+
+
+def standing(num_blocks: int) -> CPUOffloadingManager:
+    """Return a manager whose clock stands still."""
+    return CPUOffloadingManager(16, num_blocks, "gittins", clock=lambda: 0.0)
 
 
 def stored(
     manager: OffloadingManager, keys: list[bytes], context: ReqContext | None = None
 ) -> tuple[list[bytes], list[bytes]]:
-    """Store `keys`, and return what was taken and what left."""
+    """Store `keys`, and return the stored keys and the evicted keys."""
     output = manager.prepare_store(keys, context)
     assert output is not None
     manager.complete_store(output.keys_to_store, context)
@@ -146,10 +147,10 @@ class Both:
 
     def __init__(self, num_blocks: int) -> None:
         self.now_s = 0.0
-        self.managers: list[OffloadingManager] = [
-            ReferenceManager(16, num_blocks, "gittins", clock=lambda: self.now_s),
-            CPUOffloadingManager(16, num_blocks, "gittins", clock=lambda: self.now_s),
-        ]
+        clock = lambda: self.now_s  # noqa: E731
+        self.specified = ReferenceManager(16, num_blocks, "gittins", clock=clock)
+        self.compiled: Any = CPUOffloadingManager(16, num_blocks, "gittins", clock=clock)
+        self.managers: list[Any] = [self.specified, self.compiled]
 
     def request(self, keys: list[bytes], is_checked: bool = True) -> tuple[list[bytes], list[bytes]]:
         answers = []
@@ -160,8 +161,14 @@ class Both:
             manager.on_request_finished(context)
         assert answers[1] == answers[0]
         if is_checked:
-            self.managers[1].policy.check()  # type: ignore[attr-defined]
+            self.compiled.policy.check()
         return answers[1]
+
+    def splits(self) -> bool:
+        """Return whether widely shared blocks form classes of their own, and check that both policies agree."""
+        specified, compiled = [(one.policy.splits_shared, one.policy.worths) for one in self.managers]
+        assert compiled == specified
+        return bool(compiled[0])
 
 
 def test_a_new_block_is_not_stored_over_one_of_equal_worth() -> None:
@@ -170,9 +177,9 @@ def test_a_new_block_is_not_stored_over_one_of_equal_worth() -> None:
     both.request(old)
 
     assert both.request(new) == ([], [])
-    assert [manager.stats().declined_blocks for manager in both.managers] == [3, 3]
-    assert [manager.stats().gated_blocks for manager in both.managers] == [3, 3]
-    assert [manager.stats().rejected_stores for manager in both.managers] == [0, 0]
+    for manager in both.managers:
+        stats = manager.stats()
+        assert (stats.declined_blocks, stats.gated_blocks, stats.rejected_stores) == (3, 3, 0)
 
 
 def test_a_store_takes_a_leading_part_where_only_that_is_worth_more() -> None:
@@ -194,7 +201,7 @@ def test_old_blocks_leave_tail_first_and_over_several_passes() -> None:
 @pytest.mark.slow
 def test_counters_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     num_touches, keys = 64 * 18, keys_of("key", 2000)
-    compiled = CPUOffloadingManager(16, 1000, "gittins", clock=lambda: 0.0)
+    compiled = standing(1000)
     references = []
     for halving in (1 << 21, 1 << 60):
         monkeypatch.setattr(ReferenceGittins, "halving_total", halving)
@@ -241,9 +248,7 @@ def test_shared_blocks_are_told_apart_while_most_that_is_used_again_is_widely_sh
             if draw.random() < 0.05:
                 for manager in both.managers:
                     manager.hint(keys[: len(keys) // 2], "later")
-        splits.append([manager.policy.splits_shared for manager in both.managers])  # type: ignore[attr-defined]
-        worths = [manager.policy.worths for manager in both.managers]  # type: ignore[attr-defined]
-        assert worths[1] == worths[0]
+        splits.append(both.splits())
 
     serve_all(one_session(20))
     serve_all(chats(400, 1))
@@ -252,7 +257,7 @@ def test_shared_blocks_are_told_apart_while_most_that_is_used_again_is_widely_sh
         manager.reset_cache()
     serve_all(chats(50, 3))
 
-    assert splits == [[False] * 2, [True] * 2, [False] * 2, [False] * 2]
+    assert splits == [False, True, False, False]
 
 
 @pytest.mark.parametrize(("after_s", "is_told_apart"), [(1.0, False), (5.0, True), (15.0, True), (17.0, False)])
@@ -264,7 +269,7 @@ def test_only_uses_after_4_to_16_seconds_judge_whether_shared_blocks_are_told_ap
         both.now_s += after_s
         both.request([*keys_of("prompt", 30), *keys_of(f"question {i}", 2)], is_checked=False)
 
-    assert [manager.policy.splits_shared for manager in both.managers] == [is_told_apart] * 2  # type: ignore[attr-defined]
+    assert both.splits() == is_told_apart
 
 
 def test_sharing_keeps_the_prompts_of_many_sessions() -> None:
@@ -323,13 +328,13 @@ def test_groups_of_one_tick_of_which_a_use_ages_some_do_as_the_specification_say
     for silence_s in (8.0, 60.0, 3.0, 600.0, 0.0):
         for i in range(160):
             chain, count = draw.randrange(300), draw.randrange(1, 4)
-            before = both.managers[1].policy.num_aged  # type: ignore[attr-defined]
+            before = both.compiled.policy.num_aged
             both.request([b"%d %d" % (chain, j) for j in range(count)], is_checked=i % 20 == 0)
-            if both.managers[1].policy.num_aged - before == 256:  # type: ignore[attr-defined]
-                both.managers[1].policy.check()  # type: ignore[attr-defined]
+            if both.compiled.policy.num_aged - before == 256:
+                both.compiled.policy.check()
                 num_checked += 1
         both.now_s += silence_s
-        assert both.managers[1].policy.worths == both.managers[0].policy.worths  # type: ignore[attr-defined]
+        both.splits()
 
     assert num_checked > 20
 
@@ -353,13 +358,13 @@ def test_evict_children_of_failed_parents_matches_reference() -> None:
     for path in paths:
         for manager in both.managers:
             context = ReqContext()
-            assert manager.prepare_store(path, context).keys_to_store == path  # type: ignore[union-attr]
+            assert manager.prepare_store(path, context).keys_to_store == path
             manager.complete_store(path[1:], context)
             manager.complete_store(path[:1], context, False)
     # Half of the parents are stored again, and continued by other children.
     for path in paths[::2]:
         both.request([path[0], path[0] + b" branch"], is_checked=path is paths[0])
-    both.managers[1].policy.check()  # type: ignore[attr-defined]
+    both.compiled.policy.check()
     both.now_s = 3600.0
     for manager in both.managers:
         for i in range(400):
@@ -367,11 +372,11 @@ def test_evict_children_of_failed_parents_matches_reference() -> None:
     _, victims = both.request(keys_of("new", 200))
 
     assert len(victims) == 198
-    both.managers[1].policy.check()  # type: ignore[attr-defined]
+    both.compiled.policy.check()
 
 
 def test_prepare_store_more_keys_than_memory_has_room_for_remembers_all() -> None:
-    manager = CPUOffloadingManager(16, 2, "gittins", clock=lambda: 0.0)
+    manager = standing(2)
     keys = keys_of("key", 9000)
     context = ReqContext()
     manager.touch(keys, context)
@@ -395,7 +400,7 @@ def test_no_stored_block_has_an_absent_predecessor(shared: Path) -> None:
 
 
 def test_nothing_is_stored_behind_a_hole() -> None:
-    manager = CPUOffloadingManager(16, 4, "gittins", clock=lambda: 0.0)
+    manager = standing(4)
     keys = keys_of("key", 6)
     context = ReqContext()
 
@@ -406,7 +411,7 @@ def test_nothing_is_stored_behind_a_hole() -> None:
 
 
 def test_keys_stored_in_another_order_than_the_prompts_know_their_predecessors() -> None:
-    manager = CPUOffloadingManager(16, 8, "gittins", clock=lambda: 0.0)
+    manager = standing(8)
     keys = keys_of("key", 4)
     context = ReqContext()
     for i, key in enumerate(keys):
@@ -418,7 +423,7 @@ def test_keys_stored_in_another_order_than_the_prompts_know_their_predecessors()
 
 
 def test_a_store_of_what_an_earlier_use_named_takes_these_very_keys() -> None:
-    manager = CPUOffloadingManager(16, 8, "gittins", clock=lambda: 0.0)
+    manager = standing(8)
     keys = keys_of("key", 4)
     context = ReqContext()
     # All are new; what the first use noted of its keys does not hold for those of the second.

@@ -39,10 +39,6 @@ TestGittinsAboveTier = pytest.mark.slow(TestGittinsAboveTier)
 TestGate = cache_machine("arc", manager_options={"store_threshold": 2, "max_tracker_size": 5}).TestCase
 
 
-def test_every_built_in_policy_has_a_reference() -> None:
-    assert REFERENCE_POLICIES.keys() == set(BUILT_IN)
-
-
 @pytest.mark.parametrize(
     ("name", "attributes"),
     [
@@ -55,6 +51,7 @@ def test_every_built_in_policy_has_a_reference() -> None:
 def test_a_compiled_policy_shows_what_the_machine_compares(name: str, attributes: list[str]) -> None:
     shown = CPUOffloadingManager(16, 2, name).policy
 
+    assert REFERENCE_POLICIES.keys() == set(BUILT_IN)
     assert [attribute for attribute in attributes if not hasattr(shown, attribute)] == []
 
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -115,102 +116,78 @@ def test_machine_catches(faulty: type[ReferenceLRU], right: type[ReferenceLRU]) 
         run_state_machine_as_test(machine, settings=hunt)
 
 
-class TooFew(ReferenceLRU):
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        return super().evict(max(0, n - 1), protected)
-
-
-class IgnoresProtection(ReferenceLRU):
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        return super().evict(n, ())
-
-
-class EvictsBlocksInUse(ReferenceLRU):
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        if n > len(self.blocks):
+def takes_what_it_can(policy: ReferenceLRU, n: int, protected: Container[bytes]) -> Victims | None:
+    victims: Victims = []
+    for _ in range(n):
+        one = ReferenceLRU.evict(policy, 1, protected)
+        if one is None:
             return None
-        return [self.blocks.popitem(last=False) for _ in range(n)]
+        victims += one
+    return victims
 
 
-class KeepsWhatItEvicts(ReferenceLRU):
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        victims = super().evict(n, protected)
-        self.blocks.update(victims or [])
-        return victims
+def keeps_what_it_evicts(policy: ReferenceLRU, n: int, protected: Container[bytes]) -> Victims | None:
+    victims = ReferenceLRU.evict(policy, n, protected)
+    policy.blocks.update(victims or [])
+    return victims
 
 
-class EvictsNothing(ReferenceLRU):
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        return []
+def evicts_blocks_in_use(policy: ReferenceLRU, n: int, protected: Container[bytes]) -> Victims | None:
+    return None if n > len(policy.blocks) else [policy.blocks.popitem(last=False) for _ in range(n)]
 
 
-class TakesWhatItCan(ReferenceLRU):
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        victims = []
-        for _ in range(n):
-            one = super().evict(1, protected)
-            if one is None:
-                return None
-            victims += one
-        return victims
+def counts_gets(policy: ReferenceLRU, key: bytes) -> BlockStatus | None:
+    policy.touch([key])
+    return ReferenceLRU.get(policy, key)
 
 
-class CountsGets(ReferenceLRU):
-    def get(self, key: bytes) -> BlockStatus | None:
-        if key in self.blocks:
-            self.blocks.move_to_end(key)
-        return super().get(key)
+def compares_by_identity(policy: ReferenceLRU, key: bytes) -> BlockStatus | None:
+    return next((block for own, block in policy.blocks.items() if own is key), None)
 
 
-class ComparesKeysByIdentity(ReferenceLRU):
-    def get(self, key: bytes) -> BlockStatus | None:
-        return next((block for own, block in self.blocks.items() if own is key), None)
+def takes_any_capacity(policy: ReferenceLRU, cache_capacity: int) -> None:
+    policy.cache_capacity = cache_capacity
+    policy.clear()
 
 
-class RemovesQuietly(ReferenceLRU):
-    def remove(self, key: bytes) -> None:
-        self.blocks.pop(key, None)
+# A method that replaces one of ReferenceLRU, the check of the contract that fails, and its arguments.
+FAULTS: dict[str, tuple[str, Callable[..., Any], str, tuple[Any, ...]]] = {
+    "too few": (
+        "evict",
+        lambda policy, n, protected: ReferenceLRU.evict(policy, max(0, n - 1), protected),
+        "evict_returns_exactly_n_blocks_with_their_keys",
+        (),
+    ),
+    "ignores protection": (
+        "evict",
+        lambda policy, n, protected: ReferenceLRU.evict(policy, n, ()),
+        "evict_passes_over_protected_blocks",
+        (),
+    ),
+    "takes what it can": ("evict", takes_what_it_can, "a_refused_eviction_changes_nothing", ()),
+    "keeps what it evicts": ("evict", keeps_what_it_evicts, "remove_lets_a_block_go", ()),
+    "evicts nothing": ("evict", lambda policy, n, protected: [], "remove_lets_a_block_go", ()),
+    "evicts blocks in use": ("evict", evicts_blocks_in_use, "evict_passes_over_blocks_in_use", (1,)),
+    "counts gets": ("get", counts_gets, "get_is_no_use", ()),
+    "compares by identity": ("get", compares_by_identity, "finds_equal_keys_that_are_other_objects", ()),
+    "removes quietly": (
+        "remove",
+        lambda policy, key: policy.blocks.pop(key, None),
+        "remove_of_an_absent_key_is_a_key_error",
+        (),
+    ),
+    "never orders": ("order", lambda policy, keys: None, "a_prefix_loses_its_tail_first", ()),
+    "takes any capacity": ("__init__", takes_any_capacity, "refuses_what_is_no_capacity", (0,)),
+}
 
 
-class AnyCapacity(ReferenceLRU):
-    def __init__(self, cache_capacity: int) -> None:
-        self.cache_capacity = cache_capacity
-        self.clear()
-
-
-@pytest.mark.parametrize(
-    ("faulty", "check"),
-    [
-        (TooFew, "test_evict_returns_exactly_n_blocks_with_their_keys"),
-        (IgnoresProtection, "test_evict_passes_over_protected_blocks"),
-        (TakesWhatItCan, "test_a_refused_eviction_changes_nothing"),
-        (KeepsWhatItEvicts, "test_remove_lets_a_block_go"),
-        (EvictsNothing, "test_remove_lets_a_block_go"),
-        (CountsGets, "test_get_is_no_use"),
-        (ComparesKeysByIdentity, "test_finds_equal_keys_that_are_other_objects"),
-        (RemovesQuietly, "test_remove_of_an_absent_key_is_a_key_error"),
-        (NeverOrders, "test_a_prefix_loses_its_tail_first"),
-    ],
-)
-def test_contract_catches(faulty: type[ReferenceLRU], check: str) -> None:
-    contract = type("Contract", (PolicyContract,), {"policy": faulty})()
+@pytest.mark.parametrize("fault", FAULTS)
+def test_contract_catches(fault: str) -> None:
+    method, faulty, check, arguments = FAULTS[fault]
+    contract = type("Contract", (PolicyContract,), {"policy": type("Faulty", (ReferenceLRU,), {method: faulty})})()
 
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        getattr(contract, check)()
-
-
-def test_contract_catches_eviction_of_blocks_in_use() -> None:
-    contract = type("Contract", (PolicyContract,), {"policy": EvictsBlocksInUse})()
-
-    with pytest.raises(AssertionError):
-        contract.test_evict_passes_over_blocks_in_use(1)
-
-
-def test_contract_catches_a_capacity_that_is_none() -> None:
-    contract = type("Contract", (PolicyContract,), {"policy": AnyCapacity})()
-
-    with pytest.raises(pytest.fail.Exception):
-        contract.test_refuses_what_is_no_capacity(0)
+        getattr(contract, f"test_{check}")(*arguments)
 
 
 # The contract leaves the thread of a test that gives no verdict: it would go on, with the garbage collector paused.
