@@ -56,6 +56,20 @@ class Bench:
         self.manager.complete_store(output.keys_to_store, None, False)
         return self
 
+    def ask(self, *keys, context=None):
+        """Look keys up, and end the scheduler's step."""
+        answer = self.manager.lookup(list(keys), context or ReqContext())
+        self.manager.on_schedule_end()
+        return answer
+
+    def asked(self, key, context):
+        """Return the answers about one block: whether it is ready, its status, whether it is coming to the request."""
+        manager = self.manager
+        return manager.lookup(key, context), manager.status(key, context), manager.is_coming(key, context)
+
+    def jobs(self):
+        return [(job.is_load, job.keys) for job in self.tier.pending]
+
     def bytes_of(self, key, context=None):
         (block_id,) = self.manager.prepare_load([key], context).block_ids
         value = self.host[block_id].tobytes().rstrip()
@@ -73,7 +87,7 @@ def keys_of(text):
 def test_stored_block_goes_down_and_stays_readable():
     bench = Bench()
     bench.store(b"a")
-    assert [job.keys for job in bench.tier.pending] == [[b"a"]]
+    assert bench.jobs() == [(False, [b"a"])]
     assert bench.manager.lookup(b"a") is True
     assert bench.bytes_of(b"a") == b"a"
     assert bench.manager.stats().num_referenced == 1
@@ -83,66 +97,65 @@ def test_stored_block_goes_down_and_stays_readable():
     assert bench.events() == [("CPU", False, [b"a"]), ("MANUAL", False, [b"a"])]
 
 
-def test_block_comes_back_before_it_is_loaded():
+def test_block_comes_back_and_is_held_until_it_is_loaded():
     bench = Bench().on_tier(b"a")
     context = ReqContext()
-    assert bench.manager.lookup(b"a", context) is None
-    assert bench.tier.pending == []
+    assert bench.asked(b"a", context) == (None, 1, True)
+    assert bench.jobs() == []
     bench.manager.on_schedule_end()
-    assert [(job.is_load, job.keys) for job in bench.tier.pending] == [(True, [b"a"])]
-    assert bench.manager.lookup(b"a", context) is None
+    assert bench.jobs() == [(True, [b"a"])]
+    # The engine cannot make a block ready that a tier reads into.
+    bench.manager.complete_store([b"a"])
+    assert bench.asked(b"a", context) == (None, 1, True)
+    with pytest.raises(BlockStateError):
+        bench.manager.prepare_load([b"a"])
     bench.step()
-    assert bench.manager.lookup(b"a", context) is True
+    assert bench.asked(b"a", context)[:2] == (True, 2)
+    assert bench.manager.prepare_store(keys_of("xyz")) is None
     assert bench.bytes_of(b"a", context) == b"a"
+    assert bench.manager.prepare_store(keys_of("xyz")) is not None
     assert bench.manager.tier_stats()[0].promoted_blocks == 1
 
 
-def test_run_goes_through_both_media():
+def test_absent_block_is_coming_once_the_engine_stores_it():
+    bench, context = Bench(), ReqContext()
+    assert bench.asked(b"a", context) == (False, 0, False)
+    bench.manager.prepare_store([b"a"])
+    assert bench.asked(b"a", context) == (False, 1, True)
+    bench.tier.lookup = lambda keys: None
+    assert bench.manager.status(b"other", context) == 3
+    bench.manager.complete_store([b"a"])
+    assert bench.manager.lookup(key=b"a") is True
+    with pytest.raises(ValueError, match="req_context must be a ReqContext or None, got 'nonsense'"):
+        bench.manager.lookup(b"a", "nonsense")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_run_goes_through_both_media_and_promotions_of_a_step_are_one_job(at_once):
     bench = Bench(num_blocks=4).on_tier(b"a", b"b")
     bench.store(b"c")
     bench.step()
     context = ReqContext()
-    assert bench.manager.lookup(keys_of("abcx"), context) is None
+    for asked in [keys_of("abcx")] if at_once else keys_of("ab"):
+        assert bench.manager.lookup(asked, context) is None
     bench.manager.on_schedule_end()
-    assert [job.keys for job in bench.tier.pending] == [keys_of("ab")]
+    assert bench.jobs() == [(True, keys_of("ab"))]
     bench.step()
     assert bench.manager.lookup(keys_of("abcx"), context) == 3
-
-
-def test_promotions_of_a_step_are_sent_together():
-    bench = Bench(num_blocks=6).on_tier(*keys_of("abc"))
-    context = ReqContext()
-    for key in keys_of("abc"):
-        assert bench.manager.lookup(key, context) is None
-    bench.manager.on_schedule_end()
-    assert [job.keys for job in bench.tier.pending] == [keys_of("abc")]
 
 
 def test_two_requests_share_one_promotion_and_both_hold_it():
     bench = Bench().on_tier(b"a")
     first, second = ReqContext("1"), ReqContext("2")
-    assert bench.manager.lookup(b"a", first) is None
-    bench.manager.on_schedule_end()
+    assert bench.ask(b"a", context=first) is None
     assert bench.manager.lookup(b"a", second) is None
     bench.step()
-    assert len(bench.tier.pending) == 0
+    assert bench.jobs() == []
     assert bench.manager.policy.get(b"a").ref_cnt == 2
     bench.manager.prepare_load([b"a"], first)
     assert bench.manager.policy.get(b"a").ref_cnt == 2
     bench.manager.on_request_finished(second)
     assert bench.manager.policy.get(b"a").ref_cnt == 1
-
-
-def test_promoted_blocks_are_held_until_they_are_loaded():
-    bench = Bench().on_tier(b"a")
-    context = ReqContext()
-    bench.manager.lookup(b"a", context)
-    bench.manager.on_schedule_end()
-    bench.step()
-    assert bench.manager.prepare_store(keys_of("xyz")) is None
-    bench.manager.prepare_load([b"a"], context)
-    bench.manager.complete_load([b"a"], context)
-    assert bench.manager.prepare_store(keys_of("xyz")) is not None
 
 
 def test_promotion_that_does_not_fit_is_cut():
@@ -151,28 +164,29 @@ def test_promotion_that_does_not_fit_is_cut():
     bench.step()
     bench.manager.prepare_load([b"p"])
     context = ReqContext()
-    assert bench.manager.lookup(keys_of("ab"), context) is None
-    bench.manager.on_schedule_end()
+    assert bench.ask(*keys_of("ab"), context=context) is None
     bench.step()
     assert bench.manager.lookup(keys_of("ab"), context) == 1
 
 
-def test_failed_promotion_is_a_miss():
-    bench = Bench().on_tier(b"a")
+@pytest.mark.parametrize(("error", "num_ready"), [("broken", 0), ("", 1)])
+def test_promotion_that_fails_or_is_never_loaded_leaves_nothing(error, num_ready):
+    bench = Bench(deadline_s=2.0).on_tier(b"a")
     context = ReqContext()
-    bench.manager.lookup(b"a", context)
+    bench.ask(b"a", context=context)
+    bench.step(error=error)
+    assert bench.manager.lookup([b"a"], context) == num_ready
+    assert (bench.manager.stats().num_pending, bench.manager.stats().num_referenced) == (0, num_ready)
+    assert bench.manager.tier_stats()[0].failed_jobs == 1 - num_ready
+    bench.clock.now_s += 2
     bench.manager.on_schedule_end()
-    bench.step(error="broken")
-    assert bench.manager.lookup(b"a", context) is False
-    assert bench.manager.stats().num_pending == 0
-    assert bench.manager.tier_stats()[0].failed_jobs == 1
+    assert bench.manager.stats().num_referenced == 0
 
 
 def test_lost_promotion_is_a_miss_after_the_deadline_and_its_slot_stays_taken():
     bench = Bench(deadline_s=2.0).on_tier(b"a")
     context = ReqContext()
-    bench.manager.lookup(b"a", context)
-    bench.manager.on_schedule_end()
+    bench.ask(b"a", context=context)
     bench.clock.now_s += 1.9
     assert bench.manager.lookup(b"a", context) is None
     bench.clock.now_s += 0.2
@@ -189,35 +203,13 @@ def test_lost_promotion_is_a_miss_after_the_deadline_and_its_slot_stays_taken():
     assert bench.bytes_of(b"a") == b"a"
 
 
-def test_request_that_never_loads_lets_go_after_the_deadline():
-    bench = Bench(deadline_s=2.0).on_tier(b"a")
-    context = ReqContext()
-    bench.manager.lookup(b"a", context)
-    bench.manager.on_schedule_end()
-    bench.step()
-    assert bench.manager.stats().num_referenced == 1
-    bench.clock.now_s += 2
-    bench.manager.on_schedule_end()
-    assert bench.manager.stats().num_referenced == 0
-
-
-def test_engine_cannot_make_a_block_ready_that_a_tier_reads_into():
-    bench = Bench().on_tier(b"a")
-    bench.manager.lookup(b"a", ReqContext())
-    bench.manager.on_schedule_end()
-    bench.manager.complete_store([b"a"])
-    assert bench.manager.lookup([b"a"], ReqContext()) is None
-    with pytest.raises(BlockStateError):
-        bench.manager.prepare_load([b"a"])
-
-
 def test_slow_tier_drops_stores_and_counts_them():
     bench = Bench(max_store_blocks=1)
     bench.store(*keys_of("abc"))
-    assert [job.keys for job in bench.tier.pending] == [[b"c"]]
+    assert bench.jobs() == [(False, [b"c"])]
     bench.store(*keys_of("de"))
     bench.step()
-    assert [job.keys for job in bench.tier.pending] == [[b"e"]]
+    assert bench.jobs() == [(False, [b"e"])]
     bench.step()
     assert bench.manager.tier_stats()[0].dropped_blocks == 2
 
@@ -228,15 +220,14 @@ def test_breaker_opens_after_failures_and_one_job_tries_again(caplog):
     for key in keys_of("ab"):
         bench.store(key)
         bench.step(error="no space")
-    assert bench.manager.tier_stats()[0].writes == "open"
     bench.store(b"c")
-    assert bench.tier.pending == []
-    assert bench.manager.tier_stats()[0].dropped_blocks == 3
-    assert bench.manager.tier_stats()[0].reads == "closed"
+    assert bench.jobs() == []
+    stats = bench.manager.tier_stats()[0]
+    assert (stats.writes, stats.reads, stats.dropped_blocks) == ("open", "closed", 3)
     bench.clock.now_s += 10
     bench.store(b"d")
     bench.store(b"e")
-    assert [job.keys for job in bench.tier.pending] == [[b"d"]]
+    assert bench.jobs() == [(False, [b"d"])]
     assert bench.manager.tier_stats()[0].writes == "half_open"
     bench.step()
     assert bench.manager.tier_stats()[0].writes == "closed"
@@ -246,26 +237,18 @@ def test_breaker_opens_after_failures_and_one_job_tries_again(caplog):
     assert resumed.getMessage() == "tier MANUAL: writes resumed"
 
 
-def test_block_is_written_on_its_nth_use():
-    bench = Bench(write_policy="write_through_selective", num_uses=3)
+@pytest.mark.parametrize("num_uses", [1, 3])
+def test_block_is_written_on_its_nth_use(num_uses):
+    bench = Bench(write_policy="write_through_selective", num_uses=num_uses)
     first = ReqContext()
-    bench.store(b"a", context=first)
-    bench.manager.touch([b"a"], first)
-    assert bench.tier.pending == []
-    bench.manager.touch([b"a"], ReqContext())
-    bench.manager.on_schedule_end()
-    assert bench.tier.pending == []
-    bench.manager.touch([b"a"], ReqContext())
-    bench.manager.on_schedule_end()
-    assert [job.keys for job in bench.tier.pending] == [[b"a"]]
-
-
-def test_first_use_can_be_enough():
-    bench = Bench(write_policy="write_through_selective", num_uses=1)
-    bench.manager.prepare_store([b"a"], ReqContext())
+    bench.manager.prepare_store([b"a"], first)
     bench.manager.on_schedule_end()
     bench.manager.complete_store([b"a"])
-    assert [job.keys for job in bench.tier.pending] == [[b"a"]]
+    bench.manager.touch([b"a"], first)
+    for number in range(1, 4):
+        assert bench.jobs() == ([(False, [b"a"])] if number >= num_uses else [])
+        bench.manager.touch([b"a"], ReqContext())
+        bench.manager.on_schedule_end()
     assert bench.manager.tier_stats()[0].dropped_blocks == 0
 
 
@@ -295,16 +278,16 @@ def test_least_recently_used_blocks_are_written_before_they_leave():
     bench = Bench(num_blocks=4, write_policy="write_back")
     served(bench, "abc")
     bench.step()
-    assert bench.tier.pending == []
+    assert (bench.jobs(), bench.tier.stats().stored_blocks) == ([], 0)
     served(bench, "d")
-    assert [job.keys for job in bench.tier.pending] == [[b"c"]]
+    assert bench.jobs() == [(False, [b"c"])]
     assert bench.manager.lookup(b"c") is True
     bench.step()
     bench.manager.touch([b"b"], ReqContext())
     served(bench, "e")
     assert ("CPU", True, [b"c"]) in bench.events()
     assert bench.tier.lookup([b"c"]) == 1
-    assert [job.keys for job in bench.tier.pending] == [[b"a"]]
+    assert bench.jobs() == [(False, [b"a"])]
     assert bench.manager.tier_stats()[0].dropped_blocks == 0
 
 
@@ -320,17 +303,9 @@ def test_burst_loses_unwritten_blocks_counts_them_and_is_foreseen_the_next_time(
     assert bench.manager.tier_stats()[0].dropped_blocks == 2
 
 
-def test_pool_that_is_not_full_writes_nothing_on_eviction():
-    bench = Bench(num_blocks=8, write_policy="write_back")
-    bench.store(*keys_of("abcdef"))
-    bench.step()
-    assert bench.tier.stats().stored_blocks == 0
-
-
 def test_reset_waits_for_what_is_in_flight_and_is_empty_at_once():
     bench = Bench().on_tier(b"a")
-    bench.manager.lookup(b"a", ReqContext())
-    bench.manager.on_schedule_end()
+    bench.ask(b"a")
     bench.store(b"b")
     bench.events()
     bench.manager.reset_cache()
@@ -436,28 +411,6 @@ def test_retention_hints_lapse_by_the_managers_clock():
     assert store(b"last", Retention(1, 10)) == [b"kept"]
 
 
-def test_one_key_is_looked_up_by_name_and_what_is_no_context_is_refused():
-    bench = Bench()
-    bench.store(b"a")
-    assert bench.manager.lookup(key=b"a") is True
-    with pytest.raises(ValueError, match="req_context must be a ReqContext or None, got 'nonsense'"):
-        bench.manager.lookup(b"a", "nonsense")
-
-
-def test_status_of_one_key():
-    bench = Bench().on_tier(b"a")
-    context = ReqContext()
-    assert bench.manager.status(b"a", context) == 1
-    bench.manager.on_schedule_end()
-    bench.step()
-    assert bench.manager.status(b"a", context) == 2
-    assert bench.manager.status(b"nowhere", context) == 0
-    bench.manager.prepare_store([b"new"])
-    assert bench.manager.status(b"new", context) == 1
-    bench.tier.lookup = lambda keys: None
-    assert bench.manager.status(b"other", context) == 3
-
-
 def test_what_a_tier_found_or_lost_by_itself_is_an_event():
     bench = Bench()
     bench.tier.get_finished = lambda: [TierResult(None, keys_of("ab")), TierResult(None, removed=keys_of("a"))]
@@ -496,8 +449,7 @@ def test_promotion_under_gittins_is_no_use_until_the_request_loads_its_blocks():
     bench.step()
     bench.clock.now_s += 3600.0
     context = ReqContext()
-    assert bench.manager.lookup([b"a", b"b"], context) is None
-    bench.manager.on_schedule_end()
+    assert bench.ask(b"a", b"b", context=context) is None
     bench.step()
     assert bench.manager.lookup([b"a", b"b"], context) == 2
     assert policy.touches == 2
@@ -507,36 +459,15 @@ def test_promotion_under_gittins_is_no_use_until_the_request_loads_its_blocks():
     policy.check()
 
 
-def asked(bench, key, context):
-    """Return whether a block is found ready, and whether it is coming to the request."""
-    return bench.manager.lookup(key, context), bench.manager.is_coming(key, context)
-
-
-def test_is_coming_block_in_tier_is_true_until_it_is_ready():
-    bench, context = Bench().on_tier(b"a"), ReqContext()
-    assert asked(bench, b"a", context) == (None, True)
-    bench.manager.on_schedule_end()
-    assert asked(bench, b"a", context) == (None, True)
-    bench.step()
-    assert bench.manager.lookup(b"a", context) is True
-
-
-def test_is_coming_unknown_block_is_false_until_the_engine_stores_it():
-    bench, context = Bench(), ReqContext()
-    assert asked(bench, b"b", context) == (False, False)
-    bench.manager.prepare_store([b"b"])
-    assert asked(bench, b"b", context) == (False, True)
-
-
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_is_coming_block_of_an_overdue_job_or_during_a_reset_is_false(is_reset):
     bench, context = Bench().on_tier(b"a"), ReqContext()
-    asked(bench, b"a", context)
-    bench.manager.on_schedule_end()
+    bench.ask(b"a", context=context)
     if is_reset:
         bench.manager.reset_cache()
     else:
         bench.clock.now_s += 6
         bench.manager.on_schedule_end()
         assert bench.manager.policy.get(b"a") is not None
-    assert asked(bench, b"a", context) == (False, False)
+    assert bench.manager.lookup(b"a", context) is False
+    assert not bench.manager.is_coming(b"a", context)
