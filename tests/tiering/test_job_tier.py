@@ -5,6 +5,8 @@ import time
 
 import numpy as np
 import pytest
+from stores import found, load, store_as_is, until, wait_for, wait_for_reset
+from stores import store as save
 
 from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.tiering import existence, job_tier
@@ -27,6 +29,13 @@ class Store:
         self.num_begun = 0
         self.queries = []
         self.fail = {}
+
+    def hold(self, submit):
+        """Close the gate, and submit a job that a thread begins."""
+        self.gate.clear()
+        before = self.num_begun
+        submit()
+        until(lambda: self.num_begun > before)
 
     def enter(self, name):
         self.num_begun += 1
@@ -108,91 +117,50 @@ def keys_of(text):
     return [letter.encode() for letter in text]
 
 
-def until(condition):
-    end = time.monotonic() + 60
-    while not (answer := condition()):
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.0005)
-    return answer
-
-
 def ended(tier, *job_ids):
-    found = {}
+    """Wait for jobs; return their results."""
+    results = {}
 
-    def is_over():
-        found.update((result.job_id, result) for result in tier.get_finished())
-        return set(job_ids) <= found.keys()
+    def are_over():
+        results.update((result.job_id, result) for result in tier.get_finished())
+        return set(job_ids) <= results.keys()
 
-    until(is_over)
-    return [found[job_id] for job_id in job_ids]
-
-
-def put(tier, host, text, job_id=1):
-    keys = keys_of(text)
-    for i, key in enumerate(keys):
-        host[i] = key[0]
-    assert tier.submit_store(job_id, keys, list(range(len(keys))))
-    result = ended(tier, job_id)[0]
-    result.done.sort()  # several threads move a job's blocks
-    return result
-
-
-def found(tier, text):
-    def ask():
-        tier.get_finished()
-        answer = tier.lookup(keys_of(text))
-        return None if answer is None else [answer]
-
-    return until(ask)[0]
+    until(are_over)
+    return [results[job_id] for job_id in job_ids]
 
 
 @pytest.mark.parametrize("slots", [None, 8])
-def test_corrupt_block_is_absent_until_its_key_is_stored_again(make, host, store, slots):
+def test_corrupt_block_and_one_that_left_are_absent_until_they_are_stored_again(make, host, store, slots):
     tier = make(slots=slots)
-    put(tier, host, "ab")
+    save(tier, host, keys_of("abc"))
     store.values[b"a"] = b"bad"
-    assert found(tier, "ab") == 2
-    assert tier.submit_load(2, keys_of("ab"), [5, 6])
-    (result,) = ended(tier, 2)
-    assert (result.done, result.failed, result.removed, result.error) == ([b"b"], [b"a"], [b"a"], "")
-    assert found(tier, "ab") == 0
-    assert found(tier, "b") == 1
-    assert tier.stats().corrupt_blocks == 1
-    assert put(tier, host, "a", 3).done == [b"a"]
-    assert found(tier, "ab") == 2
-
-
-@pytest.mark.parametrize("slots", [None, 8])
-def test_block_that_left_the_medium_is_a_miss_and_named(make, host, store, slots):
-    tier = make(slots=slots)
-    put(tier, host, "ab")
-    del store.values[b"b"]
-    assert found(tier, "ab") == 2
-    tier.submit_load(2, keys_of("ab"), [5, 6])
-    (result,) = ended(tier, 2)
-    assert (result.done, result.failed, result.removed) == ([b"a"], [b"b"], [b"b"])
-    assert (tier.stats().missed_blocks, tier.stats().corrupt_blocks) == (1, 0)
-    assert found(tier, "ab") == 1
+    del store.values[b"c"]
+    assert found(tier, keys_of("abc")) == 3
+    result = load(tier, host, keys_of("abc"))
+    assert (result.done, result.failed, result.removed, result.error) == ([b"b"], keys_of("ac"), keys_of("ac"), "")
+    assert [found(tier, [key]) for key in keys_of("abc")] == [0, 1, 0]
+    assert (tier.stats().missed_blocks, tier.stats().corrupt_blocks) == (1, 1)
+    assert save(tier, host, keys_of("a"), 3).done == [b"a"]
+    assert found(tier, keys_of("ab")) == 2
 
 
 @pytest.mark.parametrize("slots", [None, 8])
 def test_removal_without_a_job_is_reported(make, host, slots):
     tier = make(slots=slots)
-    put(tier, host, "ab")
-    assert found(tier, "ab") == 2
+    save(tier, host, keys_of("ab"))
+    assert found(tier, keys_of("ab")) == 2
     tier.report_removed(keys_of("ax"))
     (result,) = tier.get_finished()
     assert (result.job_id, result.done, result.removed) == (None, [], [b"a"])
-    assert found(tier, "b") == 1
+    assert found(tier, keys_of("b")) == 1
     assert tier.lookup([b"a"]) == 0
 
 
 def test_batch_that_raises_fails_whole_and_keeps_what_was_held(make, host, store):
     tier = make(slots=8)
-    put(tier, host, "ab")
+    save(tier, host, keys_of("ab"))
     store.fail["get"] = OSError("the cable")
-    tier.submit_load(2, keys_of("ab"), [5, 6])
-    (result,) = ended(tier, 2)
+    result = load(tier, host, keys_of("ab"))
     assert (result.done, result.failed, result.removed) == ([], keys_of("ab"), [])
     assert result.error == "OSError: the cable"
     assert tier.lookup(keys_of("ab")) == 2
@@ -203,19 +171,20 @@ def test_batch_that_raises_fails_whole_and_keeps_what_was_held(make, host, store
 def test_lying_subclass_fails_the_batch(make, host, outcomes):
     tier = make(slots=8)
     tier.put = lambda batch: outcomes
-    tier.submit_store(1, keys_of("ab"), [0, 1])
-    (result,) = ended(tier, 1)
+    result = store_as_is(tier, keys_of("ab"))
     assert (result.done, result.failed, bool(result.error)) == ([], keys_of("ab"), True)
     assert tier.lookup(keys_of("ab")) == 0
 
 
-def test_thread_survives_whatever_is_raised_in_it(make, host):
+def test_thread_survives_whatever_is_raised_in_it_and_results_have_times(make, host):
     tier = make(slots=8, num_threads=1)
     tier.put = lambda batch: (_ for _ in ()).throw(SystemExit(3))
-    tier.submit_store(1, [b"a"], [0])
-    assert ended(tier, 1)[0].error == "SystemExit: 3"
+    assert store_as_is(tier, [b"a"]).error == "SystemExit: 3"
     del tier.put
-    assert put(tier, host, "a", 2).done == [b"a"]
+    before_s = time.monotonic()
+    result = save(tier, host, keys_of("a"), 2)
+    assert result.done == [b"a"]
+    assert before_s <= result.start_s <= result.end_s <= time.monotonic()
 
 
 def test_full_queue_is_refused_and_counted(make, host, store):
@@ -226,17 +195,15 @@ def test_full_queue_is_refused_and_counted(make, host, store):
     assert not tier.submit_load(3, keys_of("c"), [2])
     assert tier.stats().refused_blocks == 2
     store.gate.set()
-    ended(tier, 1)
+    wait_for(tier, 1)
     assert tier.submit_store(4, keys_of("c"), [2])
 
 
 def test_long_key_and_refused_block_fail_without_an_error(make, host):
     tier = make(slots=8, max_key_bytes=2)
-    tier.submit_store(1, [b"a", b"long"], [0, 1])
-    assert ended(tier, 1)[0].failed == [b"long"]
+    assert store_as_is(tier, [b"a", b"long"]).failed == [b"long"]
     tier.put = lambda batch: [BlockOutcome.REFUSED] * len(batch.keys)
-    tier.submit_store(2, [b"c"], [0])
-    (result,) = ended(tier, 2)
+    result = store_as_is(tier, [b"c"], 2)
     assert (result.failed, result.error) == ([b"c"], "")
     assert tier.stats().refused_blocks == 2
     assert tier.lookup([b"c"]) == 0
@@ -244,34 +211,27 @@ def test_long_key_and_refused_block_fail_without_an_error(make, host):
 
 def test_cancelled_batches_that_have_not_begun_fail_at_once(make, host, store):
     tier = make(slots=16, num_threads=1, max_batch_blocks=1)
-    put(tier, host, "ab")
-    store.gate.clear()
-    begun = store.num_begun
-    tier.submit_store(2, [b"c"], [2])
-    until(lambda: store.num_begun > begun)
+    save(tier, host, keys_of("ab"))
+    store.hold(lambda: tier.submit_store(2, [b"c"], [2]))
     tier.submit_load(3, keys_of("ab"), [5, 6])
     tier.submit_store(4, keys_of("de"), [3, 4])
     for job_id in (2, 3, 4, 99):
         tier.cancel(job_id)
-    first, second = ended(tier, 3, 4)
-    assert (first.done, sorted(first.failed), first.error) == ([], keys_of("ab"), "")
-    assert (second.done, sorted(second.failed), second.error) == ([], keys_of("de"), "")
+    results = ended(tier, 3, 4)
+    assert [(result.done, result.error) for result in results] == [([], ""), ([], "")]
+    assert [sorted(result.failed) for result in results] == [keys_of("ab"), keys_of("de")]
     store.gate.set()
-    (result,) = ended(tier, 2)
-    assert result.done == [b"c"]
+    assert wait_for(tier, 2).done == [b"c"]
     time.sleep(0.02)
     assert tier.get_finished() == []
     assert store.values.keys() == {b"a", b"b", b"c"}
-    assert put(tier, host, "de", 5).done == keys_of("de")
+    assert save(tier, host, keys_of("de"), 5).done == keys_of("de")
 
 
 def test_loads_overtake_stores_that_have_not_begun(make, host, store):
     tier = make(slots=32, num_threads=1, max_batch_blocks=1)
-    put(tier, host, "a")
-    store.gate.clear()
-    begun = store.num_begun
-    tier.submit_store(2, [b"b"], [1])
-    until(lambda: store.num_begun > begun)
+    save(tier, host, keys_of("a"))
+    store.hold(lambda: tier.submit_store(2, [b"b"], [1]))
     order = []
     tier.on_stored = tier.on_loaded = lambda batch: order.extend(batch.keys)
     tier.submit_store(3, [b"c"], [2])
@@ -284,7 +244,7 @@ def test_loads_overtake_stores_that_have_not_begun(make, host, store):
 @pytest.mark.parametrize("slots", [None, 8])
 def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, store, slots):
     tier = make(slots=slots, num_threads=1)
-    put(tier, host, "ab")
+    save(tier, host, keys_of("ab"))
     hung = threading.Event()
     tier.get = lambda batch: hung.wait() and None
     tier.submit_load(2, keys_of("ab"), [5, 6])
@@ -297,16 +257,16 @@ def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, 
     assert not tier.submit_store(3, [b"c"], [0])
     assert tier.stats().unavailable_reason == "reset under way"
     hung.set()
-    ended(tier, 2)
-    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
-    assert found(tier, "ab") == 0
-    assert put(tier, host, "c", 4).done == [b"c"]
+    wait_for(tier, 2)
+    wait_for_reset(tier)
+    assert found(tier, keys_of("ab")) == 0
+    assert save(tier, host, keys_of("c"), 4).done == [b"c"]
 
 
 def test_reset_that_fails_is_tried_again_and_serves_nothing_meanwhile(make, host, store, monkeypatch):
     monkeypatch.setattr(job_tier, "_RETRY_S", 0.005)
     tier = make(slots=8)
-    put(tier, host, "ab")
+    save(tier, host, keys_of("ab"))
     store.fail["clear"] = OSError("read-only")
     tier.reset()
     until(lambda: tier.get_finished() == [] and "read-only" in tier.stats().unavailable_reason)
@@ -314,37 +274,34 @@ def test_reset_that_fails_is_tried_again_and_serves_nothing_meanwhile(make, host
     assert tier.lookup(keys_of("ab")) == 0
     assert not tier.submit_load(2, [b"a"], [0])
     store.fail.clear()
-    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+    wait_for_reset(tier)
     assert tier.lookup(keys_of("ab")) == 0
-    assert put(tier, host, "ab", 3).done == keys_of("ab")
+    assert save(tier, host, keys_of("ab"), 3).done == keys_of("ab")
 
 
 def test_store_before_a_reset_does_not_count_after_it(make, host, store):
     tier = make(num_threads=1)
-    store.gate.clear()
-    begun = store.num_begun
-    tier.submit_store(1, [b"a"], [0])
-    until(lambda: store.num_begun > begun)
+    store.hold(lambda: tier.submit_store(1, [b"a"], [0]))
     tier.reset()
     store.gate.set()
-    ended(tier, 1)
-    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+    wait_for(tier, 1)
+    wait_for_reset(tier)
     assert tier.stats().num_held == 0
 
 
 def test_counters_do_not_go_back_at_a_reset(make, host, store):
     tier = make(slots=2)
-    put(tier, host, "ab", 1)
-    put(tier, host, "cd", 2)
+    save(tier, host, keys_of("ab"), 1)
+    save(tier, host, keys_of("cd"), 2)
     before = tier.stats()
     assert before.evicted_blocks == 2
     for _ in range(2):
         tier.reset()
-        until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
+        wait_for_reset(tier)
         after = tier.stats()
         assert (after.num_held, after.evicted_blocks, after.stored_blocks) == (0, 2, 4)
-    put(tier, host, "ab", 3)
-    put(tier, host, "c", 4)
+    save(tier, host, keys_of("ab"), 3)
+    save(tier, host, keys_of("c"), 4)
     assert tier.stats().evicted_blocks == 3
 
 
@@ -363,7 +320,7 @@ def test_what_was_found_is_announced_once_in_pieces_without_what_left(make, host
     monkeypatch.setattr(job_tier, "MAX_STEP_BLOCKS", 3)
     tier = make(slots=5, found=keys_of("abcde"))
     assert [(result.job_id, result.done) for result in tier.get_finished()] == [(None, keys_of("abc"))]
-    put(tier, host, "fghij")
+    save(tier, host, keys_of("fghij"))
     reported = [result for _ in range(3) for result in tier.get_finished()]
     assert [key for result in reported if result.job_id is None for key in result.done] == []
 
@@ -373,8 +330,8 @@ def test_existence_is_asked_for_in_one_batch_and_remembered(make, store):
     tier = make(absent_s=10.0)
     assert tier.lookup(keys_of("abc")) is None
     assert tier.lookup(keys_of("abc")) is None
-    assert found(tier, "abc") == 2
-    assert found(tier, "bca") == 1
+    assert found(tier, keys_of("abc")) == 2
+    assert found(tier, keys_of("bca")) == 1
     assert store.queries == [keys_of("abc")]
 
 
@@ -399,7 +356,7 @@ def test_existence_query_that_fails_counts_as_absent(make, store, answer):
         return answer
 
     tier.exists = exists
-    assert found(tier, "ab") == 0
+    assert found(tier, keys_of("ab")) == 0
     assert tier.stats().io_errors == 1
 
 
@@ -456,13 +413,12 @@ def test_hook_that_raises_costs_no_job_and_no_slot(make, host, name):
     tier = make(slots=4)
     setattr(tier, name, lambda *args: (_ for _ in ()).throw(RuntimeError("bug")))
     for job_id, text in enumerate(("abcd", "efgh", "ab"), 1):
-        assert sorted(put(tier, host, text, job_id).done) == keys_of(text)
+        assert save(tier, host, keys_of(text), job_id).done == keys_of(text)
         tier.touch(keys_of(text))
-        tier.submit_load(10 + job_id, keys_of(text), list(range(len(text))))
-        assert sorted(ended(tier, 10 + job_id)[0].done) == keys_of(text)
+        assert load(tier, host, keys_of(text)).done == keys_of(text)
     tier.reset()
-    until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason)
-    assert put(tier, host, "abcd", 20).done
+    wait_for_reset(tier)
+    assert save(tier, host, keys_of("abcd"), 20).done
     tier.shutdown()
     if name != "maintain":
         assert tier.stats().last_error == f"{name}: RuntimeError: bug"
@@ -472,22 +428,7 @@ def test_hook_that_raises_costs_no_job_and_no_slot(make, host, name):
 def test_cut_that_does_not_name_each_block_once_is_replaced(make, host, groups):
     tier = make(slots=4)
     tier.cut = lambda slots, num_blocks: groups
-    assert put(tier, host, "ab").done == keys_of("ab")
-
-
-def test_result_of_a_job_says_when_it_was_taken_and_when_its_last_byte_had_moved():
-    host = np.zeros((4, 8), np.uint8)
-    tier = MemoryTier(4, host)
-    try:
-        before_s = time.monotonic()
-        assert tier.submit_store(1, [b"a", b"b"], [0, 1])
-        end_s = time.monotonic() + 30
-        while not (results := tier.get_finished()) and time.monotonic() < end_s:
-            time.sleep(0.001)
-        time.sleep(0.01)
-        assert before_s <= results[0].start_s <= results[0].end_s < time.monotonic() - 0.01
-    finally:
-        tier.shutdown()
+    assert save(tier, host, keys_of("ab")).done == keys_of("ab")
 
 
 def test_manager_sends_no_more_than_a_tier_takes_and_loses_nothing_for_it():
