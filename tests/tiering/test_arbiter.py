@@ -44,14 +44,8 @@ class Engine:
         self.clock = Clock()
         self.tier = ThrottledTier(100_000, latency_s, block_s, self.clock)
         rule = TierConfig(arbiter=arbiter, deadline_s=1e6, max_store_blocks=100_000, **config)
-        self.manager = TieredOffloadingManager(
-            BLOCK_TOKENS,
-            4096,
-            [(self.tier, rule)],
-            deadline_s=1e6,
-            clock=self.clock,
-            prefill_tokens_per_s=given,
-        )
+        options = {"deadline_s": 1e6, "clock": self.clock, "prefill_tokens_per_s": given}
+        self.manager = TieredOffloadingManager(BLOCK_TOKENS, 4096, [(self.tier, rule)], **options)
         self.token_s = token_s
         self.by_key = by_key
         self.names = itertools.count()
@@ -258,11 +252,15 @@ def test_tier_without_an_arbiter_is_loaded_from_whatever_it_costs() -> None:
     assert str(manager.arbiter.decisions[-1]) == "loads 4 of 4 blocks: loading 3 s, computing 4 s"
 
 
+def link_of(block_s: float) -> LinkRate:
+    link = LinkRate()
+    link.fit.set(block_s, 0.0)
+    return link
+
+
 def test_prefix_is_cut_where_the_medium_changes() -> None:
     arbiter = LoadArbiter(10.0)
-    fast, slow = LinkRate(), LinkRate()
-    fast.fit.set(0.1, 0.0)
-    slow.fit.set(2.0, 0.0)
+    fast, slow = link_of(0.1), link_of(2.0)
     # 10 tokens a block take a second.
     segments = [Segment(fast, 5, 50), Segment(slow, 5, 100)]
     decision = arbiter.decide(0, segments, 0.0)
@@ -275,9 +273,7 @@ def test_prefix_is_cut_where_the_medium_changes() -> None:
 
 def test_media_load_at_the_same_time_and_one_after_another_on_one_link() -> None:
     arbiter = LoadArbiter(1.0)
-    one, two = LinkRate(), LinkRate()
-    one.fit.set(1.0, 0.0)
-    two.fit.set(1.0, 0.0)
+    one, two = link_of(1.0), link_of(1.0)
     parts = [Segment(one, 4, 40), Segment(two, 4, 80), Segment(one, 4, 120)]
     assert arbiter.decide(0, parts, 0.0).load_s == 8.0
     one.sent(100, 0.0)
@@ -333,34 +329,21 @@ def test_rates_in_use_do_not_follow_noise() -> None:
     assert fit(100, 1) > 1.04
 
 
-def test_prefill_rate_is_learned_by_position() -> None:
+def test_prefill_rate_is_learned_by_position_unless_it_was_given() -> None:
     rate = PrefillRate()
     for first, num in ((0, 100), (1000, 500), (4000, 2000), (100, 50)):
         rate.record(first, num, sum(1e-3 * (1 + p / 2000) for p in range(first, first + num)))
     assert rate.compute_s(0, 1000) == pytest.approx(1.25, rel=0.05)
     assert rate.compute_s(9000, 10000) == pytest.approx(5.75, rel=0.05)
-
-
-def test_rate_that_was_given_stays() -> None:
-    rate = PrefillRate({0: 1000, 4000: 500})
-    rate.record(0, 100, 50.0)
-    assert rate.compute_s(0, 1) == pytest.approx(1e-3, rel=1e-3)
-    assert rate.compute_s(4000, 4001) == pytest.approx(2e-3, rel=1e-3)
+    given = PrefillRate({0: 1000, 4000: 500})
+    given.record(0, 100, 50.0)
+    assert [given.compute_s(first, first + 1) for first in (0, 4000)] == pytest.approx([1e-3, 2e-3], rel=1e-3)
 
 
 @pytest.mark.parametrize("value", [0, -1, math.inf, True, "fast", {}, {"a": 1}, {0: 1, 10: 2}, {-1: 5}, {0: "x"}, [1]])
 def test_bad_prefill_rate_is_named(value: Any) -> None:
     with pytest.raises(ValueError, match=r"prefill_tokens_per_s must be tokens a second > 0"):
         PrefillRate(value)
-
-
-def test_calls_without_a_request_and_nonsense_reports_change_nothing() -> None:
-    engine = Engine(0.0, 1.0, flat(1e6), given=1e6)
-    engine.manager.controllers[0].link.fit.set(1.0, 0.0)
-    assert engine.manager.lookup(engine.prompt(4)) is None
-    for report in ((-1, 5, 1.0), (0, 0, 1.0), (0, 5, 0.0)):
-        engine.manager.report_prefill(*report)
-    assert engine.manager.arbiter.prefill.compute_s(0, 10**6) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -374,12 +357,17 @@ def test_calls_without_a_request_and_nonsense_reports_change_nothing() -> None:
         (0, 5, math.inf),
         (math.nan, 5, 1.0),
         (0, math.inf, 1.0),
+        (-1, 5, 1.0),
+        (0, 0, 1.0),
+        (0, 5, 0.0),
     ],
 )
 def test_report_of_what_no_prompt_takes_is_ignored(report: tuple[Any, Any, Any]) -> None:
     engine = Engine(0.01, 0.01, flat(1000))
     engine.manager.report_prefill(*report)
-    assert not engine.manager.arbiter.prefill.is_known
+    assert engine.manager.arbiter.prefill.fit.num_samples == 0
+    # A call without a request is not arbitrated.
+    assert engine.manager.lookup(engine.prompt(4)) is None
     engine.manager.report_prefill(0, 1000, 1.0)
     assert engine.manager.arbiter.prefill.compute_s(0, 1000) == pytest.approx(1.0)
 

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from stores import store as save
 
 from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.tiering import existence, job_tier
+from kvcache.tiering.breaker import Direction
 from kvcache.tiering.existence import ExistenceCache
+from kvcache.tiering.io_threads import LOAD, QUERY, STORE, STORE_TURN, IOThreads
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
 from kvcache.tiering.slot_index import SlotIndex
 from kvcache.tiers.memory import MemoryTier
@@ -131,7 +135,7 @@ def ended(tier, *job_ids):
 
 @pytest.mark.parametrize("slots", [None, 8])
 def test_corrupt_block_and_one_that_left_are_absent_until_they_are_stored_again(make, host, store, slots):
-    tier = make(slots=slots)
+    tier = make(slots=slots, absent_s=1e-6)
     save(tier, host, keys_of("abc"))
     store.values[b"a"] = b"bad"
     del store.values[b"c"]
@@ -452,3 +456,46 @@ def test_manager_sends_no_more_than_a_tier_takes_and_loses_nothing_for_it():
         assert (stats.tier.refused_blocks, stats.dropped_blocks, stats.failed_jobs) == (0, 0, 0)
         assert (stats.promoted_blocks, stats.tier.stored_blocks) == ((12, 0) if warm else (0, 12))
         manager.shutdown()
+
+
+def test_breaker_goes_from_closed_to_open_to_half_open_and_back():
+    breaker = Direction("reads", 1, max_failures=2, pause_s=10.0)
+    assert (breaker.state, breaker.allows(0.0)) == ("closed", True)
+    assert not breaker.record_failure(0.0)
+    breaker.record_success()
+    assert not breaker.record_failure(0.0)
+    assert breaker.record_failure(1.0)
+    assert (breaker.state, breaker.allows(10.9), breaker.allows(11.0)) == ("open", False, True)
+    breaker.record_sent()
+    assert (breaker.state, breaker.allows(12.0)) == ("half_open", False)
+    assert not breaker.record_failure(12.0)
+    assert (breaker.state, breaker.allows(21.9)) == ("open", False)
+    breaker.record_sent()
+    breaker.record_success()
+    assert (breaker.state, breaker.allows(12.0)) == ("closed", True)
+    at_once = Direction("reads", 1, max_failures=9, pause_s=1.0)
+    assert at_once.record_failure(0.0, at_once=True)
+    at_once.record_sent()
+    assert not at_once.record_failure(2.0)
+    assert (at_once.state, at_once.allows(2.5)) == ("open", False)
+
+
+def order_of(*tasks):
+    """Return the order in which one thread takes tasks that wait for it."""
+    gate, order = threading.Event(), []
+    threads = IOThreads(1, "test")
+    threads.submit(SimpleNamespace(run=gate.wait, error=""), QUERY)
+    for name, priority in tasks:
+        threads.submit(SimpleNamespace(run=partial(order.append, name), error=""), priority)
+    gate.set()
+    assert threads.close(30)
+    return order
+
+
+def test_queries_go_before_loads_and_loads_before_stores():
+    assert order_of(("store", STORE), ("load", LOAD), ("query", QUERY)) == ["query", "load", "store"]
+
+
+def test_loads_without_an_end_do_not_keep_a_store_for_ever():
+    loads = [(f"load {i}", LOAD) for i in range(3 * STORE_TURN)]
+    assert order_of(("store", STORE), *loads).index("store") < STORE_TURN

@@ -13,18 +13,24 @@ from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import TierResult
 
-METHODS = [
-    "lookup",
-    "submit_store",
-    "submit_load",
-    "get_finished",
-    "cancel",
-    "reset",
-    "stats",
-    "touch",
-    "on_request_finished",
-    "shutdown",
-]
+NONSENSE = {
+    "lookup": [-1, 99, "three", 2.0, True, [1]],
+    "submit_store": [np.zeros(2), "no"],
+    "submit_load": [np.zeros(2), "no"],
+    "get_finished": [
+        None,
+        7,
+        [None],
+        "ab",
+        [TierResult(12345, [b"a"])],
+        [TierResult(None, ["a"])],
+        [TierResult("one", [b"a"])],
+        [TierResult(1, [b"zz", b"yy"], [b"zz"]), TierResult(1, [b"zz"])],
+        [TierResult(2, 5)],
+    ],
+    "stats": [None, 3],
+}
+METHODS = [*NONSENSE, "cancel", "reset", "touch", "on_request_finished", "shutdown"]
 NUM_BLOCKS = 6
 
 
@@ -107,45 +113,24 @@ class Day:
         assert tier_stats.stuck_blocks <= 3 * NUM_BLOCKS // 4
 
 
-def calls_of(method):
-    day = Day()
-    fault = Fault(getattr(day.tier, method), 0, False, None)
+def played(method, at, is_for_good, answer, write_policy="write_through"):
+    """Play a day on which a method of the tier fails; return the day, and how often the method was called."""
+    day = Day(write_policy)
+    fault = Fault(getattr(day.tier, method), at, is_for_good, answer)
     setattr(day.tier, method, fault)
     day.play()
-    return fault.num_calls
-
-
-NONSENSE = {
-    "lookup": [-1, 99, "three", 2.0, True, [1]],
-    "submit_store": [np.zeros(2), "no"],
-    "submit_load": [np.zeros(2), "no"],
-    "get_finished": [
-        None,
-        7,
-        [None],
-        "ab",
-        [TierResult(12345, [b"a"])],
-        [TierResult(None, ["a"])],
-        [TierResult("one", [b"a"])],
-        [TierResult(1, [b"zz", b"yy"], [b"zz"]), TierResult(1, [b"zz"])],
-        [TierResult(2, 5)],
-    ],
-    "stats": [None, 3],
-}
+    return day, fault.num_calls
 
 
 @pytest.mark.parametrize("is_for_good", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_tier_that_raises_reaches_nobody(method, is_for_good):
-    num_calls = 4 if method == "cancel" else calls_of(method)
+    num_calls = 4 if method == "cancel" else played(method, 0, False, None)[1]
     assert num_calls
     for at in range(1, num_calls + 1):
-        day = Day()
-        setattr(day.tier, method, Fault(getattr(day.tier, method), at, is_for_good, RuntimeError("bug")))
-        day.play()
-        if method == "stats":
-            continue
-        day.check()
+        day, _ = played(method, at, is_for_good, RuntimeError("bug"))
+        if method != "stats":
+            day.check()
 
 
 @pytest.mark.parametrize("is_for_good", [False, True])
@@ -153,18 +138,14 @@ def test_tier_that_raises_reaches_nobody(method, is_for_good):
 def test_tier_that_answers_nonsense_reaches_nobody(method, is_for_good):
     for answer in NONSENSE[method]:
         for at in (1, 2, 5):
-            day = Day()
-            setattr(day.tier, method, Fault(getattr(day.tier, method), at, is_for_good, answer))
-            day.play()
+            played(method, at, is_for_good, answer)
 
 
 @pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
 def test_other_write_policies_survive_too(write_policy):
     for method in METHODS:
         for at in (1, 3):
-            day = Day(write_policy)
-            setattr(day.tier, method, Fault(getattr(day.tier, method), at, True, RuntimeError("bug")))
-            day.play()
+            played(method, at, True, RuntimeError("bug"), write_policy)
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("bug"), None, "noon", float("nan"), float("inf"), -1e9])
