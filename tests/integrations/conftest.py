@@ -1,7 +1,6 @@
 """One thread for torch: models this small lose more by handing work to other threads than they gain."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     torch = sys.modules.get("torch")
     if torch is None:
         yield

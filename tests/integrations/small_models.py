@@ -1,7 +1,5 @@
 """Small random models of many architectures, prompts for them, and their answers with and without a prefix cache."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """The transformers door: with and without it the same tokens, and never a byte of another prompt, model or tenant."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from unittest.mock import Mock

@@ -4,8 +4,6 @@ Some ways show in the fingerprint, and the blocks are not found. If a way does n
 again, compared and rejected.
 """
 
-from __future__ import annotations
-
 import logging
 
 import pytest

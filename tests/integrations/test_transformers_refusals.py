@@ -1,7 +1,5 @@
 """What the transformers door refuses: a clear error that names the value, before anything changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,20 +1,18 @@
 """The rate of prefill is that of the steps in which prompts were computed, and of no others."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 
 
-def watch() -> tuple[PrefillWatch, list[tuple[list[tuple[int, int]], float]]]:
-    reports: list[tuple[list[tuple[int, int]], float]] = []
+def watch():
+    reports = []
     watched = PrefillWatch(16, lambda parts, seconds: reports.append((parts, seconds)))
     watched.on_step(0.0)
     return watched, reports
 
 
-def test_steps_that_compute_prompts_are_reported_together() -> None:
+def test_steps_that_compute_prompts_are_reported_together():
     watched, reports = watch()
     watched.on_lookup("a", 16)
     watched.on_lookup("a", 32)
@@ -35,7 +33,7 @@ def test_steps_that_compute_prompts_are_reported_together() -> None:
 
 
 @pytest.mark.parametrize(("first_end", "end"), [(1040, 2048), (16, 256)], ids=["on the device", "nothing held"])
-def test_blocks_on_the_device_and_those_offered_again_were_not_computed(first_end: int, end: int) -> None:
+def test_blocks_on_the_device_and_those_offered_again_were_not_computed(first_end, end):
     watched, reports = watch()
     watched.on_lookup("a", first_end)
     # Once for each group of KV caches.
@@ -45,7 +43,7 @@ def test_blocks_on_the_device_and_those_offered_again_were_not_computed(first_en
     assert reports == [([(first_end - 16, end - first_end + 16)], 1.0)]
 
 
-def test_time_without_requests_belongs_to_no_step() -> None:
+def test_time_without_requests_belongs_to_no_step():
     watched, reports = watch()
     watched.on_lookup("a", 16)
     watched.on_store("a", range(16, 257, 16))

@@ -1,14 +1,10 @@
 """What the adapter for vLLM decides without vLLM: releases, settings and hints; the rest is tested in tests/vllm."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,10 +13,10 @@ from kvcache.integrations.vllm.releases import RELEASES, REQUIRED_NAMES, choose_
 from kvcache.integrations.vllm.settings import WHERE, blocks_per_rank, read_settings, unknown_keys
 
 
-def modules_with(names: dict[str, tuple[str, ...]]) -> Any:
+def modules_with(names):
     """Return an importer that knows these modules and names only."""
 
-    def import_module(module: str) -> Any:
+    def import_module(module):
         if module not in names:
             raise ImportError(module)
         return SimpleNamespace(**dict.fromkeys(names[module]))
@@ -29,12 +25,12 @@ def modules_with(names: dict[str, tuple[str, ...]]) -> Any:
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1rc1.dev3+g1234567", "0.32.0+cpu"])
-def test_tried_release_is_taken(found: str) -> None:
+def test_tried_release_is_taken(found):
     assert choose_release(found, import_module=modules_with(REQUIRED_NAMES)) is RELEASES[0, 32]
 
 
 @pytest.mark.parametrize("found", ["0.29.0", "0.99.0", "1.0", "dev"])
-def test_untried_release_is_refused_unless_told_otherwise(found: str) -> None:
+def test_untried_release_is_refused_unless_told_otherwise(found):
     import_module = modules_with(REQUIRED_NAMES)
     with pytest.raises(ImportError, match=f"vLLM {found} has not been tried .* KVCACHE_ALLOW_UNTRIED_VLLM=1"):
         choose_release(found, import_module=import_module)
@@ -42,7 +38,7 @@ def test_untried_release_is_refused_unless_told_otherwise(found: str) -> None:
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.99.0"])
-def test_refusal_names_what_is_missing(found: str) -> None:
+def test_refusal_names_what_is_missing(found):
     base, *_, metrics = REQUIRED_NAMES
     fewer = {**REQUIRED_NAMES, base: tuple(name for name in REQUIRED_NAMES[base] if name != "LookupResult")}
     del fewer[metrics]
@@ -55,12 +51,12 @@ DISK = {"type": "disk", "path": "kv", "capacity": "1GiB"}
 
 
 @pytest.fixture
-def disk_tier() -> None:
+def disk_tier():
     # Read from a setting, a tier that lacks its package is a ValueError like any other; here it is an ImportError.
     importlib.import_module("kvcache.tiers.disk.tier")
 
 
-def test_read_settings_reads_sizes_durations_and_numbers_as_json_writes_them() -> None:
+def test_read_settings_reads_sizes_durations_and_numbers_as_json_writes_them():
     assert read_settings(
         {"spec_name": "X", "cpu_bytes_to_use": 1e9, "cache_policy": "arc", "store_threshold": 2.0}
     ) == OffloadSettings(cpu_bytes_to_use=10**9, cache_policy="arc", store_threshold=2)
@@ -68,7 +64,7 @@ def test_read_settings_reads_sizes_durations_and_numbers_as_json_writes_them() -
     assert (found.cpu_bytes_to_use, found.retention_share, found.what_if) == (3 << 29, 0.25, True)
 
 
-def test_read_settings_policy_is_gittins_for_one_group_unless_another_is_named() -> None:
+def test_read_settings_policy_is_gittins_for_one_group_unless_another_is_named():
     assert read_settings(ROOM).cache_policy == "gittins"
     assert read_settings(ROOM, num_groups=2).cache_policy == "lru"
     assert read_settings({**ROOM, "cache_policy": "arc"}, num_groups=2).cache_policy == "arc"
@@ -77,13 +73,13 @@ def test_read_settings_policy_is_gittins_for_one_group_unless_another_is_named()
 
 
 @pytest.mark.parametrize("key", ["num_cpu_blocks", "enable_events"])
-def test_read_settings_ignores_options_that_the_engine_decides(key: str) -> None:
+def test_read_settings_ignores_options_that_the_engine_decides(key):
     assert read_settings({**ROOM, "cache_policy": "lru", key: "nonsense"}) == OffloadSettings(cpu_bytes_to_use=1)
     assert key in unknown_keys({key: 1})
 
 
 @pytest.mark.usefixtures("disk_tier")
-def test_read_settings_reads_tiers(tmp_path: Path) -> None:
+def test_read_settings_reads_tiers(tmp_path):
     found = read_settings({**ROOM, "tiers": [DISK], "pool_folder": str(tmp_path), "lookup_deadline_s": "1s"})
     assert (found.pool_folder, found.lookup_deadline_s) == (str(tmp_path), 1)
     assert [tier.options for tier in found.tiers] == [{"path": "kv", "capacity": "1GiB"}]
@@ -110,12 +106,12 @@ def test_read_settings_reads_tiers(tmp_path: Path) -> None:
         ({"lookup_deadline_s": 1}, f"lookup_deadline_s in {WHERE} need 'tiers'"),
     ],
 )
-def test_read_settings_refuses_invalid_settings(extra_config: dict[str, Any], message: str) -> None:
+def test_read_settings_refuses_invalid_settings(extra_config, message):
     with pytest.raises(ValueError, match=message):
         read_settings({**ROOM, **extra_config})
 
 
-def test_read_settings_refuses_settings_without_a_size() -> None:
+def test_read_settings_refuses_settings_without_a_size():
     with pytest.raises(ValueError, match="must have 'cpu_bytes_to_use'"):
         read_settings({})
 
@@ -129,25 +125,25 @@ def test_read_settings_refuses_settings_without_a_size() -> None:
         ({"pool_folder": "/no/such"}, "pool_folder must be a folder in shared memory, got '/no/such'"),
     ],
 )
-def test_read_settings_refuses_invalid_disk_tiers(extra_config: dict[str, Any], message: str) -> None:
+def test_read_settings_refuses_invalid_disk_tiers(extra_config, message):
     with pytest.raises(ValueError, match=message):
         read_settings({**ROOM, "tiers": [DISK], **extra_config})
 
 
 @pytest.mark.usefixtures("disk_tier")
-def test_blocks_per_rank_refuses_tiers_of_a_pipeline() -> None:
+def test_blocks_per_rank_refuses_tiers_of_a_pipeline():
     settings = read_settings({"cpu_bytes_to_use": 1000, "tiers": [DISK]})
     assert (blocks_per_rank(settings, 1, 100), blocks_per_rank(settings, 2, 100)) == (10, 5)
     with pytest.raises(ValueError, match=r"'tiers' under vLLM are for tensor parallelism, .* a pipeline of 2 stages"):
         blocks_per_rank(settings, 2, 100, 2)
 
 
-def test_unknown_keys_are_named_with_the_key_they_resemble() -> None:
+def test_unknown_keys_are_named_with_the_key_they_resemble():
     assert unknown_keys({**ROOM, "spec_name": "X", "blocks_per_chunk": 2}) == ""
     assert unknown_keys({**ROOM, "cache_polcy": "arc"}) == "cache_polcy (did you mean 'cache_policy'?)"
 
 
-def test_blocks_per_rank_share_below_one_block_is_refused() -> None:
+def test_blocks_per_rank_share_below_one_block_is_refused():
     settings = OffloadSettings(cpu_bytes_to_use=1000)
     assert [blocks_per_rank(settings, ranks, 100) for ranks in (1, 4, 3)] == [10, 2, 3]
     with pytest.raises(ValueError, match=r"at least one block of 1004 bytes over all 4 workers, got 1000"):
@@ -156,13 +152,13 @@ def test_blocks_per_rank_share_below_one_block_is_refused() -> None:
         blocks_per_rank(settings, 1, 0)
 
 
-def test_package_can_be_imported_without_vllm() -> None:
+def test_package_can_be_imported_without_vllm():
     code = "import sys, kvcache.integrations.vllm; assert not {'vllm', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_spec_without_vllm_says_what_is_missing() -> None:
+def test_spec_without_vllm_says_what_is_missing():
     import kvcache.integrations.vllm as door
 
     with pytest.raises(ImportError, match="needs vLLM, which is not installed"):

@@ -1,13 +1,10 @@
 """The check of options while vLLM parses its command line, without vLLM."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +13,7 @@ from kvcache.integrations.vllm import releases, startup
 GOOD = {"cpu_bytes_to_use": 1 << 30}
 
 
-def transfer_config(extra_config: dict[str, Any], module: str = "kvcache.integrations.vllm") -> dict[str, Any]:
+def transfer_config(extra_config, module="kvcache.integrations.vllm"):
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -25,15 +22,15 @@ def transfer_config(extra_config: dict[str, Any], module: str = "kvcache.integra
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def asked(monkeypatch):
     """How often the installed release of vLLM was asked for."""
-    asked: list[str] = []
+    asked = []
     monkeypatch.setattr(releases, "installed_release", lambda: asked.append("release"))
     return asked
 
 
 @pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv_transfer_config"])
-def test_bad_policy_is_refused_while_the_command_line_is_parsed(option: str, asked: list[str]) -> None:
+def test_bad_policy_is_refused_while_the_command_line_is_parsed(option, asked):
     config = json.dumps(transfer_config({**GOOD, "cache_policy": "lur"}))
     for words in ([option, config], [f"{option}={config}"]):
         with pytest.raises(ValueError, match="unknown policy 'lur'"):
@@ -51,19 +48,19 @@ def test_bad_policy_is_refused_while_the_command_line_is_parsed(option: str, ask
         {"spec_name": "KVCacheOfloadingSpec"},
     ],
 )
-def test_command_line_invalid_entry_is_refused(extra: dict[str, Any], asked: list[str]) -> None:
+def test_command_line_invalid_entry_is_refused(extra, asked):
     importlib.import_module("valkey")
     with pytest.raises(ValueError, match=r"num_thraeds|needs 'capacity'|valkey://|kv-events-config|KVCacheOfloading"):
         startup.check_command_line(["--kv-transfer-config", json.dumps(transfer_config({**GOOD, **extra}))])
     assert asked == []
 
 
-def test_good_configuration_passes_and_has_the_release_checked(asked: list[str]) -> None:
+def test_good_configuration_passes_and_has_the_release_checked(asked):
     startup.check_command_line(["vllm", "serve", "--kv-transfer-config", json.dumps(transfer_config(GOOD))])
     assert asked == ["release"]
 
 
-def test_connector_among_several_is_checked(asked: list[str]) -> None:
+def test_connector_among_several_is_checked(asked):
     several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [transfer_config({})]}}
     with pytest.raises(ValueError, match="cpu_bytes_to_use"):
         startup.check_command_line(["vllm", "serve", "--kv-transfer-config", json.dumps(several)])
@@ -81,12 +78,12 @@ def test_connector_among_several_is_checked(asked: list[str]) -> None:
         ["--kv-transfer-config", json.dumps(transfer_config({}, module="other.package"))],
     ],
 )
-def test_other_command_lines_are_left_alone(words: list[str], asked: list[str]) -> None:
+def test_other_command_lines_are_left_alone(words, asked):
     startup.check_command_line(words)
     assert asked == []
 
 
-def test_check_is_a_general_plugin_of_vllm() -> None:
+def test_check_is_a_general_plugin_of_vllm():
     project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
     assert project["project"]["entry-points"]["vllm.general_plugins"] == {
         "kvcache": f"{startup.__name__}:{startup.check_command_line.__name__}"
@@ -94,7 +91,7 @@ def test_check_is_a_general_plugin_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("is_configured", [False, True])
-def test_use_engine_log_adds_the_engines_handlers_to_an_unconfigured_log(is_configured: bool) -> None:
+def test_use_engine_log_adds_the_engines_handlers_to_an_unconfigured_log(is_configured):
     ours, engine = logging.Logger("kvcache"), logging.Logger("vllm", logging.INFO)
     engine.addHandler(logging.NullHandler())
     own = [logging.NullHandler()] if is_configured else []

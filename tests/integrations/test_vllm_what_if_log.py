@@ -1,7 +1,5 @@
 """The what-if that a serving engine logs, without vLLM."""
 
-from __future__ import annotations
-
 import logging
 import threading
 
@@ -11,7 +9,7 @@ from kvcache import CPUOffloadingManager, ReqContext
 from kvcache.integrations.vllm.what_if_log import WhatIfLog
 
 
-def serve(manager: CPUOffloadingManager, count: int) -> None:
+def serve(manager, count):
     for number in range(count):
         context = ReqContext()
         keys = [b"%d" % (number % 3)]
@@ -22,9 +20,7 @@ def serve(manager: CPUOffloadingManager, count: int) -> None:
 
 
 @pytest.mark.parametrize("num_requests", [0, 9])
-def test_estimate_is_logged_when_an_engine_that_served_requests_ends(
-    num_requests: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_estimate_is_logged_when_an_engine_that_served_requests_ends(num_requests, caplog):
     manager = CPUOffloadingManager(16, 8, what_if=True)
     log = WhatIfLog(manager)
     serve(manager, num_requests)
@@ -36,7 +32,7 @@ def test_estimate_is_logged_when_an_engine_that_served_requests_ends(
     assert "kvcache-what-if" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_estimate_is_logged_while_the_engine_serves(caplog: pytest.LogCaptureFixture) -> None:
+def test_estimate_is_logged_while_the_engine_serves(caplog):
     manager = CPUOffloadingManager(16, 8, what_if=True)
     serve(manager, 9)
     written = threading.Event()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import pickle
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -41,11 +39,11 @@ needs_positions = pytest.mark.skipif(
 )
 
 
-def manager(num_blocks: int = 8, **options: Any) -> KVCacheOffloadingManager:
+def manager(num_blocks=8, **options):
     return KVCacheOffloadingManager(CPUOffloadingManager(16, num_blocks, **options), installed_release())
 
 
-def request(manager: KVCacheOffloadingManager, req_id: str, keys: list[bytes], params: Any = None) -> EngineContext:
+def request(manager, req_id, keys, params=None):
     """Announce a request as the engine does: its context knows where each key's block ends, in most releases."""
     context = EngineContext(req_id=req_id, kv_transfer_params=params)
     assert isinstance(manager.on_new_request(context), RequestOffloadingContext)
@@ -54,7 +52,7 @@ def request(manager: KVCacheOffloadingManager, req_id: str, keys: list[bytes], p
     return context
 
 
-def store(manager: KVCacheOffloadingManager, keys: list[bytes], context: EngineContext) -> list[bytes]:
+def store(manager, keys, context):
     """Store the blocks of a running request, and return the evicted keys."""
     output = manager.prepare_store(keys, context)
     assert output is not None
@@ -62,13 +60,13 @@ def store(manager: KVCacheOffloadingManager, keys: list[bytes], context: EngineC
     return output.evicted_keys
 
 
-def load(manager: KVCacheOffloadingManager, keys: list[bytes], context: EngineContext) -> None:
+def load(manager, keys, context):
     """Load blocks."""
     manager.prepare_load(keys, context)
     manager.complete_load(set(keys), context)
 
 
-def serve(manager: KVCacheOffloadingManager, req_id: str, keys: list[bytes], params: Any = None) -> list[bytes]:
+def serve(manager, req_id, keys, params=None):
     """Store the blocks of a request, end it, and return the evicted keys."""
     context = request(manager, req_id, keys, params)
     evicted = store(manager, keys, context)
@@ -76,19 +74,19 @@ def serve(manager: KVCacheOffloadingManager, req_id: str, keys: list[bytes], par
     return evicted
 
 
-def found(manager: KVCacheOffloadingManager, *keys: bytes) -> list[LookupResult]:
+def found(manager, *keys):
     """Return the answers to another request's look-ups."""
     context = request(manager, "asks", [])
     return [manager.lookup(key, context) for key in keys]
 
 
-def keys_of(name: str, count: int) -> list[bytes]:
+def keys_of(name, count):
     return [f"{name}{i}".encode() for i in range(count)]
 
 
 def test_failed_store_is_announced_to_vllm_from_0_33_on_unless_it_was_offered_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     @dataclass
     class Event(base.OffloadingEvent):
         metadata_only: bool = False
@@ -112,7 +110,7 @@ def test_failed_store_is_announced_to_vllm_from_0_33_on_unless_it_was_offered_ag
     assert silent._failed == []
 
 
-def test_every_method_that_the_engine_may_call_is_there() -> None:
+def test_every_method_that_the_engine_may_call_is_there():
     for ours, theirs in (
         (KVCacheOffloadingManager, OffloadingManager),
         (KVCacheOffloadingWorker, OffloadingWorker),
@@ -126,7 +124,7 @@ def test_every_method_that_the_engine_may_call_is_there() -> None:
                 assert list(inspect.signature(method).parameters)[: len(wanted)] == wanted, name
 
 
-def test_block_being_written_is_pending_not_missing() -> None:
+def test_block_being_written_is_pending_not_missing():
     adapter = manager()
     context = request(adapter, "r", [b"a", b"b"])
     assert found(adapter, b"a") == [LookupResult.MISS]
@@ -136,7 +134,7 @@ def test_block_being_written_is_pending_not_missing() -> None:
     assert found(adapter, b"a", b"b") == [LookupResult.HIT, LookupResult.MISS]
 
 
-def test_store_keeps_the_offered_order_and_its_spec_pickles() -> None:
+def test_store_keeps_the_offered_order_and_its_spec_pickles():
     adapter = manager()
     serve(adapter, "first", [b"b"])
     context = request(adapter, "second", [b"a", b"b", b"c"])
@@ -150,7 +148,7 @@ def test_store_keeps_the_offered_order_and_its_spec_pickles() -> None:
 # gittins declines the other request's blocks: they are worth no more than those that are there.
 @pytest.mark.parametrize("policy", [name for name in POLICIES.names() if name != "gittins"])
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1,) * 6, (3, 1, 2)], ids=str)
-def test_running_request_keeps_its_head_younger_than_its_tail(policy: str, sizes: tuple[int, ...]) -> None:
+def test_running_request_keeps_its_head_younger_than_its_tail(policy, sizes):
     adapter = manager(num_blocks=6, cache_policy=policy)
     keys = keys_of("a", 6)
     context = request(adapter, "long", keys)
@@ -165,7 +163,7 @@ def test_running_request_keeps_its_head_younger_than_its_tail(policy: str, sizes
 @needs_positions
 @pytest.mark.parametrize("is_late", [False, True], ids=["known", "late"])
 @pytest.mark.parametrize("order", [(2, 3, 0, 1), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
-def test_running_request_is_ordered_by_positions_however_it_stores(order: tuple[int, ...], is_late: bool) -> None:
+def test_running_request_is_ordered_by_positions_however_it_stores(order, is_late):
     # Sliding windows have blocks stored late that stand early in the prompt; positions may come while it runs.
     adapter = manager(num_blocks=4)
     keys = keys_of("a", 4)
@@ -177,7 +175,7 @@ def test_running_request_is_ordered_by_positions_however_it_stores(order: tuple[
 
 
 @needs_positions
-def test_groups_of_a_running_request_are_interleaved_by_position() -> None:
+def test_groups_of_a_running_request_are_interleaved_by_position():
     # Two KV-cache groups: the connector offers all of one, then all of the other.
     adapter = manager(num_blocks=6)
     full, window = keys_of("f", 3), keys_of("w", 3)
@@ -192,7 +190,7 @@ def test_groups_of_a_running_request_are_interleaved_by_position() -> None:
 
 # If the device still has a0, the engine loads from a1 on, and only the context names a0.
 @pytest.mark.parametrize("loaded", [[b"a0", b"a1"], pytest.param([b"a1"], marks=needs_positions)], ids=str)
-def test_use_counts_although_touch_is_never_called(loaded: list[bytes]) -> None:
+def test_use_counts_although_touch_is_never_called(loaded):
     adapter = manager(num_blocks=4)
     serve(adapter, "old", keys_of("a", 2))
     serve(adapter, "new", keys_of("b", 2))
@@ -204,7 +202,7 @@ def test_use_counts_although_touch_is_never_called(loaded: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("after_the_end", [False, True])
-def test_transfers_may_end_in_any_order(after_the_end: bool) -> None:
+def test_transfers_may_end_in_any_order(after_the_end):
     adapter = manager(num_blocks=8)
     context = request(adapter, "r", keys_of("a", 6))
     parts = [keys_of("a", 6)[i : i + 2] for i in (0, 2, 4)]
@@ -218,7 +216,7 @@ def test_transfers_may_end_in_any_order(after_the_end: bool) -> None:
     assert adapter._manager.stats().num_pending == 0
 
 
-def test_store_from_before_a_reset_is_not_taken_for_a_later_one() -> None:
+def test_store_from_before_a_reset_is_not_taken_for_a_later_one():
     adapter = manager()
     context = request(adapter, "r", keys_of("a", 3))
     adapter.prepare_store([b"a0", b"a1"], context)
@@ -228,7 +226,7 @@ def test_store_from_before_a_reset_is_not_taken_for_a_later_one() -> None:
     assert found(adapter, b"a0", b"a1", b"a2") == [LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
 
 
-def test_next_use_of_a_request_of_the_next_one_and_after_its_end_counts() -> None:
+def test_next_use_of_a_request_of_the_next_one_and_after_its_end_counts():
     adapter = manager(num_blocks=4)
     ours = adapter._manager
     keys = keys_of("a", 3)
@@ -243,7 +241,7 @@ def test_next_use_of_a_request_of_the_next_one_and_after_its_end_counts() -> Non
     assert serve(adapter, "more", keys_of("b", 3)) == [b"a2", b"a1", b"a0"], "the tail first, and x after them"
 
 
-def test_events_are_local_ones_of_the_engine() -> None:
+def test_events_are_local_ones_of_the_engine():
     adapter = manager(num_blocks=2, enable_events=True)
     serve(adapter, "a", keys_of("a", 2))
     serve(adapter, "b", keys_of("b", 1))
@@ -259,7 +257,7 @@ def test_events_are_local_ones_of_the_engine() -> None:
     assert list(adapter.take_events()) == []
 
 
-def test_first_report_names_every_counter() -> None:
+def test_first_report_names_every_counter():
     sent = manager(num_blocks=2).get_stats().reduce()
     declared = metric_definitions()
     plain = [name for name, kind in declared.items() if type(kind) is OffloadingCounterMetadata and not kind.labelnames]
@@ -269,7 +267,7 @@ def test_first_report_names_every_counter() -> None:
     assert sent.keys() <= declared.keys()
 
 
-def test_get_stats_returns_declared_metrics_and_changes_only() -> None:
+def test_get_stats_returns_declared_metrics_and_changes_only():
     adapter = manager(num_blocks=2)
     assert adapter.get_stats() is not None
     assert adapter.get_stats() is None
@@ -293,7 +291,7 @@ def test_get_stats_returns_declared_metrics_and_changes_only() -> None:
     assert found(adapter, b"b0", b"a0") == [LookupResult.MISS, LookupResult.HIT]
 
 
-def test_metrics_source_leaves_out_the_counters_of_exporters(tmp_path: Path) -> None:
+def test_metrics_source_leaves_out_the_counters_of_exporters(tmp_path):
     ours = CPUOffloadingManager(16, 8)
     ours.telemetry = Telemetry(ours)
     server = StatusServer(ours.telemetry, path=str(tmp_path / "status"))
@@ -307,7 +305,7 @@ def test_metrics_source_leaves_out_the_counters_of_exporters(tmp_path: Path) -> 
     assert sent.reduce().keys() <= metric_definitions().keys()
 
 
-def test_lookups_repeated_in_every_step_count_once() -> None:
+def test_lookups_repeated_in_every_step_count_once():
     adapter = manager(num_blocks=4)
     serve(adapter, "a", keys_of("a", 2))
     context = request(adapter, "b", keys_of("a", 2) + keys_of("b", 2))
@@ -321,7 +319,7 @@ def test_lookups_repeated_in_every_step_count_once() -> None:
     assert (sent["vllm:kvcache_needed_blocks"], sent["vllm:kvcache_loaded_blocks"]) == (6, 2)
 
 
-def test_failed_or_refused_copy_is_reported_and_raises_nothing_in_the_engines_thread() -> None:
+def test_failed_or_refused_copy_is_reported_and_raises_nothing_in_the_engines_thread():
     device = base.GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
     worker = KVCacheOffloadingWorker.__new__(KVCacheOffloadingWorker)
     worker._transfers = Mock()
@@ -334,7 +332,7 @@ def test_failed_or_refused_copy_is_reported_and_raises_nothing_in_the_engines_th
         assert worker.submit_store(2, device, CPULoadStoreSpec([9])) is False
 
 
-def test_a_recorder_that_begins_after_the_adapter_sees_its_look_ups(tmp_path: Path) -> None:
+def test_a_recorder_that_begins_after_the_adapter_sees_its_look_ups(tmp_path):
     ours = CPUOffloadingManager(16, 8)
     adapter = KVCacheOffloadingManager(ours, installed_release())
     with Recorder(ours, tmp_path / "run.kvlog"):

@@ -1,10 +1,7 @@
 """`kvcache check --device` over vLLM's worker: its specs and its constructor are vLLM's, its copies ours."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ class CopyingWorker(CPUWorker):
 
     skips_a_tensor = False
 
-    def __init__(self, kv_caches: Any, blocks_per_chunk: int, num_cpu_chunks: int) -> None:
+    def __init__(self, kv_caches, blocks_per_chunk, num_cpu_chunks):
         SIGNATURE.bind(self, kv_caches, blocks_per_chunk, num_cpu_chunks)
         if self.skips_a_tensor:
             first, *others = kv_caches.tensors
@@ -31,7 +28,7 @@ class CopyingWorker(CPUWorker):
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_compare_geometry_counts_the_bytes_that_vllms_worker_leaves_out(monkeypatch: Any, skips: bool) -> None:
+def test_compare_geometry_counts_the_bytes_that_vllms_worker_leaves_out(monkeypatch, skips):
     monkeypatch.setattr(gpu_worker, "CPUOffloadingWorker", CopyingWorker)
     monkeypatch.setattr(CopyingWorker, "skips_a_tensor", skips)
     found = [_compare_geometry(torch.device("cpu"), seed, with_engine=True) for seed in range(10)]
@@ -40,7 +37,7 @@ def test_compare_geometry_counts_the_bytes_that_vllms_worker_leaves_out(monkeypa
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_copy_bench_times_vllms_worker_beside_ours(monkeypatch: Any, direction: str) -> None:
+def test_copy_bench_times_vllms_worker_beside_ours(monkeypatch, direction):
     monkeypatch.setattr(gpu_worker, "CPUOffloadingWorker", CopyingWorker)
     bench = CopyBench(4096, 4, [1], num_layers=2, with_engine=True)
     rates = list(bench.measure(direction, "scattered", repeats=1, with_torch=False))
@@ -49,7 +46,7 @@ def test_copy_bench_times_vllms_worker_beside_ours(monkeypatch: Any, direction: 
     assert all(rate.seconds > 0 for rate in rates)
 
 
-def test_measure_engine_names_the_error_of_a_worker_that_does_not_start() -> None:
+def test_measure_engine_names_the_error_of_a_worker_that_does_not_start():
     # torch for CPUs has no such device.
     report = _measure_engine(torch.device("cuda"), 1)
     assert report is not None

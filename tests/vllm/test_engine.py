@@ -1,11 +1,7 @@
 """The adapter under the real engine: the same tokens with and without it, and every block where it should be."""
 
-from __future__ import annotations
-
 import statistics
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +14,16 @@ class TestOneEngine:
     """Tests that share one engine; a process holds one at a time."""
 
     @pytest.fixture(scope="class")
-    def engine(self, boot: Any, models: Any, expected: Any) -> Any:
+    def engine(self, boot, models, expected):
         with boot(models["llama"], {"cache_policy": "lru"}) as engine:
             yield engine
 
     @pytest.fixture
-    def fresh(self, engine: Any) -> Any:
+    def fresh(self, engine):
         engine.drop_device_cache(host_too=True)
         return engine
 
-    def test_blocks_come_back_and_the_tokens_are_the_same(
-        self, fresh: Any, prompts: Any, crowd: Any, expected: Any
-    ) -> None:
+    def test_blocks_come_back_and_the_tokens_are_the_same(self, fresh, prompts, crowd, expected):
         before = fresh.stats
         assert fresh.answers(prompts) == expected(prompts)
         stored = fresh.stats
@@ -46,7 +40,7 @@ class TestOneEngine:
         assert fresh.stats.loaded_blocks - stored.loaded_blocks == 2 * 34
         assert fresh.stats.stored_blocks - before.stored_blocks == 34 + 7 * 20
 
-    def test_flipped_bytes_change_every_answer(self, fresh: Any, prompts: Any, expected: Any) -> None:
+    def test_flipped_bytes_change_every_answer(self, fresh, prompts, expected):
         fresh.answers(prompts)
         fresh.drop_device_cache()
         signs = fresh.worker._pool.tensor.view(torch.int32)
@@ -57,7 +51,7 @@ class TestOneEngine:
         signs.bitwise_xor_(-(2**31))
         assert fresh.answers(prompts) == expected(prompts)
 
-    def test_metrics_count_blocks_and_bytes(self, fresh: Any, prompts: Any) -> None:
+    def test_metrics_count_blocks_and_bytes(self, fresh, prompts):
         names = ("stored_blocks", "loaded_blocks", "needed_blocks")
         before = {name: fresh.metric(f"vllm:kvcache_{name}") for name in names}
         moved = {way: fresh.metric(f"vllm:kv_offload_{way}_bytes") for way in ("store", "load")}
@@ -70,7 +64,7 @@ class TestOneEngine:
             assert fresh.metric(f"vllm:kv_offload_{way}_bytes") - moved[way] == 32 * BLOCK_BYTES
         assert fresh.metric("vllm:kvcache_capacity_blocks") == fresh.stats.num_blocks == (256 << 20) // BLOCK_BYTES
 
-    def test_hints_reach_the_manager_and_bad_ones_are_counted(self, fresh: Any, prompts: Any) -> None:
+    def test_hints_reach_the_manager_and_bad_ones_are_counted(self, fresh, prompts):
         ignored = fresh.metric("vllm:kvcache_ignored_hints")
         good = ({"priority": 2, "ttl_s": 600}, {"next_use": "soon"}, {"next_use": "end"})
         for hint in (*good, {"priority": 9}, "soon", {"next_use": "tomorrow"}):
@@ -81,9 +75,7 @@ class TestOneEngine:
 
 # All policies, with more requests, in test_scheduler.py.
 @pytest.mark.parametrize("policy", ["lru", "amq"])
-def test_tier_smaller_than_the_working_set(
-    boot: Any, models: Any, crowd: Any, storm: Any, expected: Any, policy: str
-) -> None:
+def test_tier_smaller_than_the_working_set(boot, models, crowd, storm, expected, policy):
     # The device holds 63 blocks, so that the storm's requests wait for each other, and some are preempted.
     extra_config = {"cpu_bytes_to_use": 50 * BLOCK_BYTES + 1, "cache_policy": policy}
     with boot(models["llama"], extra_config, num_gpu_blocks_override=64, max_model_len=1024) as engine:
@@ -107,7 +99,7 @@ def test_tier_smaller_than_the_working_set(
     assert (stats.num_referenced, stats.num_pending, stats.failed_blocks) == (0, 0, 0)
 
 
-def test_blocks_larger_than_the_engines(boot: Any, models: Any, prompts: Any, expected: Any) -> None:
+def test_blocks_larger_than_the_engines(boot, models, prompts, expected):
     with boot(models["llama"], {"block_size": 96}) as engine:
         assert engine.answers(prompts) == expected(prompts)
         # 10 whole blocks of 96 tokens; the shared 1,000 tokens hold all of them.
@@ -120,7 +112,7 @@ def test_blocks_larger_than_the_engines(boot: Any, models: Any, prompts: Any, ex
         assert engine.stats.loaded_blocks - loaded == 9
 
 
-def test_hybrid_model_with_several_groups(boot: Any, models: Any, prompts: Any) -> None:
+def test_hybrid_model_with_several_groups(boot, models, prompts):
     options = {"num_gpu_blocks_override": 300, "disable_hybrid_kv_cache_manager": False}
     with boot(models["hybrid"], None, **options) as engine:
         expected = engine.answers(prompts)
@@ -133,7 +125,7 @@ def test_hybrid_model_with_several_groups(boot: Any, models: Any, prompts: Any) 
         assert engine.stats.loaded_blocks > 0
 
 
-def test_events_of_an_engine_are_accepted_by_every_router(boot: Any, models: Any, crowd: Any, tmp_path: Path) -> None:
+def test_events_of_an_engine_are_accepted_by_every_router(boot, models, crowd, tmp_path):
     import msgspec
     import zmq
     from consumers import READERS, TAKEN
@@ -178,11 +170,11 @@ def test_events_of_an_engine_are_accepted_by_every_router(boot: Any, models: Any
         assert host == {block_hash % 2**64 for block_hash in {*told.values()} - {*removed}}, name
 
 
-def test_loading_a_prefix_takes_a_quarter_of_computing_it_at_most(boot: Any, models: Any, tokens: Any) -> None:
+def test_loading_a_prefix_takes_a_quarter_of_computing_it_at_most(boot, models, tokens):
     prefix = tokens(0, 2000)
     with boot(models["tall"], {}) as engine:
 
-        def first_token_s(seed: int, host_too: bool) -> float:
+        def first_token_s(seed, host_too):
             engine.drop_device_cache(host_too)
             start = time.perf_counter()
             engine.generate([prefix + tokens(seed, 7)], max_tokens=1)

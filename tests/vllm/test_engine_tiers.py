@@ -1,12 +1,7 @@
 """Real engines with a tier below host memory: evicted blocks come back with equal tokens, also in the next engine."""
 
-from __future__ import annotations
-
 import shutil
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_options import BLOCK_BYTES
@@ -32,17 +27,17 @@ DOORS = {
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> dict[str, Any]:
+def disk(tmp_path):
     return {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "64MiB", "deadline_s": 60}
 
 
 @pytest.fixture
-def valkey(valkey_url: str) -> dict[str, Any]:
+def valkey(valkey_url):
     return {"type": "valkey", "url": valkey_url, "deadline_s": 60}
 
 
 @pytest.fixture
-def mooncake(tmp_path: Path) -> Iterator[dict[str, Any]]:
+def mooncake(tmp_path):
     pytest.importorskip("mooncake.store", exc_type=ImportError)
     store = MooncakeStore(tmp_path)
     try:
@@ -54,12 +49,12 @@ def mooncake(tmp_path: Path) -> Iterator[dict[str, Any]]:
         store.close()
 
 
-def tier_stats(engine: Any) -> Any:
+def tier_stats(engine):
     """Return the counters of the engine's tier once they have reached its metrics, with a step, once a second."""
     tiers = getattr(engine.manager, "secondary_tiers", None)
     stats = tiers[0]._controller.stats() if tiers else engine.manager._tiered.tier_stats()[0]
 
-    def are_sent() -> bool:
+    def are_sent():
         engine.generate([[1, 2, 3]])
         return all(
             engine.metric(f"vllm:kvcache_tier_{name}_blocks") == getattr(stats, f"{name}_blocks")
@@ -81,8 +76,8 @@ def tier_stats(engine: Any) -> Any:
     ],
 )
 def test_engine_tier_serves_evicted_blocks_also_to_the_next_engine(
-    boot: Any, models: Any, crowd: Any, expected: Any, tmp_path: Path, door: str, kind: str, request: Any
-) -> None:
+    boot, models, crowd, expected, tmp_path, door, kind, request
+):
     config = DOORS[door](request.getfixturevalue(kind))
     if door == "our manager":
         # Not in shared memory, where others' pools come and go.
@@ -128,9 +123,7 @@ ROPE = {
 @pytest.mark.parametrize(
     ("options", "named"), [({"hf_overrides": {"rope_parameters": ROPE}}, "config"), ({}, "weights")]
 )
-def test_directory_restart_with_changed_model_is_refused(
-    boot: Any, models: Any, crowd: Any, tmp_path: Path, disk: Any, options: Any, named: str
-) -> None:
+def test_directory_restart_with_changed_model_is_refused(boot, models, crowd, tmp_path, disk, options, named):
     folder = tmp_path / "model"
     shutil.copytree(models["llama"], folder)
     config = {**OURS, "tiers": [disk]}
@@ -146,7 +139,7 @@ def test_directory_restart_with_changed_model_is_refused(
         pytest.fail(f"served with {engine.manager._tiered.tier_stats()[0].tier.num_held} blocks of another model")
 
 
-def test_capacity_below_one_block_is_refused_at_start(boot: Any, models: Any, disk: Any) -> None:
+def test_capacity_below_one_block_is_refused_at_start(boot, models, disk):
     with (
         pytest.raises(ValueError, match="capacity"),
         boot(models["llama"], {**OURS, "tiers": [disk | {"capacity": 1}]}),

@@ -1,10 +1,6 @@
 """Our manager over vLLM's own worker: geometry, specs and host blocks are vLLM's."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,7 @@ from kvcache.integrations.vllm import KVCacheOffloadingSpec
 
 
 @pytest.fixture(autouse=True)
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cuda(monkeypatch):
     """vLLM's specs ask the platform for the shared region."""
     from vllm.v1.kv_offload.cpu import spec
 
@@ -44,7 +40,7 @@ class Cuda:
     ],
     ids=["tp1", "tp2", "tp2-mla", "tp2-pp2", "groups"],
 )
-def test_engine_worker_geometry_is_that_of_vllm(config: dict[str, Any], with_tiers: bool, tmp_path: Path) -> None:
+def test_engine_worker_geometry_is_that_of_vllm(config, with_tiers, tmp_path):
     tiers = [{"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}] if with_tiers else []
     upstream = TieringOffloadingSpec if with_tiers else CPUOffloadingSpec
     theirs = upstream(engine_spec_config({"cpu_bytes_to_use": 1 << 20}, **config))
@@ -56,7 +52,7 @@ def test_engine_worker_geometry_is_that_of_vllm(config: dict[str, Any], with_tie
     assert ours.replicated_layout == config.get("replicated", False)
 
 
-def test_engine_worker_memory_below_one_block_is_refused() -> None:
+def test_engine_worker_memory_below_one_block_is_refused():
     with pytest.raises(ValueError, match="at least one block of 4096 bytes, got 4095"):
         KVCacheOffloadingSpec(engine_spec_config({"cpu_bytes_to_use": 4095, "data_plane": "vllm"}))
     with pytest.raises(ValueError, match=r"data_plane .* must be one of vllm, kvcache, got 'cuda'"):
@@ -64,7 +60,7 @@ def test_engine_worker_memory_below_one_block_is_refused() -> None:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[EngineTiering]:
+def engine(tmp_path):
     """Our manager with a disk below eight host blocks of two ranks."""
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}
     made = EngineTiering([tier], num_chunks=8, policy={"cache_policy": "lru"}, is_ours=True, tp=2)
@@ -73,7 +69,7 @@ def engine(tmp_path: Path) -> Iterator[EngineTiering]:
     assert not list(Path("/dev/shm").glob(f"*{made.spec.config.engine_id}*"))
 
 
-def test_engine_worker_blocks_of_all_ranks_come_back_from_a_tier(engine: EngineTiering) -> None:
+def test_engine_worker_blocks_of_all_ranks_come_back_from_a_tier(engine):
     for first in range(0, 24, 8):
         assert engine.store(keys(*range(first, first + 8))) == keys(*range(first, first + 8))
         engine.settle()
@@ -89,7 +85,7 @@ def test_engine_worker_blocks_of_all_ranks_come_back_from_a_tier(engine: EngineT
     assert engine.manager.config_info() == [info]
 
 
-def test_engine_worker_load_filter_keeps_a_request_from_the_tiers(engine: EngineTiering) -> None:
+def test_engine_worker_load_filter_keeps_a_request_from_the_tiers(engine):
     for first in (0, 8):
         engine.store(keys(*range(first, first + 8)))
         engine.settle()

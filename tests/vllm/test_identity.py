@@ -1,12 +1,9 @@
 """The fingerprint of an engine's tiers: it changes with the keys and values, and with nothing else."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +17,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 
 
-def llama_config(num_hidden_layers: int = 2, **changes: Any) -> LlamaConfig:
+def llama_config(num_hidden_layers=2, **changes):
     return LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=num_hidden_layers, **changes)
 
 
-def model_config(folder: Path, **changes: Any) -> Any:
+def model_config(folder, **changes):
     fields = {
         "model": str(folder),
         "revision": None,
@@ -41,11 +38,11 @@ def model_config(folder: Path, **changes: Any) -> Any:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return write_weights(tmp_path / "model", seed=0)
 
 
-def write_weights(folder: Path, seed: int) -> Path:
+def write_weights(folder, seed):
     torch.manual_seed(seed)
     folder.mkdir(exist_ok=True)
     for i in range(2):
@@ -53,7 +50,7 @@ def write_weights(folder: Path, seed: int) -> Path:
     return folder
 
 
-def taken(model: Any, **of_engine: Any) -> dict[str, Any]:
+def taken(model, **of_engine):
     """Return the fingerprint of an engine of one group on one rank; without a model, of an unknown engine."""
     config = SimpleNamespace(
         model=SimpleNamespace(name="name", dtype="float32"),
@@ -75,7 +72,7 @@ def taken(model: Any, **of_engine: Any) -> dict[str, Any]:
     return found
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+def differing(one, other):
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
@@ -93,14 +90,12 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
         ({}, {"lora_config": SimpleNamespace(lora_dtype=torch.float16, default_mm_loras=None)}, "lora"),
     ],
 )
-def test_fingerprint_setting_changed_differs_in_its_field(
-    folder: Path, of_model: Any, of_engine: Any, field: str
-) -> None:
+def test_fingerprint_setting_changed_differs_in_its_field(folder, of_model, of_engine, field):
     found = taken(model_config(folder, **of_model), **of_engine)
     assert differing(taken(model_config(folder)), found) == {field}
 
 
-def test_fingerprint_draft_model_is_part(folder: Path, tmp_path: Path) -> None:
+def test_fingerprint_draft_model_is_part(folder, tmp_path):
     drafts = [model_config(write_weights(tmp_path / f"draft{seed}", seed)) for seed in (1, 2)]
     model = model_config(folder)
     found = [taken(model, speculative_config=SimpleNamespace(draft_model_config=draft)) for draft in drafts]
@@ -108,7 +103,7 @@ def test_fingerprint_draft_model_is_part(folder: Path, tmp_path: Path) -> None:
     assert "draft" not in taken(model)
 
 
-def test_fingerprint_other_weights_of_equal_shapes_differ(folder: Path, tmp_path: Path) -> None:
+def test_fingerprint_other_weights_of_equal_shapes_differ(folder, tmp_path):
     before = taken(model_config(folder))
     assert taken(model_config(write_weights(tmp_path / "copy", seed=0))) == before
     assert differing(taken(model_config(write_weights(tmp_path / "tuned", seed=1))), before) == {"weights"}
@@ -116,14 +111,14 @@ def test_fingerprint_other_weights_of_equal_shapes_differ(folder: Path, tmp_path
     assert differing(taken(model_config(folder)), before) == {"weights"}
 
 
-def test_fingerprint_settings_of_text_generation_are_left_out(folder: Path) -> None:
+def test_fingerprint_settings_of_text_generation_are_left_out(folder):
     config = llama_config(eos_token_id=7)
     config.transformers_version, config._name_or_path = "9.9", "elsewhere"
     changed = model_config(folder, hf_config=config, max_model_len=1024, seed=5)
     assert taken(changed) == taken(model_config(folder))
 
 
-def test_fingerprint_longest_prompt_counts_for_longrope_only(folder: Path) -> None:
+def test_fingerprint_longest_prompt_counts_for_longrope_only(folder):
     config = llama_config()
     config.rope_parameters = LONG
     found = [taken(model_config(folder, hf_config=config, max_model_len=n)) for n in (1024, 2048)]
@@ -131,10 +126,8 @@ def test_fingerprint_longest_prompt_counts_for_longrope_only(folder: Path) -> No
 
 
 @pytest.mark.parametrize("case", ["dummy", "hub", "no config"])
-def test_fingerprint_unreadable_weights_uses_name_and_warns(
-    folder: Path, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warnings: list[str] = []
+def test_fingerprint_unreadable_weights_uses_name_and_warns(folder, case, monkeypatch):
+    warnings = []
     monkeypatch.setattr(identity.logger, "warning", lambda text, *values: warnings.append(text % values))
     load_config = SimpleNamespace(load_format="dummy" if case == "dummy" else "auto", download_dir=str(folder))
     model = model_config(folder) if case == "dummy" else model_config(Path("org/none"), revision="1")

@@ -3,14 +3,11 @@
 The kills come at random moments of the traffic; `KVCACHE_STRESS` multiplies them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_options import BLOCK_BYTES
@@ -26,9 +23,7 @@ NUM_BLOCKS, NUM_SLOTS = 200, 64
 
 @pytest.mark.slow
 @pytest.mark.timeout(600 * NUM_KILLS)
-def test_engines_killed_in_mid_traffic_leave_no_wrong_block(
-    models: Any, crowd: Any, prompts: Any, expected: Any, tmp_path: Path
-) -> None:
+def test_engines_killed_in_mid_traffic_leave_no_wrong_block(models, crowd, prompts, expected, tmp_path):
     asked = [*crowd, *prompts]
     right = expected(asked)
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "16MiB", "deadline_s": 60}
@@ -51,7 +46,7 @@ def test_engines_killed_in_mid_traffic_leave_no_wrong_block(
     assert sum(first_cached[1:]) > 0, first_cached
 
 
-def store_until_killed(path: str, seed: int, pipe: Any) -> None:
+def store_until_killed(path, seed, pipe):
     """Load every block that the tier holds, and check its bytes; then store and load random ones until killed."""
     engine = EngineTiering([tier_config("disk", path=path, capacity=capacity_for(NUM_SLOTS, PAGE))], num_chunks=32)
     pipe.send(sum(engine.load([key(number)]) for number in range(NUM_BLOCKS)))
@@ -64,7 +59,7 @@ def store_until_killed(path: str, seed: int, pipe: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_tier_killed_processes_leave_no_wrong_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_killed_processes_leave_no_wrong_block(tmp_path, monkeypatch):
     # One import of vLLM serves all processes; the server of forks finds modules by this variable only.
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))

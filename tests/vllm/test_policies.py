@@ -1,10 +1,6 @@
 """Our policies under vLLM's own CPUOffloadingManager: its hits beside those of our manager, and its state."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from engine_tiering import EngineTiering, key, keys, tier_config
@@ -19,10 +15,10 @@ from kvcache.integrations.vllm.releases import installed_release
 MODULE = "kvcache.integrations.vllm.policies"
 
 
-def chats(num_requests: int, seed: int) -> list[list[Any]]:
+def chats(num_requests, seed):
     """Return prompts of chats that grow turn by turn, among prompts that are asked once."""
     dice = random.Random(seed)
-    chats: list[list[Any]] = [[] for _ in range(40)]
+    chats = [[] for _ in range(40)]
     next_key, found = iter(range(1 << 30)), []
     for _ in range(num_requests):
         if dice.random() < 0.4:
@@ -36,7 +32,7 @@ def chats(num_requests: int, seed: int) -> list[list[Any]]:
     return found
 
 
-def serve(manager: Any, prompts: Sequence[list[Any]], batch: int = 4) -> tuple[int, int]:
+def serve(manager, prompts, batch=4):
     """Serve prompts one after another as vLLM's scheduler does; return prefix hits and stored blocks."""
     num_hits = num_stored = 0
     for number, prompt in enumerate(prompts):
@@ -63,7 +59,7 @@ def serve(manager: Any, prompts: Sequence[list[Any]], batch: int = 4) -> tuple[i
 
 @pytest.mark.skipif(not installed_release().key_positions, reason="vLLM 0.30 passes no positions")
 @pytest.mark.parametrize("name", ["Lru", "Arc", "Mq", "Amq", "Lfuda"])
-def test_policies_hits_in_vllms_manager_are_those_of_ours(name: str) -> None:
+def test_policies_hits_in_vllms_manager_are_those_of_ours(name):
     prompts = chats(3000, seed=1)
     theirs, _ = serve(EngineManager(200, name, MODULE), prompts)
     ours = KVCacheOffloadingManager(CPUOffloadingManager(16, 200, name.lower()), installed_release())
@@ -73,7 +69,7 @@ def test_policies_hits_in_vllms_manager_are_those_of_ours(name: str) -> None:
     assert abs(theirs - expected) <= 0.01 * expected, (theirs, expected)
 
 
-def test_policies_gittins_stores_every_block() -> None:
+def test_policies_gittins_stores_every_block():
     prompts = chats(1000, seed=2)
     manager = EngineManager(200, "Gittins", MODULE)
     now = iter(range(1 << 30))
@@ -86,7 +82,7 @@ def test_policies_gittins_stores_every_block() -> None:
 
 
 @pytest.mark.parametrize("name", policies.__all__)
-def test_policies_blocks_in_use_are_never_evicted(name: str) -> None:
+def test_policies_blocks_in_use_are_never_evicted(name):
     manager = EngineManager(4, name, MODULE)
     context = base.ReqContext("request")
     manager.on_new_request(context)
@@ -107,7 +103,7 @@ def test_policies_blocks_in_use_are_never_evicted(name: str) -> None:
     manager.prepare_store(keys(0, 1, 2, 3), context)
 
 
-def test_policies_work_above_a_tier() -> None:
+def test_policies_work_above_a_tier():
     engine = EngineTiering(
         [tier_config("memory", capacity="1MiB")], policy={"eviction_policy": "Amq", "cache_policy_module_path": MODULE}
     )

@@ -1,16 +1,12 @@
 """The engine core, and two tensor-parallel workers, in processes of their own: what crosses between them pickles."""
 
-from __future__ import annotations
-
 import multiprocessing
-from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_options import BLOCK_BYTES
 
 
-def two_rounds(boot: Any, model: Path, batches: list[list[list[int]]], extra_config: dict[str, Any], ranks: int) -> Any:
+def two_rounds(boot, model, batches, extra_config, ranks):
     """Serve the batches twice; return tokens and cached tokens of each round, and the engine's metrics."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -34,7 +30,7 @@ def two_rounds(boot: Any, model: Path, batches: list[list[list[int]]], extra_con
     return rounds, metrics
 
 
-def test_tokens_are_the_same_with_multiprocessing(boot: Any, models: Any, prompts: Any, expected: Any) -> None:
+def test_tokens_are_the_same_with_multiprocessing(boot, models, prompts, expected):
     extra_config = {"cpu_bytes_to_use": 100 * BLOCK_BYTES, "cache_policy": "arc"}
     [(first, _), second], metrics = two_rounds(boot, models["llama"], [prompts], extra_config, ranks=1)
     assert first == expected(prompts)
@@ -45,9 +41,7 @@ def test_tokens_are_the_same_with_multiprocessing(boot: Any, models: Any, prompt
     assert metrics["vllm:kv_offload_store_bytes"] == metrics["vllm:kv_offload_load_bytes"] == 34 * BLOCK_BYTES
 
 
-def test_blocks_of_two_ranks_come_back_from_disk_also_in_the_next_process(
-    boot: Any, models: Any, crowd: Any, expected: Any, tmp_path: Path
-) -> None:
+def test_blocks_of_two_ranks_come_back_from_disk_also_in_the_next_process(boot, models, crowd, expected, tmp_path):
     # A busy disk is slow, not dead: with this deadline a lost job makes the test wait and fail.
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "64MiB", "deadline_s": 60}
     extra_config = {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "cache_policy": "lru"}

@@ -1,10 +1,5 @@
 """Recordings of a real engine: they replay to the same answers, also one that began later, and one that was killed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from engine_options import BLOCK_BYTES
 from serve_until_killed import serve
@@ -17,8 +12,8 @@ from kvcache.recorder.ops import Op
 
 @pytest.mark.parametrize("tiers", [[], [{"type": "memory", "capacity": 60 * BLOCK_BYTES}]], ids=["host", "tiered"])
 def test_engine_is_recorded_by_configuration_and_on_request(
-    boot: Any, models: Any, prompts: Any, crowd: Any, expected: Any, run: Any, tmp_path: Path, tiers: list[Any]
-) -> None:
+    boot, models, prompts, crowd, expected, run, tmp_path, tiers
+):
     socket = str(tmp_path / "status")
     first, second = str(tmp_path / "first.kvlog"), str(tmp_path / "second.kvlog")
     extra_config = {
@@ -61,7 +56,7 @@ def test_engine_is_recorded_by_configuration_and_on_request(
     assert run("plan", second, "--policy", "lru,arc,min", "--blocks", "20,50", "--quiet")[0] == 0
 
 
-def test_recording_of_a_killed_engine_replays(models: Any, crowd: Any, prompts: Any, tmp_path: Path) -> None:
+def test_recording_of_a_killed_engine_replays(models, crowd, prompts, tmp_path):
     file = tmp_path / "run.kvlog"
     settings = {
         "model": str(models["llama"]),

@@ -1,7 +1,5 @@
 """Every name that our modules import from vLLM is in the installed release."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path
@@ -13,7 +11,7 @@ from kvcache.integrations.vllm.releases import REQUIRED_NAMES, installed_release
 HIT_SOURCE = "vllm.v1.metrics.cache_hit_source"
 
 
-def test_releases_installed_release_has_every_imported_name() -> None:
+def test_releases_installed_release_has_every_imported_name():
     imported = {
         (node.module, one.name)
         for path in Path(adapter.__path__[0]).glob("*.py")

@@ -4,13 +4,8 @@ The tests cover the order of stores and loads, waiting for blocks that are being
 several KV-cache groups and the arbiter. The worker copies between dictionaries (scheduling.py).
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from scheduling import BLOCK_TOKENS, CLOCK, ModelFreeEngine, write_config
@@ -24,16 +19,16 @@ HYBRID = (None, 4 * BLOCK_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("config"))
 
 
 @pytest.fixture
-def make(model: Path) -> Iterator[Any]:
+def make(model):
     """A function that makes an engine; it is shut down at the end."""
     made = []
 
-    def build(*args: Any, **options: Any) -> ModelFreeEngine:
+    def build(*args, **options):
         made.append(ModelFreeEngine(model, *args, **options))
         return made[-1]
 
@@ -42,11 +37,11 @@ def make(model: Path) -> Iterator[Any]:
         engine.scheduler.shutdown()
 
 
-def tokens(seed: int, num_blocks: int) -> list[int]:
+def tokens(seed, num_blocks):
     return random.Random(seed).choices(range(3, 500), k=num_blocks * BLOCK_TOKENS)
 
 
-def storm(seed: int, num_requests: int = 60, longest: int = 12) -> Iterator[tuple[float, list[int]]]:
+def storm(seed, num_requests=60, longest=12):
     """Requests that leave one of three common stems at any token, a few in every simulated second."""
     dice = random.Random(seed)
     stems = [tokens(stem, longest) for stem in range(3)]
@@ -55,14 +50,14 @@ def storm(seed: int, num_requests: int = 60, longest: int = 12) -> Iterator[tupl
         yield number * 0.15, stem[: dice.randrange(1, len(stem))] + tokens(1000 + number, dice.randrange(1, 4)) + [2]
 
 
-def is_idle(engine: ModelFreeEngine) -> bool:
+def is_idle(engine):
     stats = engine.stats
     return not (stats.num_pending or stats.num_referenced or stats.failed_blocks or engine.scheduler.requests)
 
 
 @pytest.mark.parametrize("policy", POLICIES.names())
 @pytest.mark.parametrize("windows", [FULL, HYBRID], ids=["full", "hybrid"])
-def test_every_block_is_what_was_stored_under_pressure(make: Any, policy: str, windows: Any) -> None:
+def test_every_block_is_what_was_stored_under_pressure(make, policy, windows):
     # The device holds two or three requests, the host a fifth of all blocks.
     engine = make(64, 40, step_tokens=96, transfer_steps=2, windows=windows, cache_policy=policy, max_model_len=1024)
     engine.serve(storm(1), max_tokens=20)
@@ -73,7 +68,7 @@ def test_every_block_is_what_was_stored_under_pressure(make: Any, policy: str, w
     assert stats.stored_blocks - stats.evicted_blocks == stats.num_blocks - stats.num_free
 
 
-def test_preempted_requests_come_back_from_the_host(make: Any) -> None:
+def test_preempted_requests_come_back_from_the_host(make):
     engine = make(24, 200, step_tokens=64, max_num_seqs=8, max_model_len=1024)
     for number in range(4):
         engine.add(str(number), [*tokens(number, 4), 2], max_tokens=60)
@@ -83,7 +78,7 @@ def test_preempted_requests_come_back_from_the_host(make: Any) -> None:
     assert is_idle(engine)
 
 
-def test_second_request_waits_for_blocks_that_are_being_stored(make: Any) -> None:
+def test_second_request_waits_for_blocks_that_are_being_stored(make):
     engine = make(200, 100, step_tokens=1024, transfer_steps=5, has_device_cache=False)
     engine.add("first", [*tokens(0, 8), 2])
     engine.step()
@@ -94,7 +89,7 @@ def test_second_request_waits_for_blocks_that_are_being_stored(make: Any) -> Non
     assert (engine.stats.stored_blocks, engine.stats.loaded_blocks) == (8, 8)
 
 
-def test_aborted_requests_leave_no_references_behind(make: Any) -> None:
+def test_aborted_requests_leave_no_references_behind(make):
     engine = make(64, 60, step_tokens=64, transfer_steps=3, max_model_len=1024)
     dice = random.Random(5)
     for number, (_, token_ids) in enumerate(storm(2, 80)):
@@ -108,7 +103,7 @@ def test_aborted_requests_leave_no_references_behind(make: Any) -> None:
     assert engine.loaded_blocks > 0
 
 
-def test_nothing_old_is_loaded_after_a_reset_in_the_middle(make: Any) -> None:
+def test_nothing_old_is_loaded_after_a_reset_in_the_middle(make):
     engine = make(200, 100, step_tokens=64, transfer_steps=3, max_model_len=1024)
     for number, (_, token_ids) in enumerate(storm(3, 60)):
         engine.add(str(number), token_ids, max_tokens=4)
@@ -122,7 +117,7 @@ def test_nothing_old_is_loaded_after_a_reset_in_the_middle(make: Any) -> None:
     assert is_idle(engine)
 
 
-def test_running_requests_stored_in_chunks_lose_their_tails_first(make: Any) -> None:
+def test_running_requests_stored_in_chunks_lose_their_tails_first(make):
     # Two long prompts are computed a few blocks a step, in turn, and fill the host together.
     engine = make(400, 48, step_tokens=4 * BLOCK_TOKENS, has_device_cache=False, cache_policy="lru")
     first, second = tokens(1, 32), tokens(2, 32)
@@ -142,12 +137,12 @@ class PacedTier(MemoryTier):
 
     block_s = 0.1
 
-    def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
+    def submit_load(self, job_id, keys, block_ids):
         self.due = getattr(self, "due", {})
         self.due[job_id] = (CLOCK.now_s, CLOCK.now_s + self.block_s * len(keys))
         return super().submit_load(job_id, keys, block_ids)
 
-    def get_finished(self) -> list[Any]:
+    def get_finished(self):
         due, held = getattr(self, "due", {}), [*getattr(self, "held", []), *super().get_finished()]
         self.held = [result for result in held if due.get(result.job_id, (0.0, 0.0))[1] > CLOCK.now_s]
         ended = [result for result in held if result not in self.held]
@@ -155,7 +150,7 @@ class PacedTier(MemoryTier):
         return [replace(result, start_s=first, end_s=last) for result, (first, last) in zip(ended, times, strict=True)]
 
 
-def test_rate_of_prefill_is_learned_and_a_slow_tier_left_alone(make: Any) -> None:
+def test_rate_of_prefill_is_learned_and_a_slow_tier_left_alone(make):
     tier = {"type": f"{__name__}:PacedTier", "capacity": "64MiB", "arbiter": True, "deadline_s": 1000}
     options = {"cpu_bytes_to_use": 200 * 4096, "cache_policy": "lru", "tiers": [tier], "lookup_deadline_s": 1000}
     engine = make(400, 200, has_device_cache=False, max_num_seqs=1, **options)

@@ -1,13 +1,8 @@
 """KVCacheTier under vLLM's own TieringOffloadingManager: contents, bounds, damage, faults, events, restarts."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,11 +26,11 @@ BACKPRESSURE = {
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., EngineTiering]]:
+def make():
     """Make vLLM's manager over tiers; every one is shut down at the end."""
     made = []
 
-    def build(*tiers: dict[str, Any], **options: Any) -> EngineTiering:
+    def build(*tiers, **options):
         made.append(EngineTiering(list(tiers), **options))
         return made[-1]
 
@@ -45,10 +40,10 @@ def make() -> Iterator[Callable[..., EngineTiering]]:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def disk(tmp_path):
     """Return the entry of a disk tier of so many blocks."""
 
-    def entry(num_blocks: int = 64, **options: Any) -> dict[str, Any]:
+    def entry(num_blocks=64, **options):
         capacity = capacity_for(num_blocks, options.pop("row_bytes", PAGE))
         return tier_config("disk", path=str(tmp_path / "kv"), capacity=capacity, **options)
 
@@ -56,7 +51,7 @@ def disk(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(params=["disk", "memory", "valkey"])
-def entry(request: pytest.FixtureRequest, disk: Any) -> dict[str, Any]:
+def entry(request, disk):
     """One entry per kind of tier."""
     if request.param == "disk":
         return disk()
@@ -65,27 +60,27 @@ def entry(request: pytest.FixtureRequest, disk: Any) -> dict[str, Any]:
     return tier_config("valkey", url=request.getfixturevalue("valkey_url"))
 
 
-def state_after(events: Iterable[Any]) -> set[bytes]:
+def state_after(events):
     """Return the keys that a reader of a tier's events knows."""
-    known: set[bytes] = set()
+    known = set()
     for event in of_tier(events):
         (known.difference_update if event.removed else known.update)(event.keys)
     return known
 
 
-def of_tier(events: Iterable[Any]) -> list[Any]:
+def of_tier(events):
     return [event for event in events if event.medium is base.Medium.STORAGE]
 
 
 @pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+def hang(monkeypatch):
     """Return a context manager in which a method of the disk's store waits for its end; it yields when one waits."""
 
     @contextmanager
-    def hanging(name: str) -> Iterator[threading.Event]:
+    def hanging(name):
         began, go_on, method = threading.Event(), threading.Event(), getattr(BlockStore, name)
 
-        def wait(*args: Any) -> Any:
+        def wait(*args):
             began.set()
             go_on.wait()
             return method(*args)
@@ -99,7 +94,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return hanging
 
 
-def test_tier_blocks_evicted_from_host_memory_come_back_equal(make: Any, entry: Any) -> None:
+def test_tier_blocks_evicted_from_host_memory_come_back_equal(make, entry):
     engine = make(entry)
     for first in range(0, 24, 8):
         engine.write(*range(first, first + 8))
@@ -111,7 +106,7 @@ def test_tier_blocks_evicted_from_host_memory_come_back_equal(make: Any, entry: 
     assert sum(value for name, value in stats.items() if "tiering_promotion_job_failures" in name) == 0
 
 
-def test_tier_drain_and_reset_end_and_keep_the_blocks(make: Any, entry: Any) -> None:
+def test_tier_drain_and_reset_end_and_keep_the_blocks(make, entry):
     engine = make(entry)
     engine.store(keys(*range(8)))
     # Stores are under way here.
@@ -121,19 +116,19 @@ def test_tier_drain_and_reset_end_and_keep_the_blocks(make: Any, entry: Any) -> 
     assert engine.load(keys(*range(8))) == 8
 
 
-def test_tier_shut_down_twice_ends_once(make: Any, disk: Any) -> None:
+def test_tier_shut_down_twice_ends_once(make, disk):
     engine = make(disk())
     engine.tier.shutdown()
     engine.close()
 
 
-def test_tier_reports_each_job_once_with_its_keys_and_bytes(make: Any, entry: Any) -> None:
+def test_tier_reports_each_job_once_with_its_keys_and_bytes(make, entry):
     engine = make(entry)
     tier, view = engine.tier, engine.view
     context = engine.request()
 
-    def run(is_load: bool, *jobs: tuple[list[Any], list[int]]) -> list[tuple[Any, ...]]:
-        results: list[Any] = []
+    def run(is_load, *jobs):
+        results = []
         for job_id, (blocks, chunks) in enumerate(jobs):
             job = TransferJob(job_id, blocks, np.array(chunks, np.int32), is_load, context)
             (tier.submit_load if is_load else tier.submit_store)(job)
@@ -158,7 +153,7 @@ def test_tier_reports_each_job_once_with_its_keys_and_bytes(make: Any, entry: An
     assert {tier.lookup(one, context) for one in keys(50, 60)} == {base.LookupResult.MISS}
 
 
-def test_tier_groups_are_not_mixed(make: Any, entry: Any) -> None:
+def test_tier_groups_are_not_mixed(make, entry):
     engine = make(entry, num_groups=2)
     engine.store(keys(1, 2, group=0))
     engine.forget_host()
@@ -169,7 +164,7 @@ def test_tier_groups_are_not_mixed(make: Any, entry: Any) -> None:
     assert engine.load(keys(1, 2, group=1)) == 1
 
 
-def test_tier_full_disk_stays_within_its_capacity_and_announces_removals(make: Any, disk: Any, tmp_path: Path) -> None:
+def test_tier_full_disk_stays_within_its_capacity_and_announces_removals(make, disk, tmp_path):
     engine = make(disk(16))
     for number in range(64):
         engine.write(number)
@@ -183,7 +178,7 @@ def test_tier_full_disk_stays_within_its_capacity_and_announces_removals(make: A
     assert all(event.removal_expected and event.locality is None for event in of_tier(engine.events))
 
 
-def test_tier_opened_again_finds_all_blocks_with_their_recency(make: Any, disk: Any) -> None:
+def test_tier_opened_again_finds_all_blocks_with_their_recency(make, disk):
     engine = make(disk(16))
     for first in (0, 8):
         engine.write(*range(first, first + 8))
@@ -201,7 +196,7 @@ def test_tier_opened_again_finds_all_blocks_with_their_recency(make: Any, disk: 
     assert engine.load(keys(*range(20, 28))) == 8
 
 
-def test_tier_of_another_model_or_layout_is_refused(make: Any, disk: Any) -> None:
+def test_tier_of_another_model_or_layout_is_refused(make, disk):
     make(disk()).close()
     with pytest.raises(ValueError, match="other-model"):
         make(disk(), model="other-model")
@@ -210,7 +205,7 @@ def test_tier_of_another_model_or_layout_is_refused(make: Any, disk: Any) -> Non
     make(disk())
 
 
-def test_tier_topology_is_ignored_only_if_the_bytes_are_agnostic(make: Any, disk: Any) -> None:
+def test_tier_topology_is_ignored_only_if_the_bytes_are_agnostic(make, disk):
     engine = make(disk(row_bytes=4 * PAGE), tp=2, bytes_per_block=2 * PAGE, is_agnostic=True)
     engine.write(1)
     engine.close()
@@ -218,7 +213,7 @@ def test_tier_topology_is_ignored_only_if_the_bytes_are_agnostic(make: Any, disk
     assert engine.load(keys(1)) == 1
 
 
-def test_tier_damaged_blocks_are_never_served(make: Any, disk: Any, tmp_path: Path) -> None:
+def test_tier_damaged_blocks_are_never_served(make, disk, tmp_path):
     engine = make(disk(32))
     engine.store(keys(*range(8)))
     engine.forget_host()
@@ -238,13 +233,11 @@ def test_tier_damaged_blocks_are_never_served(make: Any, disk: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("fault", ["read", "write"])
-def test_tier_failing_disk_costs_its_blocks_only(
-    make: Any, disk: Any, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tier_failing_disk_costs_its_blocks_only(make, disk, fault, monkeypatch):
     engine = make(disk())
     engine.write(*range(4))
 
-    def fail(*args: Any) -> Any:
+    def fail(*args):
         raise OSError(5, "Input/output error")
 
     if fault == "read":
@@ -263,7 +256,7 @@ def test_tier_failing_disk_costs_its_blocks_only(
     assert getattr(engine.tier._controller.stats(), f"{fault}s") == "open"
 
 
-def test_tier_hung_disk_holds_half_of_host_memory_at_most(make: Any, disk: Any, hang: Any) -> None:
+def test_tier_hung_disk_holds_half_of_host_memory_at_most(make, disk, hang):
     engine = make(disk(), num_chunks=16)
     with hang("write"):
         # No step waits: this loop ends although the disk does not.
@@ -276,7 +269,7 @@ def test_tier_hung_disk_holds_half_of_host_memory_at_most(make: Any, disk: Any, 
     assert engine.counters.stored_blocks == 8
 
 
-def test_tier_overdue_job_pauses_the_tier_until_it_ends(make: Any, disk: Any, hang: Any) -> None:
+def test_tier_overdue_job_pauses_the_tier_until_it_ends(make, disk, hang):
     engine = make(disk(deadline_s=5))
     engine.store(keys(0, 1))
     engine.forget_host()
@@ -294,7 +287,7 @@ def test_tier_overdue_job_pauses_the_tier_until_it_ends(make: Any, disk: Any, ha
     assert engine.find(keys(0), context) == 1
 
 
-def test_tier_load_filter_keeps_a_request_from_the_disk(make: Any, disk: Any) -> None:
+def test_tier_load_filter_keeps_a_request_from_the_disk(make, disk):
     engine = make(disk())
     engine.store(keys(0))
     engine.forget_host()
@@ -303,7 +296,7 @@ def test_tier_load_filter_keeps_a_request_from_the_disk(make: Any, disk: Any) ->
     assert engine.find(keys(0), engine.request(keys(0))) == 1
 
 
-def test_tier_request_level_policy_writes_blocks_that_host_memory_holds(make: Any, disk: Any) -> None:
+def test_tier_request_level_policy_writes_blocks_that_host_memory_holds(make, disk):
     engine = make(disk(offload_policy="request_level"), tier_config("memory", capacity=64 * PAGE))
     engine.write(0)
     assert engine.counters.stored_blocks == 1
@@ -314,7 +307,7 @@ def test_tier_request_level_policy_writes_blocks_that_host_memory_holds(make: An
     assert engine.counters.stored_blocks == 2
 
 
-def test_tier_lookups_of_a_step_are_answered_in_batches(make: Any, entry: Any) -> None:
+def test_tier_lookups_of_a_step_are_answered_in_batches(make, entry):
     engine = make(entry, num_chunks=128)
     blocks = keys(*range(48))
     engine.store(blocks)
@@ -322,12 +315,12 @@ def test_tier_lookups_of_a_step_are_answered_in_batches(make: Any, entry: Any) -
     if engine.counters.medium == "DISK":
         # The blocks of a job are announced in the order of the prompt.
         assert [event.keys for event in of_tier(engine.events)] == [blocks]
-    asked: list[int] = []
+    asked = []
     lookup = engine.tier._controller.tier.lookup
     engine.tier._controller.tier.lookup = lambda some: (asked.append(len(some)), lookup(some))[1]
     context = engine.request([*blocks, *keys(100, 101)])
 
-    def answers_of(wanted: list[Any]) -> list[Any]:
+    def answers_of(wanted):
         engine.step()
         asked.clear()
         return [engine.tier.lookup(one, context) for one in wanted]
@@ -344,7 +337,7 @@ def test_tier_lookups_of_a_step_are_answered_in_batches(make: Any, entry: Any) -
     assert answers_of(keys(100)) == [base.LookupResult.HIT]
 
 
-def test_tier_two_tiers_serve_each_what_it_holds(make: Any, disk: Any) -> None:
+def test_tier_two_tiers_serve_each_what_it_holds(make, disk):
     engine = make(tier_config("memory", capacity=8 * PAGE), disk())
     for first in range(0, 24, 8):
         engine.write(*range(first, first + 8))
@@ -355,7 +348,7 @@ def test_tier_two_tiers_serve_each_what_it_holds(make: Any, disk: Any) -> None:
     assert [tier._controller.stats().promoted_blocks for tier in engine.tiers] == [8, 16]
 
 
-def test_tier_codec_returns_equal_bytes(make: Any, disk: Any) -> None:
+def test_tier_codec_returns_equal_bytes(make, disk):
     engine = make(disk(codec={"type": "fp8", "dtype": "float32"}))
     # Powers of two are exact in this lossy codec.
     engine.content = lambda block: np.full(PAGE // 4, 2.0 ** block[-5], np.float32).view(np.int8)
@@ -366,7 +359,7 @@ def test_tier_codec_returns_equal_bytes(make: Any, disk: Any) -> None:
     assert engine.counters.code_bytes < engine.counters.raw_bytes // 3
 
 
-def test_tier_slow_stores_are_dropped_by_vllms_detector(make: Any, entry: Any) -> None:
+def test_tier_slow_stores_are_dropped_by_vllms_detector(make, entry):
     engine = make({**entry, "backpressure": BACKPRESSURE})
     for number in range(4):
         engine.write(number)
@@ -379,7 +372,7 @@ def test_tier_slow_stores_are_dropped_by_vllms_detector(make: Any, entry: Any) -
     assert engine.counters.stored_blocks == 3
 
 
-def test_tier_events_are_off_with_vllms_or_by_option(make: Any, disk: Any) -> None:
+def test_tier_events_are_off_with_vllms_or_by_option(make, disk):
     for entry, enable_events in ((disk(), False), (disk(enable_kv_events=False), True)):
         engine = make(entry, enable_events=enable_events)
         engine.write(1)
@@ -390,7 +383,7 @@ def test_tier_events_are_off_with_vllms_or_by_option(make: Any, disk: Any) -> No
     assert {event.locality for event in of_tier(engine.events)} == {base.Locality.LOCAL}
 
 
-def test_tier_metrics_are_declared_and_labelled_by_place(make: Any, disk: Any, tmp_path: Path) -> None:
+def test_tier_metrics_are_declared_and_labelled_by_place(make, disk, tmp_path):
     engine = make(disk(), {**disk(), "path": str(tmp_path / "second"), "backpressure": BACKPRESSURE})
     engine.write(1, 2)
     declared = type(engine.spec).build_metric_definitions(engine.spec.extra_config)
@@ -419,7 +412,7 @@ def test_tier_metrics_are_declared_and_labelled_by_place(make: Any, disk: Any, t
         ({"offload_policy": "block"}, "must be one of chunk_level, request_level, got 'block'"),
     ],
 )
-def test_tier_invalid_options_are_refused_by_name(make: Any, disk: Any, options: Any, message: str) -> None:
+def test_tier_invalid_options_are_refused_by_name(make, disk, options, message):
     with pytest.raises(ValueError, match=message):
         make({**disk(), **options})
     with pytest.raises(ValueError, match=message):

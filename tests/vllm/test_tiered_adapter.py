@@ -1,11 +1,6 @@
 """The adapter over tiers, with vLLM's types and no engine."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from engine_tiering import PAGE, engine_spec_config
@@ -15,18 +10,17 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from kvcache.integrations.vllm import KVCacheOffloadingSpec
 from kvcache.integrations.vllm.releases import installed_release
-from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager
 
 BLOCK_SIZE = 16
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
+def make(tmp_path):
     """A function that builds the adapter over one disk tier from extra options; everything is shut down at the end."""
     made = []
     (tmp_path / "pool").mkdir()
 
-    def build(num_blocks: int = 4, enable_events: bool = False, **options: Any) -> TieredKVCacheOffloadingManager:
+    def build(num_blocks=4, enable_events=False, **options):
         extra_config = {
             "cpu_bytes_to_use": num_blocks * PAGE,
             "pool_folder": str(tmp_path / "pool"),
@@ -42,7 +36,7 @@ def make(tmp_path: Path) -> Iterator[Any]:
         adapter.shutdown()
 
 
-def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make: Any, tmp_path: Path) -> None:
+def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make, tmp_path):
     with pytest.raises(ValueError, match="what_if"):
         make(what_if=1)
     assert [path for path in (tmp_path / "pool").rglob("*") if path.is_file()] == []
@@ -50,7 +44,7 @@ def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make: Any,
     assert make().get_stats() is not None
 
 
-def test_tier_descriptions_name_each_tier_its_size_and_the_blocks_found(make: Any) -> None:
+def test_tier_descriptions_name_each_tier_its_size_and_the_blocks_found(make):
     adapter = make()
     assert adapter.tier_descriptions() == ["tier DISK of 215 blocks, 0 found"]
     serve(adapter, "a", keys_of("a", 3))
@@ -60,7 +54,7 @@ def test_tier_descriptions_name_each_tier_its_size_and_the_blocks_found(make: An
     assert line.startswith("tier VALKEY of unknown size")
 
 
-def serve(adapter: TieredKVCacheOffloadingManager, req_id: str, keys: list[bytes]) -> None:
+def serve(adapter, req_id, keys):
     """Store the blocks of a request, wait until the tier has them, and end the request."""
     context = request(adapter, req_id, keys)
     store(adapter, keys, context)
@@ -69,7 +63,7 @@ def serve(adapter: TieredKVCacheOffloadingManager, req_id: str, keys: list[bytes
 
 
 @pytest.mark.skipif(not installed_release().load_source, reason="this release does not ask")
-def test_blocks_that_came_from_disk_are_reported_as_such(make: Any) -> None:
+def test_blocks_that_came_from_disk_are_reported_as_such(make):
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     adapter = make(num_blocks=4, cache_policy="lru")
@@ -89,7 +83,7 @@ def test_blocks_that_came_from_disk_are_reported_as_such(make: Any) -> None:
     adapter.complete_load(set(keys), context)
 
 
-def test_working_tiers_count_as_available(make: Any) -> None:
+def test_working_tiers_count_as_available(make):
     adapter = make()
     serve(adapter, "a", keys_of("a", 2))
     sent = adapter.get_stats().reduce()
@@ -100,7 +94,7 @@ def test_working_tiers_count_as_available(make: Any) -> None:
 
 
 @pytest.mark.skipif(not hasattr(base, "Locality"), reason="this release's events have no locality")
-def test_events_over_disk_keep_their_tokens_until_the_last_removal(make: Any) -> None:
+def test_events_over_disk_keep_their_tokens_until_the_last_removal(make):
     events = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading.events")
     adapter = make(num_blocks=2, enable_events=True, cache_policy="lru")
     tracker = events.OffloadingEventsTracker(base.OffloadingKVEventsConfig(True, True))
@@ -114,7 +108,7 @@ def test_events_over_disk_keep_their_tokens_until_the_last_removal(make: Any) ->
     )
     found = []
 
-    def serve_tracked(name: str) -> Any:
+    def serve_tracked(name):
         """Store a prompt of two blocks, wait for the disk, and return the first key."""
         hashes = [name.encode() * 8 + bytes([i]) * 24 for i in range(2)]
         keys = [base.make_offload_key(block_hash, 0) for block_hash in hashes]
