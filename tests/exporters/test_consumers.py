@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import zmq
 from consumers import READERS, TAKEN, Reader
+from kv_harness import ANY_PORT
 
 from kvcache import CPUOffloadingManager, MemoryTier, Prompt, ReqContext, TieredOffloadingManager
 from kvcache.events import OffloadingEvent
 from kvcache.exporters.kv_events import END_OF_REPLAY, KVEventPublisher
 
-ANY_PORT = "tcp://127.0.0.1:0"
 BLOCK_SIZE = 4
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "routers.md"
 TOPIC = "kv@host@model"
@@ -120,21 +120,19 @@ def run(manager: Any, readers: list[Reader], num_requests: int, loss: float = 0.
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "loss"),
-    [(300, 0.0), pytest.param(10_000, 0.01, marks=pytest.mark.slow)],
+    ("last_reader", "num_requests", "options"),
+    [
+        ("vllm-router", 300, {}),
+        ("AIBrix (arrays only)", 300, {"encoding": "array"}),
+        pytest.param("vllm-router", 10_000, {"loss": 0.01}, marks=pytest.mark.slow),
+    ],
 )
-def test_readers_with_tokens_index_every_store_and_removal(num_requests: int, loss: float) -> None:
+def test_readers_with_tokens_index_every_store_and_removal(
+    last_reader: str, num_requests: int, options: dict[str, Any]
+) -> None:
     manager = CPUOffloadingManager(BLOCK_SIZE, 600, "lru", True)
-    readers = [READERS[name](BLOCK_SIZE) for name in ("llm-d", "Dynamo", "AIBrix", "vllm-router")]
-    counts = run(manager, readers, num_requests, loss)
-    for reader in readers:
-        assert reader.verdicts == {(kind, TAKEN): count for kind, count in counts.items()}
-
-
-def test_readers_of_arrays_index_every_store_and_removal() -> None:
-    manager = CPUOffloadingManager(BLOCK_SIZE, 600, "lru", True)
-    readers = [READERS[name](BLOCK_SIZE) for name in ("llm-d", "Dynamo", "AIBrix", "AIBrix (arrays only)")]
-    counts = run(manager, readers, 300, encoding="array")
+    readers = [READERS[name](BLOCK_SIZE) for name in ("llm-d", "Dynamo", "AIBrix", last_reader)]
+    counts = run(manager, readers, num_requests, **options)
     for reader in readers:
         assert reader.verdicts == {(kind, TAKEN): count for kind, count in counts.items()}
 

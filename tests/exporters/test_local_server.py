@@ -12,12 +12,16 @@ import pytest
 from kvcache.exporters.local_server import LocalServer
 
 
-def test_local_server_busy_handlers_drop_each_old_connection_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_server_busy_handlers_drop_each_old_connection_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    threads = threading.active_count()
     may_end = threading.Event()
 
     class Busy(BaseRequestHandler):
         def handle(self) -> None:
             may_end.wait(60)
+            raise OSError("the client has gone")
 
     server = LocalServer(socket.AF_INET, ("127.0.0.1", 0), Busy)
     monkeypatch.setattr(server, "max_clients", 2)
@@ -36,3 +40,7 @@ def test_local_server_busy_handlers_drop_each_old_connection_once(monkeypatch: p
     server.stop()
     for client in clients:
         client.close()
+    while threading.active_count() > threads:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert capfd.readouterr().err == ""

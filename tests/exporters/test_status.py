@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -211,35 +213,23 @@ def test_a_socket_of_another_kind_is_left_alone(manager: CPUOffloadingManager, f
 
 def test_of_servers_that_begin_at_once_on_a_dead_socket_one_serves(manager: CPUOffloadingManager, folder: Path) -> None:
     path = folder / "s.sock"
-    for _ in range(20):
-        with socket.socket(socket.AF_UNIX) as left:
-            left.bind(str(path))
-        servers: list[StatusServer] = []
-        refusals: list[OSError] = []
-        start = threading.Barrier(4)
 
-        def begin(
-            start: threading.Barrier = start,
-            servers: list[StatusServer] = servers,
-            refusals: list[OSError] = refusals,
-        ) -> None:
-            start.wait()
-            try:
-                servers.append(
-                    StatusServer(Telemetry(manager, labels={"engine": threading.current_thread().name}), path)
-                )
-            except OSError as error:
-                refusals.append(error)
+    def begin(start: threading.Barrier, engine: str) -> StatusServer | OSError:
+        start.wait()
+        try:
+            return StatusServer(Telemetry(manager, labels={"engine": engine}), path)
+        except OSError as error:
+            return error
 
-        threads = [threading.Thread(target=begin) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert (len(servers), len(refusals)) == (1, 3)
-        assert ask(path, "status")["labels"]["engine"] == servers[0].telemetry.labels["engine"]
-        servers[0].close()
-        assert not path.exists()
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            with socket.socket(socket.AF_UNIX) as left:
+                left.bind(str(path))
+            begun = [*pool.map(begin, repeat(threading.Barrier(4)), "abcd")]
+            [server] = [one for one in begun if isinstance(one, StatusServer)]
+            assert ask(path, "status")["labels"]["engine"] == server.telemetry.labels["engine"]
+            server.close()
+            assert not path.exists()
 
 
 FORKING_ENGINE = """
