@@ -16,15 +16,19 @@ from kvcache.assembly.check import DEFAULT_KEYS, Finding, check_config
 HUGE = "4096TiB"
 
 
-def levels(findings):
-    found = {}
-    for finding in findings:
-        found.setdefault(finding.subject, set()).add(finding.level)
-    return found
-
-
 def text_of(findings, level):
     return "\n".join(finding.text for finding in findings if finding.level == level)
+
+
+def tiered(*entries, **options):
+    """Return a configuration with tiers."""
+    if any(entry["type"] == "disk" for entry in entries):
+        importlib.import_module("xxhash")
+    return {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": list(entries), **options}
+
+
+def disk(path="x", **options):
+    return {"type": "disk", "path": str(path), "capacity": "1MiB", **options}
 
 
 def test_a_pool_that_fits_has_no_errors():
@@ -44,48 +48,36 @@ def test_unknown_keys_are_named_with_what_may_be_meant():
     [
         ({"num_cpu_blocks": 0}, "num_cpu_blocks in extra_config must be a whole number >= 1"),
         ({"num_cpu_blocks": 8, "cache_policy": "lru2"}, "unknown policy 'lru2'"),
+        ({"num_cpu_blocks": 8, "spec_name": "teiring"}, "unknown spec 'teiring', known ones: cpu, tiering; did you"),
         ({}, "must have one of num_cpu_blocks and cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": "1KiB"}, "at least one block of 1048576 bytes"),
         ({"cpu_bytes_to_use": HUGE}, "does not fit into host memory"),
-        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": HUGE}]}, "are needed below x"),
-        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "1KiB"}]}, "less than one block"),
-        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "big"}]}, "disk tier must be bytes"),
-        ({"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x"}]}, "a disk tier needs 'capacity'"),
-        ({"num_cpu_blocks": 8, "tiers": [{"type": "valkey"}]}, "a valkey tier needs 'url'"),
-        ({"num_cpu_blocks": 8, "tiers": [{"type": "mooncake", "master": "nowhere"}]}, "must be 'host:port', got 'now"),
         ({"num_cpu_blocks": 8, "tiers": [{"type": "memory", "capacity": 64}]}, "tiers need spec_name 'tiering'"),
-        (
-            {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": "x", "capacity": "1MiB", "write_polciy": "x"}]},
-            "unknown options of a disk tier: write_polciy",
-        ),
+        (lambda: tiered(disk(capacity=HUGE)), "are needed below x"),
+        (lambda: tiered(disk(capacity="1KiB")), "less than one block"),
+        (lambda: tiered(disk(capacity="big")), "disk tier must be bytes"),
+        (lambda: tiered({"type": "disk", "path": "x"}), "a disk tier needs 'capacity'"),
+        (lambda: tiered(disk(write_polciy="x")), "unknown options of a disk tier: write_polciy"),
+        (lambda: tiered({"type": "valkey"}), "a valkey tier needs 'url'"),
+        (lambda: tiered({"type": "mooncake", "master": "nowhere"}), "must be 'host:port', got 'now"),
     ],
 )
 def test_what_stands_in_the_way_is_an_error(given, message, tmp_path, monkeypatch):
-    if "tiers" in given:
-        importlib.import_module("xxhash")
     monkeypatch.chdir(tmp_path)
+    given = given() if callable(given) else given
     assert message in text_of(check_config(given, block_bytes=1 << 20), "error")
     assert list(tmp_path.iterdir()) == []  # a check creates nothing
 
 
-def test_check_mistyped_spec_name_is_error():
-    findings = check_config({"num_cpu_blocks": 8, "spec_name": "teiring"})
-    assert "unknown spec 'teiring', known ones: cpu, tiering; did you mean 'tiering'?" in text_of(findings, "error")
-
-
 def test_check_directory_in_use_is_error(tmp_path):
-    importlib.import_module("xxhash")
+    given = tiered(disk(tmp_path / "tier"))
     from kvcache import DiskTier
 
-    path = tmp_path / "tier"
-    entry = {"type": "disk", "path": str(path), "capacity": "1MiB"}
-    given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [entry]}
-    tier = DiskTier(path, 1 << 20, np.zeros((8, 4096), np.uint8))
+    tier = DiskTier(tmp_path / "tier", 1 << 20, np.zeros((8, 4096), np.uint8))
     try:
         found = text_of(check_config(given), "error")
-        assert f"disk tier directory {path} is in use by process {os.getpid()}" in found
-        reading = {**given, "tiers": [{**entry, "read_only": True}]}
-        assert text_of(check_config(reading), "error") == ""
+        assert f"disk tier directory {tmp_path / 'tier'} is in use by process {os.getpid()}" in found
+        assert text_of(check_config(tiered(disk(tmp_path / "tier", read_only=True))), "error") == ""
     finally:
         tier.shutdown()
     assert text_of(check_config(given), "error") == ""
@@ -94,8 +86,7 @@ def test_check_directory_in_use_is_error(tmp_path):
 @pytest.mark.parametrize("url", ["localhost:6379", "http://localhost:6379", "user:secret@localhost"])
 def test_check_valkey_url_without_scheme_is_error(url):
     importlib.import_module("valkey")
-    given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [{"type": "valkey", "url": url}]}
-    found = text_of(check_config(given), "error")
+    found = text_of(check_config(tiered({"type": "valkey", "url": url})), "error")
     assert found.startswith("url in a valkey tier must begin with one of valkey://, ")
     assert "secret" not in found
 
@@ -107,7 +98,7 @@ def test_check_unreachable_store_is_error(kind):
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         entry = {"type": kind, "url": f"valkey://{address}"} if kind == "valkey" else {"type": kind, "master": address}
-        findings = check_config({"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [entry]})
+        findings = check_config(tiered(entry))
     assert text_of(findings, "error").startswith(f"{address} cannot be used: ")
 
 
@@ -116,18 +107,15 @@ def test_check_missing_packages_all_are_named_with_their_extra(monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     for module in ("kvcache.tiers.valkey", "kvcache.exporters.prometheus"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    given = {"num_cpu_blocks": 8, "tiers": [{"type": "valkey", "url": "x"}], "exporters": ["prometheus"]}
-    found = text_of(check_config(given), "error")
+    found = text_of(check_config(tiered({"type": "valkey", "url": "x"}, exporters=["prometheus"])), "error")
     assert "tier 'valkey' cannot be imported" in found
     for extra in ("valkey", "prometheus"):
         assert f"pip install 'kvcache[{extra}]', or in a checkout: pip install '.[{extra}]'" in found
 
 
-def test_check_every_invalid_option_is_an_error_of_its_own(tmp_path):
-    importlib.import_module("xxhash")
-    tiers = [{"type": "disk", "path": "x", "capacity": "big", "deadline_s": 0}, {"type": "dusk"}]
-    given = {"num_cpu_blocks": 0, "advanced": {"record_max_bytes": "no"}, "tiers": tiers}
-    findings = check_config(given)
+def test_check_every_invalid_option_is_an_error_of_its_own():
+    entries = (disk(capacity="big", deadline_s=0), {"type": "dusk"})
+    findings = check_config(tiered(*entries, num_cpu_blocks=0, advanced={"record_max_bytes": "no"}))
     assert [finding.level for finding in findings] == ["error"] * 5
 
 
@@ -137,46 +125,26 @@ def test_size_in_bytes_is_accepted_where_no_block_size_is_known():
 
 
 def test_directory_that_others_may_read_is_a_warning(tmp_path):
-    importlib.import_module("xxhash")
-    tmp_path.chmod(0o755)
-    given = {"num_cpu_blocks": 8, "tiers": [{"type": "disk", "path": str(tmp_path), "capacity": "1MiB"}]}
-    assert "other users may read it" in text_of(check_config(given), "warning")
-    tmp_path.chmod(0o700)
-    assert "other users may read it" not in text_of(check_config(given), "warning")
+    for mode, is_warned in ((0o755, True), (0o700, False)):
+        tmp_path.chmod(mode)
+        assert ("other users may read it" in text_of(check_config(tiered(disk(tmp_path))), "warning")) is is_warned
 
 
 def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path):
-    importlib.import_module("xxhash")
     free = shutil.disk_usage(tmp_path).free
-    tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
-    given = {"num_cpu_blocks": 1, "pool_folder": str(tmp_path), "tiers": tiers}
-    findings = check_config(given, block_bytes=2 * free)
-    assert levels(findings)["shared memory"] == {"error"}
-    assert "shared memory" not in levels(check_config({"num_cpu_blocks": 1}, block_bytes=2 * free))
+    given = tiered(disk(tmp_path / "tier"), num_cpu_blocks=1, pool_folder=str(tmp_path))
+    for config, levels in ((given, ["error"]), ({"num_cpu_blocks": 1}, [])):
+        findings = check_config(config, block_bytes=2 * free)
+        assert [one.level for one in findings if one.subject == "shared memory"] == levels
 
 
-def test_file_in_place_of_a_tier_directory_is_an_error(tmp_path):
-    importlib.import_module("xxhash")
-    (tmp_path / "tier").write_text("")
-    tiers = [{"type": "disk", "path": str(tmp_path / "tier"), "capacity": "1MiB"}]
-    given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": tiers}
-    assert text_of(check_config(given), "error") == f"{tmp_path / 'tier'} is not a directory"
-
-
-def test_check_damaged_header_is_an_error(tmp_path):
-    pytest.importorskip("xxhash")
-    folder = tmp_path / "tier"
-    folder.mkdir()
-    (folder / "kvcache.json").write_text('{"version": 99}')
-    given = {"num_cpu_blocks": 4, "spec_name": "tiering"}
-    given["tiers"] = [{"type": "disk", "path": str(folder), "capacity": "1MiB"}]
-    assert "is not a disk tier's header" in text_of(check_config(given), "error")
-
-
-def test_check_folder_on_a_file_system_that_is_not_mounted_is_a_warning():
-    pytest.importorskip("xxhash")
-    tier = {"type": "disk", "path": "/no-such-mount/kv", "capacity": "1MiB"}
-    given = {"num_cpu_blocks": 4, "spec_name": "tiering", "tiers": [tier]}
+def test_what_is_no_tier_directory_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    given = tiered(disk(tmp_path / "file"))
+    assert text_of(check_config(given), "error") == f"{tmp_path / 'file'} is not a directory"
+    (tmp_path / "kvcache.json").write_text('{"version": 99}')
+    assert "is not a disk tier's header" in text_of(check_config(tiered(disk(tmp_path))), "error")
+    given = tiered(disk("/no-such-mount/kv"))
     assert "is its file system not mounted?" in text_of(check_config(given), "warning")
 
 

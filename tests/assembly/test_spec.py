@@ -29,13 +29,9 @@ def config_of(*block_sizes, hash_block_size=16, refs=(), **options):
 
 
 def test_sizes_follow_from_the_config():
-    config = config_of(
-        16, 16, decode_context_parallel_size=2, prefill_context_parallel_size=3, extra={"block_size": 192}
-    )
-    spec = CPUOffloadingSpec(config)
-    assert spec.gpu_block_size == (96, 96)
-    assert spec.hash_block_size == 16
-    assert spec.block_size_factor == 2
+    ranks = {"decode_context_parallel_size": 2, "prefill_context_parallel_size": 3}
+    spec = CPUOffloadingSpec(config_of(16, 16, **ranks, extra={"block_size": 192}))
+    assert (spec.gpu_block_size, spec.hash_block_size, spec.block_size_factor) == ((96, 96), 16, 2)
     assert spec.block_size == 192
     assert spec.offload_prompt_only is True
     assert spec.extra_config == {"num_cpu_blocks": 8, "block_size": 192}
@@ -48,11 +44,8 @@ def test_groups_may_have_different_block_sizes_without_a_factor():
 
 
 def test_the_manager_is_what_the_config_says():
-    spec = CPUOffloadingSpec(
-        config_of(
-            16, extra={"cache_policy": "arc", "enable_events": True, "block_size": 32, "offload_prompt_only": False}
-        )
-    )
+    extra = {"cache_policy": "arc", "enable_events": True, "block_size": 32, "offload_prompt_only": False}
+    spec = CPUOffloadingSpec(config_of(16, extra=extra))
     manager = spec.get_manager()
     assert spec.get_manager() is manager
     assert isinstance(manager.policy, kvcache.ARCCachePolicy)
@@ -66,56 +59,49 @@ def test_the_manager_is_what_the_config_says():
 
 def test_bytes_are_shared_by_all_workers():
     refs = (CanonicalKVCacheRef(0, 100), CanonicalKVCacheRef(1, 28))
-    options = {"refs": refs, "world_size": 4}
-    config = config_of(
-        16, extra={"num_cpu_blocks": None, "cpu_bytes_to_use": 128 * 2 * 4 * 5 + 1, "block_size": 32}, **options
-    )
-    assert CPUOffloadingSpec(config).num_blocks == 5
-    text = config_of(16, extra={"num_cpu_blocks": None, "cpu_bytes_to_use": "5KiB", "block_size": 32}, **options)
-    assert CPUOffloadingSpec(text).num_blocks == 5
+
+    def spec_of(num_bytes):
+        extra = {"num_cpu_blocks": None, "cpu_bytes_to_use": num_bytes, "block_size": 32}
+        return CPUOffloadingSpec(config_of(16, extra=extra, refs=refs, world_size=4))
+
+    assert spec_of(128 * 2 * 4 * 5 + 1).num_blocks == 5
+    assert spec_of("5KiB").num_blocks == 5
     with pytest.raises(ValueError, match="at least one block of 1024 bytes over all 4 workers, got 1023"):
-        CPUOffloadingSpec(
-            config_of(16, extra={"num_cpu_blocks": None, "cpu_bytes_to_use": 1023, "block_size": 32}, **options)
-        )
+        spec_of(1023)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("sizes", "extra", "message"),
     [
-        (lambda: config_of(24), "group 0, 24 tokens on each of 1 context-parallel ranks, must be a multiple of .* 16"),
-        (lambda: config_of(16, 24), "group 1, 24 tokens"),
-        (lambda: config_of(16, extra={"block_size": 24}), "block_size must be a multiple of the device's 16, got 24"),
-        (lambda: config_of(16, extra={"block_size": 0}), "block_size in extra_config must be a whole number >= 1"),
-        (lambda: config_of(16, 32, extra={"block_size": 32}), r"needs groups of one device block size, got \(16, 32\)"),
-        (lambda: config_of(16, extra={"block_size": "x"}), "block_size in extra_config must be .*, got 'x'"),
-        (lambda: config_of(16, extra={"offload_prompt_only": 1}), "offload_prompt_only in extra_config must be a bool"),
-        (lambda: config_of(16, extra={"num_cpu_blocks": 0}), "num_cpu_blocks in extra_config must be .* >= 1,.* got 0"),
-        (
-            lambda: config_of(16, extra={"num_cpu_blocks": True}),
-            "num_cpu_blocks in extra_config must be a whole number .*, got True",
-        ),
-        (lambda: config_of(16, extra={"num_cpu_blocks": None}), "one of num_cpu_blocks and cpu_bytes_to_use"),
-        (lambda: config_of(16, extra={"cpu_bytes_to_use": 1}), "got num_cpu_blocks=8 and cpu_bytes_to_use=1"),
-        (
-            lambda: config_of(16, extra={"num_cpu_blocks": None, "cpu_bytes_to_use": 1 << 30}),
-            "needs the refs of every group",
-        ),
-        (
-            lambda: config_of(16, extra={"num_cpu_blocks": None, "cpu_bytes_to_use": "4XB"}),
-            "cpu_bytes_to_use in extra_config must be bytes >= 1 or a size such as .*, got '4XB'",
-        ),
-        (lambda: config_of(16, extra={"cache_policy": "lur"}), "unknown policy 'lur', known ones: .*lru"),
-        (lambda: config_of(16, extra={"enable_events": "yes"}), "enable_events in extra_config must be a bool"),
-        (
-            lambda: config_of(16, extra={"advanced": {"num_copy_threads": 0}}),
-            "num_copy_threads in extra_config must be .* got 0",
-        ),
-        (lambda: config_of(16, extra={"tiers": []}), "tiers need spec_name 'tiering'"),
+        ([24], {}, "group 0, 24 tokens on each of 1 context-parallel ranks, must be a multiple of .* 16"),
+        ([16, 24], {}, "group 1, 24 tokens"),
+        ([16], {"block_size": 24}, "block_size must be a multiple of the device's 16, got 24"),
+        ([16], {"block_size": 0}, "block_size in extra_config must be a whole number >= 1"),
+        ([16, 32], {"block_size": 32}, r"needs groups of one device block size, got \(16, 32\)"),
+        ([16], {"block_size": "x"}, "block_size in extra_config must be .*, got 'x'"),
+        ([16], {"offload_prompt_only": 1}, "offload_prompt_only in extra_config must be a bool"),
+        ([16], {"num_cpu_blocks": 0}, "num_cpu_blocks in extra_config must be .* >= 1,.* got 0"),
+        ([16], {"num_cpu_blocks": True}, "num_cpu_blocks in extra_config must be a whole number .*, got True"),
+        ([16], {"num_cpu_blocks": None}, "one of num_cpu_blocks and cpu_bytes_to_use"),
+        ([16], {"cpu_bytes_to_use": 1}, "got num_cpu_blocks=8 and cpu_bytes_to_use=1"),
+        ([16], {"num_cpu_blocks": None, "cpu_bytes_to_use": 1 << 30}, "needs the refs of every group"),
+        ([16], {"cpu_bytes_to_use": "4XB"}, "cpu_bytes_to_use in extra_config must be bytes >= 1 or a .*, got '4XB'"),
+        ([16], {"cache_policy": "lur"}, "unknown policy 'lur', known ones: .*lru"),
+        ([16], {"enable_events": "yes"}, "enable_events in extra_config must be a bool"),
+        ([16], {"store_threshold": "two"}, "store_threshold in extra_config must be a whole number >= 0, .* got 'two'"),
+        ([16], {"advanced": {"num_copy_threads": 0}}, "num_copy_threads in extra_config must be .* got 0"),
+        ([16], {"tiers": []}, "tiers need spec_name 'tiering'"),
+        ([16], {"exporters": "status"}, "must be a list of names or dicts"),
+        ([16], {"exporters": [{"path": "/x"}]}, "an exporter needs a type"),
+        ([16], {"exporters": ["statsu"]}, "unknown exporter 'statsu', known ones: .*did you mean 'status'"),
+        ([16], {"exporters": [{"type": "status", "pth": "/x"}]}, "unknown options of exporter 'status': pth"),
+        ([16], {"exporters": [{"type": "status", "path": 7}]}, "path in exporter 'status' must be a str"),
+        ([16], {"exporters": ["kvcache.keys:OffloadKey"]}, "must (be an Exporter|name a class)"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(make, message):
+def test_a_config_that_does_not_fit_is_refused(sizes, extra, message):
     with pytest.raises(ValueError, match=message):
-        CPUOffloadingSpec(make())
+        CPUOffloadingSpec(config_of(*sizes, extra=extra))
 
 
 @pytest.mark.parametrize(
@@ -135,16 +121,17 @@ def test_a_config_out_of_range_is_refused(arguments, message):
         OffloadingConfig(**({"groups": (OffloadingGroup(16),), "hash_block_size": 16} | arguments))
 
 
-def test_a_group_needs_tokens():
-    with pytest.raises(ValueError, match="block_size of a group must be an int >= 1, got 0"):
-        OffloadingGroup(0)
-
-
-def test_a_groups_names_and_refs_are_sequences_of_their_kind():
-    with pytest.raises(ValueError, match=r"layer_names of a group must be a sequence of str, got 'layer\.0'"):
-        OffloadingGroup(16, "layer.0")
-    with pytest.raises(ValueError, match=r"refs of a group must be .* CanonicalKVCacheRef, got \(\(0, 8\),\)"):
-        OffloadingGroup(16, (), ((0, 8),))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), "block_size of a group must be an int >= 1, got 0"),
+        ((16, "layer.0"), r"layer_names of a group must be a sequence of str, got 'layer\.0'"),
+        ((16, (), ((0, 8),)), r"refs of a group must be .* CanonicalKVCacheRef, got \(\(0, 8\),\)"),
+    ],
+)
+def test_a_group_out_of_range_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        OffloadingGroup(*arguments)
 
 
 def test_a_spec_is_chosen_by_name():
@@ -187,20 +174,12 @@ def test_a_spec_of_others_is_told_of_unknown_options_if_it_says_what_it_reads(ca
 
 
 def test_the_managers_own_options_reach_it():
-    manager = CPUOffloadingSpec(
-        config_of(
-            extra={
-                "store_threshold": 2,
-                "what_if": 4096,
-                "advanced": {"max_tracker_size": 100, "retention_share": 0.25},
-            }
-        )
-    ).get_manager()
+    advanced = {"max_tracker_size": 100, "retention_share": 0.25}
+    extra = {"store_threshold": 2, "what_if": 4096, "advanced": advanced}
+    manager = CPUOffloadingSpec(config_of(extra=extra)).get_manager()
     assert manager.prepare_store([b"a"]).keys_to_store == []
     assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]
     assert list(manager.what_if("lru").hit_ratios) == ["lru"]
-    with pytest.raises(ValueError, match=r"store_threshold in extra_config must be a whole number >= 0, .* got 'two'"):
-        CPUOffloadingSpec(config_of(extra={"store_threshold": "two"}))
 
 
 def test_what_crosses_a_process_boundary_pickles():

@@ -1,24 +1,17 @@
 """`kvcache fleet-demo`: engines in processes over one real server load blocks that another engine computed."""
 
-import json
-import shutil
-
 import pytest
+
+from kvcache.lab.bench.servers import find_valkey
 
 pytest.importorskip("typer")
 
-needs_server = pytest.mark.skipif(
-    not (shutil.which("valkey-server") or shutil.which("redis-server")), reason="needs valkey-server or redis-server"
-)
 
-
-@needs_server
+@pytest.mark.skipif(find_valkey() is None, reason="needs valkey-server or redis-server")
 @pytest.mark.slow
-def test_second_engine_hits_what_the_first_computed_and_nothing_is_wrong(run, tmp_path):
+def test_second_engine_hits_what_the_first_computed_and_nothing_is_wrong(run_json, tmp_path):
     plot = tmp_path / "fleet.png"
-    status, out, _ = run("fleet-demo", "--widths", "3", "--requests", "6", "--json", "-", "--plot", plot, "--quiet")
-    assert status == 0
-    document = json.loads(out)
+    document = run_json("fleet-demo", "--widths", "3", "--requests", "6", "--plot", plot, "--quiet")
     first, second = document["one_after_the_other"]["engines"]
     assert first["store_blocks"] == 0
     assert second["store_blocks"] > 0

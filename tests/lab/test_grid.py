@@ -47,10 +47,8 @@ def test_split_optimum_keeps_parts_of_a_block():
 
 def simulate(workload, policies, capacities, store_threshold=0, **options):
     """Return the cells of a grid in its order."""
-    trace, grid = (
-        CompactTrace.of(workload, workload.block_size),
-        Grid(policies, capacities, plan=Plan(1, store_threshold)),
-    )
+    trace = CompactTrace.of(workload, workload.block_size)
+    grid = Grid(policies, capacities, plan=Plan(1, store_threshold))
     found = {(cell.policy, cell.num_blocks): cell for cell in run_grid(trace, grid, **options)}
     return [found[job.policy, job.num_blocks] for job in grid.cells()]
 
@@ -103,26 +101,27 @@ def test_models_weigh_what_their_shapes_say():
     assert model_of("deepseek-v3").token_bytes == 61 * 576 * 2
     assert llama.saved_prefill_s(1000, 4e14) == 2 * 8e9 * 1000 / 4e14
     assert Model("own", 2, 256).saved_prefill_s(1000, 4e14) is None
+    assert len(model_names()) >= 20
     assert all(model_of(name).token_bytes > 0 for name in model_names())
 
 
-def test_names_of_the_hub_are_known():
-    assert len(model_names()) >= 20
-    assert model_of("Qwen/Qwen3-8B-FP8") == model_of("qwen3-8b")
-    assert model_of("mistralai/Mistral-7B-v0.1") == model_of("mistral-7b")
-    assert model_of("mistralai/Mistral-7B-Instruct-v0.3") == model_of("mistral-7b")
-    assert model_of("google/gemma-3-12b-it") == model_of("gemma-3-12b")
-    assert model_of("deepseek-ai/DeepSeek-V3") == model_of("deepseek-v3")
-    assert model_of("meta-llama/Meta-Llama-3.1-8B-Instruct") == model_of("llama-3.1-8b")
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("Qwen/Qwen3-8B-FP8", "qwen3-8b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("google/gemma-3-12b-it", "gemma-3-12b"),
+        ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+    ],
+)
+def test_name_of_the_hub_is_known(name, short):
+    assert model_of(name) == model_of(short)
 
 
-LLAMA = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-}
+LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA |= {"hidden_size": 4096, "intermediate_size": 14336}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,9 @@ def test_plots_are_drawn(tmp_path, suffix):
     if suffix == ".png":
         assert content.startswith(b"\x89PNG")
         assert len(content) > 20_000
-    elif suffix == ".html":
+    elif suffix.lower() == ".svg":
+        assert ET.fromstring(content).tag.endswith("svg")
+    else:
         page = content.decode()
         assert page.startswith("<!doctype html>")
         assert page.count("<svg") == page.count("</svg>") == 1
@@ -195,8 +196,6 @@ def test_plots_are_drawn(tmp_path, suffix):
         assert "<th>a&lt;b&gt;:C</th>" in page
         assert "<td>5,000</td><td>312.5 MiB</td><td>30.00%</td><td>29.00%</td><td>55.00%</td>" in page
         assert 'src="' not in page
-    else:
-        assert ET.fromstring(content).tag.endswith("svg")
 
 
 @pytest.fixture
@@ -252,34 +251,26 @@ def test_grid_with_tiers_shows_rejected_requests_and_what_the_optimum_is(run, tr
 @pytest.mark.slow
 def test_grid_of_long_names_keeps_its_figures(run, trace, tmp_path):
     odd = trace.rename(tmp_path / "a[red]$x_{y$z.jsonl")
-    policies = [
-        "lru",
-        "arc",
-        "mq",
-        "amq",
-        "min",
-        *(f"kvcache.policies.{name}:{name.upper()}CachePolicy" for name in ("lru", "arc", "mq", "amq")),
-    ]
+    names = ["lru", "arc", "mq", "amq"]
+    policies = [*names, "min", *(f"kvcache.policies.{name}:{name.upper()}CachePolicy" for name in names)]
     plot = tmp_path / "out.svg"
     status, out, err = run("plan", odd, "--policy", ",".join(policies), "--blocks", 5, "--save", plot)
     assert (status, err) == (0, "")
     assert f"{odd.name} (mooncake): blocks hit" in out
-    lines = [line.split() for line in out.splitlines()]
-    assert ["5", *["54.55%"] * 9] in lines
+    assert ["5", *["54.55%"] * 9] in [line.split() for line in out.splitlines()]
 
 
-def test_grid_says_nothing_of_memory_that_nobody_has_sized(run, trace, tmp_path):
+def test_grid_says_nothing_of_memory_that_nobody_has_sized(run, run_json, trace, tmp_path):
     pytest.importorskip("matplotlib")
-    argv = ("plan", trace, "--policy", "lru", "--jobs", 1)
     target = tmp_path / "out.html"
     for sizes, memory_bytes in (
         (("--blocks", "3,5"), [None, None]),
         (("--blocks", "3,5", "--model", "2"), [3072, 5120]),
         (("--memory", "256KiB,128KiB", "--model", "128"), [131072, 262144]),
     ):
-        cells = json.loads(run(*argv, *sizes, "--json")[1])["cells"]
-        assert [cell["memory_bytes"] for cell in cells] == memory_bytes
-        status, out, err = run(*argv, *sizes, "--save", target)
+        argv = ("plan", trace, "--policy", "lru", "--jobs", 1, *sizes)
+        assert [cell["memory_bytes"] for cell in run_json(*argv)["cells"]] == memory_bytes
+        status, out, err = run(*argv, "--save", target)
         assert (status, err) == (0, "")
         assert ("memory" in out) == ("memory" in target.read_text()) == (memory_bytes != [None, None])
 
@@ -308,11 +299,9 @@ def test_grid_says_how_many_bad_lines_it_skipped(run, trace):
     assert run(*argv)[1].splitlines()[-1] == "bad lines skipped: 1"
 
 
-def test_model_sizes_the_blocks_of_a_single_replay(run, trace):
+def test_model_sizes_the_blocks_of_a_single_replay(run_json, trace):
     shape = ("--model", "2x1x8,fp8,params=1e9")
-    status, out, _ = run("replay", trace, "--blocks", 5, *shape, "--block-size", ":256", "--json")
-    document = json.loads(out)
-    assert status == 0
+    document = run_json("replay", trace, "--blocks", 5, *shape, "--block-size", ":256")
     assert document["block_bytes"] == 2 * 2 * 8 * 256
     assert document["hit_blocks"] == document["data"]["verified_blocks"] > 0
     assert document["saved_prefill_s"] == document["hit_tokens"] * 2e9 / 400e12

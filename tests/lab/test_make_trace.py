@@ -148,20 +148,17 @@ def test_trace_make_pipe_and_symlink_are_written_not_replaced(tmp_path, run):
 
 
 def test_trace_make_record_without_a_time_arrives_a_second_later(tmp_path, run):
-    log = tmp_path / "log.jsonl"
     records = [{"timestamp": 1e9}, {}, {"timestamp": 1e9 + 3}]
-    log.write_text("".join(json.dumps({**record, "token_ids": [1, 2]}) + "\n" for record in records))
+    log = write_lines(tmp_path / "log.jsonl", [{**record, "token_ids": [1, 2]} for record in records])
     status, out, _ = run("trace", "make", log, tmp_path / "trace.jsonl", "--block-size", 4)
     assert status == 0
     assert "one without arrives a second after" in out
     assert "No prompt fills a block of 4 tokens" in out
-    lines = (tmp_path / "trace.jsonl").read_text().splitlines()
-    assert [json.loads(line)["timestamp"] for line in lines] == [0, 1000, 3000]
+    assert [line["timestamp"] for line in lines_made(log)] == [0, 1000, 3000]
 
 
 def test_trace_make_onto_its_own_log_is_refused(tmp_path, run):
-    log = tmp_path / "log.jsonl"
-    log.write_text('{"token_ids": [1]}\n')
+    log = write_lines(tmp_path / "log.jsonl", [{"token_ids": [1]}])
     for more in ((log,), (tmp_path / "trace.jsonl", "--json", log)):
         status, _, err = run("trace", "make", log, *more)
         assert status != 0

@@ -69,15 +69,8 @@ def test_unbounded_hits_are_leading_runs_of_known_ids(requests):
     assert optimal_hits(trace_of(requests), None).tolist() == expected
 
 
-@given(requests_of_ids)
-def test_next_uses_are_their_definition(requests):
-    nexts, distinct = next_uses(trace_of(requests))
-    assert nexts.tolist() == next_uses_by_the_book(requests)
-    assert distinct == len({block for ids in requests for block in ids})
-
-
 @given(requests_of_ids, st.integers(1, 5))
-def test_next_uses_found_in_parts_are_the_same(requests, num_parts):
+def test_next_uses_also_found_in_parts_are_their_definition(requests, num_parts):
     trace = trace_of(requests)
     nexts = np.full(len(trace.ids), 99, dtype=np.int64)
     total = 0
@@ -85,8 +78,9 @@ def test_next_uses_found_in_parts_are_the_same(requests, num_parts):
         uses = NextUses(part, num_parts)
         uses.link(trace.ids, trace.bounds, nexts)
         total += uses.num_ids
-    assert nexts.tolist() == next_uses_by_the_book(requests)
-    assert total == len(set(trace.ids.tolist()))
+    whole, distinct = next_uses(trace)
+    assert nexts.tolist() == whole.tolist() == next_uses_by_the_book(requests)
+    assert total == distinct == len(set(trace.ids.tolist()))
 
 
 @given(requests_of_ids, st.integers(1, 9), st.integers(1, 4))

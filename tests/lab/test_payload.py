@@ -1,7 +1,5 @@
 """Real bytes in a replay: loaded blocks equal stored ones, and errors name a block that differs."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -101,10 +99,8 @@ def test_chats_survive_eviction_byte_for_byte(policy):
     assert report["store_bytes"] == replay.tally.stored_blocks * 4096
 
 
-def test_demo_moves_and_compares_real_bytes(run):
-    status, out, _ = run("demo", "--requests", 200, "--memory", "4MiB", "--block-bytes", "8KiB", "--json")
-    document = json.loads(out)
-    assert status == 0
+def test_demo_moves_and_compares_real_bytes(run_json):
+    document = run_json("demo", "--requests", 200, "--memory", "4MiB", "--block-bytes", "8KiB")
     assert document["num_blocks"] == 512
     assert document["data"]["verified_blocks"] == document["hit_blocks"] > 0
     assert document["data"]["store_bytes"] == document["stored_blocks"] * 8192

@@ -1,7 +1,5 @@
 """Read a recording as a trace: a plan of it reproduces the hits of the engine."""
 
-import json
-
 import pytest
 
 from kvcache.lab.simulate.run import Replay
@@ -12,16 +10,14 @@ from kvcache.recorder.recorder import Recorder
 
 
 @pytest.mark.parametrize("policy", ["lru", "amq"])
-def test_plan_of_a_recording_over_a_disk_reproduces_its_hits(run, tmp_path, policy):
+def test_plan_of_a_recording_over_a_disk_reproduces_its_hits(run, run_json, tmp_path, policy):
     disk = DiskChoice(tmp_path / "kv", 64 << 20)
     with patient_manager(16, policy, disk, plain_host_blocks(400, 4096)) as manager:
         replay, make_keys = Replay(manager), KeyMaker()
         with Recorder(manager, tmp_path / "run.kvlog"):
             for request in ChatWorkload(num_requests=60, seed=1):
                 replay.step(request, make_keys(request.hash_ids))
-    status, out, err = run("plan", tmp_path / "run.kvlog", "--jobs", 1, "--json", "-")
-    assert (status, err) == (0, "")
-    alone, over = json.loads(out)["cells"]
+    alone, over = run_json("plan", tmp_path / "run.kvlog", "--jobs", 1)["cells"]
     assert [cell["policy"] for cell in (alone, over)] == [policy, policy]
     assert alone["num_blocks"] == over["num_blocks"] == 400
     assert alone["hit_blocks"] < over["hit_blocks"] == replay.tally.hit_blocks

@@ -8,7 +8,6 @@ from kvcache.lab.simulate.run import Replay
 from kvcache.lab.traces.keys import KeyMaker, split_block_size
 from kvcache.lab.traces.requests import Request
 from kvcache.lab.traces.trace import Trace
-from kvcache.registry import POLICIES
 
 CAPACITIES = (1000, 3000, 5000, 10000, 15000, 20000, 30000, 50000, 100000)
 PREFIX_HITS = {
@@ -18,8 +17,7 @@ PREFIX_HITS = {
     "amq": (18535, 36076, 45133, 66748, 79220, 86417, 95200, 102563, 104907),
     "lfuda": (14255, 25828, 40451, 67195, 78658, 86332, 94672, 102549, 104755),
 }
-
-PREFIX_HITS_LRU_GATE_2 = (16601, 36575, 48183, 59582, 60863, 61108, 61223, 61264, 61264)
+GATED_HITS = (16601, 36575, 48183, 59582, 60863, 61108, 61223, 61264, 61264)  # lru with a store_threshold of 2
 
 
 def request_of(*ids, input_length=10**6):
@@ -90,13 +88,8 @@ def test_tally_counts_blocks_tokens_and_rejections():
     manager = CPUOffloadingManager(16, 2)
     replay = Replay(manager)
     make_keys = KeyMaker()
-    for request in (
-        request_of(0, 1, input_length=20),
-        request_of(0, 1, input_length=20),
-        request_of(2, input_length=16),
-        request_of(0, 3, 4, input_length=48),
-    ):
-        replay.step(request, make_keys(request.hash_ids))
+    for ids, input_length in (((0, 1), 20), ((0, 1), 20), ((2,), 16), ((0, 3, 4), 48)):
+        replay.step(request_of(*ids, input_length=input_length), make_keys(np.array(ids)))
     counted = replay.tally.as_dict()
     times = counted.pop("bookkeeping_us")
     assert counted == {
@@ -124,17 +117,12 @@ def conversation(shared):
 
 
 @pytest.mark.parametrize("num_blocks", CAPACITIES)
-@pytest.mark.parametrize("policy", [name for name in POLICIES.names() if name in PREFIX_HITS])
-def test_policy_reproduces_its_prefix_hits(conversation, policy, num_blocks):
-    replay = Replay(CPUOffloadingManager(512, num_blocks, policy))
+@pytest.mark.parametrize(
+    ("policy", "store_threshold", "hits"),
+    [*((name, 0, hits) for name, hits in PREFIX_HITS.items()), ("lru", 2, GATED_HITS)],
+)
+def test_policy_reproduces_its_prefix_hits(conversation, policy, store_threshold, hits, num_blocks):
+    replay = Replay(CPUOffloadingManager(512, num_blocks, policy, store_threshold=store_threshold))
     for request, keys in conversation:
         replay.step(request, keys)
-    assert replay.tally.hit_blocks == PREFIX_HITS[policy][CAPACITIES.index(num_blocks)]
-
-
-@pytest.mark.parametrize("num_blocks", CAPACITIES)
-def test_gated_lru_reproduces_its_prefix_hits(conversation, num_blocks):
-    replay = Replay(CPUOffloadingManager(512, num_blocks, "lru", store_threshold=2))
-    for request, keys in conversation:
-        replay.step(request, keys)
-    assert replay.tally.hit_blocks == PREFIX_HITS_LRU_GATE_2[CAPACITIES.index(num_blocks)]
+    assert replay.tally.hit_blocks == hits[CAPACITIES.index(num_blocks)]

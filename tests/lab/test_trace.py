@@ -17,17 +17,9 @@ MOONCAKE = [
 ]
 BAILIAN = [
     {"chat_id": 3, "parent_chat_id": -1, "timestamp": 61.5, "type": "text", "turn": 1, "hash_ids": [4, 5]},
-    {
-        "chat_id": 4,
-        "parent_chat_id": 3,
-        "timestamp": 62,
-        "input_length": 33,
-        "output_length": 9,
-        "type": "search",
-        "turn": 2,
-        "hash_ids": [4, 5, 6],
-    },
+    {"chat_id": 4, "parent_chat_id": 3, "timestamp": 62, "type": "search", "turn": 2, "hash_ids": [4, 5, 6]},
 ]
+BAILIAN[1] |= {"input_length": 33, "output_length": 9}
 
 
 def lines_of(records):
@@ -48,18 +40,21 @@ def read(path, **options):
 MOONCAKE_READ = [([0, 1, 2], 1100, 5, 0.0), ([7], 30, 0, 2.5)]
 
 
-def test_mooncake_is_told_by_its_first_line(tmp_path):
-    path = write(tmp_path, lines_of(MOONCAKE))
+@pytest.mark.parametrize(
+    ("records", "found", "requests"),
+    [
+        (MOONCAKE, ("mooncake", 512), MOONCAKE_READ),
+        # Full blocks are counted where lengths are missing.
+        (BAILIAN, ("bailian", 16), [([4, 5], 32, 0, 61.5), ([4, 5, 6], 33, 9, 62.0)]),
+    ],
+)
+def test_format_is_told_by_its_first_line(tmp_path, records, found, requests):
+    path = write(tmp_path, lines_of(records))
     with Trace(path) as trace:
-        assert (trace.format, trace.block_size) == ("mooncake", 512)
-    assert read(path) == MOONCAKE_READ
-
-
-def test_bailian_counts_full_blocks_where_lengths_are_missing(tmp_path):
-    path = write(tmp_path, lines_of(BAILIAN))
-    with Trace(path) as trace:
-        assert (trace.format, trace.block_size) == ("bailian", 16)
-    assert read(path) == [([4, 5], 32, 0, 61.5), ([4, 5, 6], 33, 9, 62.0)]
+        assert (trace.format, trace.block_size) == found
+        list(trace)
+        assert trace.position_bytes == trace.size_bytes == path.stat().st_size
+    assert read(path) == requests
 
 
 @pytest.mark.parametrize(("ids", "input_length"), [([], 0), ([], 511), ([1], 512), ([1], 513), ([1, 2], 513)])
@@ -182,22 +177,12 @@ def test_noise_behind_a_magic_is_an_error(tmp_path, magic):
         read(write(tmp_path, magic + b"\xee" * 100))
 
 
-def test_file_that_cannot_be_opened_is_named(tmp_path):
-    with pytest.raises(TraceError, match=r"cannot open trace .*missing: No such file"):
-        read(tmp_path / "missing")
-    with pytest.raises(TraceError, match=r"cannot open trace .*: Is a directory"):
-        read(tmp_path)
-
-
-def test_trace_without_requests_is_an_error(tmp_path):
-    with pytest.raises(TraceError, match=r"holds no request$"):
-        read(write(tmp_path, b""))
-    with pytest.raises(TraceError, match=r"holds no request \(2 bad lines\)"):
-        read(write(tmp_path, b"x\ny\n"), skip_bad=True)
-
-
-def test_trace_tells_how_far_it_has_been_read(tmp_path):
-    path = write(tmp_path, lines_of(MOONCAKE))
-    with Trace(path) as trace:
-        list(trace)
-        assert trace.position_bytes == trace.size_bytes == path.stat().st_size
+def test_file_that_cannot_be_opened_or_holds_no_request_is_named(tmp_path):
+    for path, message in (
+        (tmp_path / "missing", "cannot open trace .*missing: No such file"),
+        (tmp_path, "cannot open trace .*: Is a directory"),
+        (write(tmp_path, b"", "empty"), "holds no request$"),
+        (write(tmp_path, b"x\ny\n", "bad"), r"holds no request \(2 bad lines\)"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            read(path, skip_bad=True)

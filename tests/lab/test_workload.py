@@ -1,7 +1,10 @@
-"""The generated chats are seeded, ordered, and prefix-chained like the requests of a trace."""
+"""Generated chats and agents are seeded, ordered, and prefix-chained like the requests of a trace."""
 
-import itertools
+from itertools import islice, pairwise
 
+import pytest
+
+from kvcache.lab.traces.agents import AgentWorkload
 from kvcache.lab.traces.chats import ChatWorkload
 
 
@@ -9,17 +12,20 @@ def ids_of(workload):
     return [request.hash_ids.tolist() for request in workload]
 
 
-def test_same_seed_gives_the_same_requests():
-    first, again = (list(ChatWorkload(num_requests=200, seed=3)) for _ in range(2))
-    assert [r.arrival_s for r in first] == [r.arrival_s for r in again]
-    assert [r.hash_ids.tolist() for r in first] == [r.hash_ids.tolist() for r in again]
-    assert ids_of(ChatWorkload(num_requests=200, seed=4)) != [r.hash_ids.tolist() for r in first]
+@pytest.mark.parametrize("make", [ChatWorkload, AgentWorkload])
+def test_requests_are_those_of_the_seed_in_order(make):
+    first, again, other = (
+        [(step.arrival_s, step.input_length, step.hash_ids.tolist()) for step in make(num_requests=200, seed=seed)]
+        for seed in (3, 3, 4)
+    )
+    assert first == again != other
+    arrivals = [at_s for at_s, _, _ in first]
+    assert arrivals == sorted(arrivals)
 
 
-def test_requests_arrive_in_order_and_list_full_blocks_only():
+def test_chats_list_full_blocks_only():
     requests = list(ChatWorkload(num_requests=500, block_size=16))
     assert len(requests) == 500
-    assert all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(requests))
     assert all(len(r.hash_ids) == r.input_length // 16 for r in requests)
     assert max(r.input_length for r in requests) <= 16384
 
@@ -27,7 +33,7 @@ def test_requests_arrive_in_order_and_list_full_blocks_only():
 def test_an_id_always_follows_the_same_prefix():
     parent = {}
     for ids in ids_of(ChatWorkload(num_requests=500)):
-        for before, after in itertools.pairwise([-1, *ids]):
+        for before, after in pairwise([-1, *ids]):
             assert parent.setdefault(after, before) == before
 
 
@@ -36,3 +42,32 @@ def test_chats_share_system_prompts_and_grow():
     assert len({ids[0] for ids in prompts}) == 2
     extended = sum(any(ids[: len(old)] == old for old in prompts[:i]) for i, ids in enumerate(prompts))
     assert extended > 250
+
+
+def test_generated_agents_loop_in_seconds_and_wait_minutes():
+    workload = AgentWorkload(num_requests=600, seed=3, num_users=1, subagent_share=1e-9)
+    requests = list(workload)
+    assert len(requests) == 600
+    gaps = [after.arrival_s - before.arrival_s for before, after in pairwise(requests)]
+    assert min(gaps) > 0
+    loops = [gap for gap in gaps if gap < 40]
+    assert 0.7 < len(loops) / len(gaps) < 0.98
+    assert max(gaps) > 120
+    grown = sum(
+        after.hash_ids[: len(before.hash_ids)].tolist() == before.hash_ids.tolist()
+        for before, after in pairwise(requests)
+    )
+    assert grown / len(gaps) > 0.9
+
+
+def test_subagents_share_the_tools_alone():
+    requests = list(islice(AgentWorkload(num_users=1, num_tool_sets=1, subagent_share=1.0, seed=5), 60))
+    heads = {tuple(step.hash_ids[:50].tolist()) for step in requests}
+    assert len(heads) == 1
+    restarts = sum(len(after.hash_ids) < len(before.hash_ids) for before, after in pairwise(requests))
+    assert restarts > 3
+
+
+def test_demo_runs_agents(run_json):
+    argv = ("demo", "--traffic", "agents", "--no-data", "--requests", 200)
+    assert run_json(*argv)["source"] == {"kind": "agents", "seed": 0}
