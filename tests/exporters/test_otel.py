@@ -30,7 +30,6 @@ from kvcache import (
 from kvcache.control.telemetry import Telemetry
 from kvcache.events import FinishedJob, JobLog
 from kvcache.exporters.otel import SpanExporter
-from kvcache.registry import EXPORTERS
 from kvcache.tiers.memory import MemoryTier
 
 
@@ -112,12 +111,6 @@ def test_what_does_not_fit_is_counted_and_reported(provider: TracerProvider) -> 
     exporter.job_log.num_dropped = 3
     assert [one.value for one in telemetry.snapshot().samples() if one.name == "otel_dropped_spans"] == [3]
     exporter.close()
-
-
-def test_it_is_registered_by_name() -> None:
-    assert EXPORTERS.resolve("otel") is SpanExporter
-    with pytest.raises(ValueError, match="unknown options of exporter 'otel': url"):
-        SpanExporter.check_options({"url": "x"})
 
 
 def test_a_configured_worker_traces_its_copies_until_it_is_shut_down(

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -35,7 +36,6 @@ from kv_harness import (
 from kvcache import CPUOffloadingManager, OffloadingEvent
 from kvcache.core.event_log import EventLog
 from kvcache.exporters.kv_events import (
-    DIGEST_PREFIX,
     DIGEST_REQUEST,
     END_OF_REPLAY,
     AllBlocksCleared,
@@ -168,33 +168,26 @@ def test_messages_are_byte_for_byte_what_msgspec_makes_of_the_structs(published,
     assert plain.media() == whole.media()
 
 
+def frames_of(publisher):
+    """Return a list to which the publisher appends the frames of each message, instead of sending them."""
+    frames = []
+    publisher._pub = SimpleNamespace(send_multipart=frames.append)
+    return frames
+
+
 def test_digests_are_byte_for_byte_what_msgspec_makes_of_the_struct():
     view = BlockView()
-    epochs: set[int | None] = set()
-    with (
-        open_publisher(digest_every=1) as publisher,
-        zmq.Context() as context,
-        context.socket(zmq.SUB) as socket,
-    ):
-        socket.subscribe(DIGEST_PREFIX)
-        socket.connect(publisher.endpoint)
-        while not socket.poll(20):
-            publisher.publish_cleared()
-        assert publisher.flush(30)
-        while socket.poll(100):
-            socket.recv_multipart()
+    with open_publisher(digest_every=1) as publisher:
+        sent = frames_of(publisher)
         for number in range(30):
             medium = ("CPU", "disk")[number % 2]
             publisher.publish([OffloadingEvent([b"%d" % number + bytes(4)], 16, medium, False)])
             view.add("CPU" if medium == "CPU" else "STORAGE", [(b"%d" % number, 0)])
             assert publisher.flush(30)
-            seq = publisher.stats()["sent_batches"] - 1
-            assert socket.poll(30_000)
-            topic, seq_bytes, payload = socket.recv_multipart()
-            assert (topic, seq_bytes) == (b"digest.kv-events", seq.to_bytes(8, "big"))
-            epochs.add(msgspec.msgpack.decode(payload, type=Digest).epoch)
-            (epoch,) = epochs
-            assert payload == encode(Digest(seq, view.digests(), epoch=epoch))
+            topic, seq_bytes, payload = sent[-1]
+            assert (len(sent), topic) == (2 * number + 2, b"digest.kv-events")
+            assert seq_bytes == number.to_bytes(8, "big")
+            assert payload == encode(Digest(number, view.digests(), epoch=publisher._epoch))
 
 
 class OldDigest(msgspec.Struct, omit_defaults=True):
@@ -228,33 +221,17 @@ def test_snapshot_carries_every_block_and_its_digest(publisher):
     assert ask(publisher, bytes(8))[-1] == [b"", b"", END_OF_REPLAY, b""]
 
 
-def first_digest(timeout_s: float) -> Digest | None:
-    """Return the digest that a new publisher sends with its first batch; None if the subscription came too late."""
-    with (
-        open_publisher(digest_every=1000) as publisher,
-        zmq.Context() as context,
-        context.socket(zmq.SUB) as socket,
-    ):
-        socket.subscribe(DIGEST_PREFIX)
-        socket.connect(publisher.endpoint)
-        time.sleep(timeout_s)
-        publish_one_by_one(publisher, 1)
-        found = socket.recv_multipart() if socket.poll(int(1000 * timeout_s)) else None
-        return None if found is None else msgspec.msgpack.decode(found[-1], type=Digest)
-
-
-def test_every_publisher_has_an_epoch_of_its_own_and_says_it_with_the_first_batch():
+def test_digest_of_the_first_batch_has_the_publishers_own_epoch():
     epochs = set()
-    timeout_s = 0.05
-    while len(epochs) < 3:
-        assert timeout_s < 10
-        found = first_digest(timeout_s)
-        if found is None:
-            timeout_s *= 2
-            continue
-        assert found.seq == 0
-        epochs.add(found.epoch)
-    assert None not in epochs
+    for _ in range(3):
+        with open_publisher(digest_every=1000) as publisher:
+            sent = frames_of(publisher)
+            publish_one_by_one(publisher, 1, 2)
+        _, (topic, seq, payload), _ = sent
+        digest = msgspec.msgpack.decode(payload, type=Digest)
+        assert (topic, seq, digest.seq) == (b"digest.kv-events", bytes(8), 0)
+        epochs.add(digest.epoch)
+    assert len(epochs - {None}) == 3
 
 
 class Rude:

@@ -161,20 +161,6 @@ def test_client_that_stands_still_or_drips_is_dropped(
     assert server.stats().slow_clients == 1
 
 
-def test_idle_clients_keep_no_request_out(server: StatusServer) -> None:
-    num_clients = 5 * server._server.max_clients
-    threads = threading.active_count()
-    idle = [socket.socket(socket.AF_UNIX) for _ in range(num_clients)]
-    for client in idle:
-        client.connect(str(server.path))
-        assert ask(server.path, "status")["parts"]
-    until(lambda: threading.active_count() <= threads + server._server.max_clients)
-    assert server.stats().slow_clients >= num_clients - server._server.max_clients
-    for client in idle:
-        client.close()
-    until(lambda: threading.active_count() == threads)
-
-
 def test_peer_is_told_by_its_user_id(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_module, "_peer_uid", lambda connected: os.geteuid() + 12345)
     assert "another user's" in raw(server, b'{"command": "status"}\n')["error"]
@@ -356,29 +342,3 @@ def test_a_command_is_one_class_and_one_line(
         ask(server.path, "count", n=13)
     server.close()
     assert Counting.closed == 1
-
-
-def test_engine_runs_on_while_clients_attack(server: StatusServer, manager: CPUOffloadingManager) -> None:
-    stop = threading.Event()
-
-    def attack() -> None:
-        while not stop.is_set():
-            try:
-                raw(server, os.urandom(70_000))
-            except (OSError, ValueError):
-                time.sleep(0.001)
-
-    threads = [threading.Thread(target=attack) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    keys = [b"%d" % number for number in range(4)]
-    for _ in range(2_000):
-        output = manager.prepare_store(keys)
-        assert output is not None
-        manager.complete_store(output.keys_to_store)
-        assert manager.lookup(keys) == 4
-    until(lambda: server.stats().refused_requests > 5)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert manager.stats().lookups == 2_000

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -285,46 +283,6 @@ def test_messages_that_waited_since_before_the_restart_are_not_added_to_the_succ
             while subscriber.poll(0.05):
                 pass
             assert numbers_held(subscriber) == set(range(100))
-
-
-KILLED = """
-import itertools
-from kvcache import OffloadingEvent, make_offload_key
-from kvcache.exporters.kv_events import KVEventPublisher
-
-publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", digest_every=4)
-print(publisher.endpoint, publisher.replay_endpoint, flush=True)
-for number in itertools.count(1 << 32):
-    keys = [make_offload_key((number * 64 + i).to_bytes(8, "big"), 0) for i in range(64)]
-    publisher.publish([OffloadingEvent(keys, 16, "CPU", False)])
-    if number % 64 == 0:
-        publisher.flush()
-"""
-
-
-def test_view_of_a_publisher_that_was_killed_amid_its_batches_is_replaced():
-    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as first:
-        endpoint, replay_endpoint = first.stdout.readline().split()
-        with KVEventSubscriber(endpoint, replay_endpoint, timeout_s=30) as subscriber:
-            poll_until(subscriber, lambda: len(subscriber.view) >= 10_000)
-            first.kill()
-            first.wait()
-            with KVEventPublisher(endpoint, replay_endpoint) as second:
-                publish_one_by_one(second, 1, 2)
-                poll_until(subscriber, lambda: numbers_held(subscriber) == {1, 2})
-                assert subscriber.is_verified
-
-
-def test_connection_made_anew_is_noticed_without_a_message():
-    first = KVEventPublisher(ANY_PORT, ANY_PORT)
-    with subscribed(first) as subscriber:
-        publish_one_by_one(first, 100)
-        subscriber.resync()
-        first.close(30)
-        with KVEventPublisher(first.endpoint, first.replay_endpoint) as second:
-            publish_one_by_one(second, 1)
-            poll_until(subscriber, lambda: numbers_held(subscriber) == {1})
-            assert subscriber.is_verified
 
 
 def test_verify_mends_a_view_of_a_publisher_that_sends_no_digests(successor):

@@ -16,7 +16,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice, repeat
+from itertools import repeat
 from pathlib import Path
 
 import msgspec
@@ -935,29 +935,3 @@ def test_configuration_of_strangers_is_not_trusted(path):
         path.write_bytes(header_bytes({"manager": config, "is_from_start": True}))
         with pytest.raises(RecordingError, match=message):
             replay_recording(Recording(path))
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_part_of_the_conversation_trace_replays_to_the_same_integers(path, shared, policy):
-    from kvcache.lab.simulate.run import Replay, ReplayClock
-    from kvcache.lab.traces.keys import KeyMaker
-    from kvcache.lab.traces.trace import Trace
-
-    clock = ReplayClock()
-    manager = CPUOffloadingManager(512, 3_000, policy, True, clock=clock)
-    replay, make_keys = Replay(manager, arrivals=clock), KeyMaker()
-    limit = None if os.environ.get("KVCACHE_WHOLE_TRACES") else 1_500
-    source = shared / "traces" / "mooncake_conversation.jsonl"
-    with Recorder(manager, path, clock=clock) as recorder, Trace(source) as trace:
-        for request in islice(trace, limit):
-            replay.step(request, make_keys(request.hash_ids))
-    assert recorder.stats().num_lost == 0
-    outcome = replayed(path)
-    assert outcome.num_skipped == 0
-    assert outcome.num_calls == replay.tally.requests * 7 - replay.tally.rejected_requests
-    with RecordedTrace(path) as recorded:
-        again = Replay(CPUOffloadingManager(512, 3_000, policy))
-        for request in recorded:
-            again.step(request, make_keys(request.hash_ids))
-    assert again.tally.hit_blocks == replay.tally.hit_blocks
-    assert again.tally.blocks == replay.tally.blocks
