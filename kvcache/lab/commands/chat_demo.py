@@ -14,7 +14,7 @@ from kvcache.cli import common
 from kvcache.options import format_size, parse_size
 
 if TYPE_CHECKING:
-    from kvcache.integrations.transformers.chats import Turn
+    from kvcache.lab.demos.chats import Turn
 
 
 # A title states a time only as the median of at least this many turns.
@@ -50,18 +50,19 @@ def chat_demo(
     common.one_policy(policy)
     common.check_writable("--json", json)
     common.check_writable("--plot", None if plot is None else str(plot))
-    from kvcache.integrations.transformers import PrefixCache, chats
+    from kvcache.integrations.transformers import PrefixCache
+    from kvcache.lab.demos import chats
 
     if plot is not None:
         import matplotlib  # noqa: F401 - reported before the work if it is missing
 
     started = monotonic()
     console = common.console(json)
-    said = chats.Chats(users, turns, system_tokens, message_tokens, answer_tokens, common.at_least("--seed", seed, 0))
+    common.at_least("--seed", seed, 0)
     cache = PrefixCache(chats.build_model(seed, threads), memory=parse_size("--memory", memory), policy=policy)
     done: list[Turn] = []
     with common.Bar("chat", "turns", quiet, total=users * turns) as bar:
-        for turn in chats.run(said, cache):
+        for turn in chats.run(cache, users, turns, system_tokens, message_tokens, answer_tokens, seed):
             if not turn.equal:
                 raise common.CommandError(f"user {turn.user} got other tokens with the cache in turn {turn.turn}")
             done.append(turn)

@@ -19,18 +19,6 @@ VOCAB_SIZE = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Chats:
-    """Token counts of the chats, and the seed of all random choices."""
-
-    num_users: int
-    num_turns: int
-    system_tokens: int
-    message_tokens: int
-    answer_tokens: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of one user, run without the cache and with it.
 
@@ -85,23 +73,31 @@ def build_model(seed: int, num_threads: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def run(chats: Chats, cache: PrefixCache) -> Iterator[Turn]:
-    """Run the chats and yield each turn: first turns of all users, then second turns, and so on.
+def run(
+    cache: PrefixCache,
+    num_users: int,
+    num_turns: int,
+    system_tokens: int,
+    message_tokens: int,
+    answer_tokens: int,
+    seed: int,
+) -> Iterator[Turn]:
+    """Run chats and yield each turn: first turns of all users, then second turns, and so on.
 
     All users share the system prompt; a message is random ids. The model of the (empty) cache answers.
     """
-    draw = torch.Generator().manual_seed(chats.seed)
+    draw = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> torch.Tensor:
         return torch.randint(VOCAB_SIZE, (1, count), generator=draw)
 
-    system = tokens(chats.system_tokens)
-    histories = [system] * chats.num_users
+    system = tokens(system_tokens)
+    histories = [system] * num_users
     # The first forward of a process is slower than later ones.
     cache.model.generate(system, attention_mask=torch.ones_like(system), max_new_tokens=2, do_sample=False)
-    for turn in range(1, chats.num_turns + 1):
-        for user in range(chats.num_users):
-            prompt = torch.cat([histories[user], tokens(chats.message_tokens)], dim=1)
+    for turn in range(1, num_turns + 1):
+        for user in range(num_users):
+            prompt = torch.cat([histories[user], tokens(message_tokens)], dim=1)
             loaded_before = cache.stats().loaded_tokens
             runs = {}
             # The second run finds warmer processor caches, so the order alternates.
@@ -111,7 +107,7 @@ def run(chats: Chats, cache: PrefixCache) -> Iterator[Turn]:
                 answer = generate(
                     input_ids=prompt,
                     attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=chats.answer_tokens,
+                    max_new_tokens=answer_tokens,
                     do_sample=False,
                     streamer=first,
                 )
