@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvcache import CPUOffloadingManager, ReqContext
-from kvcache.integrations.vllm.what_if_log import WhatIfLog
+from kvcache.integrations.vllm.what_if_log import log_what_if
 
 
 def serve(manager, count):
@@ -22,11 +22,11 @@ def serve(manager, count):
 @pytest.mark.parametrize("num_requests", [0, 9])
 def test_estimate_is_logged_when_an_engine_that_served_requests_ends(num_requests, caplog):
     manager = CPUOffloadingManager(16, 8, what_if=True)
-    log = WhatIfLog(manager)
+    log = log_what_if(manager)
     serve(manager, num_requests)
     with caplog.at_level(logging.INFO):
-        log.close()
-        log.close()
+        log.stop(None)
+        log.stop(None)
     start = "kvcache what-if:\nshare of blocks hit, by capacity"
     assert [record.getMessage().startswith(start) for record in caplog.records] == [True] * bool(num_requests)
     assert "kvcache-what-if" not in {thread.name for thread in threading.enumerate()}
@@ -39,11 +39,11 @@ def test_estimate_is_logged_while_the_engine_serves(caplog):
     with caplog.at_level(logging.INFO, "kvcache.integrations.vllm.what_if_log"):
         logger = logging.getLogger("kvcache.integrations.vllm.what_if_log")
         logger.addFilter(lambda record: written.set() or True)
-        log = WhatIfLog(manager, interval_s=0.001)
+        log = log_what_if(manager, interval_s=0.001)
         try:
             assert written.wait(30)
         finally:
-            log.close()
+            log.stop(None)
             logger.filters.clear()
     # An unchanged estimate is logged once.
     assert len(caplog.records) == 1

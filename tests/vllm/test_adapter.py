@@ -246,9 +246,8 @@ def test_events_are_local_ones_of_the_engine():
     serve(adapter, "a", keys_of("a", 2))
     serve(adapter, "b", keys_of("b", 1))
     events = list(adapter.take_events())
-    if hasattr(base, "Locality"):
-        assert (events[0].locality, events[0].ownership) == (base.Locality.LOCAL, None)
-        assert events[0].removal_expected
+    assert (events[0].locality, events[0].ownership) == (base.Locality.LOCAL, None)
+    assert events[0].removal_expected
     assert [(set(event.keys), event.medium, event.removed) for event in events] == [
         ({b"a0", b"a1"}, Medium.CPU, False),
         ({b"a1"}, Medium.CPU, True),

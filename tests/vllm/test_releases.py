@@ -5,7 +5,7 @@ import importlib
 from pathlib import Path
 
 import kvcache.integrations.vllm as adapter
-from kvcache.integrations.vllm.releases import REQUIRED_NAMES, installed_release
+from kvcache.integrations.vllm.releases import installed_release
 
 # Imported under `Release.load_source` only.
 HIT_SOURCE = "vllm.v1.metrics.cache_hit_source"
@@ -20,7 +20,6 @@ def test_releases_installed_release_has_every_imported_name():
         for one in node.names
     }
     assert len(imported) > 15
-    assert REQUIRED_NAMES.keys() <= {module for module, _ in imported}
     for module, name in imported:
         if module != HIT_SOURCE or installed_release().load_source:
             assert hasattr(importlib.import_module(module), name), f"{module}.{name}"

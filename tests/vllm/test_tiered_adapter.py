@@ -93,7 +93,6 @@ def test_working_tiers_count_as_available(make):
     assert sent.keys() >= {"vllm:kvcache_tier_reads_breaker:('0', 'DISK', 'closed')"}
 
 
-@pytest.mark.skipif(not hasattr(base, "Locality"), reason="this release's events have no locality")
 def test_events_over_disk_keep_their_tokens_until_the_last_removal(make):
     events = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading.events")
     adapter = make(num_blocks=2, enable_events=True, cache_policy="lru")

@@ -21,8 +21,12 @@ _MODULES = {"KVCacheOffloadingSpec": "spec", "KVCacheTier": "tier"}
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvcache.integrations.vllm.releases import installed_release
+    from kvcache.integrations.vllm.releases import TRIED, installed_release
 
     installed_release()
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    except ImportError as error:
+        raise ImportError(f"{error} (kvcache was tried with vLLM {TRIED})") from error
+    found = globals()[name] = getattr(module, name)
     return found

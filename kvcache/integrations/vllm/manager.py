@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import fields
 from typing import Any
 
-from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
@@ -21,11 +21,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvcache import events
+from kvcache.background import Background
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.pool import BlockPool
 from kvcache.integrations.vllm.metrics import MetricsSource
 from kvcache.integrations.vllm.releases import Release
-from kvcache.integrations.vllm.what_if_log import WhatIfLog
 from kvcache.request import ReqContext
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
@@ -53,8 +53,7 @@ class EngineRequest(ReqContext):
         self.transfers: list[tuple[int, list[bytes]]] = []
         # Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.
         self.promoted: set[bytes] = set()
-        allowed = getattr(req_context, "load_tier_filter", None)
-        self.may_load_below: bool = allowed is None or allowed.allows(Medium.STORAGE, None)
+        self.may_load_below: bool = req_context.load_tier_filter.allows(Medium.STORAGE, None)
         if has_positions:
             self.set_offload_key_positions(req_context._offload_key_positions)
 
@@ -82,15 +81,12 @@ def engine_event(event: events.OffloadingEvent, medium: Medium, is_local: bool) 
     vLLM keeps the tokens of a block until all media that announced a removal have removed it. A shared store evicts
     blocks without a report.
     """
-    found = {"removal_expected": is_local}
-    if "locality" in _EVENT_FIELDS:
-        found["locality"] = base.Locality.LOCAL if is_local else base.Locality.REMOTE
-    details = {name: value for name, value in found.items() if name in _EVENT_FIELDS}
-    return OffloadingEvent(keys=event.keys, medium=medium, removed=event.removed, **details)
+    locality = Locality.LOCAL if is_local else Locality.REMOTE
+    return OffloadingEvent(event.keys, medium, event.removed, locality, removal_expected=is_local)
 
 
 class KVCacheOffloadingManager(OffloadingManager):
-    """Adapter of a manager, which only this adapter drives, to vLLM's scheduler. `shutdown` closes `what_if_log`.
+    """Adapter of a manager, which only this adapter drives, to vLLM's scheduler. `shutdown` ends `what_if_log`.
 
     `spec_type` is vLLM's class for host blocks if its own worker copies them; None: ours. `info` holds the values of
     `info_keys`.
@@ -99,7 +95,7 @@ class KVCacheOffloadingManager(OffloadingManager):
     info_keys = ("kvcache_capacity_blocks", "kvcache_capacity_bytes")
     info: tuple[int, ...] = ()
     spec_type: Any = None
-    what_if_log: WhatIfLog | None = None
+    what_if_log: Background | None = None
 
     def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, release: Release) -> None:
         self._manager = manager
@@ -191,5 +187,5 @@ class KVCacheOffloadingManager(OffloadingManager):
 
     def shutdown(self) -> None:
         if self.what_if_log is not None:
-            self.what_if_log.close()
+            self.what_if_log.stop(None)
         self._manager.shutdown()

@@ -13,9 +13,10 @@ from typing import Any
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
 from kvcache.block import BlockStatus
+from kvcache.integrations.vllm.settings import POLICY_NAMES
 from kvcache.registry import POLICIES
 
-__all__ = ["Amq", "Arc", "Gittins", "Lfuda", "Lru", "Mq"]
+__all__ = [*POLICY_NAMES]
 
 
 class _Counted:
@@ -106,25 +107,6 @@ def _positions(req_context: Any) -> dict[bytes, int]:
     return getattr(req_context, "_offload_key_positions", {})
 
 
-class Lru(_Policy):
-    """Differs from vLLM's own in the position of blocks in use only."""
-
-
-class Arc(_Policy):
-    """`arc`."""
-
-
-class Mq(_Policy):
-    """`mq`."""
-
-
-class Amq(_Policy):
-    """`amq`."""
-
-
-class Lfuda(_Policy):
-    """`lfuda`."""
-
-
-class Gittins(_Policy):
-    """`gittins`, which stores every block here."""
+# vLLM finds each by its name. `Lru` differs from vLLM's own in the position of blocks in use only.
+for _name in __all__:
+    globals()[_name] = type(_name, (_Policy,), {"__module__": __name__})

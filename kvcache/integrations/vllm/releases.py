@@ -10,31 +10,9 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 ALLOW_UNTRIED = "KVCACHE_ALLOW_UNTRIED_VLLM"
-
-# Every release needs these: the engine checks for its own classes, or compares with `is`.
-REQUIRED_NAMES = {
-    "vllm.v1.kv_offload.base": (
-        "Locality",
-        "LookupResult",
-        "Medium",
-        "OffloadingCounterMetadata",
-        "OffloadingEvent",
-        "OffloadingGaugeMetadata",
-        "OffloadingManager",
-        "OffloadingSpec",
-        "OffloadingWorker",
-        "OffloadPolicy",
-        "RequestOffloadingContext",
-    ),
-    "vllm.v1.kv_offload.file_mapper": ("FileMapper",),
-    "vllm.v1.kv_offload.tiering.base": ("JobResult", "SecondaryTierManager"),
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": ("OffloadingConnectorStats",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +38,15 @@ RELEASES = {
     (0, 32): Release(key_positions=True, load_source=True, job_bytes=True),
     (0, 33): Release(key_positions=True, load_source=True, job_bytes=True),
 }
+TRIED = ", ".join(f"{major}.{minor}" for major, minor in RELEASES)
 
 
 @functools.cache
 def installed_release() -> Release:
     """Return the table's entry for the installed vLLM.
 
-    ImportError: vLLM is not installed or has not been tried, or it lacks a name that the adapter needs. With
-    ``KVCACHE_ALLOW_UNTRIED_VLLM=1`` in the environment, an untried release that lacks no name is accepted.
+    ImportError: vLLM is not installed or has not been tried. With ``KVCACHE_ALLOW_UNTRIED_VLLM=1`` in the environment,
+    an untried release is accepted.
     """
     try:
         found = importlib.import_module("vllm").__version__
@@ -80,14 +59,13 @@ def describe_release(needs_policy_module: bool = False) -> tuple[str, str, str]:
     """Return what the installed release lacks as level, subject and text of a finding; does not import vLLM."""
     from importlib import metadata
 
-    tried = ", ".join(f"{major}.{minor}" for major, minor in RELEASES)
     names = metadata.packages_distributions().get("vllm")
     if not names:
-        return "ok", "release", f"vLLM is not installed here; tried: {tried}"
+        return "ok", "release", f"vLLM is not installed here; tried: {TRIED}"
     found = metadata.version(names[0])
     release = _entry_of(found)
     if release is None:
-        return "warning", "release", f"vLLM {found} has not been tried (tried: {tried}); see {ALLOW_UNTRIED}"
+        return "warning", "release", f"vLLM {found} has not been tried (tried: {TRIED}); see {ALLOW_UNTRIED}"
     if needs_policy_module and not release.policy_module:
         return "error", "release", f"vLLM {found} loads no eviction policy of another package"
     lacks = {
@@ -104,35 +82,14 @@ def _entry_of(found: str) -> Release | None:
     return RELEASES.get((int(numbers[1]), int(numbers[2]))) if numbers else None
 
 
-def choose_release(
-    found: str,
-    allow_untried: bool = False,
-    import_module: Callable[[str], ModuleType] = importlib.import_module,
-) -> Release:
+def choose_release(found: str, allow_untried: bool = False) -> Release:
     """Return the table's entry for release `found`, or raise ImportError; see `installed_release`."""
-    tried = ", ".join(f"{major}.{minor}" for major, minor in RELEASES)
     release = _entry_of(found)
-    missing = missing_names(import_module)
-    if missing:
-        raise ImportError(f"vLLM {found} lacks names that kvcache needs: {', '.join(missing)} (tried with: {tried})")
     if release is not None:
         return release
     if not allow_untried:
         raise ImportError(
-            f"vLLM {found} has not been tried with kvcache (tried: {tried}). It has every name that kvcache needs, so "
-            f"it may work: set {ALLOW_UNTRIED}=1 to run it at your own risk, or install a release that was tried"
+            f"vLLM {found} has not been tried with kvcache (tried: {TRIED}). Set {ALLOW_UNTRIED}=1 to run it at your "
+            "own risk, or install a release that was tried"
         )
     return max(RELEASES.items())[1]
-
-
-def missing_names(import_module: Callable[[str], ModuleType]) -> list[str]:
-    """Return the dotted names that the adapter needs and the installed vLLM lacks."""
-    missing = []
-    for module_name, names in REQUIRED_NAMES.items():
-        try:
-            module = import_module(module_name)
-        except ImportError:
-            missing.append(module_name)
-            continue
-        missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
-    return missing

@@ -29,7 +29,7 @@ from kvcache.integrations.vllm.settings import (
 )
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import EngineRegion, SharedPool, TieredKVCacheOffloadingManager
-from kvcache.integrations.vllm.what_if_log import WhatIfLog
+from kvcache.integrations.vllm.what_if_log import log_what_if
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.tiering.manager import TieredOffloadingManager
 
@@ -84,7 +84,6 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
                 self.settings, parallel.world_size, self.bytes_per_block, parallel.pp_size
             )
             self.block_bytes = self.bytes_per_block * parallel.world_size
-        self._config = config
         self._engine_config = engine_config()
         self._manager: KVCacheOffloadingManager | None = None
         self._worker: Any = None
@@ -125,7 +124,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
 
     def _description(self, manager: KVCacheOffloadingManager) -> str:
         """Return the log line that describes the pool and its tiers at start."""
-        tokens, num_ranks = self.tokens_per_block[0] * self.blocks_per_chunk, self._config.parallel.world_size
+        tokens, num_ranks = self.tokens_per_block[0] * self.blocks_per_chunk, self.config.parallel.world_size
         num_bytes = self.num_blocks * self.block_bytes
         parts = [
             f"kvcache offloads to {self.num_blocks:,} blocks of {tokens} tokens in host memory "
@@ -146,7 +145,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
                 identity = chunk_fingerprint(self, self._engine_config)
                 shared = EngineRegion(self)
             else:
-                identity = fingerprint(self._config, self._engine_config)
+                identity = fingerprint(self.config, self._engine_config)
                 shared = self._shared_pool(is_owner=True)
         manager = open_manager(
             self.settings,
@@ -157,25 +156,25 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
             fingerprint=identity,
             clock=self.clock,
             block_bytes=self.block_bytes,
-            labels={"engine": str(self._config.engine_id), "rank": str(self._config.parallel.data_parallel_index)},
+            labels={"engine": str(self.config.engine_id), "rank": str(self.config.parallel.data_parallel_index)},
         )
         adapter: KVCacheOffloadingManager
         if isinstance(manager, TieredOffloadingManager):
             adapter = TieredKVCacheOffloadingManager(manager, installed_release(), self.clock)
         else:
             adapter = KVCacheOffloadingManager(manager, installed_release())
-        adapter.what_if_log = WhatIfLog(manager) if self.settings.what_if else None
+        adapter.what_if_log = log_what_if(manager) if self.settings.what_if else None
         adapter.info = (self.num_blocks, self.num_blocks * self.block_bytes)
         adapter.spec_type = CPULoadStoreSpec if self.has_engine_worker else None
         return adapter
 
     def _shared_pool(self, is_owner: bool) -> SharedPool:
         return SharedPool(
-            self._config, self.settings.pool_folder, self.num_blocks, self.bytes_per_block, is_owner=is_owner
+            self.config, self.settings.pool_folder, self.num_blocks, self.bytes_per_block, is_owner=is_owner
         )
 
     def _make_worker(self, kv_caches: Any) -> KVCacheOffloadingWorker:
-        settings, parallel = self.settings, self._config.parallel
+        settings, parallel = self.settings, self.config.parallel
         worker = KVCacheOffloadingWorker(
             kv_caches,
             self.num_blocks,
@@ -188,7 +187,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         worker.trace(
             settings,
             {
-                "engine": str(self._config.engine_id),
+                "engine": str(self.config.engine_id),
                 "rank": str(parallel.data_parallel_index),
                 "worker": str(parallel.rank),
             },

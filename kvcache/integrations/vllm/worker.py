@@ -13,15 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingWorker
 
 from kvcache.assembly.assemble import OffloadSettings, trace_worker
-from kvcache.specs import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    TransferResult,
-)
+from kvcache.specs import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
 from kvcache.transfer.factory import cpu_gpu_handlers
 from kvcache.transfer.geometry import host_block_bytes
 from kvcache.transfer.host_pool import HostPool
@@ -34,7 +26,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class KVCacheOffloadingWorker(OffloadingWorker):
-    """Copy blocks for one rank of the engine; the tensors of `kv_caches` are shared, not copied.
+    """Copy blocks for one rank of the engine; `kv_caches` is vLLM's description, whose fields are those of ours.
 
     With tiers, `shared` holds the engine's host blocks, which the worker closes, and `rank` and `rank_bytes` are this
     worker's part of each. Without, the worker allocates its own. If the engine runs on the CPU, at most
@@ -44,7 +36,7 @@ class KVCacheOffloadingWorker(OffloadingWorker):
 
     def __init__(
         self,
-        kv_caches: Any,
+        kv_caches: CanonicalKVCaches,
         num_blocks: int,
         blocks_per_chunk: int,
         num_copy_threads: int | None = None,
@@ -52,16 +44,15 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         rank: int = 0,
         rank_bytes: int = 0,
     ) -> None:
-        self.kv_caches = canonical_kv_caches(kv_caches)
         self._shared = shared
         self._pool: HostPool
         if shared is None:
-            device = self.kv_caches.tensors[0].tensor.device if self.kv_caches.tensors else None
-            self._pool = HostPool(num_blocks, host_block_bytes(self.kv_caches, blocks_per_chunk), device=device)
-            store, load = cpu_gpu_handlers(self.kv_caches, self._pool, blocks_per_chunk, num_copy_threads)
+            device = kv_caches.tensors[0].tensor.device if kv_caches.tensors else None
+            self._pool = HostPool(num_blocks, host_block_bytes(kv_caches, blocks_per_chunk), device=device)
+            store, load = cpu_gpu_handlers(kv_caches, self._pool, blocks_per_chunk, num_copy_threads)
         else:
             self._pool, store, load = shared_pool_handlers(
-                self.kv_caches, shared, rank, rank_bytes, blocks_per_chunk, num_copy_threads
+                kv_caches, shared, rank, rank_bytes, blocks_per_chunk, num_copy_threads
             )
         logger.info("kvcache: %s", self._pool.describe())
         self._transfers = TransferWorker()
@@ -118,14 +109,3 @@ class KVCacheOffloadingWorker(OffloadingWorker):
 def device_spec(spec: Any) -> GPULoadStoreSpec:
     """Convert vLLM's spec of device blocks to ours."""
     return GPULoadStoreSpec(spec.block_ids, spec.group_sizes, spec.block_indices)
-
-
-def canonical_kv_caches(kv_caches: Any) -> CanonicalKVCaches:
-    """Convert vLLM's description of the KV cache to ours; tensors are shared, not copied."""
-    return CanonicalKVCaches(
-        tensors=[CanonicalKVCacheTensor(entry.tensor, entry.page_size_bytes) for entry in kv_caches.tensors],
-        group_data_refs=[
-            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
-            for refs in kv_caches.group_data_refs
-        ],
-    )
