@@ -5,6 +5,7 @@ A pool that does not fit is a clear error at the start. Without it, the kernel w
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 
@@ -43,17 +44,14 @@ def _machine_memory(root: Path) -> tuple[int, str] | None:
 def _cgroup_memory(root: Path) -> tuple[int, str] | None:
     """Return the memory left in the tightest cgroup this process is in, of version 1 or 2; None without a limit."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        text = (root / "proc/self/cgroup").read_text()
     except (OSError, ValueError):
         return None
     found = []
     mount = root / "sys/fs/cgroup"
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
+    for controllers, group in re.findall(r"^\d+:([^:]*):(.*)$", text, re.MULTILINE):
         if not controllers:
-            names = ("memory.max", "memory.current", "inactive_file", "active_file")
-            found += _limits(mount, group, *names)
+            found += _limits(mount, group, "memory.max", "memory.current", "inactive_file", "active_file")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
             found += _limits(mount / "memory", group, *names)

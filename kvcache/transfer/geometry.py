@@ -31,7 +31,7 @@ class KVGeometry:
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, pool: HostPool, block_size_factor: int = 1) -> None:
-        check_int("block_size_factor", block_size_factor)
+        need = host_block_bytes(kv_caches, block_size_factor)
         self.kv_caches = kv_caches
         self.pool = pool
         self.block_size_factor = block_size_factor
@@ -43,7 +43,6 @@ class KVGeometry:
         for group_idx, refs in enumerate(kv_caches.group_data_refs):
             for ref in refs:
                 _check_ref(group_idx, ref.tensor_idx, ref.page_size_bytes, self.tensors)
-        need = host_block_bytes(kv_caches, block_size_factor)
         if need > pool.block_bytes:
             raise ValueError(f"an offloaded block has {need} bytes, the pool's blocks have {pool.block_bytes}")
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
@@ -58,32 +57,32 @@ class KVGeometry:
             tuple(_held_memory(tensor) for tensor in (*self.tensors, pool.tensor)),
         )
 
-    def segments(self, group_idx: int) -> list[tuple[torch.Tensor, int]]:
-        """Return the pieces of a group's device blocks as tensors, each with its offset in the host block.
+    def segments(self) -> list[list[tuple[torch.Tensor, int]]]:
+        """Return the pieces of device blocks as tensors, by group, each with its offset in the host block.
 
         Adjacent layers are one piece; a tensor has shape (num_blocks, bytes).
         """
         owners = {tensor.data_ptr(): tensor for tensor in reversed(self.tensors)}
-        num_blocks = min(
-            (self.tensors[ref.tensor_idx].shape[0] for ref in self.kv_caches.group_data_refs[group_idx]), default=0
-        )
         return [
-            (owners[address].as_strided((num_blocks, n_bytes), (stride, 1)), offset)
-            for address, stride, offset, n_bytes in self.compiled.segments(group_idx)
+            [
+                (owners[address].as_strided((num_blocks, n_bytes), (stride, 1)), offset)
+                for address, num_blocks, stride, offset, n_bytes in pieces
+            ]
+            for pieces in self.compiled.segments()
         ]
 
     def storages(self) -> list[tuple[int, torch.Tensor]]:
         """Return the memory of all tensors as (address, bytes), by address, each once."""
-        found = {}
-        for tensor in self.tensors:
-            storage = tensor.untyped_storage()
-            flat = torch.empty(0, dtype=torch.int8, device=tensor.device).set_(storage)
-            found[storage.data_ptr()] = flat
-        return sorted(found.items())
+        return sorted({whole.data_ptr(): whole for whole in map(_whole, self.tensors)}.items())
 
     def is_lost(self) -> bool:
         """Whether a tensor has left the memory it had, as after ``set_``."""
         return [tensor.data_ptr() for tensor in self.tensors] != self._addresses
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all bytes of a tensor's storage."""
+    return torch.empty(0, dtype=torch.int8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _held_memory(tensor: torch.Tensor) -> object:
@@ -93,7 +92,7 @@ def _held_memory(tensor: torch.Tensor) -> object:
     numpy has a view of it, so host memory gets one. The garbage collector empties the tensors of a cycle even if they
     are referenced elsewhere, but it does not look into an array.
     """
-    whole = torch.empty(0, dtype=torch.int8, device=tensor.device).set_(tensor.untyped_storage())
+    whole = _whole(tensor)
     return whole.numpy() if whole.is_cpu else whole
 
 

@@ -16,9 +16,9 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import pairwise, repeat
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -147,12 +147,7 @@ class HostPool:
         first_bytes = self.num_bytes if pins and not pinning.can_lock_beside_captures(self.device) else self.piece_bytes
         num_threads = min(16, len(os.sched_getaffinity(0))) if num_threads is None else num_threads
         with ThreadPoolExecutor(num_threads, initializer=numa.run_on_node, initargs=(self._node,)) as threads:
-
-            def touch(first: int) -> None:
-                self._touch(first, min(first + _PART_BYTES, first_bytes))
-
-            list(threads.map(touch, range(0, min(first_bytes, self.num_bytes), _PART_BYTES)))
-        self._touched(first_bytes, progress)
+            self._touch(first_bytes, progress, threads.map)
         if pins:
             self.pin(progress, first_bytes)
         _LOG.info("%s", self.describe())
@@ -170,9 +165,7 @@ class HostPool:
         try:
             while self.touched_bytes < self.num_bytes and not stopping.is_set():
                 end = self.touched_bytes + self.piece_bytes
-                for first in range(self.touched_bytes, min(end, self.num_bytes), _PART_BYTES):
-                    self._touch(first, min(first + _PART_BYTES, end))
-                self._touched(end, progress)
+                self._touch(end, progress)
                 if pins and not self.pin_failures:
                     self.pin(progress, end)
             _LOG.info("%s, in %.1f s beside the engine", self.describe(), time.monotonic() - started_s)
@@ -180,17 +173,20 @@ class HostPool:
             self._is_ready.set()
             atexit.unregister(self._stop_preparing)
 
-    def _touch(self, first: int, end: int) -> None:
-        """Back bytes with pages without a change to their content, because blocks may lie there already."""
-        num_bytes = min(end, self.num_bytes) - first
+    def _touch(self, end: int, progress: Progress | None, run: Callable[..., Iterable[None]] = map) -> None:
+        """Touch the memory from `touched_bytes` to `end`; `run` is the `map` of the threads that do it."""
+        end = min(end, self.num_bytes)
+        list(run(self._back, range(self.touched_bytes, end, _PART_BYTES), repeat(end)))
+        self.touched_bytes = end
+        if progress is not None:
+            progress("touch", end, self.num_bytes)
+
+    def _back(self, first: int, end: int) -> None:
+        """Back a part with pages without a change to its bytes, because blocks may lie there already."""
+        num_bytes = min(_PART_BYTES, end - first)
         skipped = (self.address + first) % mmap.PAGESIZE
         # Linux before 5.14 refuses. Pages are then backed when they are pinned, or by the first copy.
         _LIBC.madvise(self.address + first - skipped, num_bytes + skipped, _MADV_POPULATE_WRITE)
-
-    def _touched(self, end: int, progress: Progress | None) -> None:
-        self.touched_bytes = min(end, self.num_bytes)
-        if progress is not None:
-            progress("touch", self.touched_bytes, self.num_bytes)
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the background thread has ended; return whether it has touched the whole pool.

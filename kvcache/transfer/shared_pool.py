@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache.transfer.base import OffloadingHandler
 from kvcache.transfer.factory import cpu_gpu_handlers
 from kvcache.transfer.geometry import host_block_bytes
 from kvcache.transfer.host_pool import HostPool, bytes_of
 
 if TYPE_CHECKING:
-    from kvcache.specs import CanonicalKVCaches, TransferResult
-    from kvcache.transfer.base import TransferSpec
+    from kvcache.specs import CanonicalKVCaches
+    from kvcache.transfer.base import OffloadingHandler, TransferSpec
     from kvcache.transfer.shared_file import SharedBlocks
 
 _LOG = logging.getLogger(__name__)
@@ -52,34 +50,22 @@ class SharedHostPool(HostPool):
         self.prepare(pin, device)
 
 
-class _OwnedBlocksHandler(OffloadingHandler):
-    """Another handler, which takes no job until a process owns the shared blocks: nothing else would read them."""
+def _refuse_until_owned(handler: OffloadingHandler, shared: SharedBlocks) -> None:
+    """Let a handler take no job until a process owns the shared blocks: nothing else would read them."""
 
-    def __init__(self, handler: OffloadingHandler, shared: SharedBlocks) -> None:
-        self._handler = handler
-        self._shared = shared
-        self._has_owner = False
-
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        # Once owned is enough: an owner that ends takes the engine with it.
-        self._has_owner = self._has_owner or self._shared.has_owner()
-        if not self._has_owner:
+    def transfer_async(job_id: int, spec: TransferSpec) -> bool:
+        if not shared.has_owner():
             _LOG.error(
                 "job %d is refused: no manager owns the host blocks that this worker maps as %s; restart the worker",
                 job_id,
-                self._shared.path,
+                shared.path,
             )
             return False
-        return self._handler.transfer_async(job_id, spec)
+        # Once owned is enough: an owner that ends takes the engine with it.
+        vars(handler).pop("transfer_async", None)
+        return handler.transfer_async(job_id, spec)
 
-    def get_finished(self) -> list[TransferResult]:
-        return self._handler.get_finished()
-
-    def wait(self, job_ids: Iterable[int]) -> None:
-        self._handler.wait(job_ids)
-
-    def shutdown(self, wait: bool = True) -> None:
-        self._handler.shutdown(wait)
+    handler.transfer_async = transfer_async  # type: ignore[method-assign]
 
 
 def shared_pool_handlers(
@@ -101,8 +87,7 @@ def shared_pool_handlers(
     num_blocks, stride_bytes = shared.array.shape
     device = kv_caches.tensors[0].tensor.device if kv_caches.tensors else None
     pool = SharedHostPool(shared.mapping, num_blocks, num_bytes, rank * rank_bytes, stride_bytes, device=device)
-    store, load = (
-        _OwnedBlocksHandler(handler, shared)
-        for handler in cpu_gpu_handlers(kv_caches, pool, block_size_factor, num_threads)
-    )
+    store, load = cpu_gpu_handlers(kv_caches, pool, block_size_factor, num_threads)
+    for handler in (store, load):
+        _refuse_until_owned(handler, shared)
     return pool, store, load

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,17 +51,6 @@ class _Job:
     end: torch.Event | None = None  # None: not recorded yet
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Device blocks of one group that are copied together, and the host blocks that hold them."""
-
-    group_idx: int
-    blocks: slice
-    device_ids: Ints
-    first_index: int
-    host_ids: Ints
-
-
 class _Gather:
     """Copies all layers of a group between their tensors and the staging buffer, one call a layer.
 
@@ -73,15 +62,16 @@ class _Gather:
         for layer, offset in segments:
             sizes += [layer.shape[1], layer.stride(0), int(layer.storage_offset()), layer.data_ptr(), offset]
         word = _WORDS[math.gcd(8, *sizes)]
+        self.staging = staging
         self.capacity = min(_CHUNK_BLOCKS, staging.numel() // part_bytes)
         self._layers = [layer.view(word) for layer, _ in segments]
         self._widths = [layer.shape[1] for layer in self._layers]
         num_words = part_bytes // word.itemsize
-        self._staging = staging[: self.capacity * part_bytes].view(word).view(self.capacity, num_words)
+        self._rows = staging[: self.capacity * part_bytes].view(word).view(self.capacity, num_words)
 
     def queue(self, ids: torch.Tensor, into_staging: bool) -> None:
         """Queue the copies of the device blocks `ids`, which lie one after the other in the staging buffer."""
-        parts = self._staging[: len(ids)].split_with_sizes(self._widths, 1)
+        parts = self._rows[: len(ids)].split_with_sizes(self._widths, 1)
         for layer, part in zip(self._layers, parts, strict=True):
             if into_staging:
                 torch.index_select(layer, 0, ids, out=part)
@@ -113,20 +103,17 @@ class StagedCopyHandler(OffloadingHandler):
         self._jobs: dict[int, _Job] = {}
         self._closed = False
         self._raises_since: float | None = None
-        compiled = geometry.compiled
-        groups = range(len(geometry.kv_caches.group_data_refs))
-        part_bytes = [compiled.part_bytes(i) for i in groups]
-        segments = [geometry.segments(i) for i in groups]
+        segments = geometry.segments()
+        part_bytes = [sum(layer.shape[1] for layer, _ in pieces) for pieces in segments]
         # A group whose layers lie side by side is copied without staging.
-        layered = [i for i in groups if len(segments[i]) > 1]
-        self._staging: torch.Tensor | None = None
+        layered = [i for i, pieces in enumerate(segments) if len(pieces) > 1]
         self._gathers: dict[int, _Gather] = {}
         if layered:
             # The allocator ties memory to a stream: elsewhere its last owner may still use it.
             with stream.queueing():
-                self._staging = _allocate(staging_bytes, max(part_bytes[i] for i in layered), stream.device)
-        if self._staging is not None:
-            self._gathers = {i: _Gather(segments[i], part_bytes[i], self._staging) for i in layered}
+                staging = _allocate(staging_bytes, max(part_bytes[i] for i in layered), stream.device)
+            if staging is not None:
+                self._gathers = {i: _Gather(segments[i], part_bytes[i], staging) for i in layered}
         # The staging buffer as a device of its own, in which the blocks of a chunk follow each other.
         self._staged = Geometry(
             [(0, 0x7FFFFFFF, max(n, 1)) for n in part_bytes],
@@ -232,49 +219,41 @@ class StagedCopyHandler(OffloadingHandler):
             _log.error("the device raises when asked for a transfer's end; asking again", exc_info=error)
         return now_s - self._raises_since >= _LOST_S
 
-    def _chunks(self, device: GPULoadStoreSpec, host: CPULoadStoreSpec) -> Iterator[_Chunk]:
+    def _queue(self, device: GPULoadStoreSpec, host: CPULoadStoreSpec) -> None:
+        """Queue the copies of a job in chunks: as many blocks of a group as the staging buffer holds."""
         factor = self._geometry.block_size_factor
+        sent = None
         first_device = first_host = 0
         for group_idx, (size, index) in enumerate(zip(device.group_sizes, device.block_indices, strict=True)):
+            gather = self._gathers.get(group_idx)
+            step = _CHUNK_BLOCKS if gather is None else gather.capacity
             skip = index % factor
-            step = self._gathers[group_idx].capacity if group_idx in self._gathers else _CHUNK_BLOCKS
-            for first in range(0, size, step):
-                n = min(step, size - first)
-                low, high = (skip + first) // factor, -(-(skip + first + n) // factor)
-                blocks = slice(first_device + first, first_device + first + n)
-                host_ids = host.block_ids[first_host + low : first_host + high]
-                yield _Chunk(group_idx, blocks, device.block_ids[blocks], skip + first, host_ids)
+            for first in range(skip, skip + size, step):
+                end = min(first + step, skip + size)
+                blocks = slice(first_device + first - skip, first_device + end - skip)
+                host_ids = host.block_ids[first_host + first // factor : first_host + -(-end // factor)]
+                if gather is None or end - first <= _UNSTAGED_BLOCKS:
+                    runs = self._runs(self._geometry.compiled, group_idx, device.block_ids[blocks], first, host_ids)
+                    self._cross(runs, self._storages, self._bases)
+                    continue
+                if sent is None:
+                    # Once for all chunks.
+                    sent = self._stream.send(device.block_ids)
+                if self._to_host:
+                    gather.queue(sent[blocks], True)
+                runs = self._runs(self._staged, group_idx, np.arange(end - first), first, host_ids)
+                self._cross(runs, [(0, gather.staging)], np.zeros(1, np.int64))
+                if not self._to_host:
+                    gather.queue(sent[blocks], False)
             first_device += size
             first_host += -(-(skip + size) // factor) if size else 0
 
-    def _queue(self, device: GPULoadStoreSpec, host: CPULoadStoreSpec) -> None:
-        sent = None
-        for chunk in self._chunks(device, host):
-            gather = self._gathers.get(chunk.group_idx)
-            if gather is None or len(chunk.device_ids) <= _UNSTAGED_BLOCKS:
-                self._cross(self._runs(self._geometry.compiled, chunk, chunk.device_ids), self._storages, self._bases)
-                continue
-            if sent is None:
-                # Once for all chunks.
-                sent = self._stream.send(device.block_ids)
-            ids = sent[chunk.blocks]
-            assert self._staging is not None
-            runs = self._runs(self._staged, chunk, np.arange(len(ids)))
-            if self._to_host:
-                gather.queue(ids, True)
-            self._cross(runs, [(0, self._staging)], np.zeros(1, np.int64))
-            if not self._to_host:
-                gather.queue(ids, False)
-
-    def _runs(self, geometry: Geometry, chunk: _Chunk, device_ids: Ints) -> Ints:
+    def _runs(self, geometry: Geometry, group_idx: int, device_ids: Ints, first_index: int, host_ids: Ints) -> Ints:
         num_groups = len(self._geometry.kv_caches.group_data_refs)
         sizes, indices = [0] * num_groups, [0] * num_groups
-        sizes[chunk.group_idx], indices[chunk.group_idx] = len(device_ids), chunk.first_index
-        return _cut(
-            geometry.runs(device_ids, sizes, indices, chunk.host_ids),
-            self._geometry.pool.address,
-            self._geometry.pool.piece_bytes,
-        )
+        sizes[group_idx], indices[group_idx] = len(device_ids), first_index
+        pool = self._geometry.pool
+        return _cut(geometry.runs(device_ids, sizes, indices, host_ids), pool.address, pool.piece_bytes)
 
     def _cross(self, runs: Ints, storages: list[tuple[int, torch.Tensor]], bases: Ints) -> None:
         """Queue the copies over the link: one per stretch of adjacent bytes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -30,13 +31,8 @@ class _Tally:
     sizes: Histogram = field(default_factory=lambda: Histogram(1.0, *JOB_EXPONENTS))
 
     def stats(self) -> TransferStats:
-        return TransferStats(
-            self.jobs,
-            self.failed_jobs,
-            self.moved_bytes,
-            HistogramData(*self.durations.data()),
-            HistogramData(*self.sizes.data()),
-        )
+        histograms = (HistogramData(*one.data()) for one in (self.durations, self.sizes))
+        return TransferStats(self.jobs, self.failed_jobs, self.moved_bytes, *histograms)
 
 
 class OffloadingWorker:
@@ -60,7 +56,7 @@ class OffloadingWorker:
         self._finished: list[TransferResult] = []
         self.job_log: JobLog | None = None
         self.closers: list[Callable[[], None]] = []
-        self._tallies: dict[tuple[str, str], _Tally] = {}
+        self._tallies: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
         self._failing: set[int] = set()
 
     def register_handler(
@@ -113,7 +109,7 @@ class OffloadingWorker:
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call; those of one direction in the order of submission."""
-        for handler in self._unique():
+        for handler in self._handlers.values():
             try:
                 for result in handler.get_finished():
                     self._finished.append(result)
@@ -130,25 +126,17 @@ class OffloadingWorker:
     def wait(self, job_ids: Iterable[int]) -> None:
         """Return once the jobs `job_ids` have ended, as far as their handlers can wait; unknown ids are passed over."""
         job_ids = list(job_ids)
-        for handler in self._unique():
-            try:
-                handler.wait(job_ids)
-            except Exception:
-                _log.exception("%s did not wait: its jobs may still be in flight", type(handler).__name__)
+        for handler in self._handlers.values():
+            complaint = f"{type(handler).__name__} did not wait: its jobs may still be in flight"
+            _attempt(complaint, handler.wait, job_ids)
 
     def shutdown(self, wait: bool = True) -> None:
         """Shut every handler down; see `OffloadingHandler.shutdown`."""
-        for handler in self._unique():
-            try:
-                handler.shutdown(wait)
-            except Exception:
-                _log.exception("%s did not shut down", type(handler).__name__)
+        for handler in self._handlers.values():
+            _attempt(f"{type(handler).__name__} did not shut down", handler.shutdown, wait)
         while self.closers:
             close = self.closers.pop()
-            try:
-                close()
-            except Exception:
-                _log.exception("%r failed", close)
+            _attempt(f"{close!r} failed", close)
 
     def parts(self) -> list[Part]:
         """Return the statistics by direction; a source of `Telemetry`, callable in any thread."""
@@ -163,9 +151,7 @@ class OffloadingWorker:
             error = "" if result.success else "the copy failed"
             seconds = result.transfer_time
             self.job_log.add(FinishedJob("transfer", way, 0, result.transfer_size, time.time(), seconds, error))
-        tally = self._tallies.get(result.transfer_type)
-        if tally is None:
-            tally = self._tallies[result.transfer_type] = _Tally()
+        tally = self._tallies[result.transfer_type]
         tally.jobs += 1
         if not result.success:
             tally.failed_jobs += 1
@@ -174,5 +160,10 @@ class OffloadingWorker:
         tally.durations.observe(result.transfer_time)
         tally.sizes.observe(result.transfer_size)
 
-    def _unique(self) -> list[OffloadingHandler]:
-        return list({id(handler): handler for handler in self._handlers.values()}.values())
+
+def _attempt(complaint: str, call: Callable[..., None], *arguments: object) -> None:
+    """Call, and log an exception with a complaint."""
+    try:
+        call(*arguments)
+    except Exception:
+        _log.exception("%s", complaint)

@@ -29,10 +29,8 @@ def copied_by_threads(geometry, to_host):
 
 
 def staged_block_by_block(geometry, to_host):
-    num_groups = len(geometry.kv_caches.group_data_refs)
-    return StagedCopyHandler(
-        geometry, to_host, HostStream(), max(1, *(geometry.compiled.part_bytes(i) for i in range(num_groups)), 1)
-    )
+    pieces = [sum(layer.shape[1] for layer, _ in group) for group in geometry.segments()]
+    return StagedCopyHandler(geometry, to_host, HostStream(), max(1, *pieces, 1))
 
 
 def staged_many_blocks(geometry, to_host):

@@ -79,13 +79,13 @@ def test_layers_are_gathered_in_the_widest_word_that_fits(width, padding, offset
 
 def test_handler_of_contiguous_blocks_has_no_staging():
     handler, _ = make_handler(layered(num_layers=1), staging_bytes=0)
-    assert handler._staging is None
+    assert handler._gathers == {}
     whole = torch.zeros(4, 24, dtype=torch.int8)
     side_by_side = [CanonicalKVCacheTensor(whole[:, 8 * i : 8 * i + 8], 8) for i in range(3)]
     handler, _ = make_handler(
         CanonicalKVCaches(side_by_side, [[CanonicalKVCacheRef(i, 8) for i in range(3)]]), staging_bytes=0
     )
-    assert handler._staging is None
+    assert handler._gathers == {}
 
 
 def test_store_names_a_host_block_twice_keeps_either_source():

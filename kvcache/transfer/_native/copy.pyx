@@ -93,25 +93,30 @@ cdef struct Queue:
     pthread_cond_t progress    # a job has ended, or the threads were joined
     bint stopping
     bint joining               # one caller joins the threads, the others wait for it
-    Job* head                  # not ended yet, oldest first; only the oldest is worked on
+    Job* first                 # the oldest job that was not taken; those before `head` have ended
+    Job* head                  # the oldest job that has not ended; only this one is worked on
     Job* tail
-    Job* ended_head            # not taken yet, oldest first
-    Job* ended_tail
     int64_t submitted
     int64_t ended
     int num_threads
     pthread_t[MAX_THREADS] threads
 
 
-cdef void _end(Queue* queue, Job* job) noexcept nogil:
-    """Append a job to those that have ended. The mutex is held."""
-    job.next = NULL
-    job.end_s = _clock()
-    if queue.ended_tail == NULL:
-        queue.ended_head = job
+cdef void _append(Queue* queue, Job* job) noexcept nogil:
+    """Append a job. The mutex is held."""
+    if queue.tail == NULL:
+        queue.first = job
     else:
-        queue.ended_tail.next = job
-    queue.ended_tail = job
+        queue.tail.next = job
+    queue.tail = job
+    if queue.head == NULL:
+        queue.head = job
+
+
+cdef void _end(Queue* queue) noexcept nogil:
+    """End the oldest job. The mutex is held."""
+    queue.head.end_s = _clock()
+    queue.head = queue.head.next
     queue.ended += 1
     pthread_cond_broadcast(&queue.progress)
 
@@ -126,12 +131,9 @@ cdef bint _advance(Queue* queue) noexcept nogil:
         job.started = True
         job.start_s = _clock()
     if not job.num_active and (job.cancelled or job.next_unit == job.plan.num_units):
-        queue.head = job.next
-        if queue.head == NULL:
-            queue.tail = NULL
+        _end(queue)
         if queue.stopping or (queue.head != NULL and queue.head.max_threads > 1):
             pthread_cond_broadcast(&queue.work)
-        _end(queue, job)
         return True
     if job.cancelled or job.next_unit == job.plan.num_units or job.num_active == job.max_threads:
         return False
@@ -239,7 +241,7 @@ cdef class CopyQueue:
         if self.geometry is None or getpid() != self.pid:
             return
         self._stop(True)
-        _free_jobs(self.queue.ended_head)
+        _free_jobs(self.queue.first, NULL)
         pthread_mutex_destroy(&self.queue.mutex)
         pthread_cond_destroy(&self.queue.work)
         pthread_cond_destroy(&self.queue.progress)
@@ -278,7 +280,7 @@ cdef class CopyQueue:
         sequence = queue.submitted
         pthread_mutex_unlock(&queue.mutex)
         if stopping:
-            _free_jobs(job)
+            _free_jobs(job, NULL)
             raise RuntimeError("the queue is closed")
         # If no thread can be started, none is busy, and the caller copies.
         if at_once or not self._start_threads(job.max_threads):
@@ -286,15 +288,12 @@ cdef class CopyQueue:
             if not lost:
                 _copy(queue.layout, plan, queue.to_host, 0, plan.num_units)
             pthread_mutex_lock(&queue.mutex)
-            _end(queue, job)
+            _append(queue, job)
+            _end(queue)
             pthread_mutex_unlock(&queue.mutex)
             return sequence
         pthread_mutex_lock(&queue.mutex)
-        if queue.tail == NULL:
-            queue.head = job
-        else:
-            queue.tail.next = job
-        queue.tail = job
+        _append(queue, job)
         if job.max_threads > 1:
             pthread_cond_broadcast(&queue.work)
         else:
@@ -304,20 +303,25 @@ cdef class CopyQueue:
 
     def get_finished(self):
         """Return `(job_id, success, num_bytes, seconds)` of each job that ended since the last call, in order."""
+        cdef Queue* queue = &self.queue
         cdef Job* job
         cdef Job* first
+        cdef Job* stop
         cdef list ended = []
         self._check_process()
-        pthread_mutex_lock(&self.queue.mutex)
-        first = job = self.queue.ended_head
-        self.queue.ended_head = self.queue.ended_tail = NULL
-        pthread_mutex_unlock(&self.queue.mutex)
+        pthread_mutex_lock(&queue.mutex)
+        first, stop = queue.first, queue.head
+        queue.first = stop
+        if stop == NULL:
+            queue.tail = NULL
+        pthread_mutex_unlock(&queue.mutex)
+        job = first
         try:
-            while job != NULL:
+            while job != stop:
                 ended.append((job.job_id, not job.cancelled, job.plan.num_bytes, job.end_s - job.start_s))
                 job = job.next
         finally:
-            _free_jobs(first)
+            _free_jobs(first, stop)
         return ended
 
     def wait(self, int64_t sequence):
@@ -325,19 +329,14 @@ cdef class CopyQueue:
 
         The caller copies too, in the place of one of the threads: waking those can take longer than a small job.
         """
-        cdef Queue* queue = &self.queue
-        cdef int64_t submitted
         cdef bint has_ended
         self._check_process()
-        pthread_mutex_lock(&queue.mutex)
-        submitted = queue.submitted
-        has_ended = queue.ended >= sequence
-        pthread_mutex_unlock(&queue.mutex)
-        if sequence > submitted:
-            raise ValueError(f"only {submitted} jobs were submitted, got {sequence}")
+        pthread_mutex_lock(&self.queue.mutex)
+        has_ended = self.queue.ended >= sequence
+        pthread_mutex_unlock(&self.queue.mutex)
         while not has_ended:
             with nogil:
-                has_ended = _help(queue, sequence)
+                has_ended = _help(&self.queue, sequence)
             PyErr_CheckSignals()
 
     @cython.critical_section
@@ -384,9 +383,9 @@ cdef class CopyQueue:
         return 0
 
 
-cdef void _free_jobs(Job* job) noexcept nogil:
+cdef void _free_jobs(Job* job, Job* stop) noexcept nogil:
     cdef Job* after
-    while job != NULL:
+    while job != stop:
         after = job.next
         free(job.plan)
         free(job)

@@ -8,5 +8,4 @@ cdef class Geometry:
     cdef object owner
 
     cdef void _add(self, Group* group, uintptr_t address, int64_t stride, int64_t n_bytes) noexcept
-    cdef Group* _group(self, Py_ssize_t group_idx) except NULL
     cdef Plan* plan(self, device_ids, group_sizes, block_indices, host_ids) except NULL

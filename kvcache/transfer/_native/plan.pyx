@@ -56,7 +56,7 @@ cdef class Geometry:
     each of them the layers of its group: a part of a host block is one run too. `owner` owns the memory, and is
     referenced as long as the geometry.
 
-    Numbers and references between tensors are checked (ValueError); addresses are trusted.
+    Numbers are checked (ValueError); addresses and the tensors that groups name are trusted.
     """
 
     def __cinit__(
@@ -100,8 +100,6 @@ cdef class Geometry:
                     f"need {needed}"
                 )
             for tensor, n_bytes in refs:
-                if not 0 <= tensor < len(tensors):
-                    raise ValueError(f"group {i} names tensor {tensor}, there are {len(tensors)}")
                 if n_bytes < 1:
                     raise ValueError(f"group {i} must copy >= 1 bytes of each block of tensor {tensor}, got {n_bytes}")
                 address, num_blocks, stride = tensors[tensor]
@@ -127,28 +125,24 @@ cdef class Geometry:
         free(self.layout.groups)
         free(self.pieces)
 
-    def segments(self, Py_ssize_t group_idx):
-        """Return the pieces of one device block of a group: its layers, those that lie side by side as one.
+    def segments(self):
+        """Return the pieces of one device block, by group: its layers, those that lie side by side as one.
 
-        A piece is (address in device block 0, stride of device blocks, offset in the host block, bytes).
+        A piece is (address in device block 0, device blocks, stride of device blocks, offset in the host block, bytes).
         """
-        cdef Group* group = self._group(group_idx)
+        cdef Group* group
         cdef Segment* segment
-        cdef int64_t i
+        cdef int64_t i, k
         cdef list found = []
-        for i in range(group.num_segments):
-            segment = &group.segments[i]
-            found.append((<uintptr_t> segment.base, segment.stride, segment.host_offset, segment.n_bytes))
+        for i in range(self.layout.num_groups):
+            group = &self.layout.groups[i]
+            found.append([])
+            for k in range(group.num_segments):
+                segment = &group.segments[k]
+                found[i].append(
+                    (<uintptr_t> segment.base, group.num_blocks, segment.stride, segment.host_offset, segment.n_bytes)
+                )
         return found
-
-    def part_bytes(self, Py_ssize_t group_idx):
-        """Return the bytes of one device block of a group, all layers together."""
-        return self._group(group_idx).part_bytes
-
-    cdef Group* _group(self, Py_ssize_t group_idx) except NULL:
-        if not 0 <= group_idx < self.layout.num_groups:
-            raise ValueError(f"group_idx must be in 0..{self.layout.num_groups - 1}, got {group_idx}")
-        return &self.layout.groups[group_idx]
 
     def check(self, device_ids, group_sizes, block_indices, host_ids):
         """Return the bytes of one transfer, or raise ValueError as `runs` does."""
