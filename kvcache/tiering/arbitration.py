@@ -104,7 +104,8 @@ class Arbitration:
         is_waiting = ends[0] <= choice.seen_token if sources else is_unknown
         if is_waiting and now_s >= choice.give_up_s and not choice.is_cut:
             choice.seen_token, choice.limit_token = max(choice.seen_token, 0), -1
-            self._pending.stop_wanting(req_context)
+            # Jobs under way go on.
+            self._pending.of(req_context).wanted.clear()
             self.counts["arbiter_give_ups"] += 1
         if not choice.is_cut and (is_unknown or ends[len(sources) - 1] > choice.seen_token):
             # If an engine asks key by key, decide about all known keys of the prompt at once.

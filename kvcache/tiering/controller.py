@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.control.arbiter import LinkRate
 from kvcache.metrics import HistogramData, counter, gauge, histogram, state
-from kvcache.options import (
-    Options,
-    choice_of,
-    option,
-    parse_count,
-    parse_duration,
-    parse_flag,
-)
+from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
 from kvcache.tiering.breaker import BREAKER_STATES, Direction
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.tier import TierResult, TierStats
@@ -125,15 +118,9 @@ class TierControllerStats:
 
 @dataclass(slots=True)
 class HostBudget:
-    """Bounds the host blocks of all jobs under way, so that tiers that hang never take the whole pool."""
+    """Host blocks that more jobs may have. It is bounded, so that tiers that hang never take the whole pool."""
 
-    max_blocks: int
-    num_used: int = 0
-
-    @property
-    def num_left(self) -> int:
-        """Blocks that more jobs may have."""
-        return self.max_blocks - self.num_used
+    num_left: int
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +159,7 @@ class TierController:
         self.dirty = DirtyBlocks(num_blocks) if config.write_policy == "write_back" else None
         self.link = LinkRate() if config.arbiter else None
         self.dropped_blocks = 0
-        self._max_blocks = max(1, budget.max_blocks // num_tiers)
+        self._max_blocks = max(1, budget.num_left // num_tiers)
         if tier.max_queued_blocks is not None:
             self._max_blocks = max(1, min(self._max_blocks, tier.max_queued_blocks))
         self._max_backlog_blocks = num_blocks
@@ -272,7 +259,7 @@ class TierController:
             return False
         self.jobs[job.job_id] = job
         job.sent_s = now_s
-        self._budget.num_used += len(job.keys)
+        self._budget.num_left -= len(job.keys)
         direction = self._direction(job.is_load)
         direction.num_blocks += len(job.keys)
         direction.record_sent()
@@ -339,7 +326,7 @@ class TierController:
         num_blocks = len(job.keys)
         direction = self._direction(job.is_load)
         del self.jobs[job.job_id]
-        self._budget.num_used -= num_blocks
+        self._budget.num_left += num_blocks
         direction.num_blocks -= num_blocks
         direction.num_moved += len(result.done)
         direction.seconds.observe(now_s - job.sent_s)

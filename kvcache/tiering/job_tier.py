@@ -295,7 +295,7 @@ class JobTier(Tier):
 
     def lookup(self, keys: list[bytes]) -> int | None:
         with self._lock:
-            if self._is_unavailable():
+            if self._reason_now():
                 return 0
             if self._index is not None:
                 return self._index.count_held(keys)
@@ -330,7 +330,7 @@ class JobTier(Tier):
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
         with self._lock:
             index = self._index
-            if index is None or self._is_unavailable():
+            if index is None or self._reason_now():
                 return
             index.touch(keys, req_context)
             num_held = index.count_held(keys)
@@ -449,9 +449,6 @@ class JobTier(Tier):
         self._orders.put(None)
         self._control.stop(_SHUTDOWN_S)
 
-    def _is_unavailable(self) -> bool:
-        return bool(self._reason) or self._state != "open"
-
     def _reason_now(self) -> str:
         if self._reason or self._state == "open":
             return self._reason
@@ -466,7 +463,7 @@ class JobTier(Tier):
         if len(keys) != len(block_ids):
             raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
         is_full = self._num_queued + len(keys) > self.max_queued_blocks
-        if is_full or self._is_unavailable() or (self._read_only and not is_load):
+        if is_full or self._reason_now() or (self._read_only and not is_load):
             self._counts["refused_blocks"] += len(keys)
             return False
         return True

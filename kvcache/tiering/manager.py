@@ -245,8 +245,8 @@ class TieredOffloadingManager(OffloadingManager):
             return False
         job = self._promoting.get(key)
         if job is not None:
-            return not job.is_overdue and self._pending.may_wait(req_context, self._clock())
-        return self._pending.wants(req_context, key) or self.pool.states([key]) != b"\0"
+            return not job.is_overdue and self._pending.of(req_context).may_wait(self._clock())
+        return key in self._pending.of(req_context).wanted or self.pool.states([key]) != b"\0"
 
     @atomic
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
@@ -255,8 +255,7 @@ class TieredOffloadingManager(OffloadingManager):
             raise KeyError(f"block is not in the cache: {keys[0]!r}")
         spec = self.pool.pin(keys, req_context)
         if req_context is not None:
-            tried = self._pending.tried(req_context)
-            if tried:
+            if tried := self._pending.of(req_context).tried:
                 self._promoted_loads += len(tried.intersection(keys))
             self._pending.close(req_context)
         self._note_use(keys, req_context)
@@ -466,7 +465,7 @@ class TieredOffloadingManager(OffloadingManager):
             return 0
         if num_ready < len(keys) and self.controllers:
             now_s = self._clock()
-            if self._pending.may_wait(req_context, now_s):
+            if self._pending.of(req_context).may_wait(now_s):
                 found = self._look_below(keys, num_ready, req_context, now_s)
                 if self.arbitration is not None and req_context is not None and any(found):
                     found = self.arbitration.judge(
@@ -496,7 +495,7 @@ class TieredOffloadingManager(OffloadingManager):
         The tiers are asked for all keys together that are not in host memory, so the cost grows with their number only.
         """
         window = keys[num_ready : num_ready + MAX_STEP_BLOCKS]
-        tried, promoting = self._pending.tried(req_context), self._promoting
+        tried, promoting = self._pending.of(req_context).tried, self._promoting
         sources: list[Source] = []
         below: list[bytes] = []
         places: list[int] = []

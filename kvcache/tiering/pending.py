@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,11 +32,18 @@ class PendingRequest:
     prefix: list[bytes] = field(default_factory=list)
     is_over: bool = False
 
+    def may_wait(self, now_s: float) -> bool:
+        """Return whether the request may wait."""
+        return not self.is_over and now_s < self.deadline_s
+
     def try_now(self, keys: list[bytes]) -> None:
         """Record that the promotion of wanted keys is tried now or given up."""
         self.tried.update(keys)
         for key in keys:
             self.wanted.pop(key, None)
+
+
+_NOBODY = PendingRequest(None, math.inf)
 
 
 class PendingRequests:
@@ -56,20 +64,9 @@ class PendingRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def may_wait(self, req_context: ReqContext | None, now_s: float) -> bool:
-        """Return whether a request may wait."""
-        request = self._requests.get(req_context)
-        return request is None or (not request.is_over and now_s < request.deadline_s)
-
-    def wants(self, req_context: ReqContext | None, key: bytes) -> bool:
-        """Return whether a request's `key` is to be promoted next."""
-        request = self._requests.get(req_context)
-        return request is not None and key in request.wanted
-
-    def tried(self, req_context: ReqContext | None) -> set[bytes] | frozenset[bytes]:
-        """Return the keys that a request has tried to promote."""
-        request = self._requests.get(req_context)
-        return frozenset() if request is None else request.tried
+    def of(self, req_context: ReqContext | None) -> PendingRequest:
+        """Return a request, an empty one if it does not wait; to be read only."""
+        return self._requests.get(req_context, _NOBODY)
 
     def wait(
         self,
@@ -92,12 +89,6 @@ class PendingRequests:
         fresh = keys[first : min(num_ready, first + self._max_step_blocks)]
         self._hold(request, fresh)
         request.prefix += fresh
-
-    def stop_wanting(self, req_context: ReqContext | None) -> None:
-        """Send no more jobs for a request; its jobs under way go on."""
-        request = self._requests.get(req_context)
-        if request is not None:
-            request.wanted.clear()
 
     def hold(self, req_contexts: Iterable[ReqContext | None], keys: list[bytes]) -> None:
         """Hold ready blocks for those of the requests that still wait."""

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +69,11 @@ class CodecStage:
                 encode_s=time.perf_counter() - start_s,
             )
             # A tier that owns its space needs runs of slots, so a refused block splits a run.
-            for run in _runs(lengths):
-                part = batch.part(run, self.rows, [first + i for i in run])
-                outcomes[run.start : run.stop] = checked_outcomes(put(part), part)
+            for is_encoded, group in groupby(range(len(lengths)), key=lambda i: lengths[i] > 0):
+                if is_encoded:
+                    run = list(group)
+                    part = batch.part(run, self.rows, [first + i for i in run])
+                    outcomes[run[0] : run[-1] + 1] = checked_outcomes(put(part), part)
         return outcomes
 
     def get(self, batch: TierBatch, get: Callable[[TierBatch], Answer]) -> list[BlockOutcome]:
@@ -134,13 +137,3 @@ class CodecStage:
         except ValueError:
             return False
         return bool(checksum(key, block, self._block_bytes, 0) == block_sum)
-
-
-def _runs(lengths: list[int]) -> Iterator[range]:
-    """Yield the runs of positions that are not 0."""
-    start = 0
-    for position, length in enumerate([*lengths, 0]):
-        if not length:
-            if start < position:
-                yield range(start, position)
-            start = position + 1
