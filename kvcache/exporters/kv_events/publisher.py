@@ -381,7 +381,7 @@ class KVEventPublisher:
         return to_bytes(EventBatch(time.time(), sent, self._rank))
 
     def _digest(self, seq: int) -> bytes:
-        return to_bytes(Digest(seq, self._view.digests(), epoch=self._epoch))
+        return to_bytes(Digest(seq, self._view.digests(), self._epoch))
 
     def _messages(self, request: bytes) -> Messages:
         """Yield the messages of a reply."""

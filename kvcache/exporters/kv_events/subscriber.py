@@ -65,8 +65,7 @@ class KVEventSubscriber:
         self.num_replays = self.num_snapshots = self.rejected_messages = 0
         self._timeout_s, self._end_s = timeout_s, 0.0
         self._next: int | None = None
-        # Epoch of the view's publisher. None: unknown, or the publisher sends none.
-        self._epoch: int | None = None
+        self._epoch: int | None = None  # of the view's publisher; None: unknown
         self._must_verify = False
         # Number and time of the latest batch on the SUB socket, which keeps a publisher's order.
         self._live = (-1, 0.0)
@@ -165,7 +164,7 @@ class KVEventSubscriber:
             for frames in self._ask(SNAPSHOT_REQUEST):
                 if frames[-2] == END_OF_REPLAY:
                     end = self._digest_decoder.decode(frames[-1])
-                    self.is_verified = view.digests() == (end.digests or {})
+                    self.is_verified = view.digests() == end.digests
                     if self.is_verified:
                         self.view, self._next, self._epoch = view, end.seq, end.epoch
                         self._must_verify = False
@@ -209,10 +208,11 @@ class KVEventSubscriber:
                 if is_first:
                     is_first = False
                     digest = self._digest_decoder.decode(frames[-1]) if is_end and frames[-1] else None
-                    if not is_end or (end_seq is None if digest is None else not self._is_of(digest)):
+                    is_other = digest is not None and (digest.epoch != self._epoch or digest.seq < self._next)
+                    if not is_end or is_other or (digest is None and end_seq is None):
                         break  # the batches of another publisher do not fit the view
                 elif is_end and digest is not None:
-                    self.is_verified = self._next == digest.seq and self.view.digests() == (digest.digests or {})
+                    self.is_verified = self._next == digest.seq and self.view.digests() == digest.digests
                 elif is_end:
                     if end_seq is not None and self._next >= end_seq:
                         return
@@ -226,10 +226,7 @@ class KVEventSubscriber:
             self._resync()
 
     def _check(self, message: Digest) -> None:
-        if message.digests is None:
-            return
-        is_other = None not in (message.epoch, self._epoch) and message.epoch != self._epoch
-        if self._next is None or message.seq < self._live[0] or is_other:
+        if self._next is None or message.seq < self._live[0] or self._epoch not in (None, message.epoch):
             self._live = message.seq, 0.0
             self._resync()
         elif message.seq >= self._next:
@@ -241,10 +238,6 @@ class KVEventSubscriber:
                 self._epoch = message.epoch
             else:
                 self._resync()
-
-    def _is_of(self, found: Digest) -> bool:
-        """Return whether a digest is of the view's publisher."""
-        return found.epoch is not None and found.epoch == self._epoch and found.seq >= (self._next or 0)
 
     def _verify_after_connecting(self) -> bool:
         """Verify the view if a connection is new: another publisher may be at its end. Return whether it was.

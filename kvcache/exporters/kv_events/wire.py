@@ -80,17 +80,16 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-class Digest(msgspec.Struct, omit_defaults=True):
+class Digest(msgspec.Struct):
     """The content of a view after batch `seq`: `digests` maps each medium to the number of blocks and their sum.
 
     `epoch` has 53 bits and is drawn at the publisher's start: another one means another publisher, whose numbers have
-    begun anew. Older publishers send none, but a `gap` of 1 if the next batch sums up events that were too many.
+    begun anew.
     """
 
     seq: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQ)]
-    digests: dict[str, tuple[int, int]] | None = None
-    gap: int | None = None
-    epoch: int | None = None
+    digests: dict[str, tuple[int, int]]
+    epoch: int
 
 
 to_bytes = msgspec.msgpack.Encoder().encode
