@@ -1,4 +1,4 @@
-"""Policies are picked by name, by class or by path; for entry points see project/test_example_policy_package.py."""
+"""Policies are picked by name, by class or by path; for entry points see project/test_examples.py."""
 
 from __future__ import annotations
 

@@ -80,20 +80,24 @@ def run_blocks(page, runners):
     names = {"__name__": "__main__"}
     for block in blocks_of(page.read_text()):
         if block.language in runners:
-            runners[block.language](block, str(page.relative_to(ROOT)), names)
+            runners[block.language](block, name_of(page), names)
 
 
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
-PYTHON_ONLY = [page for page in PAGES if page not in WITH_COMMANDS]
 
 
-@pytest.mark.parametrize("page", PYTHON_ONLY, ids=[str(page.relative_to(ROOT)) for page in PYTHON_ONLY])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in WITH_COMMANDS], ids=name_of)
 def test_blocks_of_a_page_without_commands_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(page, {"python": run_python})
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=[str(page.relative_to(ROOT)) for page in WITH_COMMANDS])
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_blocks_of_a_page_with_commands_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(page, {"python": run_python, "console": lambda block, name, _: run_console(block, name)})
@@ -139,7 +143,7 @@ def check_command(line):
         command.make_context(line, _with_json_target(words))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@every_page
 def test_every_command_that_is_shown_exists_with_its_options(page):
     for line in commands_of(page):
         try:
@@ -148,7 +152,7 @@ def test_every_command_that_is_shown_exists_with_its_options(page):
             pytest.fail(f"{page.relative_to(ROOT)}: {line}: {error}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@every_page
 def test_every_configuration_has_valid_options(page, tmp_path):
     from kvcache.cli.check import _findings
 
@@ -167,7 +171,7 @@ def test_a_command_or_option_that_is_none_is_found():
             check_command(line)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@every_page
 def test_every_metric_that_is_named_exists(page):
     from kvcache.exporters.dashboard import series_names
 
