@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import sys
 import textwrap
@@ -19,7 +20,6 @@ from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
     from typer.core import TyperCommand
 
 Number = TypeVar("Number", int, float)
@@ -31,6 +31,7 @@ _MOST_BLOCKS = 1 << 30  # the most rows that a block table can number
 # Without a limit, a simulation uses this share of the free memory.
 _MEMORY_SHARE = 0.8
 _REFRESH_S = 0.25
+_LINE_S = 30.0
 _WIDE = 200
 
 
@@ -190,12 +191,31 @@ def format_seconds(seconds: float) -> str:
 
 
 class Bar:
-    """One task on a progress bar, drawn four times a second at most, and only between two pieces of the work."""
+    """One task on a progress bar, drawn four times a second at most, and only between two pieces of the work.
+
+    Where standard error is no terminal, it is a line every half minute.
+    """
 
     def __init__(self, name: str, unit: str, is_quiet: bool, total: float | None = 1.0) -> None:
-        self._progress = progress(unit, is_quiet)
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        on = Console(stderr=True, highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn(f"{{task.fields[done]:,}} {unit}"),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=on,
+            disable=is_quiet or not on.is_terminal,
+            refresh_per_second=4,
+        )
         self._task = self._progress.add_task(name, total=total, done=0, status="")
+        self._name, self._unit = name, unit
         self._due_s = 0.0
+        self._line_due_s = math.inf if is_quiet or on.is_terminal else monotonic() + _LINE_S
 
     def __enter__(self) -> Bar:
         self._progress.__enter__()
@@ -208,32 +228,19 @@ class Bar:
         """Return whether it is time to show something new."""
         return monotonic() >= self._due_s
 
-    def show(self, completed: float, done: int, status: str = "", total: float | None = None) -> None:
-        """Show how much of `total` is completed, and how many units are done, whether it is due or not."""
-        self._progress.update(self._task, completed=completed, total=total, done=done, status=status, refresh=True)
-        self._due_s = monotonic() + _REFRESH_S
-
-
-def progress(unit: str, is_quiet: bool = False) -> Progress:
-    """Return a progress bar on standard error that also shows `fields[status]`.
-
-    It is drawn on a terminal only: a file that standard error goes to would hold nothing but its last state.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    on = Console(stderr=True, highlight=False)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn(f"{{task.fields[done]:,}} {unit}"),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-        console=on,
-        disable=is_quiet or not on.is_terminal,
-        refresh_per_second=4,
-    )
+    def show(
+        self, completed: float, done: int, status: str = "", total: float | None = None, name: str | None = None
+    ) -> None:
+        """Show how much of `total` is completed, and how many units are done; `name` replaces the name of the task."""
+        self._name = name or self._name
+        self._progress.update(
+            self._task, description=self._name, completed=completed, total=total, done=done, status=status, refresh=True
+        )
+        now_s = monotonic()
+        self._due_s = now_s + _REFRESH_S
+        if now_s >= self._line_due_s:
+            print(f"kvcache: {self._name}: {done:,} {self._unit}, {status}", file=sys.stderr, flush=True)
+            self._line_due_s = now_s + _LINE_S
 
 
 def check_writable(option: str, target: str | None, source: Path | None = None) -> None:

@@ -63,25 +63,22 @@ def _measure(
     console.print("GB/s, and the ratio to one large copy of as many bytes")
     rates: list[CopyRate] = []
     columns = [(direction, layout) for direction in DIRECTIONS for layout in LAYOUTS]
-    with common.progress("block sizes", is_quiet) as bar:
-        task = bar.add_task("copying", total=len(counts) * len(columns), done=0, status="")
+    with common.Bar("copying", "tables", is_quiet, total=len(counts) * len(columns)) as bar:
         for done, (size, count) in enumerate(counts.items()):
             table = Table("way", title=f"{count:,} blocks of {format_size(size)}", title_justify="left")
             table.columns[0].no_wrap = True
             bench = CopyBench(size, count, threads, device)
             cells: dict[str, list[str]] = {}
-            for direction, layout in columns:
+            for column, (direction, layout) in enumerate(columns):
                 table.add_column(f"{direction}\n{layout}", justify="right", no_wrap=True)
-                bar.update(task, done=done, status=f"{format_size(size)}, {direction}, {layout}")
+                bar.show(done * len(columns) + column, done, f"{format_size(size)}, {direction}, {layout}")
                 for rate in bench.measure(direction, layout, repeats):
                     rates.append(rate)
                     cells.setdefault(rate.way, []).append(f"{rate.gb_per_s:.2f} {rate.ratio:.2f}")
-                bar.advance(task)
             bench.close()
             for way, values in cells.items():
                 table.add_row(way, *values)
             console.print(table)
-        bar.update(task, done=len(counts), status="")
     return rates
 
 

@@ -49,9 +49,7 @@ def fleet_demo(
     workload = Workload(num_requests=requests)
     console = common.console(json)
     given = None if entry is None else read_entry(entry, "the tier")
-    with _store(given) as tier, common.progress("engines", quiet) as bar:
-        total = 2 + sum(counts)
-        task = bar.add_task("fleet", total=total, done=0, status="two engines, one after the other")
+    with _store(given) as tier, common.Bar("fleet", "engines", quiet, total=2 + sum(counts)) as bar:
         num_ended = 0
 
         def run(count: int, in_turn: bool) -> FleetReport:
@@ -60,7 +58,7 @@ def fleet_demo(
             before = num_ended
 
             def ended(number: int) -> None:
-                bar.update(task, completed=before + number, done=before + number, status=f"{count} engines")
+                bar.show(before + number, before + number, f"{count} engines")
 
             report = run_fleet(salted, count, workload, in_turn, ended)
             num_ended += count

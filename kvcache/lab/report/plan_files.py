@@ -55,8 +55,7 @@ class Targets:
 
 def report(result: Result, trace: TraceFile, targets: Targets) -> None:
     """Write the files, print the tables, and exit with `INTERRUPTED` if the plan was stopped before its end."""
-    settings = result.settings
-    unbounded = result.found.get(result.unbounded)
+    settings, unbounded = result.settings, result.unbounded
     facts = [_facts(cell, result) for cell in result.cells]
     block_size = trace.block_size // settings.split
     if facts:
@@ -78,14 +77,13 @@ def report(result: Result, trace: TraceFile, targets: Targets) -> None:
         if written := str(targets):
             console.print(written, soft_wrap=True, markup=False)
     if not result.is_complete:
-        total = len(result.wanted) + 1
+        total = len(result.grid.cells()) + 1
         print(f"kvcache: stopped: {len(result.found):,} of {total:,} cells have finished", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
 def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], block_size: int) -> dict[str, Any]:
-    settings, weights = result.settings, result.weights
-    unbounded = result.found.get(result.unbounded)
+    settings, weights, unbounded = result.settings, result.weights, result.unbounded
     return {
         "source": trace.facts(),
         "complete": result.is_complete,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from kvcache.lab.traces.requests import Request, TraceFile
 
 _REFRESH_REQUESTS = 1000
-_PLAIN_S = 30.0
 NUM_SHARDS = 8
 """A sample is replayed in so many shards; their spread gives its error."""
 
@@ -58,8 +56,7 @@ class Result:
     weights: Weights | None
     compact: CompactTrace
     found: dict[Job, Cell]
-    wanted: list[Job]
-    unbounded: Job
+    unbounded: Cell | None
     baseline: dict[str, Any] | None
     is_complete: bool
     elapsed_s: float
@@ -67,7 +64,7 @@ class Result:
     @property
     def cells(self) -> list[Cell]:
         """The finished cells, in the grid's order."""
-        return [self.found[job] for job in self.wanted if job in self.found]
+        return [self.found[job] for job in self.grid.cells() if job in self.found]
 
     @property
     def media(self) -> list[str]:
@@ -100,12 +97,13 @@ def run(trace: TraceFile, settings: Settings, weights: Weights | None) -> Result
     started = monotonic()
     with ExitStack() as open_now:
         folder = Path(open_now.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-trace-")))
-        progress = open_now.enter_context(_Progress(settings.is_quiet))
+        bar = open_now.enter_context(common.Bar("reading", "%", settings.is_quiet))
 
         def read() -> Iterator[Request]:
             for i, request in enumerate(trace):
                 if i % _REFRESH_REQUESTS == 0:
-                    progress.update("reading", trace.position_bytes / trace.size_bytes, f"{i:,} requests")
+                    share = trace.position_bytes / trace.size_bytes
+                    bar.show(share, int(100 * share), f"{i:,} requests")
                 yield request
 
         compact = CompactTrace.spool(read(), trace.block_size, folder, settings.sample, settings.seed)
@@ -120,7 +118,7 @@ def run(trace: TraceFile, settings: Settings, weights: Weights | None) -> Result
             checkpoint = open_now.enter_context(Checkpoint(settings.checkpoint, _facts_of(compact, how)))
             found = {job: cell for job, cell in checkpoint.cells.items() if job in [*wanted, unbounded]}
             add = checkpoint.add
-        is_complete = _simulate(compact, grid, settings, found, len(wanted) + 1, add, progress)
+        is_complete = _simulate(compact, grid, settings, found, len(wanted) + 1, add, bar)
     return Result(
         f"{trace.name} ({trace.format})",
         grid,
@@ -128,8 +126,7 @@ def run(trace: TraceFile, settings: Settings, weights: Weights | None) -> Result
         weights,
         compact,
         found,
-        wanted,
-        unbounded,
+        found.get(unbounded),
         _baseline(compact, serving),
         is_complete,
         monotonic() - started,
@@ -143,7 +140,7 @@ def _simulate(
     found: dict[Job, Cell],
     total: int,
     add: Callable[[Cell], None] | None,
-    progress: _Progress,
+    bar: common.Bar,
 ) -> bool:
     """Replay the cells that `found` lacks, `total` in all, into it; return False if Ctrl-C stopped it."""
     from kvcache.lab.simulate.cells import Job
@@ -154,7 +151,8 @@ def _simulate(
 
     def progressed(share: float) -> None:
         status = f"{len(found):,} of {total:,} cells"
-        progress.update("simulating", before / total + share * (1 - before / total), status)
+        share = before / total + share * (1 - before / total)
+        bar.show(share, int(100 * share), status, name="simulating")
 
     try:
         for cell in run_grid(
@@ -175,33 +173,6 @@ def _simulate(
     except ReplayError as error:
         raise common.CommandError(str(error)) from error
     return True
-
-
-class _Progress:
-    """A progress bar on a terminal; otherwise a line every half minute."""
-
-    def __init__(self, is_quiet: bool) -> None:
-        self._bar = common.progress("%", is_quiet)
-        self._task: Any = None
-        self._is_plain = not is_quiet and not self._bar.console.is_terminal
-        self._due = monotonic() + _PLAIN_S
-
-    def __enter__(self) -> _Progress:
-        self._bar.__enter__()
-        self._task = self._bar.add_task("reading", total=1.0, done=0, status="")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self._bar.stop()
-
-    def update(self, stage: str, share: float, status: str) -> None:
-        self._bar.update(self._task, description=stage, completed=share, done=int(100 * share), status=status)
-        if self._is_plain and monotonic() >= self._due:
-            print(f"kvcache: {stage}: {share:.0%}, {status}", file=sys.stderr, flush=True)
-            self._due = monotonic() + _PLAIN_S
 
 
 def _serving(settings: Settings, weights: Weights | None, compact: CompactTrace) -> Serving | None:
