@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
@@ -16,9 +16,8 @@ from kvcache.registry import POLICIES
 if TYPE_CHECKING:
     from kvcache.cli.model import Weights
     from kvcache.control.observers.what_if import WhatIf
-    from kvcache.lab.simulate.payload import VerifiedPayload
     from kvcache.lab.simulate.run import Replay
-    from kvcache.lab.simulate.tiered import DiskChoice, PatientManager
+    from kvcache.lab.simulate.tiered import DiskChoice
     from kvcache.lab.traces.agents import AgentWorkload
     from kvcache.lab.traces.chats import ChatWorkload
     from kvcache.lab.traces.requests import Request, TraceFile
@@ -60,6 +59,7 @@ def run(
     """
     from kvcache.control.cpu import CPUOffloadingManager
     from kvcache.lab.simulate.run import Replay, ReplayClock
+    from kvcache.lab.simulate.tiered import patient_manager, plain_host_blocks
     from kvcache.lab.traces.keys import KeyMaker, split_block_size
     from kvcache.lab.traces.requests import ReplayError
 
@@ -91,14 +91,18 @@ def run(
             )
             replay = Replay(manager, payload, arrivals=arrivals)
         else:
-            tiered = open_now.enter_context(_tiered_manager(settings, settings.tier, block_size, title, payload))
+            blocks = payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
+            below = patient_manager(
+                block_size, settings.policy, settings.tier, blocks, title, store_threshold=settings.store_threshold
+            )
+            tiered = open_now.enter_context(below)
             replay = Replay(tiered, payload, tiered.clock)
         try:
             _drive(replay, requests, make_keys, settings.is_quiet, progressed)
         except ReplayError as error:
             raise common.CommandError(str(error)) from error
         moved = payload.as_dict() if payload else None
-        below = tiered.as_dict() if tiered else None
+        disk = tiered.as_dict() if tiered else None
     counted = replay.tally.as_dict()
     elapsed_s = monotonic() - started
     what_if = manager.what_if() if settings.what_if else None
@@ -112,7 +116,7 @@ def run(
         **counted,
         "store_threshold": settings.store_threshold,
         "data": moved,
-        **({"disk": below} if below else {}),
+        **({"disk": disk} if disk else {}),
         "what_if": what_if.as_dict() if what_if else None,
         "model": settings.weights.as_dict() if settings.weights else None,
         "saved_prefill_s": settings.weights.saved_s(counted["hit_tokens"]) if settings.weights else None,
@@ -120,17 +124,6 @@ def run(
     if settings.json_target != "-":
         _print(title, document, what_if, settings)
     common.write_json(settings.json_target, document)
-
-
-def _tiered_manager(
-    settings: Settings, below: DiskChoice | dict[str, Any], block_size: int, title: str, payload: VerifiedPayload | None
-) -> AbstractContextManager[PatientManager]:
-    from kvcache.lab.simulate.tiered import patient_manager, plain_host_blocks
-
-    host_blocks = payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
-    return patient_manager(
-        block_size, settings.policy, below, host_blocks, title, store_threshold=settings.store_threshold
-    )
 
 
 def _print(title: str, document: dict[str, Any], what_if: WhatIf | None, settings: Settings) -> None:

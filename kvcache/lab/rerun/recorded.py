@@ -25,7 +25,7 @@ from kvcache.recorder.format import (
     Stored,
     block_ids_of,
 )  # fmt: skip
-from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, Op
+from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, LISTS, ONE_KEY, Op
 from kvcache.request import ReqContext, Retention
 from kvcache.specs import PrepareStoreOutput
 from kvcache.tiering.controller import TierConfig
@@ -220,52 +220,24 @@ class Runner:
     def run(self, call: Call) -> Answer:
         """Make one call and return its answer in the format of recordings."""
         self._prepare(call)
-        manager: Any = self.manager
         context = self._context(call.context)
-        keys = list(call.keys) if isinstance(call.keys, list) else call.keys
+        name = "lookup" if call.op is Op.LOOKUP_ONE else call.op.name.lower()
         self.last_output = None
         try:
-            match call.op:
-                case Op.LOOKUP_ONE | Op.LOOKUP:
-                    answer = manager.lookup(keys, context)
-                case Op.STATUS:
-                    answer = manager.status(keys) if context is None else manager.status(keys, context)
-                case Op.IS_COMING:
-                    answer = manager.is_coming(keys, context)
-                case Op.TOUCH:
-                    answer = manager.touch(keys, context)
-                case Op.PREPARE_LOAD:
-                    answer = manager.prepare_load(keys, context)
-                case Op.COMPLETE_LOAD:
-                    answer = manager.complete_load(keys, context)
-                case Op.PREPARE_STORE:
-                    answer = self.last_output = manager.prepare_store(keys, context)
-                case Op.COMPLETE_STORE:
-                    answer = manager.complete_store(keys, context, not call.flag)
-                case Op.REORDER:
-                    answer = manager.reorder(context)
-                case Op.ON_REQUEST_FINISHED:
-                    answer = manager.on_request_finished(context, use_positions=bool(call.flag))
-                    self._ended[call.context] = None
-                    if len(self._ended) > _MAX_ENDED:
-                        self._contexts.pop(self._ended.popitem(last=False)[0], None)
-                case Op.HINT:
-                    answer = manager.hint(keys if context is None else context, call.flag)
-                case Op.REPORT_PREFILLS:
-                    answer = manager.report_prefills(**call.flag)
-                case Op.ON_SCHEDULE_END:
-                    answer = manager.on_schedule_end()
-                case Op.RESET_CACHE:
-                    answer = manager.reset_cache()
-                case Op.TAKE_EVENTS:
-                    events = manager.take_events(call.flag - 1) if call.flag else manager.take_events()
-                    return Events([(Keys(event.keys), bool(event.removed)) for event in events])
-                case _:
-                    raise RecordingError(f"record {call.number} is a call that this kvcache cannot make: {call.op}")
+            arguments, options = _arguments(call, context)
+            answer = getattr(self.manager, name)(*arguments, **options)
+            if call.op is Op.TAKE_EVENTS:
+                return Events([(Keys(event.keys), bool(event.removed)) for event in answer])
         except RecordingError:
             raise
         except Exception as error:
             return Raised(type(error).__name__)
+        if call.op is Op.PREPARE_STORE:
+            self.last_output = answer
+        elif call.op is Op.ON_REQUEST_FINISHED:
+            self._ended[call.context] = None
+            if len(self._ended) > _MAX_ENDED:
+                self._contexts.pop(self._ended.popitem(last=False)[0], None)
         return _answer(answer)
 
     def stats(self) -> dict[str, int]:
@@ -296,6 +268,31 @@ class Runner:
         if context is None:
             context = self._contexts[number] = context_of(self._about.get(number, {}), str(number))
         return context
+
+
+def _arguments(call: Call, context: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of the manager's method that a call names."""
+    keys = list(call.keys) if isinstance(call.keys, list) else call.keys
+    match call.op:
+        case Op.STATUS if context is None:
+            return [keys], {}
+        case Op.COMPLETE_STORE:
+            return [keys, context, not call.flag], {}
+        case Op.REORDER:
+            return [context], {}
+        case Op.ON_REQUEST_FINISHED:
+            return [context], {"use_positions": bool(call.flag)}
+        case Op.HINT:
+            return [keys if context is None else context, call.flag], {}
+        case Op.REPORT_PREFILLS:
+            return [], call.flag
+        case Op.TAKE_EVENTS:
+            return [call.flag - 1] if call.flag else [], {}
+        case Op.ON_SCHEDULE_END | Op.RESET_CACHE:
+            return [], {}
+        case op if op in ONE_KEY | LISTS:
+            return [keys, context], {}
+    raise RecordingError(f"record {call.number} is a call that this kvcache cannot make: {call.op}")
 
 
 def context_of(about: dict[str, Any], req_id: str = "") -> ReqContext:
@@ -348,50 +345,48 @@ def replay_recording(
     `kvcache.lab.rerun.shrink`. RecordingError if the manager cannot be created, or no call can be replayed.
     """
     config = recording.header["manager"]
-    is_tiered = "tiers" in config
-    runner: Runner | None = None
-    is_known = recording.is_whole and bool(recording.header.get("is_from_start"))
-    is_from_start = is_known
-    inspect: Callable[[Call, Answer], str] | None = None
-    if is_known:
+    is_from_start = recording.is_whole and bool(recording.header.get("is_from_start"))
+
+    def begin() -> tuple[Runner, Callable[[Call, Answer], str]]:
         runner = Runner(config, policy)
-        inspect = None if check is None else check(runner)
+        return runner, (lambda call, answer: "") if check is None else check(runner)
+
+    runner, inspect = begin() if is_from_start else (None, None)
+    difference = None
     num_calls = num_skipped = 0
     for record in recording:
         if record.op is Op.LOST:
             runner, is_from_start = None, False
             continue
-        if runner is None and record.op is Op.RESET_CACHE and not is_tiered:
+        if runner is None and record.op is Op.RESET_CACHE and "tiers" not in config:
             # A reset makes all earlier calls irrelevant.
-            runner = Runner(config, policy)
-            inspect = None if check is None else check(runner)
+            runner, inspect = begin()
             if keep is not None:
                 keep.clear()
-        if runner is None:
+        if runner is None or inspect is None:
             num_skipped += record.op not in NOTES and record.op is not Op.STATS
             continue
         if keep is not None and record.op is not Op.STATS:
             keep.append(record)
         if record.op in NOTES:
             runner.note(record)
-            continue
-        if record.op is Op.STATS:
-            if is_from_start and (difference := _compare_stats(runner, record)) is not None:
-                return ReplayOutcome(num_calls, num_skipped, recording.num_lost, difference, recording.end)
-            continue
-        got = runner.run(record)
-        num_calls += 1
-        reason = "" if inspect is None else inspect(record, got)
-        if got != record.answer or reason:
-            difference = Difference(record, record.answer, got, reason if got == record.answer else "")
-            return ReplayOutcome(num_calls, num_skipped, recording.num_lost, difference, recording.end)
+        elif record.op is not Op.STATS:
+            got = runner.run(record)
+            num_calls += 1
+            reason = inspect(record, got)
+            if got != record.answer or reason:
+                difference = Difference(record, record.answer, got, reason if got == record.answer else "")
+        elif is_from_start:
+            difference = _compare_stats(runner, record)
+        if difference is not None:
+            break
     if not num_calls and num_skipped:
         where = "with its start lost" if not recording.is_whole else "of a manager that was at work already"
         raise RecordingError(
             f"{recording.path} is a recording {where}, and has no reset that a replay could begin at; "
-            "--as-trace reads it as a trace"
+            "kvcache plan reads it as a trace"
         )
-    return ReplayOutcome(num_calls, num_skipped, recording.num_lost, None, recording.end)
+    return ReplayOutcome(num_calls, num_skipped, recording.num_lost, difference, recording.end)
 
 
 def _compare_stats(runner: Runner, record: Call) -> Difference | None:
