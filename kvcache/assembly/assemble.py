@@ -75,10 +75,11 @@ class ExporterSettings:
 def _parse_tiers(name: str, given: Any) -> tuple[TierSettings, ...]:
     if not isinstance(given, list | tuple) or not given or not all(isinstance(entry, Mapping) for entry in given):
         raise ValueError(f"{name} must be a list of dicts, at least one, got {without_secrets(given)!r}")
-    return tuple(run_all(partial(_parse_tier, entry) for entry in given))
+    return tuple(run_all(partial(parse_tier, entry) for entry in given))
 
 
-def _parse_tier(entry: Mapping[str, Any]) -> TierSettings:
+def parse_tier(entry: Mapping[str, Any]) -> TierSettings:
+    """Parse an entry of ``tiers``: its ``type`` (a name, a class or a path), the options of `TierConfig`, its own."""
     tier, options = _class_of(entry, TIERS, "a tier")
     own = TierConfig.rest(options)
     where = f"tier {entry['type']!r}"
@@ -233,15 +234,6 @@ class OffloadSettings(Options):
                 f"{world_size} workers, got {self.cpu_bytes_to_use}"
             )
         return num_blocks
-
-
-def read_tiers(given: Any, where: str = "extra_config") -> tuple[TierSettings, ...]:
-    """Parse and check a list of tiers, with the options of each.
-
-    Each is a dict of its ``type`` (a name, a class or ``"package.module:Class"``), the options of `TierConfig`, and the
-    tier's own. Errors call the mapping that holds the list `where`.
-    """
-    return _parse_tiers(f"tiers in {where}", given)
 
 
 def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:

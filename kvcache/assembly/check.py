@@ -19,7 +19,6 @@ from kvcache.options import OptionError, format_size, name_unknown, parse_size
 from kvcache.registry import SPECS
 from kvcache.tiering.controller import TierConfig
 
-LEVELS = ("ok", "warning", "error")
 DEFAULT_KEYS = OffloadSettings.keys() | SpecOptions.keys()
 """Keys of `extra_config` that the built-in specs read."""
 

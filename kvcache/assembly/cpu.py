@@ -126,7 +126,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     Parameters
     ----------
     config : OffloadingConfig
-        Its `extra_config` lists the ``tiers`` (see `kvcache.assembly.assemble.read_tiers`), and may set the
+        Its `extra_config` lists the ``tiers`` (see `kvcache.assembly.assemble.parse_tier`), and may set the
         options of tiers of `kvcache.assembly.assemble.OffloadSettings`. Every group needs its refs, because they hold
         the size of a block. The rest is as for `CPUOffloadingSpec`.
 

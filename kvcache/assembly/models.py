@@ -17,7 +17,7 @@ from typing import Any
 from kvcache.options import check_int
 from kvcache.registry import did_you_mean
 
-_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class Model:
             check_int(field, getattr(self, field))
         if self.num_params is not None and not 0 < self.num_params < math.inf:
             raise ValueError(f"num_params must be a number > 0, got {self.num_params!r}")
-        if self.dtype not in _DTYPE_BYTES:
-            raise ValueError(f"unknown dtype {self.dtype!r}, known ones: {', '.join(_DTYPE_BYTES)}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"unknown dtype {self.dtype!r}, known ones: {', '.join(DTYPE_BYTES)}")
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's KV."""
-        return self.num_layers * self.values_per_layer * _DTYPE_BYTES[self.dtype]
+        return self.num_layers * self.values_per_layer * DTYPE_BYTES[self.dtype]
 
     def saved_prefill_s(self, num_tokens: int, flops_per_s: float) -> float | None:
         """Return the seconds of prefill that `num_tokens` hit tokens save at this rate; None if unknown."""
@@ -93,11 +93,6 @@ _MODELS = {
 }
 _LATENT = {"deepseek-v3", "deepseek-r1", "kimi-k2"}
 _TAIL = re.compile(r"-(instruct|chat|base|pt|it|hf|fp8|awq|gptq|v\d+[.]\d+|2[45]\d\d)$")
-
-
-def dtype_names() -> list[str]:
-    """Return the dtypes that a `Model` accepts."""
-    return list(_DTYPE_BYTES)
 
 
 def model_names() -> list[str]:

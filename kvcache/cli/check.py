@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcache.cli import common
-from kvcache.cli.model import DtypeOption, ModelOption, read_weights
+from kvcache.cli.model import ModelOption, read_weights
 from kvcache.options import parse_size
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ def check(
         ),
     ] = False,
     model: ModelOption = None,
-    dtype: DtypeOption = "bf16",
     block_tokens: Annotated[int, typer.Option("--block-size", help="With --model: tokens of an offloaded block.")] = 16,
     block_bytes: Annotated[
         str | None, typer.Option(help="Bytes of an offloaded block on one worker.", metavar="SIZE", show_default=False)
@@ -65,7 +64,7 @@ def check(
         _report(manifest, check_manifest(manifest), strict, json)
     if config is not None:
         common.at_least("--workers", workers, 1)
-        num_bytes, is_latent = _block_bytes(model, dtype, block_tokens, block_bytes, workers)
+        num_bytes, is_latent = _block_bytes(model, block_tokens, block_bytes, workers)
         _report(config, _findings(config, num_bytes, workers, is_latent), strict, json)
 
 
@@ -138,13 +137,13 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, boo
     return given, outer if where == _WRAPPERS[-1] else {}, is_vllm, has_events, engine_block
 
 
-def _block_bytes(model: str | None, dtype: str, tokens: int, text: str | None, workers: int) -> tuple[int, bool | None]:
+def _block_bytes(model: str | None, tokens: int, text: str | None, workers: int) -> tuple[int, bool | None]:
     """Return the bytes of one worker's block, and whether all workers hold the same ones (None: unknown)."""
     if text is not None:
         if model is not None:
             raise ValueError(f"--block-bytes excludes --model, got {text!r} and {model!r}")
         return parse_size("--block-bytes", text), None
-    weights = read_weights(model if model is None or dtype == "bf16" else f"{model},{dtype}")
+    weights = read_weights(model)
     if weights is None:
         return 0, None
     num_bytes = weights.model.token_bytes * common.at_least("--block-size", tokens, 1)

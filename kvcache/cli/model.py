@@ -30,13 +30,6 @@ def complete_models(incomplete: str) -> list[str]:
     return [name for name in model_names() if name.startswith(incomplete)]
 
 
-def complete_dtypes(incomplete: str) -> list[str]:
-    """Return the dtypes of a KV cache that begin with `incomplete`."""
-    from kvcache.assembly.models import dtype_names
-
-    return [name for name in dtype_names() if name.startswith(incomplete)]
-
-
 ModelOption = Annotated[
     str | None,
     typer.Option(
@@ -47,9 +40,6 @@ ModelOption = Annotated[
         autocompletion=complete_models,
         show_default=False,
     ),
-]
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="KV dtype: bf16, fp16, fp32, fp8 or int8.", autocompletion=complete_dtypes)
 ]
 
 
@@ -84,7 +74,7 @@ def read_weights(text: str | None) -> Weights | None:
     >>> read_weights("llama-3.1-8b,fp8").model.token_bytes
     65536
     """
-    from kvcache.assembly.models import Model, dtype_names, model_of
+    from kvcache.assembly.models import DTYPE_BYTES, Model, model_of
 
     if text is None:
         return None
@@ -94,10 +84,10 @@ def read_weights(text: str | None) -> Weights | None:
         key, _, value = part.partition("=")
         if key in numbers:
             numbers[key] = _number(key, value, text)
-        elif part in dtype_names():
+        elif part in DTYPE_BYTES:
             dtype = part
         else:
-            known = ", ".join(dtype_names())
+            known = ", ".join(DTYPE_BYTES)
             raise ValueError(f"--model takes {known}, params=N and flops=N behind the name, got {part!r} in {text!r}")
     if shape := _SHAPE.fullmatch(name):
         layers, heads, head_size = map(int, shape.groups())

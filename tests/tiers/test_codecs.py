@@ -11,7 +11,7 @@ import torch
 from stores import load_as_is, store_as_is
 
 from kvcache import TierConfig, TieredOffloadingManager
-from kvcache.assembly.assemble import read_tiers
+from kvcache.assembly.assemble import parse_tier
 from kvcache.metrics import samples_of
 from kvcache.registry import CODECS
 from kvcache.testing.tier_contract import TierContract
@@ -64,7 +64,7 @@ def compressible(num_blocks: int = 40, block_bytes: int = 1 << 14) -> np.ndarray
 
 
 def open_configured(entry: dict, host: np.ndarray) -> Tier:
-    (settings,) = read_tiers([entry])
+    settings = parse_tier(entry)
     tier = settings.tier.from_config(settings.options, host, {"model": "m"})
     assert isinstance(tier.stats(), CodecTierStats)
     return tier

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvcache.assembly.assemble import OffloadSettings, TierSettings, read_tiers
+from kvcache.assembly.assemble import OffloadSettings, TierSettings, parse_tier
 from kvcache.options import Options, choice_of, format_size, name_unknown, option, parse_flag, parse_text, run_all
 
 WHERE = "kv_connector_extra_config"
@@ -78,7 +78,7 @@ def read_tier(config: Mapping[str, Any]) -> tuple[KVCacheTierOptions, TierSettin
     """Parse an entry of ``secondary_tiers``; raise ValueError naming each option that is invalid or unknown."""
     given = {name: value for name, value in config.items() if name not in ENGINE_TIER_KEYS}
     own = KVCacheTierOptions.take(given)
-    settings = read_tiers([{**KVCacheTierOptions.rest(given), "type": own.kind}], KVCacheTierOptions.where)[0]
+    settings = parse_tier({**KVCacheTierOptions.rest(given), "type": own.kind})
     if settings.config.write_policy != "write_through" or settings.config.arbiter:
         raise ValueError("vLLM's manager decides what a KVCacheTier writes and loads: omit write_policy and arbiter")
     return own, settings

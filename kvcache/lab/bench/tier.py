@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.assembly.assemble import read_tiers
+from kvcache.assembly.assemble import parse_tier
 from kvcache.lab.bench.plain_clients import plain_client
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def measure_tier(
     `entry` is an entry of ``extra_config["tiers"]``. One more round before the others makes connections and touches
     memory; its times do not count.
     """
-    (settings,) = read_tiers([entry], "a tier")
+    settings = parse_tier(entry)
     flat = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
     host_blocks: HostBlocks = flat.reshape(num_blocks, block_bytes)
     # As bfloat16 and as float16 these are values of about 1, which codecs can encode.

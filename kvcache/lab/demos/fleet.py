@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.assembly.assemble import read_tiers
+from kvcache.assembly.assemble import parse_tier
 from kvcache.request import ReqContext
 from kvcache.tiering.manager import TieredOffloadingManager
 
@@ -139,7 +139,7 @@ def run_fleet(
 
     `entry` is an entry of ``extra_config["tiers"]``; `progress` is called when an engine has ended.
     """
-    read_tiers([entry], "a tier")
+    parse_tier(entry)
     context = multiprocessing.get_context("spawn")
     reports: Queue[EngineReport | str] = context.Queue()
     engines: list[EngineReport] = []
@@ -185,7 +185,7 @@ def _serve(entry: dict[str, Any], number: int, workload: Workload, start: Barrie
     size = workload.block_bytes
     flat = np.frombuffer(mmap.mmap(-1, workload.host_blocks * size), np.uint8)
     host: HostBlocks = flat.reshape(workload.host_blocks, size)
-    (settings,) = read_tiers([{"deadline_s": 10.0, **entry}], "a tier")
+    settings = parse_tier({"deadline_s": 10.0, **entry})
     tier = settings.tier.from_config(settings.options, host, {"model": "fleet", "block_bytes": size})
     manager = TieredOffloadingManager(16, workload.host_blocks, [(tier, settings.config)], deadline_s=10.0)
     needed = computed = wrong = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.assembly.assemble import read_tiers
+from kvcache.assembly.assemble import parse_tier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.disk.tier import DiskTier
@@ -85,7 +85,7 @@ def patient_manager(
     fingerprint = {"source": source, "block_size": block_size}
     tier: Tier
     if isinstance(below, dict):
-        (settings,) = read_tiers([below], "--tier")
+        settings = parse_tier(below)
         tier = settings.tier.from_config(settings.options, host_blocks, fingerprint)
     else:
         tier = DiskTier(
