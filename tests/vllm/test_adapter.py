@@ -321,12 +321,12 @@ def test_lookups_repeated_in_every_step_count_once():
 def test_failed_or_refused_copy_is_reported_and_raises_nothing_in_the_engines_thread():
     device = base.GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
     worker = KVCacheOffloadingWorker.__new__(KVCacheOffloadingWorker)
-    worker._transfers = Mock()
-    worker._transfers.get_finished.return_value = [TransferResult(7, False, 0, 0.0, ("CPU", "GPU"))]
+    worker.transfers = Mock()
+    worker.transfers.get_finished.return_value = [TransferResult(7, False, 0, 0.0, ("CPU", "GPU"))]
     (result,) = worker.get_finished()
     assert not result.success
     for refusal in (ValueError("block 9 of 8"), False):
-        worker._transfers.transfer_async.side_effect = [refusal] * 2
+        worker.transfers.transfer_async.side_effect = [refusal] * 2
         assert worker.submit_load(1, CPULoadStoreSpec([9]), device) is False
         assert worker.submit_store(2, device, CPULoadStoreSpec([9])) is False
 

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvcache.assembly.assemble import open_manager
+from kvcache.assembly.assemble import open_manager, trace_worker
 from kvcache.assembly.cpu import rank_bytes_of
 from kvcache.integrations.vllm.identity import chunk_fingerprint, engine_config, fingerprint
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
@@ -98,9 +98,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
                 logger.warning("kvcache does not know these keys of %s: %s", WHERE, unknown)
             if self.kv_events_config.enable_kv_cache_events and not self.kv_events_config.self_describing_kv_events:
                 logger.warning("%s", UNDESCRIBED)
-            self._manager = self._make_manager(
-                self.tokens_per_block[0] * self.blocks_per_chunk, self.kv_events_config.enable_kv_cache_events
-            )
+            self._manager = self._make_manager()
             logger.info("%s", self._description(self._manager))
         return self._manager
 
@@ -108,7 +106,17 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         if self.has_engine_worker:
             return super().get_worker(kv_caches)
         if self._worker is None:
-            self._worker = self._make_worker(kv_caches)
+            settings, rank = self.settings, self.config.parallel.rank
+            self._worker = KVCacheOffloadingWorker(
+                kv_caches,
+                self.num_blocks,
+                self.blocks_per_chunk,
+                settings.num_copy_threads,
+                self._shared_pool(is_owner=False) if settings.tiers else None,
+                rank,
+                self.bytes_per_block,
+            )
+            trace_worker(settings, self._worker.transfers, {**self._labels(), "worker": str(rank)})
         return self._worker
 
     def create_worker(self, kv_caches: Any) -> Any:
@@ -124,10 +132,10 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
 
     def _description(self, manager: KVCacheOffloadingManager) -> str:
         """Return the log line that describes the pool and its tiers at start."""
-        tokens, num_ranks = self.tokens_per_block[0] * self.blocks_per_chunk, self.config.parallel.world_size
+        num_ranks = self.config.parallel.world_size
         num_bytes = self.num_blocks * self.block_bytes
         parts = [
-            f"kvcache offloads to {self.num_blocks:,} blocks of {tokens} tokens in host memory "
+            f"kvcache offloads to {self.num_blocks:,} blocks of {self._block_tokens()} tokens in host memory "
             f"({num_bytes / 2**30:.2f} GiB on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}), "
             f"policy {self.settings.cache_policy}",
             f"{'vLLM' if self.has_engine_worker else 'kvcache'} copies them"
@@ -136,7 +144,13 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         ]
         return "; ".join(parts)
 
-    def _make_manager(self, block_size: int, enable_events: bool) -> KVCacheOffloadingManager:
+    def _block_tokens(self) -> int:
+        return int(self.tokens_per_block[0] * self.blocks_per_chunk)
+
+    def _labels(self) -> dict[str, str]:
+        return {"engine": str(self.config.engine_id), "rank": str(self.config.parallel.data_parallel_index)}
+
+    def _make_manager(self) -> KVCacheOffloadingManager:
         shared: Any = None
         identity = None
         if self.settings.tiers:
@@ -149,14 +163,14 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
                 shared = self._shared_pool(is_owner=True)
         manager = open_manager(
             self.settings,
-            block_size=block_size,
+            block_size=self._block_tokens(),
             num_blocks=self.num_blocks,
-            enable_events=enable_events,
+            enable_events=self.kv_events_config.enable_kv_cache_events,
             shared=shared,
             fingerprint=identity,
             clock=self.clock,
             block_bytes=self.block_bytes,
-            labels={"engine": str(self.config.engine_id), "rank": str(self.config.parallel.data_parallel_index)},
+            labels=self._labels(),
         )
         adapter: KVCacheOffloadingManager
         if isinstance(manager, TieredOffloadingManager):
@@ -172,24 +186,3 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         return SharedPool(
             self.config, self.settings.pool_folder, self.num_blocks, self.bytes_per_block, is_owner=is_owner
         )
-
-    def _make_worker(self, kv_caches: Any) -> KVCacheOffloadingWorker:
-        settings, parallel = self.settings, self.config.parallel
-        worker = KVCacheOffloadingWorker(
-            kv_caches,
-            self.num_blocks,
-            self.blocks_per_chunk,
-            settings.num_copy_threads,
-            self._shared_pool(is_owner=False) if settings.tiers else None,
-            parallel.rank,
-            self.bytes_per_block,
-        )
-        worker.trace(
-            settings,
-            {
-                "engine": str(self.config.engine_id),
-                "rank": str(parallel.data_parallel_index),
-                "worker": str(parallel.rank),
-            },
-        )
-        return worker

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvcache.assembly.assemble import open_tiers
 from kvcache.integrations.vllm.identity import chunk_fingerprint, engine_config
-from kvcache.integrations.vllm.manager import EngineRequest
+from kvcache.integrations.vllm.manager import EngineRequest, describe_tier
 from kvcache.integrations.vllm.metrics import SampleChanges, tier_metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.settings import ENGINE_TIER_KEYS, read_tier
@@ -128,15 +128,7 @@ class KVCacheTier(SecondaryTierManager):
         self._labels = (("tier", f"{_place_of(options, offloading_spec)}:{tier_type}"), ("medium", str(tier.medium)))
         self._block_size = offloading_spec.tokens_per_block[0] * offloading_spec.blocks_per_chunk
         self._next_stats_s = 0.0
-        stats = tier.stats()
-        _LOG.info(
-            "vLLM's tier %s: %s of %s blocks, %s found%s",
-            tier_type,
-            stats.medium,
-            f"{stats.num_blocks:,}" if stats.num_blocks else "an unknown number of",
-            f"{stats.num_held:,}",
-            f" (unavailable: {stats.unavailable_reason})" if stats.unavailable_reason else "",
-        )
+        _LOG.info("vLLM's tier %s: %s", tier_type, describe_tier(tier.stats()))
 
     # The clock of deadlines and pauses: monotonic seconds.
     clock = staticmethod(time.monotonic)

@@ -16,7 +16,13 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager, engine_event
+from kvcache.integrations.vllm.manager import (
+    RESULTS,
+    EngineRequest,
+    KVCacheOffloadingManager,
+    describe_tier,
+    engine_event,
+)
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 from kvcache.integrations.vllm.releases import Release
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
@@ -88,13 +94,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         self._are_disks = all(stats.tier.medium == "DISK" for stats in manager.tier_stats())
 
     def tier_descriptions(self) -> list[str]:
-        found = []
-        for tier in (stats.tier for stats in self._tiered.tier_stats()):
-            state = f" (unavailable: {tier.unavailable_reason})" if tier.unavailable_reason else ""
-            # A store's own limit is unknown, and so are its blocks.
-            size = f"{tier.num_blocks:,} blocks, {tier.num_held:,} found" if tier.num_blocks else "unknown size"
-            found.append(f"tier {tier.medium} of {size}{state}")
-        return found
+        return [describe_tier(stats.tier) for stats in self._tiered.tier_stats()]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         ours = req_context.get_state(EngineRequest)

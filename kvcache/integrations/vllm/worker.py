@@ -6,13 +6,11 @@ is logged and reported as failed. vLLM then ends, which is better than serving b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingWorker
 
-from kvcache.assembly.assemble import OffloadSettings, trace_worker
 from kvcache.specs import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
 from kvcache.transfer.factory import cpu_gpu_handlers
 from kvcache.transfer.geometry import host_block_bytes
@@ -55,9 +53,9 @@ class KVCacheOffloadingWorker(OffloadingWorker):
                 kv_caches, shared, rank, rank_bytes, blocks_per_chunk, num_copy_threads
             )
         logger.info("kvcache: %s", self._pool.describe())
-        self._transfers = TransferWorker()
-        self._transfers.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
-        self._transfers.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
+        self.transfers = TransferWorker()
+        self.transfers.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
+        self.transfers.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: CPULoadStoreSpec) -> bool:
         return self._submit(job_id, device_spec(src_spec), dst_spec)
@@ -65,13 +63,9 @@ class KVCacheOffloadingWorker(OffloadingWorker):
     def submit_load(self, job_id: int, src_spec: CPULoadStoreSpec, dst_spec: Any, expedited: bool = False) -> bool:
         return self._submit(job_id, src_spec, device_spec(dst_spec))
 
-    def trace(self, settings: OffloadSettings, labels: Mapping[str, str]) -> None:
-        """Trace copies if `settings` names an exporter that does, until `shutdown`; `labels` identify this worker."""
-        trace_worker(settings, self._transfers, labels)
-
     def _submit(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         try:
-            if self._transfers.transfer_async(job_id, (src_spec, dst_spec)):
+            if self.transfers.transfer_async(job_id, (src_spec, dst_spec)):
                 return True
             reason = "the worker was shut down, or no scheduler on this node owns its host blocks (tiers need one node)"
         except ValueError as error:
@@ -86,7 +80,7 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         return False
 
     def get_finished(self) -> list[TransferResult]:
-        results = self._transfers.get_finished()
+        results = self.transfers.get_finished()
         for result in results:
             if not result.success:
                 logger.critical(
@@ -97,10 +91,10 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        self._transfers.wait(job_ids)
+        self.transfers.wait(job_ids)
 
     def shutdown(self) -> None:
-        self._transfers.shutdown(wait=False)
+        self.transfers.shutdown(wait=False)
         self._pool.close()
         if self._shared is not None:
             self._shared.close()
