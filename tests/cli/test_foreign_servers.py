@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -244,8 +245,9 @@ def test_parse_metrics_skips_the_series_of_others():
     assert frame.values == {("free_blocks", ()): 3.0}
 
 
-@pytest.mark.parametrize(("name", "value"), [("_TIMEOUT_S", 0.5), ("_MAX_PAGE_BYTES", 1 << 16)])
+@pytest.mark.parametrize(("name", "value"), [("_TIMEOUT_S", 0.5), ("_MAX_PAGE_BYTES", 1 << 10)])
 def test_page_without_an_end_is_named(run, monkeypatch, name, value):
+    monkeypatch.setattr(frames, "_TIMEOUT_S", 60.0)
     monkeypatch.setattr(frames, name, value)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
@@ -265,3 +267,5 @@ def test_page_without_an_end_is_named(run, monkeypatch, name, value):
     thread.join()
     assert code == 1
     assert f"{url} does not answer: its answer does not end" in error
+    # In 60 s the server sends more.
+    assert int(re.search(r"after\s+(\d+)\s+bytes", error)[1]) < 1 << 18

@@ -55,7 +55,8 @@ def test_shards_of_a_sample_run_apart(cluster):
     assert here.block_hit_error
 
 
-def test_scheduler_out_of_reach_is_named():
+def test_scheduler_out_of_reach_is_named(monkeypatch):
+    monkeypatch.setattr("kvcache.lab.simulate.on_dask._CONNECT_TIMEOUT", "200ms")
     trace = CompactTrace.of([], 16)
     with pytest.raises(ReplayError, match=r"scheduler tcp://127\.0\.0\.1:9 cannot be reached"):
         list(run_on_dask("tcp://127.0.0.1:9", trace, [Job("lru", 1)], Plan()))

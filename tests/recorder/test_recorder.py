@@ -672,8 +672,8 @@ def record_beside_calls(path, seed, num_threads, begins_late):
     return outcome.num_calls
 
 
-@pytest.mark.slow
-def test_recorder_that_is_stopped_inside_a_call_does_not_wait_for_it(path):
+def test_recorder_that_is_stopped_inside_a_call_does_not_wait_for_it(path, monkeypatch):
+    monkeypatch.setattr("kvcache.recorder.recorder._STOP_S", 0.1)
     made = []
 
     def clock():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcache.lab.traces.compact import CompactTrace
 
 _MAX_ROUNDS = 5
+_CONNECT_TIMEOUT = "10s"
 
 
 def run_on_dask(address: str, trace: CompactTrace, jobs: Sequence[Job], plan: Plan) -> Iterator[tuple[Job, Cell]]:
@@ -34,7 +35,7 @@ def run_on_dask(address: str, trace: CompactTrace, jobs: Sequence[Job], plan: Pl
     }
     whole = replace(trace, **arrays, folder=None)
     try:
-        client = Client(address, timeout="10s")
+        client = Client(address, timeout=_CONNECT_TIMEOUT)
     except (OSError, ValueError) as error:
         raise ReplayError(f"the Dask scheduler {address} cannot be reached: {error}") from error
     with client:
