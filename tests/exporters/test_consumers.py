@@ -66,7 +66,7 @@ class Wire:
                 self.next += 1
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield topic and payload of what has arrived, in order."""
+        """Yield topic and payload of the received messages, in order."""
         while self.socket.poll(0):
             topic, number, payload = self.socket.recv_multipart()
             seq = int.from_bytes(number, "big")
@@ -152,7 +152,7 @@ def event_of(keys: list[bytes], medium: str = "CPU", removed: bool = False) -> O
 
 
 def verdicts(name: str, has_tokens: bool, event: OffloadingEvent | None, **options: Any) -> str:
-    """Return what a reader makes of an event, after it has seen the stores that the event refers to."""
+    """Return the verdict of a reader on an event, after the stores that the event refers to."""
     prompt = prompt_of(1, 3)
     reader = READERS[name](BLOCK_SIZE)
     with wire_of(spec_kinds=("full_attention", "sliding_window:128"), **options) as wire:
