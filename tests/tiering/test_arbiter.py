@@ -1,13 +1,9 @@
 """Load or compute: whatever a link is like, a request's first token comes about as soon as the better of the two."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -21,26 +17,17 @@ STEP_S = 1e-4
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
 class Engine:
     """One request at a time over a throttled tier that holds every prompt: time to first token on a simulated clock."""
 
-    def __init__(
-        self,
-        latency_s: float,
-        block_s: float,
-        token_s: Callable[[int], float],
-        arbiter: bool = True,
-        given: Any = None,
-        by_key: bool = False,
-        **config: Any,
-    ) -> None:
+    def __init__(self, latency_s, block_s, token_s, arbiter=True, given=None, by_key=False, **config):
         self.clock = Clock()
         self.tier = ThrottledTier(100_000, latency_s, block_s, self.clock)
         rule = TierConfig(arbiter=arbiter, deadline_s=1e6, max_store_blocks=100_000, **config)
@@ -50,7 +37,7 @@ class Engine:
         self.by_key = by_key
         self.names = itertools.count()
 
-    def prompt(self, num_blocks: int) -> list[bytes]:
+    def prompt(self, num_blocks):
         """Return the keys of a prompt that is in the tier alone."""
         name = next(self.names)
         keys = [b"%08d.%08d\0\0\0\0" % (name, i) for i in range(num_blocks)]
@@ -58,7 +45,7 @@ class Engine:
         self.tier.end(self.tier.pending[-1])
         return keys
 
-    def lookup(self, keys: list[bytes], context: ReqContext) -> int | None:
+    def lookup(self, keys, context):
         if not self.by_key:
             return self.manager.lookup(keys, context)
         num_hits, is_pending = 0, False
@@ -70,7 +57,7 @@ class Engine:
             num_hits += 1
         return None if is_pending else num_hits
 
-    def first_token_s(self, keys: list[bytes], tail_tokens: int = 1) -> float:
+    def first_token_s(self, keys, tail_tokens=1):
         """Return the seconds until all is loaded or computed, and check that an answer is kept."""
         begin_s = self.clock.now_s
         context = ReqContext()
@@ -98,7 +85,7 @@ class Engine:
         self.manager.on_schedule_end()
         return waited_s
 
-    def bounds_s(self, num_blocks: int, tail_tokens: int = 1) -> tuple[float, float]:
+    def bounds_s(self, num_blocks, tail_tokens=1):
         """Return the time to first token of "always load" and of "never load"."""
         tokens = num_blocks * BLOCK_TOKENS
         tail_s = sum(self.token_s(position) for position in range(tokens, tokens + tail_tokens))
@@ -106,11 +93,11 @@ class Engine:
         return load_s + tail_s, sum(map(self.token_s, range(tokens))) + tail_s
 
 
-def flat(tokens_per_s: float) -> Callable[[int], float]:
+def flat(tokens_per_s):
     return lambda position: 1 / tokens_per_s
 
 
-def growing(tokens_per_s: float, doubles_at: int) -> Callable[[int], float]:
+def growing(tokens_per_s, doubles_at):
     return lambda position: (1 + position / doubles_at) / tokens_per_s
 
 
@@ -119,7 +106,7 @@ LENGTHS = [1, 2, 5, 13, 34, 89, 233, 610]
 THROTTLED_S = BLOCK_BYTES / 50e6
 
 
-def ratios(engine: Engine, lengths: list[int]) -> Iterator[tuple[int, float]]:
+def ratios(engine, lengths):
     for length in lengths:
         always_s, never_s = engine.bounds_s(length)
         yield length, engine.first_token_s(engine.prompt(length)) / min(always_s, never_s)
@@ -139,9 +126,7 @@ def ratios(engine: Engine, lengths: list[int]) -> Iterator[tuple[int, float]]:
     ],
     ids=["load", "compute", "even", "latency", "attention"],
 )
-def test_first_token_is_near_the_better_of_loading_and_computing(
-    latency_s: float, block_s: float, token_s: Callable[[int], float], given: Any, is_given: bool, by_key: bool
-) -> None:
+def test_first_token_is_near_the_better_of_loading_and_computing(latency_s, block_s, token_s, given, is_given, by_key):
     engine = Engine(latency_s, block_s, token_s, given=given if is_given else None, by_key=by_key)
     # Two lengths of either kind, to learn from.
     for length in (8, 200, 16, 400, 8, 200):
@@ -156,7 +141,7 @@ def test_first_token_is_near_the_better_of_loading_and_computing(
 
 
 @pytest.mark.parametrize(("arbiter", "expected"), [(True, 1.0), (False, 4.0)])
-def test_arbiter_is_what_makes_the_difference(arbiter: bool, expected: float) -> None:
+def test_arbiter_is_what_makes_the_difference(arbiter, expected):
     engine = Engine(0.0, THROTTLED_S, flat(4 * 16 / THROTTLED_S), arbiter=arbiter, given=4 * 16 / THROTTLED_S)
     engine.first_token_s(engine.prompt(100))
     always_s, never_s = engine.bounds_s(100)
@@ -164,7 +149,7 @@ def test_arbiter_is_what_makes_the_difference(arbiter: bool, expected: float) ->
     assert always_s / never_s == pytest.approx(4, rel=0.02)
 
 
-def test_link_that_becomes_slow_is_left_after_two_loads_and_found_again_when_it_is_fast() -> None:
+def test_link_that_becomes_slow_is_left_after_two_loads_and_found_again_when_it_is_fast():
     engine = Engine(0.001, 0.001, flat(2000), given=2000)
     assert [round(ratio, 2) for _, ratio in ratios(engine, [100] * 3)] == [1.0] * 3
     engine.tier.block_s = 0.05
@@ -181,7 +166,7 @@ def test_link_that_becomes_slow_is_left_after_two_loads_and_found_again_when_it_
     assert max(fast[3:]) < 1.1
 
 
-def test_request_on_a_tier_that_stalls_waits_no_longer_than_computing_takes() -> None:
+def test_request_on_a_tier_that_stalls_waits_no_longer_than_computing_takes():
     engine = Engine(0.001, 0.001, flat(2000), given=2000)
     list(ratios(engine, [100] * 3))
     engine.tier.stalled_until_s = engine.clock.now_s + 1000
@@ -193,7 +178,7 @@ def test_request_on_a_tier_that_stalls_waits_no_longer_than_computing_takes() ->
     assert engine.manager.stats().arbiter_give_ups == 1
 
 
-def test_answer_is_kept_when_rates_change_within_a_request() -> None:
+def test_answer_is_kept_when_rates_change_within_a_request():
     engine = Engine(0.001, 0.001, flat(2000), given=2000)
     list(ratios(engine, [100] * 3))
     manager, keys, context = engine.manager, engine.prompt(100), ReqContext()
@@ -211,12 +196,12 @@ def test_answer_is_kept_when_rates_change_within_a_request() -> None:
     assert manager.lookup(keys, ReqContext()) is None
 
 
-def test_prefix_that_is_computed_sooner_than_loaded_is_not_asked_for() -> None:
+def test_prefix_that_is_computed_sooner_than_loaded_is_not_asked_for():
     # A block of 16 tokens takes 8 ms to compute and 1 ms to load, behind a latency of 100 ms: 14 of them are even.
     engine = Engine(0.1, 0.001, flat(2000), given=2000)
     for length in (20, 200, 20, 200):
         engine.first_token_s(engine.prompt(length))
-    asked: list[list[bytes]] = []
+    asked = []
     engine.tier.lookup = lambda keys: asked.append(keys)  # type: ignore[method-assign]
     engine.manager.controllers[0].link.probe_s = math.inf
     before = engine.manager.stats().arbiter_cuts
@@ -232,7 +217,7 @@ def test_prefix_that_is_computed_sooner_than_loaded_is_not_asked_for() -> None:
     assert engine.manager.lookup(engine.prompt(10), ReqContext()) is None
 
 
-def test_tier_without_an_arbiter_is_loaded_from_whatever_it_costs() -> None:
+def test_tier_without_an_arbiter_is_loaded_from_whatever_it_costs():
     clock = Clock()
     slow = ThrottledTier(100, 0.0, 1.0, clock)
     other = ThrottledTier(100, 0.0, 100.0, clock)
@@ -252,13 +237,13 @@ def test_tier_without_an_arbiter_is_loaded_from_whatever_it_costs() -> None:
     assert str(manager.arbiter.decisions[-1]) == "loads 4 of 4 blocks: loading 3 s, computing 4 s"
 
 
-def link_of(block_s: float) -> LinkRate:
+def link_of(block_s):
     link = LinkRate()
     link.fit.set(block_s, 0.0)
     return link
 
 
-def test_prefix_is_cut_where_the_medium_changes() -> None:
+def test_prefix_is_cut_where_the_medium_changes():
     arbiter = LoadArbiter(10.0)
     fast, slow = link_of(0.1), link_of(2.0)
     # 10 tokens a block take a second.
@@ -271,7 +256,7 @@ def test_prefix_is_cut_where_the_medium_changes() -> None:
     assert (decision.kept_blocks, decision.chosen_s) == (30, 10.0)
 
 
-def test_media_load_at_the_same_time_and_one_after_another_on_one_link() -> None:
+def test_media_load_at_the_same_time_and_one_after_another_on_one_link():
     arbiter = LoadArbiter(1.0)
     one, two = link_of(1.0), link_of(1.0)
     parts = [Segment(one, 4, 40), Segment(two, 4, 80), Segment(one, 4, 120)]
@@ -283,7 +268,7 @@ def test_media_load_at_the_same_time_and_one_after_another_on_one_link() -> None
 
 
 @pytest.mark.parametrize(("latency_s", "block_s"), [(0.0, 0.01), (0.2, 0.0), (0.05, 0.004)])
-def test_link_learns_latency_and_rate(latency_s: float, block_s: float) -> None:
+def test_link_learns_latency_and_rate(latency_s, block_s):
     link, now_s = LinkRate(), 0.0
     assert not link.is_known
     for num_blocks in (10, 40, 5, 80):
@@ -295,7 +280,7 @@ def test_link_learns_latency_and_rate(latency_s: float, block_s: float) -> None:
     assert link.latency_s == pytest.approx(latency_s, abs=1e-3)
 
 
-def test_jobs_that_share_a_link_tell_its_rate_together() -> None:
+def test_jobs_that_share_a_link_tell_its_rate_together():
     link = LinkRate()
     for round_ in range(3):
         begin_s = 10.0 * round_
@@ -307,7 +292,7 @@ def test_jobs_that_share_a_link_tell_its_rate_together() -> None:
     assert link.load_s(10, 100.0) == pytest.approx(1.0)
 
 
-def test_failed_and_overdue_jobs_teach_nothing_but_free_the_link() -> None:
+def test_failed_and_overdue_jobs_teach_nothing_but_free_the_link():
     link = LinkRate()
     link.sent(10, 0.0)
     link.ended(10, 0, 0.0, 9.0, 9.0)
@@ -318,7 +303,7 @@ def test_failed_and_overdue_jobs_teach_nothing_but_free_the_link() -> None:
     assert link.load_s(1, 50.0) == 0.0
 
 
-def test_rates_in_use_do_not_follow_noise() -> None:
+def test_rates_in_use_do_not_follow_noise():
     fit = CostFit()
     seen = set()
     for i in range(40):
@@ -329,7 +314,7 @@ def test_rates_in_use_do_not_follow_noise() -> None:
     assert fit(100, 1) > 1.04
 
 
-def test_prefill_rate_is_learned_by_position_unless_it_was_given() -> None:
+def test_prefill_rate_is_learned_by_position_unless_it_was_given():
     rate = PrefillRate()
     for first, num in ((0, 100), (1000, 500), (4000, 2000), (100, 50)):
         rate.record(first, num, sum(1e-3 * (1 + p / 2000) for p in range(first, first + num)))
@@ -341,7 +326,7 @@ def test_prefill_rate_is_learned_by_position_unless_it_was_given() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, math.inf, True, "fast", {}, {"a": 1}, {0: 1, 10: 2}, {-1: 5}, {0: "x"}, [1]])
-def test_bad_prefill_rate_is_named(value: Any) -> None:
+def test_bad_prefill_rate_is_named(value):
     with pytest.raises(ValueError, match=r"prefill_tokens_per_s must be tokens a second > 0"):
         PrefillRate(value)
 
@@ -362,7 +347,7 @@ def test_bad_prefill_rate_is_named(value: Any) -> None:
         (0, 5, 0.0),
     ],
 )
-def test_report_of_what_no_prompt_takes_is_ignored(report: tuple[Any, Any, Any]) -> None:
+def test_report_of_what_no_prompt_takes_is_ignored(report):
     engine = Engine(0.01, 0.01, flat(1000))
     engine.manager.report_prefill(*report)
     assert engine.manager.arbiter.prefill.fit.num_samples == 0
@@ -374,7 +359,7 @@ def test_report_of_what_no_prompt_takes_is_ignored(report: tuple[Any, Any, Any])
 
 @pytest.mark.parametrize("position", [-1, 10**400, -(10**400), 1 << 62, "16", None, 1.5, math.nan])
 @pytest.mark.parametrize("by_key", [False, True])
-def test_position_that_no_prompt_has_counts_as_unknown(position: Any, by_key: bool) -> None:
+def test_position_that_no_prompt_has_counts_as_unknown(position, by_key):
     engine = Engine(0.01, 0.01, flat(1000), given=1000, by_key=by_key)
     keys, context = engine.prompt(3), ReqContext()
     context.set_offload_key_positions({key: (i + 1) * BLOCK_TOKENS for i, key in enumerate(keys)} | {keys[1]: position})
@@ -386,7 +371,7 @@ def test_position_that_no_prompt_has_counts_as_unknown(position: Any, by_key: bo
     engine.manager.on_request_finished(context)
 
 
-def test_context_that_lives_on_keeps_no_manager_alive() -> None:
+def test_context_that_lives_on_keeps_no_manager_alive():
     engine = Engine(0.01, 0.01, flat(1000), write_policy="write_through_selective")
     keys, context = engine.prompt(2), ReqContext()
     assert engine.manager.lookup(keys, context) is None

@@ -1,7 +1,5 @@
 """A manager with tiers is never seen, or left, half done: other threads and finalizers run between its calls only."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import random
@@ -18,12 +16,12 @@ NUM_BLOCKS = 16
 LOADING = RLock()
 
 
-def open_manager(policy: str = "lru") -> TieredOffloadingManager:
+def open_manager(policy="lru"):
     host_blocks = np.zeros((NUM_BLOCKS, 64), np.uint8)
     return TieredOffloadingManager(16, NUM_BLOCKS, [MemoryTier(4 * NUM_BLOCKS, host_blocks)], policy)
 
 
-def act(manager: TieredOffloadingManager, draw: random.Random) -> None:
+def act(manager, draw):
     """Serve a request; between two calls, another thread may evict what the first one found."""
     keys = [b"key-%d" % draw.randrange(6 * NUM_BLOCKS) for _ in range(draw.randint(1, 5))]
     context = ReqContext()
@@ -43,11 +41,19 @@ def act(manager: TieredOffloadingManager, draw: random.Random) -> None:
     manager.on_schedule_end()
 
 
+def check_idle(manager):
+    """Fail if a reference or a reservation is left once all jobs have ended."""
+    assert manager.settle()
+    assert (manager.pool.num_referenced, manager.pool.num_pending) == (0, 0)
+    manager.policy.check()
+    manager.shutdown()
+
+
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
-def test_calls_of_four_threads_leave_no_reference_and_no_reservation(policy: str) -> None:
+def test_calls_of_four_threads_leave_no_reference_and_no_reservation(policy):
     manager = open_manager(policy)
 
-    def run(seed: int) -> None:
+    def run(seed):
         draw = random.Random(seed)
         for _ in range(300):
             act(manager, draw)
@@ -55,22 +61,19 @@ def test_calls_of_four_threads_leave_no_reference_and_no_reservation(policy: str
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(run, seed) for seed in range(4)]:
             done.result()
-    assert manager.settle()
-    assert (manager.pool.num_referenced, manager.pool.num_pending) == (0, 0)
-    manager.policy.check()
-    manager.shutdown()
+    check_idle(manager)
 
 
-def test_finalizers_that_call_the_manager_run_between_its_calls() -> None:
+def test_finalizers_that_call_the_manager_run_between_its_calls():
     manager = open_manager()
     draw = random.Random(0)
     num_run = 0
 
     class Finalizer:
-        def __init__(self) -> None:
+        def __init__(self):
             self.me = self
 
-        def __del__(self) -> None:
+        def __del__(self):
             nonlocal num_run
             num_run += 1
             context = ReqContext()
@@ -87,16 +90,14 @@ def test_finalizers_that_call_the_manager_run_between_its_calls() -> None:
     finally:
         gc.set_threshold(*before)
     assert num_run
-    assert manager.settle()
-    assert (manager.pool.num_referenced, manager.pool.num_pending) == (0, 0)
-    manager.shutdown()
+    check_idle(manager)
 
 
-def test_a_call_from_inside_a_call_is_refused() -> None:
+def test_a_call_from_inside_a_call_is_refused():
     manager = open_manager()
     refused = []
 
-    def clock() -> float:
+    def clock():
         with contextlib.suppress(BlockStateError):
             manager.touch([b"key"])
             return 0.0

@@ -1,18 +1,14 @@
 """Every policy over a tier: the tier must add hits, and a policy that declines blocks must not starve it."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvcache import CPUOffloadingManager, ReqContext
 from kvcache.integrations.vllm.settings import DEFAULT_POLICY
-from kvcache.lab.simulate.run import Replay, ReplayClock, Tally
+from kvcache.lab.simulate.run import Replay, ReplayClock
 from kvcache.lab.simulate.simulated_tier import SimulatedTier, SimulatedTieredManager
 from kvcache.lab.simulate.tiered import DiskChoice, patient_manager, plain_host_blocks
 from kvcache.lab.traces.requests import ReplayError, Request
@@ -23,7 +19,7 @@ TIER_BLOCKS = 2000
 BLOCK_BYTES = 4096
 
 
-def sessions(num_requests: int) -> Iterator[tuple[Request, list[bytes]]]:
+def sessions(num_requests):
     """Generate requests of 30 sessions, which share a prompt of 8 blocks and grow by 1 to 6 blocks a request."""
     draw = random.Random(7)
     prompts = [list(range(8)) for _ in range(30)]
@@ -39,7 +35,7 @@ def sessions(num_requests: int) -> Iterator[tuple[Request, list[bytes]]]:
         yield Request(ids, 16 * len(ids), 0, 1.5 * number), [b"%d" % block for block in ids]
 
 
-def replayed(manager: CPUOffloadingManager | SimulatedTieredManager, clock: ReplayClock) -> Tally:
+def replayed(manager, clock):
     replay = Replay(manager, arrivals=clock)
     for request, keys in sessions(500):
         replay.step(request, keys)
@@ -47,7 +43,7 @@ def replayed(manager: CPUOffloadingManager | SimulatedTieredManager, clock: Repl
 
 
 @cache
-def hits_over_tier(policy: str) -> tuple[int, int]:
+def hits_over_tier(policy):
     clock = ReplayClock()
     manager = SimulatedTieredManager(16, HOST_BLOCKS, [TIER_BLOCKS], policy, clock=clock)
     num_hits = replayed(manager, clock).hit_blocks
@@ -55,14 +51,14 @@ def hits_over_tier(policy: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("policy", POLICIES.names())
-def test_hits_with_tier_are_at_least_hits_without(policy: str) -> None:
+def test_hits_with_tier_are_at_least_hits_without(policy):
     clock = ReplayClock()
     alone = replayed(CPUOffloadingManager(16, HOST_BLOCKS, policy, clock=clock), clock)
 
     assert hits_over_tier(policy)[0] >= alone.hit_blocks
 
 
-def test_gittins_over_tier_hits_as_much_as_lru_and_more_from_memory() -> None:
+def test_gittins_over_tier_hits_as_much_as_lru_and_more_from_memory():
     hits, memory_hits = hits_over_tier("gittins")
     lru_hits, lru_memory_hits = hits_over_tier("lru")
 
@@ -70,7 +66,7 @@ def test_gittins_over_tier_hits_as_much_as_lru_and_more_from_memory() -> None:
     assert memory_hits > lru_memory_hits
 
 
-def test_default_policy_over_disk_tier_loads_what_host_memory_cannot_keep(tmp_path: Path) -> None:
+def test_default_policy_over_disk_tier_loads_what_host_memory_cannot_keep(tmp_path):
     clock = ReplayClock()
     host_blocks = plain_host_blocks(HOST_BLOCKS, BLOCK_BYTES)
     below = DiskChoice(tmp_path / "disk", TIER_BLOCKS * 2 * BLOCK_BYTES)
@@ -87,7 +83,7 @@ def test_default_policy_over_disk_tier_loads_what_host_memory_cannot_keep(tmp_pa
     assert stats.promoted_blocks > 0
 
 
-def test_promotion_over_full_host_memory_brings_every_wanted_block() -> None:
+def test_promotion_over_full_host_memory_brings_every_wanted_block():
     clock = ReplayClock()
     manager = SimulatedTieredManager(16, 100, [1000], "gittins", clock=clock)
     prompts = [[b"%d %d" % (i, j) for j in range(60)] for i in range(10)]
@@ -107,7 +103,7 @@ def test_promotion_over_full_host_memory_brings_every_wanted_block() -> None:
     assert manager.simulated[0].stored_blocks == 600
 
 
-def test_replay_over_faulty_simulated_tier_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_over_faulty_simulated_tier_ends_with_an_error(monkeypatch):
     monkeypatch.setattr("kvcache.lab.simulate.simulated_tier._MOST_STEPS", 100)
     monkeypatch.setattr(SimulatedTier, "submit_store", lambda *_: 1 / 0)
     clock = ReplayClock()

@@ -5,26 +5,21 @@ rest. The cost of a call is the CPU time of its thread. Its waits are voluntary 
 counted and not timed. A busy machine changes neither.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from stores import Impostor, MooncakeStore, Proxy, ProxyProcess, ValkeyServer, blocks, pause, resume, store_as_is
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.tiering.checksum import SEAL_BYTES
-from kvcache.tiering.tier import Tier
 
 BLOCK_BYTES = 1 << 16
 NUM_HOST = 96
@@ -44,11 +39,11 @@ End = Callable[[], None]
 """Ends a fault."""
 
 
-def key_of(chain: int, i: int) -> bytes:
+def key_of(chain, i):
     return b"%06d-%06d" % (chain, i) + bytes(20)
 
 
-def fill(block: np.ndarray, key: bytes) -> None:
+def fill(block, key):
     """Write the bytes that a key stands for: every 8 of them are different."""
     number = int(key[:6]) * 4099 + int(key[7:13])
     block.view(np.uint64)[:] = np.arange(BLOCK_BYTES // 8, dtype=np.uint64) * 2654435761 + number
@@ -65,30 +60,30 @@ class Traffic:
         Steps, and requests that were answered.
     """
 
-    def __init__(self, tier: Tier, host: np.ndarray, seed: int = 0) -> None:
+    def __init__(self, tier, host, seed=0):
         self.host = host
         rule = TierConfig(deadline_s=DEADLINE_S, pause_s=PAUSE_S, max_store_blocks=24)
         self.manager = TieredOffloadingManager(16, len(host), [(tier, rule)], deadline_s=DEADLINE_S)
         self.num_wrong = self.num_late = self.num_answers = self.num_steps = 0
         self._num_chains = _NUM_CHAINS
         self._dice = random.Random(seed)
-        self._asking: list[tuple[ReqContext, list[bytes], float]] = []
+        self._asking = []
         self._expected = np.zeros(BLOCK_BYTES, np.uint8)
-        self._calls: list[tuple[float, int]] = []
+        self._calls = []
 
-    def counts(self) -> tuple[int, int, int]:
+    def counts(self):
         """Return the number of loaded blocks, of stored blocks, and of failures."""
         (stats,) = self.manager.tier_stats()
         tier = stats.tier
         num_bad = stats.failed_jobs + stats.overdue_jobs + tier.corrupt_blocks + tier.missed_blocks
         return stats.promoted_blocks, stats.written_blocks, num_bad + tier.refused_blocks + tier.io_errors
 
-    def is_moving(self, since: tuple[int, int, int]) -> bool:
+    def is_moving(self, since):
         """Return whether blocks were both loaded and stored since."""
         num_loaded, num_stored, _ = self.counts()
         return num_loaded > since[0] and num_stored > since[1]
 
-    def run_through(self, fault: Callable[[], End], fault_s: float, longest_job_s: float) -> None:
+    def run_through(self, fault, fault_s, longest_job_s):
         """Break something, repair it, and check that traffic comes back within one pause of the breaker.
 
         A job that tries the tier as the fault ends may fail as late as `longest_job_s` after it.
@@ -107,22 +102,22 @@ class Traffic:
             assert num_late_steps < _SLACK_STEPS, self.manager.tier_stats()
             assert time.monotonic() < limit_s, self.manager.tier_stats()
 
-    def warm_up(self) -> None:
+    def warm_up(self):
         """Run until blocks have been stored, evicted from host memory and loaded."""
         self.run_until(lambda: self.counts()[0] > _WARM_BLOCKS, _LIMIT_S)
         self._calls.clear()
 
-    def run_until(self, is_over: Callable[[], bool], limit_s: float) -> None:
+    def run_until(self, is_over, limit_s):
         end_s = time.monotonic() + limit_s
         while not is_over():
             assert time.monotonic() < end_s, (self.manager.tier_stats(), self.manager.stats())
             self.step()
 
-    def run_for(self, seconds: float) -> None:
+    def run_for(self, seconds):
         end_s = time.monotonic() + seconds
         self.run_until(lambda: time.monotonic() >= end_s, seconds + _LIMIT_S)
 
-    def step(self) -> None:
+    def step(self):
         """Make the calls of a scheduler's step, and sleep for the time of a short forward pass."""
         while len(self._asking) < _NUM_REQUESTS:
             if self._dice.random() < _FRESH_CHAIN:
@@ -138,7 +133,7 @@ class Traffic:
         self.num_steps += 1
         time.sleep(_STEP_S)
 
-    def _serve(self, request: tuple[ReqContext, list[bytes], float]) -> None:
+    def _serve(self, request):
         context, keys, late_s = request
         asked_s = time.monotonic()
         num_found = self._call(self.manager.lookup, keys, context)
@@ -163,7 +158,7 @@ class Traffic:
             self._call(self.manager.complete_store, output.keys_to_store, context)
         self._call(self.manager.on_request_finished, context)
 
-    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, method, *arguments):
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
         start_s = time.thread_time()
         answer = method(*arguments)
@@ -171,7 +166,7 @@ class Traffic:
         self._calls.append((seconds, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before))
         return answer
 
-    def check(self, max_s: float = 0.002) -> None:
+    def check(self, max_s=0.002):
         """Fail if a byte was wrong, a request late, a call dear, or if calls wait for anything."""
         assert self.num_wrong == 0
         assert self.num_late == 0
@@ -185,7 +180,7 @@ class Traffic:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed():
     """Keep the garbage collector, and threads that want the interpreter, from interrupting a call."""
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(0.2)
@@ -200,8 +195,8 @@ def undisturbed() -> Iterator[None]:
         sys.setswitchinterval(interval_s)
 
 
-def spoiling(mode: str) -> Callable[[ProxyFaults], End]:
-    def fault(self: ProxyFaults) -> End:
+def spoiling(mode):
+    def fault(self):
         self.proxy.set_mode(mode)
         return lambda: self.proxy.set_mode("pass")
 
@@ -211,25 +206,23 @@ def spoiling(mode: str) -> Callable[[ProxyFaults], End]:
 class ProxyFaults:
     """Faults of a proxy before a store; each returns a function that ends it."""
 
-    proxy: Proxy | ProxyProcess
     cut = spoiling("cut")
     garbage = spoiling("garbage")
     half_open = spoiling("half-open")
     swallowed = spoiling("swallow")
     a_byte_a_second = spoiling("drip")
-    _stack: ExitStack
 
-    def _stop(self, pid: int) -> End:
+    def _stop(self, pid):
         self._stack.callback(resume, pid)
         pause(pid)
 
-        def end() -> None:
+        def end():
             resume(pid)
             self._wait_until_it_works()
 
         return end
 
-    def _wait_until_it_works(self) -> None:
+    def _wait_until_it_works(self):
         """Return when the store has recovered, if it does not at once."""
 
 
@@ -241,7 +234,7 @@ class ValkeyFaults(ProxyFaults):
     NAMES += ("full", "evicting", "wrong_credentials", "another_protocol", "another_tenants_values")
     SLOW_NAMES = ()
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder, stack):
         self.server = ValkeyServer(folder)
         self.server.start()
         self.proxy = Proxy(self.server.port)
@@ -250,43 +243,42 @@ class ValkeyFaults(ProxyFaults):
         stack.callback(self.server.kill)
         stack.callback(self.proxy.close)
 
-    def open_tier(self, host: np.ndarray, salt: str = "") -> Tier:
+    def open_tier(self, host, salt=""):
         valkey = importlib.import_module("kvcache.tiers.valkey")
         url = f"valkey://127.0.0.1:{self.proxy.port}"
-        tier: Tier = valkey.ValkeyTier(url, host, salt=salt, timeout_s=self.LONGEST_JOB_S)
-        return tier
+        return valkey.ValkeyTier(url, host, salt=salt, timeout_s=self.LONGEST_JOB_S)
 
-    def killed(self) -> End:
+    def killed(self):
         self.server.kill()
         return self.server.start
 
-    def stopped(self) -> End:
+    def stopped(self):
         return self._stop(self.server.pid)
 
-    def full(self) -> End:
+    def full(self):
         return self._limit_memory("noeviction", 1.0)
 
-    def evicting(self) -> End:
+    def evicting(self):
         return self._limit_memory("allkeys-random", 0.7)
 
-    def wrong_credentials(self) -> End:
+    def wrong_credentials(self):
         client = self._client()
         client.config_set("requirepass", "sesame")
         # Who is connected would stay so.
         client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         return lambda: client.config_set("requirepass", "")
 
-    def another_protocol(self) -> End:
+    def another_protocol(self):
         self.server.kill()
         impostor = Impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n", self.server.port)
 
-        def end() -> None:
+        def end():
             impostor.close()
             self.server.start()
 
         return end
 
-    def another_tenants_values(self) -> End:
+    def another_tenants_values(self):
         """Put a value that another tenant stored in the place of each of this one's."""
         client, host = self._client(), blocks(1, BLOCK_BYTES)
         own = set(client.scan_iter(match="kvcache:*"))
@@ -301,10 +293,10 @@ class ValkeyFaults(ProxyFaults):
                 client.set(name, value)
         return lambda: None
 
-    def _client(self) -> Any:
+    def _client(self):
         return self._stack.enter_context(importlib.import_module("valkey").Valkey(port=self.server.port))
 
-    def _limit_memory(self, policy: str, share: float) -> End:
+    def _limit_memory(self, policy, share):
         client = self._client()
         client.config_set("maxmemory-policy", policy)
         client.config_set("maxmemory", int(share * client.info("memory")["used_memory"]))
@@ -323,7 +315,7 @@ class MooncakeFaults(ProxyFaults):
     # It takes a master ten seconds to give up a node, and until then no client can use the store.
     SLOW_NAMES = ("node_killed",)
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder, stack):
         self.store = MooncakeStore(folder)
         stack.callback(self.store.close)
         self.node = self.store.start_node("256MB")
@@ -338,36 +330,35 @@ class MooncakeFaults(ProxyFaults):
         assert self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", self.store.master) == 0
         self._wait_until_it_works()
 
-    def open_tier(self, host: np.ndarray, salt: str = "") -> Tier:
+    def open_tier(self, host, salt=""):
         master = f"127.0.0.1:{self.proxy.port}"
-        tier: Tier = self._tier_class(master, host, salt=salt, timeout_s=self.TIMEOUT_S)
-        return tier
+        return self._tier_class(master, host, salt=salt, timeout_s=self.TIMEOUT_S)
 
-    def master_killed(self) -> End:
+    def master_killed(self):
         self.store.kill_master()
 
-        def end() -> None:
+        def end():
             self.store.start_master()
             self._wait_until_it_works()
 
         return end
 
-    def master_stopped(self) -> End:
+    def master_stopped(self):
         return self._stop(self.store.process.pid)
 
-    def node_stopped(self) -> End:
+    def node_stopped(self):
         return self._stop(self.node.pid)
 
-    def node_killed(self) -> End:
+    def node_killed(self):
         self.node.kill()
 
-        def end() -> None:
+        def end():
             self.node = self.store.start_node("256MB")
             self._wait_until_it_works()
 
         return end
 
-    def full(self) -> End:
+    def full(self):
         """Fill the store with pinned values."""
         config = importlib.import_module("mooncake.store").ReplicateConfig()
         config.with_hard_pin = True
@@ -375,13 +366,13 @@ class MooncakeFaults(ProxyFaults):
         taken = [name for name in names if self._client.put(name, value, config) == 0]
         assert len(taken) < len(names)
 
-        def end() -> None:
+        def end():
             for name in taken:
                 assert self._client.remove(name, True) == 0
 
         return end
 
-    def another_tenants_values(self) -> End:
+    def another_tenants_values(self):
         """Put other bytes of the same length in the place of each value."""
         value = bytes(BLOCK_BYTES + SEAL_BYTES)
         for chain in range(_NUM_CHAINS):
@@ -391,14 +382,13 @@ class MooncakeFaults(ProxyFaults):
                     assert self._client.put(name, value) == 0
         return lambda: None
 
-    def _name_of(self, key: bytes) -> str:
+    def _name_of(self, key):
         tier = self.open_tier(blocks(1, BLOCK_BYTES))
         self._stack.callback(tier.shutdown)
         self._name_of = tier.name_of
-        name: str = tier.name_of(key)
-        return name
+        return tier.name_of(key)
 
-    def _wait_until_it_works(self) -> None:
+    def _wait_until_it_works(self):
         """Return when a client of its own can store on any node.
 
         A node takes seconds to report to a master again, and so does a master to give up a node.

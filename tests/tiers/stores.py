@@ -1,7 +1,5 @@
 """Real stores on loopback, a proxy that spoils what passes through it, and jobs that are run to their end."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil
@@ -11,17 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from kvcache.lab.bench.servers import find_valkey, free_port, wait_for_port
 from kvcache.testing.tier_contract import TierContract
-from kvcache.tiering.tier import Tier, TierResult
 
 VALKEY_BINARY = find_valkey()
 KEYS = [bytes([number]) * 36 for number in range(1, 65)]
@@ -31,23 +26,23 @@ T = TypeVar("T")
 class ValkeyServer:
     """A Valkey or Redis server that is started, stopped and started again on one port."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder, *options):
         self.port = free_port()
         self.url = f"valkey://127.0.0.1:{self.port}"
         self._command = [str(VALKEY_BINARY), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
         self._command += ["--save", "", "--appendonly", "no", *options]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = None
 
     @property
-    def pid(self) -> int:
+    def pid(self):
         assert self._process is not None
         return self._process.pid
 
-    def start(self) -> None:
+    def start(self):
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for_port(self.port)
 
-    def kill(self) -> None:
+    def kill(self):
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -57,15 +52,15 @@ class ValkeyServer:
 class MooncakeStore:
     """A master, and nodes that lend it memory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.port = free_port()
         self.master = f"127.0.0.1:{self.port}"
         self._metrics_port = free_port()
         self._log = (folder / "store.log").open("ab")
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes = []
         self.start_master()
 
-    def start_master(self) -> None:
+    def start_master(self):
         self.process = self._start(
             "mooncake_master",
             f"-rpc_port={self.port}",
@@ -76,7 +71,7 @@ class MooncakeStore:
         )
         wait_for_port(self.port)
 
-    def start_node(self, size: str = "64MB") -> subprocess.Popen[bytes]:
+    def start_node(self, size="64MB"):
         return self._start(
             "mooncake_client",
             f"-master_server_address={self.master}",
@@ -86,31 +81,31 @@ class MooncakeStore:
             f"-global_segment_size={size}",
         )
 
-    def kill_master(self) -> None:
+    def kill_master(self):
         self.process.kill()
         self.process.wait()
 
-    def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+    def _start(self, name, *options):
         binary = shutil.which(name) or str(Path(sys.executable).parent / name)
         process = subprocess.Popen([binary, *options], stdout=self._log, stderr=self._log)
         self._processes.append(process)
         return process
 
-    def close(self) -> None:
+    def close(self):
         for process in self._processes:
             process.kill()
             process.wait()
         self._log.close()
 
 
-def pause(pid: int) -> None:
+def pause(pid):
     """Stop a process, and return when it stands still."""
     os.kill(pid, signal.SIGSTOP)
     while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
         time.sleep(0.001)
 
 
-def resume(pid: int) -> None:
+def resume(pid):
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 
@@ -122,28 +117,28 @@ class Proxy:
     nothing goes either way, and no connection ends; ``"drip"``: a byte every `drip_s`.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.mode = "pass"
         self.drip_s = 0.2
-        self._ends: set[socket.socket] = set()
+        self._ends = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def set_mode(self, mode: str) -> None:
+    def set_mode(self, mode):
         """Choose how answers are spoilt; ``"pass"``: not at all."""
         self.mode = mode
         if mode == "cut":
             self._cut()
 
-    def _cut(self) -> None:
+    def _cut(self):
         """End all connections."""
         for end in list(self._ends):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
+    def close(self):
         # Wakes the thread in accept, which closing alone does not.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -151,7 +146,7 @@ class Proxy:
         self.mode = "pass"
         self._cut()
 
-    def _accept(self) -> None:
+    def _accept(self):
         while True:
             try:
                 client, _ = self._listener.accept()
@@ -169,13 +164,13 @@ class Proxy:
             client.close()
             server.close()
 
-    def _pump(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+    def _pump(self, source, target, is_answer):
         with source, target:
             self._ends |= {source, target}
             self._copy(source, target, is_answer)
             self._ends -= {source, target}
 
-    def _copy(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+    def _copy(self, source, target, is_answer):
         try:
             while data := source.recv(1 << 16):
                 mode = self.mode
@@ -203,23 +198,23 @@ class Proxy:
 class ProxyProcess:
     """A `Proxy` in a process of its own, for a client that keeps the interpreter's lock while it connects."""
 
-    def __init__(self, port: int, drip_s: float) -> None:
+    def __init__(self, port, drip_s):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_run_proxy, args=(port, drip_s, theirs), daemon=True)
         self._process.start()
-        self.port: int = self._pipe.recv()
+        self.port = self._pipe.recv()
 
-    def set_mode(self, mode: str) -> None:
+    def set_mode(self, mode):
         self._pipe.send(mode)
         self._pipe.recv()
 
-    def close(self) -> None:
+    def close(self):
         self._process.kill()
         self._process.join()
 
 
-def _run_proxy(port: int, drip_s: float, pipe: Connection) -> None:
+def _run_proxy(port, drip_s, pipe):
     proxy = Proxy(port)
     proxy.drip_s = drip_s
     pipe.send(proxy.port)
@@ -231,13 +226,13 @@ def _run_proxy(port: int, drip_s: float, pipe: Connection) -> None:
 class Impostor:
     """A server of another protocol: it greets each client and closes the connection."""
 
-    def __init__(self, greeting: bytes, port: int = 0) -> None:
+    def __init__(self, greeting, port=0):
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port = self._listener.getsockname()[1]
         self._greeting = greeting
         threading.Thread(target=self._answer, daemon=True).start()
 
-    def _answer(self) -> None:
+    def _answer(self):
         while True:
             try:
                 client, _ = self._listener.accept()
@@ -248,24 +243,24 @@ class Impostor:
                 if self._listener.fileno() < 0:
                     return
 
-    def close(self) -> None:
+    def close(self):
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
 
-def blocks(num_blocks: int = 64, block_bytes: int = 4096) -> np.ndarray:
+def blocks(num_blocks=64, block_bytes=4096):
     return np.zeros((num_blocks, block_bytes), np.uint8)
 
 
-def in_order(result: TierResult, keys: list[bytes]) -> TierResult:
+def in_order(result, keys):
     """Sort a result's keys as they were submitted: several threads move a job's blocks."""
     result.done.sort(key=keys.index)
     result.failed.sort(key=keys.index)
     return result
 
 
-def until(condition: Callable[[], T], what: str = "it") -> T:
+def until(condition, what="it"):
     """Call `condition` until its answer counts as true, and return that."""
     end_s = time.monotonic() + 60
     while not (answer := condition()):
@@ -274,16 +269,16 @@ def until(condition: Callable[[], T], what: str = "it") -> T:
     return answer
 
 
-def wait_for(tier: Tier, job_id: int) -> TierResult:
+def wait_for(tier, job_id):
     return until(lambda: [result for result in tier.get_finished() if result.job_id == job_id], f"job {job_id}")[0]
 
 
-def wait_for_reset(tier: Tier) -> None:
+def wait_for_reset(tier):
     until(lambda: tier.get_finished() == [] and not tier.stats().unavailable_reason.startswith(("opening", "reset")))
 
 
-def found(tier: Tier, keys: list[bytes]) -> int:
-    def ask() -> list[int]:
+def found(tier, keys):
+    def ask():
         tier.get_finished()
         answer = tier.lookup(keys)
         return [] if answer is None else [answer]
@@ -291,24 +286,24 @@ def found(tier: Tier, keys: list[bytes]) -> int:
     return until(ask, "an answer to a look-up")[0]
 
 
-def store_as_is(tier: Tier, keys: list[bytes], job_id: int = 1) -> TierResult:
+def store_as_is(tier, keys, job_id=1):
     assert tier.submit_store(job_id, keys, list(range(len(keys)))), tier.stats()
     return in_order(wait_for(tier, job_id), keys)
 
 
-def load_as_is(tier: Tier, keys: list[bytes], job_id: int = 2) -> TierResult:
+def load_as_is(tier, keys, job_id=2):
     assert tier.submit_load(job_id, keys, list(range(len(keys)))), tier.stats()
     return in_order(wait_for(tier, job_id), keys)
 
 
-def store(tier: Tier, host: np.ndarray, keys: list[bytes], job_id: int = 1) -> TierResult:
+def store(tier, host, keys, job_id=1):
     """Store blocks that are filled with the first byte of their key."""
     for i, key in enumerate(keys):
         host[i] = key[0]
     return store_as_is(tier, keys, job_id)
 
 
-def store_until_done(tier: Tier, host: np.ndarray, keys: list[bytes]) -> None:
+def store_until_done(tier, host, keys):
     """Store keys once the store has memory and answers."""
     end_s, job_id = time.monotonic() + 60, 1 << 20
     while (result := store(tier, host, keys, job_id)).failed or result.error:
@@ -317,7 +312,7 @@ def store_until_done(tier: Tier, host: np.ndarray, keys: list[bytes]) -> None:
         time.sleep(0.05)
 
 
-def load(tier: Tier, host: np.ndarray, keys: list[bytes], job_id: int = 2) -> TierResult:
+def load(tier, host, keys, job_id=2):
     """Load blocks; every one that is said to be right is compared."""
     host[:] = 0
     result = load_as_is(tier, keys, job_id)
@@ -333,13 +328,11 @@ class StoreContract(TierContract):
     evicts = False
     is_bounded = False
     survives_restart = True
-    tier_type: Any
-    place: dict[str, Any]
 
-    def open_tier(self, path: Path, host_blocks: np.ndarray, num_blocks: int) -> Tier:
+    def open_tier(self, path, host_blocks, num_blocks):
         return self.tier_type(host_blocks=host_blocks, salt=str(path), **self.place)
 
-    def options(self, path: Path, num_blocks: int) -> dict[str, Any]:
+    def options(self, path, num_blocks):
         return self.place | {"salt": str(path)}
 
     def test_second_engine_finds_what_the_first_stored(self, opened, tmp_path):
@@ -354,3 +347,8 @@ class StoreContract(TierContract):
         assert found(second, KEYS) == len(KEYS)
         assert load(second, host, KEYS).done == KEYS
         assert [found(stranger, KEYS[:4]) for stranger in strangers] == [0, 0]
+        second.reset()
+        wait_for_reset(second)
+        store_until_done(second, host, KEYS[:2])
+        opened.append(self.tier_type(host_blocks=host, **options))
+        assert [found(opened[-1], keys) for keys in (KEYS[:2], KEYS[2:4])] == [2, 0]

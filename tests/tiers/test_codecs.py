@@ -1,9 +1,6 @@
 """Codecs of tiers: blocks that come back, refused blocks, counters, damage, and formats that must not change."""
 
-from __future__ import annotations
-
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from kvcache.metrics import samples_of
 from kvcache.registry import CODECS
 from kvcache.testing.tier_contract import TierContract
 from kvcache.tiering.checksum import checksum
-from kvcache.tiering.tier import CodecTierStats, Tier
+from kvcache.tiering.tier import CodecTierStats
 from kvcache.tiers.codecs.base import CannotEncodeError, Codec
 from kvcache.tiers.codecs.fp8 import Fp8Codec
 from kvcache.tiers.codecs.zstd import ZstdCodec
@@ -28,7 +25,7 @@ KEYS = [b"codec-%02d" % number for number in range(40)]
 class InvertingCodec(Codec):
     """As long as a block, and never the same bytes."""
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes):
         self._block_bytes = block_bytes
 
     @classmethod
@@ -36,14 +33,14 @@ class InvertingCodec(Codec):
         return cls(block_bytes)
 
     @property
-    def max_bytes(self) -> int:
+    def max_bytes(self):
         return self._block_bytes
 
     @property
     def fingerprint(self):
         return {"codec": "inverting"}
 
-    def encode(self, block, target) -> int:
+    def encode(self, block, target):
         np.frombuffer(target, np.uint8)[:] = ~np.frombuffer(block, np.uint8)
         return len(block)
 
@@ -51,19 +48,19 @@ class InvertingCodec(Codec):
 
 
 class TestContract(TierContract):
-    def open_tier(self, path: Path, host_blocks, num_blocks: int) -> MemoryTier:
+    def open_tier(self, path, host_blocks, num_blocks):
         return MemoryTier(num_blocks, host_blocks, codec=InvertingCodec(host_blocks.shape[1]))
 
-    def options(self, path: Path, num_blocks: int) -> dict:
+    def options(self, path, num_blocks):
         return {"capacity": 2 * num_blocks * self.block_bytes, "codec": {"type": InvertingCodec}}
 
 
-def compressible(num_blocks: int = 40, block_bytes: int = 1 << 14) -> np.ndarray:
+def compressible(num_blocks=40, block_bytes=1 << 14):
     blocks = np.random.default_rng(1).integers(0, 16, (num_blocks, block_bytes), np.uint8)
     return np.ascontiguousarray(blocks)
 
 
-def open_configured(entry: dict, host: np.ndarray) -> Tier:
+def open_configured(entry, host):
     settings = parse_tier(entry)
     tier = settings.tier.from_config(settings.options, host, {"model": "m"})
     assert isinstance(tier.stats(), CodecTierStats)
@@ -160,7 +157,7 @@ def test_damage_of_what_is_stored_is_a_counted_miss(at):
     host = compressible(4)
 
     class DamagingTier(MemoryTier):
-        def get(self, batch) -> None:
+        def get(self, batch):
             super().get(batch)
             self.host_rows[batch.block_ids[batch.keys.index(KEYS[0])], at] ^= 1
 
@@ -199,7 +196,7 @@ def test_codec_that_raises_fails_the_job_and_keeps_the_tier():
     class RaisingCodec(InvertingCodec):
         is_raising = True
 
-        def encode(self, block, target) -> int:
+        def encode(self, block, target):
             if self.is_raising:
                 raise RuntimeError("bug")
             return super().encode(block, target)

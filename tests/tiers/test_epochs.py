@@ -4,14 +4,10 @@ Four processes reset their tier or start a new one, and the server is restarted 
 ``KVCACHE_STRESS=10`` makes it 10,000.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random
 import time
-from multiprocessing.sharedctypes import Synchronized
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,13 +23,13 @@ LIMIT_S = 60 + NUM_ROUNDS / 5
 pytestmark = pytest.mark.slow
 
 
-def add(counter: Synchronized[int], number: int) -> int:
+def add(counter, number):
     with counter.get_lock():
         counter.value += number
         return counter.value
 
 
-def run_engine(engine: int, url: str, counts: SimpleNamespace) -> None:
+def run_engine(engine, url, counts):
     """Reset or start again, store, load. A block holds its writer, and the number of resets that it has seen."""
     dice = random.Random(engine)
     host = blocks(8, 64)
@@ -78,7 +74,7 @@ def run_engine(engine: int, url: str, counts: SimpleNamespace) -> None:
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_blocks_from_before_a_reset_are_never_served(tmp_path: Path) -> None:
+def test_blocks_from_before_a_reset_are_never_served(tmp_path):
     if VALKEY_BINARY is None:
         pytest.skip("needs valkey-server or redis-server")
     server = ValkeyServer(tmp_path)

@@ -3,15 +3,10 @@
 The native client reads its time limits once in a process, so every tier here has the same.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,10 +39,10 @@ BLOCK_BYTES = 1 << 16
 
 
 @pytest.fixture
-def make_store(tmp_path: Path) -> Iterator[Callable[..., MooncakeStore]]:
-    made: list[MooncakeStore] = []
+def make_store(tmp_path):
+    made = []
 
-    def make(*nodes: str) -> MooncakeStore:
+    def make(*nodes):
         made.append(MooncakeStore(tmp_path))
         for size in nodes:
             made[-1].start_node(size)
@@ -59,7 +54,7 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., MooncakeStore]]:
 
 
 @pytest.fixture(scope="module")
-def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeStore]:
+def shared_store(tmp_path_factory):
     store = MooncakeStore(tmp_path_factory.mktemp("store"))
     store.start_node()
     host = blocks(1)
@@ -70,24 +65,24 @@ def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeS
     store.close()
 
 
-def open_tier(opened: list[MooncakeTier], master: str, host: np.ndarray, **options) -> MooncakeTier:
+def open_tier(opened, master, host, **options):
     tier = MooncakeTier(master, host, **{"timeout_s": TIMEOUT_S} | options)
     opened.append(tier)
     return tier
 
 
-def blocks(num_blocks: int = 64, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
+def blocks(num_blocks=64, block_bytes=BLOCK_BYTES):
     return stores.blocks(num_blocks, block_bytes)
 
 
-def connected(master: str) -> Any:
+def connected(master):
     native = NATIVE()
     assert native.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", master) == 0
     return native
 
 
 @pytest.fixture
-def client(shared_store: MooncakeStore) -> Iterator[SimpleNamespace]:
+def client(shared_store):
     """Another client of the store, with a registered buffer."""
     native = connected(shared_store.master)
     buffer = np.zeros(4 * BLOCK_BYTES, np.uint8)
@@ -151,19 +146,6 @@ def test_batch_waits_a_bounded_time_for_the_client(shared_store, opened, tmp_pat
     with getattr(tier, name):
         result = move(tier, host, KEYS[:2])
     assert (result.done, "other batches kept the client for 0.01 s" in result.error) == ([], True)
-
-
-def test_reset_is_not_undone_by_a_restart(shared_store, opened, tmp_path):
-    host = blocks()
-    tier = open_tier(opened, shared_store.master, host, salt=str(tmp_path))
-    store_until_done(tier, host, KEYS[:4])
-    tier.reset()
-    wait_for_reset(tier)
-    assert found(tier, KEYS[:4]) == 0
-    store_until_done(tier, host, KEYS[4:6])
-    again = open_tier(opened, shared_store.master, blocks(), salt=str(tmp_path))
-    assert found(again, KEYS[:4]) == 0
-    assert found(again, KEYS[4:6]) == 2
 
 
 def test_epoch_that_the_store_lost_is_not_announced_again(shared_store, opened, client, tmp_path):
@@ -247,7 +229,7 @@ def test_load_from_a_stopped_process_fails_and_leaves_interpreter_and_host_block
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch):
     """The calls that connect or close a client."""
     calls = []
     for name in ("setup", "close"):

@@ -3,13 +3,9 @@
 One fault after the other on one store, for as long as you like: ``tests/stress/test_store_faults.py``.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from store_faults import BLOCK_BYTES, NUM_HOST, MooncakeFaults, Traffic, ValkeyFaults, undisturbed
@@ -20,12 +16,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
+def stack():
     with ExitStack() as stack:
         yield stack
 
 
-def check_fault(kind: type[ValkeyFaults | MooncakeFaults], name: str, folder: Path, stack: ExitStack) -> None:
+def check_fault(kind, name, folder, stack):
     faults = kind(folder, stack)
     host = blocks(NUM_HOST, BLOCK_BYTES)
     traffic = Traffic(faults.open_tier(host), host)
