@@ -136,22 +136,22 @@ def ended(tier, *job_ids):
 @pytest.mark.parametrize("slots", [None, 8])
 def test_corrupt_block_and_one_that_left_are_absent_until_they_are_stored_again(make, host, store, slots):
     tier = make(slots=slots, absent_s=1e-6)
-    save(tier, host, keys_of("abc"))
+    save(tier, keys_of("abc"))
     store.values[b"a"] = b"bad"
     del store.values[b"c"]
     assert found(tier, keys_of("abc")) == 3
-    result = load(tier, host, keys_of("abc"))
+    result = load(tier, keys_of("abc"))
     assert (result.done, result.failed, result.removed, result.error) == ([b"b"], keys_of("ac"), keys_of("ac"), "")
     assert [found(tier, [key]) for key in keys_of("abc")] == [0, 1, 0]
     assert (tier.stats().missed_blocks, tier.stats().corrupt_blocks) == (1, 1)
-    assert save(tier, host, keys_of("a"), 3).done == [b"a"]
+    assert save(tier, keys_of("a"), 3).done == [b"a"]
     assert found(tier, keys_of("ab")) == 2
 
 
 @pytest.mark.parametrize("slots", [None, 8])
 def test_removal_without_a_job_is_reported(make, host, slots):
     tier = make(slots=slots)
-    save(tier, host, keys_of("ab"))
+    save(tier, keys_of("ab"))
     assert found(tier, keys_of("ab")) == 2
     tier.report_removed(keys_of("ax"))
     (result,) = tier.get_finished()
@@ -162,9 +162,9 @@ def test_removal_without_a_job_is_reported(make, host, slots):
 
 def test_batch_that_raises_fails_whole_and_keeps_what_was_held(make, host, store):
     tier = make(slots=8)
-    save(tier, host, keys_of("ab"))
+    save(tier, keys_of("ab"))
     store.fail["get"] = OSError("the cable")
-    result = load(tier, host, keys_of("ab"))
+    result = load(tier, keys_of("ab"))
     assert (result.done, result.failed, result.removed) == ([], keys_of("ab"), [])
     assert result.error == "OSError: the cable"
     assert tier.lookup(keys_of("ab")) == 2
@@ -186,7 +186,7 @@ def test_thread_survives_whatever_is_raised_in_it_and_results_have_times(make, h
     assert store_as_is(tier, [b"a"]).error == "SystemExit: 3"
     del tier.put
     before_s = time.monotonic()
-    result = save(tier, host, keys_of("a"), 2)
+    result = save(tier, keys_of("a"), 2)
     assert result.done == [b"a"]
     assert before_s <= result.start_s <= result.end_s <= time.monotonic()
 
@@ -215,7 +215,7 @@ def test_long_key_and_refused_block_fail_without_an_error(make, host):
 
 def test_cancelled_batches_that_have_not_begun_fail_at_once(make, host, store):
     tier = make(slots=16, num_threads=1, max_batch_blocks=1)
-    save(tier, host, keys_of("ab"))
+    save(tier, keys_of("ab"))
     store.hold(lambda: tier.submit_store(2, [b"c"], [2]))
     tier.submit_load(3, keys_of("ab"), [5, 6])
     tier.submit_store(4, keys_of("de"), [3, 4])
@@ -229,12 +229,12 @@ def test_cancelled_batches_that_have_not_begun_fail_at_once(make, host, store):
     time.sleep(0.02)
     assert tier.get_finished() == []
     assert store.values.keys() == {b"a", b"b", b"c"}
-    assert save(tier, host, keys_of("de"), 5).done == keys_of("de")
+    assert save(tier, keys_of("de"), 5).done == keys_of("de")
 
 
 def test_loads_overtake_stores_that_have_not_begun(make, host, store):
     tier = make(slots=32, num_threads=1, max_batch_blocks=1)
-    save(tier, host, keys_of("a"))
+    save(tier, keys_of("a"))
     store.hold(lambda: tier.submit_store(2, [b"b"], [1]))
     order = []
     tier.on_stored = tier.on_loaded = lambda batch: order.extend(batch.keys)
@@ -248,7 +248,7 @@ def test_loads_overtake_stores_that_have_not_begun(make, host, store):
 @pytest.mark.parametrize("slots", [None, 8])
 def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, store, slots):
     tier = make(slots=slots, num_threads=1)
-    save(tier, host, keys_of("ab"))
+    save(tier, keys_of("ab"))
     hung = threading.Event()
     tier.get = lambda batch: hung.wait() and None
     tier.submit_load(2, keys_of("ab"), [5, 6])
@@ -264,13 +264,13 @@ def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, 
     wait_for(tier, 2)
     wait_for_reset(tier)
     assert found(tier, keys_of("ab")) == 0
-    assert save(tier, host, keys_of("c"), 4).done == [b"c"]
+    assert save(tier, keys_of("c"), 4).done == [b"c"]
 
 
 def test_reset_that_fails_is_tried_again_and_serves_nothing_meanwhile(make, host, store, monkeypatch):
     monkeypatch.setattr(job_tier, "_RETRY_S", 0.005)
     tier = make(slots=8)
-    save(tier, host, keys_of("ab"))
+    save(tier, keys_of("ab"))
     store.fail["clear"] = OSError("read-only")
     tier.reset()
     until(lambda: tier.get_finished() == [] and "read-only" in tier.stats().unavailable_reason)
@@ -280,7 +280,7 @@ def test_reset_that_fails_is_tried_again_and_serves_nothing_meanwhile(make, host
     store.fail.clear()
     wait_for_reset(tier)
     assert tier.lookup(keys_of("ab")) == 0
-    assert save(tier, host, keys_of("ab"), 3).done == keys_of("ab")
+    assert save(tier, keys_of("ab"), 3).done == keys_of("ab")
 
 
 def test_store_before_a_reset_does_not_count_after_it(make, host, store):
@@ -295,8 +295,8 @@ def test_store_before_a_reset_does_not_count_after_it(make, host, store):
 
 def test_counters_do_not_go_back_at_a_reset(make, host, store):
     tier = make(slots=2)
-    save(tier, host, keys_of("ab"), 1)
-    save(tier, host, keys_of("cd"), 2)
+    save(tier, keys_of("ab"), 1)
+    save(tier, keys_of("cd"), 2)
     before = tier.stats()
     assert before.evicted_blocks == 2
     for _ in range(2):
@@ -304,8 +304,8 @@ def test_counters_do_not_go_back_at_a_reset(make, host, store):
         wait_for_reset(tier)
         after = tier.stats()
         assert (after.num_held, after.evicted_blocks, after.stored_blocks) == (0, 2, 4)
-    save(tier, host, keys_of("ab"), 3)
-    save(tier, host, keys_of("c"), 4)
+    save(tier, keys_of("ab"), 3)
+    save(tier, keys_of("c"), 4)
     assert tier.stats().evicted_blocks == 3
 
 
@@ -324,7 +324,7 @@ def test_what_was_found_is_announced_once_in_pieces_without_what_left(make, host
     monkeypatch.setattr(job_tier, "MAX_STEP_BLOCKS", 3)
     tier = make(slots=5, found=keys_of("abcde"))
     assert [(result.job_id, result.done) for result in tier.get_finished()] == [(None, keys_of("abc"))]
-    save(tier, host, keys_of("fghij"))
+    save(tier, keys_of("fghij"))
     reported = [result for _ in range(3) for result in tier.get_finished()]
     assert [key for result in reported if result.job_id is None for key in result.done] == []
 
@@ -417,12 +417,12 @@ def test_hook_that_raises_costs_no_job_and_no_slot(make, host, name):
     tier = make(slots=4)
     setattr(tier, name, lambda *args: (_ for _ in ()).throw(RuntimeError("bug")))
     for job_id, text in enumerate(("abcd", "efgh", "ab"), 1):
-        assert save(tier, host, keys_of(text), job_id).done == keys_of(text)
+        assert save(tier, keys_of(text), job_id).done == keys_of(text)
         tier.touch(keys_of(text))
-        assert load(tier, host, keys_of(text)).done == keys_of(text)
+        assert load(tier, keys_of(text)).done == keys_of(text)
     tier.reset()
     wait_for_reset(tier)
-    assert save(tier, host, keys_of("abcd"), 20).done
+    assert save(tier, keys_of("abcd"), 20).done
     tier.shutdown()
     if name != "maintain":
         assert tier.stats().last_error == f"{name}: RuntimeError: bug"
@@ -432,7 +432,7 @@ def test_hook_that_raises_costs_no_job_and_no_slot(make, host, name):
 def test_cut_that_does_not_name_each_block_once_is_replaced(make, host, groups):
     tier = make(slots=4)
     tier.cut = lambda slots, num_blocks: groups
-    assert save(tier, host, keys_of("ab")).done == keys_of("ab")
+    assert save(tier, keys_of("ab")).done == keys_of("ab")
 
 
 def test_manager_sends_no_more_than_a_tier_takes_and_loses_nothing_for_it():

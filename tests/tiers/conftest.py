@@ -30,14 +30,15 @@ class DiskBench:
         blocks = options.pop("host_blocks", None)
         blocks = self.host_blocks(block_bytes) if blocks is None else blocks
         tier = DiskTier(path or self.path, capacity_for(num_blocks, block_bytes), blocks, **options)
-        tier.host = blocks
         self.opened.append(tier)
         return tier
 
     def leave(self, *numbers, **options):
         """Store keys in a tier that is shut down then."""
+        from stores import store
+
         tier = self.open(**options)
-        self.store(tier, self.keys(*numbers))
+        store(tier, self.keys(*numbers))
         tier.shutdown()
 
     def edit_header(self, **changes):
@@ -51,30 +52,8 @@ class DiskBench:
         return flat.reshape(NUM_HOST, stride)[:, :block_bytes]
 
     @staticmethod
-    def payload(key, block_bytes=BLOCK_BYTES):
-        seed = int.from_bytes(key[:16].ljust(16, b"\0"), "little")
-        return np.random.default_rng(seed).integers(0, 256, block_bytes, np.uint8)
-
-    @staticmethod
     def keys(*numbers):
         return [f"key-{number}".encode() for number in numbers]
-
-    def store(self, tier, keys):
-        from stores import store_as_is
-
-        for block_id, key in enumerate(keys):
-            tier.host[block_id] = self.payload(key, tier.host.shape[1])
-        return store_as_is(tier, keys)
-
-    def load(self, tier, keys):
-        """Load blocks; every one that is said to be right is compared."""
-        from stores import load_as_is
-
-        tier.host[:] = 0
-        result = load_as_is(tier, keys)
-        for key in result.done:
-            assert np.array_equal(tier.host[keys.index(key)], self.payload(key, tier.host.shape[1])), key
-        return result
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from functools import reduce
 
 import numpy as np
 import pytest
+from stores import load, store
 
 from kvcache.request import ReqContext
 from kvcache.tiers.disk.directory import TierDirectoryError, capacity_for, directory_bytes, num_slots_within
@@ -28,9 +29,9 @@ def test_blocks_come_back_as_they_were(bench, block_bytes):
     tier = bench.open(**options)
     assert not (tier.is_direct and block_bytes == "unaligned")
     keys = bench.keys(*range(10))
-    assert bench.store(tier, keys).done == keys
+    assert store(tier, keys).done == keys
     assert tier.lookup([*keys, b"absent"]) == 10
-    assert bench.load(tier, keys[::-1]).done == keys[::-1]
+    assert load(tier, keys[::-1]).done == keys[::-1]
     stats = tier.stats()
     assert (stats.num_held, stats.stored_blocks, stats.loaded_blocks, stats.corrupt_blocks) == (10, 10, 10, 0)
 
@@ -39,18 +40,18 @@ def test_least_recently_used_block_leaves_and_is_named(bench):
     tier = bench.open(num_blocks=4)
     assert tier.submit_store(1, bench.keys(*range(5)), list(range(5))) is False
     assert (tier.stats().refused_blocks, tier.get_finished()) == (5, [])
-    bench.store(tier, bench.keys(0, 1, 2, 3))
+    store(tier, bench.keys(0, 1, 2, 3))
     tier.touch(bench.keys(0, 1))
-    result = bench.store(tier, bench.keys(4, 5))
+    result = store(tier, bench.keys(4, 5))
     assert result.removed == bench.keys(2, 3)
     assert [tier.lookup([key]) for key in bench.keys(0, 1, 2, 3, 4, 5)] == [1, 1, 0, 0, 1, 1]
-    assert bench.load(tier, bench.keys(0, 2)).failed == bench.keys(2)
+    assert load(tier, bench.keys(0, 2)).failed == bench.keys(2)
     assert tier.stats().missed_blocks == 1
 
 
 def test_restart_finds_blocks_and_recency(bench):
     tier = bench.open(num_blocks=8)
-    bench.store(tier, bench.keys(*range(8)))
+    store(tier, bench.keys(*range(8)))
     tier.touch(bench.keys(3, 1))
     context = ReqContext()
     tier.touch(bench.keys(0), context)
@@ -59,39 +60,39 @@ def test_restart_finds_blocks_and_recency(bench):
     tier = bench.open(num_blocks=8)
     assert tier.lookup(bench.keys(*range(8))) == 8
     assert (tier.stats().num_held, tier.stats().stored_blocks) == (8, 0)
-    assert bench.load(tier, bench.keys(*range(8))).failed == []
-    assert bench.store(tier, bench.keys(*range(10, 18))).removed == bench.keys(2, 4, 5, 6, 7, 1, 3, 0)
+    assert load(tier, bench.keys(*range(8))).failed == []
+    assert store(tier, bench.keys(*range(10, 18))).removed == bench.keys(2, 4, 5, 6, 7, 1, 3, 0)
 
 
 def test_restart_after_slots_were_reused(bench):
     tier = bench.open(num_blocks=4)
     for first in range(0, 40, 3):
-        bench.store(tier, bench.keys(first, first + 1, first + 2))
+        store(tier, bench.keys(first, first + 1, first + 2))
     held = [key for key in bench.keys(*range(42)) if tier.lookup([key])]
     assert len(held) == 4
     tier.shutdown()
     tier = bench.open(num_blocks=4)
     assert [key for key in bench.keys(*range(42)) if tier.lookup([key])] == held
-    assert sorted(bench.load(tier, held).done) == sorted(held)
+    assert sorted(load(tier, held).done) == sorted(held)
 
 
 def test_key_named_by_two_slots_is_found_in_the_later_one(bench):
     tier = bench.open(num_blocks=4)
-    bench.store(tier, bench.keys(1))
+    store(tier, bench.keys(1))
     tier._store.table.write(3, [99], bench.keys(1), [int(tier._store.table.checksums[0])], tier._current[1])
-    tier.host[1] = 0
-    tier._store.write_payload(3, [tier.host[0].data])
-    tier._store.write_payload(0, [tier.host[1].data])
+    tier.host_rows[1] = 0
+    tier._store.write_payload(3, [tier.host_rows[0].data])
+    tier._store.write_payload(0, [tier.host_rows[1].data])
     tier.shutdown()
     tier = bench.open(num_blocks=4)
     assert tier.stats().num_held == 1
-    assert bench.load(tier, bench.keys(1)).done == bench.keys(1)
+    assert load(tier, bench.keys(1)).done == bench.keys(1)
 
 
 @pytest.mark.parametrize("damage", ["flip", "zero", "swap", "truncate"])
 def test_bad_block_is_a_counted_miss_and_never_served(bench, tmp_path, damage):
     tier = bench.open(num_blocks=4)
-    bench.store(tier, bench.keys(0, 1, 2, 3))
+    store(tier, bench.keys(0, 1, 2, 3))
     with (tmp_path / "tier" / "data").open("r+b") as file:
         blocks = [file.read(BLOCK_BYTES) for _ in range(4)]
         if damage == "flip":
@@ -104,7 +105,7 @@ def test_bad_block_is_a_counted_miss_and_never_served(bench, tmp_path, damage):
         file.write(b"".join(blocks))
         if damage == "truncate":
             file.truncate(4 * BLOCK_BYTES - 1)
-    result = bench.load(tier, bench.keys(0, 1, 2, 3))
+    result = load(tier, bench.keys(0, 1, 2, 3))
     assert (result.done, result.failed, result.removed) == (bench.keys(0, 1, 2), bench.keys(3), bench.keys(3))
     assert result.error == ""
     assert tier.lookup(bench.keys(0, 1, 2, 3)) == 3
@@ -112,27 +113,26 @@ def test_bad_block_is_a_counted_miss_and_never_served(bench, tmp_path, damage):
     tier.shutdown()
     tier = bench.open(num_blocks=4)
     assert tier.lookup(bench.keys(0, 1, 2, 3)) == 3
-    assert bench.store(tier, bench.keys(3)).done == bench.keys(3)
-    assert bench.load(tier, bench.keys(3)).done == bench.keys(3)
+    assert store(tier, bench.keys(3)).done == bench.keys(3)
+    assert load(tier, bench.keys(3)).done == bench.keys(3)
 
 
 def test_keys_of_any_bytes_survive(bench):
     keys = [b"\0", b"a\0\0", b"\xff" * 88, b"ab", bytes(36)]
     tier = bench.open()
-    assert sorted(bench.store(tier, [*keys, b"k" * 89]).done) == sorted(keys)
+    assert sorted(store(tier, [*keys, b"k" * 89]).done) == sorted(keys)
     tier.shutdown()
     tier = bench.open()
-    assert sorted(bench.load(tier, keys).done) == sorted(keys)
+    assert sorted(load(tier, keys).done) == sorted(keys)
 
 
 def test_capacity_bounds_the_folder_from_the_first_byte(bench, tmp_path):
     capacity = 300_000
     tier = DiskTier(tmp_path / "small", capacity, bench.host_blocks())
     bench.opened.append(tier)
-    tier.host = tier.host_rows
     for first in range(0, 120, 30):
         assert directory_bytes(tmp_path / "small") <= capacity
-        bench.store(tier, bench.keys(*range(first, first + 30)))
+        store(tier, bench.keys(*range(first, first + 30)))
     tier._store.table.flush()
     assert tier.num_blocks == num_slots_within(capacity, BLOCK_BYTES) == 39
     assert directory_bytes(tmp_path / "small") <= capacity
@@ -148,27 +148,27 @@ def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
     bench.leave(*range(8), num_blocks=8)
     tier = bench.open(num_blocks=12)
     assert tier.stats().num_held == 8
-    bench.store(tier, bench.keys(*range(8, 12)))
+    store(tier, bench.keys(*range(8, 12)))
     assert tier.stats().num_held == 12
     tier.shutdown()
     tier = bench.open(num_blocks=5)
     held = [key for key in bench.keys(*range(12)) if tier.lookup([key])]
     assert held == bench.keys(0, 1, 2, 3, 4)
-    assert sorted(bench.load(tier, held).done) == held
+    assert sorted(load(tier, held).done) == held
     assert directory_bytes(tmp_path / "tier") <= capacity_for(5, BLOCK_BYTES)
 
 
 def test_second_writer_is_refused_and_a_reader_is_not(bench):
     tier = bench.open()
-    bench.store(tier, bench.keys(1, 2))
+    store(tier, bench.keys(1, 2))
     with pytest.raises(TierDirectoryError, match=f"is in use by process {os.getpid()} on "):
         bench.open()
     reader = bench.open(read_only=True)
-    assert bench.load(reader, bench.keys(1, 2)).failed == []
+    assert load(reader, bench.keys(1, 2)).failed == []
     assert reader.submit_store(9, bench.keys(5), [0]) is False
     reader.reset()
     assert reader.lookup(bench.keys(1)) == 0
-    assert bench.load(tier, bench.keys(1, 2)).failed == []
+    assert load(tier, bench.keys(1, 2)).failed == []
 
 
 def test_recency_of_any_bytes_costs_order_and_nothing_else(bench, tmp_path):
@@ -177,8 +177,8 @@ def test_recency_of_any_bytes_costs_order_and_nothing_else(bench, tmp_path):
     tier = bench.open(num_blocks=4)
     assert tier.lookup(bench.keys(0, 1, 2)) == 3
     tier.touch(bench.keys(1))
-    assert bench.store(tier, bench.keys(3, 4)).removed == bench.keys(0)
-    assert sorted(bench.load(tier, bench.keys(1, 2, 3, 4)).done) == bench.keys(1, 2, 3, 4)
+    assert store(tier, bench.keys(3, 4)).removed == bench.keys(0)
+    assert sorted(load(tier, bench.keys(1, 2, 3, 4)).done) == bench.keys(1, 2, 3, 4)
 
 
 def test_disk_too_small_is_an_error_at_start_and_is_not_filled(bench, tmp_path, monkeypatch):
@@ -190,12 +190,12 @@ def test_disk_too_small_is_an_error_at_start_and_is_not_filled(bench, tmp_path, 
         bench.open(num_blocks=16)
     assert directory_bytes(tmp_path / "tier") < 16 * BLOCK_BYTES
     tier = bench.open(num_blocks=16, preallocate=False)
-    assert bench.store(tier, bench.keys(1)).done == bench.keys(1)
+    assert store(tier, bench.keys(1)).done == bench.keys(1)
     tier.shutdown()
     monkeypatch.undo()
     bench.open(num_blocks=16).shutdown()
     monkeypatch.setattr(os, "statvfs", lambda path: AlmostFull)
-    assert bench.load(bench.open(num_blocks=16), bench.keys(1)).done == bench.keys(1)
+    assert load(bench.open(num_blocks=16), bench.keys(1)).done == bench.keys(1)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -216,7 +216,7 @@ def test_disk_too_small_is_an_error_at_start_and_is_not_filled(bench, tmp_path, 
 def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(bench, tmp_path, caplog, name, length, kept, read_only):
     tier = bench.open(num_blocks=8)
     for key in range(5):
-        bench.store(tier, bench.keys(key))
+        store(tier, bench.keys(key))
     tier.shutdown()
     file = tmp_path / "tier" / name
     whole = file.stat().st_size
@@ -233,21 +233,21 @@ def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(bench, tmp_path, 
         return
     tier = bench.open(num_blocks=8, read_only=read_only)
     for key in range(5):
-        assert bench.load(tier, bench.keys(key)).done == (bench.keys(key) if key < kept else [])
+        assert load(tier, bench.keys(key)).done == (bench.keys(key) if key < kept else [])
     assert tier.lookup(bench.keys(*range(5))) == kept
     if read_only:
         assert file.stat().st_size == length
         return
     slots = 8 if name == "recency" else kept
     assert f"{name} has {length or 0} of {whole} bytes; {slots} of 8 slots are kept" in caplog.text
-    assert bench.store(tier, bench.keys(6)).done == bench.keys(6)
+    assert store(tier, bench.keys(6)).done == bench.keys(6)
     tier.shutdown()
     assert file.stat().st_size == whole
     caplog.clear()
     tier = bench.open(num_blocks=8)
     assert "was cut" not in caplog.text
     assert tier.lookup(bench.keys(*range(5))) == kept
-    assert bench.load(tier, bench.keys(6)).done == bench.keys(6)
+    assert load(tier, bench.keys(6)).done == bench.keys(6)
 
 
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
@@ -322,7 +322,7 @@ def test_another_model_is_refused(bench):
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved, caplog):
     tier = bench.open(flush_interval_s=0.01)
-    bench.store(tier, bench.keys(1))
+    store(tier, bench.keys(1))
     if is_moved:
         (tmp_path / "tier").rename(tmp_path / "moved")
     else:

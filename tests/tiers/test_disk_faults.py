@@ -13,7 +13,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from stores import until, wait_for_reset
+from stores import load, store, until, wait_for_reset
 
 from kvcache.tiers.disk import directory as directory_module
 from kvcache.tiers.disk.directory import TierDirectory, TierDirectoryError
@@ -35,7 +35,7 @@ def raiser(error):
 
 def test_reset_is_reported_only_once_header_and_directory_are_synced(bench, monkeypatch):
     tier = bench.open()
-    bench.store(tier, bench.keys(0, 1))
+    store(tier, bench.keys(0, 1))
     calls = []
     replace, fsync = os.replace, os.fsync
     monkeypatch.setattr(os, "replace", lambda *args, **kw: (calls.append("replace"), replace(*args, **kw)))
@@ -52,7 +52,7 @@ def test_reset_is_reported_only_once_header_and_directory_are_synced(bench, monk
 
 def test_kill_right_after_reset_brings_nothing_back(bench, monkeypatch, tmp_path):
     tier = bench.open()
-    bench.store(tier, bench.keys(0, 1))
+    store(tier, bench.keys(0, 1))
     released = threading.Event()
     write_header = TierDirectory.write_header
 
@@ -68,19 +68,19 @@ def test_kill_right_after_reset_brings_nothing_back(bench, monkeypatch, tmp_path
     released.set()
     wait_for_reset(tier)
     assert bench.open(path=tmp_path / "left").stats().num_held == 0
-    bench.store(tier, bench.keys(2))
+    store(tier, bench.keys(2))
     tier.shutdown()
-    assert bench.load(bench.open(), bench.keys(2)).done == bench.keys(2)
+    assert load(bench.open(), bench.keys(2)).done == bench.keys(2)
 
 
 def test_reset_at_the_largest_epoch_goes_on(bench):
     bench.open().shutdown()
     bench.edit_header(epoch=(1 << 32) - 1)
     tier = bench.open()
-    bench.store(tier, bench.keys(0))
+    store(tier, bench.keys(0))
     tier.reset()
     wait_for_reset(tier)
-    bench.store(tier, bench.keys(1))
+    store(tier, bench.keys(1))
     tier.shutdown()
     tier = bench.open()
     assert [tier.lookup([key]) for key in bench.keys(0, 1)] == [0, 1]
@@ -104,7 +104,7 @@ def test_data_of_another_model_under_own_records_is_not_served(bench, tmp_path):
     tier = bench.open(path=tmp_path / "a", fingerprint={"model": "a"})
     records = (tmp_path / "a" / "records").read_bytes(), (tmp_path / "b" / "records").read_bytes()
     assert records[0][8:16] != records[1][8:16], "the checksum of the same key and bytes is another model's, too"
-    assert sorted(bench.load(tier, bench.keys(*range(8))).done) == bench.keys(*range(8))
+    assert sorted(load(tier, bench.keys(*range(8))).done) == bench.keys(*range(8))
 
 
 def open_when_released(monkeypatch):
@@ -125,8 +125,8 @@ def test_tier_on_a_mount_that_hangs_is_there_and_unavailable(bench, monkeypatch,
     assert tier.get_finished() == []
     released.set()
     wait_for_reset(tier)
-    assert bench.store(tier, keys).done == keys
-    assert bench.load(tier, keys).done == keys
+    assert store(tier, keys).done == keys
+    assert load(tier, keys).done == keys
 
 
 def test_reset_before_the_directory_is_open_is_not_forgotten(bench, monkeypatch):
@@ -172,7 +172,7 @@ def test_what_is_no_regular_file_is_refused_at_once(bench, tmp_path, name, kind)
             use()
     path.rmdir() if kind == "directory" else path.unlink()
     (tmp_path / "original").rename(path)
-    assert bench.load(bench.open(), bench.keys(0)).done == bench.keys(0)
+    assert load(bench.open(), bench.keys(0)).done == bench.keys(0)
 
 
 def test_huge_header_is_refused_unread(bench):
@@ -261,12 +261,12 @@ def test_short_reads_and_writes_are_gone_on_with(bench, monkeypatch, block_bytes
     )
     monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, max(1, size // 2), offset))
     keys = bench.keys(*range(10))
-    assert sorted(bench.store(tier, keys).done) == keys
-    assert sorted(bench.load(tier, keys).done) == keys
+    assert sorted(store(tier, keys).done) == keys
+    assert sorted(load(tier, keys).done) == keys
     tier.shutdown()
     tier = bench.open(block_bytes=block_bytes)
     assert tier.stats().num_held == 10
-    result = bench.load(tier, keys)
+    result = load(tier, keys)
     assert (sorted(result.done), tier.stats().corrupt_blocks) == (keys, 0)
 
 
@@ -297,8 +297,8 @@ def test_less_than_an_aligned_piece_is_moved_again(bench, monkeypatch):
     monkeypatch.setattr(os, "pwritev", stingy(os.pwritev))
     monkeypatch.setattr(os, "preadv", stingy(os.preadv))
     keys = bench.keys(*range(6))
-    assert sorted(bench.store(tier, keys).done) == sorted(keys)
-    assert sorted(bench.load(tier, keys).done) == sorted(keys)
+    assert sorted(store(tier, keys).done) == sorted(keys)
+    assert sorted(load(tier, keys).done) == sorted(keys)
     assert calls["pwritev"] >= 3
     assert calls["preadv"] >= 3
 
@@ -373,7 +373,7 @@ def test_forking_leaves_the_parents_lock_alone(bench):
 @pytest.mark.parametrize("seq", [(1 << 64) - 1, (1 << 63) - 1, 1 << 62])
 def test_record_with_the_largest_seq_costs_order_and_nothing_else(bench, seq):
     tier = bench.open(num_blocks=4)
-    bench.store(tier, bench.keys(0, 1))
+    store(tier, bench.keys(0, 1))
     check = int(tier._store.table.checksums[0])
     tier._store.table.write(0, [seq], bench.keys(0), [check], tier._current[1])
     tier.shutdown()
@@ -381,8 +381,8 @@ def test_record_with_the_largest_seq_costs_order_and_nothing_else(bench, seq):
         tier = bench.open(num_blocks=4)
         tier.touch(bench.keys(0))
         keys = bench.keys(first, first + 1)
-        assert sorted(bench.store(tier, keys).done) == keys
-        assert sorted(bench.load(tier, keys).done) == keys
+        assert sorted(store(tier, keys).done) == keys
+        assert sorted(load(tier, keys).done) == keys
         tier.shutdown()
     assert inspect_tier(bench.path).num_held == 4
 
@@ -446,7 +446,7 @@ def test_header_of_any_bytes_is_one_kind_of_error(bench, name):
         with pytest.raises(TierDirectoryError, match=CAUSES.get(name)):
             use()
     if name == "many slots":
-        assert bench.store(bench.open(), bench.keys(1)).done == bench.keys(1)
+        assert store(bench.open(), bench.keys(1)).done == bench.keys(1)
 
 
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
@@ -471,50 +471,50 @@ def warnings_of(caplog):
 
 def test_corrupt_blocks_are_warned_of_once_a_minute(bench, caplog, monkeypatch):
     tier = bench.open()
-    bench.store(tier, bench.keys(*range(8)))
+    store(tier, bench.keys(*range(8)))
     with (bench.path / "data").open("r+b") as file:
         file.write(bytes(8 * 4096))
     for number in range(8):
-        assert bench.load(tier, bench.keys(number)).failed == bench.keys(number)
+        assert load(tier, bench.keys(number)).failed == bench.keys(number)
     (message,) = warnings_of(caplog)
     assert message.startswith(f"disk tier {bench.path}: 1 blocks did not verify and count as misses")
     assert tier.stats().corrupt_blocks == 8
     monkeypatch.setattr("kvcache.tiering.log_limiter._INTERVAL_S", 0.0)
-    bench.store(tier, bench.keys(0))
+    store(tier, bench.keys(0))
     with (bench.path / "data").open("r+b") as file:
         file.write(bytes(8 * 4096))
-    bench.load(tier, bench.keys(0))
+    load(tier, bench.keys(0))
     assert warnings_of(caplog)[1].endswith("(and 7 more since the last warning)")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])
 def test_failing_moves_are_warned_of_and_stores_said_until_one_succeeds(bench, monkeypatch, caplog, number):
     tier = bench.open()
-    bench.store(tier, bench.keys(0))
+    store(tier, bench.keys(0))
     monkeypatch.setattr(os, "preadv", raiser(number))
-    assert bench.load(tier, bench.keys(0)).failed == bench.keys(0)
+    assert load(tier, bench.keys(0)).failed == bench.keys(0)
     monkeypatch.undo()
     monkeypatch.setattr(os, "pwritev", raiser(number))
     for i in range(1, 4):
-        assert bench.store(tier, bench.keys(i)).failed == bench.keys(i)
+        assert store(tier, bench.keys(i)).failed == bench.keys(i)
     text = f"OSError: [Errno {number}] {os.strerror(number)}"
     assert tier.stats().unavailable_reason == f"writes fail: {text}"
     assert (tier.stats().io_errors, tier.stats().last_error) == (4, text)
     assert warnings_of(caplog) == [f"disk tier {bench.path}: a {move} failed: {text}" for move in ("load", "store")]
-    assert bench.load(tier, bench.keys(0)).done == bench.keys(0)
+    assert load(tier, bench.keys(0)).done == bench.keys(0)
     monkeypatch.undo()
-    bench.store(tier, bench.keys(1))
+    store(tier, bench.keys(1))
     assert tier.stats().unavailable_reason == ""
 
 
 def test_directory_that_cannot_be_looked_at_for_a_while_is_not_taken_for_removed(bench, monkeypatch):
     tier = bench.open(flush_interval_s=0.01)
-    bench.store(tier, bench.keys(0))
+    store(tier, bench.keys(0))
     monkeypatch.setattr(directory_module.Path, "stat", raiser(errno.EIO))
     until(lambda: tier.stats().io_errors)
     monkeypatch.undo()
     assert tier.stats().unavailable_reason == ""
-    assert bench.load(tier, bench.keys(0)).done == bench.keys(0)
+    assert load(tier, bench.keys(0)).done == bench.keys(0)
 
 
 def test_unavailable_reason_of_a_directory_that_may_not_be_searched_is_the_error(bench, monkeypatch):

@@ -57,22 +57,17 @@ def make_store(tmp_path):
 def shared_store(tmp_path_factory):
     store = MooncakeStore(tmp_path_factory.mktemp("store"))
     store.start_node()
-    host = blocks(1)
-    tier = MooncakeTier(store.master, host, salt="until there is memory", timeout_s=TIMEOUT_S)
-    store_until_done(tier, host, KEYS[:1])
-    tier.shutdown()
+    opened = []
+    store_until_done(open_tier(opened, store.master, salt="until there is memory"), KEYS[:1])
+    opened[0].shutdown()
     yield store
     store.close()
 
 
-def open_tier(opened, master, host, **options):
-    tier = MooncakeTier(master, host, **{"timeout_s": TIMEOUT_S} | options)
+def open_tier(opened, master, **options):
+    tier = MooncakeTier(master, stores.blocks(64, BLOCK_BYTES), **{"timeout_s": TIMEOUT_S} | options)
     opened.append(tier)
     return tier
-
-
-def blocks(num_blocks=64, block_bytes=BLOCK_BYTES):
-    return stores.blocks(num_blocks, block_bytes)
 
 
 def connected(master):
@@ -100,9 +95,8 @@ class TestContract(StoreContract):
 
 
 def test_damaged_values_are_counted_misses_that_are_removed(shared_store, opened, client, tmp_path):
-    host = blocks()
-    tier = open_tier(opened, shared_store.master, host, salt=str(tmp_path))
-    store_until_done(tier, host, KEYS[:6])
+    tier = open_tier(opened, shared_store.master, salt=str(tmp_path))
+    store_until_done(tier, KEYS[:6])
     names = [tier.name_of(key) for key in KEYS[:6]]
     whole = BLOCK_BYTES + SEAL_BYTES
     for name, source, num_bytes in (
@@ -118,42 +112,39 @@ def test_damaged_values_are_counted_misses_that_are_removed(shared_store, opened
     assert client.native.remove(names[3], True) == 0
     assert client.native.put_from(names[3], client.address, whole) == 0
     assert client.native.remove(names[4], True) == 0  # gone
-    result = load(tier, host, KEYS[:6])
+    result = load(tier, KEYS[:6])
     assert (result.error, result.done) == ("", KEYS[5:6])
     assert (tier.stats().corrupt_blocks, tier.stats().missed_blocks) == (4, 1)
     # A forced removal heeds no lease.
     assert client.native.batch_is_exist(names[:4]) == [0] * 4
-    store_until_done(tier, host, KEYS[:6])
-    assert sorted(load(tier, host, KEYS[:6], job_id=4).done) == KEYS[:6]
+    store_until_done(tier, KEYS[:6])
+    assert sorted(load(tier, KEYS[:6], job_id=4).done) == KEYS[:6]
 
 
 def test_bad_value_that_cannot_be_removed_fails_the_load(shared_store, opened, client, monkeypatch, tmp_path):
-    host = blocks(4)
-    tier = open_tier(opened, shared_store.master, host, salt=str(tmp_path))
-    store_until_done(tier, host, KEYS[:2])
+    tier = open_tier(opened, shared_store.master, salt=str(tmp_path))
+    store_until_done(tier, KEYS[:2])
     assert client.native.remove(tier.name_of(KEYS[0]), True) == 0
     assert client.native.put_from(tier.name_of(KEYS[0]), client.address, BLOCK_BYTES) == 0
     monkeypatch.setattr(type(client.native), "batch_remove", lambda store, names, force: [-706])
-    result = load(tier, host, KEYS[:2])
+    result = load(tier, KEYS[:2])
     assert (result.done, "remove failed" in result.error) == ([], True)
 
 
 @pytest.mark.parametrize(("name", "move"), [("_storing", store), ("_loading", load)])
 def test_batch_waits_a_bounded_time_for_the_client(shared_store, opened, tmp_path, name, move):
-    host = blocks(4)
-    tier = open_tier(opened, shared_store.master, host, salt=str(tmp_path))
+    tier = open_tier(opened, shared_store.master, salt=str(tmp_path))
     tier._turn_s = 0.01
     with getattr(tier, name):
-        result = move(tier, host, KEYS[:2])
+        result = move(tier, KEYS[:2])
     assert (result.done, "other batches kept the client for 0.01 s" in result.error) == ([], True)
 
 
 def test_epoch_that_the_store_lost_is_not_announced_again(shared_store, opened, client, tmp_path):
     salt = str(tmp_path)
-    host = blocks()
-    before, after = (open_tier(opened, shared_store.master, blocks(), salt=salt) for _ in range(2))
-    store_until_done(before, before.host_rows, KEYS[:1])
-    store_until_done(after, after.host_rows, KEYS[1:2])
+    before, after = (open_tier(opened, shared_store.master, salt=salt) for _ in range(2))
+    store_until_done(before, KEYS[:1])
+    store_until_done(after, KEYS[1:2])
     own = {tier.name_of(b"").split(":")[2] for tier in (before, after)}
     assert len(own) == 1, "engines that start one after the other share an epoch"
     after.reset()
@@ -162,21 +153,20 @@ def test_epoch_that_the_store_lost_is_not_announced_again(shared_store, opened, 
     assert client.native.remove(f"{before.name_of(b'').rpartition(':')[0].rpartition(':')[0]}:epoch", True) == 0
     before.maintain()
     # The engine that was not reset announces an epoch for later ones, and joins neither it nor the lost one.
-    store_until_done(before, before.host_rows, KEYS[2:4])
-    late = open_tier(opened, shared_store.master, host, salt=salt)
+    store_until_done(before, KEYS[2:4])
+    late = open_tier(opened, shared_store.master, salt=salt)
     assert late.name_of(b"").split(":")[2] not in own
     assert found(late, KEYS[:4]) == 0
 
 
 def test_soft_pins_and_replicas_are_asked_for(make_store, opened):
     replicated = make_store("32MB", "32MB")
-    host = blocks()
     options = {"num_replicas": 2, "soft_pin": True, "soft_pin_ttl_s": 60.0}
-    tier = open_tier(opened, replicated.master, host, **options)
+    tier = open_tier(opened, replicated.master, **options)
     # The first blocks may come before the second node does.
     end_s, number = time.monotonic() + 30, 0
     while True:
-        store_until_done(tier, host, KEYS[number : number + 1])
+        store_until_done(tier, KEYS[number : number + 1])
         native = connected(replicated.master)
         num_replicas = len(native.get_replica_desc(tier.name_of(KEYS[number])))
         native.close()
@@ -190,23 +180,21 @@ def test_soft_pins_and_replicas_are_asked_for(make_store, opened):
 def test_master_that_is_down_at_the_start_is_used_once_it_runs(make_store, opened):
     late = make_store()
     late.kill_master()
-    host = blocks()
-    tier = open_tier(opened, late.master, host)
-    assert "no connection" in store(tier, host, KEYS[:2]).error
+    tier = open_tier(opened, late.master)
+    assert "no connection" in store(tier, KEYS[:2]).error
     assert found(tier, KEYS[:2]) == 0
     late.start_master()
     late.start_node()
-    store_until_done(tier, host, KEYS[:2])
-    assert sorted(load(tier, host, KEYS[:2], job_id=4).done) == KEYS[:2]
+    store_until_done(tier, KEYS[:2])
+    assert sorted(load(tier, KEYS[:2], job_id=4).done) == KEYS[:2]
 
 
 @pytest.mark.parametrize("stopped", ["master", "node"])
 def test_load_from_a_stopped_process_fails_and_leaves_interpreter_and_host_blocks_alone(make_store, opened, stopped):
     fresh = make_store()
     pid = {"node": fresh.start_node().pid, "master": fresh.process.pid}[stopped]
-    host = blocks()
-    tier = open_tier(opened, fresh.master, host)
-    store_until_done(tier, host, KEYS[:4])
+    tier = open_tier(opened, fresh.master)
+    store_until_done(tier, KEYS[:4])
     turns = []
     # A load that ends before the process is stopped does not fail.
     stores.pause(pid)
@@ -219,11 +207,11 @@ def test_load_from_a_stopped_process_fails_and_leaves_interpreter_and_host_block
             time.sleep(0.01)
         assert done[0].done == []
         assert done[0].error or stopped == "node"
-        host[:] = 0
+        tier.host_rows[:] = 0
     finally:
         stores.resume(pid)
     time.sleep(0.5)
-    assert not host.any(), "host blocks of a reported job were written"
+    assert not tier.host_rows.any(), "host blocks of a reported job were written"
     # A call that held the lock for its second would have left one turn or two.
     assert len(turns) > 10
 
@@ -240,17 +228,15 @@ def calls(monkeypatch):
 
 def test_client_is_kept_for_the_next_tier_and_never_closed(make_store, opened, calls):
     fresh = make_store("64MB")
-    first = blocks()
-    tier = open_tier(opened, fresh.master, first)
-    store_until_done(tier, first, KEYS[:4])
+    tier = open_tier(opened, fresh.master)
+    store_until_done(tier, KEYS[:4])
     tier.shutdown()
-    second = blocks()
-    again = open_tier(opened, fresh.master, second)
-    assert sorted(load(again, second, KEYS[:4]).done) == KEYS[:4]
+    again = open_tier(opened, fresh.master)
+    assert sorted(load(again, KEYS[:4]).done) == KEYS[:4]
     # The client does not use the memory of the closed tier: the blocks were loaded into the second tier's.
     assert calls == ["setup"]
     # Both at once do not share one.
-    third = open_tier(opened, fresh.master, blocks())
+    third = open_tier(opened, fresh.master)
     assert found(third, KEYS[:4]) == 4
     assert calls == ["setup", "setup"]
 
@@ -259,20 +245,18 @@ def test_client_never_connects_to_a_master_that_does_not_answer(make_store, open
     fresh = make_store("64MB")
     stores.pause(fresh.process.pid)
     try:
-        host = blocks()
-        tier = open_tier(opened, fresh.master, host)
-        assert store(tier, host, KEYS[:2]).error
+        tier = open_tier(opened, fresh.master)
+        assert store(tier, KEYS[:2]).error
         assert calls == []
     finally:
         stores.resume(fresh.process.pid)
-    store_until_done(tier, host, KEYS[:2])
+    store_until_done(tier, KEYS[:2])
     assert calls == ["setup"]
 
 
 def test_another_protocol_on_the_port_is_no_hang(opened):
     impostor = Impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-    host = blocks()
-    tier = open_tier(opened, f"127.0.0.1:{impostor.port}", host)
+    tier = open_tier(opened, f"127.0.0.1:{impostor.port}")
     # Refused as long as the tier is being opened.
     assert not tier.submit_store(1, KEYS[:2], [0, 1]) or wait_for(tier, 1).done == []
     assert found(tier, KEYS[:2]) == 0

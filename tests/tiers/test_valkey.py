@@ -66,8 +66,8 @@ def client(server):
         yield client
 
 
-def open_tier(opened, url, host, **options):
-    tier = ValkeyTier(url, host, **options)
+def open_tier(opened, url, block_bytes=BLOCK_BYTES, **options):
+    tier = ValkeyTier(url, blocks(64, block_bytes), **options)
     opened.append(tier)
     return tier
 
@@ -82,13 +82,12 @@ class TestContract(StoreContract):
 
 @pytest.mark.parametrize("ttl_s", [None, 60.0])
 def test_block_that_another_engine_stored_is_not_sent_again(server, client, opened, ttl_s):
-    host_a, host_b = blocks(), blocks()
-    first = open_tier(opened, server.url, host_a, ttl_s=ttl_s)
-    second = open_tier(opened, server.url, host_b, ttl_s=ttl_s)
-    store(first, host_a, KEYS[:8])
+    first = open_tier(opened, server.url, ttl_s=ttl_s)
+    second = open_tier(opened, server.url, ttl_s=ttl_s)
+    store(first, KEYS[:8])
     num_sets = client.info("commandstats")["cmdstat_set"]["calls"]
     # Neither stored by this engine nor refused to it; and known to be there without another question.
-    result = store(second, host_b, KEYS[4:12])
+    result = store(second, KEYS[4:12])
     assert (sorted(result.done), result.failed, result.error) == (KEYS[8:12], [], "")
     assert client.info("commandstats")["cmdstat_set"]["calls"] == num_sets + 4
     assert second.lookup(KEYS[4:12]) == 8
@@ -96,8 +95,7 @@ def test_block_that_another_engine_stored_is_not_sent_again(server, client, open
 
 
 def test_bytes_under_way_are_bounded(server, opened):
-    host = blocks()
-    tier = open_tier(opened, server.url, host, max_queued_bytes=8 * BLOCK_BYTES)
+    tier = open_tier(opened, server.url, max_queued_bytes=8 * BLOCK_BYTES)
     pause(server.pid)
     try:
         assert not tier.submit_store(1, KEYS[:9], list(range(9)))
@@ -111,9 +109,8 @@ def test_bytes_under_way_are_bounded(server, opened):
 
 
 def test_damaged_values_are_misses_that_are_deleted(server, client, opened):
-    host = blocks()
-    tier = open_tier(opened, server.url, host)
-    store(tier, host, KEYS[:8])
+    tier = open_tier(opened, server.url)
+    store(tier, KEYS[:8])
     names = {name[-36:]: name for name in client.scan_iter(match="kvcache:*") if not name.endswith(b":epoch")}
     whole = client.get(names[KEYS[0]])
     client.set(names[KEYS[0]], whole[:-1])  # short
@@ -124,12 +121,12 @@ def test_damaged_values_are_misses_that_are_deleted(server, client, opened):
     client.delete(names[KEYS[5]])
     client.delete(names[KEYS[6]])
     client.rpush(names[KEYS[6]], "somebody's list")
-    result = load(tier, host, KEYS[:8])
+    result = load(tier, KEYS[:8])
     assert (result.error, result.done) == ("", KEYS[7:8])
     assert (tier.stats().corrupt_blocks, tier.stats().missed_blocks) == (6, 1)
     assert not any(client.exists(names[key]) for key in KEYS[:7])
-    assert store(tier, host, KEYS[:8], job_id=3).failed == []
-    assert load(tier, host, KEYS[:8], job_id=4).done == KEYS[:8]
+    assert store(tier, KEYS[:8], job_id=3).failed == []
+    assert load(tier, KEYS[:8], job_id=4).done == KEYS[:8]
 
 
 def epoch_of(tier):
@@ -137,8 +134,7 @@ def epoch_of(tier):
 
 
 def test_resets_after_the_server_lost_its_memory_reach_different_epochs(server, opened):
-    hosts = [blocks() for _ in range(4)]
-    first, second = (open_tier(opened, server.url, host) for host in hosts[:2])
+    first, second = (open_tier(opened, server.url) for _ in range(2))
     own = {epoch_of(first)}
     # Engines that start on an empty server share an epoch.
     assert (own, len(epoch_of(first))) == ({epoch_of(second)}, 16)
@@ -147,26 +143,25 @@ def test_resets_after_the_server_lost_its_memory_reach_different_epochs(server, 
     server.kill()
     server.start()
     # The second one stores with the old weights, and is reset only then.
-    store_until_done(second, hosts[1], KEYS[:4])
-    assert load(first, hosts[0], KEYS[:4]).done == []
+    store_until_done(second, KEYS[:4])
+    assert load(first, KEYS[:4]).done == []
     second.maintain()
     own |= {epoch_of(first), epoch_of(second)}
     # An engine that starts now joins none of these epochs, which are older than the server's loss.
-    third = open_tier(opened, server.url, hosts[2])
+    third = open_tier(opened, server.url)
     assert epoch_of(third) not in own
     assert found(third, KEYS[:4]) == 0
     for tier in (second, first):
         tier.reset()
         wait_for_reset(tier)
     assert len({epoch_of(tier) for tier in (first, second, third)} | own) == 5
-    assert epoch_of(open_tier(opened, server.url, hosts[3])) == epoch_of(first)
+    assert epoch_of(open_tier(opened, server.url)) == epoch_of(first)
 
 
 def test_reset_that_failed_half_way_deletes_the_old_blocks_later(server, client, opened, monkeypatch):
     monkeypatch.setattr(job_tier, "_RETRY_S", 0.01)
-    host = blocks()
-    tier = open_tier(opened, server.url, host)
-    store(tier, host, KEYS[:4])
+    tier = open_tier(opened, server.url)
+    store(tier, KEYS[:4])
     delete, calls = valkey._unlink, []
 
     def fail_once(*args):
@@ -187,13 +182,12 @@ NUM_FORGED = 10_000
 @pytest.mark.slow
 @pytest.mark.parametrize("salt", ["", "0123456789abcdef"])
 def test_value_of_a_client_without_salt_and_fingerprint_is_never_accepted(server, client, opened, salt):
-    host = blocks(block_bytes=512)
-    tier = open_tier(opened, server.url, host, fingerprint={"model": "m"}, salt=salt)
-    store(tier, host, KEYS)
+    tier = open_tier(opened, server.url, 512, fingerprint={"model": "m"}, salt=salt)
+    store(tier, KEYS)
     old = {key: client.get(tier._name(key)) for key in KEYS}
     tier.reset()
     wait_for_reset(tier)
-    store(tier, host, KEYS, job_id=3)
+    store(tier, KEYS, job_id=3)
     names = {key: tier._name(key) for key in KEYS}
     own = {key: client.get(name) for key, name in names.items()}
     dice = np.random.default_rng(0)
@@ -209,7 +203,7 @@ def test_value_of_a_client_without_salt_and_fingerprint_is_never_accepted(server
     assert tier.stats().corrupt_blocks == num_forged
     for key, value in own.items():
         client.set(names[key], value)
-    assert load(tier, host, KEYS, job_id=6).done == KEYS
+    assert load(tier, KEYS, job_id=6).done == KEYS
 
 
 def forged(name, key, own, old, way, dice):
@@ -240,20 +234,18 @@ def test_password_may_come_from_the_environment_and_no_password_is_shown(make_se
         ValkeyTier(f"valkey://:opensesame@127.0.0.1:{server.port}", blocks())
     assert "opensesame" not in str(raised.value)
     monkeypatch.setenv(PASSWORD_VARIABLE, "sesame")
-    host = blocks()
-    tier = open_tier(opened, server.url, host)
-    assert store(tier, host, KEYS[:2]).failed == []
+    tier = open_tier(opened, server.url)
+    assert store(tier, KEYS[:2]).failed == []
     assert "sesame" not in repr(tier)
 
 
 def test_server_that_is_down_at_the_start_is_used_once_it_runs(make_server, opened):
     server = make_server()
     server.kill()
-    host = blocks()
-    tier = open_tier(opened, server.url, host, timeout_s=0.5)
-    assert store(tier, host, KEYS[:2]).error
+    tier = open_tier(opened, server.url, timeout_s=0.5)
+    assert store(tier, KEYS[:2]).error
     server.start()
-    store_until_done(tier, host, KEYS[:2])
+    store_until_done(tier, KEYS[:2])
 
 
 @pytest.fixture
@@ -285,10 +277,9 @@ def wait_for_sign(clients, sign):
 
 
 def test_cluster_holds_blocks_on_all_its_servers(cluster, opened):
-    host_a, host_b = blocks(), blocks()
     url = cluster[0].url
-    first = open_tier(opened, url, host_a, cluster=True)
-    assert sorted(store(first, host_a, KEYS).done) == KEYS
+    first = open_tier(opened, url, cluster=True)
+    assert sorted(store(first, KEYS).done) == KEYS
     sizes = []
     for server in cluster:
         with Valkey(port=server.port) as client:
@@ -296,19 +287,18 @@ def test_cluster_holds_blocks_on_all_its_servers(cluster, opened):
     # The blocks and the epoch.
     assert sum(sizes) == len(KEYS) + 1
     assert min(sizes) > 0
-    second = open_tier(opened, cluster[1].url, host_b, cluster=True)
+    second = open_tier(opened, cluster[1].url, cluster=True)
     assert found(second, KEYS) == len(KEYS)
-    assert sorted(load(second, host_b, KEYS).done) == KEYS
+    assert sorted(load(second, KEYS).done) == KEYS
     second.reset()
     wait_for_reset(second)
     assert found(second, KEYS) == 0
-    assert sorted(store(second, host_b, KEYS, job_id=3).done) == KEYS
+    assert sorted(store(second, KEYS, job_id=3).done) == KEYS
 
 
 def test_slot_that_moves_to_another_server_is_followed(cluster, opened):
-    host = blocks()
-    tier = open_tier(opened, cluster[0].url, host, cluster=True)
-    store(tier, host, KEYS)
+    tier = open_tier(opened, cluster[0].url, cluster=True)
+    store(tier, KEYS)
     clients = [Valkey(port=server.port) for server in cluster]
     ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
     # An empty server hands over all its slots: its blocks are lost, and other servers answer for them.
@@ -325,10 +315,10 @@ def test_slot_that_moves_to_another_server_is_followed(cluster, opened):
 
     until(lambda: owners(16383) == {ids[0]}, f"{ids[0]} as the owner of all moved slots")
     wait_for_sign(clients, b"cluster_state:ok")
-    result = load(tier, host, KEYS)
+    result = load(tier, KEYS)
     assert (result.error, bool(result.done), bool(result.failed)) == ("", True, True)
-    assert sorted(store(tier, host, result.failed, job_id=3).done) == sorted(result.failed)
-    assert sorted(load(tier, host, KEYS, job_id=4).done) == KEYS
+    assert sorted(store(tier, result.failed, job_id=3).done) == sorted(result.failed)
+    assert sorted(load(tier, KEYS, job_id=4).done) == KEYS
     assert clients[2].dbsize() == 0
     for client in clients:
         client.close()
@@ -346,12 +336,11 @@ def test_tls_server_must_be_signed_by_the_given_authority(make_server, opened, t
     tls_port = free_port()
     make_server("--tls-port", str(tls_port), *files, "--tls-auth-clients", "no", "--requirepass", "sesame")
     url = f"valkeys://:sesame@127.0.0.1:{tls_port}"
-    host = blocks()
-    tier = open_tier(opened, url, host, ca_file=str(certificate))
-    assert sorted(store(tier, host, KEYS).done) == KEYS
-    assert sorted(load(tier, host, KEYS).done) == KEYS
-    stranger = open_tier(opened, url, blocks(), timeout_s=1.0)
-    result = store(stranger, host, KEYS[:2])
+    tier = open_tier(opened, url, ca_file=str(certificate))
+    assert sorted(store(tier, KEYS).done) == KEYS
+    assert sorted(load(tier, KEYS).done) == KEYS
+    stranger = open_tier(opened, url, timeout_s=1.0)
+    result = store(stranger, KEYS[:2])
     assert (result.done, bool(result.error)) == ([], True)
     for text in (repr(tier), repr(stranger), str(stranger.stats()), result.error):
         assert "sesame" not in text
