@@ -13,7 +13,6 @@ from kvcache.options import check_int
 from kvcache.specs import CanonicalKVCaches
 from kvcache.transfer._native.plan import Geometry
 from kvcache.transfer.host_pool import HostPool
-from kvcache.transfer.streams import is_accelerator
 
 
 def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -> int:
@@ -106,7 +105,7 @@ def _checked_tensor(index: int, tensor: torch.Tensor, page_size_bytes: int) -> t
         raise ValueError(f"{name} must be int8 (view it as bytes), got {tensor.dtype}")
     if tensor.dim() != 2 or tensor.shape[1] != page_size_bytes:
         raise ValueError(f"{name} must have shape (num_blocks, {page_size_bytes}), got {tuple(tensor.shape)}")
-    if not tensor.is_cpu and not is_accelerator(tensor.device):
+    if not tensor.is_cpu and tensor.device.type != getattr(torch.accelerator.current_accelerator(), "type", None):
         raise ValueError(f"{name} must be in host memory or on the accelerator, got {tensor.device}")
     if tensor.shape[1] > 1 and tensor.stride(1) != 1:
         raise ValueError(f"{name} must have contiguous blocks, got strides {tensor.stride()}")

@@ -54,12 +54,6 @@ class DeviceStream:
             target.copy_(source, non_blocking=True)
 
 
-def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device belongs to the accelerator of this torch."""
-    found = torch.accelerator.current_accelerator()
-    return found is not None and found.type == device.type
-
-
 def _is_capturing(stream: torch.Stream) -> bool:
     if hasattr(stream, "is_capturing"):  # torch >= 2.13
         return bool(stream.is_capturing())

@@ -57,8 +57,7 @@ cdef struct Job:
     int num_active
     int max_threads
     bint cancelled
-    bint started
-    double start_s
+    double start_s             # 0 before the first slice
     double end_s
 
 
@@ -102,8 +101,8 @@ cdef struct Queue:
     pthread_t[MAX_THREADS] threads
 
 
-cdef void _append(Queue* queue, Job* job) noexcept nogil:
-    """Append a job. The mutex is held."""
+cdef int64_t _append(Queue* queue, Job* job) noexcept nogil:
+    """Append a job, and return its place in the order of submission. The mutex is held."""
     if queue.tail == NULL:
         queue.first = job
     else:
@@ -111,6 +110,8 @@ cdef void _append(Queue* queue, Job* job) noexcept nogil:
     queue.tail = job
     if queue.head == NULL:
         queue.head = job
+    queue.submitted += 1
+    return queue.submitted
 
 
 cdef void _end(Queue* queue) noexcept nogil:
@@ -127,8 +128,7 @@ cdef bint _advance(Queue* queue) noexcept nogil:
     cdef int64_t first, end
     if job == NULL:
         return False
-    if not job.started:
-        job.started = True
+    if not job.start_s:
         job.start_s = _clock()
     if not job.num_active and (job.cancelled or job.next_unit == job.plan.num_units):
         _end(queue)
@@ -163,11 +163,8 @@ cdef bint _help(Queue* queue, int64_t sequence) noexcept nogil:
     cdef timespec until
     cdef double end_s = _clock() + 0.1
     cdef bint has_ended
-    clock_gettime(CLOCK_MONOTONIC, &until)
-    until.tv_nsec += 100_000_000
-    if until.tv_nsec >= 1_000_000_000:
-        until.tv_nsec -= 1_000_000_000
-        until.tv_sec += 1
+    until.tv_sec = <int64_t> end_s
+    until.tv_nsec = <int64_t> ((end_s - until.tv_sec) * 1e9)
     pthread_mutex_lock(&queue.mutex)
     while queue.ended < sequence and _clock() < end_s:
         if not _advance(queue):
@@ -275,9 +272,6 @@ cdef class CopyQueue:
         pthread_mutex_lock(&queue.mutex)
         stopping = queue.stopping
         at_once = queue.head == NULL and (lost or plan.num_bytes <= self.inline_bytes)
-        if not stopping:
-            queue.submitted += 1
-        sequence = queue.submitted
         pthread_mutex_unlock(&queue.mutex)
         if stopping:
             _free_jobs(job, NULL)
@@ -288,12 +282,12 @@ cdef class CopyQueue:
             if not lost:
                 _copy(queue.layout, plan, queue.to_host, 0, plan.num_units)
             pthread_mutex_lock(&queue.mutex)
-            _append(queue, job)
+            sequence = _append(queue, job)
             _end(queue)
             pthread_mutex_unlock(&queue.mutex)
             return sequence
         pthread_mutex_lock(&queue.mutex)
-        _append(queue, job)
+        sequence = _append(queue, job)
         if job.max_threads > 1:
             pthread_cond_broadcast(&queue.work)
         else:
