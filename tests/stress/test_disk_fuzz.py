@@ -142,7 +142,7 @@ def mutated(dice, body):
 
 
 @pytest.mark.timeout(max(300, 30 * SCALE))
-def test_files_that_differ_in_a_few_bytes_by_the_thousand(memory):
+def test_mutated_files_load_only_true_records(memory):
     path = memory / "mutated"
     files = make_directory(path)
     table, true = load_table(path, files)

@@ -39,38 +39,38 @@ def write_cgroup(root, line, directory, names, *values):
     ],
     ids=["v2", "v1-at-the-root", "v1", "unlimited", "bad-limit", "no-usage", "odd-statistics", "bad-statistics"],
 )
-def test_cgroup_limit_counts_what_is_used_less_the_page_cache(tmp_path, line, directory, names, values, left):
+def test_cgroup_memory_is_the_limit_less_usage_without_page_cache(tmp_path, line, directory, names, values, left):
     write_cgroup(tmp_path, line, directory, names, *values)
     source = f"{tmp_path}/sys/fs/cgroup/{directory}/{names[0]} = {values[0]}"
     assert memory._cgroup_memory(tmp_path) == (None if left is None else (left, source))
     assert memory._cgroup_memory(tmp_path / "nowhere") is None
 
 
-def test_the_tightest_level_of_a_cgroup_v2_counts(tmp_path):
+def test_cgroup_memory_of_two_levels_is_the_smaller_one(tmp_path):
     write_cgroup(tmp_path, "0::/a/b\n", "a/b", V2, "1000", "600", "inactive_file 0")
     write_cgroup(tmp_path, "0::/a/b\n", "a", V2, "900", "800", "")
     assert memory._cgroup_memory(tmp_path)[0] == 100
 
 
 @pytest.mark.parametrize("text", ["MemAvailable:\n", "MemAvailable: much kB\n", "MemFree: 5 kB\n", ""])
-def test_a_machine_that_does_not_say_has_no_limit(tmp_path, text):
+def test_machine_memory_unreadable_meminfo_returns_none(tmp_path, text):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text(text)
     assert memory._machine_memory(tmp_path) is None
     assert memory._machine_memory(tmp_path / "nowhere") is None
 
 
-def test_a_cgroup_beyond_its_limit_has_nothing_left(monkeypatch):
+def test_memory_left_beyond_the_limit_is_zero(monkeypatch):
     monkeypatch.setattr(memory, "_cgroup_memory", lambda root: (-5, "memory.max = 1"))
     assert memory.memory_left() == (0, "memory.max = 1")
 
 
-def test_a_size_beyond_all_floats_is_refused():
+def test_check_memory_size_beyond_all_floats_raises():
     with pytest.raises(ValueError, match=r"0 GiB\) does not fit into host memory"):
         memory.check_memory(10**400)
 
 
-def test_a_pool_beyond_the_cgroup_limit_names_the_limit(monkeypatch):
+def test_pool_beyond_the_cgroup_limit_raises_with_the_limit(monkeypatch):
     monkeypatch.setattr(memory, "_cgroup_memory", lambda root: (1 << 20, "memory.max = 1048576"))
     with pytest.raises(ValueError, match=r"2097152 bytes .* 1048576 bytes .* are left by memory.max = 1048576"):
         HostPool(2, 1 << 20)

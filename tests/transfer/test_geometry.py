@@ -126,7 +126,7 @@ def test_hundred_thousand_blocks_in_one_transfer():
         ([0], [1, 0], [0, 0], [0], r"there are 1 KV-cache groups, got 2 group_sizes and 2 block_indices"),
     ],
 )
-def test_what_does_not_fit_is_refused(device_ids, sizes, indices, host_ids, message):
+def test_runs_of_a_wrong_transfer_raise(device_ids, sizes, indices, host_ids, message):
     geometry = Geometry([(0, 8, 10)], [[(0, 10)]], 1000, 40, 3, 4)
     with pytest.raises(ValueError, match=message):
         geometry.runs(np.array(device_ids), sizes, indices, np.array(host_ids))
@@ -146,12 +146,12 @@ def test_what_does_not_fit_is_refused(device_ids, sizes, indices, host_ids, mess
         (([(0, 8, 10)], [[(0, 10)]], 0, 1 << 62, 3), r"the host pool must lie within"),
     ],
 )
-def test_numbers_that_overflow_are_refused(arguments, message):
+def test_geometry_of_numbers_that_overflow_raises(arguments, message):
     with pytest.raises(ValueError, match=message):
         Geometry(*arguments)
 
 
-def test_more_bytes_than_can_be_counted_are_refused():
+def test_check_of_more_bytes_than_an_int64_raises():
     geometry = Geometry([(0, 1, 1 << 61)], [[(0, 1 << 61)]], 0, 1 << 61, 1)
     with pytest.raises(ValueError, match="5 device blocks of 2305843009213693952 bytes are more than a job can move"):
         geometry.check(np.zeros(5, np.int64), [5], [0], np.zeros(5, np.int64))
@@ -184,7 +184,7 @@ BLOCKS = torch.zeros(4, 8, dtype=torch.int8)
         *((kv_caches_of(BLOCKS, 8), n, f"block_size_factor must be an int >= 1, got {n!r}") for n in (0, -2, "2")),
     ],
 )
-def test_a_wrong_kv_cache_is_refused(kv_caches, factor, message):
+def test_kv_geometry_of_a_wrong_kv_cache_raises(kv_caches, factor, message):
     pool = NoisyPool(np.zeros(2 * GUARD + 64, np.int8), 4, 16, 16)
     with pytest.raises(ValueError, match=message):
         KVGeometry(kv_caches, pool, factor)

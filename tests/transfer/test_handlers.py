@@ -164,7 +164,7 @@ def test_memory_of_a_tensor_stays_while_it_is_copied(busy):
     assert torch.equal(pool.block(63), last)
 
 
-def test_a_tensor_that_went_away_fails_its_jobs_once_each(handlers, kv_caches):
+def test_jobs_of_a_lost_tensor_fail_once_each(handlers, kv_caches):
     store, load = handlers
     kv_caches.tensors[0].tensor.set_()
     store.transfer_async(1, ONE)
@@ -230,7 +230,7 @@ def run_script(num_blocks, block_bytes, code, **environment):
     return subprocess.check_output(command, env=os.environ | environment, text=True, timeout=100)
 
 
-def test_any_number_of_threads_may_shut_down():
+def test_close_in_four_threads_returns_after_all_copies():
     # A copying thread was joined twice: one caller hung, or returned before the copy had ended.
     code = """
 for _ in range(30):
@@ -303,7 +303,7 @@ def test_the_collector_leaves_the_pool_until_no_thread_copies(monkeypatch):
     assert left == [set()]
 
 
-def test_a_spinning_main_thread_does_not_slow_a_copy_down(busy, switch_interval):
+def test_copy_beside_a_thread_that_keeps_the_gil_ends(busy, switch_interval):
     handler, *_ = busy
     spec = spec_of(range(64), range(64))
     handler.transfer_async(0, spec)
@@ -320,7 +320,7 @@ def test_a_spinning_main_thread_does_not_slow_a_copy_down(busy, switch_interval)
     assert [result.success for result in ended] == [True] * 3
 
 
-def test_waiting_lets_other_threads_run(busy):
+def test_wait_releases_the_gil(busy):
     handler, *_ = busy
     for job_id in range(4):
         handler.transfer_async(job_id, spec_of(range(64), range(64)))
@@ -363,7 +363,7 @@ def test_an_interrupted_wait_leaves_its_work_to_the_threads(busy):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_step_of_the_wall_clock_does_not_hold_up_a_wait(tmp_path):
+def test_wait_ignores_a_step_of_the_wall_clock(tmp_path):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -418,7 +418,7 @@ def test_a_fork_gets_an_error_instead_of_a_hang(kv_caches, pool):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_where_no_thread_can_be_had_the_caller_copies():
+def test_submit_without_threads_copies_in_the_caller():
     code = """
 one = queue(2, -1)
 limit_memory(True)
@@ -435,7 +435,7 @@ assert len(list(Path("/proc/self/task").iterdir())) == threads + 1
     run_script(8, 8, code)
 
 
-def test_who_waits_copies_too():
+def test_wait_with_a_missing_thread_copies_too():
     # The job needs two threads, but only one can start: the waiting thread is the second one.
     code = """
 one = queue(2, -1)

@@ -76,13 +76,13 @@ def test_every_page_is_there_from_the_start(num_threads):
         ((1, 1, 3), "align_bytes must divide 4096, got 3"),
     ],
 )
-def test_wrong_sizes_are_refused(arguments, message):
+def test_pool_of_wrong_sizes_raises(arguments, message):
     with pytest.raises(ValueError, match=message):
         HostPool(**dict(zip(("num_blocks", "block_bytes", "align_bytes"), arguments, strict=False)))
 
 
 @pytest.mark.parametrize("block_id", [-1, 2, 1.0, True])
-def test_a_block_that_is_not_there_is_refused(block_id):
+def test_pool_block_with_an_invalid_id_raises(block_id):
     pool = HostPool(2, 8, pin=False)
     with pytest.raises(ValueError, match=rf"block_id must be in 0\.\.1, got {block_id}"):
         pool.block(block_id)

@@ -134,7 +134,7 @@ def test_file_that_replaced_an_orphan_is_not_removed(path, tmp_path, monkeypatch
     found[0].close()
 
 
-def test_files_that_nobody_holds_are_removed_and_others_left(path, tmp_path):
+def test_unlocked_pool_files_are_removed_and_others_left(path, tmp_path):
     names = ("held", "orphan", "link", "fifo", "folder")
     held, orphan, link, fifo, folder = (tmp_path / f"{PREFIX}{name}" for name in names)
     holder = blocks_at(held, is_owner=False)
@@ -157,7 +157,7 @@ def test_owner_removes_its_own_file_only(path):
     assert not path.exists()
 
 
-def test_unlinked_file_is_found_by_nobody_else(path):
+def test_unlinked_file_is_not_opened_again(path):
     first = blocks_at(path)
     first.unlink()
     second = blocks_at(path)
@@ -201,13 +201,13 @@ def test_private_folder_is_made_for_this_user_alone(tmp_path):
     assert private_folder(tmp_path) == folder
 
 
-def test_folder_that_others_can_read_is_no_private_one(tmp_path):
+def test_private_folder_open_to_others_raises(tmp_path):
     (tmp_path / f"kvcache-{os.geteuid()}").mkdir(0o755)
     with pytest.raises(ValueError, match="is open to other users: its mode is 755"):
         private_folder(tmp_path)
 
 
-def test_link_is_no_private_folder(tmp_path):
+def test_private_folder_that_is_a_link_raises(tmp_path):
     target = tmp_path / "target"
     target.mkdir(0o700)
     (tmp_path / f"kvcache-{os.geteuid()}").symlink_to(target)
@@ -215,7 +215,7 @@ def test_link_is_no_private_folder(tmp_path):
         private_folder(tmp_path)
 
 
-def test_folder_whose_files_anybody_may_rename_is_refused(tmp_path):
+def test_pool_in_a_folder_that_any_user_may_write_raises(tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
