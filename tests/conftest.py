@@ -41,27 +41,14 @@ settings.register_profile("few", settings.get_profile(PROFILE), max_examples=20)
 # is a failure.
 NUMPY_ONLY = os.environ.get("KVCACHE_NUMPY_ONLY") == "1"
 OPTIONAL = {
-    "grafana_foundation_sdk",
-    "markdown_it",
-    "matplotlib",
-    "msgspec",
-    "opentelemetry",
-    "prometheus_client",
-    "rich",
-    "torch",
-    "transformers",
-    "typer",
-    "valkey",
-    "vllm",
-    "xxhash",
-    "zmq",
-    "zstandard",
+    *("grafana_foundation_sdk", "markdown_it", "matplotlib", "msgspec", "opentelemetry", "prometheus_client", "rich"),
+    *("torch", "transformers", "typer", "valkey", "vllm", "xxhash", "zmq", "zstandard"),
 }
 
 
 def _is_debug_build() -> bool:
     try:
-        return bool(importlib.import_module("kvcache.core.policy_adapter").DEBUG)
+        return bool(importlib.import_module("kvcache.core.policy").DEBUG)
     except ImportError:
         return False
 

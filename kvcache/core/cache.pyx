@@ -58,6 +58,17 @@ cdef class BlockCache:
         The policy is already in use.
     """
 
+    cdef ReplacementPolicy policy
+    cdef BlockTable table
+    cdef PriorityClasses priorities
+    cdef Batch batch
+    cdef bint reads_clock                       # whether the policy reads the clock
+    cdef EventLog events                        # or None
+    cdef str medium
+    cdef public Py_ssize_t lookups, looked_up_blocks, hit_blocks
+    cdef public Py_ssize_t gated_blocks
+    cdef readonly Py_ssize_t declined_blocks    # gated blocks that the policy declined to store
+
     def __cinit__(self, ReplacementPolicy policy not None):
         cdef BlockTable table = policy.table
         if table.caller_blocks == NULL or table.num_resident:
@@ -163,8 +174,7 @@ cdef class BlockCache:
             self.priorities.advance(now_ns)
             self._end()
 
-    cpdef bint needs_time(self, RequestKeys request_keys, dict positions) except -1:
-        _check_given(request_keys)
+    def needs_time(self, RequestKeys request_keys not None, dict positions):
         if not self.reads_clock:
             return True
         with cython.critical_section(self.table):
@@ -177,13 +187,12 @@ cdef class BlockCache:
             self._begin(request_keys)
             return request_keys.num_seen != 0
 
-    cpdef reorder(self, RequestKeys request_keys, dict positions):
+    def reorder(self, RequestKeys request_keys not None, dict positions):
         """Order the keys that a running request used, so that the head of its prompt stays its youngest block.
 
         New keys that follow the request's tail are placed behind it. The whole request is ordered again only if it has
         doubled or if a key belongs between two older keys, so that the total cost is linear in the request's keys.
         """
-        _check_given(request_keys)
         with cython.critical_section(self.table):
             self._begin(request_keys)
             if self.table.keeps_queues and request_keys.num_seen != request_keys.num_ordered:
@@ -222,14 +231,13 @@ cdef class BlockCache:
         self.policy.on_reorder(batch.rows, n)
         return 0
 
-    cpdef end_request(self, RequestKeys request_keys, dict positions, bint use_positions=False):
+    def end_request(self, RequestKeys request_keys not None, dict positions, bint use_positions=False):
         """Order all keys that the request used. A raised priority is applied again: its TTL starts at the end."""
         cdef Py_ssize_t n
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
         cdef list keys = None
         cdef Span span
-        _check_given(request_keys)
         with cython.critical_section(table):
             self._begin(request_keys)
             if use_positions and positions:
@@ -295,7 +303,7 @@ cdef class BlockCache:
     cdef int32_t _state_of(self, int32_t row) noexcept nogil:
         return ABSENT if row == 0 else READY if self.table.rows[row].ref_cnt >= 0 else PENDING
 
-    cpdef Py_ssize_t lookup(self, list keys, RequestKeys request_keys) except -1:
+    def lookup(self, list keys, RequestKeys request_keys):
         cdef Py_ssize_t num_ready = self._match_prefix(keys, request_keys, 0)
         self.lookups += 1
         self.looked_up_blocks += len(keys)
@@ -332,7 +340,7 @@ cdef class BlockCache:
                 request_keys.version = table.version
             return i
 
-    cpdef int status_of(self, key) except -1:
+    def status_of(self, key):
         cdef BlockTable table = self.table
         cdef int32_t row, state
         with cython.critical_section(table):
@@ -378,7 +386,7 @@ cdef class BlockCache:
 
     # ---- uses and references ----------------------------------------------------------------------------------
 
-    cpdef touch(self, keys, RequestKeys request_keys=None):
+    def touch(self, keys, RequestKeys request_keys=None):
         cdef list key_list = as_list(keys)
         cdef Py_ssize_t n = len(key_list)
         cdef BlockTable table = self.table
@@ -398,7 +406,7 @@ cdef class BlockCache:
                 self.priorities.apply(batch.rows, n, request_keys.priority, request_keys.ttl_ns)
             self._end()
 
-    cpdef pin(self, list keys, RequestKeys request_keys):
+    def pin(self, list keys, RequestKeys request_keys):
         cdef Py_ssize_t i, n = len(keys)
         cdef int32_t row
         cdef int64_t* ids
@@ -432,7 +440,7 @@ cdef class BlockCache:
             self._end()
         return spec
 
-    cpdef unpin(self, list keys, RequestKeys request_keys):
+    def unpin(self, list keys, RequestKeys request_keys):
         cdef Py_ssize_t i, j, n = len(keys)
         cdef int32_t row
         cdef BlockTable table = self.table
@@ -463,7 +471,7 @@ cdef class BlockCache:
 
     # ---- stores -----------------------------------------------------------------------------------------------
 
-    cpdef reserve(self, list keys, RequestKeys request_keys, admit=None):
+    def reserve(self, list keys, RequestKeys request_keys, admit=None):
         """Assign a slot to each absent key, and evict exactly as many blocks as needed.
 
         A policy that tracks uses may decline keys: it takes as many leading keys as it likes, and never refuses.
@@ -580,7 +588,7 @@ cdef class BlockCache:
         table.num_pending += n
         table.version += 1
 
-    cpdef list commit(self, list keys, RequestKeys request_keys):
+    def commit(self, list keys, RequestKeys request_keys):
         cdef Py_ssize_t i, num_ready = 0, n = len(keys)
         cdef int32_t row
         cdef PyObject* key
@@ -622,7 +630,7 @@ cdef class BlockCache:
         cdef Py_ssize_t place = 0 if request_keys is None else self.batch.places[i]
         return request_keys.row_now(self.table, place - 1) if place > 0 else 0
 
-    cpdef Py_ssize_t abort(self, list keys, RequestKeys request_keys) except -1:
+    def abort(self, list keys, RequestKeys request_keys):
         """Drop blocks that were being written, and free their slots in the order given. Return the number of blocks."""
         cdef Py_ssize_t i, num_dropped = 0, n = len(keys)
         cdef int32_t row
@@ -667,7 +675,7 @@ cdef class BlockCache:
             self.table.give_back(slots)
             self._end()
 
-    cpdef reset(self):
+    def reset(self):
         with cython.critical_section(self.table):
             self.table.num_calls += 1
             self.table.reset()
@@ -676,13 +684,6 @@ cdef class BlockCache:
             if self.events is not None:
                 self.events.forget()
             self._end()
-
-
-cdef inline int _check_given(RequestKeys request_keys) except -1:
-    # len() of None raises, but reading a C field of None would crash.
-    if request_keys is None:
-        raise TypeError("request_keys must be RequestKeys, got None")
-    return 0
 
 
 cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, int32_t younger) noexcept nogil:

@@ -10,6 +10,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
+from kvcache.core.ghosts cimport GhostList
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport Batch, BlockTable
 
@@ -81,4 +82,5 @@ cdef class ReplacementPolicy:
     cdef Py_ssize_t count_uses(self, RequestKeys request, Batch batch, Py_ssize_t n) noexcept nogil
     cdef void choose_victims(self, Py_ssize_t n, int32_t* victims) noexcept nogil
     cdef int check_all(self) except -1
+    cdef int check_ghosts(self, GhostList ghosts) except -1     # for `check_policy`
     cdef bint is_check_due(self) noexcept

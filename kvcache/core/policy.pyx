@@ -5,8 +5,11 @@ Compiled because a policy's hooks loop over rows.
 
 from libc.stdint cimport int32_t, uint64_t
 
+from kvcache.core.ghosts cimport GhostList
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport NUM_PRIORITIES, Batch, move_to_tail, set_stamp
+
+from kvcache.block import BlockStateError
 
 DEBUG = bool(KV_DEBUG)
 
@@ -133,6 +136,15 @@ cdef class ReplacementPolicy:
         """Check the table and the policy's own state. Raise BlockStateError naming the broken invariant."""
         self.table.check()
         self.check_policy()
+        return 0
+
+    cdef int check_ghosts(self, GhostList ghosts) except -1:
+        """Check a list of ghosts, and that no resident key is among them."""
+        cdef int32_t row
+        ghosts.check()
+        for row in range(self.table.first, self.table.first + self.table.num_fresh):
+            if self.table.rows[row].key != NULL and ghosts.find(self.table.rows[row].hash):
+                raise BlockStateError(f"invariant broken: row {row} is resident and a ghost")
         return 0
 
     cdef bint is_check_due(self) noexcept:

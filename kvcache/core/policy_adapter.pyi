@@ -5,10 +5,7 @@ from typing_extensions import disjoint_base
 
 from kvcache.block import BlockStatus
 from kvcache.core.cache import BlockCache
-from kvcache.core.policy import DEBUG as DEBUG
 from kvcache.core.policy import ReplacementPolicy
-
-__all__ = ["DEBUG", "BlockStatusView", "ListView", "PolicyAdapter"]
 
 class BlockStatusView(BlockStatus):
     def __init__(self, policy: PolicyAdapter, row: int, generation: int, epoch: int) -> None: ...

@@ -16,10 +16,7 @@ import ctypes
 
 from kvcache.block import BlockStateError, BlockStatus
 from kvcache.core.cache import BlockCache
-from kvcache.core.policy import DEBUG
 from kvcache.options import check_int
-
-__all__ = ["DEBUG", "BlockStatusView", "ListView", "PolicyAdapter"]
 
 
 class BlockStatusView(BlockStatus):

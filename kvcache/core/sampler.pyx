@@ -6,20 +6,17 @@ Compiled because every key of every request passes the filter in the scheduler's
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
-from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memmove, memset
 
 from kvcache.core.index cimport hash_of
 from kvcache.core.policy cimport ReplacementPolicy
 from kvcache.core.request_keys cimport RequestKeys
+from kvcache.core.table cimport PyList_GET_ITEM
 
 import numpy as np
 
 from kvcache.options import check_int
-
-cdef extern from "Python.h":
-    PyObject* PyList_GET_ITEM(object keys, Py_ssize_t i) noexcept
 
 
 @cython.final

@@ -14,7 +14,6 @@ import math
 
 from kvcache.core.policy_adapter import ListView
 from kvcache.policies.base import CachePolicy
-from kvcache.block import BlockStateError
 
 cdef enum:
     T1 = 0
@@ -145,15 +144,8 @@ cdef class ARCCachePolicy(PolicyAdapter):
         self.b2.clear()
 
     cdef int check_policy(self) except -1:
-        cdef int32_t row
-        cdef uint64_t hash
-        self.b1.check()
-        self.b2.check()
-        for row in range(self.table.first, self.table.first + self.table.num_fresh):
-            hash = self.table.rows[row].hash
-            if self.table.rows[row].key != NULL and (self.b1.find(hash) or self.b2.find(hash)):
-                raise BlockStateError(f"invariant broken: row {row} is resident and a ghost")
-        return 0
+        self.check_ghosts(self.b1)
+        return self.check_ghosts(self.b2)
 
 
 CachePolicy.register(ARCCachePolicy)

@@ -15,7 +15,6 @@ from kvcache.core.table cimport BlockTable, enter, make_youngest, queue_of, take
 from kvcache.core.policy_adapter cimport PolicyAdapter
 
 from kvcache.policies.base import CachePolicy
-from kvcache.block import BlockStateError
 
 cdef enum:
     HISTORY_FACTOR = 4      # size of the history of evicted keys, in capacities
@@ -107,12 +106,7 @@ cdef class LFUDACachePolicy(PolicyAdapter):
         self.history.clear()
 
     cdef int check_policy(self) except -1:
-        cdef int32_t row
-        self.history.check()
-        for row in range(self.table.first, self.table.first + self.table.num_fresh):
-            if self.table.rows[row].key != NULL and self.history.find(self.table.rows[row].hash):
-                raise BlockStateError(f"invariant broken: row {row} is resident and remembered")
-        return 0
+        return self.check_ghosts(self.history)
 
 
 CachePolicy.register(LFUDACachePolicy)

@@ -47,17 +47,13 @@ cdef inline uint32_t bin_of(uint32_t distance) noexcept nogil:
     return 2 * octave + (distance >> (octave - 1) & 1) if distance >= 2 else 0
 
 
-cdef inline void join_queue_before(Member* members, int32_t row, int32_t younger) noexcept nogil:
+cdef inline void join_queue(Member* members, int32_t row, int32_t younger) noexcept nogil:
+    # Link a row behind a younger one, or behind a queue's head, which is the most-recent end.
     cdef int32_t older = members[younger].prev
     members[row].prev = older
     members[row].next = younger
     members[older].next = row
     members[younger].prev = row
-
-
-cdef inline void join_queue(Member* members, int32_t row, int32_t level) noexcept nogil:
-    # Append at the most-recent end: a queue's head links to its last member.
-    join_queue_before(members, row, level)
 
 
 cdef inline void leave_queue(Member* members, int32_t row) noexcept nogil:
@@ -125,15 +121,18 @@ cdef class MultiQueue(PolicyAdapter):
         for level in range(NUM_LEVELS - 1, 0, -1):
             row = self.members[level].next
             while row != level and num_left and self.members[row].moved_at + self.life < self.clock:
-                leave_queue(self.members, row)
-                join_queue(self.members, row, level - 1)
-                move_to_tail(self.table, row, level - 1)
+                self._move(row, level - 1)
                 self.members[row].moved_at = self.clock
                 num_left -= 1
                 row = self.members[level].next
 
+    cdef inline void _move(self, int32_t row, int32_t level) noexcept nogil:
+        """Move a row to the most-recent end of a queue."""
+        leave_queue(self.members, row)
+        join_queue(self.members, row, level)
+        move_to_tail(self.table, row, level)
+
     cdef void _count_use(self, int32_t row) noexcept nogil:
-        """Count a use of a row that is in no queue."""
         cdef Member* member = &self.members[row]
         if self.learns_life and member.uses == 1:
             self.distances[bin_of(<uint32_t> (self.clock - member.used_at))] += 1
@@ -143,28 +142,18 @@ cdef class MultiQueue(PolicyAdapter):
 
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
-        cdef int32_t row, level
+        cdef int32_t row
         for i in range(n - 1, -1, -1):
             row = rows[i]
-            if row == 0:
-                continue
-            leave_queue(self.members, row)
-            self._count_use(row)
-            level = level_of(self.members[row].uses)
-            join_queue(self.members, row, level)
-            move_to_tail(self.table, row, level)
+            if row != 0:
+                self._count_use(row)
+                self._move(row, level_of(self.members[row].uses))
 
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
-        cdef int32_t row, level
         for i in range(n - 1, -1, -1):
-            row = rows[i]
-            if row == 0:
-                continue
-            level = self.table.rows[row].list_idx
-            leave_queue(self.members, row)
-            join_queue(self.members, row, level)
-            move_to_tail(self.table, row, level)
+            if rows[i] != 0:
+                self._move(rows[i], self.table.rows[rows[i]].list_idx)
 
     cdef void on_append(self, const int32_t* rows, Py_ssize_t n, uint64_t stamp, int32_t tail) noexcept nogil:
         cdef Py_ssize_t i
@@ -175,7 +164,7 @@ cdef class MultiQueue(PolicyAdapter):
                 continue
             if younger != 0 and self.table.rows[younger].list_idx == self.table.rows[row].list_idx:
                 leave_queue(self.members, row)
-                join_queue_before(self.members, row, younger)
+                join_queue(self.members, row, younger)
             set_stamp(self.table, row, stamp - i)
             younger = row
 
@@ -229,7 +218,7 @@ cdef class MultiQueue(PolicyAdapter):
     cdef int check_policy(self) except -1:
         cdef int32_t level, row
         cdef Py_ssize_t count
-        self.history.check()
+        self.check_ghosts(self.history)
         for level in range(NUM_LEVELS):
             count = 0
             row = self.members[level].next
@@ -237,7 +226,7 @@ cdef class MultiQueue(PolicyAdapter):
                 count += 1
                 if self.table.rows[row].key == NULL or self.table.rows[row].list_idx != level:
                     raise BlockStateError(f"invariant broken: row {row} is astray in queue {level}")
-                if self.members[self.members[row].next].prev != row or self.history.find(self.table.rows[row].hash):
+                if self.members[self.members[row].next].prev != row:
                     raise BlockStateError(f"invariant broken: row {row} of queue {level}")
                 row = self.members[row].next
             if count != self.table.num_in_list[level]:

@@ -14,7 +14,7 @@ from kvcache.core.ghosts cimport GhostList, prefetch_ghost
 from kvcache.core.index cimport Probe, index_first, prefetch, zeroed
 from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.request_keys cimport RequestKeys
-from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave
+from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave, ref_of
 from kvcache.policies.gittins.groups cimport (
     HOLDERS, MOST_GROUPS, AgedGroups, Cohort, Group, add_known, class_of, leave_group, lowest_bit,
     reserve_groups,
@@ -631,8 +631,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef inline bint _may_leave(self, RequestKeys names, int32_t row, bint is_whole) noexcept nogil:
         cdef Py_ssize_t place
-        if (self.members[row].kids > 0 or self.table.rows[row].ref_cnt != 0
-                or self.table.rows[row].mark == self.table.mark):
+        if self.members[row].kids > 0 or ref_of(self.table, row) != 0 or self.table.rows[row].mark == self.table.mark:
             return False
         if is_whole:
             return True
@@ -719,31 +718,19 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         count_rows(self.table, GROUPED, n)
 
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
-        """Select `n` victims in the order of the table, and decline nothing."""
-        cdef Py_ssize_t got = 0
-        cdef int rank
-        cdef int32_t cell, cohort, next_cohort, group, next, row, prev
+        """Select `n` victims, and decline nothing. Blocks behind a blocked tail come last, in the order of rows."""
+        cdef Py_ssize_t i, got
+        cdef int32_t row
         if priority != NORMAL:
             return 0
-        for rank in range(self.values.num_ranked):
-            cell = self.values.ranked[rank]
-            next_cohort = self.aged.queues[HOLDERS][cell].first
-            while next_cohort != 0:
-                cohort = next_cohort
-                next_cohort = self.aged.cohorts[cohort].next[HOLDERS]
-                next = self.aged.cohorts[cohort].groups[HOLDERS].first
-                while next != 0:
-                    group = next
-                    next = self.aged.groups[group].next[HOLDERS]
-                    row = self.aged.groups[group].tail
-                    while row != 0 and got < n:
-                        prev = self.table.rows[row].prev
-                        if may_leave(self.table, row):
-                            self._detach_row(row)
-                            self._remember(self.table.rows[row].hash, self._place_of(row).label)
-                            out[got] = row
-                            got += 1
-                        row = prev
+        got = self._choose(None, NULL, n, True, False, out)
+        for i in range(got):
+            self.table.rows[out[i]].mark = self.table.mark
+        for row in range(self.table.first, self.table.first + self.table.num_fresh):
+            if got < n and self.table.rows[row].key != NULL and may_leave(self.table, row):
+                self._evict(row)
+                out[got] = row
+                got += 1
         self._trim()
         return got
 
@@ -757,7 +744,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         # Group 0 stands for the passing rows.
         self.values.check()
         self.aged.check(known)
-        self.memory.check()
+        self.check_ghosts(self.memory)
         for group in [0, *known]:
             row = self.passing_last if group == 0 else self.aged.groups[group].tail
             first = 0
@@ -785,8 +772,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
             if rows[row].key == NULL:
                 continue
-            if self.memory.find(rows[row].hash) != 0:
-                raise BlockStateError(f"invariant broken: row {row} is resident and remembered")
             # A parent that was stored again after a failed store does not count its older children.
             if self.members[row].kids > kids.get(<uint32_t> rows[row].hash, 0):
                 raise BlockStateError(f"invariant broken: row {row} counts too many children")
