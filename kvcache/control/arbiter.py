@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 BAND = 0.04
 """Rates in use are replaced once what was learned leaves this band around them: decisions do not flutter with noise."""
 _DECAY = 0.85
@@ -396,11 +398,8 @@ def check_prefill_rate(name: str, value: object) -> dict[int, float]:
 
 def _line(rates: Mapping[int, float]) -> tuple[float, float]:
     """Return seconds per token at position 0, and their growth per position, that best fit rates at positions."""
-    places, seconds = list(rates), [1 / rate for rate in rates.values()]
-    mean_place, mean_s = sum(places) / len(places), sum(seconds) / len(seconds)
-    spread = sum((place - mean_place) ** 2 for place in places)
-    if not spread:
-        return mean_s, 0.0
-    growth = sum((p - mean_place) * (s - mean_s) for p, s in zip(places, seconds, strict=True)) / spread
+    if len(rates) == 1:
+        return 1 / next(iter(rates.values())), 0.0
+    growth, at_0_s = np.polyfit(list(rates), [1 / rate for rate in rates.values()], 1).tolist()
     # Clip at zero, in case the points do not fit a line.
-    return max(mean_s - growth * mean_place, 0.0), growth
+    return max(at_0_s, 0.0), growth

@@ -264,11 +264,10 @@ class BlockPool:
                 if self._reads_clock:
                     return  # time does not advance for such a policy
                 raise ValueError(f"the clock went back from {before_s} to {now_s} s")
-            if now_s > self._now_s:
-                self._now_s = now_s
-            else:
+            if now_s < self._now_s:
                 now_s = self._now_s  # another thread read the clock later, and advanced first
         self._cache.advance(now_s - self._start_s, self._max_raised)
+        self._now_s = now_s
 
     def reorder(self, req_context: ReqContext) -> None:
         """Order the keys that a running request used, by position if known, so that its head is evicted after its tail.

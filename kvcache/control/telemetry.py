@@ -172,19 +172,12 @@ class Telemetry:
 
 def _check_label(name: object, text: object) -> None:
     is_name = isinstance(name, str) and _LABEL_NAME.fullmatch(name) is not None and name != "le"
-    if not is_name or not isinstance(text, str) or len(text) > _MAX_LABEL_CHARS or not _is_unicode(text):
+    is_text = isinstance(text, str) and len(text) <= _MAX_LABEL_CHARS and text == text.encode(errors="replace").decode()
+    if not is_name or not is_text:
         raise ValueError(
             f"a label must have a name such as 'engine' and a text of at most {_MAX_LABEL_CHARS} characters, got "
             f"{name!r:.80}: {text!r:.80}"
         )
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class Exporter(ABC):
