@@ -15,10 +15,8 @@ from kvcache import (
     BlockStatus,
     CachePolicy,
     CPUBackend,
-    CPULoadStoreSpec,
     CPUOffloadingManager,
     OffloadingManager,
-    PrepareStoreOutput,
     ReqContext,
     Retention,
 )
@@ -267,17 +265,9 @@ def test_a_remove_that_raises_keeps_the_block_and_its_slot_together() -> None:
 
 
 def test_a_seed_style_manager_needs_three_methods() -> None:
-    class Small(OffloadingManager):
-        def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool:
-            return False
-
-        def prepare_load(self, keys: Any, req_context: ReqContext | None = None) -> CPULoadStoreSpec:
-            return CPULoadStoreSpec([])
-
-        def prepare_store(self, keys: Any, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-            return None
-
-    manager = Small()
+    methods = {name: lambda self, keys, req_context=None: None for name in ("lookup", "prepare_load", "prepare_store")}
+    small: Any = type("Small", (OffloadingManager,), methods)
+    manager = small()
     manager.touch([b"a"])
     manager.hint([b"a"], "soon")
     manager.hint(ReqContext(), "end")

@@ -188,28 +188,33 @@ def test_a_clock_that_goes_back_is_an_error_that_names_both_times(
     getattr(manager, operation)([A])
 
 
-@pytest.mark.parametrize("ttl_s", [1e-12, 5e-324, 1e-9])
-def test_the_shortest_time_ends(ttl_s: float, manager: CPUOffloadingManager, clock: ReplayClock) -> None:
+@pytest.mark.parametrize(
+    ("ttl_s", "after_s", "num_raised"),
+    [*((ttl_s, 1e-3, 0) for ttl_s in (1e-12, 5e-324, 1e-9)), *((ttl_s, 1e9, 1) for ttl_s in (1e12, 1.7e308, 10**400))],
+)
+def test_the_shortest_ttl_expires_and_the_longest_holds(
+    ttl_s: float, after_s: float, num_raised: int, manager: CPUOffloadingManager, clock: ReplayClock
+) -> None:
     store(manager, [A], 1, ttl_s)
-    clock.now_s += 1e-3
+    clock.now_s += after_s
     manager.touch([])
 
-    assert raised(manager) == 0
+    assert raised(manager) == num_raised
 
 
-@pytest.mark.parametrize("ttl_s", [1e12, 1.7e308, 10**400])
-def test_the_longest_time_holds(ttl_s: float, manager: CPUOffloadingManager, clock: ReplayClock) -> None:
-    store(manager, [A], 1, ttl_s)
-    clock.now_s += 1e9
-    manager.touch([])
-
-    assert raised(manager) == 1
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, True, "0.5", None, float("nan")])
-def test_a_share_that_is_none_is_an_error(share: Any) -> None:
-    with pytest.raises(ValueError, match=r"retention_share must be a number in 0\.\.1"):
-        CPUOffloadingManager(16, 8, retention_share=share)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"retention_share": bad}, r"must be a number in 0\.\.1")
+            for bad in (-0.1, 1.1, True, "0.5", None, float("nan"))
+        ),
+        ({"clock": 5}, "clock must be callable, got 5"),
+    ],
+)
+def test_invalid_share_or_clock_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CPUOffloadingManager(16, 8, **options)
 
 
 @pytest.mark.parametrize("hint", [{"priority": 2, "ttl_s": 300}, {"next_use": "soon"}])
@@ -305,11 +310,6 @@ def test_a_hint_of_the_wrong_type_set_on_a_context_is_an_error(manager: CPUOfflo
         manager.touch([A], context)
 
 
-def test_a_clock_that_cannot_be_asked_is_an_error() -> None:
-    with pytest.raises(ValueError, match="clock must be callable, got 5"):
-        CPUOffloadingManager(16, 8, clock=5)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"kvcache": {}}, "text", 7])
 def test_no_hint_from_the_engine_is_no_fault(params: Any, manager: CPUOffloadingManager) -> None:
     manager.touch([A], ReqContext(kv_transfer_params=params))
@@ -380,7 +380,7 @@ def test_a_bad_value_is_named_before_anything_changes(manager: CPUOffloadingMana
     assert manager.stats().retained_blocks == 1
 
 
-def test_policies_in_python_take_what_is_said_later_or_ignore_it() -> None:
+def test_policies_in_python_receive_later_hints_in_prompt_order_or_ignore_them() -> None:
     heard: list[tuple[list[bytes], str]] = []
 
     class Listening(ReferenceLRU):
@@ -389,28 +389,17 @@ def test_policies_in_python_take_what_is_said_later_or_ignore_it() -> None:
 
     for policy in (Listening, ReferenceLRU):
         manager = CPUOffloadingManager(16, 4, policy)
-        context = serve(manager, [A, B])
+        context = ReqContext()
+        for key, position in ((B, 32), (A, 16), (C, 48)):
+            context.set_offload_key_position(key, position)
+            manager.prepare_store([key], context)
+        manager.hint(context, "soon")
+        manager.on_request_finished(context)
         manager.hint(context, "end")
         manager.hint((A,), "soon")
-    assert heard == [([A, B], "end"), ([A], "soon")]
+    assert heard == [([A, B, C], "soon"), ([A, B, C], "end"), ([A], "soon")]
     backed = BackendOffloadingManager(CPUBackend(16, 4), LRUCachePolicy)
     backed.hint(serve(backed, [A]), "end")
-
-
-def test_the_prompts_order_is_that_of_the_positions() -> None:
-    heard: list[list[bytes]] = []
-
-    class Listening(ReferenceLRU):
-        def hint(self, keys: list[bytes], next_use: str) -> None:
-            heard.append(keys)
-
-    manager = CPUOffloadingManager(16, 4, Listening)
-    context = ReqContext()
-    for key, position in ((B, 32), (A, 16), (C, 48)):
-        context.set_offload_key_position(key, position)
-        manager.prepare_store([key], context)
-    manager.hint(context, "soon")
-    assert heard == [[A, B, C]]
 
 
 def test_the_host_pool_over_tiers_takes_hints(clock: ReplayClock) -> None:

@@ -75,12 +75,10 @@ class RetentionMachine(CacheMachine):
             self._call("complete_store", [key], 0, (list, False))
 
 
-@pytest.mark.parametrize("policy", [name for name, twin in REFERENCE_POLICIES.items() if not twin.declines])
-def test_hints_agree_with_their_specification(policy: str) -> None:
-    machine = type(f"RetentionMachine[{policy}]", (RetentionMachine,), {"policy": policy})
-    run_state_machine_as_test(machine)
+GATED = {"policy": "arc", "manager_options": {"store_threshold": 2, "max_tracker_size": 5}}
+MACHINES = {name: {"policy": name} for name, twin in REFERENCE_POLICIES.items() if not twin.declines} | {"gated": GATED}
 
 
-def test_hints_agree_with_their_specification_behind_a_gate() -> None:
-    attributes = {"policy": "arc", "manager_options": {"store_threshold": 2, "max_tracker_size": 5}}
-    run_state_machine_as_test(type("GatedRetentionMachine", (RetentionMachine,), attributes))
+@pytest.mark.parametrize("name", MACHINES)
+def test_hints_agree_with_their_specification(name: str) -> None:
+    run_state_machine_as_test(type(f"RetentionMachine[{name}]", (RetentionMachine,), MACHINES[name]))

@@ -7,6 +7,7 @@ import gc
 import random
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -45,16 +46,14 @@ def check(manager: CPUOffloadingManager) -> None:
     getattr(manager.policy, "check", lambda: None)()
 
 
+@dataclass
 class Owners:
-    """Who holds which slot, kept beside the manager by what its calls answer."""
+    """The owner of each slot, as recorded from the answers of a manager."""
 
-    def __init__(self, manager: CPUOffloadingManager) -> None:
-        self.manager = manager
-        self.is_busy = False
+    manager: CPUOffloadingManager
 
     def check_load(self, keys: list[bytes]) -> None:
-        spec = self.manager.prepare_load(keys)
-        ids = spec.block_ids.tolist()
+        ids = self.manager.prepare_load(keys).block_ids.tolist()
         found = self.manager._cache.locate(keys)
         self.manager.complete_load(keys)
         assert ids == found

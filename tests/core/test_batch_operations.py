@@ -44,13 +44,14 @@ def store(cache: Any, names: list[bytes], request_keys: Any = None) -> Any:
     return output
 
 
-def test_status_tells_absent_pending_and_ready_apart(make: Any) -> None:
+def test_status_and_locate_return_states_and_ids_without_a_reference(make: Any) -> None:
     cache = make(8)
-    store(cache, keys(0, 1))
+    ids = store(cache, keys(0, 1)).store_spec.block_ids.tolist()
     cache.reserve(keys(2), None, None)
     assert cache.status(keys(2, 0, 9, 1)) == bytes([PENDING, READY, ABSENT, READY])
     assert [cache.status_of(key(i)) for i in (2, 0, 9)] == [PENDING, READY, ABSENT]
-    assert cache.status([]) == b""
+    assert cache.locate(keys(1, 2, 0, 9)) == [ids[1], -1, ids[0], -1]
+    assert (cache.status([]), cache.num_referenced) == (b"", 0)
 
 
 def test_look_ups_are_counted_and_matches_are_not(make: Any) -> None:
@@ -72,14 +73,6 @@ def test_status_refuses_what_is_no_key(make: Any) -> None:
             cache.status_of(bad)
         with pytest.raises(ValueError, match="key must be"):
             cache.status([key(0), bad])
-
-
-def test_locate_returns_ids_and_takes_no_reference(make: Any) -> None:
-    cache = make(8)
-    output = store(cache, keys(0, 1, 2))
-    cache.reserve(keys(3), None, None)
-    assert cache.locate(keys(2, 3, 0, 7)) == [output.store_spec.block_ids[2], -1, output.store_spec.block_ids[0], -1]
-    assert cache.num_referenced == 0
 
 
 def test_match_prefix_returns_the_end_of_the_run_from_its_start(make: Any) -> None:

@@ -27,18 +27,6 @@ def test_events_that_nobody_takes_are_dropped_oldest_first() -> None:
     assert list(log.take()) == [OffloadingEvent([b"y"], 16, "CPU", False)]  # its number is not compared
 
 
-def test_a_managers_event_list_is_bounded() -> None:
-    manager = CPUOffloadingManager(16, 2, enable_events=True)
-    assert manager.events is not None
-    manager.events.max_keys = 10
-    for i in range(1000):
-        keys = [b"%d" % i]
-        manager.prepare_store(keys)
-        manager.complete_store(keys)
-    events = list(manager.take_events())
-    assert (len(events), events[-1].number, manager.events.num_dropped) == (10, 1998, 1988)
-
-
 def test_reset_drops_waiting_events_and_skips_a_number() -> None:
     manager = CPUOffloadingManager(16, 2, enable_events=True)
     manager.prepare_store([b"a"])

@@ -25,10 +25,6 @@ def test_every_bit_and_the_length_count() -> None:
         assert len(hashes) == 8 * size + 2
 
 
-def test_equal_keys_have_equal_hashes() -> None:
-    assert key_hash(b"block-" + b"7") == key_hash(b"block-7")
-
-
 def test_a_fixed_seed_of_python_does_not_fix_it() -> None:
     code = "from kvcache.core.index import key_hash; print(key_hash(b'block'), hash(b'block'))"
     found = [

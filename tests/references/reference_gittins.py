@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvcache.block import BlockStatus
 from kvcache.policies.base import CachePolicy, RequestUses
@@ -25,26 +26,26 @@ Cell = tuple[int, int]
 Victims = list[tuple[bytes, BlockStatus]]
 
 
+@dataclass(eq=False)
 class Group:
     """Known keys with the same request as last use and the same class."""
 
-    def __init__(self, t0: int, cls: int, length: int) -> None:
-        self.t0 = t0
-        self.cls = cls
-        self.bin = 0
-        self.length = length
-        self.num_known = 0
-        self.resident: OrderedDict[bytes, None] = OrderedDict()  # in path order
+    t0: int
+    cls: int
+    length: int
+    bin: int = 0
+    num_known: int = 0
+    resident: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # in path order
 
 
+@dataclass
 class Progress:
     """State of a request: whether it continues an older one, and the groups that it may join."""
 
-    def __init__(self) -> None:
-        self.continues = False
-        self.num_leading = 0
-        self.all_known = True
-        self.groups: dict[int, Group] = {}
+    continues: bool = False
+    num_leading: int = 0
+    all_known: bool = True
+    groups: dict[int, Group] = field(default_factory=dict)
 
 
 class ReferenceGittins(CachePolicy):

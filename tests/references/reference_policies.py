@@ -105,7 +105,28 @@ class Rank:
     moved_at: int = 0
 
 
-class ReferenceMQ(ReferenceLRU):
+class Counting(ReferenceLRU):
+    """A policy that counts the uses of its blocks, and keeps a history of evicted keys, oldest first."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.history: OrderedDict[bytes, Any] = OrderedDict()
+
+    def use(self, keys: list[bytes], first: bool) -> None:
+        for key in reversed(keys):
+            if key in self.blocks:
+                self._count_use(key)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        self.use(list(keys), first=True)
+
+    def order(self, keys: Iterable[bytes]) -> None:
+        for key in reversed(list(keys)):
+            if key in self.blocks:
+                self._refresh(key)
+
+
+class ReferenceMQ(Counting):
     """Eight recency queues by the logarithm of a block's uses. A block unused for `life` requests moves down one queue.
 
     Multi-Queue (Zhou, Philbin & Li, USENIX ATC '01), with a history of the uses of evicted keys.
@@ -120,8 +141,6 @@ class ReferenceMQ(ReferenceLRU):
         self.life = 500
         self.ranks: dict[bytes, Rank] = {}
         self.queues: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(self.num_queues)]
-        # Evicted keys, oldest first: number of uses, and time of the last use.
-        self.history: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
 
     def insert(self, key: bytes, block: BlockStatus) -> None:
         super().insert(key, block)
@@ -132,20 +151,13 @@ class ReferenceMQ(ReferenceLRU):
         super().remove(key)
         del self.queues[self.ranks.pop(key).level][key]
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        self.use(list(keys), first=True)
-
     def use(self, keys: list[bytes], first: bool) -> None:
         if keys and first:
             self._tick()
-        for key in reversed(keys):
-            if key in self.blocks:
-                self._count_use(key)
+        super().use(keys, first)
 
-    def order(self, keys: Iterable[bytes]) -> None:
-        for key in reversed(list(keys)):
-            if key in self.blocks:
-                self.queues[self.ranks[key].level].move_to_end(key)
+    def _refresh(self, key: bytes) -> None:
+        self.queues[self.ranks[key].level].move_to_end(key)
 
     def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
         oldest = eligible(chain(*self.queues), self.blocks, protected)
@@ -153,7 +165,7 @@ class ReferenceMQ(ReferenceLRU):
         if len(victims) < n:
             return None
         for key, _ in victims:
-            self.history[key] = (self.ranks[key].uses, self.ranks[key].used_at)
+            self.history[key] = (self.ranks[key].uses, self.ranks[key].used_at)  # and the time of the last use
             self.remove(key)
         trim(self.history, 4 * self.cache_capacity)
         return victims
@@ -228,7 +240,7 @@ class ReferenceAMQ(ReferenceMQ):
         return 2 * octave + (distance >> (octave - 1) & 1)
 
 
-class ReferenceLFUDA(ReferenceLRU):
+class ReferenceLFUDA(Counting):
     """Least frequently used with dynamic ageing. A block's value is its uses plus the age of the cache at its last use.
 
     A history keeps the uses of evicted keys.
@@ -241,7 +253,6 @@ class ReferenceLFUDA(ReferenceLRU):
         self.uses: dict[bytes, int] = {}
         # (value, sequence number): the smallest is evicted first.
         self.rank: dict[bytes, tuple[int, int]] = {}
-        self.history: OrderedDict[bytes, int] = OrderedDict()
 
     def insert(self, key: bytes, block: BlockStatus) -> None:
         super().insert(key, block)
@@ -252,15 +263,8 @@ class ReferenceLFUDA(ReferenceLRU):
         super().remove(key)
         del self.uses[key], self.rank[key]
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        for key in reversed(list(keys)):
-            if key in self.blocks:
-                self._count_use(key)
-
-    def order(self, keys: Iterable[bytes]) -> None:
-        for key in reversed(list(keys)):
-            if key in self.blocks:
-                self._rank(key, self.rank[key][0])
+    def _refresh(self, key: bytes) -> None:
+        self._rank(key, self.rank[key][0])
 
     def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
         lowest = heapq.nsmallest(n, eligible(self.blocks, self.blocks, protected), key=self.rank.__getitem__)

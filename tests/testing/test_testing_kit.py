@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,90 +20,64 @@ from kvcache.testing import PolicyContract, cache_machine
 from kvcache.testing.reference import ReferenceLRU, Victims
 
 
-class TouchesFirstToLast(ReferenceLRU):
-    def touch(self, keys: Iterable[bytes]) -> None:
-        super().touch(reversed(list(keys)))
+def orders_as_use(policy: ReferenceARC, keys: Iterable[bytes]) -> None:
+    keys = list(keys)
+    (policy.touch if len(keys) > 1 else partial(ReferenceARC.order, policy))(keys)
 
 
-class NeverOrders(ReferenceLRU):
-    def order(self, keys: Iterable[bytes]) -> None:
-        pass
+def remembers_failed_stores(policy: ReferenceARC, key: bytes) -> None:
+    ReferenceARC.remove(policy, key)
+    policy.b1[key] = None
 
 
-class OrdersAsUse(ReferenceARC):
-    def order(self, keys: Iterable[bytes]) -> None:
-        keys = list(keys)
-        if len(keys) > 1:
-            self.touch(keys)
+def promotes_unready(policy: ReferenceARC, keys: Iterable[bytes]) -> None:
+    for key in reversed(list(keys)):
+        if key in policy.t1:
+            policy.t2[key] = policy.t1.pop(key)
         else:
-            super().order(keys)
+            ReferenceARC.touch(policy, [key])
 
 
-class GhostsOfFailedStores(ReferenceARC):
-    def remove(self, key: bytes) -> None:
-        super().remove(key)
-        self.b1[key] = None
+def larger_by_one(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that runs as if the cache had one block more."""
+
+    def faulty(policy: ReferenceARC, *args: Any) -> Any:
+        policy.cache_capacity += 1
+        result = method(policy, *args)
+        policy.cache_capacity -= 1
+        return result
+
+    return faulty
 
 
-class TargetBeyondCapacity(ReferenceARC):
-    def touch(self, keys: Iterable[bytes]) -> None:
-        self.cache_capacity += 1
-        super().touch(keys)
-        self.cache_capacity -= 1
+def forgets_uses(policy: ReferenceMQ, key: bytes, block: BlockStatus) -> None:
+    policy.history.pop(key, None)
+    ReferenceMQ.insert(policy, key, block)
 
 
-class LongGhostLists(ReferenceARC):
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        self.cache_capacity += 1
-        victims = super().evict(n, protected)
-        self.cache_capacity -= 1
-        return victims
-
-
-class PromotesUnready(ReferenceARC):
-    def touch(self, keys: Iterable[bytes]) -> None:
-        for key in reversed(list(keys)):
-            if key in self.t1:
-                self.t2[key] = self.t1.pop(key)
-            else:
-                super().touch([key])
-
-
-class NeverDemotes(ReferenceMQ):
-    def _demote(self) -> None:
-        pass
-
-
-class ForgetsUses(ReferenceMQ):
-    def insert(self, key: bytes, block: BlockStatus) -> None:
-        self.history.pop(key, None)
-        super().insert(key, block)
-
-
-class NeverAges(ReferenceLFUDA):
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        victims = super().evict(n, protected)
-        self.age = 0
-        return victims
+def never_ages(policy: ReferenceLFUDA, n: int, protected: Container[bytes]) -> Victims | None:
+    victims = ReferenceLFUDA.evict(policy, n, protected)
+    policy.age = 0
+    return victims
 
 
 @pytest.mark.parametrize(
-    ("faulty", "right"),
+    ("right", "method", "faulty"),
     [
-        (TouchesFirstToLast, ReferenceLRU),
-        (NeverOrders, ReferenceLRU),
-        (OrdersAsUse, ReferenceARC),
-        (GhostsOfFailedStores, ReferenceARC),
-        (TargetBeyondCapacity, ReferenceARC),
-        (LongGhostLists, ReferenceARC),
-        (PromotesUnready, ReferenceARC),
-        (NeverDemotes, ReferenceMQ),
-        (ForgetsUses, ReferenceMQ),
-        (NeverAges, ReferenceLFUDA),
+        (ReferenceLRU, "touch", lambda policy, keys: ReferenceLRU.touch(policy, reversed(list(keys)))),
+        (ReferenceLRU, "order", lambda policy, keys: None),
+        (ReferenceARC, "order", orders_as_use),
+        (ReferenceARC, "remove", remembers_failed_stores),
+        (ReferenceARC, "touch", larger_by_one(ReferenceARC.touch)),
+        (ReferenceARC, "evict", larger_by_one(ReferenceARC.evict)),
+        (ReferenceARC, "touch", promotes_unready),
+        (ReferenceMQ, "_demote", lambda policy: None),
+        (ReferenceMQ, "insert", forgets_uses),
+        (ReferenceLFUDA, "evict", never_ages),
     ],
 )
-def test_machine_catches(faulty: type[ReferenceLRU], right: type[ReferenceLRU]) -> None:
-    machine = cache_machine(faulty, right)
+def test_machine_catches(right: type[ReferenceLRU], method: str, faulty: Callable[..., Any]) -> None:
+    machine = cache_machine(type("Faulty", (right,), {method: faulty}), right)
     # Shrinking is left out: that there is a failure is all that is asked.
     hunt = settings(
         max_examples=1000,
