@@ -146,7 +146,7 @@ bench-smoke: $(VENV)/extra-bench.stamp
 
 # Calls walk their tables in the debug build. So nothing that measures or bounds cost is run on it, nor what replays or simulates
 # traffic to count hits. The sanitized build leaves the same out.
-NOT_DEBUG := tiering/test_latency.py tiering/test_trace.py tiering/test_policies_over_tiers.py tiering/test_arbiter.py \
+NOT_DEBUG := tiering/test_latency.py tiering/test_policies_over_tiers.py tiering/test_arbiter.py \
 	core/test_batch_operations.py::test_reorder_is_linear_however_many_calls_a_request_takes \
 	control/test_what_if.py::test_filter_costs_at_most_a_twentieth_of_bookkeeping \
 	control/test_what_if.py::test_all_keys_sampled_means_no_error \
@@ -198,7 +198,7 @@ test-free-threaded:
 
 # Mooncake's tier against its real servers; a missing client is a failure here. (Valkey's tests are in `test` and `test-rest`.)
 test-stores: $(VENV)/extra-test.stamp $(VENV)/extra-mooncake.stamp
-	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_EXPECT_STORES=1 $(PYTEST) tests/tiers/test_mooncake.py tests/tiers/test_store_faults.py::test_fault_of_mooncake_under_load
+	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_EXPECT_STORES=1 $(PYTEST) tests/tiers/test_mooncake.py tests/tiers/test_store_faults.py -k mooncake
 
 test-vllm: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/vllm/run $(PYTEST_ARGS)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stores import until
 
 from kvcache.request import ReqContext
 from kvcache.tiering import job_tier
@@ -149,9 +150,5 @@ def test_hung_disk_does_not_keep_the_scheduler(world):
     assert (stats.reads, stats.writes) == ("open", "open")
     assert stats.overdue_jobs >= 2
     assert stats.dropped_blocks > 0
-    end = time.monotonic() + 20
-    while manager.tier_stats()[0].stuck_blocks and time.monotonic() < end:
-        manager.on_schedule_end()
-        time.sleep(0.001)
-    assert manager.stats().num_pending == 0
-    assert manager.stats().num_referenced == 0
+    until(lambda: manager.on_schedule_end() or not manager.tier_stats()[0].stuck_blocks)
+    assert (manager.stats().num_pending, manager.stats().num_referenced) == (0, 0)

@@ -1,5 +1,6 @@
-"""Every policy over a tier: the tier must add hits, and a policy that declines blocks must not starve it."""
+"""Policies over tiers: a tier adds hits, is not starved, and hits as many blocks as one large memory cache."""
 
+import os
 import random
 from functools import cache
 
@@ -8,11 +9,17 @@ import pytest
 
 from kvcache import CPUOffloadingManager, ReqContext
 from kvcache.integrations.vllm.settings import DEFAULT_POLICY
+from kvcache.lab.simulate import tiered
 from kvcache.lab.simulate.run import Replay, ReplayClock
 from kvcache.lab.simulate.simulated_tier import SimulatedTier, SimulatedTieredManager
-from kvcache.lab.simulate.tiered import DiskChoice, patient_manager, plain_host_blocks
+from kvcache.lab.simulate.tiered import DiskChoice, PatientManager, patient_manager, plain_host_blocks
+from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.requests import ReplayError, Request
+from kvcache.lab.traces.trace import Trace
 from kvcache.registry import POLICIES
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiers.disk.directory import capacity_for, directory_bytes
 
 HOST_BLOCKS = 150
 TIER_BLOCKS = 2000
@@ -109,3 +116,57 @@ def test_replay_over_faulty_simulated_tier_ends_with_an_error(monkeypatch):
     clock = ReplayClock()
     with pytest.raises(ReplayError, match="has not ended its jobs after 100 steps"):
         replayed(SimulatedTieredManager(16, HOST_BLOCKS, [TIER_BLOCKS], clock=clock, cache_policy="lru"), clock)
+
+
+# The whole trace over a real disk takes half a minute: KVCACHE_WHOLE_TRACE=1.
+WHOLE = os.environ.get("KVCACHE_WHOLE_TRACE") == "1"
+NUM_HOST, NUM_DISK, NUM_REQUESTS = (3000, 100_000, 12_031) if WHOLE else (600, 12_000, 1500)
+
+
+def replayed_trace(manager, trace_path, num_requests):
+    replay, make_keys = Replay(manager), KeyMaker()
+    with Trace(trace_path) as trace:
+        for request, _ in zip(trace, range(num_requests), strict=False):
+            replay.step(request, make_keys(request.hash_ids))
+    return replay.tally
+
+
+def test_host_over_disk_hits_as_much_as_one_memory_cache(shared, tmp_path):
+    path = shared / "traces" / "mooncake_conversation.jsonl"
+    whole = replayed_trace(CPUOffloadingManager(512, NUM_HOST + NUM_DISK), path, NUM_REQUESTS)
+    disk = DiskChoice(tmp_path / "tier", capacity_for(NUM_DISK, BLOCK_BYTES))
+    with patient_manager(512, "lru", disk, plain_host_blocks(NUM_HOST, BLOCK_BYTES)) as manager:
+        tally = replayed_trace(manager, path, NUM_REQUESTS)
+        stats = manager.tier_stats()[0]
+    print(whole.token_hit_rate, tally.token_hit_rate, tally.hit_blocks, stats)
+    assert stats.promoted_blocks > 0
+    assert (stats.failed_jobs, stats.overdue_jobs, stats.tier.corrupt_blocks) == (0, 0, 0)
+    assert abs(whole.token_hit_rate - tally.token_hit_rate) < 0.01
+    assert directory_bytes(disk.path) <= disk.capacity_bytes
+    if WHOLE:
+        # The disk holds all that host memory holds, so this is LRU at 100,000 blocks.
+        assert tally.hit_blocks == 104_924
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
+def test_other_write_policies_lose_little(shared, write_policy):
+    path = shared / "traces" / "mooncake_conversation.jsonl"
+    whole = replayed_trace(CPUOffloadingManager(512, 12_600), path, 1500)
+    tier = ManualTier(12_000, is_automatic=True)
+    rule = TierConfig(write_policy=write_policy, num_uses=1, max_store_blocks=256)
+    manager = PatientManager(512, 600, [(tier, rule)])
+    tally = replayed_trace(manager, path, 1500)
+    assert abs(whole.token_hit_rate - tally.token_hit_rate) < 0.01
+    assert manager.tier_stats()[0].dropped_blocks < 100
+
+
+def test_waiting_is_not_timed_as_bookkeeping(monkeypatch):
+    now = [1000]
+    monkeypatch.setattr(tiered, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(PatientManager.__base__, "settle", lambda *_: now.__setitem__(0, now[0] + 500))
+    monkeypatch.setattr(PatientManager.__base__, "on_schedule_end", lambda _: now.__setitem__(0, now[0] + 7))
+    manager = PatientManager(512, 6, [(ManualTier(12), TierConfig())])
+    before = manager.clock()
+    manager.settle()
+    assert manager.clock() - before == 7
+    assert now == [1507]

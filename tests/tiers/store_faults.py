@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
-from stores import Impostor, MooncakeStore, Proxy, ProxyProcess, ValkeyServer, blocks, pause, resume, store_as_is
+from stores import Impostor, MooncakeStore, ProxyProcess, ValkeyServer, blocks, pause, resume, store_as_is
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.tiering.checksum import SEAL_BYTES
@@ -237,8 +237,7 @@ class ValkeyFaults(ProxyFaults):
     def __init__(self, folder, stack):
         self.server = ValkeyServer(folder)
         self.server.start()
-        self.proxy = Proxy(self.server.port)
-        self.proxy.drip_s = 1.0
+        self.proxy = ProxyProcess(self.server.port)
         self._stack = stack
         stack.callback(self.server.kill)
         stack.callback(self.proxy.close)
@@ -319,7 +318,7 @@ class MooncakeFaults(ProxyFaults):
         self.store = MooncakeStore(folder)
         stack.callback(self.store.close)
         self.node = self.store.start_node("256MB")
-        self.proxy = ProxyProcess(self.store.port, drip_s=1.0)
+        self.proxy = ProxyProcess(self.store.port)
         stack.callback(self.proxy.close)
         self._stack = stack
         self._client = importlib.import_module("mooncake.store").MooncakeDistributedStore()

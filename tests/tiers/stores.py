@@ -114,7 +114,7 @@ class Proxy:
     """A TCP proxy that spoils what the server answers, as `mode` says.
 
     ``"pass"``; ``"garbage"``; ``"cut"``: half an answer, then the end; ``"swallow"``: no answer; ``"half-open"``:
-    nothing goes either way, and no connection ends; ``"drip"``: a byte every `drip_s`.
+    nothing goes either way, and no connection ends; ``"drip"``: a byte a second.
     """
 
     def __init__(self, port):
@@ -122,36 +122,19 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.mode = "pass"
-        self.drip_s = 0.2
         self._ends = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def set_mode(self, mode):
-        """Choose how answers are spoilt; ``"pass"``: not at all."""
+        """Choose how answers are spoilt; ``"cut"`` also ends all connections."""
         self.mode = mode
-        if mode == "cut":
-            self._cut()
-
-    def _cut(self):
-        """End all connections."""
-        for end in list(self._ends):
+        for end in list(self._ends) if mode == "cut" else ():
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def close(self):
-        # Wakes the thread in accept, which closing alone does not.
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.mode = "pass"
-        self._cut()
-
     def _accept(self):
         while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
+            client, _ = self._listener.accept()
             try:
                 server = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
@@ -185,7 +168,7 @@ class Proxy:
                     while data and self.mode == "drip":
                         target.sendall(data[:1])
                         data = data[1:]
-                        time.sleep(self.drip_s)
+                        time.sleep(1.0)
                 target.sendall(data)
         except OSError:
             pass
@@ -198,10 +181,10 @@ class Proxy:
 class ProxyProcess:
     """A `Proxy` in a process of its own, for a client that keeps the interpreter's lock while it connects."""
 
-    def __init__(self, port, drip_s):
+    def __init__(self, port):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run_proxy, args=(port, drip_s, theirs), daemon=True)
+        self._process = context.Process(target=_run_proxy, args=(port, theirs), daemon=True)
         self._process.start()
         self.port = self._pipe.recv()
 
@@ -214,9 +197,8 @@ class ProxyProcess:
         self._process.join()
 
 
-def _run_proxy(port, drip_s, pipe):
+def _run_proxy(port, pipe):
     proxy = Proxy(port)
-    proxy.drip_s = drip_s
     pipe.send(proxy.port)
     while True:
         proxy.set_mode(pipe.recv())

@@ -96,14 +96,27 @@ def test_zstd_gives_the_same_bytes_in_fewer():
     manager.shutdown()
 
 
-def test_block_that_does_not_compress_is_refused_and_others_are_stored():
-    host = compressible()
+@pytest.mark.parametrize("is_disk", [False, True])
+def test_block_that_does_not_compress_is_refused_and_its_neighbours_are_stored(tmp_path, is_disk):
+    if is_disk:
+        pytest.importorskip("xxhash")
+    host = compressible(8)
     host[3] = np.random.default_rng(2).integers(0, 256, host.shape[1], np.uint8)
-    tier = open_configured({"type": "memory", "capacity": "1MiB", "codec": {"type": "zstd"}}, host)
-    result = store_as_is(tier, KEYS[:6])
-    assert (sorted(result.done), result.failed, result.error) == (KEYS[:3] + KEYS[4:6], [KEYS[3]], "")
+    before = host.copy()
+    place = {"type": "disk", "path": str(tmp_path / "kv")} if is_disk else {"type": "memory"}
+    entry = {**place, "capacity": "1MiB", "codec": {"type": "zstd"}}
+    tier = open_configured(entry, host)
+    result = store_as_is(tier, KEYS[:8])
+    assert (result.done, result.failed, result.error) == (KEYS[:3] + KEYS[4:8], [KEYS[3]], "")
     assert (tier.stats().unencodable_blocks, tier.stats().refused_blocks) == (1, 1)
-    assert tier.lookup(KEYS[:6]) == 3
+    assert tier.lookup(KEYS[:8]) == 3
+    if is_disk:
+        tier.shutdown()
+        tier = open_configured(entry, host)
+    host[:] = 0
+    assert load_as_is(tier, KEYS[:8]).done == KEYS[:3] + KEYS[4:8]
+    before[3] = 0
+    assert (host == before).all()
     tier.shutdown()
 
 
@@ -207,25 +220,6 @@ def test_codec_that_raises_fails_the_job_and_keeps_the_tier():
         assert store_as_is(tier, KEYS[:2], job_id).error == "RuntimeError: bug"
     codec.is_raising = False
     assert store_as_is(tier, KEYS[:2], 50).failed == []
-    tier.shutdown()
-
-
-def test_disk_tier_with_an_unencodable_block_in_a_run_keeps_its_neighbours(tmp_path):
-    pytest.importorskip("xxhash")
-    host = compressible(8)
-    host[3] = np.random.default_rng(2).integers(0, 256, host.shape[1], np.uint8)
-    entry = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB", "codec": {"type": "zstd"}}
-    before = host.copy()
-    tier = open_configured(entry, host)
-    result = store_as_is(tier, KEYS[:8])
-    assert (result.failed, result.error) == ([KEYS[3]], "")
-    tier.shutdown()
-    tier = open_configured(entry, host)
-    host[:] = 0
-    result = load_as_is(tier, KEYS[:8])
-    assert sorted(result.done) == KEYS[:3] + KEYS[4:8]
-    before[3] = 0
-    assert (host == before).all()
     tier.shutdown()
 
 

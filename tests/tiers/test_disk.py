@@ -3,13 +3,12 @@
 import json
 import os
 import shutil
-import time
 from contextlib import suppress
 from functools import reduce
 
 import numpy as np
 import pytest
-from stores import load, store
+from stores import load, store, until
 
 from kvcache.request import ReqContext
 from kvcache.tiers.disk.directory import TierDirectoryError, capacity_for, directory_bytes, num_slots_within
@@ -327,16 +326,10 @@ def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved, caplog):
         (tmp_path / "tier").rename(tmp_path / "moved")
     else:
         shutil.rmtree(tmp_path / "tier")
-    end = time.monotonic() + 60
-    message = f"disk tier: directory {tmp_path / 'tier'} was removed"
-    while message not in caplog.text and time.monotonic() < end:
-        time.sleep(0.001)
-    assert message in caplog.text
+    until(lambda: f"disk tier: directory {tmp_path / 'tier'} was removed" in caplog.text)
     assert tier.stats().unavailable_reason == f"directory {tmp_path / 'tier'} was removed"
     # The space is released right after the reason is set.
     size = 16 * BLOCK_BYTES if is_moved else 0
-    while os.fstat(tier._store.fd).st_size != size and time.monotonic() < end:
-        time.sleep(0.001)
-    assert os.fstat(tier._store.fd).st_size == size
+    until(lambda: os.fstat(tier._store.fd).st_size == size)
     assert tier.lookup(bench.keys(1)) == 0
     assert tier.submit_store(5, bench.keys(2), [0]) is False

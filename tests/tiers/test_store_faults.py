@@ -3,7 +3,6 @@
 One fault after the other on one store, for as long as you like: ``tests/stress/test_store_faults.py``.
 """
 
-import importlib
 import os
 from contextlib import ExitStack
 
@@ -21,8 +20,15 @@ def stack():
         yield stack
 
 
-def check_fault(kind, name, folder, stack):
-    faults = kind(folder, stack)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in (ValkeyFaults, MooncakeFaults) for name in kind.NAMES]
+)
+def test_fault_under_load(tmp_path, stack, kind, name):
+    if kind is ValkeyFaults and VALKEY_BINARY is None:
+        pytest.skip("needs valkey-server or redis-server")
+    if kind is MooncakeFaults and os.environ.get("KVCACHE_EXPECT_STORES") != "1":
+        pytest.importorskip("mooncake.store", exc_type=ImportError)
+    faults = kind(tmp_path, stack)
     host = blocks(NUM_HOST, BLOCK_BYTES)
     traffic = Traffic(faults.open_tier(host), host)
     stack.callback(traffic.manager.shutdown)
@@ -30,18 +36,3 @@ def check_fault(kind, name, folder, stack):
         traffic.warm_up()
         traffic.run_through(getattr(faults, name), FAULT_S, faults.LONGEST_JOB_S)
     traffic.check()
-
-
-@pytest.mark.parametrize("name", ValkeyFaults.NAMES)
-def test_fault_of_valkey_under_load(tmp_path, stack, name):
-    if VALKEY_BINARY is None:
-        pytest.skip("needs valkey-server or redis-server")
-    check_fault(ValkeyFaults, name, tmp_path, stack)
-
-
-@pytest.mark.parametrize("name", MooncakeFaults.NAMES)
-def test_fault_of_mooncake_under_load(tmp_path, stack, name):
-    if os.environ.get("KVCACHE_EXPECT_STORES") != "1":
-        pytest.importorskip("mooncake.store", exc_type=ImportError)
-    importlib.import_module("mooncake.store")
-    check_fault(MooncakeFaults, name, tmp_path, stack)
