@@ -26,7 +26,8 @@ class Model:
 
     `values_per_layer` are those that one token keeps in one of `num_layers`. `num_params` are the parameters that a
     token passes through (the active ones of a mixture of experts); None: unknown. `dtype` is that of the KV cache.
-    `is_latent`: with multi-head latent attention, of which every rank holds the same values.
+    `is_latent`: with multi-head latent attention, of which every rank holds the same values. `flops_per_s` is the rate
+    of prefill.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Model:
     num_params: float | None = None
     dtype: str = "bf16"
     is_latent: bool = False
+    flops_per_s: float = 400e12
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "values_per_layer"):
@@ -49,9 +51,17 @@ class Model:
         """Bytes of one token's KV."""
         return self.num_layers * self.values_per_layer * DTYPE_BYTES[self.dtype]
 
-    def saved_prefill_s(self, num_tokens: int, flops_per_s: float) -> float | None:
-        """Return the seconds of prefill that `num_tokens` hit tokens save at this rate; None if unknown."""
-        return None if self.num_params is None else 2 * self.num_params * num_tokens / flops_per_s
+    def saved_s(self, hit_tokens: int) -> float | None:
+        """Return the least seconds of prefill that hits save, or None if the number of parameters is unknown."""
+        return None if self.num_params is None else 2 * self.num_params * hit_tokens / self.flops_per_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for a report."""
+        names = ("name", "token_bytes", "dtype", "num_params", "flops_per_s")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.dtype}, {self.flops_per_s / 1e12:g} TFLOP/s"
 
 
 def _attention(layers: int, kv_heads: int, head_size: int, params: float) -> tuple[int, int, float]:

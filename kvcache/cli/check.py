@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcache.cli import common
-from kvcache.cli.model import ModelOption, read_weights
+from kvcache.cli.model import ModelOption, read_model
 from kvcache.options import parse_size
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ def _block_bytes(model: str | None, tokens: int, text: str | None, workers: int)
         if model is not None:
             raise ValueError(f"--block-bytes excludes --model, got {text!r} and {model!r}")
         return parse_size("--block-bytes", text), None
-    weights = read_weights(model)
+    weights = read_model(model)
     if weights is None:
         return 0, None
-    num_bytes = weights.model.token_bytes * common.at_least("--block-size", tokens, 1)
+    num_bytes = weights.token_bytes * common.at_least("--block-size", tokens, 1)
     # Every worker keeps its share of the heads, or all latent values.
-    return (num_bytes, True) if weights.model.is_latent else (-(-num_bytes // workers), False)
+    return (num_bytes, True) if weights.is_latent else (-(-num_bytes // workers), False)

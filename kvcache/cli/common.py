@@ -9,27 +9,18 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
-from functools import wraps
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from kvcache.options import parse_count, parse_size
-
 if TYPE_CHECKING:
     from rich.console import Console
     from typer.core import TyperCommand
 
 Number = TypeVar("Number", int, float)
-Options = TypeVar("Options")
 
-TEST_BLOCK_BYTES = "64KiB"
-"""Bytes of a block of test data if the user names no size."""
-_MOST_BLOCKS = 1 << 30  # the most rows that a block table can number
-# Without a limit, a simulation uses this share of the free memory.
-_MEMORY_SHARE = 0.8
 _REFRESH_S = 0.25
 _LINE_S = 30.0
 _WIDE = 200
@@ -39,39 +30,10 @@ class CommandError(Exception):
     """A command has failed; its message is for the user."""
 
 
-def complete_policies(incomplete: str) -> list[str]:
-    """Return the policy lists that `incomplete`, perhaps a list already, may become."""
-    from kvcache.registry import POLICIES
-
-    done, comma, last = incomplete.rpartition(",")
-    return [f"{done}{comma}{name}" for name in POLICIES.names() if name.startswith(last)]
-
-
-PolicyOption = Annotated[
-    str, typer.Option(help="Replacement policy: a name or package.module:Class.", autocompletion=complete_policies)
-]
-BlocksOption = Annotated[str | None, typer.Option(help="Capacity in blocks.", metavar="N", show_default=False)]
-MemoryOption = Annotated[
-    str | None, typer.Option(help="Capacity in bytes instead, as in 4GiB or 4G.", metavar="SIZE", show_default=False)
-]
-BlockBytesOption = Annotated[str, typer.Option(help="Bytes of one block.", metavar="SIZE")]
-TestBlockBytesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--block-bytes", help="Bytes of a block of test data [default: 64KiB].", metavar="SIZE", show_default=False
-    ),
-]
-DataOption = Annotated[
-    bool, typer.Option("--data/--no-data", help="Move and compare real bytes, or do the bookkeeping alone.")
-]
-GateOption = Annotated[int, typer.Option("--store-threshold", help="Store a block once it has been offered so often.")]
 JsonOption = Annotated[
     str | None, typer.Option("--json", help="Write the result as JSON; - is standard output.", metavar="FILE")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
-WhatIfOption = Annotated[
-    bool, typer.Option("--what-if", help="Sample the keys, and estimate what other policies and capacities would hit.")
-]
 
 
 def _say_version(asked: bool) -> None:
@@ -100,61 +62,11 @@ def add_command(
     app.command(name, short_help=" ".join(summary.split()), cls=cls, epilog=epilog)(run)
 
 
-def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Make a command of a function of one dataclass, `options`, whose fields are the command's options."""
-
-    def as_command(run: Callable[[Options], None]) -> Callable[..., None]:
-        @wraps(run)
-        def command(**given: object) -> None:
-            run(options(**given))
-
-        # Where typer looks.
-        command.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
-        return command
-
-    return as_command
-
-
 def at_least(option: str, value: Number, least: int) -> Number:
     """Return `value` if it is at least `least`; ValueError naming the option otherwise."""
     if not value >= least:
         raise ValueError(f"{option} must be >= {least}, got {value}")
     return value
-
-
-def one_policy(choice: str) -> str:
-    """Return `choice` where only one policy can be used; ValueError with a hint where it is a list or the optimum."""
-    if choice == "min":
-        raise ValueError("--policy min is the optimum of a trace: kvcache plan FILE --policy min")
-    if "," in choice:
-        raise ValueError(f"--policy must name one policy, got {choice!r}: kvcache plan FILE compares several")
-    return choice
-
-
-def parse_capacity(blocks: str | None, memory: str | None, block_bytes: int, default: str) -> int:
-    """Return the one capacity in blocks that `--blocks` or `--memory` says; ValueError if it is a list."""
-    capacities = parse_capacities(blocks, memory, block_bytes, default)
-    if len(capacities) > 1:
-        raise ValueError(f"one capacity is needed here, got {blocks or memory!r}: kvcache plan FILE compares several")
-    return capacities[0]
-
-
-def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, default: str) -> list[int]:
-    """Return the capacities in blocks that `--blocks` or `--memory` list, ascending and each once."""
-    if blocks is not None and memory is not None:
-        raise ValueError(f"--blocks and --memory exclude each other, got {blocks!r} and {memory!r}")
-    if memory is None:
-        option, text = "--blocks", default if blocks is None else blocks
-        capacities = [parse_count(option, part) for part in text.split(",")]
-    else:
-        option, text = "--memory", memory
-        capacities = [parse_size(option, part) // block_bytes for part in text.split(",")]
-        if 0 in capacities:
-            raise ValueError(f"--memory must hold at least one block of {block_bytes} bytes, got {text!r}")
-    capacities = sorted(set(capacities))
-    if capacities[-1] >= _MOST_BLOCKS:
-        raise ValueError(f"{option} must be less than 2**30 blocks ({block_bytes} bytes each), got {text!r}")
-    return capacities
 
 
 def console(json_target: str | None) -> Console:
@@ -258,32 +170,6 @@ def check_writable(option: str, target: str | None, source: Path | None = None) 
         raise ValueError(f"{option} cannot be written: {target!r}: {error.strerror}") from error
     if not existed:
         path.resolve().unlink()
-
-
-def plain_table(heads: tuple[str, ...], lines: list[tuple[str, ...]], last: tuple[str, ...] | None = None) -> Any:
-    """Return a table of figures that are never folded; `last` is set off from the other lines."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name, *values in zip(heads, *lines, *([last] if last else []), strict=True):
-        # A long name is folded; a figure never is.
-        width = max(map(len, [*values, *name.split()]))
-        table.add_column(name, justify="right", overflow="fold", min_width=width)
-    for line in lines:
-        table.add_row(*line)
-    if last is not None:
-        table.add_section()
-        table.add_row(*last)
-    return table
-
-
-def usable_bytes() -> int | None:
-    """Return most of the memory that is free, or None where the system does not say."""
-    from kvcache.transfer.free_memory import memory_left
-
-    left = memory_left()
-    return None if left is None else int(left[0] * _MEMORY_SHARE)
 
 
 def facts_table(rows: Iterable[tuple[Any, ...]]) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +18,6 @@ HOW_TO_SIZE = (
     "--model names it: llama-3.1-8b, a config.json, a shape such as 32x8x128, or the bytes of a token's KV, 128KiB"
 )
 """How the size of a block is given, for errors."""
-_FLOPS_PER_S = 400e12
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 _SIZE = re.compile(r"\d[\d.]*\s*[kmg]?i?b?", re.IGNORECASE)
 
@@ -43,35 +42,10 @@ ModelOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A model and the rate at which it prefills."""
-
-    model: Model
-    flops_per_s: float = _FLOPS_PER_S
-
-    def saved_s(self, hit_tokens: int) -> float | None:
-        """Return the least seconds of prefill that hits save, or None if the number of parameters is unknown."""
-        return self.model.saved_prefill_s(hit_tokens, self.flops_per_s)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for a report."""
-        return {
-            "name": self.model.name,
-            "token_bytes": self.model.token_bytes,
-            "dtype": self.model.dtype,
-            "num_params": self.model.num_params,
-            "flops_per_s": self.flops_per_s,
-        }
-
-    def __str__(self) -> str:
-        return f"{self.model.name}, {self.model.dtype}, {self.flops_per_s / 1e12:g} TFLOP/s"
-
-
-def read_weights(text: str | None) -> Weights | None:
+def read_model(text: str | None) -> Model | None:
     """Return the model that `--model` names, or None if the option is not given.
 
-    >>> read_weights("llama-3.1-8b,fp8").model.token_bytes
+    >>> read_model("llama-3.1-8b,fp8").token_bytes
     65536
     """
     from kvcache.assembly.models import DTYPE_BYTES, Model, model_of
@@ -104,7 +78,7 @@ def read_weights(text: str | None) -> Weights | None:
         model = model_of(name, dtype or "bf16")
     if numbers["params"]:
         model = replace(model, num_params=numbers["params"])
-    return Weights(model, numbers["flops"] or _FLOPS_PER_S)
+    return replace(model, flops_per_s=numbers["flops"]) if numbers["flops"] else model
 
 
 def _number(key: str, value: str, text: str) -> float:

@@ -12,8 +12,9 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 import kvcache
-from kvcache.cli.common import complete_policies, format_seconds, parse_capacities
+from kvcache.cli.common import format_seconds
 from kvcache.lab.commands.mount import RENAMED, build_command
+from kvcache.lab.commands.options import complete_policies, parse_capacities
 
 
 @pytest.fixture

@@ -99,8 +99,8 @@ def test_models_weigh_what_their_shapes_say():
     assert llama.token_bytes == 2 * 32 * 8 * 128 * 2 == 131072
     assert model_of("llama-3.1-8b", "fp8").token_bytes == 65536
     assert model_of("deepseek-v3").token_bytes == 61 * 576 * 2
-    assert llama.saved_prefill_s(1000, 4e14) == 2 * 8e9 * 1000 / 4e14
-    assert Model("own", 2, 256).saved_prefill_s(1000, 4e14) is None
+    assert llama.saved_s(1000) == 2 * 8e9 * 1000 / 4e14
+    assert Model("own", 2, 256).saved_s(1000) is None
     assert len(model_names()) >= 20
     assert all(model_of(name).token_bytes > 0 for name in model_names())
 

@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 
 from kvcache.cli import common
+from kvcache.lab.commands import options
 from kvcache.options import format_size, parse_size
 
 
 def disk(
     folder: Annotated[Path, typer.Argument(help="A folder on the disk to measure; a tier is made in it, and removed.")],
-    block_bytes: common.BlockBytesOption = "2MiB",
+    block_bytes: options.BlockBytesOption = "2MiB",
     size: Annotated[str, typer.Option(help="Bytes to write and read back.", metavar="SIZE")] = "1GiB",
     threads: Annotated[int, typer.Option(help="Operations in flight.")] = 4,
     json: common.JsonOption = None,

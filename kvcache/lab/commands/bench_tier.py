@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcache.cli import common
+from kvcache.lab.commands import options
 from kvcache.options import parse_size
 
 
@@ -27,7 +28,7 @@ def read_entry(text: str, option: str) -> dict[str, Any]:
 
 def tier(
     entry: Annotated[str, typer.Argument(help='The tier, as in a configuration: {"type": "valkey", "url": ...}.')],
-    block_bytes: common.BlockBytesOption = "2MiB",
+    block_bytes: options.BlockBytesOption = "2MiB",
     size: Annotated[str, typer.Option(help="Bytes to store and load in a round.", metavar="SIZE")] = "64MiB",
     rounds: Annotated[int, typer.Option(help="Rounds; of rates the best one counts, of ratios the median.")] = 10,
     json: common.JsonOption = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcache.cli import common
+from kvcache.lab.commands import options
 from kvcache.options import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def chat_demo(
     message_tokens: Annotated[int, typer.Option(help="Tokens of a user's message.")] = 96,
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 12,
     memory: Annotated[str, typer.Option(help="Host memory for keys and values.", metavar="SIZE")] = "64MiB",
-    policy: common.PolicyOption = "lru",
+    policy: options.PolicyOption = "lru",
     threads: Annotated[int, typer.Option(help="Threads that compute; one gives steady times on a busy machine.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of what is said.")] = 0,
     plot: Annotated[
@@ -47,7 +48,7 @@ def chat_demo(
         ("--threads", threads),
     ):
         common.at_least(option, value, 1)
-    common.one_policy(policy)
+    options.one_policy(policy)
     common.check_writable("--json", json)
     common.check_writable("--plot", None if plot is None else str(plot))
     from kvcache.integrations.transformers import PrefixCache

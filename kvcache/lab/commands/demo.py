@@ -8,16 +8,17 @@ from typing import Annotated
 import typer
 
 from kvcache.cli import common
+from kvcache.lab.commands import options
 from kvcache.options import parse_size
 
 
 def demo(
     requests: Annotated[int, typer.Option(help="Requests to generate.")] = 2000,
     seed: Annotated[int, typer.Option(help="Seed of the chats: the same seed, the same requests.")] = 0,
-    policy: common.PolicyOption = "lru",
-    blocks: common.BlocksOption = None,
-    memory: common.MemoryOption = None,
-    block_bytes: common.TestBlockBytesOption = None,
+    policy: options.PolicyOption = "lru",
+    blocks: options.BlocksOption = None,
+    memory: options.MemoryOption = None,
+    block_bytes: options.TestBlockBytesOption = None,
     block_tokens: Annotated[int, typer.Option(help="Tokens of one block.")] = 16,
     traffic: Annotated[
         str, typer.Option(help="chats, or agents: tool loops of seconds, people of minutes, sub-agents.")
@@ -28,9 +29,9 @@ def demo(
     turns: Annotated[
         float | None, typer.Option(help="Mean turns of a session [default: 6, agents 5].", show_default=False)
     ] = None,
-    store_threshold: common.GateOption = 0,
-    what_if: common.WhatIfOption = False,
-    data: common.DataOption = True,
+    store_threshold: options.GateOption = 0,
+    what_if: options.WhatIfOption = False,
+    data: options.DataOption = True,
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
 ) -> None:
@@ -59,10 +60,10 @@ def demo(
         workload = AgentWorkload(
             requests, seed, block_tokens, num_tool_sets=system_prompts or 2, mean_turns=turns or 5.0
         )
-    bytes_per_block = parse_size("--block-bytes", block_bytes or common.TEST_BLOCK_BYTES)
+    bytes_per_block = parse_size("--block-bytes", block_bytes or options.TEST_BLOCK_BYTES)
     settings = session.Settings(
-        policy=common.one_policy(policy),
-        num_blocks=common.parse_capacity(blocks, memory, bytes_per_block, default="4000"),
+        policy=options.one_policy(policy),
+        num_blocks=options.parse_capacity(blocks, memory, bytes_per_block, default="4000"),
         block_bytes=bytes_per_block,
         sized=block_bytes is not None or memory is not None,
         split=1,

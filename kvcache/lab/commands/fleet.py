@@ -51,7 +51,7 @@ class FleetOptions:
             metavar="ROUTER,...",
         ),
     ] = "prefix"
-    policy: common.PolicyOption = "lru"
+    policy: options.PolicyOption = "lru"
     blocks: Annotated[
         str | None,
         typer.Option(
@@ -60,7 +60,7 @@ class FleetOptions:
             show_default=False,
         ),
     ] = None
-    memory: common.MemoryOption = None
+    memory: options.MemoryOption = None
     model_text: model.ModelOption = None
     store: Annotated[
         str | None,
@@ -93,13 +93,13 @@ class FleetOptions:
     quiet: common.QuietOption = False
 
 
-@common.takes(FleetOptions)
+@options.takes(FleetOptions)
 def fleet(given: FleetOptions) -> None:
     """Simulate engines behind a router over a shared store: hits, times, and the load of store and router.
 
     Every engine has host memory of its own. The traffic is copies of the trace, which share system prompts only.
     """
-    weights = model.read_weights(given.model_text)
+    weights = model.read_model(given.model_text)
     if given.memory is not None and weights is None:
         raise ValueError(f"--memory needs the size of a block, got {given.memory!r} alone: {model.HOW_TO_SIZE}")
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
@@ -137,7 +137,7 @@ def read_plans(given: FleetOptions, block_bytes: int | None, token_s: float) -> 
         if name not in ROUTERS:
             raise ValueError(f"--router must be of {', '.join(ROUTERS)}, got {given.router!r}")
         routers[name, parse_share("--router", lost)] = None
-    POLICIES.resolve(common.one_policy(given.policy))
+    POLICIES.resolve(options.one_policy(given.policy))
     if given.copies is not None:
         common.at_least("--copies", given.copies, 1)
     blocks, _, disk_blocks = (given.blocks or "").partition("+")
@@ -148,7 +148,7 @@ def read_plans(given: FleetOptions, block_bytes: int | None, token_s: float) -> 
     }
     common_to_all = partial(
         FleetPlan,
-        num_blocks=common.parse_capacity(blocks or None, given.memory, block_bytes or 1, default="10000"),
+        num_blocks=options.parse_capacity(blocks or None, given.memory, block_bytes or 1, default="10000"),
         store_blocks=_store_blocks(store, block_bytes),
         cache_policy=given.policy,
         token_s=token_s,
@@ -241,12 +241,14 @@ def run(trace: TraceFile, split: int, plans: list[FleetPlan], given: FleetOption
 
 def _check_memory(plan: FleetPlan, compact: CompactTrace, copies: int) -> None:
     """Raise ValueError if the full pools and the requests of a fleet do not fit into the free memory."""
+    from kvcache.lab.simulate.plan import usable_bytes
+
     most = max(1, copies * len(compact.ids))
     blocks = plan.num_engines * (min(plan.num_blocks, most) + min(plan.disk_blocks, most)) + min(
         plan.store_blocks, most
     )
     needed = _ROW_BYTES * blocks + _REQUEST_BYTES * copies * len(compact)
-    usable = common.usable_bytes()
+    usable = usable_bytes()
     if usable is not None and needed > usable:
         raise ValueError(
             f"a fleet of {plan.num_engines:,} engines of {plan.num_blocks:,} blocks and {copies:,} copies of the trace "

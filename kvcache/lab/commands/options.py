@@ -1,20 +1,59 @@
-"""The options that `replay`, `plan` and `fleet` share: how to read a trace and the size of its blocks."""
+"""The options that commands of the lab share: policies, capacities, how to read a trace and the size of its blocks."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from kvcache.cli import common
-from kvcache.options import parse_count
+from kvcache.options import parse_count, parse_size
 
 if TYPE_CHECKING:
-    from kvcache.cli.model import Weights
+    from kvcache.assembly.models import Model
     from kvcache.lab.traces.requests import TraceFile
 
+TEST_BLOCK_BYTES = "64KiB"
+"""Bytes of a block of test data if the user names no size."""
+_MOST_BLOCKS = 1 << 30  # the most rows that a block table can number
+
+Options = TypeVar("Options")
+
+
+def complete_policies(incomplete: str) -> list[str]:
+    """Return the policy lists that `incomplete`, perhaps a list already, may become."""
+    from kvcache.registry import POLICIES
+
+    done, comma, last = incomplete.rpartition(",")
+    return [f"{done}{comma}{name}" for name in POLICIES.names() if name.startswith(last)]
+
+
+PolicyOption = Annotated[
+    str, typer.Option(help="Replacement policy: a name or package.module:Class.", autocompletion=complete_policies)
+]
+BlocksOption = Annotated[str | None, typer.Option(help="Capacity in blocks.", metavar="N", show_default=False)]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="Capacity in bytes instead, as in 4GiB or 4G.", metavar="SIZE", show_default=False)
+]
+BlockBytesOption = Annotated[str, typer.Option(help="Bytes of one block.", metavar="SIZE")]
+TestBlockBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--block-bytes", help="Bytes of a block of test data [default: 64KiB].", metavar="SIZE", show_default=False
+    ),
+]
+DataOption = Annotated[
+    bool, typer.Option("--data/--no-data", help="Move and compare real bytes, or do the bookkeeping alone.")
+]
+GateOption = Annotated[int, typer.Option("--store-threshold", help="Store a block once it has been offered so often.")]
+WhatIfOption = Annotated[
+    bool, typer.Option("--what-if", help="Sample the keys, and estimate what other policies and capacities would hit.")
+]
 FileArgument = Annotated[
     Path,
     typer.Argument(
@@ -35,7 +74,7 @@ CapacitiesOption = Annotated[
         "--blocks", help="Capacities of host memory in blocks [default: 10000].", metavar="N,...", show_default=False
     ),
 ]
-MemoryOption = Annotated[
+CapacitiesMemoryOption = Annotated[
     str | None,
     typer.Option("--memory", help="Or in bytes, as in 4GiB; needs --model.", metavar="SIZE,...", show_default=False),
 ]
@@ -51,6 +90,56 @@ BlockSizeOption = Annotated[
 ]
 SkipBadOption = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")]
 UsersOption = Annotated[int, typer.Option("--users", help="Users whose recorded sessions are merged.")]
+
+
+def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Make a command of a function of one dataclass, `options`, whose fields are the command's options."""
+
+    def as_command(run: Callable[[Options], None]) -> Callable[..., None]:
+        @wraps(run)
+        def command(**given: object) -> None:
+            run(options(**given))
+
+        # Where typer looks.
+        command.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+        return command
+
+    return as_command
+
+
+def one_policy(choice: str) -> str:
+    """Return `choice` where only one policy can be used; ValueError with a hint where it is a list or the optimum."""
+    if choice == "min":
+        raise ValueError("--policy min is the optimum of a trace: kvcache plan FILE --policy min")
+    if "," in choice:
+        raise ValueError(f"--policy must name one policy, got {choice!r}: kvcache plan FILE compares several")
+    return choice
+
+
+def parse_capacity(blocks: str | None, memory: str | None, block_bytes: int, default: str) -> int:
+    """Return the one capacity in blocks that `--blocks` or `--memory` says; ValueError if it is a list."""
+    capacities = parse_capacities(blocks, memory, block_bytes, default)
+    if len(capacities) > 1:
+        raise ValueError(f"one capacity is needed here, got {blocks or memory!r}: kvcache plan FILE compares several")
+    return capacities[0]
+
+
+def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, default: str) -> list[int]:
+    """Return the capacities in blocks that `--blocks` or `--memory` list, ascending and each once."""
+    if blocks is not None and memory is not None:
+        raise ValueError(f"--blocks and --memory exclude each other, got {blocks!r} and {memory!r}")
+    if memory is None:
+        option, text = "--blocks", default if blocks is None else blocks
+        capacities = [parse_count(option, part) for part in text.split(",")]
+    else:
+        option, text = "--memory", memory
+        capacities = [parse_size(option, part) // block_bytes for part in text.split(",")]
+        if 0 in capacities:
+            raise ValueError(f"--memory must hold at least one block of {block_bytes} bytes, got {text!r}")
+    capacities = sorted(set(capacities))
+    if capacities[-1] >= _MOST_BLOCKS:
+        raise ValueError(f"{option} must be less than 2**30 blocks ({block_bytes} bytes each), got {text!r}")
+    return capacities
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +200,6 @@ def is_recording(file: Path) -> bool:
     return False
 
 
-def block_bytes_of(weights: Weights | None, trace: TraceFile, split: int) -> int | None:
+def block_bytes_of(weights: Model | None, trace: TraceFile, split: int) -> int | None:
     """Return the bytes of a block to replay, or None without a model."""
-    return None if weights is None else weights.model.token_bytes * (trace.block_size // split)
+    return None if weights is None else weights.token_bytes * (trace.block_size // split)

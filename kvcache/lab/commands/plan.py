@@ -12,7 +12,7 @@ from kvcache.lab.commands import options, tiers
 from kvcache.options import parse_count
 
 if TYPE_CHECKING:
-    from kvcache.cli.model import Weights
+    from kvcache.assembly.models import Model
     from kvcache.lab.simulate.choices import TierChoice
 
 EXAMPLES = """
@@ -25,9 +25,9 @@ kvcache plan huge.jsonl.zst --sample 0.01 --checkpoint cells.jsonl
 
 
 def complete_policies(incomplete: str) -> list[str]:
-    """Complete as `common.complete_policies` does, with the offline optimum."""
+    """Complete as `options.complete_policies` does, with the offline optimum."""
     done, comma, last = incomplete.rpartition(",")
-    return common.complete_policies(incomplete) + [f"{done}{comma}min"] * "min".startswith(last)
+    return options.complete_policies(incomplete) + [f"{done}{comma}min"] * "min".startswith(last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PlanOptions:
         ),
     ] = None
     blocks: options.CapacitiesOption = None
-    memory: options.MemoryOption = None
+    memory: options.CapacitiesMemoryOption = None
     model_text: model.ModelOption = None
     tier: Annotated[
         list[str] | None,
@@ -97,7 +97,7 @@ class PlanOptions:
     quiet: common.QuietOption = False
 
 
-@common.takes(PlanOptions)
+@options.takes(PlanOptions)
 def plan(given: PlanOptions) -> None:
     """Compare policies, capacities and simulated tiers on a trace, on all cores.
 
@@ -108,7 +108,7 @@ def plan(given: PlanOptions) -> None:
     from kvcache.lab.simulate.choices import NO_LIMIT, recorded_tier, stacks_of
     from kvcache.lab.simulate.plan import Settings, run
 
-    weights = model.read_weights(given.model_text)
+    weights = model.read_model(given.model_text)
     targets = plan_files.Targets.read(given.json, given.save, given.checkpoint, given.file)
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
     given_tiers = tiers.parse_tiers(given.tier)
@@ -124,7 +124,7 @@ def plan(given: PlanOptions) -> None:
             stacks.append((NO_LIMIT,) * len(given_tiers))
         settings = Settings(
             policies=(given.policy or recorded.get("cache_policy") or "lru").split(","),
-            capacities=common.parse_capacities(
+            capacities=options.parse_capacities(
                 given.blocks, given.memory, block_bytes or 1, default=str(recorded.get("num_blocks", 10000))
             ),
             tiers=given_tiers,
@@ -141,7 +141,7 @@ def plan(given: PlanOptions) -> None:
         plan_files.report(run(trace, settings, weights), trace, targets)
 
 
-def _check(given: PlanOptions, given_tiers: list[TierChoice], weights: Weights | None) -> None:
+def _check(given: PlanOptions, given_tiers: list[TierChoice], weights: Model | None) -> None:
     if not 0 < given.sample <= 1:
         raise ValueError(f"--sample must be a share > 0 and <= 1, got {given.sample}")
     for option, text in (("--memory", given.memory), ("--tier", given.tier[0] if given.tier else None)):
@@ -154,7 +154,7 @@ def _check(given: PlanOptions, given_tiers: list[TierChoice], weights: Weights |
         )
     if any(tier.arbiter for tier in given_tiers):
         if weights is None or not weights.saved_s(1):
-            shown = weights.model.name if weights else "no model"
+            shown = weights.name if weights else "no model"
             raise ValueError(
                 "--tier ...,arbiter weighs loading against computing: it needs a model with a known number of "
                 f"parameters, such as --model llama-3.1-8b, got {shown}"

@@ -28,14 +28,14 @@ class ReplayOptions:
     """The command line, in the order of ``--help``."""
 
     file: options.FileArgument
-    policy: common.PolicyOption = "lru"
+    policy: options.PolicyOption = "lru"
     blocks: Annotated[
         str | None,
         typer.Option(help="Capacity in blocks [default: 10000].", metavar="N", show_default=False),
     ] = None
-    memory: common.MemoryOption = None
+    memory: options.MemoryOption = None
     model_text: model.ModelOption = None
-    block_bytes: common.TestBlockBytesOption = None
+    block_bytes: options.TestBlockBytesOption = None
     data: Annotated[
         bool, typer.Option("--data/--no-data", help="Move and compare real bytes, or only do the bookkeeping.")
     ] = True
@@ -47,8 +47,8 @@ class ReplayOptions:
             show_default=False,
         ),
     ] = None
-    store_threshold: common.GateOption = 0
-    what_if: common.WhatIfOption = False
+    store_threshold: options.GateOption = 0
+    what_if: options.WhatIfOption = False
     block_size: options.BlockSizeOption = None
     limit: Annotated[int | None, typer.Option(help="Stop after so many requests.", show_default=False)] = None
     skip_bad: options.SkipBadOption = False
@@ -58,7 +58,7 @@ class ReplayOptions:
     quiet: common.QuietOption = False
 
 
-@common.takes(ReplayOptions)
+@options.takes(ReplayOptions)
 def replay(given: ReplayOptions) -> None:
     """Replay a trace once: look up, load, store and evict its blocks, with real bytes that are compared.
 
@@ -70,11 +70,11 @@ def replay(given: ReplayOptions) -> None:
         raise ValueError(
             f"{given.file} is a recording: kvcache rerun makes its calls again, kvcache plan reads it as a trace"
         )
-    common.one_policy(given.policy)
+    options.one_policy(given.policy)
     common.at_least("--store-threshold", given.store_threshold, 0)
     if given.limit is not None:
         common.at_least("--limit", given.limit, 1)
-    weights = model.read_weights(given.model_text)
+    weights = model.read_model(given.model_text)
     if weights is not None and given.block_bytes is not None:
         raise ValueError(f"--block-bytes and --model exclude each other, got {given.block_bytes!r}")
     is_sized = weights is not None or given.block_bytes is not None
@@ -85,7 +85,7 @@ def replay(given: ReplayOptions) -> None:
     tier = None if given.tier is None else _read_tier(given.tier)
     if given.what_if and tier is not None:
         raise ValueError(f"--what-if and --tier exclude each other, got {given.tier!r}")
-    test_bytes = parse_size("--block-bytes", given.block_bytes or common.TEST_BLOCK_BYTES)
+    test_bytes = parse_size("--block-bytes", given.block_bytes or options.TEST_BLOCK_BYTES)
     common.check_writable("--json", given.json, given.file)
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
     with source.open() as trace:
@@ -93,7 +93,7 @@ def replay(given: ReplayOptions) -> None:
         block_bytes = options.block_bytes_of(weights, trace, split) or test_bytes
         settings = session.Settings(
             policy=given.policy,
-            num_blocks=common.parse_capacity(given.blocks, given.memory, block_bytes, default="10000"),
+            num_blocks=options.parse_capacity(given.blocks, given.memory, block_bytes, default="10000"),
             block_bytes=block_bytes,
             sized=is_sized,
             split=split,

@@ -11,6 +11,7 @@ import typer
 
 from kvcache.cli import common
 from kvcache.cli.common import CommandError
+from kvcache.lab.commands import options
 
 EXAMPLES = """
 kvcache rerun run.kvlog
@@ -24,7 +25,7 @@ def rerun(
         str | None,
         typer.Option(
             help="Replacement policy [default: the recorded one].",
-            autocompletion=common.complete_policies,
+            autocompletion=options.complete_policies,
             show_default=False,
         ),
     ] = None,

@@ -14,7 +14,7 @@ from kvcache.options import format_size
 from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
-    from kvcache.cli.model import Weights
+    from kvcache.assembly.models import Model
     from kvcache.control.observers.what_if import WhatIf
     from kvcache.lab.simulate.run import Replay
     from kvcache.lab.simulate.tiered import DiskChoice
@@ -38,7 +38,7 @@ class Settings:
     limit: int | None
     data: bool
     json_target: str | None
-    weights: Weights | None = None
+    weights: Model | None = None
     store_threshold: int = 0
     what_if: bool = False
     tier: DiskChoice | dict[str, Any] | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
+from kvcache.lab.report.plan_tables import plain_table
 from kvcache.options import format_size
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def print_fleets(title: str, document: dict[str, Any], json: str | None) -> None
         )
         for cell in cells
     ]
-    console.print(common.plain_table(heads, lines), crop=False)
+    console.print(plain_table(heads, lines), crop=False)
     console.print(
         "a second, in the busiest minute: the store's traffic, existence queries (as they are; with answers "
         "remembered; batched; both), the keys of the last, blocks in events",
@@ -115,7 +116,7 @@ def print_fleets(title: str, document: dict[str, Any], json: str | None) -> None
         )
         for cell in cells
     ]
-    console.print(common.plain_table(names, lines), crop=False)
+    console.print(plain_table(names, lines), crop=False)
     for cell in cells:
         console.print(_breaks(cell), soft_wrap=True)
 

@@ -120,7 +120,7 @@ def _draw(result: Result, unbounded: Cell, block_size: int, target: str) -> None
     if compact.rate < 1:
         footnote += f", 1 in {1 / compact.rate:g} sampled"
     if weights is not None:
-        footnote += f"; {weights.model.name}, {weights.model.dtype}"
+        footnote += f"; {weights.name}, {weights.dtype}"
     names = tuple(tier.name for tier in settings.tiers)
     title = f"Blocks hit, by policy and capacity{' of host memory' if names else ''}"
     draw(Chart(title, result.cells, unbounded, settings.block_bytes, footnote, names), target)

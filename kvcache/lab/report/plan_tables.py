@@ -158,7 +158,7 @@ def _print_policies(console: Any, result: Result, unbounded: Cell, block_size: i
         ]
         heads = ("blocks", *["memory"] * (block_bytes is not None), *policies)
         console.print(heading, soft_wrap=True, markup=False)
-        console.print(common.plain_table(heads, lines[:-1], lines[-1]), crop=False)
+        console.print(plain_table(heads, lines[:-1], lines[-1]), crop=False)
 
 
 def _ttft_pair(cell: Cell) -> str:
@@ -222,14 +222,14 @@ def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int)
     heads: tuple[str, ...] = ("memory", "below", "policy", *media, *figures)
     title = f"{result.title}: share of blocks hit, by medium, of {unbounded.blocks:,} of {block_size} tokens"
     console.print(f"{title}; no limit: {unbounded.block_hit_rate:.2%}", soft_wrap=True, markup=False)
-    console.print(common.plain_table(*_used_columns(heads, lines)), crop=False)
+    console.print(plain_table(*_used_columns(heads, lines)), crop=False)
     for cell in result.cells:
         if cell.arbiter is not None:
             console.print(_arbiter_line(cell, result), soft_wrap=True, markup=False)
     if flows:
         heads = ("memory", "below", "policy", "medium", "read", "busiest minute", "write", "busiest minute")
         console.print("what each medium must sustain, in GB/s; time of all loads; writes, also as drive writes per day")
-        console.print(common.plain_table((*heads, "loads", "written a day", "drives a day"), flows), crop=False)
+        console.print(plain_table((*heads, "loads", "written a day", "drives a day"), flows), crop=False)
 
 
 def _shown(value: float | None, form: str) -> str:
@@ -242,3 +242,21 @@ def _used_columns(
     """Omit empty columns."""
     used = [i for i in range(len(heads)) if any(line[i] for line in lines)]
     return tuple(heads[i] for i in used), [tuple(line[i] for i in used) for line in lines]
+
+
+def plain_table(heads: tuple[str, ...], lines: list[tuple[str, ...]], last: tuple[str, ...] | None = None) -> Any:
+    """Return a table of figures that are never folded; `last` is set off from the other lines."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name, *values in zip(heads, *lines, *([last] if last else []), strict=True):
+        # A long name is folded; a figure never is.
+        width = max(map(len, [*values, *name.split()]))
+        table.add_column(name, justify="right", overflow="fold", min_width=width)
+    for line in lines:
+        table.add_row(*line)
+    if last is not None:
+        table.add_section()
+        table.add_row(*last)
+    return table

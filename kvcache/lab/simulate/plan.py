@@ -15,7 +15,7 @@ from kvcache.lab.simulate.choices import NO_LIMIT
 from kvcache.options import format_size
 
 if TYPE_CHECKING:
-    from kvcache.cli.model import Weights
+    from kvcache.assembly.models import Model
     from kvcache.lab.simulate.cells import Cell, Job, Plan
     from kvcache.lab.simulate.choices import ServingChoice, TierChoice
     from kvcache.lab.simulate.grid import Grid
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvcache.lab.traces.requests import Request, TraceFile
 
 _REFRESH_REQUESTS = 1000
+# Without a limit, a simulation uses this share of the free memory.
+_MEMORY_SHARE = 0.8
 NUM_SHARDS = 8
 """A sample is replayed in so many shards; their spread gives its error."""
 
@@ -53,7 +55,7 @@ class Result:
     title: str
     grid: Grid
     settings: Settings
-    weights: Weights | None
+    weights: Model | None
     compact: CompactTrace
     found: dict[Job, Cell]
     unbounded: Cell | None
@@ -85,7 +87,7 @@ class Result:
         return " + ".join(named) or "none"
 
 
-def run(trace: TraceFile, settings: Settings, weights: Weights | None) -> Result:
+def run(trace: TraceFile, settings: Settings, weights: Model | None) -> Result:
     """Simulate the grid; after Ctrl-C the result holds the cells that have finished."""
     from kvcache.lab.simulate.cells import OPTIMUM, Job, Plan
     from kvcache.lab.simulate.checkpoint import Checkpoint
@@ -161,7 +163,7 @@ def _simulate(
             known=found,
             with_unbounded=True,
             num_processes=settings.jobs if isinstance(settings.jobs, int) else None,
-            max_memory_bytes=common.usable_bytes(),
+            max_memory_bytes=usable_bytes(),
             progressed=progressed,
             dask=settings.jobs if isinstance(settings.jobs, str) else None,
         ):
@@ -175,7 +177,15 @@ def _simulate(
     return True
 
 
-def _serving(settings: Settings, weights: Weights | None, compact: CompactTrace) -> Serving | None:
+def usable_bytes() -> int | None:
+    """Return most of the memory that is free, or None where the system does not say."""
+    from kvcache.transfer.free_memory import memory_left
+
+    left = memory_left()
+    return None if left is None else int(left[0] * _MEMORY_SHARE)
+
+
+def _serving(settings: Settings, weights: Model | None, compact: CompactTrace) -> Serving | None:
     if settings.block_bytes is None:
         return None
     from kvcache.lab.simulate.serving import Medium, Serving, engines_for
