@@ -28,9 +28,9 @@ class PlainFleet:
     def __init__(self, plan):
         self.plan = plan
         self.memories = [ReferenceManager(BLOCK, plan.num_blocks, plan.cache_policy) for _ in range(plan.num_engines)]
-        self.store = ReferenceManager(BLOCK, plan.store_blocks, plan.store_policy) if plan.store_blocks else None
+        self.store = ReferenceManager(BLOCK, plan.store_blocks, "lru") if plan.store_blocks else None
         num_disks = plan.num_engines if plan.disk_blocks else 0
-        self.disks = [ReferenceManager(BLOCK, plan.disk_blocks, plan.store_policy) for _ in range(num_disks)]
+        self.disks = [ReferenceManager(BLOCK, plan.disk_blocks, "lru") for _ in range(num_disks)]
         self.dice = random.Random(plan.seed)
         # Messages of each engine that its router has missed; None: the engine has started again.
         self.missed = [[] for _ in self.memories]

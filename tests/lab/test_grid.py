@@ -45,10 +45,10 @@ def test_split_optimum_keeps_parts_of_a_block():
     assert (split.blocks, split.hit_blocks, split.hit_tokens) == (10, 3, 24)
 
 
-def simulate(workload, policies, capacities, store_threshold=0, **options):
+def simulate(workload, policies, capacities, **options):
     """Return the cells of a grid in its order."""
     trace = CompactTrace.of(workload, workload.block_size)
-    grid = Grid(policies, capacities, plan=Plan(1, store_threshold))
+    grid = Grid(policies, capacities)
     found = {(cell.policy, cell.num_blocks): cell for cell in run_grid(trace, grid, **options)}
     return [found[job.policy, job.num_blocks] for job in grid.cells()]
 
@@ -68,14 +68,6 @@ def test_grid_in_processes_equals_grid_in_this_one():
     assert shares[-1] == 1.0
     assert here[0].hit_blocks < here[1].hit_blocks <= here[3].hit_blocks
     assert here[0].hit_blocks < here[2].hit_blocks
-
-
-def test_gate_bears_on_every_policy_but_the_optimum():
-    workload = ChatWorkload(num_requests=100)
-    open_lru, open_min = simulate(workload, ["lru", "min"], [3000], num_processes=1)
-    gated_lru, gated_min = simulate(workload, ["lru", "min"], [3000], 3, num_processes=1)
-    assert gated_lru.hit_blocks < open_lru.hit_blocks
-    assert gated_min == open_min
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ class FleetPlan:
     num_blocks: int
     store_blocks: int = 0
     cache_policy: str = "lru"
-    store_policy: str = "lru"
     token_s: float = 1e-4
     block_load_s: float = 0.0
     disk_blocks: int = 0

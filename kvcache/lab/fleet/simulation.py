@@ -89,12 +89,12 @@ def run_fleet(trace: ScaledTrace, plan: FleetPlan, progressed: Callable[[int], N
         for _ in range(plan.num_engines)
     ]
     disks = [
-        CPUOffloadingManager(trace.block_size, min(plan.disk_blocks, most), plan.store_policy)
+        CPUOffloadingManager(trace.block_size, min(plan.disk_blocks, most))
         for _ in range(plan.num_engines if plan.disk_blocks else 0)
     ]
     store = None
     if plan.store_blocks:
-        store = CPUOffloadingManager(trace.block_size, min(plan.store_blocks, most), plan.store_policy)
+        store = CPUOffloadingManager(trace.block_size, min(plan.store_blocks, most))
     router = make_router(plan, trace.num_ids, trace.block_size)
     num_requests = len(trace)
     free_s = np.zeros(plan.num_engines)

@@ -69,19 +69,8 @@ def print_fleets(title: str, document: dict[str, Any], json: str | None) -> None
         soft_wrap=True,
         markup=False,
     )
-    heads = (
-        "engines",
-        "router",
-        "copies",
-        "host memory",
-        "disk",
-        "store",
-        "computed",
-        "TTFT p50",
-        "p99",
-        "busy",
-        "imbalance",
-    )
+    places = ("host memory", "disk", "store", "computed")
+    heads = ("engines", "router", "copies", *places, "TTFT p50", "p99", "busy", "imbalance")
     lines: list[tuple[str, ...]] = [
         (
             f"{cell['engines']:,}",

@@ -47,13 +47,12 @@ class Job:
 class Plan:
     """How every job of a grid is replayed.
 
-    Each listed id becomes `split` keys, which are stored after `store_threshold` offers. `num_shards` parts of a sample
-    are replayed apart to estimate the error. `rules` holds for each tier its write policy and whether an arbiter
-    limits loads, which needs `serving` with a rate of prefill; empty is write-through without an arbiter.
+    Each listed id becomes `split` keys. `num_shards` parts of a sample are replayed apart to estimate the error.
+    `rules` holds for each tier its write policy and whether an arbiter limits loads, which needs `serving` with a rate
+    of prefill; empty is write-through without an arbiter.
     """
 
     split: int = 1
-    store_threshold: int = 0
     num_shards: int = 1
     serving: Serving | None = None
     rules: tuple[tuple[str, bool], ...] = ()
@@ -142,7 +141,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
     num_blocks = _scaled(job.num_blocks, trace.rate)
     assert num_blocks is not None
     arrivals = ReplayClock()
-    options: dict[str, Any] = {"store_threshold": plan.store_threshold, "clock": arrivals}
+    options: dict[str, Any] = {"clock": arrivals}
     # A tier never needs more blocks than the trace names.
     most = max(1, len(trace.ids) * plan.split)
     below = []

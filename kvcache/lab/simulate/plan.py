@@ -111,7 +111,7 @@ def run(trace: TraceFile, settings: Settings, weights: Model | None) -> Result:
         compact = CompactTrace.spool(read(), trace.block_size, folder, settings.sample, settings.seed)
         serving = _serving(settings, weights, compact)
         rules = tuple((tier.write_policy, tier.arbiter) for tier in settings.tiers)
-        how = Plan(settings.split, 0, num_shards, serving, rules)
+        how = Plan(settings.split, num_shards, serving, rules)
         grid = Grid(settings.policies, settings.capacities, settings.stacks, how)
         wanted, unbounded = grid.cells(), Job(OPTIMUM, None)
         found: dict[Job, Cell] = {}
@@ -214,7 +214,7 @@ def _facts_of(compact: CompactTrace, plan: Plan) -> dict[str, Any]:
     return {
         "trace": compact.digest,
         "split": plan.split,
-        "store_threshold": plan.store_threshold,
+        "store_threshold": 0,
         "num_shards": plan.num_shards,
         "rules": [list(rule) for rule in plan.rules],
         "weighed_by": repr(plan.serving),
