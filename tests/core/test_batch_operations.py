@@ -316,12 +316,6 @@ def test_reorder_is_linear_however_many_calls_a_request_takes(name: str) -> None
 class TestOnePolicyOneOwner:
     """A policy belongs to callers that bring their own blocks, or to a manager's pool, and never to both."""
 
-    def test_a_policy_has_no_batch_operations(self, name: str) -> None:
-        policy = POLICIES.resolve(name)(2)
-        assert not {"open_request", "match_prefix", "status", "pin", "reserve", "commit", "abort"} & set(dir(policy))
-        assert policy.get(b"x") is None
-        policy.check()
-
     def test_a_policy_in_use_is_refused_to_a_pool(self, name: str) -> None:
         policy = POLICIES.resolve(name)(2)
         policy.insert(b"x", BlockStatus(0))
