@@ -243,8 +243,8 @@ def test_grid_with_tiers_shows_rejected_requests_and_what_the_optimum_is(run, tr
 @pytest.mark.slow
 def test_grid_of_long_names_keeps_its_figures(run, trace, tmp_path):
     odd = trace.rename(tmp_path / "a[red]$x_{y$z.jsonl")
-    names = ["lru", "arc", "mq", "amq"]
-    policies = [*names, "min", *(f"kvcache.policies.{name}:{name.upper()}CachePolicy" for name in names)]
+    paths = (f"kvcache.policies.{path}CachePolicy" for path in ("lru:LRU", "arc:ARC", "mq:MQ", "mq:AMQ"))
+    policies = ["lru", "arc", "mq", "amq", "min", *paths]
     plot = tmp_path / "out.svg"
     status, out, err = run("plan", odd, "--policy", ",".join(policies), "--blocks", 5, "--save", plot)
     assert (status, err) == (0, "")
