@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from stores import Clock
 
 from kvcache.block import BlockStateError
 from kvcache.request import ReqContext, Retention
@@ -11,14 +12,6 @@ from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import TierResult
-
-
-class Clock:
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
 
 
 class Bench:

@@ -50,21 +50,13 @@ def fill(block, key):
 
 
 class Traffic:
-    """A scheduler over one tier.
-
-    Attributes
-    ----------
-    num_wrong, num_late : int
-        Loaded blocks with bytes of another key; requests that had to wait after their deadline.
-    num_steps, num_answers : int
-        Steps, and requests that were answered.
-    """
+    """A scheduler over one tier; it counts blocks with wrong bytes, and requests that waited after their deadline."""
 
     def __init__(self, tier, host, seed=0):
         self.host = host
         rule = TierConfig(deadline_s=DEADLINE_S, pause_s=PAUSE_S, max_store_blocks=24)
         self.manager = TieredOffloadingManager(16, len(host), [(tier, rule)], deadline_s=DEADLINE_S)
-        self.num_wrong = self.num_late = self.num_answers = self.num_steps = 0
+        self.num_wrong = self.num_late = self.num_answers = 0
         self._num_chains = _NUM_CHAINS
         self._dice = random.Random(seed)
         self._asking = []
@@ -78,11 +70,6 @@ class Traffic:
         num_bad = stats.failed_jobs + stats.overdue_jobs + tier.corrupt_blocks + tier.missed_blocks
         return stats.promoted_blocks, stats.written_blocks, num_bad + tier.refused_blocks + tier.io_errors
 
-    def is_moving(self, since):
-        """Return whether blocks were both loaded and stored since."""
-        num_loaded, num_stored, _ = self.counts()
-        return num_loaded > since[0] and num_stored > since[1]
-
     def run_through(self, fault, fault_s, longest_job_s):
         """Break something, repair it, and check that traffic comes back within one pause of the breaker.
 
@@ -90,32 +77,31 @@ class Traffic:
         """
         before = self.counts()
         end = fault()
-        self.run_for(fault_s)
+        fault_end_s = time.monotonic() + fault_s
+        self.run_until(lambda: time.monotonic() >= fault_end_s)
         assert self.counts()[2] > before[2], "nothing broke"
         end()
         since, due_s, num_late_steps = self.counts(), time.monotonic() + PAUSE_S + longest_job_s, 0
-        limit_s = time.monotonic() + _LIMIT_S
-        while not self.is_moving(since):
-            self.step()
+
+        def is_back():
+            nonlocal num_late_steps
             num_late_steps += time.monotonic() > due_s
             # Steps, as a busy machine has fewer of them in the same time.
             assert num_late_steps < _SLACK_STEPS, self.manager.tier_stats()
-            assert time.monotonic() < limit_s, self.manager.tier_stats()
+            return all(now > before for now, before in zip(self.counts()[:2], since, strict=False))
+
+        self.run_until(is_back)
 
     def warm_up(self):
         """Run until blocks have been stored, evicted from host memory and loaded."""
-        self.run_until(lambda: self.counts()[0] > _WARM_BLOCKS, _LIMIT_S)
+        self.run_until(lambda: self.counts()[0] > _WARM_BLOCKS)
         self._calls.clear()
 
-    def run_until(self, is_over, limit_s):
-        end_s = time.monotonic() + limit_s
+    def run_until(self, is_over):
+        end_s = time.monotonic() + _LIMIT_S
         while not is_over():
             assert time.monotonic() < end_s, (self.manager.tier_stats(), self.manager.stats())
             self.step()
-
-    def run_for(self, seconds):
-        end_s = time.monotonic() + seconds
-        self.run_until(lambda: time.monotonic() >= end_s, seconds + _LIMIT_S)
 
     def step(self):
         """Make the calls of a scheduler's step, and sleep for the time of a short forward pass."""
@@ -130,7 +116,6 @@ class Traffic:
         for request in list(self._asking):
             self._serve(request)
         self._call(self.manager.on_schedule_end)
-        self.num_steps += 1
         time.sleep(_STEP_S)
 
     def _serve(self, request):

@@ -242,6 +242,16 @@ def in_order(result, keys):
     return result
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
 def until(condition, what="it"):
     """Call `condition` until its answer counts as true, and return that."""
     end_s = time.monotonic() + 60

@@ -20,6 +20,7 @@ from stores import (
     load,
     store,
     store_until_done,
+    until,
     wait_for,
     wait_for_reset,
 )
@@ -164,17 +165,17 @@ def test_soft_pins_and_replicas_are_asked_for(make_store, opened):
     options = {"num_replicas": 2, "soft_pin": True, "soft_pin_ttl_s": 60.0}
     tier = open_tier(opened, replicated.master, **options)
     # The first blocks may come before the second node does.
-    end_s, number = time.monotonic() + 30, 0
-    while True:
-        store_until_done(tier, KEYS[number : number + 1])
+    keys = iter(KEYS)
+
+    def is_replicated():
+        key = next(keys)
+        store_until_done(tier, [key])
         native = connected(replicated.master)
-        num_replicas = len(native.get_replica_desc(tier.name_of(KEYS[number])))
+        num_replicas = len(native.get_replica_desc(tier.name_of(key)))
         native.close()
-        if num_replicas == 2:
-            break
-        number += 1
-        assert time.monotonic() < end_s
-        assert number < len(KEYS)
+        return num_replicas == 2
+
+    until(is_replicated)
 
 
 def test_master_that_is_down_at_the_start_is_used_once_it_runs(make_store, opened):
