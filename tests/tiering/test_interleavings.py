@@ -20,7 +20,6 @@ from kvcache.tiering.manager import TieredOffloadingManager
 
 pytestmark = pytest.mark.slow
 
-KEYS = [b"a", b"b", b"c", b"d", b"e"]
 DEADLINE_S = 5.0
 MAX_ROUNDS = 16
 MANY = 10**9
@@ -222,25 +221,16 @@ def explore(scenario, max_ticks, max_failures, max_states):
     return num_visited, not queue
 
 
+def scenario(in_host, on_tier, requests, **rule):
+    """Return a start: the keys in host memory and on the tier, those of each request, and the rule of the tier."""
+    in_host, on_tier, *requests = ([letter.encode() for letter in text] for text in (in_host, on_tier, *requests))
+    return {"rule": rule, "in_host": in_host, "on_tier": on_tier, "requests": requests}
+
+
 SCENARIOS = {
-    "write_through": {
-        "rule": {"write_policy": "write_through"},
-        "in_host": [b"a"],
-        "on_tier": [b"b", b"c", b"d"],
-        "requests": [[b"a", b"b", b"c"], [b"d", b"c", b"e"]],
-    },
-    "write_back": {
-        "rule": {"write_policy": "write_back"},
-        "in_host": [b"a", b"e"],
-        "on_tier": [b"b", b"c", b"d"],
-        "requests": [[b"a", b"b", b"c"], [b"d", b"e"]],
-    },
-    "more_than_fits": {
-        "rule": {"write_policy": "write_through_selective", "num_uses": 2},
-        "in_host": [],
-        "on_tier": [b"b", b"c", b"d", b"e"],
-        "requests": [[b"b", b"c", b"d", b"e"], [b"e", b"d", b"c", b"b"]],
-    },
+    "write_through": scenario("a", "bcd", ["abc", "dce"], write_policy="write_through"),
+    "write_back": scenario("ae", "bcd", ["abc", "de"], write_policy="write_back"),
+    "more_than_fits": scenario("", "bcde", ["bcde", "edcb"], write_policy="write_through_selective", num_uses=2),
 }
 
 
