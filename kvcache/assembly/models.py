@@ -7,7 +7,6 @@ Prefill costs about 2 FLOPs per parameter and token. Attention's share is left o
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,10 +40,6 @@ class Model:
     def __post_init__(self) -> None:
         for field in ("num_layers", "values_per_layer"):
             check_int(field, getattr(self, field))
-        if self.num_params is not None and not 0 < self.num_params < math.inf:
-            raise ValueError(f"num_params must be a number > 0, got {self.num_params!r}")
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"unknown dtype {self.dtype!r}, known ones: {', '.join(DTYPE_BYTES)}")
 
     @property
     def token_bytes(self) -> int:

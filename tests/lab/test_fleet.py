@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -272,12 +272,8 @@ def test_command_shows_hits_traffic_and_what_breaks_first(run, write_trace, tmp_
     assert (status, err) == (0, "")
     document = json.loads(target.read_text())
     cells = document["cells"]
-    assert [(cell["engines"], cell["router"]) for cell in cells] == [
-        (2, "round_robin"),
-        (2, "events"),
-        (4, "round_robin"),
-        (4, "events"),
-    ]
+    fleets = [(cell["engines"], cell["router"]) for cell in cells]
+    assert fleets == list(product((2, 4), ("round_robin", "events")))
     assert all(cell["copies"] == 2 and cell["requests"] == 400 for cell in cells)
     assert all(
         cell["local_share"] + cell["disk_share"] + cell["store_share"] + cell["missed_share"] == pytest.approx(1)

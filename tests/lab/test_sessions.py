@@ -101,7 +101,7 @@ def test_requests_are_not_taken_for_sessions(tmp_path):
         (session("a", [request(0.0, [1], **{"in": -5})]), "in must be an int in 0..2\\*\\*40, got -5"),
         (
             session("a", [request(0.0, [1, 2], **{"in": 60})]),
-            "hash_ids must be those of 60 tokens in blocks of 64, got 2",
+            "hash_ids must be those of 60 tokens in blocks of 64, got",
         ),
         (session("a", [request(0.0, ["x"])]), "hash_ids must be a list of ints"),
         (session("a", [7]), "requests must be JSON objects"),

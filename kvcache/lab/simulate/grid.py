@@ -66,18 +66,13 @@ class Grid:
         return [Job(cell.policy, cell.num_blocks, cell.tiers, i) for i in range(self.plan.num_shards)]
 
 
-def check_grid(policies: Sequence[str], capacities: Sequence[int]) -> None:
-    """Raise ValueError unless policies are known and distinct, and capacities are positive and ascending."""
+def check_policies(policies: Sequence[str]) -> None:
+    """Raise ValueError unless policies are known and distinct."""
     for i, policy in enumerate(policies):
         if policy in policies[:i]:
             raise ValueError(f"policy {policy!r} is named twice")
         if policy != OPTIMUM:
             POLICIES.resolve(policy)
-    previous = 0
-    for capacity in capacities:
-        if type(capacity) is not int or capacity <= previous:
-            raise ValueError(f"capacities must be ints >= 1 and ascend, got {capacity!r} after {previous}")
-        previous = capacity
 
 
 def run_grid(

@@ -91,10 +91,10 @@ def run(trace: TraceFile, settings: Settings, weights: Model | None) -> Result:
     """Simulate the grid; after Ctrl-C the result holds the cells that have finished."""
     from kvcache.lab.simulate.cells import OPTIMUM, Job, Plan
     from kvcache.lab.simulate.checkpoint import Checkpoint
-    from kvcache.lab.simulate.grid import Grid, check_grid
+    from kvcache.lab.simulate.grid import Grid, check_policies
     from kvcache.lab.traces.compact import CompactTrace
 
-    check_grid(settings.policies, settings.capacities)
+    check_policies(settings.policies)
     num_shards = 1 if settings.sample == 1 else NUM_SHARDS
     started = monotonic()
     with ExitStack() as open_now:
