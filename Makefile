@@ -151,8 +151,8 @@ NOT_DEBUG := tiering/test_latency.py tiering/test_policies_over_tiers.py tiering
 	control/test_what_if.py::test_filter_costs_at_most_a_twentieth_of_bookkeeping \
 	control/test_what_if.py::test_all_keys_sampled_means_no_error \
 	policies/test_gittins.py::test_a_store_passes_over_2048_blocked_groups_at_most \
-	policies/test_gittins.py::test_reproduces_its_table policies/test_gittins.py::test_storing_only_what_missed_reproduces_the_table \
-	policies/test_gittins.py::test_interleaved_parts_without_a_touch_lose_little \
+	policies/test_gittins.py::test_replay_of_a_trace_reproduces_the_table policies/test_gittins.py::test_storing_only_what_missed_reproduces_the_table \
+	policies/test_gittins.py::test_interleaved_parts_without_a_touch_lose_few_hits_and_store_no_block_without_its_predecessor \
 	policies/test_gittins.py::test_sharing_keeps_the_prompts_of_many_sessions
 test-debug: $(SOURCES) $(VENV)/extra-test.stamp
 	@rm -rf build/debug

@@ -398,8 +398,9 @@ def check_prefill_rate(name: str, value: object) -> dict[int, float]:
 
 def _line(rates: Mapping[int, float]) -> tuple[float, float]:
     """Return seconds per token at position 0, and their growth per position, that best fit rates at positions."""
-    if len(rates) == 1:
+    if len(set(rates.values())) == 1:
         return 1 / next(iter(rates.values())), 0.0
-    growth, at_0_s = np.polyfit(list(rates), [1 / rate for rate in rates.values()], 1).tolist()
+    positions = [float(position) for position in rates]
+    growth, at_0_s = np.polyfit(positions, [1 / rate for rate in rates.values()], 1).tolist()
     # Clip at zero, in case the points do not fit a line.
     return max(at_0_s, 0.0), growth

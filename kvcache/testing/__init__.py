@@ -20,6 +20,8 @@ _HOME_OF = {
     "cache_machine": "kvcache.testing.machine",
 }
 
+__all__ = [*_HOME_OF]
+
 if TYPE_CHECKING:
     from kvcache.testing.contract import PolicyContract as PolicyContract
     from kvcache.testing.machine import CacheMachine as CacheMachine

@@ -19,6 +19,7 @@ so one thread of a tier loads and one stores, while others compute checksums and
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import socket
@@ -46,11 +47,13 @@ from kvcache.options import (
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
+from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiers.codecs.base import Codec, CodecMaker, parse_codec, stored_form
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
 
+_LOG = logging.getLogger(__name__)
 _FORMAT = b"kvcache mooncake 2"
 _EPOCH_BYTES = 8
 _BUFFER_BYTES = 1 << 20
@@ -189,8 +192,10 @@ class MooncakeTier(JobTier):
         # One for each direction. A lock has no order, so loads could keep stores from a common one for ever.
         self._storing, self._loading = Lock(), Lock()
         # A call of the client waits for the master and for a node, and behind those of all other threads.
-        self._turn_s = 2 * values.timeout_s * values.num_threads
+        # A slow link may need longer than `timeout_s`, which bounds a stall.
+        self._turn_s = max(60.0, 2 * values.timeout_s * values.num_threads)
         self._is_starting = True
+        self._warnings = LogLimiter(_LOG)
         super().__init__(
             host_blocks,
             "MOONCAKE",
@@ -339,8 +344,8 @@ class MooncakeTier(JobTier):
 
     def _remove(self, store: Any, names: list[str]) -> None:
         answers = store.batch_remove(names, True) if names else []
-        if failed := [answer for answer in answers if answer not in (0, _NOT_FOUND)]:
-            raise self._error("remove", failed[0])
+        if failed := [answer for answer in answers if answer not in (0, _NOT_FOUND, _NOT_READY)]:
+            self._warnings.warn("remove", "%s", self._error("remove", failed[0]))
 
     def _is_of_another_size(self, store: Any, name: str) -> bool:
         num_bytes: int = store.get_size(name)

@@ -30,7 +30,6 @@ class KVGeometry:
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, pool: HostPool, block_size_factor: int = 1) -> None:
-        need = host_block_bytes(kv_caches, block_size_factor)
         self.kv_caches = kv_caches
         self.pool = pool
         self.block_size_factor = block_size_factor
@@ -42,6 +41,7 @@ class KVGeometry:
         for group_idx, refs in enumerate(kv_caches.group_data_refs):
             for ref in refs:
                 _check_ref(group_idx, ref.tensor_idx, ref.page_size_bytes, self.tensors)
+        need = host_block_bytes(kv_caches, block_size_factor)
         if need > pool.block_bytes:
             raise ValueError(f"an offloaded block has {need} bytes, the pool's blocks have {pool.block_bytes}")
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]

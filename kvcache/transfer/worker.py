@@ -109,7 +109,7 @@ class OffloadingWorker:
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call; those of one direction in the order of submission."""
-        for handler in self._handlers.values():
+        for handler in self._unique():
             try:
                 for result in handler.get_finished():
                     self._finished.append(result)
@@ -126,13 +126,13 @@ class OffloadingWorker:
     def wait(self, job_ids: Iterable[int]) -> None:
         """Return once the jobs `job_ids` have ended, as far as their handlers can wait; unknown ids are passed over."""
         job_ids = list(job_ids)
-        for handler in self._handlers.values():
+        for handler in self._unique():
             complaint = f"{type(handler).__name__} did not wait: its jobs may still be in flight"
             _attempt(complaint, handler.wait, job_ids)
 
     def shutdown(self, wait: bool = True) -> None:
         """Shut every handler down; see `OffloadingHandler.shutdown`."""
-        for handler in self._handlers.values():
+        for handler in self._unique():
             _attempt(f"{type(handler).__name__} did not shut down", handler.shutdown, wait)
         while self.closers:
             close = self.closers.pop()
@@ -159,6 +159,9 @@ class OffloadingWorker:
         tally.moved_bytes += result.transfer_size
         tally.durations.observe(result.transfer_time)
         tally.sizes.observe(result.transfer_size)
+
+    def _unique(self) -> list[OffloadingHandler]:
+        return list({id(handler): handler for handler in self._handlers.values()}.values())
 
 
 def _attempt(complaint: str, call: Callable[..., None], *arguments: object) -> None:

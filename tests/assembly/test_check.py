@@ -22,8 +22,10 @@ def text_of(findings, level):
 
 def tiered(*entries, **options):
     """Return a configuration with tiers."""
-    if any(entry["type"] == "disk" for entry in entries):
-        importlib.import_module("xxhash")
+    needed = {"disk": "xxhash", "mooncake": "xxhash", "valkey": "valkey"}
+    for entry in entries:
+        if entry["type"] in needed:
+            importlib.import_module(needed[entry["type"]])
     return {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": list(entries), **options}
 
 
@@ -107,7 +109,8 @@ def test_check_missing_packages_all_are_named_with_their_extra(monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     for module in ("kvcache.tiers.valkey", "kvcache.exporters.prometheus"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    found = text_of(check_config(tiered({"type": "valkey", "url": "x"}, exporters=["prometheus"])), "error")
+    given = {**tiered(exporters=["prometheus"]), "tiers": [{"type": "valkey", "url": "x"}]}
+    found = text_of(check_config(given), "error")
     assert "tier 'valkey' cannot be imported" in found
     for extra in ("valkey", "prometheus"):
         assert f"pip install 'kvcache[{extra}]', or in a checkout: pip install '.[{extra}]'" in found

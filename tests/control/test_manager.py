@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -111,6 +111,18 @@ def test_failed_store_returns_slots_in_the_order_given(make: Make) -> None:
     assert manager.stats().num_free == 3
     # Freed C (2), B (1), D (3): the last freed comes first.
     assert manager.prepare_store([D, E, F]).store_spec.block_ids.tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize("form", [iter, set])
+def test_every_call_takes_any_iterable_of_keys(make: Make, form: Callable[[list[bytes]], Iterable[bytes]]) -> None:
+    manager = make(2)
+    assert sorted(manager.prepare_store(form([A, B])).keys_to_store) == [A, B]
+    manager.complete_store(form([A, B]))
+    manager.touch(form([A, B]))
+    manager.prepare_load(form([A, B]))
+    assert manager.stats().num_referenced == 2
+    manager.complete_load(form([A, B]))
+    assert manager.stats().num_referenced == 0
 
 
 def test_outputs_keep_their_older_names(make: Make) -> None:

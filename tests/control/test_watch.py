@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvcache import CPUOffloadingManager, Recorder
+from kvcache import CPUOffloadingManager
 from kvcache.control.telemetry import Telemetry
 from kvcache.control.watch import Watch
-from kvcache.lab.rerun.recorded import replay_recording
-from kvcache.recorder.format import Recording
 from kvcache.testing.reference import REFERENCE_POLICIES
 
 
@@ -61,6 +59,8 @@ def test_wrappers_added_and_removed_in_any_order_are_all_called() -> None:
 
 
 def test_recorder_of_manager_with_replaced_method_is_refused(tmp_path: Any) -> None:
+    from kvcache.recorder.recorder import Recorder
+
     manager = CPUOffloadingManager(16, 4, REFERENCE_POLICIES["lru"])
     manager.touch = lambda keys, req_context=None: None  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="touch cannot be wrapped"):
@@ -74,6 +74,10 @@ def test_recorder_of_manager_with_replaced_method_is_refused(tmp_path: Any) -> N
 def test_manager_timed_and_recorded_at_once_counts_both(
     tmp_path: Any, is_timed_first: bool, is_timed_longer: bool
 ) -> None:
+    from kvcache.lab.rerun.recorded import replay_recording
+    from kvcache.recorder.format import Recording
+    from kvcache.recorder.recorder import Recorder
+
     manager = CPUOffloadingManager(16, 4)
     telemetry = Telemetry(manager, time_calls=True) if is_timed_first else None
     recorder = Recorder(manager, tmp_path / "run.kvlog")

@@ -20,6 +20,9 @@ def test_local_server_busy_handlers_drop_each_old_connection_once(
 
     class Busy(BaseRequestHandler):
         def handle(self) -> None:
+            if self.request.recv(1):
+                self.request.sendall(b"!")
+                return
             may_end.wait(60)
             raise OSError("the client has gone")
 
@@ -36,6 +39,10 @@ def test_local_server_busy_handlers_drop_each_old_connection_once(
         assert client.recv(1) == b""
     server.service_actions()
     assert server.num_dropped == 3
+    # A full server drops the oldest client for a new one, and answers it.
+    clients.append(socket.create_connection(server.server_address[:2], timeout=60))
+    clients[-1].sendall(b"?")
+    assert clients[-1].recv(1) == b"!"
     may_end.set()
     server.stop()
     for client in clients:

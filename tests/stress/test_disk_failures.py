@@ -29,6 +29,7 @@ class FailingCalls:
     def __init__(self, patch, draw):
         self.draw = draw
         self.faults = {}
+        self.num_faults = Counter()
         self.cleared = threading.Event()
         for name in ("open", "stat", "fsync", "fdatasync"):
             patch.setattr(os, name, partial(self.call, "sync" if "sync" in name else "lookup", getattr(os, name)))
@@ -48,6 +49,7 @@ class FailingCalls:
         share, kind = self.faults.get(operation, (0.0, ""))
         if self.draw.random() >= share:
             return ""
+        self.num_faults[operation] += 1
         if kind == "hang":
             self.cleared.wait(60)
             return ""
@@ -124,6 +126,7 @@ FAULTS = {
     "full": ["write 0.5 ENOSPC"],
     "too large": ["write 0.5 EFBIG"],
     "short": ["read 0.7 short", "write 0.7 short"],
+    "interrupted": ["read 0.5 EAGAIN", "write 0.5 EAGAIN"],
     "lies": ["read 0.1 flip"],
     "writes that lie": ["write 0.2 flip"],
     "syncs": ["sync 0.5 EIO"],
@@ -155,6 +158,7 @@ def test_disk_tier_with_failing_calls_serves_no_wrong_byte(tmp_path, calls, name
     disk.tier.shutdown()
     print(name, dict(counts))
     assert counts["loaded"] > 50
+    assert calls.num_faults.keys() == {line.split()[0] for line in FAULTS[name]}
     if name == "short":
         assert counts["failed"] == 0
 

@@ -196,7 +196,7 @@ def test_contract_gives_a_verdict_on_a_faulty_policy_in_bounded_time(policy: typ
         try:
             with pytest.raises((AssertionError, Exception)) as raised:
                 contract.test_agrees_with_its_reference_under_every_manager()
-            assert time.monotonic() - start_s < 60 * verdict_s
+            assert time.monotonic() - start_s < 120
         finally:
             is_over.set()
             for thread in threading.enumerate():

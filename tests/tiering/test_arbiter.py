@@ -338,10 +338,15 @@ def test_report_of_what_no_prompt_takes_is_ignored(place, value):
     report[place] = value
     engine.manager.report_prefill(*report)
     assert engine.manager.arbiter.prefill.fit.num_samples == 0
-    # A call without a request is not arbitrated.
-    assert engine.manager.lookup(engine.prompt(4)) is None
     engine.manager.report_prefill(0, 1000, 1.0)
     assert engine.manager.arbiter.prefill.compute_s(0, 1000) == pytest.approx(1.0)
+
+
+def test_call_without_a_request_is_not_arbitrated():
+    engine = Engine(0.0, 1.0, flat(1e6), given=1e6)
+    engine.manager.controllers[0].link.fit.set(1.0, 0.0)
+    assert engine.manager.lookup(engine.prompt(4)) is None
+    assert engine.manager.lookup(engine.prompt(4), ReqContext()) == 0
 
 
 @pytest.mark.parametrize("position", [-1, 10**400, -(10**400), 1 << 62, "16", None, 1.5, math.nan])

@@ -318,6 +318,9 @@ def test_failed_open_names_the_cause_and_gives_the_lock_back(bench, monkeypatch,
     monkeypatch.setattr(owner, name, raiser(error))
     with pytest.raises(RuntimeError if name == "start" else TierDirectoryError, match=message) as caught:
         bench.open()
+    if owner is SlotTable:
+        with pytest.raises(TierDirectoryError, match=message):
+            inspect_tier(bench.path)
     monkeypatch.undo()
     bench.open().shutdown()
     del caught
@@ -455,7 +458,9 @@ def test_unreadable_file_is_one_kind_of_error_everywhere(bench, monkeypatch, nam
         return open_file(self, opened, flags)
 
     monkeypatch.setattr(TierDirectory, "open_file", fail)
-    for use in (bench.open, lambda: bench.open(read_only=True), lambda: verify_tier(bench.path)):
+    uses = [bench.open, lambda: bench.open(read_only=True)]
+    uses += [lambda: verify_tier(bench.path), lambda: inspect_tier(bench.path)]
+    for use in uses:
         with pytest.raises(TierDirectoryError, match="Input/output error"):
             use()
 

@@ -122,14 +122,17 @@ def test_damaged_values_are_counted_misses_that_are_removed(shared_store, opened
     assert sorted(load(tier, KEYS[:6], job_id=4).done) == KEYS[:6]
 
 
-def test_bad_value_that_cannot_be_removed_fails_the_load(shared_store, opened, client, monkeypatch, tmp_path):
+def test_bad_value_that_cannot_be_removed_is_reported_beside_good_blocks(
+    shared_store, opened, client, monkeypatch, caplog, tmp_path
+):
     tier = open_tier(opened, shared_store.master, salt=str(tmp_path))
     store_until_done(tier, KEYS[:2])
     assert client.native.remove(tier.name_of(KEYS[0]), True) == 0
     assert client.native.put_from(tier.name_of(KEYS[0]), client.address, BLOCK_BYTES) == 0
     monkeypatch.setattr(type(client.native), "batch_remove", lambda store, names, force: [-706])
     result = load(tier, KEYS[:2])
-    assert (result.done, "remove failed" in result.error) == ([], True)
+    assert (result.done, result.failed, tier.stats().corrupt_blocks) == (KEYS[1:2], KEYS[:1], 1)
+    assert "remove failed" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "move"), [("_storing", store), ("_loading", load)])

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,18 @@ def test_engines_killed_in_mid_traffic_leave_no_wrong_block(models, crowd, promp
 
 
 def store_until_killed(path, seed, pipe):
-    """Load every block that the tier holds, and check its bytes; then store and load random ones until killed."""
+    """Load every block that the tier holds, and check its bytes; then store and load random ones until killed.
+
+    Send the number of blocks, or the traceback of an error.
+    """
+    try:
+        serve_blocks(path, seed, pipe)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+        raise
+
+
+def serve_blocks(path, seed, pipe):
     engine = EngineTiering([tier_config("disk", path=path, capacity=capacity_for(NUM_SLOTS, PAGE))], num_chunks=32)
     pipe.send(sum(engine.load([key(number)]) for number in range(NUM_BLOCKS)))
     dice = random.Random(seed)
@@ -75,10 +87,10 @@ def test_tier_killed_processes_leave_no_wrong_block(tmp_path, monkeypatch):
         theirs.close()
         try:
             assert ours.poll(300), "the process did not begin"
-            # EOFError: it failed, because it read a wrong byte or could not open the directory.
             found.append(ours.recv())
-            time.sleep(dice.uniform(0, 0.3))
-            assert process.is_alive()
+            assert type(found[-1]) is int, found[-1]
+            failed = ours.poll(dice.uniform(0, 0.3))
+            assert not failed, ours.recv()
         finally:
             process.kill()
             process.join()

@@ -19,6 +19,7 @@ import numpy as np
 from kvcache.lab.traces.requests import BadRecord, Request, TraceFile
 from kvcache.lab.traces.requests import TraceError as TraceError
 from kvcache.lab.traces.sessions import SessionTrace, holds_sessions
+from kvcache.registry import how_to_install
 
 if TYPE_CHECKING:
     from kvcache.lab.traces.requests import Int64Array
@@ -163,8 +164,10 @@ def unpacked(raw: io.BufferedReader) -> BinaryIO:
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if magic != _ZSTD_MAGIC:
         return raw
-    import zstandard
-
+    try:
+        import zstandard
+    except ModuleNotFoundError as error:
+        raise TraceError(f"{raw.name} is zstd{how_to_install(error)}") from error
     return io.BufferedReader(_ZstdFrames(raw, zstandard), 1 << 18)
 
 

@@ -324,10 +324,14 @@ cdef class CopyQueue:
         The caller copies too, in the place of one of the threads: waking those can take longer than a small job.
         """
         cdef bint has_ended
+        cdef int64_t submitted
         self._check_process()
         pthread_mutex_lock(&self.queue.mutex)
+        submitted = self.queue.submitted
         has_ended = self.queue.ended >= sequence
         pthread_mutex_unlock(&self.queue.mutex)
+        if sequence > submitted:
+            raise ValueError(f"only {submitted} jobs were submitted, got {sequence}")
         while not has_ended:
             with nogil:
                 has_ended = _help(&self.queue, sequence)
