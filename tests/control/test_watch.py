@@ -59,6 +59,7 @@ def test_wrappers_added_and_removed_in_any_order_are_all_called() -> None:
 
 
 def test_recorder_of_manager_with_replaced_method_is_refused(tmp_path: Any) -> None:
+    pytest.importorskip("msgspec")
     from kvcache.recorder.recorder import Recorder
 
     manager = CPUOffloadingManager(16, 4, REFERENCE_POLICIES["lru"])

@@ -7,19 +7,17 @@ import multiprocessing
 import os
 import random
 import time
-import traceback
 from pathlib import Path
 
 import pytest
 from engine_options import BLOCK_BYTES
-from engine_tiering import PAGE, EngineTiering, key, tier_config
-from serve_until_killed import serve
+from engine_tiering import PAGE
+from serve_until_killed import NUM_SLOTS, serve, store_until_killed
 
 from kvcache.tiers.disk.directory import capacity_for, directory_bytes
 
 STRESS = float(os.environ.get("KVCACHE_STRESS", "1"))
 NUM_KILLS, NUM_TIER_KILLS = max(2, round(2 * STRESS)), round(20 * STRESS)
-NUM_BLOCKS, NUM_SLOTS = 200, 64
 
 
 @pytest.mark.slow
@@ -45,28 +43,6 @@ def test_engines_killed_in_mid_traffic_leave_no_wrong_block(models, crowd, promp
         first = {answer["prompt"]: answer["cached"] for answer in reversed(answers)}
         first_cached.append(sum(first.get(i, 0) for i in range(len(crowd))))
     assert sum(first_cached[1:]) > 0, first_cached
-
-
-def store_until_killed(path, seed, pipe):
-    """Load every block that the tier holds, and check its bytes; then store and load random ones until killed.
-
-    Send the number of blocks, or the traceback of an error.
-    """
-    try:
-        serve_blocks(path, seed, pipe)
-    except BaseException:
-        pipe.send(traceback.format_exc())
-        raise
-
-
-def serve_blocks(path, seed, pipe):
-    engine = EngineTiering([tier_config("disk", path=path, capacity=capacity_for(NUM_SLOTS, PAGE))], num_chunks=32)
-    pipe.send(sum(engine.load([key(number)]) for number in range(NUM_BLOCKS)))
-    dice = random.Random(seed)
-    while True:
-        blocks = [key(number) for number in dice.sample(range(NUM_BLOCKS), 8)]
-        if not engine.load(blocks):
-            engine.store(blocks)
 
 
 @pytest.mark.slow
