@@ -1,5 +1,7 @@
 """Real bytes in a replay: loaded blocks equal stored ones, and errors name a block that differs."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -97,6 +99,12 @@ def test_chats_survive_eviction_byte_for_byte(policy):
     assert replay.tally.evicted_blocks > 1000
     assert report["verified_blocks"] == replay.tally.hit_blocks > 1000
     assert report["store_bytes"] == replay.tally.stored_blocks * 4096
+
+
+def test_demo_without_a_tier_imports_no_tier(run_json, monkeypatch):
+    # A tier needs the extra `disk`, which `pip install kvcache` leaves out.
+    monkeypatch.setitem(sys.modules, "kvcache.lab.simulate.tiered", None)
+    assert run_json("demo", "--no-data", "--requests", 20)["requests"] == 20
 
 
 def test_demo_moves_and_compares_real_bytes(run_json):

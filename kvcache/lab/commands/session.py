@@ -59,7 +59,6 @@ def run(
     """
     from kvcache.control.cpu import CPUOffloadingManager
     from kvcache.lab.simulate.run import Replay, ReplayClock
-    from kvcache.lab.simulate.tiered import patient_manager, plain_host_blocks
     from kvcache.lab.traces.keys import KeyMaker, split_block_size
     from kvcache.lab.traces.requests import ReplayError
 
@@ -91,6 +90,8 @@ def run(
             )
             replay = Replay(manager, payload, arrivals=arrivals)
         else:
+            from kvcache.lab.simulate.tiered import patient_manager, plain_host_blocks
+
             blocks = payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
             below = patient_manager(
                 block_size, settings.policy, settings.tier, blocks, title, store_threshold=settings.store_threshold
