@@ -27,7 +27,7 @@ def engines(**options):
 
 @pytest.fixture
 def check(run, tmp_path):
-    """Check a configuration; return the exit status, and what is shown in one line."""
+    """Check a configuration; return the exit status, and the output as one line."""
 
     def command(given, *options):
         config = tmp_path / "c.json"

@@ -17,7 +17,7 @@ EXAMPLE = (CONTAINERS / "kubernetes.yaml").read_text()
 
 
 def faults(tmp_path, *replacement):
-    """Return what is found in the example after a replacement: level, the subject's last part and the text."""
+    """Return the findings in the example after a replacement: level, the subject's last part and the text."""
     path = tmp_path / "kubernetes.yaml"
     path.write_text(EXAMPLE)
     for old, new in replacement:

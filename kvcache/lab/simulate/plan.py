@@ -103,7 +103,7 @@ def run(trace: TraceFile, settings: Settings, weights: Model | None) -> Result:
 
         def read() -> Iterator[Request]:
             for i, request in enumerate(trace):
-                if i % _REFRESH_REQUESTS == 0:
+                if i % _REFRESH_REQUESTS == 0 and bar.is_due():
                     share = trace.position_bytes / trace.size_bytes
                     bar.show(share, int(100 * share), f"{i:,} requests")
                 yield request

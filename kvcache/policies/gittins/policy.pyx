@@ -727,7 +727,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         for i in range(got):
             self.table.rows[out[i]].mark = self.table.mark
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
-            if got < n and self.table.rows[row].key != NULL and may_leave(self.table, row):
+            if got == n:
+                break
+            if self.table.rows[row].key != NULL and may_leave(self.table, row):
                 self._evict(row)
                 out[got] = row
                 got += 1
