@@ -137,15 +137,15 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, boo
     return given, outer if where == _WRAPPERS[-1] else {}, is_vllm, has_events, engine_block
 
 
-def _block_bytes(model: str | None, tokens: int, text: str | None, workers: int) -> tuple[int, bool | None]:
+def _block_bytes(model_text: str | None, tokens: int, text: str | None, workers: int) -> tuple[int, bool | None]:
     """Return the bytes of one worker's block, and whether all workers hold the same ones (None: unknown)."""
     if text is not None:
-        if model is not None:
-            raise ValueError(f"--block-bytes excludes --model, got {text!r} and {model!r}")
+        if model_text is not None:
+            raise ValueError(f"--block-bytes excludes --model, got {text!r} and {model_text!r}")
         return parse_size("--block-bytes", text), None
-    weights = read_model(model)
-    if weights is None:
+    model = read_model(model_text)
+    if model is None:
         return 0, None
-    num_bytes = weights.token_bytes * common.at_least("--block-size", tokens, 1)
+    num_bytes = model.token_bytes * common.at_least("--block-size", tokens, 1)
     # Every worker keeps its share of the heads, or all latent values.
-    return (num_bytes, True) if weights.is_latent else (-(-num_bytes // workers), False)
+    return (num_bytes, True) if model.is_latent else (-(-num_bytes // workers), False)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache.cli import common, model
+from kvcache.cli import common
+from kvcache.cli.model import HOW_TO_SIZE, ModelOption, read_model
 from kvcache.lab.commands import options
 from kvcache.lab.commands.tiers import parse_rate
 from kvcache.options import format_size, parse_count, parse_share, parse_size
@@ -61,7 +62,7 @@ class FleetOptions:
         ),
     ] = None
     memory: options.MemoryOption = None
-    model_text: model.ModelOption = None
+    model_text: ModelOption = None
     store: Annotated[
         str | None,
         typer.Option(
@@ -99,14 +100,14 @@ def fleet(given: FleetOptions) -> None:
 
     Every engine has host memory of its own. The traffic is copies of the trace, which share system prompts only.
     """
-    weights = model.read_model(given.model_text)
-    if given.memory is not None and weights is None:
-        raise ValueError(f"--memory needs the size of a block, got {given.memory!r} alone: {model.HOW_TO_SIZE}")
+    model = read_model(given.model_text)
+    if given.memory is not None and model is None:
+        raise ValueError(f"--memory needs the size of a block, got {given.memory!r} alone: {HOW_TO_SIZE}")
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
     with source.open() as trace:
         split = source.split_of(trace)
-        block_bytes = options.block_bytes_of(weights, trace, split)
-        token_s = (weights.saved_s(1) if weights else None) or 1 / _TOKENS_PER_S
+        block_bytes = options.block_bytes_of(model, trace, split)
+        token_s = (model.saved_s(1) if model else None) or 1 / _TOKENS_PER_S
         plans = read_plans(given, block_bytes, token_s)
         document = {
             "source": {"kind": "trace", "file": str(trace.path), "format": trace.format},
@@ -115,7 +116,7 @@ def fleet(given: FleetOptions) -> None:
             "token_prefill_s": token_s,
             "seed": given.seed,
             **read_server(given.server),
-            "model": weights.as_dict() if weights else None,
+            "model": model.as_dict() if model else None,
         }
         common.check_writable("--json", given.json, given.file)
         if given.plot is not None:
@@ -184,7 +185,7 @@ def _store_blocks(text: str, block_bytes: int | None) -> int:
     if text.strip() == "0":
         return 0
     if block_bytes is None:
-        raise ValueError(f"--store needs the size of a block, got {text!r} alone: {model.HOW_TO_SIZE}")
+        raise ValueError(f"--store needs the size of a block, got {text!r} alone: {HOW_TO_SIZE}")
     num_blocks = parse_size("--store", text) // block_bytes
     if not num_blocks:
         raise ValueError(f"--store must hold at least one block of {block_bytes} bytes, got {text!r}")

@@ -200,6 +200,6 @@ def is_recording(file: Path) -> bool:
     return False
 
 
-def block_bytes_of(weights: Model | None, trace: TraceFile, split: int) -> int | None:
+def block_bytes_of(model: Model | None, trace: TraceFile, split: int) -> int | None:
     """Return the bytes of a block to replay, or None without a model."""
-    return None if weights is None else weights.token_bytes * (trace.block_size // split)
+    return None if model is None else model.token_bytes * (trace.block_size // split)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache.cli import common, model
+from kvcache.cli import common
+from kvcache.cli.model import HOW_TO_SIZE, ModelOption, read_model
 from kvcache.lab.commands import options, tiers
 from kvcache.options import parse_count
 
@@ -47,7 +48,7 @@ class PlanOptions:
     ] = None
     blocks: options.CapacitiesOption = None
     memory: options.CapacitiesMemoryOption = None
-    model_text: model.ModelOption = None
+    model_text: ModelOption = None
     tier: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,18 +109,18 @@ def plan(given: PlanOptions) -> None:
     from kvcache.lab.simulate.choices import NO_LIMIT, recorded_tier, stacks_of
     from kvcache.lab.simulate.plan import Settings, run
 
-    weights = model.read_model(given.model_text)
+    model = read_model(given.model_text)
     targets = plan_files.Targets.read(given.json, given.save, given.checkpoint, given.file)
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
     given_tiers = tiers.parse_tiers(given.tier)
-    _check(given, given_tiers, weights)
+    _check(given, given_tiers, model)
     serving = tiers.parse_serving(given.serving, 1 + len(given_tiers))
     with source.open() as trace:
         split = source.split_of(trace)
-        block_bytes = options.block_bytes_of(weights, trace, split)
+        block_bytes = options.block_bytes_of(model, trace, split)
         recorded = getattr(trace, "manager", {})
         stacks: list[tuple[int, ...]] = stacks_of(given_tiers, block_bytes) if block_bytes else [()]
-        if recorded.get("tiers") and weights is None:
+        if recorded.get("tiers") and model is None:
             given_tiers = [recorded_tier(i, tier) for i, tier in enumerate(recorded["tiers"])]
             stacks.append((NO_LIMIT,) * len(given_tiers))
         settings = Settings(
@@ -138,23 +139,23 @@ def plan(given: PlanOptions) -> None:
             jobs=_read_jobs(given.jobs),
             is_quiet=given.quiet,
         )
-        plan_files.report(run(trace, settings, weights), trace, targets)
+        plan_files.report(run(trace, settings, model), trace, targets)
 
 
-def _check(given: PlanOptions, given_tiers: list[TierChoice], weights: Model | None) -> None:
+def _check(given: PlanOptions, given_tiers: list[TierChoice], model: Model | None) -> None:
     if not 0 < given.sample <= 1:
         raise ValueError(f"--sample must be a share > 0 and <= 1, got {given.sample}")
     for option, text in (("--memory", given.memory), ("--tier", given.tier[0] if given.tier else None)):
-        if text is not None and weights is None:
-            raise ValueError(f"{option} needs the size of a block, got {text!r} alone: {model.HOW_TO_SIZE}")
+        if text is not None and model is None:
+            raise ValueError(f"{option} needs the size of a block, got {text!r} alone: {HOW_TO_SIZE}")
     if given_tiers and given.policy == "min":
         raise ValueError(
             "--policy min is the optimum of host memory alone and knows no tiers, got --tier "
             f"{(given.tier or [''])[0]!r}: name a policy beside it, or leave --tier out"
         )
     if any(tier.arbiter for tier in given_tiers):
-        if weights is None or not weights.saved_s(1):
-            shown = weights.name if weights else "no model"
+        if model is None or not model.saved_s(1):
+            shown = model.name if model else "no model"
             raise ValueError(
                 "--tier ...,arbiter weighs loading against computing: it needs a model with a known number of "
                 f"parameters, such as --model llama-3.1-8b, got {shown}"

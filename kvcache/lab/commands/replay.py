@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache.cli import common, model
+from kvcache.cli import common
+from kvcache.cli.model import HOW_TO_SIZE, ModelOption, read_model
 from kvcache.lab.commands import options
 from kvcache.options import parse_size
 
@@ -34,7 +35,7 @@ class ReplayOptions:
         typer.Option(help="Capacity in blocks [default: 10000].", metavar="N", show_default=False),
     ] = None
     memory: options.MemoryOption = None
-    model_text: model.ModelOption = None
+    model_text: ModelOption = None
     block_bytes: options.TestBlockBytesOption = None
     data: Annotated[
         bool, typer.Option("--data/--no-data", help="Move and compare real bytes, or only do the bookkeeping.")
@@ -74,13 +75,13 @@ def replay(given: ReplayOptions) -> None:
     common.at_least("--store-threshold", given.store_threshold, 0)
     if given.limit is not None:
         common.at_least("--limit", given.limit, 1)
-    weights = model.read_model(given.model_text)
-    if weights is not None and given.block_bytes is not None:
+    model = read_model(given.model_text)
+    if model is not None and given.block_bytes is not None:
         raise ValueError(f"--block-bytes and --model exclude each other, got {given.block_bytes!r}")
-    is_sized = weights is not None or given.block_bytes is not None
+    is_sized = model is not None or given.block_bytes is not None
     if given.memory is not None and not is_sized:
         raise ValueError(
-            f"--memory needs the size of a block, got {given.memory!r} alone: {model.HOW_TO_SIZE}; or say --block-bytes"
+            f"--memory needs the size of a block, got {given.memory!r} alone: {HOW_TO_SIZE}; or say --block-bytes"
         )
     tier = None if given.tier is None else _read_tier(given.tier)
     if given.what_if and tier is not None:
@@ -90,7 +91,7 @@ def replay(given: ReplayOptions) -> None:
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
     with source.open() as trace:
         split = source.split_of(trace)
-        block_bytes = options.block_bytes_of(weights, trace, split) or test_bytes
+        block_bytes = options.block_bytes_of(model, trace, split) or test_bytes
         settings = session.Settings(
             policy=given.policy,
             num_blocks=options.parse_capacity(given.blocks, given.memory, block_bytes, default="10000"),
@@ -100,7 +101,7 @@ def replay(given: ReplayOptions) -> None:
             limit=given.limit,
             data=given.data,
             json_target=given.json,
-            weights=weights,
+            model=model,
             store_threshold=given.store_threshold,
             what_if=given.what_if,
             tier=tier,

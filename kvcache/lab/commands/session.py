@@ -38,7 +38,7 @@ class Settings:
     limit: int | None
     data: bool
     json_target: str | None
-    weights: Model | None = None
+    model: Model | None = None
     store_threshold: int = 0
     what_if: bool = False
     tier: DiskChoice | dict[str, Any] | None = None
@@ -119,8 +119,8 @@ def run(
         "data": moved,
         **({"disk": disk} if disk else {}),
         "what_if": what_if.as_dict() if what_if else None,
-        "model": settings.weights.as_dict() if settings.weights else None,
-        "saved_prefill_s": settings.weights.saved_s(counted["hit_tokens"]) if settings.weights else None,
+        "model": settings.model.as_dict() if settings.model else None,
+        "saved_prefill_s": settings.model.saved_s(counted["hit_tokens"]) if settings.model else None,
     }
     if settings.json_target != "-":
         _print(title, document, what_if, settings)
@@ -212,7 +212,7 @@ def _table(document: dict[str, Any], settings: Settings) -> Any:
         moved = f"{stats['stored_blocks']:,} stored, {stats['loaded_blocks']:,} loaded"
         rows.append((f"{stats['medium'].lower()} tier", f"{found}{moved}{held}"))
     if document["saved_prefill_s"] is not None:
-        rows.append(("prefill saved, at least", f"{document['saved_prefill_s']:,.1f} s ({settings.weights})"))
+        rows.append(("prefill saved, at least", f"{document['saved_prefill_s']:,.1f} s ({settings.model})"))
     data = document["data"]
     if data is not None:
         rows += [

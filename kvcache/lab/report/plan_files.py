@@ -83,7 +83,7 @@ def report(result: Result, trace: TraceFile, targets: Targets) -> None:
 
 
 def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], block_size: int) -> dict[str, Any]:
-    settings, weights, unbounded = result.settings, result.weights, result.unbounded
+    settings, model, unbounded = result.settings, result.model, result.unbounded
     return {
         "source": trace.facts(),
         "complete": result.is_complete,
@@ -91,7 +91,7 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
         "block_size": block_size,
         "sample": settings.sample,
         "elapsed_s": result.elapsed_s,
-        "model": weights.as_dict() if weights else None,
+        "model": model.as_dict() if model else None,
         "tiers": [
             {"name": tier.name, "bytes_per_s": tier.bytes_per_s, "write_policy": tier.write_policy}
             for tier in settings.tiers
@@ -104,23 +104,23 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
 
 def _facts(cell: Cell, result: Result) -> dict[str, Any]:
     facts = cell.as_dict()
-    block_bytes, weights = result.settings.block_bytes, result.weights
+    block_bytes, model = result.settings.block_bytes, result.model
     facts["memory_bytes"] = None if cell.num_blocks is None or block_bytes is None else cell.num_blocks * block_bytes
     facts["tier_bytes"] = [blocks * (block_bytes or 0) for blocks in cell.tiers]
-    facts["saved_prefill_s"] = weights.saved_s(cell.hit_tokens) if weights else None
+    facts["saved_prefill_s"] = model.saved_s(cell.hit_tokens) if model else None
     return facts
 
 
 def _draw(result: Result, unbounded: Cell, block_size: int, target: str) -> None:
     from kvcache.lab.report.plot import Chart, draw
 
-    compact, weights, settings = result.compact, result.weights, result.settings
+    compact, model, settings = result.compact, result.model, result.settings
     num_blocks = compact.num_blocks * settings.split
     footnote = f"{result.title}: {len(compact):,} requests, {num_blocks:,} blocks of {block_size} tokens"
     if compact.rate < 1:
         footnote += f", 1 in {1 / compact.rate:g} sampled"
-    if weights is not None:
-        footnote += f"; {weights.name}, {weights.dtype}"
+    if model is not None:
+        footnote += f"; {model.name}, {model.dtype}"
     names = tuple(tier.name for tier in settings.tiers)
     title = f"Blocks hit, by policy and capacity{' of host memory' if names else ''}"
     draw(Chart(title, result.cells, unbounded, settings.block_bytes, footnote, names), target)

@@ -97,7 +97,7 @@ def _print_serving(console: Any, result: Result) -> None:
         return
     engines, rate = base["num_engines"], result.settings.serving.link_bytes_per_s
     console.print(
-        f"{engines} engine{'s' * (engines > 1)} over one link of {rate / 1e9:g} GB/s to host memory, {result.weights}; "
+        f"{engines} engine{'s' * (engines > 1)} over one link of {rate / 1e9:g} GB/s to host memory, {result.model}; "
         f"without a cache: TTFT p50 {_time(base['ttft_p50_s'])}, p99 {_time(base['ttft_p99_s'])}, busy "
         f"{_shown(base['engine_busy'], '{:.0%}')}",
         soft_wrap=True,
@@ -109,7 +109,7 @@ def _time(seconds: float | None) -> str:
 
 
 def _print_policies(console: Any, result: Result, unbounded: Cell, block_size: int) -> None:
-    cells, weights, block_bytes = result.cells, result.weights, result.settings.block_bytes
+    cells, model, block_bytes = result.cells, result.model, result.settings.block_bytes
     policies = list(dict.fromkeys(cell.policy for cell in cells))
     by_place = {(cell.policy, cell.num_blocks): cell for cell in cells}
     places = sorted({cell.num_blocks for cell in cells if cell.num_blocks is not None})
@@ -137,9 +137,9 @@ def _print_policies(console: Any, result: Result, unbounded: Cell, block_size: i
                 lambda cell: "" if cell.rejected_requests is None else f"{cell.rejected_requests:,}",
             )
         )
-    if weights is not None and weights.saved_s(1) is not None:
+    if model is not None and model.saved_s(1) is not None:
         views.append(("share of the prompts' tokens that need no prefill", lambda cell: f"{cell.token_hit_rate:.1%}"))
-        views.append((f"prefill saved, at least ({weights})", lambda cell: _time(weights.saved_s(cell.hit_tokens))))
+        views.append((f"prefill saved, at least ({model})", lambda cell: _time(model.saved_s(cell.hit_tokens))))
     if any(_ttft_s(cell) is not None for cell in cells):
         views.append(("time to first token, p50 / p99", _ttft_pair))
     for heading, shown in views:

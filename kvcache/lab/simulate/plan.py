@@ -55,7 +55,7 @@ class Result:
     title: str
     grid: Grid
     settings: Settings
-    weights: Model | None
+    model: Model | None
     compact: CompactTrace
     found: dict[Job, Cell]
     unbounded: Cell | None
@@ -87,7 +87,7 @@ class Result:
         return " + ".join(named) or "none"
 
 
-def run(trace: TraceFile, settings: Settings, weights: Model | None) -> Result:
+def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
     """Simulate the grid; after Ctrl-C the result holds the cells that have finished."""
     from kvcache.lab.simulate.cells import OPTIMUM, Job, Plan
     from kvcache.lab.simulate.checkpoint import Checkpoint
@@ -109,7 +109,7 @@ def run(trace: TraceFile, settings: Settings, weights: Model | None) -> Result:
                 yield request
 
         compact = CompactTrace.spool(read(), trace.block_size, folder, settings.sample, settings.seed)
-        serving = _serving(settings, weights, compact)
+        serving = _serving(settings, model, compact)
         rules = tuple((tier.write_policy, tier.arbiter) for tier in settings.tiers)
         how = Plan(settings.split, num_shards, serving, rules)
         grid = Grid(settings.policies, settings.capacities, settings.stacks, how)
@@ -125,7 +125,7 @@ def run(trace: TraceFile, settings: Settings, weights: Model | None) -> Result:
         f"{trace.name} ({trace.format})",
         grid,
         settings,
-        weights,
+        model,
         compact,
         found,
         found.get(unbounded),
@@ -185,7 +185,7 @@ def usable_bytes() -> int | None:
     return None if left is None else int(left[0] * _MEMORY_SHARE)
 
 
-def _serving(settings: Settings, weights: Model | None, compact: CompactTrace) -> Serving | None:
+def _serving(settings: Settings, model: Model | None, compact: CompactTrace) -> Serving | None:
     if settings.block_bytes is None:
         return None
     from kvcache.lab.simulate.serving import Medium, Serving, engines_for
@@ -193,7 +193,7 @@ def _serving(settings: Settings, weights: Model | None, compact: CompactTrace) -
     rates = [settings.serving.link_bytes_per_s, *(tier.bytes_per_s for tier in settings.tiers)]
     names = ["memory", *(tier.name for tier in settings.tiers)]
     media = tuple(map(Medium, names, rates, settings.serving.prices))
-    token_s = weights.saved_s(1) if weights else None
+    token_s = model.saved_s(1) if model else None
     engines = settings.serving.engines
     if engines is None:
         engines = 1 if token_s is None else engines_for(compact.arrivals_s, compact.num_tokens, token_s)
