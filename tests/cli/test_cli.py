@@ -159,13 +159,17 @@ def test_completion_goes_on_behind_a_comma():
 
 
 @pytest.mark.parametrize("option", sorted(RENAMED))
-def test_old_option_of_replay_is_answered_with_the_new_spelling(run, trace, option):
+def test_lab_command_old_option_raises_error_with_new_spelling(run, trace, option):
     if option in ("--store-threshold", "--limit", "--block-bytes"):
         argv = ("plan", trace, option, "1")
     else:
         argv = ("replay", trace, option, "1")
-    assert error_of(run, *argv) == f"{option} of the old kvcache replay is now {RENAMED[option]}"
+    assert error_of(run, *argv) == f"{option} of an older kvcache is now {RENAMED[option]}"
     assert error_of(run, *argv[:2], f"{option}=1").endswith(RENAMED[option])
+
+
+def test_check_old_option_dtype_raises_error_with_new_spelling(run):
+    assert error_of(run, "check", "-", "--dtype", "fp8") == ("--dtype of an older kvcache is now --model NAME,DTYPE")
 
 
 @pytest.mark.parametrize("name", ["replay", "plan", "fleet", "rerun"])

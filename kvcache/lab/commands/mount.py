@@ -50,7 +50,7 @@ RENAMED = {
     "--store-server": f"{_FLEET} --server RATE,KEYS",
     "--store-threshold": "kvcache replay FILE --store-threshold",
 }
-"""The new spelling of each option of the old `kvcache replay`."""
+"""The new spelling of each option of the old `kvcache replay` and `kvcache check`."""
 
 
 class LabCommand(TyperCommand):
@@ -62,7 +62,7 @@ class LabCommand(TyperCommand):
         for arg in args:
             option = arg.partition("=")[0]
             if option in RENAMED and option not in own and not ctx.resilient_parsing:
-                raise ValueError(f"{option} of the old kvcache replay is now {RENAMED[option]}")
+                raise ValueError(f"{option} of an older kvcache is now {RENAMED[option]}")
         return super().parse_args(ctx, args)
 
 
