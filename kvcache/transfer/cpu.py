@@ -41,7 +41,7 @@ class CPUCopyHandler(OffloadingHandler):
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         device, host = checked_specs(spec, self._to_host)
         with self._lock:
-            if self._closed:
+            if self._closed or not self._geometry.pool.has_owner():
                 return False
             check_job_id(job_id, self._places)
             self._places[job_id] = self._queue.submit(

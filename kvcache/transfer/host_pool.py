@@ -216,6 +216,10 @@ class HostPool:
     def __repr__(self) -> str:
         return f"HostPool(num_blocks={self.num_blocks}, block_bytes={self.block_bytes}, pinned={self.is_pinned})"
 
+    def has_owner(self) -> bool:
+        """Return whether a process manages the blocks. Without one, handlers refuse jobs."""
+        return True
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole pool, including alignment."""

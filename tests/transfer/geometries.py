@@ -48,6 +48,9 @@ class NoisyPool:
         self.tensor = self.flat.view(num_blocks, stride_bytes)[:, :block_bytes]
         self.address = self.tensor.data_ptr()
 
+    def has_owner(self):
+        return True
+
 
 @dataclass
 class Case:
