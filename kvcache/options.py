@@ -285,6 +285,68 @@ class Options:
         return "\n".join(lines) + "\n"
 
 
+class Configurable:
+    """Base of the classes that a configuration names by ``type``: tiers, codecs and exporters.
+
+    Attributes
+    ----------
+    options_type : type of Options or None
+        Of the class: the options that `from_config` reads; None: it passes on what it is given.
+    context_names : tuple of str
+        Of the class: names of the arguments that `from_config` takes beside the options; without names they are
+        passed on by position.
+    """
+
+    options_type: ClassVar[type[Options] | None] = None
+    context_names: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Check `options` as `from_config` does, without opening anything; by default with `options_type`.
+
+        Raises
+        ------
+        ValueError
+            An option is missing, unknown or invalid.
+        """
+        if cls.options_type is not None:
+            cls.options_type.read(options)
+
+    @classmethod
+    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
+        """Return why an instance with these checked `options` cannot be opened now, or "". May wait; opens nothing."""
+        return ""
+
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any], *context: Any, **named: Any) -> Self:
+        """Make an instance of the parsed options and its context.
+
+        Parameters
+        ----------
+        options : mapping
+            The entry of the configuration without ``type`` and what the manager itself reads.
+        *context, **named
+            For a tier, `host_blocks` (the pool, uint8 or int8, shape (num_blocks, block_bytes)) and `fingerprint` (a
+            mapping that identifies the model and the geometry of the blocks). For a codec, the bytes of a block; 0: not
+            known yet, only the options are checked. For an exporter, the `Telemetry` to report.
+
+        Returns
+        -------
+        Configurable
+            The instance, opened. The caller closes it.
+
+        Raises
+        ------
+        ValueError
+            An option is missing, unknown or invalid, or does not fit the context.
+        OSError
+            An exporter's address is in use, or cannot be opened.
+        """
+        given = options if cls.options_type is None else cls.options_type.read(options).arguments()
+        named |= dict(zip(cls.context_names, context, strict=False))
+        return cls(*context[len(cls.context_names) :], **named, **given)
+
+
 def _advanced_of(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     inside = given.get(ADVANCED)
     if inside is not None and not isinstance(inside, Mapping):

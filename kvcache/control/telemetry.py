@@ -18,7 +18,7 @@ from kvcache.control.pool import BlockPool
 from kvcache.control.watch import CallTimes
 from kvcache.events import JobLog
 from kvcache.metrics import Labels, Part, Sample, samples_of
-from kvcache.options import Options, check_int
+from kvcache.options import Configurable, Options, check_int
 from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
@@ -180,62 +180,16 @@ def _check_label(name: object, text: object) -> None:
         )
 
 
-class Exporter(ABC):
-    """Reports snapshots of a running engine, in its own threads.
+class Exporter(Configurable, ABC):
+    """Reports snapshots of a running engine, in its own threads; a configuration names it as a `Configurable`.
 
     Attributes
     ----------
-    options_type : type of Options or None
-        Class attribute: the options that `from_config` reads.
     needs_events : bool
         Class attribute: whether the manager must keep events, which the exporter takes.
     """
 
     needs_events: ClassVar[bool] = False
-    options_type: ClassVar[type[Options] | None] = None
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check `options` as `from_config` does, without opening anything. The default parses them by `options_type`.
-
-        Raises
-        ------
-        ValueError
-            An option is missing, unknown or invalid.
-        """
-        if cls.options_type is not None:
-            cls.options_type.read(options)
-
-    @classmethod
-    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        """Return why an exporter with these checked `options` cannot be opened now, or an empty string if it can."""
-        return ""
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> Exporter:
-        """Open an exporter. The default passes the parsed options to the class as arguments.
-
-        Parameters
-        ----------
-        options : mapping
-            The exporter's entry of ``exporters`` without ``type``.
-        telemetry : Telemetry
-            The source of the reports.
-
-        Returns
-        -------
-        Exporter
-            The open exporter. The caller closes it.
-
-        Raises
-        ------
-        ValueError
-            An option is invalid.
-        OSError
-            The address is in use, or cannot be opened.
-        """
-        given = options if cls.options_type is None else cls.options_type.read(options).arguments()
-        return cls(telemetry, **given)  # type: ignore[call-arg]
 
     @property
     @abstractmethod

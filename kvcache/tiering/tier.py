@@ -23,18 +23,17 @@ tier never reports costs the manager the job's host blocks, so the manager bound
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcache.metrics import counter, flag, gauge
+from kvcache.options import Configurable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvcache.options import Options
     from kvcache.request import ReqContext
 
     HostBlocks = npt.NDArray[np.uint8] | npt.NDArray[np.int8]
@@ -117,13 +116,11 @@ class CodecTierStats(TierStats):
     decode_s: float = counter("seconds", "Time of I/O threads in the decoder.", exported="decode_seconds")
 
 
-class Tier(ABC):
-    """A place below host memory.
+class Tier(Configurable, ABC):
+    """A place below host memory; a configuration names it as a `Configurable`.
 
     Attributes
     ----------
-    options_type : type of Options or None
-        Of the class: the options that `from_config` reads.
     medium : str
         The medium's name in events: ``"DISK"``.
     max_queued_blocks : int or None
@@ -135,46 +132,9 @@ class Tier(ABC):
     may call.
     """
 
-    options_type: ClassVar[type[Options] | None] = None
+    context_names = ("host_blocks", "fingerprint")
     medium: str
     max_queued_blocks: int | None = None
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check `options` as `from_config` does, without opening anything; by default with `options_type`.
-
-        Raises
-        ------
-        ValueError
-            An option is missing, unknown or invalid.
-        """
-        if cls.options_type is not None:
-            cls.options_type.read(options)
-
-    @classmethod
-    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        """Return why a tier with these `options`, checked, cannot be used now, or "". May wait; changes nothing."""
-        return ""
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Tier:
-        """Return the tier that a user configured, opened.
-
-        Parameters
-        ----------
-        options : mapping
-            The tier's entry of ``extra_config["tiers"]`` without ``type`` and what the manager itself reads.
-        host_blocks : numpy.ndarray
-            The pool, uint8 or int8, shape (num_blocks, block_bytes).
-        fingerprint : mapping
-            Identifies the model and the geometry of the blocks.
-
-        Raises
-        ------
-        ValueError
-            An option is unknown or invalid.
-        """
-        raise NotImplementedError(f"{cls.__name__} cannot be made from a configuration")
 
     @abstractmethod
     def lookup(self, keys: list[bytes]) -> int | None:
@@ -195,7 +155,7 @@ class Tier(ABC):
     def get_finished(self) -> list[TierResult]:
         """Return the jobs that ended since the last call, each once, and changes without a job."""
 
-    def cancel(self, job_id: int) -> None:  # noqa: B027
+    def cancel(self, job_id: int) -> None:
         """Called when no request waits for `job_id` any more: blocks that have not begun to move may fail now."""
 
     @abstractmethod
@@ -214,10 +174,10 @@ class Tier(ABC):
     def shutdown(self) -> None:
         """Stop the threads and release resources; the only method that may wait, for a bounded time."""
 
-    def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:  # noqa: B027
+    def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
         """Called when a request uses `keys`, in prefix order; unknown keys are ignored."""
 
-    def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
+    def on_request_finished(self, req_context: ReqContext) -> None:
         """Called at a request's end."""
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
+from kvcache.options import Configurable
 from kvcache.registry import CODECS
 from kvcache.tiering.tier import checked_host_blocks
 
 if TYPE_CHECKING:
-    from kvcache.options import Options
     from kvcache.tiering.tier import HostBlocks
 
 HEADER_BYTES = 32
@@ -22,39 +22,16 @@ class CannotEncodeError(ValueError):
     """A block is not stored, because its codec cannot encode it."""
 
 
-class Codec(ABC):
-    """Encode whole blocks; called by several threads at once.
+class Codec(Configurable, ABC):
+    """Encode whole blocks; called by several threads at once. A configuration names it as a `Configurable`.
 
     Attributes
     ----------
-    options_type : type of Options or None
-        Of the class: the options that `from_config` reads.
     is_lossy : bool
         Whether a decoded block may differ from the one that was encoded. Decoding one code always gives the same bytes.
     """
 
-    options_type: ClassVar[type[Options] | None] = None
     is_lossy = False
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any], block_bytes: int) -> Codec:
-        """Make a codec from a user's configuration.
-
-        Parameters
-        ----------
-        options : mapping
-            The entry without ``type``.
-        block_bytes : int
-            Bytes of a block; 0: not known yet, only the options are checked.
-
-        Raises
-        ------
-        ValueError
-            An option is unknown or bad, or blocks of this size cannot be encoded.
-        """
-        if cls.options_type is None:
-            raise NotImplementedError(f"{cls.__name__} needs an options_type to be made from a configuration")
-        return cls(block_bytes, **cls.options_type.read(options).arguments())  # type: ignore[call-arg]
 
     @property
     @abstractmethod
@@ -115,16 +92,17 @@ def parse_codec(name: str, value: object) -> CodecMaker:
     return make
 
 
-def make_codec(make: CodecMaker | None, host_blocks: HostBlocks) -> Codec | None:
-    """Return the codec that `parse_codec` parsed, for blocks of this pool."""
-    return None if make is None else make(checked_host_blocks(host_blocks).shape[1])
+def make_codec(codec: Codec | CodecMaker | None, host_blocks: HostBlocks) -> Codec | None:
+    """Return a codec, made for the blocks of this pool if `codec` is what `parse_codec` returns."""
+    return codec(checked_host_blocks(host_blocks).shape[1]) if callable(codec) else codec
 
 
 def stored_form(
-    codec: Codec | None, host_blocks: HostBlocks, fingerprint: Mapping[str, Any] | None
+    codec: Codec | CodecMaker | None, host_blocks: HostBlocks, fingerprint: Mapping[str, Any] | None
 ) -> tuple[int, dict[str, Any]]:
     """Return the bytes of a block as a tier stores it, and the fingerprint of such blocks."""
     block_bytes: int = checked_host_blocks(host_blocks).shape[1]
+    codec = make_codec(codec, host_blocks)
     if codec is None:
         return block_bytes, dict(fingerprint or {})
     row_bytes = -(-(HEADER_BYTES + codec.max_bytes) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
