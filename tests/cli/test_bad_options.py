@@ -51,6 +51,7 @@ BAD = [
     ("fleet TRACE --engines 2 --store 1TiB", "--store needs the size of a block, got '1TiB'"),
     ("fleet TRACE --engines 2 --store 1B --model 2", "--store must hold at least one block of 1024 bytes, got '1B'"),
     ("fleet TRACE --engines 2 --store 1TiB@5 --model 2", "--store must be a rate such as 6GB/s"),
+    ("fleet TRACE --engines 2 --plot missing/out.png", "--plot cannot be written: 'missing/out.png'"),
     ("fleet TRACE --engines 2 --copies 0", "--copies must be >= 1, got 0"),
     (
         "fleet TRACE --engines 2 --server 5GB/s",

@@ -134,6 +134,13 @@ def test_command_names_the_first_difference_and_shrinks_it(run, recorded):
     assert json.loads(report.read_text())["difference"]["call"].startswith(("prepare_store", "lookup"))
 
 
+def test_rerun_json_onto_the_recording_is_refused(run, recorded):
+    before = recorded.read_bytes()
+    status, _, err = run("rerun", recorded, "--json", recorded)
+    assert (status, recorded.read_bytes()) == (2, before)
+    assert "--json must be another file than the one that is read" in err
+
+
 def test_shrink_of_a_policy_without_an_installed_twin_names_it(monkeypatch):
     monkeypatch.delitem(REFERENCE_POLICIES, "mq")
     text = shrunk_text([], {"cache_policy": "mq"}, None, is_broken=False, shrink_s=1.0)

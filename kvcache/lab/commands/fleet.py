@@ -119,6 +119,7 @@ def fleet(given: FleetOptions) -> None:
             "model": model.as_dict() if model else None,
         }
         common.check_writable("--json", given.json, given.file)
+        common.check_writable("--plot", given.plot, given.file)
         if given.plot is not None:
             from kvcache.lab.report.plot import check_plot_target
 

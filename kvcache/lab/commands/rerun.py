@@ -46,6 +46,7 @@ def rerun(
         raise ValueError(f"{file} cannot be read: the file does not exist")
     if not is_recording(file):
         raise ValueError(f"{file} is not a recording of kvcache: kvcache replay and kvcache plan read traces")
+    common.check_writable("--json", json, file)
     recorded = Recording(file)
     kept: list[Call] | None = [] if shrink else None
     with common.Bar("replay", "records", quiet, total=None) as bar:
