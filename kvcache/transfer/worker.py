@@ -102,18 +102,15 @@ class OffloadingWorker:
         except Exception:
             # A fault of a third party's handler must not end the engine: the job has failed.
             _log.exception("transfer %s -> %s of job %s could not be started", *kind, job_id)
-            failed = TransferResult(job_id, False, 0, 0.0, kind)
-            self._finished.append(failed)
-            self._count(failed)
+            self._finished.append(TransferResult(job_id, False, 0, 0.0, kind))
             return True
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call; those of one direction in the order of submission."""
         for handler in self._unique():
             try:
-                for result in handler.get_finished():
-                    self._finished.append(result)
-                    self._count(result)
+                # What a generator yields before it raises is kept.
+                self._finished.extend(handler.get_finished())
                 self._failing.discard(id(handler))
             except Exception:
                 # An engine polls at every step: log only the first error of a series.
@@ -121,6 +118,8 @@ class OffloadingWorker:
                     self._failing.add(id(handler))
                     _log.exception("%s did not return its finished jobs", type(handler).__name__)
         finished, self._finished = self._finished, []
+        for result in finished:
+            _attempt(f"{result!r} was not counted", self._count, result)
         return finished
 
     def wait(self, job_ids: Iterable[int]) -> None:
