@@ -383,6 +383,7 @@ class TieredOffloadingManager(OffloadingManager):
         if self.arbitration is not None:
             self.arbitration.take_probes()
         self._uses = OrderedDict()
+        self._counted.clear()
         for controller in self.controllers:
             controller.reset(now_s)
         self._end_draining()

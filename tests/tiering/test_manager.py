@@ -245,6 +245,17 @@ def test_block_is_written_on_its_nth_use(num_uses):
     assert bench.manager.tier_stats()[0].dropped_blocks == 0
 
 
+def test_reset_counts_the_uses_of_an_open_request_afresh():
+    bench = Bench(write_policy="write_through_selective", num_uses=2)
+    context = ReqContext()
+    bench.store(b"a", context=context)
+    bench.manager.reset_cache()
+    bench.store(b"a", context=context)
+    bench.manager.touch([b"a"], ReqContext())
+    bench.manager.on_schedule_end()
+    assert bench.jobs() == [(False, [b"a"])]
+
+
 def test_uses_of_blocks_that_left_are_forgotten_in_time_that_does_not_grow():
     num_blocks = 20_000
     manager = TieredOffloadingManager(
