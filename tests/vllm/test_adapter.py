@@ -84,9 +84,7 @@ def keys_of(name, count):
     return [f"{name}{i}".encode() for i in range(count)]
 
 
-def test_failed_store_is_announced_to_vllm_from_0_33_on_unless_it_was_offered_again(
-    monkeypatch,
-):
+def check_failed_store_is_announced(ours, monkeypatch):
     @dataclass
     class Event(base.OffloadingEvent):
         metadata_only: bool = False
@@ -94,7 +92,7 @@ def test_failed_store_is_announced_to_vllm_from_0_33_on_unless_it_was_offered_ag
     monkeypatch.setattr("kvcache.integrations.vllm.manager.OffloadingEvent", Event)
     names = {field.name for field in fields(Event)}
     monkeypatch.setattr("kvcache.integrations.vllm.manager._EVENT_FIELDS", names)
-    ours, keys = manager(enable_events=True), keys_of("a", 3)
+    keys = keys_of("a", 3)
     context = request(ours, "a", keys)
     ours.prepare_store(keys, context)
     ours.complete_store(keys[:2], context, success=False)
@@ -103,6 +101,11 @@ def test_failed_store_is_announced_to_vllm_from_0_33_on_unless_it_was_offered_ag
         (keys[1:2], True, True)
     ]
     assert list(ours.take_events()) == []
+
+
+def test_failed_store_is_announced_to_vllm_from_0_33_on_unless_it_was_offered_again(monkeypatch):
+    check_failed_store_is_announced(manager(enable_events=True), monkeypatch)
+    keys = keys_of("a", 3)
     silent = manager()
     context = request(silent, "a", keys)
     silent.prepare_store(keys, context)

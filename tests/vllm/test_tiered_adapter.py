@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine_tiering import PAGE, engine_spec_config
-from test_adapter import keys_of, request, store
+from test_adapter import check_failed_store_is_announced, keys_of, request, store
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult
 
@@ -91,6 +91,10 @@ def test_working_tiers_count_as_available(make):
     assert (sent["vllm:kvcache_tier_unavailable" + tier], sent["vllm:kvcache_tier_held_blocks" + tier]) == (0, 2)
     assert (sent["vllm:kvcache_tier_corrupt_blocks" + tier], sent["vllm:kvcache_tier_io_errors" + tier]) == (0, 0)
     assert sent.keys() >= {"vllm:kvcache_tier_reads_breaker:('0', 'DISK', 'closed')"}
+
+
+def test_failed_store_above_a_tier_is_announced_to_vllm_from_0_33_on(make, monkeypatch):
+    check_failed_store_is_announced(make(enable_events=True), monkeypatch)
 
 
 def test_events_over_disk_keep_their_tokens_until_the_last_removal(make):

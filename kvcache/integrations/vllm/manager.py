@@ -178,11 +178,14 @@ class KVCacheOffloadingManager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         for event in self._manager.take_events():
-            yield engine_event(event, Medium.CPU, is_local=True)
+            yield self._engine_event(event)
         failed, self._failed = self._failed, []
         # vLLM then drops its notes of the failed store. A block that was offered again keeps them.
         if absent := [key for key, state in zip(failed, self._pool.states(failed), strict=True) if not state]:
             yield OffloadingEvent(keys=absent, medium=Medium.CPU, removed=True, metadata_only=True)
+
+    def _engine_event(self, event: events.OffloadingEvent) -> OffloadingEvent:
+        return engine_event(event, Medium.CPU, is_local=True)
 
     def get_stats(self) -> Any:
         return self.metrics.changes()

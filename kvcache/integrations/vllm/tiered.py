@@ -16,6 +16,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from kvcache import events
 from kvcache.integrations.vllm.manager import (
     RESULTS,
     EngineRequest,
@@ -133,10 +134,9 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
             return super().get_load_source(key, req_context)
         return self.sources.DISK if self._are_disks else self.sources.EXTERNAL_UNSPECIFIED
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        for event in self._tiered.take_events():
-            medium = Medium.CPU if event.medium == self._tiered.medium else Medium.STORAGE
-            yield engine_event(event, medium, is_local=medium is Medium.CPU or event.medium == "DISK")
+    def _engine_event(self, event: events.OffloadingEvent) -> OffloadingEvent:
+        medium = Medium.CPU if event.medium == self._tiered.medium else Medium.STORAGE
+        return engine_event(event, medium, is_local=medium is Medium.CPU or event.medium == "DISK")
 
     def has_pending_work(self) -> bool:
         return self._tiered.has_pending_work()
