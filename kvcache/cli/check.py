@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json as json_module
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,9 +14,8 @@ from kvcache.cli.model import ModelOption, read_model
 from kvcache.options import parse_size
 
 if TYPE_CHECKING:
-    from kvcache.assembly.check import Finding
+    from kvcache.cli.findings import Finding
 
-_WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
@@ -63,39 +60,11 @@ def check(
 
         _report(manifest, check_manifest(manifest), strict, json)
     if config is not None:
+        from kvcache.cli.findings import check_file
+
         common.at_least("--workers", workers, 1)
         num_bytes, is_latent = _block_bytes(model, block_tokens, block_bytes, workers)
-        _report(config, _findings(config, num_bytes, workers, is_latent), strict, json)
-
-
-def _findings(config: Path, num_bytes: int, workers: int, is_latent: bool | None) -> list[Finding]:
-    from kvcache.assembly.check import Finding, check_config
-
-    given, transfer, is_vllm, has_events, engine_block = _read(config)
-    if not is_vllm:
-        return check_config(given, block_bytes=num_bytes, world_size=workers)
-    from kvcache.integrations.vllm import settings
-    from kvcache.integrations.vllm.releases import describe_release
-
-    faults = [fault for fault in (settings.connector_fault(transfer), settings.spec_fault(given)) if fault]
-    findings = [Finding("error", "connector", f"vLLM would not use kvcache: {fault}") for fault in faults]
-    findings += check_config(
-        given,
-        block_bytes=num_bytes,
-        world_size=1 if settings.shares_one_copy(given, is_latent) else workers,
-        known_keys=settings.known_keys(given),
-        where=settings.WHERE,
-        read=settings.read_config,
-    )
-    if all(one.level != "error" or one.subject != "options" for one in findings):
-        text = settings.describe_data_plane(given, num_bytes, workers, is_latent)
-        findings.append(Finding("ok", "data plane", text))
-    findings.append(Finding(*describe_release("eviction_policy" in given)))
-    if has_events and not given.get(settings.SELF_DESCRIBING):
-        findings.append(Finding("warning", "events", settings.UNDESCRIBED))
-    if has_events and (larger := settings.larger_blocks(given, engine_block)):
-        findings.append(Finding("warning", "events", larger))
-    return findings
+        _report(config, check_file(config, num_bytes, workers, is_latent), strict, json)
 
 
 def _report(config: Path, findings: list[Finding], strict: bool, json: str | None) -> None:
@@ -110,31 +79,6 @@ def _report(config: Path, findings: list[Finding], strict: bool, json: str | Non
     num_failed = sum(finding.level in failing for finding in findings)
     if num_failed:
         raise common.CommandError(f"{num_failed} of {len(findings)} checks of {config} failed")
-
-
-def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, bool, object]:
-    """Return the options, what surrounds them, whether they are vLLM's, KV events are on, and its ``block_size``."""
-    source = "standard input" if str(config) == "-" else str(config)
-    try:
-        text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
-        given = json_module.loads(text)
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is not JSON: {error}") from error
-    events = given.get("kv_events_config") if isinstance(given, Mapping) else None
-    has_events = isinstance(events, Mapping) and events.get("enable_kv_cache_events") is True
-    engine_block = given.get("block_size") if isinstance(events, Mapping) else None
-    where = "extra_config"
-    outer: Mapping[str, Any] = {}
-    for name in _WRAPPERS:
-        if isinstance(given, Mapping) and name in given:
-            outer, given, where = given, given[name], name
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
-    is_vllm = where != "extra_config" or "spec_module_path" in given or "secondary_tiers" in given
-    # What surrounds them is a connector's only if they are its `kv_connector_extra_config`.
-    return given, outer if where == _WRAPPERS[-1] else {}, is_vllm, has_events, engine_block
 
 
 def _block_bytes(model_text: str | None, tokens: int, text: str | None, workers: int) -> tuple[int, bool | None]:

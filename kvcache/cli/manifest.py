@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvcache.assembly.assemble import OffloadSettings
-from kvcache.assembly.check import Finding
+from kvcache.cli.findings import Finding
 from kvcache.integrations.vllm import settings as vllm
-from kvcache.options import OptionError, format_size, name_unknown, parse_size
+from kvcache.options import OptionError, format_size, parse_size
 
 _ARGUMENT = "--kv-transfer-config"
 _WORKLOADS = ("Pod", "Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job")
@@ -168,7 +168,7 @@ def _settings(text: str) -> tuple[OffloadSettings, str, str]:
     folder = extra.get("pool_folder", settings.pool_folder)
     if not isinstance(folder, str):
         raise ValueError(f"pool_folder must be text, got {folder!r}")
-    return settings, folder, name_unknown(extra, vllm.known_keys(extra))
+    return settings, folder, vllm.unknown_keys(extra)
 
 
 def _check_limit(subject: str, container: Mapping[str, Any], pool_bytes: int) -> Finding:

@@ -13,7 +13,7 @@ from kv_harness import ANY_PORT, open_publisher, subscribed, until
 
 from kvcache import CPUOffloadingManager, MemoryTier, OffloadingEvent, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.assembly.assemble import OffloadSettings, open_manager
-from kvcache.assembly.check import check_config
+from kvcache.cli.findings import check_config
 
 PLAIN = "reference_policies:ReferenceARC"  # five primitives in plain Python
 KEYS = [b"block %4d" % number + bytes(4) for number in range(300)]

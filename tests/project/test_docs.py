@@ -154,13 +154,13 @@ def test_every_command_that_is_shown_exists_with_its_options(page):
 
 @every_page
 def test_every_configuration_has_valid_options(page, tmp_path):
-    from kvcache.cli.check import _findings
+    from kvcache.cli.findings import check_file
 
     for block in blocks_of(page.read_text()):
         if block.language == "json" and "cpu_bytes_to_use" in block.text:
             given = json.loads(block.text)
             (tmp_path / "config.json").write_text(json.dumps(given.get("kv_transfer_config", given)))
-            found = _findings(tmp_path / "config.json", 0, 1, None)
+            found = check_file(tmp_path / "config.json", 0, 1, None)
             wrong = [one for one in found if one.subject in ("options", "connector")]
             assert not wrong, f"{page.relative_to(ROOT)}:{block.line}: {wrong}"
 

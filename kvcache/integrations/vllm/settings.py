@@ -166,11 +166,6 @@ def _read_engine_policy(extra_config: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def known_keys(extra_config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys that kvcache or vLLM reads from such a configuration."""
-    return _ENGINE_SPEC_KEYS if is_engine_spec(extra_config) else KNOWN_KEYS
-
-
 def shares_one_copy(extra_config: Mapping[str, Any], is_latent: bool | None) -> bool:
     """Return whether host memory holds one copy of a block for all ranks: vLLM's worker keeps one of latent values."""
     return is_latent is True and extra_config.get(DATA_PLANE) != "kvcache"
@@ -252,7 +247,7 @@ def larger_blocks(extra_config: Mapping[str, Any], engine_block: object) -> str:
 
 def unknown_keys(extra_config: Mapping[str, Any]) -> str:
     """Return the keys that neither kvcache nor vLLM reads, each with the known one it resembles; "" for none."""
-    return name_unknown(extra_config, KNOWN_KEYS)
+    return name_unknown(extra_config, _ENGINE_SPEC_KEYS if is_engine_spec(extra_config) else KNOWN_KEYS)
 
 
 def blocks_per_rank(settings: OffloadSettings, world_size: int, bytes_per_block: int, num_stages: int = 1) -> int:

@@ -1,26 +1,31 @@
-"""Check a configuration against this machine before an engine is started.
+"""Check a configuration against this machine before an engine is started, and list what was found.
 
 An engine finds the same faults after it has loaded its weights, a minute or more into its start.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from kvcache.assembly.assemble import ExporterSettings, OffloadSettings, TierSettings
 from kvcache.assembly.base import SpecOptions
+from kvcache.integrations.vllm import settings as vllm
+from kvcache.integrations.vllm.releases import describe_release
 from kvcache.options import OptionError, format_size, name_unknown, parse_size
 from kvcache.registry import SPECS
 from kvcache.tiering.controller import TierConfig
 
-DEFAULT_KEYS = OffloadSettings.keys() | SpecOptions.keys()
-"""Keys of `extra_config` that the built-in specs read."""
+_WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
+_SPEC_KEYS = OffloadSettings.keys() | SpecOptions.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,38 +37,48 @@ class Finding:
     text: str
 
 
+def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | None) -> list[Finding]:
+    """Check a JSON file of options, or of a configuration of vLLM that contains them; ``-`` is standard input.
+
+    `num_bytes` are those of a block on one of the workers; 0: unknown. `is_latent`: all workers hold the same bytes.
+    """
+    given, transfer, is_vllm, has_events, engine_block = _read(config)
+    if not is_vllm:
+        return check_config(given, block_bytes=num_bytes, world_size=workers)
+    faults = [fault for fault in (vllm.connector_fault(transfer), vllm.spec_fault(given)) if fault]
+    findings = [Finding("error", "connector", f"vLLM would not use kvcache: {fault}") for fault in faults]
+    num_copies = 1 if vllm.shares_one_copy(given, is_latent) else workers
+    findings += check_config(given, block_bytes=num_bytes, world_size=num_copies, is_vllm=True)
+    if all(one.level != "error" or one.subject != "options" for one in findings):
+        text = vllm.describe_data_plane(given, num_bytes, workers, is_latent)
+        findings.append(Finding("ok", "data plane", text))
+    findings.append(Finding(*describe_release("eviction_policy" in given)))
+    if has_events and not given.get(vllm.SELF_DESCRIBING):
+        findings.append(Finding("warning", "events", vllm.UNDESCRIBED))
+    if has_events and (larger := vllm.larger_blocks(given, engine_block)):
+        findings.append(Finding("warning", "events", larger))
+    return findings
+
+
 def check_config(
-    given: Mapping[str, Any],
-    *,
-    block_bytes: int = 0,
-    world_size: int = 1,
-    known_keys: Collection[str] = DEFAULT_KEYS,
-    where: str = "extra_config",
-    read: Callable[[Mapping[str, Any]], OffloadSettings] | None = None,
+    given: Mapping[str, Any], *, block_bytes: int = 0, world_size: int = 1, is_vllm: bool = False
 ) -> list[Finding]:
     """Check a configuration: list its faults, and the resources of this machine that it would use.
 
     Faults are findings, not exceptions. Nothing is created; shared stores are connected to, and wait for their
-    ``timeout_s`` at most.
-
-    Parameters
-    ----------
-    block_bytes, world_size : int
-        Bytes of one offloaded block on one worker (0: unknown, then sizes are not checked), and number of workers.
-    known_keys : collection of str
-        Keys that kvcache or the engine reads from `given`; others are warned about.
-    read : callable, optional
-        Reads `given` as the engine's adapter does, or raises ValueError; None: as the built-in specs do.
+    ``timeout_s`` at most. `block_bytes` are those of an offloaded block on one of `world_size` workers; if they are 0,
+    sizes are not checked. If `is_vllm`, the adapter of vLLM reads `given`, otherwise a built-in spec.
     """
     findings = []
-    if unknown := name_unknown(given, known_keys):
+    where = vllm.WHERE if is_vllm else "extra_config"
+    if unknown := vllm.unknown_keys(given) if is_vllm else name_unknown(given, _SPEC_KEYS):
         findings.append(Finding("warning", "options", f"unknown keys of {where}: {unknown}"))
     try:
-        settings = OffloadSettings.read(given, where) if read is None else read(given)
+        settings = vllm.read_config(given) if is_vllm else OffloadSettings.read(given)
     except ValueError as error:
         problems = error.problems if isinstance(error, OptionError) else [str(error)]
         return [*findings, *(Finding("error", "options", problem) for problem in problems)]
-    if read is None:
+    if not is_vllm:
         findings += _check_spec(given.get("spec_name", "cpu"), settings)
     pool_bytes = 0
     try:
@@ -89,6 +104,31 @@ def check_config(
     for tier in settings.tiers:
         findings += _check_tier(tier, block_bytes * world_size)
     return findings
+
+
+def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, bool, object]:
+    """Return the options, what surrounds them, whether they are vLLM's, KV events are on, and its ``block_size``."""
+    source = "standard input" if str(config) == "-" else str(config)
+    try:
+        text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
+        given = json.loads(text)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} is not JSON: {error}") from error
+    events = given.get("kv_events_config") if isinstance(given, Mapping) else None
+    has_events = isinstance(events, Mapping) and events.get("enable_kv_cache_events") is True
+    engine_block = given.get("block_size") if isinstance(events, Mapping) else None
+    where = "extra_config"
+    outer: Mapping[str, Any] = {}
+    for name in _WRAPPERS:
+        if isinstance(given, Mapping) and name in given:
+            outer, given, where = given, given[name], name
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
+    is_vllm = where != "extra_config" or "spec_module_path" in given or "secondary_tiers" in given
+    # What surrounds them is a connector's only if they are its `kv_connector_extra_config`.
+    return given, outer if where == _WRAPPERS[-1] else {}, is_vllm, has_events, engine_block
 
 
 def _check_spec(spec_name: object, settings: OffloadSettings) -> Iterator[Finding]:
