@@ -173,13 +173,7 @@ class OffloadSettings(Options):
 
     @classmethod
     def read(cls, given: Mapping[str, Any], where: str = "") -> OffloadSettings:
-        """Parse the options of `given`; keys that this class does not declare are ignored.
-
-        Raises
-        ------
-        OptionError
-            Options are invalid, or an option of tiers is given without ``tiers``.
-        """
+        """Parse the options of `given` and ignore other keys; an option of tiers without ``tiers`` is an error, too."""
         inside = {ADVANCED: given.get(ADVANCED)}
         settings: OffloadSettings
         settings, _ = run_all((partial(cls.take, given, where), partial(cls.refuse_unknown, inside, where)))
@@ -301,24 +295,11 @@ def open_manager(
     block_bytes: int = 0,
     labels: Mapping[str, str] | None = None,
 ) -> CPUOffloadingManager | TieredOffloadingManager:
-    """Make the manager that settings describe, with its tiers.
+    """Make the manager that settings describe, with its tiers; if it raises, close everything that it opened.
 
-    Parameters
-    ----------
-    enable_events : bool, optional
-        Overrides the settings.
-    shared : SharedBlocks, optional
-        With tiers: the host blocks, shape (num_blocks, block bytes of all ranks). The manager owns them: its
-        `shutdown` closes them, and so does this function if it raises.
-    fingerprint : mapping, optional
-        With tiers: identifies the model and geometry of the blocks.
-    block_bytes : int
-        Bytes of one offloaded block over all workers, for metrics; 0: unknown, or those of `shared`.
-
-    Raises
-    ------
-    ValueError
-        An option is invalid. Everything that this function opened is closed.
+    `enable_events` overrides the settings. With tiers, `shared` has the host blocks of all ranks, which the manager's
+    `shutdown` closes, and `fingerprint` identifies their model and geometry. `block_bytes` are those of one offloaded
+    block over all workers, for metrics; 0: unknown, or those of `shared`.
     """
     set_up_log()
     events = settings.enable_events if enable_events is None else enable_events

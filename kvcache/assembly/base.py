@@ -162,7 +162,9 @@ class OffloadingSpec(ABC):
         if names is not None:
             if "tiers" not in names and self.extra_config.get("tiers") is not None:
                 raise ValueError("tiers need spec_name 'tiering'")
-            warn_of_unknown("extra_config", self.extra_config, names)
+            if unknown := name_unknown(self.extra_config, names):
+                # No error, because other components of the engine may read them.
+                _LOG.warning("kvcache does not know these keys of extra_config: %s", unknown)
         self.hash_block_size = config.hash_block_size
         spread = config.decode_context_parallel_size * config.prefill_context_parallel_size
         self.gpu_block_size = tuple(group.block_size * spread for group in config.groups)
@@ -242,10 +244,3 @@ def make_spec(config: OffloadingConfig) -> OffloadingSpec:
     """
     spec: OffloadingSpec = SPECS.resolve(config.extra_config.get("spec_name", "cpu"))(config)
     return spec
-
-
-def warn_of_unknown(where: str, options: Mapping[str, Any], known: Set[str]) -> None:
-    """Warn about unknown options. They are no error, because other components of the engine may read them."""
-    unknown = name_unknown(options, known)
-    if unknown:
-        _LOG.warning("kvcache does not know these keys of %s: %s", where, unknown)

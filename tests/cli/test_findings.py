@@ -49,6 +49,7 @@ def test_unknown_keys_are_named_with_what_may_be_meant():
     [
         ({"num_cpu_blocks": 0}, "num_cpu_blocks in extra_config must be a whole number >= 1"),
         ({"num_cpu_blocks": 8, "cache_policy": "lru2"}, "unknown policy 'lru2'"),
+        ({"num_cpu_blocks": 8, "offload_prompt_only": "no"}, "offload_prompt_only in extra_config must be a bool"),
         ({"num_cpu_blocks": 8, "spec_name": "teiring"}, "unknown spec 'teiring', known ones: cpu, tiering; did you"),
         ({}, "must have one of num_cpu_blocks and cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": "1KiB"}, "at least one block of 1048576 bytes"),
