@@ -21,8 +21,14 @@ _NEEDED_BY = {
 }
 
 if TYPE_CHECKING:
-    from kvcache.assembly.base import OffloadingConfig, OffloadingGroup, OffloadingSpec, make_spec
-    from kvcache.assembly.cpu import CPUOffloadingSpec, TieringOffloadingSpec
+    from kvcache.assembly.spec import (
+        CPUOffloadingSpec,
+        OffloadingConfig,
+        OffloadingGroup,
+        OffloadingSpec,
+        TieringOffloadingSpec,
+        make_spec,
+    )
     from kvcache.block import BlockStateError, BlockStatus
     from kvcache.control.backend import Backend, CPUBackend
     from kvcache.control.cpu import BackendOffloadingManager, CPUOffloadingManager

@@ -197,8 +197,8 @@ CODECS = Registry(
 SPECS = Registry(
     "spec",
     "kvcache.specs",
-    {"cpu": "kvcache.assembly.cpu:CPUOffloadingSpec", "tiering": "kvcache.assembly.cpu:TieringOffloadingSpec"},
-    "kvcache.assembly.base:OffloadingSpec",
+    {"cpu": "kvcache.assembly.spec:CPUOffloadingSpec", "tiering": "kvcache.assembly.spec:TieringOffloadingSpec"},
+    "kvcache.assembly.spec:OffloadingSpec",
 )
 
 EXPORTERS = Registry(

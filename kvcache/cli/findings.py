@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 from kvcache.assembly.assemble import ExporterSettings, OffloadSettings, TierSettings
-from kvcache.assembly.base import SpecOptions
+from kvcache.assembly.spec import SpecOptions
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.integrations.vllm.releases import describe_release
 from kvcache.options import OptionError, format_size, name_unknown, parse_size, run_all

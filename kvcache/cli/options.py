@@ -28,7 +28,7 @@ def options(
 def option_tables() -> dict[str, tuple[str, type[Options]]]:
     """Return a title and the options of each part of a configuration; a part whose package is missing is left out."""
     from kvcache.assembly.assemble import OffloadSettings
-    from kvcache.assembly.base import SpecOptions
+    from kvcache.assembly.spec import SpecOptions
     from kvcache.registry import CODECS, EXPORTERS, TIERS
     from kvcache.tiering.controller import TierConfig
 

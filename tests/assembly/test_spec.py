@@ -136,7 +136,7 @@ def test_a_group_out_of_range_is_refused(arguments, message):
 
 def test_a_spec_is_chosen_by_name():
     assert type(make_spec(config_of())) is CPUOffloadingSpec
-    by_path = config_of(extra={"spec_name": "kvcache.assembly.cpu:CPUOffloadingSpec"})
+    by_path = config_of(extra={"spec_name": "kvcache.assembly.spec:CPUOffloadingSpec"})
     assert type(make_spec(by_path)) is CPUOffloadingSpec
     with pytest.raises(ValueError, match="unknown spec 'gpu', known ones: cpu"):
         make_spec(config_of(extra={"spec_name": "gpu"}))

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvcache.assembly.assemble import open_manager, trace_worker
-from kvcache.assembly.cpu import rank_bytes_of
+from kvcache.assembly.spec import rank_bytes_of
 from kvcache.integrations.vllm.identity import chunk_fingerprint, engine_config, fingerprint
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
