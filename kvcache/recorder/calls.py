@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from kvcache.keys import as_key_list
@@ -17,78 +18,83 @@ _MAX_NUMBER = 1 << 62
 _MAX_TEXT = 200
 
 
+def num_calls(record: Any) -> int:
+    """Return how many records of a file a queued record stands for."""
+    return len(record[1]) if record[0] is Op.STATUS_RUN else 1
+
+
 class CallQueue:
     """Records that wait for the recorder's thread.
 
     `clock` returns the timestamps of calls, in seconds. Half of `max_bytes` is for records that wait, half for records
     that are being written. `lock` is held during each recorded call, so that records are in the order of the calls.
-    `is_inside` is whether the thread that holds the lock is inside a recorded call, which has read `inputs`. A record
-    is a tuple: units of memory, `Op`, and values; see `kvcache.recorder.format.FrameEncoder`.
+    `is_inside` is whether the thread that holds the lock is inside a recorded call, which has read `inputs`. Further
+    keys with the answer `run_answer` (None: no answer) belong to the last record, whose keys are `run_keys`. A record
+    begins with its `Op`; see `kvcache.recorder.format.FrameEncoder`.
     """
 
-    __slots__ = ("__weakref__", "_max_units", "clock", "inputs", "is_inside", "is_open", "lock", "num_lost",
-                 "num_records", "records", "room")  # fmt: skip
+    __slots__ = ("__weakref__", "_max_units", "_num_taken", "clock", "inputs", "is_inside", "is_open", "lock",
+                 "num_lost", "records", "room", "run_answer", "run_keys")  # fmt: skip
 
     def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
         self.lock = threading.RLock()
         self.clock = clock
         self.is_open, self.is_inside = True, False
-        self.num_lost = self.num_records = 0
-        self.inputs: list[tuple[Op, Any, int, int]] = []
+        self.num_lost = self._num_taken = 0
+        self.inputs: tuple[tuple[Op, Any, int], ...] = ()
         self.records: deque[Any] = deque()
+        self.run_answer: int | None = None
+        self.run_keys: list[bytes] = []
         self.room = self._max_units = max_bytes // 16
 
-    def put(self, op: Op, context: Any, keys: Any, flag: Any, answer: Any, num_more_keys: int = 0) -> None:
-        """Queue the record of a call if there is memory for it. The caller holds the lock."""
-        num_units = _RECORD_UNITS + len(keys) + num_more_keys
-        if inputs := self.inputs or ():
-            num_units += sum(one[-1] for one in inputs)
-            self.inputs = []
-        room = self.room - num_units
+    @property
+    def num_records(self) -> int:
+        """Number of records so far."""
+        with self.lock:
+            return self._num_taken + sum(map(num_calls, self.records))
+
+    def put(self, record: Any, num_keys: int) -> bool:
+        """Queue a record, and return True. Without memory for it, count it as lost. The caller holds the lock."""
+        self.run_answer = None
+        room = self.room - num_keys - _RECORD_UNITS
         if room >= 0:
             self.room = room
-            self.num_records += 1
-            positions = context.positions if isinstance(context, ReqContext) else None
-            num_positions = len(positions) if positions else 0
-            self.records.append(
-                (num_units, op, self.clock(), context, positions, num_positions, keys, flag, answer, inputs)
-            )
-        elif self.is_open:
+            self.records.append(record)
+            return True
+        if self.is_open:
             self.num_lost += 1
-            if self.records and self.records[-1][1] is Op.LOST:
-                self.records[-1][2] += 1
-            else:
-                self.put_note(Op.LOST, 1)
+            if not self.records or self.records[-1][0] is not Op.LOST:
+                self.records.append([Op.LOST, 0])
+            self.records[-1][1] += 1
+        return False
 
     def put_note(self, op: Op, value: Any) -> None:
         """Queue a note. The caller holds the lock."""
         if self.is_open:
-            self.num_records += 1
-            self.records.append([0, op, value])
+            self.records.append([op, value])
 
-    def put_status(self, key: bytes, answer: int) -> None:
-        """Queue the record of a short call: a run of equal answers is one record. The caller holds the lock."""
-        self.room -= 1
-        self.num_records += 1
-        last: Any = self.records[-1] if self.records else (0, Op.LOST)
-        if last[1] is Op.STATUS_RUN and last[3] == answer and last[0] < _MAX_RUN:
-            last[0] += 1
-            last[2].append(key)
-        else:
-            self.records.append([1, Op.STATUS_RUN, [key], answer])
+    def begin_run(self, key: bytes, answer: int) -> None:
+        """Queue the record of a `status`, to which further keys with this answer are added."""
+        if not self.is_inside:
+            keys = [key]
+            if self.put((Op.STATUS_RUN, keys, answer), len(self.run_keys)):  # the keys that were added to the last run
+                self.run_keys, self.run_answer = keys, answer
 
     def put_input(self, op: Op, value: Any, tier: int = -1, num_keys: int = 0) -> None:
         """Note an input of the recorded call in progress. Outside a recorded call, do nothing."""
         # This fails only while another thread is in a call, to which this input does not belong.
         if self.lock.acquire(blocking=False):
             if self.is_inside:
-                self.inputs.append((op, value, tier, _RECORD_UNITS + num_keys))
+                self.inputs += ((op, value, tier),)
+                self.room -= _RECORD_UNITS + num_keys
             self.lock.release()
 
     def take(self) -> deque[Any]:
         """Take out all records."""
         with self.lock:
             taken, self.records = self.records, deque()
+            self._num_taken += sum(map(num_calls, taken))
+            self.run_answer, self.run_keys = None, []
             self.room = self._max_units if self.is_open else -1
         return taken
 
@@ -96,13 +102,14 @@ class CallQueue:
         """Accept no more records."""
         self.is_open = False
         self.room = -1
+        self.run_answer = None
 
     def forget(self) -> None:
         """Drop everything in a forked child, which has no recorder thread."""
         self.lock = threading.RLock()
         self.is_inside = False
         self.close()
-        self.records.clear()
+        self.take()
 
 
 class RecordedCalls:
@@ -117,72 +124,74 @@ class RecordedCalls:
 
     def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a callable that records the calls of `method`."""
+        op = Op[name.upper()]
         shape = getattr(self, f"_{name}", None)
         if shape is not None:
-            return shape(method)  # type: ignore[no-any-return]
-        op = Op[name.upper()]
+            return shape(op, method)  # type: ignore[no-any-return]
         if op in ONE_KEY:
             return self._of_key(op, method)
         if op in LISTS:
             return self._of_keys(op, method)
-        make = self._maker(op, method)
-        return lambda *context: make(*(context or (None,)), (), 0, *context)
+        return lambda *context: self._of_keys(op, lambda keys, req_context: method(*context))([], *context)
 
-    def _maker(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of a call's context, keys, flag and arguments that makes and records the call."""
+    def _of_keys(self, op: Op, method: Callable[[Any, Any], Any], flag: Any = 0) -> Callable[..., Any]:
+        """Return a function of keys and a request that calls `method` with them, and records the call."""
         queue, is_store = self._queue, op is Op.PREPARE_STORE
 
-        def make(context: Any, keys: Any, flag: Any, *args: Any) -> Any:
+        # All in one function: each call of a Python function would cost 5 % of a short request.
+        def recorded(keys: Any, req_context: Any = None) -> Any:
+            if type(keys) is not list:
+                keys = as_key_list(keys)
             lock = queue.lock
             lock.acquire()  # half the cost of `with`
+            if queue.is_inside:
+                lock.release()  # held once already: this call is part of another
+                return method(keys, req_context)
+            queue.is_inside = True
+            queue.run_answer = None
             try:
-                if queue.is_inside:
-                    return method(*args)  # part of another call
-                queue.is_inside = True
                 try:
-                    answer = method(*args)
+                    answer = found = method(keys, req_context)
+                    if is_store and answer is not None:
+                        stored = answer.keys_to_store
+                        found = stored.copy(), len(answer.evicted_keys), answer.store_spec
+                        queue.room -= 2 * len(stored)
                 except BaseException as error:
+                    found = type(error)
                     # Release objects of other types in the caller's thread, not in the recorder's thread.
                     keys = [key if type(key) is bytes else None for key in keys]
-                    queue.put(op, context, keys, flag, type(error))
                     raise
                 finally:
-                    queue.is_inside = False
-                if is_store and answer is not None:
-                    stored = answer.keys_to_store
-                    found = stored.copy(), len(answer.evicted_keys), answer.store_spec
-                    queue.put(op, context, keys, flag, found, 2 * len(stored))
-                else:
-                    queue.put(op, context, keys, flag, answer)
+                    positions: Any = req_context.positions if isinstance(req_context, ReqContext) else None
+                    if positions:
+                        positions = positions, len(positions)
+                    # The caller may change its list before the recorder's thread has read it.
+                    record = op, queue.clock(), req_context, keys.copy(), flag, found, queue.inputs, positions
+                    room = queue.room - len(keys) - _RECORD_UNITS
+                    if room >= 0:
+                        queue.room = room
+                        queue.records.append(record)
+                    else:
+                        queue.put(record, len(keys))  # it is lost
                 return answer
             finally:
+                queue.is_inside = False
+                queue.inputs = ()
                 lock.release()
-
-        return make
-
-    # ---- one recording function per call signature -------------------------------------------------------------
-
-    def _of_keys(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
-        make = self._maker(op, method)
-
-        def recorded(keys: Any, req_context: Any = None) -> Any:
-            # Copy the keys: the caller may change its list before the recorder's thread has read it.
-            keys = keys.copy() if type(keys) is list else as_key_list(keys)
-            return make(req_context, keys, 0, keys, req_context)
 
         return recorded
 
     def _of_key(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
-        make = self._maker(op, method)
+        def of_list(keys: Any, req_context: Any) -> Any:
+            return method(*keys) if req_context is None else method(*keys, req_context)
 
-        def recorded(key: Any, req_context: Any = None) -> Any:
-            args = (key,) if req_context is None else (key, req_context)
-            return make(req_context, [key], 0, *args)
+        recorded = self._of_keys(op, of_list)
+        return lambda key, req_context=None: recorded([key], req_context)
 
-        return recorded
+    # ---- calls with other arguments ----------------------------------------------------------------------------
 
-    def _lookup(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        of_key, of_keys = self._of_key(Op.LOOKUP_ONE, method), self._of_keys(Op.LOOKUP, method)
+    def _lookup(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        of_key, of_keys = self._of_key(Op.LOOKUP_ONE, method), self._of_keys(op, method)
 
         def lookup(keys: Any = None, req_context: Any = None, *, key: Any = None) -> Any:
             if keys is None:
@@ -191,68 +200,63 @@ class RecordedCalls:
 
         return lookup
 
-    def _status(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        slow, queue = self._of_key(Op.STATUS, method), self._queue
+    def _status(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        slow, queue = self._of_key(op, method), self._queue
         if "on_schedule_end" in self.names:
             return slow  # with tiers, the result depends on them and on the clock
 
         # Engines look up key by key.
         def status(key: Any, req_context: Any = None) -> Any:
-            if type(key) is not bytes or not key or queue.room < 1:
+            if type(key) is not bytes or not key:
                 return slow(key)
             lock = queue.lock
             lock.acquire()
             try:
                 answer = method(key)
-                if not queue.is_inside:
-                    queue.put_status(key, answer)
+                if answer == queue.run_answer and len(keys := queue.run_keys) < _MAX_RUN:
+                    keys.append(key)
+                else:
+                    queue.begin_run(key, answer)
                 return answer
             finally:
                 lock.release()
 
         return status
 
-    def _complete_store(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        make = self._maker(Op.COMPLETE_STORE, method)
+    def _complete_store(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        stored, failed = self._of_keys(op, method), self._of_keys(op, partial(method, success=False), 1)
 
-        def complete_store(keys: Any, req_context: Any = None, success: Any = True) -> None:
+        def complete_store(keys: Any, req_context: Any = None, success: Any = True) -> Any:
             if req_context is True or req_context is False:
                 success, req_context = req_context, None
-            keys = keys.copy() if type(keys) is list else as_key_list(keys)
-            make(req_context, keys, int(not success), keys, req_context, success)
+            return (stored if success else failed)(keys, req_context)
 
         return complete_store
 
-    def _on_request_finished(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        make = self._maker(Op.ON_REQUEST_FINISHED, lambda req_context, options: method(req_context, **options))
+    def _on_request_finished(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        plain = self._of_keys(op, lambda keys, req_context: method(req_context))
+        positioned = self._of_keys(op, lambda keys, req_context: method(req_context, use_positions=True), 1)
+        return lambda req_context, *, use_positions=False: (positioned if use_positions else plain)([], req_context)
 
-        def on_request_finished(req_context: Any, **options: Any) -> None:
-            make(req_context, (), int(bool(options.get("use_positions"))), req_context, options)
-
-        return on_request_finished
-
-    def _hint(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        make = self._maker(Op.HINT, method)
-
-        def hint(request_or_keys: Any, next_use: Any) -> None:
-            context = request_or_keys if isinstance(request_or_keys, ReqContext) else None
-            keys = [] if context is not None else as_key_list(request_or_keys).copy()
+    def _hint(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        def hint(request_or_keys: Any, next_use: Any) -> Any:
             text = next_use[:_MAX_TEXT] if isinstance(next_use, str) else type(next_use).__name__
-            make(context, keys, text, keys if context is None else context, next_use)
+            if isinstance(request_or_keys, ReqContext):
+                return self._of_keys(op, lambda keys, context: method(context, next_use), text)([], request_or_keys)
+            return self._of_keys(op, lambda keys, context: method(keys, next_use), text)(request_or_keys)
 
         return hint
 
-    def _report_prefills(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        make = self._maker(Op.REPORT_PREFILLS, method)
-
-        def report_prefills(parts: Any, seconds: float) -> None:
+    def _report_prefills(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        def report_prefills(parts: Iterable[Any], seconds: float) -> Any:
             parts = list(parts)
             numbers = [[max(0, min(int(number), _MAX_NUMBER)) for number in part] for part in parts]
-            make(None, (), {"parts": numbers, "seconds": float(seconds)}, parts, seconds)
+            flag = {"parts": numbers, "seconds": float(seconds)}
+            return self._of_keys(op, lambda keys, context: method(parts, seconds), flag)([])
 
         return report_prefills
 
-    def _take_events(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _take_events(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
         queue = self._queue
 
         def take_events(max_events: int | None = None) -> Any:
@@ -261,7 +265,8 @@ class RecordedCalls:
                 if events and not queue.is_inside:
                     flag = 0 if max_events is None else min(max_events, _MAX_NUMBER) + 1
                     named = [(event.keys, bool(event.removed)) for event in events]
-                    queue.put(Op.TAKE_EVENTS, None, (), flag, named, sum(len(keys) for keys, _ in named))
+                    num_keys = sum(len(keys) for keys, _ in named)
+                    queue.put((op, queue.clock(), None, [], flag, named, (), None), num_keys)
             return iter(events)
 
         return take_events

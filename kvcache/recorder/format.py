@@ -11,10 +11,12 @@ A reader checks every length and type before it uses them. A truncated, damaged 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,7 +31,9 @@ from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, NO_CONTEXT, ONE_KEY
 from kvcache.request import ReqContext, Retention, parse_hint
 from kvcache.specs import LoadStoreSpec
 
+_LOG = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 1 << 25
+_RAW_BYTES = 1 << 18  # of a written frame, unless one record is longer
 _MARKS = {(0).to_bytes(8, "little"): b"", (1).to_bytes(8, "little"): None}
 """In place of a key's hash: the key was empty, or not bytes."""
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -132,53 +136,85 @@ _ENCODER = msgspec.msgpack.Encoder()
 class FrameEncoder:
     """Encodes records from a `CallQueue` as frames. Each frame can be read on its own.
 
-    `salt` has 32 bytes. With `has_groups`, the KV-cache group of each positioned key is recorded: an arbiter needs it.
+    A frame has at most `max_bytes`. `salt` has 32 bytes. With `has_groups`, the KV-cache group of each positioned key
+    is recorded: an arbiter needs it.
     """
 
-    def __init__(self, salt: bytes, has_groups: bool = False) -> None:
+    def __init__(self, salt: bytes, max_bytes: int, has_groups: bool = False) -> None:
         self._salt = salt
+        self._max_bytes = max_bytes
+        # gzip adds less than 1 % to random bytes.
+        self._max_raw_bytes = min(_RAW_BYTES, max_bytes - max_bytes // 100 - 64)
         self._has_groups = has_groups
+        self._number = self.num_lost = 0
         self._num_requests = FIRST_CONTEXT
         self._requests: weakref.WeakKeyDictionary[ReqContext, _Request] = weakref.WeakKeyDictionary()
 
-    def encode(self, first_record: int, records: Sequence[Any]) -> tuple[bytes, int]:
-        """Return a frame of records and the number of the next record."""
-        self._rows: list[Any] = []
-        num_joined = 0
-        for _, op, *values in records:
-            if op is Op.STATUS_RUN:
-                keys, answer = values
-                self._rows.append((op, 0.0, NO_CONTEXT, self._hash(keys), None, answer))
-                num_joined += len(keys) - 1
-            elif op in (Op.LOST, Op.STATS):
-                self._note(op, NO_CONTEXT, (), *values)
-            else:
-                self._call(op, *values)
-        number = first_record + len(self._rows) + num_joined
-        return frame_bytes(_ENCODER.encode((first_record, self._rows))), number
+    def frames(self, records: deque[Any]) -> Iterator[tuple[bytes, int]]:
+        """Take all records out. Yield frames, each with the number of calls in it, and count lost calls."""
+        self._rows: list[tuple[bytes, int]] = []
+        while records:
+            op, *values = records.popleft()
+            try:
+                if op is Op.STATUS_RUN:
+                    keys, answer = values
+                    self._add(op, 0.0, NO_CONTEXT, self._hash(keys), None, answer, num_calls=len(keys))
+                elif op in (Op.LOST, Op.STATS):
+                    self._add(op, 0.0, NO_CONTEXT, b"", *values)
+                else:
+                    self._call(op, *values)
+            except Exception:
+                _LOG.debug("a record of %s could not be encoded", op.name, exc_info=True)
+                self._lose(1)
+        return self._frames(self._rows)
+
+    def _frames(self, rows: list[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
+        raw = _ENCODER.encode((self._number, [msgspec.Raw(row) for row, _ in rows]))
+        if len(raw) > self._max_raw_bytes and len(rows) > 1:
+            middle = len(rows) // 2
+            yield from self._frames(rows[:middle])
+            yield from self._frames(rows[middle:])
+            return
+        frame = frame_bytes(raw)
+        num_calls = sum(number for _, number in rows)
+        if len(frame) > self._max_bytes:  # this is one record
+            self._rows = []
+            self._lose(num_calls)
+            yield from self._frames(self._rows)
+        elif rows:
+            # A run has the number of its first call.
+            self._number += sum(max(1, number) for _, number in rows)
+            yield frame, num_calls
+
+    def _add(self, *row: Any, num_calls: int = 1) -> None:
+        self._rows.append((_ENCODER.encode(row), num_calls))
+
+    def _lose(self, num_calls: int) -> None:
+        self.num_lost += num_calls
+        self._note(Op.LOST, NO_CONTEXT, b"", num_calls)
+
+    def _note(self, op: Op, context: int, keys: bytes, value: Any) -> None:
+        self._add(op, 0.0, context, keys, value, num_calls=0)
 
     def _hash(self, keys: Any) -> Any:
         return key_hashes(list(keys), self._salt)
 
-    def _note(self, op: Op, context: int, keys: Any, value: Any) -> None:
-        self._rows.append((op, 0.0, context, self._hash(keys), value))
-
     def _call(
-        self, op: Op, time_s: float, context: Any, positions: Any, num_positions: int, keys: Any, flag: Any,
-        answer: Any, inputs: Any,
-    ) -> None:  # fmt: skip
-        number = NO_CONTEXT if context is None else self._number_of(context, positions, num_positions)
+        self, op: Op, time_s: float, context: Any, keys: Any, flag: Any, answer: Any, inputs: Any, positions: Any
+    ) -> None:
+        number = NO_CONTEXT if context is None else self._number_of(context, positions or (None, 0))
         if op is Op.RESET_CACHE:
             # A reader that starts at this frame has no earlier requests.
             self._requests.clear()
-        found = [(op, self._results(value) if op is Op.TIER_FINISHED else value, tier) for op, value, tier, _ in inputs]
-        self._rows.append((op, time_s, number, self._hash(keys), flag, self._answer(answer), found))
+        found = [(op, self._results(value) if op is Op.TIER_FINISHED else value, tier) for op, value, tier in inputs]
+        self._add(op, time_s, number, self._hash(keys), flag, self._answer(answer), found)
 
     def _results(self, results: Any) -> list[Any]:
         return [one and [one[0], *map(self._hash, one[1:4]), *one[4:]] for one in results]
 
-    def _number_of(self, context: Any, positions: Any, num_positions: int) -> int:
+    def _number_of(self, context: Any, noted: tuple[Any, int]) -> int:
         """Return a request's number. Add its hint if it is new, and the positions added since the last record."""
+        positions, num_positions = noted
         if not isinstance(context, ReqContext):
             return BAD_CONTEXT
         known = self._requests.get(context)
@@ -186,15 +222,15 @@ class FrameEncoder:
             known = self._requests[context] = _Request(self._num_requests)
             self._num_requests += 1
             if hint := _hint_of(context):
-                self._note(Op.CONTEXT, known.number, (), hint)
+                self._note(Op.CONTEXT, known.number, b"", hint)
         if num_positions and (positions is not known.positions or num_positions != known.num_positions):
             first = known.num_positions if positions is known.positions else 0
             keys = list(islice(positions, first, num_positions))
             ends = [end if type(end) is int else 0 for end in islice(positions.values(), first, num_positions)]
-            self._note(Op.POSITIONS, known.number, keys, [first, *ends])
+            self._note(Op.POSITIONS, known.number, self._hash(keys), [first, *ends])
             if self._has_groups:
                 groups = [key[-4:] if type(key) is bytes else b"" for key in keys]
-                self._note(Op.GROUPS, known.number, groups, None)
+                self._note(Op.GROUPS, known.number, self._hash(groups), None)
             known.positions, known.num_positions = positions, num_positions
         return known.number
 

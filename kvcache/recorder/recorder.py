@@ -7,7 +7,6 @@ and packs and writes the records. If the disk is slow, records are lost and coun
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import platform
 import threading
@@ -32,14 +31,12 @@ from kvcache.registry import how_to_install
 if TYPE_CHECKING:
     from kvcache.recorder.format import FrameEncoder
 
-_LOG = logging.getLogger(__name__)
 DEFAULT_MAX_BYTES = 1 << 30
 LEAST_MAX_BYTES = 1 << 16
 _FLUSH_S = 0.1
 _STOP_S = 10.0
 _QUIET_S = 1.0
 """How long a stop waits for a call of another thread to end."""
-_FRAME_UNITS = 1 << 15
 # Only one thread at a time may start or stop a recorder.
 _ATTACHING = threading.RLock()
 _METHODS = (
@@ -161,7 +158,8 @@ class Recorder:
             self._file.close()
             raise
         # The thread does not refer to the manager. If that is dropped, or lives until exit, the file is complete.
-        encoder = FrameEncoder(salt, any(one.link is not None for one in controllers))
+        has_groups = any(one.link is not None for one in controllers)
+        self._encoder = encoder = FrameEncoder(salt, self._file.max_frame_bytes, has_groups)
         self._thread = Background("recorder", partial(_write, queue, encoder, self._file))
         self._end = weakref.finalize(manager, _end, queue, self._thread)
         _QUEUES.add(queue)
@@ -193,7 +191,8 @@ class Recorder:
     def stats(self) -> RecorderStats:
         """Return counters since the start."""
         queue, file = self._queue, self._file
-        return RecorderStats(queue.num_records, queue.num_lost + file.num_lost, file.num_bytes, file.error)
+        num_lost = queue.num_lost + self._encoder.num_lost + file.num_lost
+        return RecorderStats(queue.num_records, num_lost, file.num_bytes, file.error)
 
     def __enter__(self) -> Recorder:
         return self
@@ -250,31 +249,9 @@ def _end(queue: CallQueue, thread: Background) -> None:
 
 def _write(queue: CallQueue, encoder: FrameEncoder, file: RotatingFile, stopping: threading.Event) -> None:
     """Write queued records several times a second, until the recorder is stopped."""
-    # A frame of several records fits into a file even if all keys are new.
-    max_units = min(_FRAME_UNITS, file.max_frame_bytes // 32)
-    number = 0
     is_last = False
     while not is_last:
         is_last = stopping.wait(_FLUSH_S)
-        records = queue.take()
-        while records:
-            taken = [records.popleft()]
-            num_units = taken[0][0]
-            while records and num_units + records[0][0] <= max_units:
-                taken.append(records.popleft())
-                num_units += taken[-1][0]
-            num_taken = sum(record[0] if record[1] is Op.STATUS_RUN else 1 for record in taken)
-            try:
-                frame, following = encoder.encode(number, taken)
-                is_lost = len(frame) > file.max_frame_bytes
-            except Exception:
-                _LOG.debug("%d records could not be encoded", num_taken, exc_info=True)
-                is_lost = True
-            if is_lost:
-                file.num_lost += num_taken
-                frame, following = encoder.encode(number, [(0, Op.LOST, num_taken)])
-                num_taken = 0
+        for frame, num_taken in encoder.frames(queue.take()):
             file.write(frame, num_taken)
-            number = following
-            del taken  # release their keys and requests now
     file.close()

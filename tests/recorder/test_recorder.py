@@ -404,6 +404,28 @@ def test_full_buffer_loses_records_and_counts_them(manager, path, monkeypatch):
     assert replayed(path).num_lost == lost
 
 
+def test_lost_record_between_equal_answers_splits_their_run(manager, path):
+    long = [os.urandom(16) for _ in range(60_000)]
+    with Recorder(manager, path, buffer_bytes="900KiB") as recorder:
+        manager.status(key(1))
+        manager.touch(long)
+        manager.status(key(2))
+    assert recorder.stats().num_records == 4
+    found = [call.op for call in Recording(path)]
+    assert found == [ops.Op.STATUS, ops.Op.LOST, ops.Op.STATUS, ops.Op.STATS]
+
+
+def test_record_that_cannot_be_encoded_is_lost_alone(manager, path):
+    with Recorder(manager, path) as recorder:
+        manager.touch([key(1)])
+        with pytest.raises(ValueError, match="next_use"):
+            manager.hint([key(1)], "\ud800")
+        manager.touch([key(2)])
+    assert recorder.stats().num_lost == 1
+    assert [len(keys) for keys in touches(path)] == [1, 1]
+    assert replayed(path).num_lost == 1
+
+
 def test_recorded_keys_are_let_go_of_once_they_are_hashed(manager, path):
     keys = [key(number) for number in range(10_000)]
     before = [sys.getrefcount(one) for one in keys]
