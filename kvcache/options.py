@@ -291,7 +291,7 @@ class Configurable:
     Attributes
     ----------
     options_type : type of Options or None
-        Of the class: the options that `from_config` reads; None: it passes on what it is given.
+        Of the class: the options that `from_config` reads; None: it passes on all keys as they are.
     context_names : tuple of str
         Of the class: names of the arguments that `from_config` takes beside the options; without names they are
         passed on by position.

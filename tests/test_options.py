@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvcache.options import (
+    Configurable,
     OptionError,
     Options,
     check_int,
@@ -173,3 +174,23 @@ def test_options_of_arguments_takes_advanced_ones_beside_the_others() -> None:
     assert DiskOptions.of(path="kv", capacity="1GiB", num_threads=2, codec=None).num_threads == 2
     with pytest.raises(ValueError, match=r"num_treads .did you mean 'num_threads'"):
         DiskOptions.of(path="kv", capacity="1GiB", num_treads=2)
+
+
+class Plain(Configurable):
+    def __init__(self, *context: Any, **given: Any) -> None:
+        self.found = context, given
+
+
+class Parsed(Plain):
+    options_type = Example
+    context_names = ("host", "rank")
+
+
+def test_configurable_from_config_passes_options_and_context() -> None:
+    assert Plain.from_config({"colour": "red"}, 7).found == ((7,), {"colour": "red"})
+    parsed = {"memory": 1024, "deadline_s": 5.0, "num_threads": 2, "host": "h", "rank": 3}
+    assert Parsed.from_config({"memory": "1KiB"}, "h", 3).found == ((), parsed)
+    assert Parsed.from_config({"memory": "1KiB"}, host="h", rank=3).found == ((), parsed)
+    for call in (Parsed.check_options, Parsed.from_config):
+        with pytest.raises(ValueError, match="unknown options of an example: memroy"):
+            call({"memory": 1, "memroy": 2})

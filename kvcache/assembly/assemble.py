@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from kvcache.assembly.log import set_up_log
@@ -43,7 +42,6 @@ from kvcache.registry import EXPORTERS, TIERS, Registry
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import Tier
-from kvcache.transfer.shared_file import private_folder
 from kvcache.version import __version__
 
 if TYPE_CHECKING:
@@ -193,7 +191,6 @@ class OffloadSettings(Options):
         """Return the options in effect as JSON types, without secrets, for the log and the status."""
         return {
             "cache_policy": self.cache_policy if isinstance(self.cache_policy, str) else self.cache_policy.__name__,
-            "enable_events": self.enable_events,
             **without_secrets(self.manager_options),
             "tiers": [
                 {"type": one.tier.__name__, **asdict(one.config), **without_secrets(one.options)} for one in self.tiers
@@ -359,8 +356,3 @@ def open_manager(
         _LOG.info("offloading starts: %s", json.dumps({**manager.telemetry.labels, **config}, default=str))
         undo.pop_all()
     return manager
-
-
-def read_pool_path(settings: OffloadSettings, file_name: str) -> Path:
-    """Return the file of the host blocks: `pool_path`, or `file_name` in this user's part of `pool_folder`."""
-    return Path(settings.pool_path) if settings.pool_path else private_folder(Path(settings.pool_folder)) / file_name

@@ -13,14 +13,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvcache.assembly.assemble import OffloadSettings, open_manager, read_pool_path, trace_worker
+from kvcache.assembly.assemble import OffloadSettings, open_manager, trace_worker
 from kvcache.control.manager import OffloadingManager
 from kvcache.options import Options, check_int, name_unknown, option, parse_count, parse_flag
 from kvcache.registry import SPECS
 from kvcache.specs import CanonicalKVCacheRef, CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
-from kvcache.transfer.shared_file import PREFIX, SharedBlocks
+from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
 
 if TYPE_CHECKING:
     from kvcache.transfer.base import OffloadingHandler
@@ -370,7 +371,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self._part_bytes = rank_bytes_of(self.rank_bytes())
-        self._pool_path = read_pool_path(self.settings, f"{PREFIX}{self._identity()}")
+        given, folder = self.settings.pool_path, Path(self.settings.pool_folder)
+        self._pool_path = Path(given) if given else private_folder(folder) / f"{PREFIX}{self._identity()}"
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Check a configuration against this machine before an engine is started, and list what was found.
+"""Check a configuration against this machine before an engine is started; each result is a `Finding`.
 
 An engine finds the same faults after it has loaded its weights, a minute or more into its start.
 """
