@@ -264,9 +264,8 @@ class RecordedCalls:
                 events = list(method() if max_events is None else method(max_events))
                 if events and not queue.is_inside:
                     flag = 0 if max_events is None else min(max_events, _MAX_NUMBER) + 1
-                    named = [(event.keys, bool(event.removed)) for event in events]
-                    num_keys = sum(len(keys) for keys, _ in named)
-                    queue.put((op, queue.clock(), None, [], flag, named, (), None), num_keys)
+                    num_keys = sum(len(event.keys) for event in events)
+                    queue.put((op, queue.clock(), None, [], flag, events, (), None), num_keys)
             return iter(events)
 
         return take_events

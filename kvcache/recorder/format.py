@@ -17,7 +17,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -148,7 +148,8 @@ class FrameEncoder:
         self._has_groups = has_groups
         self._number = self.num_lost = 0
         self._num_requests = FIRST_CONTEXT
-        self._requests: weakref.WeakKeyDictionary[ReqContext, _Request] = weakref.WeakKeyDictionary()
+        # The number of each request, and its positions that were encoded so far.
+        self._requests: weakref.WeakKeyDictionary[ReqContext, tuple[int, Any, int]] = weakref.WeakKeyDictionary()
 
     def frames(self, records: deque[Any]) -> Iterator[tuple[bytes, int]]:
         """Take all records out. Yield frames, each with the number of calls in it, and count lost calls."""
@@ -202,7 +203,7 @@ class FrameEncoder:
     def _call(
         self, op: Op, time_s: float, context: Any, keys: Any, flag: Any, answer: Any, inputs: Any, positions: Any
     ) -> None:
-        number = NO_CONTEXT if context is None else self._number_of(context, positions or (None, 0))
+        number = NO_CONTEXT if context is None else self._number_of(context, *(positions or (None, 0)))
         if op is Op.RESET_CACHE:
             # A reader that starts at this frame has no earlier requests.
             self._requests.clear()
@@ -212,27 +213,26 @@ class FrameEncoder:
     def _results(self, results: Any) -> list[Any]:
         return [one and [one[0], *map(self._hash, one[1:4]), *one[4:]] for one in results]
 
-    def _number_of(self, context: Any, noted: tuple[Any, int]) -> int:
+    def _number_of(self, context: Any, positions: Any, num_positions: int) -> int:
         """Return a request's number. Add its hint if it is new, and the positions added since the last record."""
-        positions, num_positions = noted
         if not isinstance(context, ReqContext):
             return BAD_CONTEXT
-        known = self._requests.get(context)
-        if known is None:
-            known = self._requests[context] = _Request(self._num_requests)
+        number, known, num_known = self._requests.get(context, (self._num_requests, None, 0))
+        if number == self._num_requests:
             self._num_requests += 1
+            self._requests[context] = number, known, num_known
             if hint := _hint_of(context):
-                self._note(Op.CONTEXT, known.number, b"", hint)
-        if num_positions and (positions is not known.positions or num_positions != known.num_positions):
-            first = known.num_positions if positions is known.positions else 0
+                self._note(Op.CONTEXT, number, b"", hint)
+        if num_positions and (positions is not known or num_positions != num_known):
+            first = num_known if positions is known else 0
             keys = list(islice(positions, first, num_positions))
             ends = [end if type(end) is int else 0 for end in islice(positions.values(), first, num_positions)]
-            self._note(Op.POSITIONS, known.number, self._hash(keys), [first, *ends])
+            self._note(Op.POSITIONS, number, self._hash(keys), [first, *ends])
             if self._has_groups:
                 groups = [key[-4:] if type(key) is bytes else b"" for key in keys]
-                self._note(Op.GROUPS, known.number, self._hash(groups), None)
-            known.positions, known.num_positions = positions, num_positions
-        return known.number
+                self._note(Op.GROUPS, number, self._hash(groups), None)
+            self._requests[context] = number, positions, num_positions
+        return number
 
     def _answer(self, answer: Any) -> Any:
         match answer:
@@ -244,19 +244,10 @@ class FrameEncoder:
             case type():
                 return Raised(answer.__name__)
             case list():
-                return Events([(self._hash(keys), is_removed) for keys, is_removed in answer])
+                return Events([(self._hash(event.keys), bool(event.removed)) for event in answer])
             case keys, num_evicted, spec:
                 return Stored(self._hash(keys), num_evicted, block_ids_of(spec) or [])
         return type(answer).__name__
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request's number, and its positions that were encoded so far."""
-
-    number: int
-    positions: Any = None
-    num_positions: int = 0
 
 
 def _hint_of(context: ReqContext) -> dict[str, Any]:

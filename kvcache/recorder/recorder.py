@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvcache.recorder.format import FrameEncoder
 
 DEFAULT_MAX_BYTES = 1 << 30
-LEAST_MAX_BYTES = 1 << 16
 _FLUSH_S = 0.1
 _STOP_S = 10.0
 _QUIET_S = 1.0
@@ -113,8 +112,6 @@ class Recorder:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.max_bytes = parse_size("max_bytes", max_bytes)
-        if self.max_bytes < LEAST_MAX_BYTES:
-            raise ValueError(f"max_bytes must be at least {LEAST_MAX_BYTES}, got {max_bytes!r}")
         buffer = parse_size("buffer_bytes", buffer_bytes)
         if not hasattr(manager, "configuration"):
             raise ValueError(f"cannot record a {type(manager).__name__}: it does not know its own configuration")

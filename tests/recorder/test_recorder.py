@@ -415,6 +415,27 @@ def test_lost_record_between_equal_answers_splits_their_run(manager, path):
     assert found == [ops.Op.STATUS, ops.Op.LOST, ops.Op.STATUS, ops.Op.STATS]
 
 
+def test_calls_inside_a_recorded_call_are_not_recorded(path):
+    def clock():
+        if threading.current_thread() is threading.main_thread():
+            manager.status(key(1))
+            with pytest.raises(ValueError, match="key"):
+                manager.lookup([b""])
+        return 1.0
+
+    manager = CPUOffloadingManager(16, 100, clock=clock)
+    with Recorder(manager, path) as recorder, ThreadPoolExecutor(1) as other:
+        manager.status(key(1))
+        manager.touch([key(1)], ReqContext("1", None, Retention(priority=1)))
+        manager.status(key(2))
+        # The lock is free again.
+        assert other.submit(manager.lookup, [key(1)]).result(60) == 0
+    assert (recorder.stats().num_records, recorder.stats().num_lost) == (5, 0)
+    found = [call for call in Recording(path) if call.op is not ops.Op.CONTEXT]
+    assert [call.op.name for call in found] == ["STATUS", "TOUCH", "STATUS", "LOOKUP", "STATS"]
+    assert {one.op for one in found[1].inputs} == {ops.Op.CLOCK}
+
+
 def test_record_that_cannot_be_encoded_is_lost_alone(manager, path):
     with Recorder(manager, path) as recorder:
         manager.touch([key(1)])
