@@ -57,10 +57,36 @@ def test_checkpoint_of_another_grid_is_refused(tmp_path):
     Checkpoint(path, {"trace": "abc", "split": 1}).__exit__()
     with pytest.raises(ValueError, match="is of another trace: name another file, or remove it"):
         Checkpoint(path, {"trace": "abd", "split": 1})
-    path.write_text("hello\n")
+
+
+@pytest.mark.parametrize(
+    "body", [b"hello\n", b"no newline at the end", b"two\nlines", b"\n{", b"\xff\xfe\x00", b'{"a": 1}']
+)
+def test_checkpoint_that_is_another_file_is_refused_and_left_alone(tmp_path, body):
+    path = tmp_path / "cells"
+    path.write_bytes(body)
     with pytest.raises(ValueError, match="is no checkpoint of a grid"):
         Checkpoint(path, {"trace": "abd"})
-    assert path.read_text() == "hello\n"
+    assert path.read_bytes() == body
+
+
+def test_checkpoint_with_a_damaged_line_names_it(tmp_path):
+    path = tmp_path / "cells"
+    Checkpoint(path, {"trace": "abc"}).__exit__()
+    with path.open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(ValueError, match="line 2 is no cell"):
+        Checkpoint(path, {"trace": "abc"})
+
+
+def test_checkpoint_that_ends_within_its_header_begins_afresh(tmp_path):
+    path = tmp_path / "cells"
+    Checkpoint(path, {"trace": "abc"}).__exit__()
+    header = path.read_bytes()
+    for num_bytes in (1, len(header) - 1):
+        path.write_bytes(header[:num_bytes])
+        Checkpoint(path, {"trace": "abc"}).__exit__()
+        assert path.read_bytes() == header
 
 
 def test_finished_cells_are_not_replayed_again(run, chats, tmp_path):

@@ -22,30 +22,28 @@ class Checkpoint:
         self.cells: dict[Job, Cell] = {}
         header = json.dumps({"kvcache_grid": 1, **facts}, sort_keys=True)
         try:
-            self._file = Path(path).open("a+", encoding="utf-8")  # noqa: SIM115 - open as long as the object
+            # Open as long as the object. Another file of any bytes may be named, and must stay as it is.
+            self._file = Path(path).open("a+", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
             self._file.seek(0)
-            text = self._file.read()
-            lines = text.splitlines(keepends=True)
+            lines = self._file.read().splitlines(keepends=True)
+            if lines and not f"{header}\n".startswith(lines[0]):
+                self._file.close()
+                raise ValueError(
+                    f"checkpoint {str(path)!r} is {_fault_of(lines[0], header)}: name another file, or remove it"
+                )
             if lines and not lines[-1].endswith("\n"):
-                self._file.truncate(len("".join(lines[:-1]).encode()))
+                self._file.truncate(len("".join(lines[:-1]).encode(errors="surrogateescape")))
                 lines.pop()
             if not lines:
                 self._append(header)
-            else:
-                self._take(path, lines, header)
         except OSError as error:
             raise ValueError(f"checkpoint {str(path)!r} cannot be used: {error.strerror}") from error
-
-    def _take(self, path: str | Path, lines: list[str], header: str) -> None:
-        if lines[0].strip() != header:
-            self._file.close()
-            found = _facts_in(lines[0])
-            wanted = json.loads(header)
-            names = [name for name in wanted if found.get(name) != wanted[name]]
-            other = f"of another {', '.join(names)}" if found else "no checkpoint of a grid"
-            raise ValueError(f"checkpoint {str(path)!r} is {other}: name another file, or remove it")
-        for line in lines[1:]:
-            cell = Cell.from_dict(json.loads(line))
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                cell = Cell.from_dict(json.loads(line))
+            except (ValueError, TypeError, AttributeError) as error:
+                self._file.close()
+                raise ValueError(f"checkpoint {str(path)!r}: line {number} is no cell: {line[:80]!r}") from error
             self.cells[Job(cell.policy, cell.num_blocks, cell.tiers)] = cell
 
     def __enter__(self) -> Checkpoint:
@@ -63,9 +61,13 @@ class Checkpoint:
         self._file.flush()
 
 
-def _facts_in(line: str) -> dict[str, Any]:
+def _fault_of(line: str, header: str) -> str:
+    """Return what differs between a file's first line and the header that it must be."""
     try:
         found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) and "kvcache_grid" in found else {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or "kvcache_grid" not in found:
+        return "no checkpoint of a grid"
+    wanted = json.loads(header)
+    return f"of another {', '.join(name for name in wanted if found.get(name) != wanted[name])}"
