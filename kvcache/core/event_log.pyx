@@ -129,11 +129,12 @@ cdef tuple _popleft(waiting):       # inside a critical section, Cython warns of
 cdef class TakenEvents:
     """TakenEvents()
 
-    Events that were taken out of a log: an iterator that makes each when it is read.
+    Events that were taken out of a log: an iterator that makes each when it is read. After the last one, `next_number`
+    follows the number of the log's latest event or `clear` that was taken.
     """
 
     cdef object waiting
-    cdef uint64_t next_number
+    cdef readonly uint64_t next_number
     cdef object block_size
 
     def __len__(self):

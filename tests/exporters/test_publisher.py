@@ -267,6 +267,17 @@ def test_publish_taken_events_behind_a_gap_clears_the_view(publisher):
     assert publisher.snapshot()[1] == {"CPU": {(b"new", 0)}}
 
 
+def test_publish_taken_events_that_end_with_a_reset_clears_the_view(publisher):
+    log = EventLog(16)
+    log.add([b"old"], "CPU", False)
+    publisher.publish(log.take())
+    log.add([b"dropped"], "CPU", False)
+    log.clear()
+    publisher.publish(log.take())
+    assert publisher.flush(30)
+    assert publisher.snapshot()[1] == {}
+
+
 def test_an_error_message_that_publishes_breaks_no_event(publisher):
     with pytest.raises(ValueError, match="got rude"):
         publisher.publish([OffloadingEvent([b"half of an event", Rude(publisher)], 16, "CPU", False)])

@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from operator import length_hint
 from typing import Any
 
 import zmq
@@ -53,9 +52,10 @@ SPEC_KINDS = (
 """vLLM's names of what a KV-cache group holds."""
 _MAX_NUMBER = (1 << 62) - 1
 _LEAST_WAIT_MS, _MAX_WAIT_MS = 4, 16  # between two looks: a wake-up takes the interpreter's lock from the scheduler
-_PAUSE_S = 0.0002  # hands the interpreter's lock over between two batches
+_PAUSE_S = 0.002  # between two batches: each hand-over of the interpreter's lock costs the scheduler time
 _MAX_KEPT_BYTES = 1 << 28
 _SNAPSHOT_KEYS = 4096  # of one message; copying and encoding them takes some 1 ms
+_SNAPSHOT_PAUSE_S = 0.0002  # shorter, because events wait meanwhile
 _EPOCH_BITS = 53  # exact in every language
 
 
@@ -75,7 +75,7 @@ class KVEventPublisher:
     buffer_batches : int
         Batches that are kept for replay, of 256 MiB at most.
     queue_events : int
-        Events passed to `publish` that may wait for the thread. Beyond it they are dropped, and the view is cleared.
+        While this many events wait for the thread, `publish` drops further ones, and the view is cleared.
     digest_every : int
         Batches between two digests; 0: none.
     data_parallel_rank : int
@@ -133,21 +133,20 @@ class KVEventPublisher:
         self._view_lock = threading.Lock()  # `snapshot` reads in other threads
         self._encoder = EventEncoder(block_size, hash_format, [*map(parse_spec_kind, spec_kinds)], self._view)
         self._epoch = secrets.randbits(_EPOCH_BITS)
-        # Events; None: everything was cleared; keys that are about to be stored, and their prompt; or the number of the
-        # last event that a followed log had before its events were taken.
-        self._queue: deque[Iterator[OffloadingEvent] | tuple[list[bytes], Prompt] | int | None] = deque()
+        # Events; None: everything was cleared; or keys that are about to be stored, and their prompt.
+        self._queue: deque[Collection[OffloadingEvent] | TakenEvents | tuple[list[bytes], Prompt] | None] = deque()
         # Events that were queued and read, written by the queueing thread and by the publishing one.
         self._num_queued = self._num_read = 0
-        self._num_dropped, self._is_behind_gap = 0, False
+        self._num_dropped, self._gap_at = 0, -1
         # Looks at the queue that were begun, and that are done.
         self._num_begun = self._num_done = 0
         self._last_number = self._num_batches = 0
         self._kept: deque[bytes] = deque()
         self._num_kept_bytes = 0
         self._log: EventLog | None = None
-        self._watch: Watch | None = None
+        self._unwatch: Callable[[], None] | None = None
         self._wait_ms = _LEAST_WAIT_MS
-        self._owner = os.getpid()
+        self._is_inherited = False  # by a forked process, which has no thread
         context = zmq.Context()
         try:
             self._pub = context.socket(zmq.PUB)
@@ -161,6 +160,7 @@ class KVEventPublisher:
         # The thread has no reference to the publisher while it waits: dropping the publisher ends it.
         router = None if self._replies is None else self._replies.socket
         self._thread = Background("kv-events", partial(_run, weakref.ref(self), context, self._pub, router))
+        _PUBLISHERS.add(self)
 
     def follow(self, manager: Any) -> None:
         """Publish the events of `manager` from now on, resets included, without a call per step.
@@ -190,9 +190,10 @@ class KVEventPublisher:
             raise ValueError("the publisher is closed, and follows no manager")
         self._encoder.block_size = log.block_size or self._encoder.block_size
         log.reader, self._log = self._thread, log
-        self._wrapper = _Descriptions(self._queue, self._thread)
-        self._watch = Watch.of(manager)
-        self._watch.add(self._wrapper)
+        self._queue_events = 0
+        watch, wrapper = Watch.of(manager), _Descriptions(self._queue, self._thread)
+        watch.add(wrapper)
+        self._unwatch = partial(watch.remove, wrapper)
 
     def describe(self, keys: list[bytes], prompt: Prompt) -> None:
         """Give the tokens of blocks before their events: call it with ``keys_to_store``, if no manager is followed.
@@ -223,21 +224,22 @@ class KVEventPublisher:
             An event that `take_events` did not make has a key that is not bytes, or a bad block size; nothing was
             queued. Or the publisher follows a manager.
         """
+        queued = events if type(events) is TakenEvents else [*map(_checked, events)]
+        if self._num_queued - self._num_read >= self._queue_events:
+            self._drop(len(queued))
+            return
+        self._num_queued += len(queued)
+        self._queue.append(queued)
+
+    def _drop(self, num_events: int) -> None:
         if self._log is not None:
-            if any(True for _ in events):
+            if num_events:
                 raise ValueError("the publisher follows a manager, whose events it takes itself")
             return
-        queued = events if type(events) is TakenEvents else iter([_checked(event) for event in events])
-        num_events, num_waiting = length_hint(queued), self._num_queued - self._num_read
-        if (num_waiting and num_waiting + num_events > self._queue_events) or not self._thread.is_alive:
-            self._num_dropped += num_events
-            self._is_behind_gap = True
-            return
-        if self._is_behind_gap:
+        self._num_dropped += num_events
+        if self._gap_at != self._num_queued:
+            self._gap_at = self._num_queued
             self._queue.append(None)
-            self._is_behind_gap = False
-        self._num_queued += num_events
-        self._queue.append(queued)
 
     def publish_cleared(self) -> None:
         """Queue that every block is gone: call it with `reset_cache` of a manager that is not followed."""
@@ -254,7 +256,7 @@ class KVEventPublisher:
         RuntimeError
             This process was forked from the publisher's.
         """
-        if os.getpid() != self._owner:
+        if self._is_inherited:
             raise RuntimeError("the publisher belongs to the process that this one was forked from")
         with self._view_lock:
             return self._num_batches, self._view.media()
@@ -282,7 +284,8 @@ class KVEventPublisher:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send the queued events and release the sockets; waits at most `timeout_s`. May be called twice."""
-        if os.getpid() == self._owner:
+        if not self._is_inherited:
+            self._queue_events = 0
             self._thread.stop(timeout_s)
             self._unfollow()
 
@@ -293,12 +296,13 @@ class KVEventPublisher:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_thread") and os.getpid() == self._owner:
+        if hasattr(self, "_thread") and not self._is_inherited:
             self._unfollow()
 
     def _unfollow(self) -> None:
-        if self._watch is not None:
-            self._watch.remove(self._wrapper)
+        self._queue_events = 0
+        if self._unwatch is not None:
+            self._unwatch()
         if self._log is not None:
             self._log.reader = None
             self._log = None
@@ -310,11 +314,9 @@ class KVEventPublisher:
         self._num_begun += 1
         log = self._log
         if log is not None:
-            # Read before the events are taken: a number up to it that does not come was dropped, or is a reset's.
-            number = log.last_number
             taken = log.take(None, self._thread)
             self._num_queued += len(taken)
-            self._queue += (taken, number)
+            self._queue.append(taken)
         num_batches = self._num_batches
         self._send_all()
         self._num_done = self._num_begun
@@ -348,10 +350,6 @@ class KVEventPublisher:
                 yield cleared
             elif isinstance(queued, tuple):
                 self._encoder.describe(*queued)
-            elif isinstance(queued, int):
-                if self._last_number < queued:
-                    self._last_number = queued
-                    yield cleared
             else:
                 for event in queued:
                     if event.number:
@@ -361,6 +359,10 @@ class KVEventPublisher:
                         self._last_number = event.number
                     self._num_read += 1
                     yield from self._encoder.events(event)
+                # The last number that was taken may be that of a reset.
+                if type(queued) is TakenEvents and 0 < self._last_number < queued.next_number - 1:
+                    self._last_number = queued.next_number - 1
+                    yield cleared
 
     def _send(self, events: list[KVEvent]) -> None:
         seq, payload = self._num_batches, self._payload(events)
@@ -392,7 +394,7 @@ class KVEventPublisher:
                 # Events wait until the copy is whole; only this thread changes the view.
                 for part in self._view.parts(_SNAPSHOT_KEYS):
                     parts.append(part)
-                    time.sleep(_PAUSE_S)
+                    time.sleep(_SNAPSHOT_PAUSE_S)
             for medium, group_idx, hashes in parts:
                 event = self._encoder.stored(hashes, medium, group_idx, self._encoder.block_size)
                 yield self._topic, seq.to_bytes(8, "big"), self._payload([event])
@@ -434,6 +436,18 @@ def _run(
             publisher._unfollow()
     finally:
         context.destroy(linger=200)
+
+
+_PUBLISHERS: weakref.WeakSet[KVEventPublisher] = weakref.WeakSet()
+
+
+def _refuse_in_child() -> None:
+    """A forked child has no thread, so its copies of publishers drop events."""
+    for publisher in [*_PUBLISHERS]:
+        publisher._is_inherited, publisher._queue_events = True, 0
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
 
 
 class _Descriptions:
