@@ -224,14 +224,15 @@ def test_modes_of_an_existing_directory_are_mended_by_its_writer(bench):
     assert inspect_tier(bench.path).shared_names == []
 
 
-def test_directory_of_something_else_is_left_as_it_was(bench):
+@pytest.mark.parametrize("name", ["thesis.tex", "data", "records"])
+def test_directory_of_something_else_is_left_as_it_was(bench, name):
     bench.path.mkdir(mode=0o755)
     bench.path.chmod(0o755)
-    (bench.path / "thesis.tex").write_text("precious")
+    (bench.path / name).write_text("precious")
     with pytest.raises(TierDirectoryError, match="is no disk tier"):
         bench.open()
     assert mode_of(bench.path) == 0o755
-    assert [path.name for path in bench.path.iterdir()] == ["thesis.tex"]
+    assert [(path.name, path.read_text()) for path in bench.path.iterdir()] == [(name, "precious")]
 
 
 @pytest.mark.parametrize("block_bytes", [4096, 12288, 5000])

@@ -374,7 +374,9 @@ class TierDirectory:
     def _check_ours(self, may_be_new: bool) -> None:
         # By the descriptor: the path may lead elsewhere by now.
         names = set(os.listdir(self._fd)) - {"lost+found"}  # noqa: PTH208
-        if HEADER not in names and not (may_be_new and names <= _OURS):
+        # The lock is made first and never deleted: a file "data" without one is not ours.
+        is_new = may_be_new and names <= _OURS and (not names or _LOCK in names)
+        if HEADER not in names and not is_new:
             raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {HEADER}")
 
     def _take_lock(self) -> None:
