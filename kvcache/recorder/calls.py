@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvcache.keys import as_key_list
-from kvcache.recorder.ops import LISTS, ONE_KEY, Op
+from kvcache.recorder.ops import Op
 from kvcache.request import ReqContext
 
 _RECORD_UNITS = 16  # in units of 8 bytes: a record without its keys
@@ -124,15 +124,8 @@ class RecordedCalls:
 
     def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a callable that records the calls of `method`."""
-        op = Op[name.upper()]
-        shape = getattr(self, f"_{name}", None)
-        if shape is not None:
-            return shape(op, method)  # type: ignore[no-any-return]
-        if op in ONE_KEY:
-            return self._of_key(op, method)
-        if op in LISTS:
-            return self._of_keys(op, method)
-        return lambda *context: self._of_keys(op, lambda keys, req_context: method(*context))([], *context)
+        shape: Any = getattr(self, f"_{name}", self._of_keys)
+        return shape(Op[name.upper()], method)  # type: ignore[no-any-return]
 
     def _of_keys(self, op: Op, method: Callable[[Any, Any], Any], flag: Any = 0) -> Callable[..., Any]:
         """Return a function of keys and a request that calls `method` with them, and records the call."""
@@ -188,7 +181,13 @@ class RecordedCalls:
         recorded = self._of_keys(op, of_list)
         return lambda key, req_context=None: recorded([key], req_context)
 
-    # ---- calls with other arguments ----------------------------------------------------------------------------
+    def _without_keys(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *context: self._of_keys(op, lambda keys, req_context: method(*context))([], *context)
+
+    # ---- calls whose arguments are not a list of keys and a request, by the name of the method ------------------
+
+    _is_coming = _of_key
+    _reorder = _reset_cache = _on_schedule_end = _without_keys
 
     def _lookup(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
         of_key, of_keys = self._of_key(Op.LOOKUP_ONE, method), self._of_keys(op, method)
@@ -241,9 +240,9 @@ class RecordedCalls:
     def _hint(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
         def hint(request_or_keys: Any, next_use: Any) -> Any:
             text = next_use[:_MAX_TEXT] if isinstance(next_use, str) else type(next_use).__name__
-            if isinstance(request_or_keys, ReqContext):
-                return self._of_keys(op, lambda keys, context: method(context, next_use), text)([], request_or_keys)
-            return self._of_keys(op, lambda keys, context: method(keys, next_use), text)(request_or_keys)
+            is_request = isinstance(request_or_keys, ReqContext)
+            make = self._of_keys(op, lambda keys, context: method(context if is_request else keys, next_use), text)
+            return make([], request_or_keys) if is_request else make(request_or_keys)
 
         return hint
 
