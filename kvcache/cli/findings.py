@@ -11,7 +11,6 @@ import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from kvcache.assembly.assemble import ExporterSettings, OffloadSettings, TierSet
 from kvcache.assembly.spec import SpecOptions
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.integrations.vllm.releases import describe_release
-from kvcache.options import OptionError, format_size, name_unknown, parse_size, run_all
+from kvcache.options import OptionError, format_size, name_unknown, parse_size
 from kvcache.tiering.controller import TierConfig
 
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
@@ -73,11 +72,12 @@ def check_config(
     where = vllm.WHERE if is_vllm else "extra_config"
     if unknown := vllm.unknown_keys(given) if is_vllm else name_unknown(given, _SPEC_KEYS):
         findings.append(Finding("warning", "options", f"unknown keys of {where}: {unknown}"))
+    if not is_vllm:
+        findings += _check_spec(given)
     try:
-        settings = vllm.read_config(given) if is_vllm else _read_spec(given)
+        settings = vllm.read_config(given) if is_vllm else OffloadSettings.read(given)
     except ValueError as error:
-        problems = error.problems if isinstance(error, OptionError) else [str(error)]
-        return [*findings, *(Finding("error", "options", problem) for problem in problems)]
+        return [*findings, *_faults(error)]
     pool_bytes = 0
     try:
         num_blocks = settings.num_blocks(block_bytes, world_size, where)
@@ -129,13 +129,18 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, boo
     return given, outer if where == _WRAPPERS[-1] else {}, is_vllm, has_events, engine_block
 
 
-def _read_spec(given: Mapping[str, Any]) -> OffloadSettings:
-    """Read the options of a built-in spec; ValueError names each one that is missing or invalid."""
-    settings: OffloadSettings
-    settings, spec = run_all((partial(OffloadSettings.read, given), partial(SpecOptions.take, given)))
-    if settings.tiers and spec.spec_name == "cpu":
-        raise ValueError("tiers need spec_name 'tiering'")
-    return settings
+def _check_spec(given: Mapping[str, Any]) -> list[Finding]:
+    try:
+        spec = SpecOptions.take(given)
+    except ValueError as error:
+        return _faults(error)
+    is_wrong = spec.spec_name == "cpu" and given.get("tiers") is not None
+    return [Finding("error", "options", "tiers need spec_name 'tiering'")] if is_wrong else []
+
+
+def _faults(error: ValueError) -> list[Finding]:
+    problems = error.problems if isinstance(error, OptionError) else [str(error)]
+    return [Finding("error", "options", problem) for problem in problems]
 
 
 def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Finding]:

@@ -122,6 +122,11 @@ def test_check_every_invalid_option_is_an_error_of_its_own():
     assert [finding.level for finding in findings] == ["error"] * 5
 
 
+def test_check_continues_behind_a_wrong_spec_name():
+    findings = check_config({"num_cpu_blocks": 8, "spec_name": "teiring", "exporters": ["status"]}, block_bytes=1)
+    assert [finding.subject for finding in findings][:2] == ["options", "pool"]
+
+
 def test_size_in_bytes_is_accepted_where_no_block_size_is_known():
     findings = check_config({"cpu_bytes_to_use": "64MiB"})
     assert findings[0] == Finding("ok", "pool", "64 MiB, policy lru; a block's size is not given (--model)")
