@@ -64,7 +64,7 @@ cdef class AgedGroups:
     cdef int32_t[NUM_CELLS] ends                # when the oldest cohort of a cell leaves it; NEVER: the cell is empty
     cdef uint64_t[NUM_WORDS] holders    # a bit per cell that has resident blocks, by rank
     cdef int32_t now
-    cdef int32_t due                    # no cohort leaves its bin before this time
+    cdef int32_t[NUM_CLASSES] due       # no cohort of the class leaves its bin before this time
     cdef uint64_t num_aged              # groups moved to their next bin since the start
 
     cdef int grow(self, int64_t size) except -1

@@ -96,8 +96,8 @@ cdef class AgedGroups:
         for cell in range(NUM_CELLS):
             self.ends[cell] = NEVER
         memset(self.holders, 0, sizeof(self.holders))
+        memset(self.due, 0, sizeof(self.due))
         self.now = 0
-        self.due = 0
 
     cdef int32_t make_group(self, int32_t cls, int32_t length) noexcept nogil:
         """Create an empty group, the youngest of its class."""
@@ -141,18 +141,20 @@ cdef class AgedGroups:
 
     cdef void age(self) noexcept nogil:
         """Move cohorts that have outlived their bin to the next one, at most 256 groups in all."""
-        cdef int32_t cell, due = NEVER
-        cdef int num_left = AGEING_STEPS
-        if self.now < self.due:
-            return
-        # In ascending order: a cohort that was moved to the next bin may be late there, too.
-        for cell in range(NUM_CELLS):
-            num_left = _age_cell(self, cell, num_left)
-            if num_left < 0:
-                self.due = 0  # more are late
-                return
-            due = min(due, self.ends[cell])
-        self.due = due
+        cdef int32_t cell, due
+        cdef int cls, num_left = AGEING_STEPS
+        for cls in range(NUM_CLASSES):
+            if self.now < self.due[cls]:
+                continue
+            due = NEVER
+            # In ascending order: a cohort that was moved to the next bin may be late there, too.
+            for cell in range(cls * NUM_BINS, (cls + 1) * NUM_BINS):
+                num_left = _age_cell(self, cell, num_left)
+                if num_left < 0:
+                    self.due[cls] = 0  # more are late
+                    return
+                due = min(due, self.ends[cell])
+            self.due[cls] = due
 
     cdef void link_holder(self, int32_t group) noexcept nogil:
         """Link a group with its first resident member into its cohort's holders, by age."""
@@ -212,7 +214,7 @@ cdef class AgedGroups:
                 listed.append(cohort)
                 cohort = self.cohorts[cohort].next[HOLDERS]
             if not (cell % NUM_BINS == NUM_BINS - 1 or self.queues[ALL][cell].first == 0
-                    or self.due <= self.ends[cell]
+                    or self.due[cell // NUM_BINS] <= self.ends[cell]
                     == self.cohorts[self.queues[ALL][cell].first].t0 + self.values.edges[cell % NUM_BINS + 1]):
                 raise BlockStateError(f"invariant broken: cell {cell} ages too late")
             if sorted(listed) != sorted(holders):
@@ -232,7 +234,7 @@ cdef int32_t _make_cohort(AgedGroups aged, int32_t cls) noexcept nogil:
     cdef int32_t prev = aged.youngest[cls]
     cdef Cohort* made = &aged.cohorts[cohort]
     made.t0 = aged.now
-    aged.due = min(aged.due, aged.now + aged.values.edges[1])
+    aged.due[cls] = min(aged.due[cls], aged.now + aged.values.edges[1])
     made.cls = <uint8_t> cls
     made.prev[ALL] = prev
     if prev != 0:

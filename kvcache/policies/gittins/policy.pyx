@@ -11,7 +11,7 @@ from libc.string cimport memset
 
 from kvcache.core.eviction_queue cimport Row
 from kvcache.core.ghosts cimport GhostList, prefetch_ghost
-from kvcache.core.index cimport Probe, index_first, prefetch, zeroed
+from kvcache.core.index cimport Probe, bit_length, index_first, prefetch, zeroed
 from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave, ref_of
@@ -297,10 +297,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef uint64_t* kept
         cdef int32_t* found = self.found
         cdef int64_t num_leading, lowest
-        cdef int sharing
+        cdef int sharing, num_widened
         cdef bint is_last, is_known
         cdef bint splits
-        cdef uint32_t widened
         cdef Label label
         cdef uint64_t[NUM_SHARED] shared
         self._trim()
@@ -332,7 +331,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                     state[PROGRESS] |= CONTINUES
         length = num_positions if num_positions else <int32_t> n
         splits = self.values.splits_shared and hint == 0
-        widened = 0 if state[PROGRESS] & CONTINUES else self._widened()
+        num_widened = 0 if state[PROGRESS] & CONTINUES else self._num_widened()
         memset(shared, 0, sizeof(shared))
         lowest = self._lowest_value() if self.passing_first != 0 else 0
         for i in range(n):
@@ -356,7 +355,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 num_left += 1
                 sharing = sharing_in(label)
                 num_shared += sharing >= WIDELY_SHARED
-                sharing += widened >> sharing & 1
+                sharing += sharing < num_widened
             kept = &state[GROUPS + cls]
             cls += hint * CLASSES_PER_HINT
             if splits and sharing > 0:
@@ -441,15 +440,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             return is_last_of_call
         return request.uses[place].is_positioned and request.uses[place].position == request.largest_position
 
-    cdef uint32_t _widened(self) noexcept nogil:
-        """Return a bit per sharing that a use by a new session raises: sharing n with probability of about 1 / 2**n."""
+    cdef inline int _num_widened(self) noexcept nogil:
+        """Return the sharing below which this use raises it: sharing n with probability 1 / 2**((n + 1) // 2)."""
         cdef uint32_t draw = <uint32_t> (self.touches * <uint64_t> 2654435761)
-        cdef uint32_t bits = 0
-        cdef int sharing
-        for sharing in range(MOST_SHARING):
-            if <uint64_t> draw >> (32 - (sharing + 1) // 2) == 0:
-                bits |= <uint32_t> 1 << sharing
-        return bits
+        return min(MOST_SHARING, 2 * (32 - bit_length(draw)) + 1)
 
     cdef inline void _count_hits(self, int32_t group, int32_t n, int32_t num_shared) noexcept nogil:
         """Count uses of `n` keys that leave their group; `num_shared` of them are widely shared."""
