@@ -35,7 +35,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(common.root)
     # By name: no file outside `lab` imports it.
-    common.add_command(app, "check", check.check, import_module("kvcache.lab.commands.mount").LabCommand)
+    common.add_command(app, "check", check.check, import_module("kvcache.lab.commands.mount").ModelCommand)
     for run in (options.options, status.status, top.top):
         common.add_command(app, run.__name__, run)
     app.add_typer(typer.Typer(help="Measure this machine.", no_args_is_help=True, cls=LabGroup), name="bench")

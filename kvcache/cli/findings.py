@@ -77,7 +77,8 @@ def check_config(
     try:
         settings = vllm.read_config(given) if is_vllm else OffloadSettings.read(given)
     except ValueError as error:
-        return [*findings, *_faults(error)]
+        # Both readers name an invalid `advanced`.
+        return [*dict.fromkeys([*findings, *_faults(error)])]
     pool_bytes = 0
     try:
         num_blocks = settings.num_blocks(block_bytes, world_size, where)

@@ -33,6 +33,7 @@ from kvcache.specs import LoadStoreSpec
 
 _LOG = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 1 << 25
+_HEAD_BYTES = 16  # of a frame, before its records
 _RAW_BYTES = 1 << 18  # of a written frame, unless one record is longer
 _MARKS = {(0).to_bytes(8, "little"): b"", (1).to_bytes(8, "little"): None}
 """In place of a key's hash: the key was empty, or not bytes."""
@@ -170,17 +171,16 @@ class FrameEncoder:
         return self._frames(self._rows)
 
     def _frames(self, rows: list[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
-        raw = _ENCODER.encode((self._number, [msgspec.Raw(row) for row, _ in rows]))
-        if len(raw) > self._max_raw_bytes and len(rows) > 1:
+        if len(rows) > 1 and _HEAD_BYTES + sum(len(row) for row, _ in rows) > self._max_raw_bytes:
             middle = len(rows) // 2
             yield from self._frames(rows[:middle])
             yield from self._frames(rows[middle:])
             return
-        frame = frame_bytes(raw)
+        frame = frame_bytes(_ENCODER.encode((self._number, [msgspec.Raw(row) for row, _ in rows])))
         num_calls = sum(number for _, number in rows)
         if len(frame) > self._max_bytes:  # this is one record
             self._rows = []
-            self._lose(num_calls)
+            self._lose(max(1, num_calls))
             yield from self._frames(self._rows)
         elif rows:
             # A run has the number of its first call.

@@ -22,7 +22,7 @@ import sys
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX, Event, RLock
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from kvcache.request import ReqContext
     from kvcache.tiering.tier import HostBlocks
-    from kvcache.tiers.codecs.base import Codec, CodecMaker
+    from kvcache.tiers.codecs.base import Codec
     from kvcache.tiers.codecs.stage import CodecStage
 
 __all__ = ["BlockOutcome", "JobTier", "TierBatch", "TierContents"]
@@ -112,7 +112,7 @@ class JobTier(Tier):
         The pool, uint8 or int8, shape (num_blocks, block_bytes).
     medium : str
         The medium's name in events.
-    codec : Codec or callable, optional
+    codec : Codec, optional
         Encodes blocks on their way to the medium. The batches of `get` and `put` then hold encoded rows in place of
         host blocks; `kvcache.tiers.codecs.base.stored_form` returns their length.
     num_blocks : int, optional
@@ -151,7 +151,7 @@ class JobTier(Tier):
         host_blocks: HostBlocks,
         medium: str,
         *,
-        codec: Codec | CodecMaker | None = None,
+        codec: Codec | None = None,
         num_blocks: int | None = None,
         cache_policy: str | type = "lru",
         num_threads: int = 4,
@@ -168,7 +168,6 @@ class JobTier(Tier):
     ) -> None:
         self._pool_rows = self.host_rows = checked_host_blocks(host_blocks).view(np.uint8)
         self._stage: CodecStage | None = None
-        codec = make_codec(codec, host_blocks)
         if codec is not None:
             # Not imported without a codec: it needs a package of an extra.
             from kvcache.tiers.codecs.stage import CodecStage
@@ -215,6 +214,17 @@ class JobTier(Tier):
         if self._is_opened.wait(open_timeout_s) and self._open_error is not None:
             self.shutdown()
             raise self._open_error
+
+    @classmethod
+    def from_config(
+        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
+    ) -> JobTier:
+        """Open the tier with `host_blocks`, `fingerprint` and the `arguments` of its `options_type`."""
+        if cls.options_type is None:
+            raise NotImplementedError(f"{cls.__name__} needs an options_type to be made from a configuration")
+        arguments = cls.options_type.read(options).arguments()
+        arguments |= {"codec": make_codec(arguments.get("codec"), host_blocks), "fingerprint": fingerprint}
+        return cls(host_blocks=host_blocks, **arguments)
 
     # Hooks that a subclass implements.
 

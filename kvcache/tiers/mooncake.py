@@ -139,8 +139,8 @@ class MooncakeTier(JobTier):
         The pool, uint8 or int8, shape (num_blocks, block_bytes); it is registered with the store's transfer engine.
     fingerprint : mapping, optional
         Identifies the model and the geometry of the blocks.
-    codec : Codec or callable, optional
-        Encodes the blocks; or a function that makes the codec for blocks of so many bytes.
+    codec : Codec, optional
+        Encodes the blocks.
     **options
         The tier's other options, advanced ones too; see :doc:`/howto/options`.
 
@@ -158,7 +158,7 @@ class MooncakeTier(JobTier):
         host_blocks: HostBlocks,
         *,
         fingerprint: Mapping[str, Any] | None = None,
-        codec: Codec | CodecMaker | None = None,
+        codec: Codec | None = None,
         **options: Any,
     ) -> None:
         values = MooncakeOptions.of(master=master, **options)

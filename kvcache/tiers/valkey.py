@@ -112,8 +112,8 @@ class ValkeyTier(JobTier):
         The pool, uint8 or int8, shape (num_blocks, block_bytes).
     fingerprint : mapping, optional
         Identifies the model and the geometry of the blocks.
-    codec : Codec or callable, optional
-        Encodes the blocks; or a function that makes the codec for blocks of so many bytes.
+    codec : Codec, optional
+        Encodes the blocks.
     **options
         The tier's other options, advanced ones too; see :doc:`/howto/options`.
 
@@ -131,7 +131,7 @@ class ValkeyTier(JobTier):
         host_blocks: HostBlocks,
         *,
         fingerprint: Mapping[str, Any] | None = None,
-        codec: Codec | CodecMaker | None = None,
+        codec: Codec | None = None,
         **options: Any,
     ) -> None:
         values = ValkeyOptions.of(url=url, **options)

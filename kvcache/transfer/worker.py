@@ -119,7 +119,7 @@ class OffloadingWorker:
                     _log.exception("%s did not return its finished jobs", type(handler).__name__)
         finished, self._finished = self._finished, []
         for result in finished:
-            _attempt(f"{result!r} was not counted", self._count, result)
+            _attempt("a finished job was not counted", self._count, result)
         return finished
 
     def wait(self, job_ids: Iterable[int]) -> None:

@@ -164,12 +164,14 @@ def test_lab_command_old_option_raises_error_with_new_spelling(run, trace, optio
         argv = ("plan", trace, option, "1")
     else:
         argv = ("replay", trace, option, "1")
-    assert error_of(run, *argv) == f"{option} of an older kvcache is now {RENAMED[option]}"
+    assert error_of(run, *argv) == f"{option} is an option of an older kvcache; now: {RENAMED[option]}"
     assert error_of(run, *argv[:2], f"{option}=1").endswith(RENAMED[option])
 
 
 def test_check_old_option_dtype_raises_error_with_new_spelling(run):
-    assert error_of(run, "check", "-", "--dtype", "fp8") == ("--dtype of an older kvcache is now --model NAME,DTYPE")
+    error = error_of(run, "check", "-", "--dtype", "fp8")
+    assert error == "--dtype is an option of an older kvcache; now: --model NAME,DTYPE"
+    assert "No such option: --jobs" in run("check", "-", "--jobs", "2")[2]
 
 
 @pytest.mark.parametrize("name", ["replay", "plan", "fleet", "rerun"])

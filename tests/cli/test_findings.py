@@ -120,6 +120,7 @@ def test_check_every_invalid_option_is_an_error_of_its_own():
     entries = (disk(capacity="big", deadline_s=0), {"type": "dusk"})
     findings = check_config(tiered(*entries, num_cpu_blocks=0, advanced={"record_max_bytes": "no"}))
     assert [finding.level for finding in findings] == ["error"] * 5
+    assert len(check_config({"num_cpu_blocks": 8, "advanced": 3})) == 1
 
 
 def test_check_continues_behind_a_wrong_spec_name():

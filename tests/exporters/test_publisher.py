@@ -278,6 +278,24 @@ def test_publish_taken_events_that_end_with_a_reset_clears_the_view(publisher):
     assert publisher.snapshot()[1] == {}
 
 
+def test_publish_a_reset_behind_events_without_numbers_clears_the_view(publisher):
+    log = EventLog(16)
+    publisher.publish([OffloadingEvent([b"old"], 16, "CPU", False)])
+    log.clear()
+    publisher.publish(log.take())
+    assert publisher.flush(30)
+    assert publisher.snapshot()[1] == {}
+
+
+def test_publish_nothing_to_a_full_queue_drops_and_clears_nothing():
+    with open_publisher(queue_events=1) as publisher:
+        with publisher._view_lock:  # the thread waits for it, and the queue stays full
+            publisher.publish([stored(1), stored(2)])
+            publisher.publish([])
+        assert publisher.flush(30)
+        assert publisher.snapshot()[1] == {"CPU": {split(event.keys[0]) for event in (stored(1), stored(2))}}
+
+
 def test_an_error_message_that_publishes_breaks_no_event(publisher):
     with pytest.raises(ValueError, match="got rude"):
         publisher.publish([OffloadingEvent([b"half of an event", Rude(publisher)], 16, "CPU", False)])

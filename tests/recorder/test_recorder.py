@@ -643,6 +643,17 @@ def test_record_longer_than_the_bound_is_lost_and_does_not_break_it(manager, tmp
     assert (outcome.num_calls, outcome.num_lost) == (len(recorded) - is_lost, is_lost)
 
 
+def test_positions_longer_than_the_bound_are_counted_as_lost(manager, path):
+    request = ReqContext()
+    request.set_offload_key_positions({os.urandom(16): number for number in range(3000)})
+    with Recorder(manager, path, max_bytes=24_000) as recorder:
+        manager.touch([b"last"], request)
+    assert recorder.stats().num_lost == 1
+    recording = Recording(path)
+    assert [call.op for call in recording if call.op < ops.Op.CONTEXT] == [ops.Op.TOUCH]
+    assert recording.num_lost == 1
+
+
 def test_record_longer_than_the_buffer_is_lost(manager, path):
     long = [os.urandom(16) for _ in range(60_000)]
     with Recorder(manager, path, buffer_bytes="900KiB") as recorder:
@@ -726,6 +737,10 @@ def test_recorder_that_is_stopped_inside_a_call_does_not_wait_for_it(path, monke
 
     manager = CPUOffloadingManager(16, 100, clock=clock)
     made.append(Recorder(manager, path))
+    with ThreadPoolExecutor(1) as pool:
+        made[0]._queue.lock.acquire()
+        assert pool.submit(made[0].stats).result(timeout=30).num_records == 0  # it does not wait, either
+        made[0]._queue.lock.release()
     manager.touch([key(1)], ReqContext("1", None, Retention(priority=1)))
     manager.touch([key(2)])
     assert replayed(path).num_calls == 0

@@ -2,8 +2,10 @@
 
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +13,15 @@ from stores import found, load, store_as_is, until, wait_for, wait_for_reset
 from stores import store as save
 
 from kvcache import ReqContext, TieredOffloadingManager
+from kvcache.options import Options, option
 from kvcache.tiering import existence, job_tier
 from kvcache.tiering.breaker import Direction
 from kvcache.tiering.existence import ExistenceCache
 from kvcache.tiering.io_threads import LOAD, QUERY, STORE, STORE_TURN, IOThreads
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
 from kvcache.tiering.slot_index import SlotIndex
+from kvcache.tiers.codecs.base import parse_codec
+from kvcache.tiers.codecs.fp8 import Fp8Codec
 from kvcache.tiers.memory import MemoryTier
 
 BLOCK_BYTES = 8
@@ -90,6 +95,26 @@ class StoreTier(JobTier):
     def clear(self, generation):
         self.store.enter("clear")
         self.store.values.clear()
+
+
+class PluginTier(StoreTier):
+    """A plug-in's tier, whose constructor needs its codec."""
+
+    @dataclass(frozen=True)
+    class options_type(Options):  # noqa: N801
+        codec: Any = option(parse_codec, None, when="always")
+
+    def __init__(self, host_blocks, fingerprint, codec):
+        self.codec = codec
+        super().__init__(Store(), host_blocks, codec=codec)
+
+
+def test_from_config_gives_the_constructor_its_codec():
+    host = np.zeros((NUM_HOST, 256), np.uint8)
+    for options, kind in ({"codec": {"type": "fp8", "dtype": "bfloat16"}}, Fp8Codec), ({}, type(None)):
+        tier = PluginTier.from_config(options, host, {})
+        assert type(tier.codec) is kind
+        tier.shutdown()
 
 
 @pytest.fixture

@@ -535,11 +535,12 @@ def test_worker_reports_a_handler_that_raises_as_a_failed_job(worker):
 
 def test_worker_result_that_cannot_be_counted_costs_no_other_result(worker, caplog):
     handler, kind = MinimalHandler(), ("GPU", "CPU")
-    results = [TransferResult(1, True, 8, None, kind), TransferResult(2, True, 8, 0.5, kind)]
+    rude = type("Rude", (), {"__repr__": lambda self: 1 / 0})()
+    results = [rude, TransferResult(1, True, 8, None, kind), TransferResult(2, True, 8, 0.5, kind)]
     handler.get_finished = lambda: results
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, handler)
     assert worker.get_finished() == results
-    assert [record.message.split(" was ")[-1] for record in caplog.records] == ["not counted"]
+    assert [record.message.split(" was ")[-1] for record in caplog.records] == ["not counted"] * 2
 
 
 def test_a_handler_that_raises_everywhere_costs_the_others_nothing(worker, kv_caches, pool, caplog):

@@ -232,10 +232,10 @@ class KVEventPublisher:
         self._queue.append(queued)
 
     def _drop(self, num_events: int) -> None:
-        if self._log is not None:
-            if num_events:
-                raise ValueError("the publisher follows a manager, whose events it takes itself")
+        if not num_events:
             return
+        if self._log is not None:
+            raise ValueError("the publisher follows a manager, whose events it takes itself")
         self._num_dropped += num_events
         if self._gap_at != self._num_queued:
             self._gap_at = self._num_queued
@@ -336,7 +336,7 @@ class KVEventPublisher:
             if cost >= MAX_BATCH_KEYS:
                 self._send(batch)
                 batch, cost = [], 0
-                time.sleep(_PAUSE_S)
+                self._thread.stopping.wait(_PAUSE_S)
         if batch:
             self._send(batch)
 
@@ -360,7 +360,7 @@ class KVEventPublisher:
                     self._num_read += 1
                     yield from self._encoder.events(event)
                 # The last number that was taken may be that of a reset.
-                if type(queued) is TakenEvents and 0 < self._last_number < queued.next_number - 1:
+                if type(queued) is TakenEvents and self._last_number < queued.next_number - 1:
                     self._last_number = queued.next_number - 1
                     yield cleared
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand
@@ -27,14 +27,14 @@ RENAMED = {
     "--dtype": "--model NAME,DTYPE",
     "--engines": f"{_PLAN} --serving engines=N, or {_FLEET} --engines N,...",
     "--flops": "--model NAME,flops=N",
-    "--format": "no option: the first line of a trace shows its format",
+    "--format": "no option, because the first line of a trace shows its format",
     "--head-size": "--model LAYERSxHEADSxSIZE",
     "--heads": "--model LAYERSxHEADSxSIZE",
-    "--hints": "no option: hints are not simulated any more",
+    "--hints": "no option, because hints are not simulated any more",
     "--jobs": f"{_PLAN} --jobs",
     "--layers": "--model LAYERSxHEADSxSIZE",
     "--limit": "kvcache replay FILE --limit, or head -n N FILE | kvcache plan -",
-    "--max-memory": "no option: a plan takes 80 % of the free memory",
+    "--max-memory": "no option, because a plan takes 80 % of the free memory",
     "--memory-rate": f"{_PLAN} --serving link=RATE",
     "--params": "--model NAME,params=N",
     "--plot": f"{_PLAN} --save FILE.png, .svg or .html",
@@ -56,14 +56,22 @@ RENAMED = {
 class LabCommand(TyperCommand):
     """A command that rejects old options and states their new names."""
 
+    renamed: ClassVar[dict[str, str]] = RENAMED
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; an option that was renamed raises ValueError with its new name."""
         own = {option for param in self.params for option in param.opts}
         for arg in args:
             option = arg.partition("=")[0]
-            if option in RENAMED and option not in own and not ctx.resilient_parsing:
-                raise ValueError(f"{option} of an older kvcache is now {RENAMED[option]}")
+            if option in self.renamed and option not in own and not ctx.resilient_parsing:
+                raise ValueError(f"{option} is an option of an older kvcache; now: {self.renamed[option]}")
         return super().parse_args(ctx, args)
+
+
+class ModelCommand(LabCommand):
+    """A command whose old options described a model."""
+
+    renamed: ClassVar[dict[str, str]] = {option: now for option, now in RENAMED.items() if now.startswith("--model")}
 
 
 def build_command(name: str, module: str) -> Any:

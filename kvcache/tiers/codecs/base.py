@@ -92,17 +92,16 @@ def parse_codec(name: str, value: object) -> CodecMaker:
     return make
 
 
-def make_codec(codec: Codec | CodecMaker | None, host_blocks: HostBlocks) -> Codec | None:
-    """Return a codec, made for the blocks of this pool if `codec` is what `parse_codec` returns."""
-    return codec(checked_host_blocks(host_blocks).shape[1]) if callable(codec) else codec
+def make_codec(make: CodecMaker | None, host_blocks: HostBlocks) -> Codec | None:
+    """Return the codec that `parse_codec` parsed, for blocks of this pool."""
+    return None if make is None else make(checked_host_blocks(host_blocks).shape[1])
 
 
 def stored_form(
-    codec: Codec | CodecMaker | None, host_blocks: HostBlocks, fingerprint: Mapping[str, Any] | None
+    codec: Codec | None, host_blocks: HostBlocks, fingerprint: Mapping[str, Any] | None
 ) -> tuple[int, dict[str, Any]]:
     """Return the bytes of a block as a tier stores it, and the fingerprint of such blocks."""
     block_bytes: int = checked_host_blocks(host_blocks).shape[1]
-    codec = make_codec(codec, host_blocks)
     if codec is None:
         return block_bytes, dict(fingerprint or {})
     row_bytes = -(-(HEADER_BYTES + codec.max_bytes) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT

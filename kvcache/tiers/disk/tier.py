@@ -104,8 +104,8 @@ class DiskTier(JobTier):
         The pool, uint8 or int8, shape (num_blocks, block_bytes); for direct I/O, blocks start at multiples of 4096.
     fingerprint : mapping, optional
         The model, dtype and geometry of the blocks, JSON-serializable; a directory of another fingerprint is refused.
-    codec : Codec or callable, optional
-        Encodes the blocks; or a function that makes the codec for blocks of so many bytes.
+    codec : Codec, optional
+        Encodes the blocks.
     **options
         The tier's other options, advanced ones too; see :doc:`/howto/options`.
 
@@ -126,7 +126,7 @@ class DiskTier(JobTier):
         host_blocks: HostBlocks,
         *,
         fingerprint: Mapping[str, Any] | None = None,
-        codec: Codec | CodecMaker | None = None,
+        codec: Codec | None = None,
         **options: Any,
     ) -> None:
         values = DiskOptions.of(path=os.fspath(path), capacity=capacity_bytes, **options)
