@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX, Event, RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -218,10 +218,10 @@ class JobTier(Tier):
     @classmethod
     def from_config(
         cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
-    ) -> JobTier:
+    ) -> Self:
         """Open the tier with `host_blocks`, `fingerprint` and the `arguments` of its `options_type`."""
         if cls.options_type is None:
-            raise NotImplementedError(f"{cls.__name__} needs an options_type to be made from a configuration")
+            return super().from_config(options, host_blocks, fingerprint)
         arguments = cls.options_type.read(options).arguments()
         arguments |= {"codec": make_codec(arguments.get("codec"), host_blocks), "fingerprint": fingerprint}
         return cls(host_blocks=host_blocks, **arguments)
