@@ -21,7 +21,6 @@ from kvcache.tiering.io_threads import LOAD, QUERY, STORE, STORE_TURN, IOThreads
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
 from kvcache.tiering.slot_index import SlotIndex
 from kvcache.tiers.codecs.base import parse_codec
-from kvcache.tiers.codecs.fp8 import Fp8Codec
 from kvcache.tiers.memory import MemoryTier
 
 BLOCK_BYTES = 8
@@ -110,10 +109,12 @@ class PluginTier(StoreTier):
 
 
 def test_from_config_gives_the_constructor_its_codec():
+    pytest.importorskip("torch")
+    pytest.importorskip("xxhash")
     host = np.zeros((NUM_HOST, 256), np.uint8)
-    for options, kind in ({"codec": {"type": "fp8", "dtype": "bfloat16"}}, Fp8Codec), ({}, type(None)):
+    for options, kind in ({"codec": {"type": "fp8", "dtype": "bfloat16"}}, "Fp8Codec"), ({}, "NoneType"):
         tier = PluginTier.from_config(options, host, {})
-        assert type(tier.codec) is kind
+        assert type(tier.codec).__name__ == kind
         tier.shutdown()
 
 
