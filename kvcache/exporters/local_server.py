@@ -12,16 +12,17 @@ import weakref
 from socketserver import BaseRequestHandler, TCPServer, ThreadingMixIn
 from typing import Any
 
-from kvcache.background import Background
+from kvcache.background import STOP_S, Background
 
 _LOG = logging.getLogger(__name__)
 
 
 class LocalServer(ThreadingMixIn, TCPServer):
-    """Answer each connection in a thread of its own; the newest connections are served.
+    """Answer each connection in a thread of its own, in at most `max_clients` threads; the newest connections go first.
 
-    A connection beyond `max_clients` closes the oldest one, and a connection older than `request_s` is closed:
-    `num_dropped` counts both.
+    If all threads are busy, the oldest connection is closed, so that its thread ends. If none ends within `wait_s`,
+    because they compute, the new connection is closed. A connection older than `request_s` is closed, too.
+    `num_dropped` counts all of these.
     """
 
     daemon_threads = True
@@ -29,12 +30,15 @@ class LocalServer(ThreadingMixIn, TCPServer):
     request_queue_size = 64
     max_clients = 32
     request_s = 15.0
+    wait_s = 0.5
 
     def __init__(self, family: socket.AddressFamily, address: Any, handler: type[BaseRequestHandler]) -> None:
         self.address_family = family
         self.num_dropped = 0
+        self.num_threads = 0
+        self.is_stopping = False
         self._since_s: dict[Any, float] = {}  # of clients that are not dropped, oldest first
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # guards all of these, and is notified when a thread ends
         self._thread: Background | None = None
         try:
             super().__init__(address, handler)
@@ -53,13 +57,18 @@ class LocalServer(ThreadingMixIn, TCPServer):
         _SERVERS.add(self)
 
     def stop(self) -> None:
-        """Close all connections and the socket. A forked child has no threads: it only closes its copy."""
+        """Close all connections and the socket, and wait for all threads for a bounded time.
+
+        A forked child has no threads: it only closes its copy of the socket.
+        """
         if self.is_serving:
+            self.is_stopping = True
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self.shutdown()
-            with self._lock:
+            with self._changed:
                 self._drop(len(self._since_s))
+                self._changed.wait_for(lambda: not self.num_threads, STOP_S)
         self.server_close()
 
     def get_request(self) -> Any:
@@ -70,19 +79,41 @@ class LocalServer(ThreadingMixIn, TCPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
+        with self._changed:
+            # A dropped client that still computes keeps its thread: dropping more clients would not free one sooner.
+            self._drop(len(self._since_s) + 1 - self.max_clients)
+            self._changed.wait_for(lambda: self.num_threads < self.max_clients, self.wait_s)
+            if self.num_threads >= self.max_clients:
+                self.num_dropped += 1
+                super().shutdown_request(request)
+                return
             self._since_s[request] = time.monotonic()
-            self._drop(len(self._since_s) - self.max_clients)
-        super().process_request(request, client_address)
+            self.num_threads += 1
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._end_thread()  # it did not start
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._end_thread()
+
+    def _end_thread(self) -> None:
+        with self._changed:
+            self.num_threads -= 1
+            self._changed.notify_all()
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
+        with self._changed:
             self._since_s.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
         """Close connections that are too old; the thread calls this twice a second."""
-        with self._lock:
+        with self._changed:
             end_s = time.monotonic() - self.request_s
             self._drop(sum(since_s < end_s for since_s in self._since_s.values()))
 

@@ -1,10 +1,11 @@
-"""LocalServer: connections beyond its limits are closed, each once."""
+"""LocalServer: its threads are bounded, connections beyond its limits are closed, and all of it ends with `stop`."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
+from collections.abc import Callable
 from socketserver import BaseRequestHandler
 
 import pytest
@@ -12,42 +13,84 @@ import pytest
 from kvcache.exporters.local_server import LocalServer
 
 
-def test_local_server_busy_handlers_drop_each_old_connection_once(
+def wait_for(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def connect(server: LocalServer) -> socket.socket:
+    return socket.create_connection(server.server_address[:2], timeout=60)
+
+
+def answer_of(client: socket.socket) -> bytes:
+    """Return the answer, or nothing if the server closed the connection."""
+    try:
+        return client.recv(1)
+    except ConnectionResetError:
+        return b""
+
+
+class Echo(BaseRequestHandler):
+    def handle(self) -> None:
+        if self.request.recv(1):
+            self.request.sendall(b"!")
+            return
+        raise OSError("the client has gone")
+
+
+def test_full_server_drops_oldest_idle_clients(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    threads = threading.active_count()
-    may_end = threading.Event()
-
-    class Busy(BaseRequestHandler):
-        def handle(self) -> None:
-            if self.request.recv(1):
-                self.request.sendall(b"!")
-                return
-            may_end.wait(60)
-            raise OSError("the client has gone")
-
-    server = LocalServer(socket.AF_INET, ("127.0.0.1", 0), Busy)
+    server = LocalServer(socket.AF_INET, ("127.0.0.1", 0), Echo)
     monkeypatch.setattr(server, "max_clients", 2)
+    monkeypatch.setattr(server, "wait_s", 60.0)
     server.start("test")
-    clients = [socket.create_connection(server.server_address[:2]) for _ in range(5)]
-    end_s = time.monotonic() + 60
-    while server.num_dropped < 3:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-    for client in clients[:3]:
-        client.settimeout(60)
-        assert client.recv(1) == b""
+    clients = [connect(server) for _ in range(5)]
+    assert [answer_of(client) for client in clients[:3]] == [b""] * 3
+    wait_for(lambda: server.num_dropped == 3)
     server.service_actions()
     assert server.num_dropped == 3
-    # A full server drops the oldest client for a new one, and answers it.
-    clients.append(socket.create_connection(server.server_address[:2], timeout=60))
+    clients.append(connect(server))
     clients[-1].sendall(b"?")
-    assert clients[-1].recv(1) == b"!"
-    may_end.set()
+    assert answer_of(clients[-1]) == b"!"
     server.stop()
+    assert server.num_threads == 0
     for client in clients:
         client.close()
-    while threading.active_count() > threads:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
     assert capfd.readouterr().err == ""
+
+
+def test_computing_threads_refuse_new_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = {*threading.enumerate()}
+    may_end = threading.Event()
+    started = threading.Semaphore(0)
+
+    class Computing(Echo):
+        def handle(self) -> None:
+            started.release()
+            may_end.wait(60)
+            super().handle()
+
+    server = LocalServer(socket.AF_INET, ("127.0.0.1", 0), Computing)
+    monkeypatch.setattr(server, "max_clients", 2)
+    monkeypatch.setattr(server, "wait_s", 0.0)
+    server.start("test")
+    clients = [connect(server) for _ in range(2)]
+    for _ in clients:
+        assert started.acquire(timeout=60)
+    refused = [connect(server) for _ in range(20)]
+    assert [answer_of(client) for client in refused] == [b""] * 20
+    assert server.num_threads == 2
+    assert not started.acquire(blocking=False)
+    # Only the oldest client was dropped for them: its thread did not end, so a second drop would be in vain.
+    assert server.num_dropped == 21
+    may_end.set()
+    clients[1].sendall(b"?")
+    assert answer_of(clients[1]) == b"!"
+    wait_for(lambda: server.num_threads == 0)
+    server.stop()
+    for client in (*clients, *refused):
+        client.close()
+    wait_for(lambda: {*threading.enumerate()} <= threads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import os
 import shutil
 import signal
@@ -30,6 +32,7 @@ from kvcache import (
     TransferResult,
 )
 from kvcache.control.telemetry import Telemetry
+from kvcache.exporters.local_server import LocalServer
 from kvcache.exporters.prometheus import PrometheusExporter, TelemetryCollector, start_server
 from kvcache.metrics import Part
 from kvcache.tiers.memory import MemoryTier
@@ -223,24 +226,75 @@ def test_bad_options_are_refused(options: dict[str, object], error: str) -> None
         spec_of({"type": "prometheus", **options})
 
 
-def test_pages_are_written_one_by_one(telemetry: Telemetry) -> None:
-    inside = threading.Semaphore(1)
-    overlaps = []
+class SlowSource:
+    """A source of no parts that lets each snapshot wait until `may_end` is set."""
 
-    def source() -> list[Part]:
-        overlaps.append(not inside.acquire(blocking=False))
-        time.sleep(0.01)
-        inside.release()
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.started = threading.Semaphore(0)
+        self.num_inside = self.most_inside = 0
+
+    def __call__(self) -> list[Part]:
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        self.started.release()
+        self.may_end.wait(60)
+        self.num_inside -= 1
         return []
 
+
+def test_page_under_way_serves_last_page(telemetry: Telemetry) -> None:
+    exporter = start_server(telemetry, 0)
+    page = fetch(exporter.address)
+    source = SlowSource()
+    telemetry.sources.append(source)
+    maker = threading.Thread(target=fetch, args=(exporter.address,))
+    maker.start()
+    assert source.started.acquire(timeout=60)
+    assert [fetch(exporter.address) for _ in range(50)] == [page] * 50
+    source.may_end.set()
+    maker.join()
+    assert source.most_inside == 1
+
+
+def test_first_page_bounds_waiting_threads(telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalServer, "wait_s", 0.0)
+    source = SlowSource()
     telemetry.sources.append(source)
     exporter = start_server(telemetry, 0)
-    clients = [threading.Thread(target=fetch, args=(exporter.address,)) for _ in range(8)]
+    host, port = exporter.address.removeprefix("http://").removesuffix("/metrics").split(":")
+    clients = []
+    for _ in range(100):
+        clients.append(socket.create_connection((host, int(port)), timeout=60))
+        clients[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    assert source.started.acquire(timeout=60)
+    # The last clients find all threads busy, and are refused without an answer.
+    with contextlib.suppress(ConnectionResetError):
+        assert clients[-1].recv(1) == b""
+    names = [thread.name for thread in threading.enumerate() if "process_request_thread" in thread.name]
+    assert 1 <= len(names) <= LocalServer.max_clients
+    source.may_end.set()
+    exporter.close()
+    # The thread of a closed server leaves the list a moment after it was counted out.
+    end_s = time.monotonic() + 60
+    while any("process_request_thread" in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert source.most_inside == 1
     for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
-    assert overlaps == [False] * 8
+        client.close()
+
+
+def test_page_formats_are_negotiated(telemetry: Telemetry) -> None:
+    exporter = start_server(telemetry, 0)
+    for accept, encoding in (("application/openmetrics-text; version=1.0.0", "gzip"), ("text/plain", "identity")):
+        request = urllib.request.Request(exporter.address, headers={"Accept": accept, "Accept-Encoding": encoding})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            body = answer.read()
+            assert answer.headers["Content-Type"].startswith(accept.split(";")[0])
+        text = (gzip.decompress(body) if encoding == "gzip" else body).decode()
+        assert "kvcache_free_blocks{" in text
+        assert text.endswith("# EOF\n") == (encoding == "gzip")
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
