@@ -20,13 +20,15 @@ class PoolManager(BlockPool, OffloadingManager):
     complete_load = BlockPool.unpin
     prepare_store = BlockPool.reserve
     on_request_finished = BlockPool.end_request
-    reset_cache = BlockPool.reset
     parts = BlockPool.parts
 
     @property
     def pool(self) -> BlockPool:
         """The manager itself."""
         return self
+
+    def reset_cache(self, version: str | int | None = None) -> None:
+        self.reset()
 
     def what_if(self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None) -> WhatIf:
         """Estimate the hits of other policies and capacities on the finished requests.

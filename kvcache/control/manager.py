@@ -144,8 +144,15 @@ class OffloadingManager(ABC):
     def on_schedule_end(self) -> None:  # noqa: B027
         """Called at the end of a scheduler step."""
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, version: str | int | None = None) -> None:
         """Forget everything. Before, the caller must drain or drop older jobs.
+
+        Parameters
+        ----------
+        version : str or int, optional
+            Names what the blocks of the future are computed with, as the number of an update of the weights. Engines
+            that are reset to one version share blocks through a shared store again. None: this engine shares with
+            engines that start later only. A manager without a shared store ignores it.
 
         Raises
         ------

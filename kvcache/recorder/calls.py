@@ -187,7 +187,11 @@ class RecordedCalls:
     # ---- calls whose arguments are not a list of keys and a request, by the name of the method ------------------
 
     _is_coming = _of_key
-    _reorder = _reset_cache = _on_schedule_end = _without_keys
+    _reorder = _on_schedule_end = _without_keys
+
+    def _reset_cache(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        # A version is no request. It decides nothing that a replay repeats, so the record is without it.
+        return lambda *version, **named: self._of_keys(op, lambda keys, _: method(*version, **named))([])
 
     def _lookup(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
         of_key, of_keys = self._of_key(Op.LOOKUP_ONE, method), self._of_keys(op, method)

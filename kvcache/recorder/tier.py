@@ -31,7 +31,13 @@ class RecordedTier:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.recorded, name)
-        return partial(self._call, name, method) if name in _RECORDED else method
+        if name not in _RECORDED:
+            return method
+        call = partial(self._call, name, method)
+        if name == "reset":
+            # Its signature tells whether it takes a version.
+            call.__wrapped__ = method  # type: ignore[attr-defined]
+        return call
 
     def _call(self, name: str, method: Any, *args: Any) -> Any:
         put, number = self._queue.put_input, self._number

@@ -64,7 +64,7 @@ class ReferenceManager(OffloadingManager):
         self.hinted: WeakKeyDictionary[ReqContext, str] = WeakKeyDictionary()
         self.reset_cache()
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, version: str | int | None = None) -> None:
         self.named.clear()
         self.ended.clear()
         self.policy = self.policy_class(self.num_blocks)

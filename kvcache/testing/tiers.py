@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.options import check_int
-from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks
+from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks, reset_tier
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
@@ -127,7 +127,7 @@ class ManualTier(Tier):
         results, self._results = self._results, []
         return results
 
-    def reset(self) -> None:
+    def reset(self, version: str | int | None = None) -> None:
         # Loads in progress read their blocks from a copy, so nothing needs to wait.
         self._forget_jobs.update(job.job_id for job in self.pending)
         self._index.reset_cache()
@@ -364,8 +364,8 @@ class FaultyTier(Tier):
         if rows is not None:
             self._host_blocks[rows[key]].view(np.uint8)[:] ^= np.uint8(1)
 
-    def reset(self) -> None:
-        self.inner.reset()
+    def reset(self, version: str | int | None = None) -> None:
+        reset_tier(self.inner, version)
 
     def stats(self) -> TierStats:
         return self.inner.stats()

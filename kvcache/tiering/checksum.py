@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     Buffer = bytes | bytearray | memoryview
 
 SEAL_BYTES = 16
+_EPOCH_BYTES = 8
 _PREFIX = struct.Struct("<IQ")
 
 
@@ -26,11 +27,6 @@ def checksum(key: bytes, payload: Buffer, num_bytes: int, seed: int) -> int:
     digest = xxhash.xxh3_64(_PREFIX.pack(len(key), num_bytes) + key, seed)
     digest.update(payload)
     return digest.intdigest()
-
-
-def draw_epoch() -> str:
-    """Return a random epoch of a shared store, 16 hexadecimal digits. No other draw returns the same one."""
-    return secrets.token_hex(8)
 
 
 class Namespace:
@@ -59,6 +55,17 @@ class Namespace:
                     f"a salt needs the package blake3: install kvcache's extra 'valkey' or 'mooncake' ({error})"
                 ) from error
             self._blake3 = blake3
+
+    def epoch_of(self, version: str | int | None) -> str:
+        """Return the epoch of a version, 16 hexadecimal digits; None: a random one, which no other draw returns.
+
+        5 and "5" are one version.
+        """
+        if version is None:
+            return secrets.token_hex(_EPOCH_BYTES)
+        return hashlib.blake2b(
+            str(version).encode(), key=self._key, digest_size=_EPOCH_BYTES, person=b"epoch"
+        ).hexdigest()
 
     def seal(self, name: bytes, payload: Buffer) -> bytes:
         """Return the seal of the block that is stored as `name`, `SEAL_BYTES` bytes."""

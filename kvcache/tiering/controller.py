@@ -19,7 +19,7 @@ from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
 from kvcache.tiering.breaker import BREAKER_STATES, Direction
 from kvcache.tiering.log_limiter import LogLimiter
-from kvcache.tiering.tier import TierResult, TierStats
+from kvcache.tiering.tier import TierResult, TierStats, reset_tier
 from kvcache.tiering.write_policy import DirtyBlocks
 
 if TYPE_CHECKING:
@@ -172,13 +172,14 @@ class TierController:
         self._failed_jobs = 0
         self._overdue_jobs = 0
         self._last_error = ""
-        self._reset_again_s: float | None = None
+        # When a reset that raised is tried again, and the version that it was for.
+        self._reset_again: tuple[float, str | int | None] | None = None
         self._warnings = LogLimiter(_LOG)
 
     def may_send(self, is_load: bool, now_s: float) -> bool:
         """Return whether it is worth asking the tier for blocks, or offering blocks to it."""
         direction = self._direction(is_load)
-        return self._reset_again_s is None and direction.allows(now_s) and self._stuck_blocks < direction.max_blocks
+        return self._reset_again is None and direction.allows(now_s) and self._stuck_blocks < direction.max_blocks
 
     def room(self, is_load: bool) -> int:
         """Return how many blocks may be sent now to be read or written."""
@@ -350,19 +351,24 @@ class TierController:
             # A failed job does not show the rate.
             self.link.ended(num_blocks, 0 if result.error else len(result.done), start_s, end_s, now_s)
 
-    def reset(self, now_s: float) -> None:
+    def reset(self, now_s: float, version: str | int | None = None) -> None:
         """Reset the tier and drop the backlog. If that raises, the tier is not used until a reset works."""
         self.backlog = deque()
         self._uses = deque()
         if self.dirty is not None:
             self.dirty.clear()
-        is_done = self._call("reset", False, lambda: (self.tier.reset(), True)[1])
-        self._reset_again_s = None if is_done else now_s + self.config.pause_s
+
+        def reset_now() -> bool:
+            reset_tier(self.tier, version)
+            return True
+
+        is_done = self._call("reset", False, reset_now)
+        self._reset_again = None if is_done else (now_s + self.config.pause_s, version)
 
     def retry_reset(self, now_s: float) -> None:
         """Try a reset that raised again, once a pause is over."""
-        if self._reset_again_s is not None and now_s >= self._reset_again_s:
-            self.reset(now_s)
+        if self._reset_again is not None and now_s >= self._reset_again[0]:
+            self.reset(now_s, self._reset_again[1])
 
     def shutdown(self) -> None:
         """Shut the tier down."""
@@ -395,7 +401,7 @@ class TierController:
         )
 
     def _unavailable_reason(self) -> str:
-        if self._reset_again_s is not None:
+        if self._reset_again is not None:
             return f"reset failed: {self._last_error}"
         names = [one.name for one in (self._reads, self._writes) if one.state != "closed"]
         return f"{' and '.join(names)} paused: {self._last_error}" if names else ""

@@ -178,6 +178,7 @@ class JobTier(Tier):
         self.num_blocks = 0 if num_blocks is None else num_blocks
         self.max_batch_blocks = max_batch_blocks
         self.generation = 0
+        self.version: str | int | None = None
         self.max_queued_blocks: int = max_queued_blocks
         self._cache_policy = cache_policy
         self._max_key_bytes = sys.maxsize if max_key_bytes is None else max_key_bytes
@@ -216,9 +217,7 @@ class JobTier(Tier):
             raise self._open_error
 
     @classmethod
-    def from_config(
-        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
-    ) -> Self:
+    def from_config(cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:
         """Open the tier with `host_blocks`, `fingerprint` and the `arguments` of its `options_type`."""
         if cls.options_type is None:
             return super().from_config(options, host_blocks, fingerprint)
@@ -248,7 +247,10 @@ class JobTier(Tier):
         return TierContents(self.num_blocks) if self.num_blocks else None
 
     def clear(self, generation: int) -> None:
-        """Forget every block for good, before `generation` begins; called again until it does not raise."""
+        """Forget every block for good, before `generation` begins; called again until it does not raise.
+
+        `version` is that of the reset, None without one.
+        """
 
     def maintain(self) -> None:
         """Do periodic work; called every `maintain_interval_s` and once at the end."""
@@ -409,10 +411,12 @@ class JobTier(Tier):
             results, self._results = self._results, []
             return results
 
-    def reset(self) -> None:
+    def reset(self, version: str | int | None = None) -> None:
         with self._lock:
             if self._state == "shut":
                 return
+            # Before the generation: `clear` reads it, and no block of the new generation may get an older version.
+            self.version = version
             self.generation += 1
             self._found.clear()
             self._existence.clear()

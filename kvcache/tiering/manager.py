@@ -370,11 +370,13 @@ class TieredOffloadingManager(OffloadingManager):
             self._write_down(now_s)
 
     @atomic
-    def reset_cache(self) -> None:
+    def reset_cache(self, version: str | int | None = None) -> None:
         """Forget everything, in all tiers; new blocks are taken once the last job under way has ended or is overdue.
 
-        A tier serves nothing until its own reset is done (see `Tier.reset`).
+        A tier serves nothing until its own reset is done (see `Tier.reset`, also for `version`).
         """
+        if version is not None and not isinstance(version, str | int):
+            raise ValueError(f"version must be a str or an int, got {version!r}")
         now_s = self._clock()
         self._is_draining = True
         if self.pool.events is not None:
@@ -385,7 +387,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._uses = OrderedDict()
         self._counted.clear()
         for controller in self.controllers:
-            controller.reset(now_s)
+            controller.reset(now_s, version)
         self._end_draining()
 
     def shutdown(self) -> None:

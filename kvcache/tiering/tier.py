@@ -22,6 +22,7 @@ tier never reports costs the manager the job's host blocks, so the manager bound
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -159,11 +160,14 @@ class Tier(Configurable, ABC):
         """Called when no request waits for `job_id` any more: blocks that have not begun to move may fail now."""
 
     @abstractmethod
-    def reset(self) -> None:
+    def reset(self, version: str | int | None = None) -> None:
         """Forget every block. Jobs under way are still reported, and their blocks are not found afterwards.
 
         The tier serves nothing until that is done. If the process is killed after this call has returned, no old block
         may come back. Slower work goes on after the call and is the `unavailable_reason`.
+
+        Engines that reset the tier of a shared store to one `version` share blocks from then on. Without a version, an
+        engine shares only with those that start later. A tier whose `reset` has no parameter is called without one.
         """
 
     @abstractmethod
@@ -179,6 +183,16 @@ class Tier(Configurable, ABC):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Called at a request's end."""
+
+
+def reset_tier(tier: Tier, version: str | int | None) -> None:
+    """Reset a tier to `version`; a tier of a plug-in may have a `reset` without a parameter."""
+    try:
+        inspect.signature(tier.reset).bind(version)
+    except (TypeError, ValueError):
+        tier.reset()
+    else:
+        tier.reset(version)
 
 
 def checked_host_blocks(host_blocks: object) -> HostBlocks:

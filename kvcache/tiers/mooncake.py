@@ -45,7 +45,7 @@ from kvcache.options import (
     parse_text,
     parse_threads,
 )
-from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
+from kvcache.tiering.checksum import SEAL_BYTES, Namespace
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiers.codecs.base import Codec, CodecMaker, parse_codec, stored_form
@@ -296,11 +296,12 @@ class MooncakeTier(JobTier):
         return outcomes
 
     def clear(self, generation: int) -> None:
-        """Announce a fresh epoch and remove the blocks of older ones."""
-        store, fresh = self._store or self._connect(), draw_epoch()
-        self._write_epoch(store.upsert_from, fresh)
-        self._old_epochs.append(self._epoch)
-        self._epoch = fresh
+        """Announce the epoch of the reset and remove the blocks of older ones."""
+        store, epoch = self._store or self._connect(), self._namespace.epoch_of(self.version)
+        self._write_epoch(store.upsert_from, epoch)
+        # A version may be that of now, or of a reset whose sweep failed.
+        self._old_epochs = [old for old in (*self._old_epochs, self._epoch) if old != epoch]
+        self._epoch = epoch
         while self._old_epochs:
             num_removed = store.remove_by_regex(f"^{self._namespace.prefix}:{self._old_epochs[-1]}:", True)
             if num_removed < 0:
@@ -312,7 +313,7 @@ class MooncakeTier(JobTier):
             self._connect()
         elif self._store.get_size(self._epoch_name) == _NOT_FOUND:
             # Engines that start later join it; this one keeps its own.
-            self._write_epoch(self._store.put_from, draw_epoch())
+            self._write_epoch(self._store.put_from, self._namespace.epoch_of(None))
 
     def close(self) -> None:
         if self._store is not None:
@@ -363,7 +364,7 @@ class MooncakeTier(JobTier):
         carrier = self._seals[-1, :_EPOCH_BYTES]
         answer = store.get_into(self._epoch_name, carrier.ctypes.data, _EPOCH_BYTES)
         if answer == _NOT_FOUND:
-            self._write_epoch(store.put_from, draw_epoch())
+            self._write_epoch(store.put_from, self._namespace.epoch_of(None))
             answer = store.get_into(self._epoch_name, carrier.ctypes.data, _EPOCH_BYTES)
         if answer != _EPOCH_BYTES:
             raise self._error("get", answer)

@@ -5,10 +5,11 @@ Keys on the server are ``kvcache:<namespace>:<epoch>:<block key>``. The namespac
 value is a seal over name and payload, then the payload. A value that is foreign, short, long or torn is a counted miss
 and is deleted.
 
-A reset announces a fresh random epoch and deletes the blocks of the old one. An engine keeps the epoch that it found
-when it started or drew in its own reset, because another engine's reset may mean other weights. Engines that start
-later join the announced epoch. If the server has forgotten it, a running engine announces a fresh one for them and
-keeps its own, so an epoch is announced once and never again.
+A reset announces another epoch and deletes the blocks of the old one. The epoch of a reset to a version is derived from
+it, so engines that are reset to one version meet; without a version it is random. An engine keeps the epoch that it
+found when it started or took in its own reset, because another engine's reset may mean other weights. Engines that
+start later join the announced epoch. If the server has forgotten it, a running engine announces a random one for them
+and keeps its own.
 
 Each value is read and written by one command, pipelined, straight from and into host memory (`valkey_wire`). Values
 that the server holds are not sent again. The server does memory limits, eviction and persistence.
@@ -42,7 +43,7 @@ from kvcache.options import (
     parse_threads,
     without_secrets,
 )
-from kvcache.tiering.checksum import SEAL_BYTES, Namespace, draw_epoch
+from kvcache.tiering.checksum import SEAL_BYTES, Namespace
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiers.codecs.base import Codec, CodecMaker, parse_codec, stored_form
 from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
@@ -258,11 +259,12 @@ class ValkeyTier(JobTier):
         return outcomes
 
     def clear(self, generation: int) -> None:
-        """Announce a fresh epoch and delete the blocks of older ones."""
-        server, fresh = self._server(), draw_epoch().encode()
-        server.set(self._epoch_name, fresh)
-        self._old_epochs.append(self._epoch)
-        self._epoch = fresh
+        """Announce the epoch of the reset and delete the blocks of older ones."""
+        server, epoch = self._server(), self._namespace.epoch_of(self.version).encode()
+        server.set(self._epoch_name, epoch)
+        # A version may be that of now, or of a reset whose sweep failed.
+        self._old_epochs = [old for old in (*self._old_epochs, self._epoch) if old != epoch]
+        self._epoch = epoch
         while self._old_epochs:
             _unlink(server, b"%b:%b:*" % (self._prefix, self._old_epochs[-1]))
             self._old_epochs.pop()
@@ -270,7 +272,7 @@ class ValkeyTier(JobTier):
     def maintain(self) -> None:
         # Reading the epoch keeps it recent on a server that evicts any key.
         if self._client is not None and self._client.get(self._epoch_name) is None:
-            self._client.set(self._epoch_name, draw_epoch(), nx=True)
+            self._client.set(self._epoch_name, self._namespace.epoch_of(None), nx=True)
 
     def close(self) -> None:
         if self._client is not None:
@@ -291,7 +293,7 @@ class ValkeyTier(JobTier):
                 try:
                     # Of engines that start together, one announces an epoch and all join it.
                     if client.get(self._epoch_name) is None:
-                        client.set(self._epoch_name, draw_epoch(), nx=True)
+                        client.set(self._epoch_name, self._namespace.epoch_of(None), nx=True)
                     self._epoch = client.get(self._epoch_name)
                     if not self._epoch:
                         raise OSError(f"{self._address} does not keep the epoch")

@@ -193,9 +193,10 @@ class KVCacheOffloadingManager(OffloadingManager):
     def config_info(self) -> list[dict[str, Any]]:
         return [dict(zip(self.info_keys, self.info, strict=False))]
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, version: str | int | None = None) -> None:
+        # vLLM passes no version, and new weights reach its workers without passing the scheduler.
         self._num_resets += 1
-        self._manager.reset_cache()
+        self._manager.reset_cache(version)
 
     def shutdown(self) -> None:
         if self.what_if_log is not None:

@@ -122,7 +122,7 @@ class ScriptedTier(Tier):
     def cancel(self, job_id: int) -> None:
         self._raise("cancel")
 
-    def reset(self) -> None:
+    def reset(self, version: str | int | None = None) -> None:
         self._raise("reset")
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:

@@ -82,7 +82,7 @@ class SimulatedTier(Tier):
         self._loading, self._storing = [], []
         return ended
 
-    def reset(self) -> None:
+    def reset(self, version: str | int | None = None) -> None:
         self._index.reset_cache()
 
     def stats(self) -> TierStats:

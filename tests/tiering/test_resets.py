@@ -1,0 +1,94 @@
+"""The version of a reset, on its way from the manager to a tier."""
+
+import numpy as np
+import pytest
+
+from kvcache import CPUOffloadingManager, TierConfig, TieredOffloadingManager
+from kvcache.recorder.recorder import Recorder
+from kvcache.testing.tiers import ManualTier
+
+
+class VersionedTier(ManualTier):
+    """Keeps the versions that it is reset to; the first `num_errors` resets fail."""
+
+    def __init__(self, num_errors=0):
+        super().__init__(8, np.zeros((8, 4), np.uint8), is_automatic=True)
+        self.versions = []
+        self.num_errors = num_errors
+
+    def reset(self, version=None):
+        self.versions.append(version)
+        if len(self.versions) <= self.num_errors:
+            raise OSError("not now")
+        super().reset(version)
+
+
+class PlainTier(ManualTier):
+    """A tier of a plug-in whose `reset` takes no argument."""
+
+    num_resets = 0
+
+    def reset(self):
+        self.num_resets += 1
+        super().reset()
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.mark.parametrize("version", ["step 7", 7, None])
+def test_reset_hands_version_to_tier(version):
+    tier = VersionedTier()
+    TieredOffloadingManager(8, 8, [tier]).reset_cache(version)
+    assert tier.versions == [version]
+
+
+def test_retried_reset_keeps_its_version():
+    tier, clock = VersionedTier(num_errors=2), Clock()
+    manager = TieredOffloadingManager(8, 8, [(tier, TierConfig(pause_s=2.0))], clock=clock)
+    manager.reset_cache(version=7)
+    for _ in range(5):
+        clock.now_s += 1.5
+        manager.on_schedule_end()
+    assert tier.versions == [7, 7, 7]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_plain_tier_is_reset_without_version(tmp_path, is_recorded):
+    tier = PlainTier(8, np.zeros((8, 4), np.uint8), is_automatic=True)
+    manager = TieredOffloadingManager(8, 8, [tier])
+    if is_recorded:
+        Recorder(manager, tmp_path / "r.kvrec")
+    manager.reset_cache(version=7)
+    manager.on_schedule_end()
+    assert tier.num_resets == 1
+    assert manager.tier_stats()[0].tier.unavailable_reason == ""
+    manager.shutdown()
+
+
+def test_recorded_manager_takes_a_version(tmp_path):
+    tier = VersionedTier()
+    manager = TieredOffloadingManager(8, 8, [tier])
+    Recorder(manager, tmp_path / "r.kvrec")
+    manager.reset_cache(version=7)
+    manager.reset_cache(8)
+    assert tier.versions == [7, 8]
+    manager.shutdown()
+
+
+def test_manager_of_one_medium_ignores_version():
+    manager = CPUOffloadingManager(8, 8)
+    manager.prepare_store([b"a"])
+    manager.reset_cache(version=7)
+    assert manager.stats().num_free == 8
+
+
+def test_version_of_another_type_is_refused():
+    tier = VersionedTier()
+    with pytest.raises(ValueError, match=r"version must be a str or an int, got 1\.5"):
+        TieredOffloadingManager(8, 8, [tier]).reset_cache(version=1.5)
+    assert tier.versions == []
