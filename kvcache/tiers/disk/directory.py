@@ -51,6 +51,7 @@ _MAX_FILE_BYTES = 1 << 62
 _MARK_OFFSET = 256
 """Where in `lock` the mark stands; the name of the writer comes before it."""
 _MARK_BYTES = 8
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK
 
 _LOG = logging.getLogger(__name__)
 
@@ -193,17 +194,44 @@ def clear_directory(path: Path) -> int:
     The header goes first, so the directory counts as new after an interruption.
     """
     names = {name.name for name in path.iterdir()} - {"lost+found"}
-    if not names <= _OURS or not names & {HEADER, _LOCK}:
+    with closing_fd(os.open(path, _FOLDER_FLAGS)) as folder_fd:
+        is_ours = bool(names) and names <= _OURS and (HEADER in names or _is_without_header(folder_fd, names))
+    if not is_ours:
         raise TierDirectoryError(
             f"directory {path} is no disk tier: it holds {', '.join(sorted(names)[:5]) or 'nothing'}"
         )
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with closing_fd(os.open(path / _LOCK, flags, 0o600)) as lock_fd:
         _lock(path, lock_fd)
+        # Durable before the header goes: without a header, the lock shows whose the other files are.
+        _sign(lock_fd)
+        os.fsync(lock_fd)
         num_bytes = directory_bytes(path)
         for name in (HEADER, _NEW_HEADER, DATA, RECORDS, RECENCY):
             (path / name).unlink(missing_ok=True)
         return num_bytes - directory_bytes(path)
+
+
+def _is_without_header(folder_fd: int, names: set[str]) -> bool:
+    """Return whether a folder of these files was a tier's when its making or its clearing was interrupted.
+
+    Slots are written after the first header, so files of slots lie beside a lock that a writer has signed.
+    """
+    if names <= {_LOCK, _NEW_HEADER}:
+        return not names or _LOCK in names
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        with closing_fd(os.open(_LOCK, flags, dir_fd=folder_fd)) as fd:
+            signature = os.pread(fd, _MARK_OFFSET, 0)
+    except OSError:
+        return False
+    return len(signature) == _MARK_OFFSET and signature.startswith(b"process ") and b" on " in signature
+
+
+def _sign(lock_fd: int) -> None:
+    """Write which process has the lock."""
+    owner = f"process {os.getpid()} on {socket.gethostname()[:64]}\n"
+    write_all(lock_fd, owner.encode()[:_MARK_OFFSET].ljust(_MARK_OFFSET, b"\0"), 0)
 
 
 def _lock(path: Path, fd: int) -> None:
@@ -253,7 +281,7 @@ class TierDirectory:
                 if not read_only and header is not None:
                     self._make()
                 # A pipe or a device under this name is an error; opening it must not wait.
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK)
+                self._fd = os.open(self.path, _FOLDER_FLAGS)
                 self._check_ours(may_be_new=header is not None and not read_only)
                 if not read_only:
                     self._make_private(self._fd, os.fstat(self._fd), 0o700)
@@ -374,16 +402,15 @@ class TierDirectory:
     def _check_ours(self, may_be_new: bool) -> None:
         # By the descriptor: the path may lead elsewhere by now.
         names = set(os.listdir(self._fd)) - {"lost+found"}  # noqa: PTH208
-        # The lock is made first and never deleted: a file "data" without one is not ours.
-        is_new = may_be_new and names <= _OURS and (not names or _LOCK in names)
+        # The lock is made and signed first and never deleted: a file "data" without it is not ours.
+        is_new = may_be_new and names <= _OURS and _is_without_header(self._fd, names)
         if HEADER not in names and not is_new:
             raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {HEADER}")
 
     def _take_lock(self) -> None:
         self._lock_fd = fd = self.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
         _lock(self.path, fd)
-        owner = f"process {os.getpid()} on {socket.gethostname()[:64]}\n"
-        write_all(fd, owner.encode()[:_MARK_OFFSET].ljust(_MARK_OFFSET, b"\0"), 0)
+        _sign(fd)
 
     def _open(self, header: Header | None) -> Header:
         found = self._read_header()
