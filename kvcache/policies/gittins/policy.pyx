@@ -35,9 +35,6 @@ cdef enum:
     MOST_PASSED = 2048          # groups with a protected tail that one store skips
     SHARING_SHIFT = 27          # bit offset in a label; MOST_GROUPS = 1 << SHARING_SHIFT
     SPARE_KEYS = 4096           # remembered keys that one call may add before the memory must grow
-    CONTINUES = 1               # flag of a request: it continues an older one
-    ALL_KNOWN = 2               # flag of a request: all its keys so far were known
-    LEADING_SHIFT = 2
     AHEAD = 8                   # ghosts prefetched ahead of their removal
     PASSING_SHARE = 20          # one in so many blocks may be passing
 
@@ -46,11 +43,29 @@ cdef enum:
     GROUPED = 0
     PASSING = 1
 
-cdef enum:
-    # Fields of a request's state.
-    PROGRESS = 0                # CONTINUES, ALL_KNOWN, and above them the number of leading known keys
-    ERA = 1
-    GROUPS = 2                  # by class without the hint: group and its serial
+# A group that a request has made, and its serial then. Another serial: the group was freed.
+cdef struct MadeGroup:
+    int32_t group           # 0: none
+    uint32_t serial
+
+# State of a request, in the memory that RequestKeys keeps for a policy.
+cdef struct RequestState:
+    uint64_t era            # of the policy when the request was first seen; another one: the policy was reset
+    int32_t num_leading     # leading known keys
+    bint continues          # it continues an older request
+    bint all_known          # all its keys so far were known
+    MadeGroup[CLASSES_PER_HINT] groups      # by class without the hint
+
+# Neighbouring keys mostly leave the same group and join the same group: such a run is counted at its end.
+cdef struct Leaving:
+    int32_t group           # 0: none
+    int32_t num_keys
+    int32_t num_shared      # widely shared keys among them
+
+cdef struct Joining:
+    int32_t group           # 0: none
+    int32_t num_keys
+    int32_t cls
 
 # State of a known key: its group, and in the upper four bits its sharing. Sharing is the rounded logarithm of the
 # number of new sessions (requests that continue no older one) that used the key. Zero in an array of labels: no label.
@@ -270,123 +285,144 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 return self.values.value[self.values.ranked[(word << 6) + lowest_bit(self.aged.holders[word])]]
         return -1
 
-    cdef int32_t _group_to_join(self, uint64_t* kept, int32_t cls, int32_t length) noexcept nogil:
+    cdef int32_t _group_to_join(self, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil:
         """Return the group of a class that a request may join."""
-        cdef int32_t group = <int32_t> <uint32_t> kept[0]
-        cdef const Group* last = &self.aged.groups[group]
-        if (group == 0 or last.serial != <uint32_t> (kept[0] >> 32) or last.num_known == 0
+        cdef const Group* last = &self.aged.groups[made.group]
+        if (made.group == 0 or last.serial != made.serial or last.num_known == 0
                 or self.aged.cohorts[last.cohort].bin != 0 or self.aged.cohorts[last.cohort].cls != cls):
-            group = self.aged.make_group(cls, length)
-            kept[0] = <uint32_t> group | <uint64_t> self.aged.groups[group].serial << 32
-        return group
+            made.group = self.aged.make_group(cls, length)
+            made.serial = self.aged.groups[made.group].serial
+        return made.group
 
-    cdef int32_t _join_group(self, uint64_t* kept, int32_t cls, int32_t length) noexcept nogil:
+    cdef int32_t _join_group(self, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil:
         """Return the group of a class that a request may join, and count one more key in it."""
-        cdef int32_t group = self._group_to_join(kept, cls, length)
+        cdef int32_t group = self._group_to_join(made, cls, length)
         add_known(self.aged, group, 1)
         return group
 
     cdef void on_request_use(
         self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n
     ) noexcept nogil:
-        cdef Py_ssize_t i, first = request.num_seen - n
-        cdef int32_t row, ghost, group, cls, length, hint, num_positions = <int32_t> request.num_positions
-        # Neighbouring keys mostly leave the same group and join the same group: count such a run at its end.
-        cdef int32_t left = 0, num_left = 0, num_shared = 0, joined = 0, num_joined = 0, joined_cls = -1
-        cdef uint64_t* state = request.policy_state
-        cdef uint64_t* kept
-        cdef int32_t* found = self.found
-        cdef int64_t num_leading, lowest
-        cdef int sharing, num_widened
-        cdef bint is_last, is_known
-        cdef bint splits
-        cdef Label label
-        cdef uint64_t[NUM_SHARED] shared
+        cdef RequestState* state
         self._trim()
         self._read_time()
-        if state[ERA] != self.era:
-            memset(state, 0, sizeof(request.policy_state))
-            state[ERA] = self.era
-            state[PROGRESS] = ALL_KNOWN
+        state = self._open_state(request)
+        self.aged.age()
+        if request.next_use >= self.values.num_hints:
+            self._take_up_hint(request.next_use)
+        self._find_absent(rows, hashes, n, self.found)
+        self._see_prefix(state, rows, n)
+        self._move_keys(request, state, rows, hashes, n)
+
+    cdef inline RequestState* _state_of(self, RequestKeys request) noexcept nogil:
+        return <RequestState*> request.policy_state
+
+    cdef RequestState* _open_state(self, RequestKeys request) noexcept nogil:
+        """Return the state of a request. Its first use counts as a touch."""
+        cdef RequestState* state = self._state_of(request)
+        if state.era != self.era:
+            memset(state, 0, sizeof(RequestState))
+            state.era = self.era
+            state.all_known = True
             self.touches += 1
             if self.touches % TOUCHES_PER_TABLE == 0:
                 self.values.rebuild()
                 self.aged.mark_holders()
-        self.aged.age()
-        hint = request.next_use
-        if hint >= self.values.num_hints:
-            self._take_up_hint(hint)
-        self._find_absent(rows, hashes, n, found)
-        if state[PROGRESS] & ALL_KNOWN:
-            i = 0
-            while i < n and self._label_of(rows[i], found[i]) != 0:
-                i += 1
-            if i < n:
-                state[PROGRESS] &= ~<uint64_t> ALL_KNOWN
-            state[PROGRESS] += <uint64_t> i << LEADING_SHIFT
-            if i > 0 and not state[PROGRESS] & CONTINUES:
-                num_leading = <int64_t> (state[PROGRESS] >> LEADING_SHIFT)
-                group = group_in(self._label_of(rows[i - 1], found[i - 1]))
-                if num_leading + 1 >= self.aged.groups[group].length:
-                    state[PROGRESS] |= CONTINUES
-        length = num_positions if num_positions else <int32_t> n
-        splits = self.values.splits_shared and hint == 0
-        num_widened = 0 if state[PROGRESS] & CONTINUES else self._num_widened()
+        return state
+
+    cdef void _see_prefix(self, RequestState* state, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        """Decide whether the request continues an older one: it begins with all keys of that, but for one at most."""
+        cdef Py_ssize_t i = 0
+        cdef int32_t group
+        if not state.all_known:
+            return
+        while i < n and self._label_of(rows[i], self.found[i]) != 0:
+            i += 1
+        state.all_known = i == n
+        state.num_leading += <int32_t> i
+        if i > 0 and not state.continues:
+            group = group_in(self._label_of(rows[i - 1], self.found[i - 1]))
+            state.continues = state.num_leading + 1 >= self.aged.groups[group].length
+
+    cdef void _move_keys(
+        self, RequestKeys request, RequestState* state, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n
+    ) noexcept nogil:
+        """Move each key from its group to the request's group of its class."""
+        cdef Py_ssize_t i, first = request.num_seen - n
+        cdef int32_t place, cls, length = <int32_t> (request.num_positions if request.num_positions else n)
+        cdef int sharing, num_widened = 0 if state.continues else self._num_widened()
+        cdef bint splits = self.values.splits_shared and request.next_use == 0
+        cdef int64_t lowest = self._lowest_value() if self.passing_first != 0 else 0
+        cdef Leaving leaving
+        cdef Joining joining
+        cdef MadeGroup[NUM_SHARED] shared
+        cdef Label label
+        # A key leaves before it joins: the last key to leave frees its group, and the next key may get a new one.
+        memset(&leaving, 0, sizeof(leaving))
+        memset(&joining, 0, sizeof(joining))
         memset(shared, 0, sizeof(shared))
-        lowest = self._lowest_value() if self.passing_first != 0 else 0
         for i in range(n):
-            row = rows[i]
-            ghost = found[i]
-            is_last = self._is_last(request, request.used[first + i], i == n - 1)
-            sharing = label = 0
-            if row != 0:
-                label = self._place_of(row).label
-                if self.table.rows[row].list_idx == GROUPED:
-                    self._unlink(row)
-            elif ghost != 0:
-                label = self.memory.ghosts[ghost].state
-            is_known = label != 0
-            cls = 4 * (state[PROGRESS] & CONTINUES) + 2 * (not is_last) + is_known
-            if is_known:
-                if group_in(label) != left:
-                    self._count_hits(left, num_left, num_shared)
-                    left = group_in(label)
-                    num_left = num_shared = 0
-                num_left += 1
-                sharing = sharing_in(label)
-                num_shared += sharing >= WIDELY_SHARED
-                sharing += sharing < num_widened
-            kept = &state[GROUPS + cls]
-            cls += hint * CLASSES_PER_HINT
+            place = request.used[first + i]
+            label = self._leave(rows[i], self.found[i], &leaving)
+            sharing = sharing_in(label)
+            sharing += label != 0 and sharing < num_widened
             if splits and sharing > 0:
-                kept = &shared[(sharing - 1) >> 2]
-                cls = FIRST_SHARED + ((sharing - 1) >> 2)
-            if cls != joined_cls:
-                add_known(self.aged, joined, num_joined)
-                joined = self._group_to_join(kept, cls, length)
-                joined_cls = cls
-                num_joined = 0
-            num_joined += 1
-            label = joined | sharing << SHARING_SHIFT
-            if row != 0:
-                if self.table.rows[row].list_idx == GROUPED:
-                    self._append(label, row, GROUPED)
-                elif self.values.value[cls * NUM_BINS] > lowest:
-                    self._unlink(row)
-                    self._append(label, row, GROUPED)
-                    count_rows(self.table, PASSING, -1)
-                    count_rows(self.table, GROUPED, 1)
-                else:
-                    self._place_of(row).label = label
-                continue
-            if ghost == 0:
-                ghost = self._remember(hashes[i], label)
+                cls = (sharing - 1) >> 2
+                self._join(&joining, &shared[cls], FIRST_SHARED + cls, length)
             else:
-                self.memory.refresh(ghost)
-                self.memory.ghosts[ghost].state = label
-            request.uses[request.used[first + i]].note = ghost
-        add_known(self.aged, joined, num_joined)
-        self._count_hits(left, num_left, num_shared)
+                cls = 4 * state.continues + 2 * (not self._is_last(request, place, i == n - 1)) + (label != 0)
+                self._join(&joining, &state.groups[cls], request.next_use * CLASSES_PER_HINT + cls, length)
+            label = joining.group | sharing << SHARING_SHIFT
+            if rows[i] != 0:
+                self._label_row(rows[i], label, lowest)
+            else:
+                request.uses[place].note = self._label_ghost(self.found[i], hashes[i], label)
+        add_known(self.aged, joining.group, joining.num_keys)
+        self._count_hits(&leaving)
+
+    cdef inline Label _leave(self, int32_t row, int32_t ghost, Leaving* leaving) noexcept nogil:
+        """Take a used key out of its group, and return its label, or 0 if it is unknown."""
+        cdef Label label = self._label_of(row, ghost)
+        # A passing row is not linked in its group. It stays where it is, for now.
+        if row != 0 and self.table.rows[row].list_idx == GROUPED:
+            self._unlink(row)
+        if label != 0:
+            if group_in(label) != leaving.group:
+                self._count_hits(leaving)
+                leaving.group = group_in(label)
+                leaving.num_keys = leaving.num_shared = 0
+            leaving.num_keys += 1
+            leaving.num_shared += sharing_in(label) >= WIDELY_SHARED
+        return label
+
+    cdef inline void _join(self, Joining* joining, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil:
+        """Let one more key join the request's group of a class, which becomes `joining.group`."""
+        if joining.group == 0 or joining.cls != cls:
+            add_known(self.aged, joining.group, joining.num_keys)
+            joining.group = self._group_to_join(made, cls, length)
+            joining.cls = cls
+            joining.num_keys = 0
+        joining.num_keys += 1
+
+    cdef inline void _label_row(self, int32_t row, Label label, int64_t lowest) noexcept nogil:
+        """Append a used row to its new group. A passing row leaves the share if it is worth more than `lowest`."""
+        if self.table.rows[row].list_idx == GROUPED:
+            self._append(label, row, GROUPED)
+        elif self.values.value[class_of(self.aged, group_in(label)) * NUM_BINS] > lowest:
+            self._unlink(row)
+            self._append(label, row, GROUPED)
+            count_rows(self.table, PASSING, -1)
+            count_rows(self.table, GROUPED, 1)
+        else:
+            self._place_of(row).label = label
+
+    cdef inline int32_t _label_ghost(self, int32_t ghost, uint64_t hash, Label label) noexcept nogil:
+        """Move a used key that is not resident to the end of the memory, and return its ghost."""
+        if ghost == 0:
+            return self._remember(hash, label)
+        self.memory.refresh(ghost)
+        self.memory.ghosts[ghost].state = label
+        return ghost
 
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         """Unused: `BlockCache` creates a request for each call without one."""
@@ -401,7 +437,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef Py_ssize_t i
         cdef int32_t row, ghost, group, cls, length
         cdef Label label
-        cdef uint64_t[CLASSES_PER_HINT] made
+        cdef MadeGroup[CLASSES_PER_HINT] made
         memset(made, 0, sizeof(made))
         self._read_time()
         if next_use >= self.values.num_hints:
@@ -415,7 +451,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 continue
             cls = class_of(self.aged, group)
             cls = cls % CLASSES_PER_HINT if cls < FIRST_SHARED else 3
-            if group == <int32_t> <uint32_t> made[cls]:
+            if group == made[cls].group:
                 continue  # the call names the key twice
             length = self.aged.groups[group].length
             if row != 0:
@@ -445,13 +481,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef uint32_t draw = <uint32_t> (self.touches * <uint64_t> 2654435761)
         return min(MOST_SHARING, 2 * (32 - bit_length(draw)) + 1)
 
-    cdef inline void _count_hits(self, int32_t group, int32_t n, int32_t num_shared) noexcept nogil:
-        """Count uses of `n` keys that leave their group; `num_shared` of them are widely shared."""
+    cdef inline void _count_hits(self, const Leaving* leaving) noexcept nogil:
+        """Count the uses of a run of keys, which leave their group."""
         cdef const Cohort* cohort
-        if n != 0:
-            cohort = &self.aged.cohorts[self.aged.groups[group].cohort]
-            count_hits(self.values, cohort.cls, cohort.bin, n, num_shared)
-            leave_group(self.aged, group, n)
+        if leaving.num_keys != 0:
+            cohort = &self.aged.cohorts[self.aged.groups[leaving.group].cohort]
+            count_hits(self.values, cohort.cls, cohort.bin, leaving.num_keys, leaving.num_shared)
+            leave_group(self.aged, leaving.group, leaving.num_keys)
 
     cdef void _read_time(self) noexcept nogil:
         cdef int64_t now_ms = self.now_ns // 1_000_000
@@ -468,8 +504,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     ) noexcept nogil:
         cdef Py_ssize_t i, num_free = self.table.num_free, num_taken
         cdef int32_t ghost, cls, length
-        cdef bint is_whole, is_move = self.stores_all and names.policy_state[ERA] != self.era
-        cdef uint64_t[CLASSES_PER_HINT] made
+        cdef bint is_whole, is_move = self.stores_all and self._state_of(names).era != self.era
+        cdef MadeGroup[CLASSES_PER_HINT] made
         num_victims[0] = 0
         if not self.stores_all:
             n = self._without_holes(names, places, n)
@@ -698,13 +734,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef Py_ssize_t i
         cdef int32_t ghost
         cdef Label label
-        cdef uint64_t made
+        cdef MadeGroup made
         for i in range(n):
             ghost = self.memory.find(self.table.rows[rows[i]].hash)
             if ghost != 0:
                 label = self._forget(ghost)
             else:
-                made = 0
+                made.group = 0
                 label = self._join_group(&made, 0, 1)
             self.members[rows[i]].kids = 0
             self._set_parent(rows[i], 0)
