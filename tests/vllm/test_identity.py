@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,11 @@ def model_config(folder, **changes):
         "hf_config": llama_config(),
     }
     return SimpleNamespace(**{**fields, **changes})
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -109,6 +115,30 @@ def test_fingerprint_other_weights_of_equal_shapes_differ(folder, tmp_path):
     assert differing(taken(model_config(write_weights(tmp_path / "tuned", seed=1))), before) == {"weights"}
     write_weights(folder, seed=1)
     assert differing(taken(model_config(folder)), before) == {"weights"}
+
+
+@pytest.mark.parametrize("row", [8, 65_000])
+def test_fingerprint_row_edited_in_place_differs(tmp_path, row):
+    # Rows of 1 KiB in 64 MiB, between samples of 4 KiB every 16 KiB.
+    path = tmp_path / "model.safetensors"
+    save_file({"embedding": torch.ones(65_536, 256)}, path)
+    before = taken(model_config(tmp_path))
+    times, start = path.stat(), path.stat().st_size - (64 << 20)
+    with path.open("r+b") as file:
+        file.seek(start + row * 1024)
+        file.write(bytes(1024))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert differing(taken(model_config(tmp_path)), before) == {"weights"}
+
+
+@pytest.mark.parametrize(("load_format", "fields"), [("auto", set()), ("pt", {"weights"})])
+def test_fingerprint_other_format_counts_if_loaded(folder, load_format, fields):
+    load_config = SimpleNamespace(load_format=load_format, download_dir=None)
+    path = folder / "model.bin"
+    path.write_bytes(b"one")
+    before = taken(model_config(folder), load_config=load_config)
+    path.write_bytes(b"two")
+    assert differing(taken(model_config(folder), load_config=load_config), before) == fields
 
 
 def test_fingerprint_settings_of_text_generation_are_left_out(folder):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +21,8 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.file_mapper import FileMapper
+
+from kvcache.integrations.vllm.weights import cache_path, digest_of_files
 
 # vLLM's log configuration covers loggers below its own name only.
 logger = init_logger(f"vllm.{__name__}")
@@ -36,7 +37,7 @@ _OF_MULTIMODAL = ("media_io_kwargs", "mm_device_do_normalize", "mm_encoder_attn_
 _OF_VIDEO = ("video_pruning_rate", "video_pruning_method")
 _OF_LORA = ("default_mm_loras", "lora_dtype")
 _MAX_TEXT = 200
-_NUM_SAMPLES, _MIN_SAMPLES, _SAMPLE_BYTES = 4096, 16, 4096
+_LOGGED_READ_BYTES = 1 << 30
 
 
 def fingerprint(config: Any, vllm_config: Any = None) -> dict[str, Any]:
@@ -114,11 +115,11 @@ def _model_of(model_config: Any, load_config: Any) -> dict[str, Any]:
 
 
 def _weights_of(model_config: Any, load_config: Any) -> str:
-    """Return a digest of the weight files, or the model's name and revision if they cannot be read."""
+    """Return a digest of the whole weight files, or the model's name and revision if they cannot be read."""
     files = [] if load_config.load_format == "dummy" else _weight_files(model_config, load_config)
     if files:
         with suppress(OSError):
-            return _digest_of(files)
+            return digest_of_files(files, _log_read)
     named = f"{model_config.model}@{model_config.revision}, format {load_config.load_format}, seed {model_config.seed}"
     logger.warning(
         "kvcache cannot read the weights of %s: tiers know them by this name only. Give other weights of this name "
@@ -147,29 +148,18 @@ def _weight_files(model_config: Any, load_config: Any) -> list[Path]:
             )
         except Exception:  # of the hub's client: the name stands for the weights then
             return []
-    for pattern in _WEIGHT_FILES:
-        if files := sorted(path.glob(pattern)):
-            return files
-    return []
+    # A folder may have the same weights in two formats: vLLM prefers safetensors, unless it is told "pt".
+    patterns = _WEIGHT_FILES[1:] if load_config.load_format == "pt" else _WEIGHT_FILES
+    return next((files for pattern in patterns if (files := sorted(path.glob(pattern)))), [])
 
 
-def _digest_of(files: list[Path]) -> str:
-    """Return a digest of each file's size, its first bytes (a safetensors header) and samples of the rest.
-
-    The samples distinguish fine-tuned models, whose headers and sizes are equal.
-    """
-    digest = hashlib.sha256()
-    num_samples = max(_MIN_SAMPLES, _NUM_SAMPLES // len(files))
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{size};".encode())
-        with path.open("rb", buffering=0) as file:
-            start = file.read(8)
-            header = int.from_bytes(start, "little") if path.suffix == ".safetensors" and len(start) == 8 else 0
-            digest.update(start + file.read(min(header, 1 << 26)))
-            for i in range(num_samples):
-                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, size * i // num_samples))
-    return f"sha256:{digest.hexdigest()[:32]}"
+def _log_read(num_bytes: int) -> None:
+    if num_bytes >= _LOGGED_READ_BYTES:
+        logger.info(
+            "kvcache reads %.1f GiB of weights to identify them; the next start uses the digests in %s",
+            num_bytes / 2**30,
+            cache_path(),
+        )
 
 
 def _some(config: Any, names: tuple[str, ...]) -> Any:
