@@ -243,11 +243,15 @@ class Workload:
 
 
 def held_blocks(path):
-    """Open the directory after a crash, and return each block that it serves: number -> generation, -1 if wrong."""
+    """Open the directory after a crash.
+
+    Return each block that it serves (number -> generation, -1 if wrong), and the number of corrupt blocks.
+    """
     disk = open_disk(path)
     try:
         held = disk.held(map(key_of, range(40)))
         _, loaded = disk.load(held) if held else (None, {})
+        num_corrupt = disk.tier.stats().corrupt_blocks
     finally:
         disk.tier.shutdown()
     found = {}
@@ -255,7 +259,7 @@ def held_blocks(path):
         number = int(key[6:])
         matches = (g for g in range(60) if np.array_equal(block, payload([number, g], BLOCK_BYTES)))
         found[number] = next(matches, -1)
-    return found
+    return found, num_corrupt
 
 
 def faults_of(found, must, generations):
@@ -297,8 +301,11 @@ def test_every_state_that_a_crash_may_leave_is_sound(tmp_path, monkeypatch, seed
         generations = {before[3], after[3]}
         if is_kill and before[4]:
             generations = set()
-        found = held_blocks(left)
+        found, num_corrupt = held_blocks(left)
         faults = faults_of(found, must, generations)
+        if is_kill and num_corrupt:
+            # A killed process loses no change, so only a bad medium makes a block corrupt.
+            faults.append(f"counts {num_corrupt} blocks as corrupt")
         assert not faults, (seed, number, at, is_kill, faults)
         counts.update(states=1, kills=is_kill, blocks=len(found), promised=len(must))
         shutil.rmtree(left)

@@ -235,6 +235,34 @@ def test_directory_of_something_else_is_left_as_it_was(bench, name):
     assert [(path.name, path.read_text()) for path in bench.path.iterdir()] == [(name, "precious")]
 
 
+@pytest.mark.parametrize("stage", ["void", "payload"])
+def test_kill_inside_store_leaves_misses(bench, monkeypatch, tmp_path, stage):
+    tier = bench.open(num_blocks=4)
+    store(tier, bench.keys(0, 1, 2, 3))
+    holder, name = {"void": (tier._store, "write_payload"), "payload": (tier._store.table, "write")}[stage]
+    monkeypatch.setattr(holder, name, raiser(errno.EIO))
+    store(tier, bench.keys(4, 5))
+    shutil.copytree(bench.path, tmp_path / "left")
+    left = bench.open(num_blocks=4, path=tmp_path / "left")
+    keys = bench.keys(*range(6))
+    held = [key for key in keys if left.lookup([key])]
+    assert held == keys[2:4]
+    assert load(left, held).done == held
+    assert left.stats().corrupt_blocks == 0
+
+
+def test_first_store_into_slots_writes_each_record_once(bench, monkeypatch):
+    tier = bench.open(num_blocks=4)
+    writes = []
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: (writes.append(len(args[1])), pwrite(*args))[1])
+    store(tier, bench.keys(0, 1))
+    assert writes == [256]
+    store(tier, bench.keys(2, 3))
+    store(tier, bench.keys(4, 5))
+    assert writes == [256] * 4, "only slots of a block are emptied before"
+
+
 @pytest.mark.parametrize("lock", [b"", b"of a spool", b"process of " + bytes(300)])
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
 def test_foreign_file_beside_lock_is_left_alone(bench, lock, name):

@@ -1,6 +1,7 @@
-"""Blocks in an open directory: payload with its record, written in this order and verified when read.
+"""Blocks in an open directory: payload with its record, verified when read.
 
-A run of consecutive slots moves straight from and to host blocks.
+A store empties the slots' old records, then writes the payload, then the records, so a killed process leaves whole
+blocks and empty slots. A run of consecutive slots moves straight from and to host blocks.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class BlockStore:
         """Write blocks to consecutive slots, then their records; `seqs` say in which order the blocks came."""
         num_bytes, seed = self._block_bytes, generation.seed
         checks = [checksum(key, row, num_bytes, seed) for key, row in zip(keys, rows, strict=True)]
+        self.table.void(first_slot, len(rows))
         self.write_payload(first_slot, rows)
         self.table.write(first_slot, seqs, keys, checks, generation)
 
@@ -72,7 +74,7 @@ class BlockStore:
         if may_wipe and not self._read_only:
             for i, one in enumerate(is_good):
                 if not one:
-                    self.table.wipe(first_slot + i)
+                    self.table.void(first_slot + i, 1)
         return is_good
 
     def write_payload(self, first_slot: int, rows: Sequence[memoryview]) -> None:

@@ -129,7 +129,7 @@ def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progre
         for i in range(len(found.keys) - len(kept)):
             slot = int(found.slots[i])
             if slot >= len(kept) or slot in free:
-                table.wipe(slot)
+                table.void(slot, 1)
         table.flush()
         wanted = replace(header, num_slots=num_slots, resizing=True)
         directory.write_header(wanted)
@@ -145,7 +145,7 @@ def _move_block(store: BlockStore, row: memoryview, found: Found, i: int, target
     store.write(target, [int(found.seqs[i])], [key], [row], table.generation)
     table.stamp(np.array([target]), np.array([found.times[i]], np.uint64))
     table.recency["uses"][target] = table.recency["uses"][slot]
-    table.wipe(slot)
+    table.void(slot, 1)
 
 
 @contextmanager

@@ -84,6 +84,8 @@ class SlotTable:
         self._block_bytes = header.block_bytes
         self.checksums = np.zeros(self._num_slots, np.uint64)
         self.recency = np.zeros(self._num_slots, _RECENCY_DTYPE)
+        # Whether the file may hold a valid record of a slot.
+        self._is_recorded = np.zeros(self._num_slots, np.bool_)
         self._is_dirty = np.zeros(-(-self._num_slots // _PAGE_ROWS), np.bool_)
         flags = os.O_RDONLY if read_only else os.O_RDWR
         self._fd = directory.open_file(RECORDS, flags)
@@ -116,6 +118,7 @@ class SlotTable:
                 break
         rows, slots = np.concatenate(parts), np.concatenate(places)
         self.checksums[slots] = rows["checksum"]
+        self._is_recorded[slots] = True
         times = np.maximum(np.minimum(rows["seq"], np.uint64(_MAX_STAMP)), self.recency["stamp"][slots])
         order = np.argsort(times, kind="stable")
         # Keys are made in the order of their use, so a walk over them reads memory forward.
@@ -134,6 +137,17 @@ class SlotTable:
         )
         return valid
 
+    def void(self, first_slot: int, num_slots: int) -> None:
+        """Write that consecutive slots are empty, before their payload is written over.
+
+        If the process is killed meanwhile, their blocks are misses; under the old records they would count as corrupt.
+        Does nothing if they are empty on disk already.
+        """
+        last_slot = first_slot + num_slots
+        if self._is_recorded[first_slot:last_slot].any():
+            write_all(self._fd, bytes(RECORD_BYTES * num_slots), first_slot * RECORD_BYTES)
+            self._is_recorded[first_slot:last_slot] = False
+
     def write(
         self, first_slot: int, seqs: list[int], keys: list[bytes], checks: list[int], generation: Generation
     ) -> None:
@@ -145,12 +159,10 @@ class SlotTable:
         ]
         rows = np.array(records, _DTYPE)
         rows["seal"] = _seals(rows, generation.seed)
+        # Before the write, which may fail half-way.
+        self._is_recorded[first_slot : first_slot + len(checks)] = True
         write_all(self._fd, rows.tobytes(), first_slot * RECORD_BYTES)
         self.checksums[first_slot : first_slot + len(checks)] = checks
-
-    def wipe(self, slot: int) -> None:
-        """Write that a slot is empty."""
-        write_all(self._fd, bytes(RECORD_BYTES), slot * RECORD_BYTES)
 
     def stamp(self, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64] | int) -> None:
         """Set when slots were last used; on disk with the next `flush`."""
