@@ -20,6 +20,7 @@ from kvcache.options import Options, choice_of, option, parse_count, parse_durat
 from kvcache.tiering.breaker import BREAKER_STATES, Direction
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiering.tier import TierResult, TierStats, reset_tier
+from kvcache.tiering.uses import UseQueue
 from kvcache.tiering.write_policy import DirtyBlocks
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 WRITE_POLICIES = ("write_through", "write_back", "write_through_selective")
 MAX_STEP_BLOCKS = 1024
 """Blocks that one scheduler call handles at most, for all tiers together."""
+_MAX_WAITING_USES = 32 * MAX_STEP_BLOCKS
 T = TypeVar("T")
 
 
@@ -102,6 +104,11 @@ class TierControllerStats:
     num_loading: int = gauge("blocks", "Blocks that are being read.", exported="loading_blocks")
     num_storing: int = gauge("blocks", "Blocks that are being written.", exported="storing_blocks")
     num_backlog: int = gauge("blocks", "Blocks that wait to be written.", exported="backlog_blocks")
+    dropped_uses: int = counter(
+        "blocks",
+        "Uses of blocks that the tier was not told of, because too many waited.",
+        "The tier evicts less exactly while it grows.",
+    )
     promotion_seconds: HistogramData | None = histogram(
         "seconds", "Time from a promotion's submission until the scheduler took its blocks in."
     )
@@ -167,7 +174,7 @@ class TierController:
         self._reads = Direction("reads", max(1, num_blocks // (2 * num_tiers)), config.max_failures, config.pause_s)
         self._writes = Direction("writes", config.max_store_blocks, config.max_failures, config.pause_s)
         self._reported: deque[TierResult] = deque()
-        self._uses: deque[tuple[list[bytes] | None, ReqContext | None]] = deque()
+        self._uses = UseQueue(MAX_STEP_BLOCKS, _MAX_WAITING_USES)
         self._stuck_blocks = 0
         self._failed_jobs = 0
         self._overdue_jobs = 0
@@ -230,24 +237,20 @@ class TierController:
         """Record a use, to be passed to the tier before the next job."""
         if self.dirty is not None:
             self.dirty.touch(keys)
-        # The last keys first: the first ones must be the most recent in the end.
-        for last in range(len(keys), 0, -MAX_STEP_BLOCKS):
-            self._uses.append((keys[max(0, last - MAX_STEP_BLOCKS) : last], req_context))
+        self._uses.add(keys, req_context)
 
     def end_request(self, req_context: ReqContext) -> None:
         """Record a request's end, to be passed to the tier after the request's uses."""
-        self._uses.append((None, req_context))
+        self._uses.end(req_context)
 
     def pass_on_uses(self) -> None:
         """Pass uses on to the tier, a bounded number of keys at a time."""
-        num_blocks = 0
-        while self._uses and num_blocks < MAX_STEP_BLOCKS:
-            keys, req_context = self._uses.popleft()
-            num_blocks += 1
-            if keys is not None:
-                num_blocks += len(keys)
+        if not self._uses:
+            return
+        for keys, req_context in self._uses.take():
+            if keys:
                 self._call("touch", None, self.tier.touch, keys, req_context)
-            elif req_context is not None:
+            else:
                 self._call("on_request_finished", None, self.tier.on_request_finished, req_context)
 
     def send(self, job: TierJob, now_s: float) -> bool:
@@ -354,7 +357,7 @@ class TierController:
     def reset(self, now_s: float, version: str | int | None = None) -> None:
         """Reset the tier and drop the backlog. If that raises, the tier is not used until a reset works."""
         self.backlog = deque()
-        self._uses = deque()
+        self._uses.clear()
         if self.dirty is not None:
             self.dirty.clear()
 
@@ -396,6 +399,7 @@ class TierController:
             num_loading=self._reads.num_blocks,
             num_storing=self._writes.num_blocks,
             num_backlog=len(self.backlog),
+            dropped_uses=self._uses.num_dropped,
             promotion_seconds=HistogramData(*self._reads.seconds.data()),
             write_seconds=HistogramData(*self._writes.seconds.data()),
         )

@@ -1,0 +1,129 @@
+"""Uses that wait for a tier: bounded, passed on in order, each block once."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.request import ReqContext
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController
+from kvcache.tiering.uses import UseQueue
+
+STEP, LIMIT = 4, 16
+REQUESTS = [ReqContext(str(i)) for i in range(3)]
+KEYS = [b"%02d" % i for i in range(24)]
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.lists(st.sampled_from(KEYS), min_size=1, max_size=8), st.sampled_from([None, *REQUESTS])),
+        st.sampled_from(REQUESTS),
+        st.none(),
+    )
+)
+
+
+def shown(queue):
+    """Take a step; return its uses and ends, oldest first."""
+    entries = []
+    for keys, request in queue.take():
+        assert len(keys) <= STEP
+        entries += [(key, request) for key in reversed(keys)] or [("end", request)]
+    return entries
+
+
+@given(ACTIONS)
+def test_queue_keeps_order_of_last_uses(actions):
+    queue, recorded, told = UseQueue(STEP, LIMIT), [], []
+    for action in actions:
+        if action is None:
+            before = len(queue)
+            entries = shown(queue)
+            assert len(entries) <= max(2 * STEP, before // 4 + 1)
+            assert len(entries) >= min(before, STEP) or queue.num_dropped
+            told += entries
+        elif isinstance(action, ReqContext):
+            queue.end(action)
+            recorded.append(("end", action))
+        else:
+            queue.add(*action)
+            recorded += [(key, action[1]) for key in reversed(action[0])]
+        assert len(queue) <= LIMIT + 4 * STEP
+    while queue:
+        told += shown(queue)
+    # A use counts at its last time, whatever the request; so does an end.
+    last = {key if key != "end" else request: None for key, request in reversed(recorded)}
+    last_told = {key if key != "end" else request: None for key, request in reversed(told)}
+    assert len(last) - len(last_told) <= queue.num_dropped
+    assert set(told) <= set(recorded)
+    if not queue.num_dropped:
+        assert list(last_told) == list(last)
+
+
+class OrderedTier(ManualTier):
+    """Keeps the blocks in the order of their last use."""
+
+    def __init__(self):
+        super().__init__(8)
+        self.order, self.ended = {}, []
+
+    def touch(self, keys, req_context=None):
+        for key in reversed(keys):
+            self.order.pop(key, None)
+            self.order[key] = None
+
+    def on_request_finished(self, req_context):
+        self.ended.append(req_context)
+
+
+@pytest.fixture
+def world():
+    tier = OrderedTier()
+    return SimpleNamespace(tier=tier, controller=TierController(tier, TierConfig(), 64, 1, HostBudget(64)))
+
+
+def test_long_requests_each_step_leave_no_backlog(world):
+    """A request of 2,048 blocks ends each step, twice as many as a small queue passes on."""
+    waiting = []
+    for number in range(40):
+        request, keys = ReqContext(), [b"%d-%d" % (number, i) for i in range(2 * MAX_STEP_BLOCKS)]
+        world.controller.touch(keys, request)
+        world.controller.end_request(request)
+        world.controller.pass_on_uses()
+        waiting.append(len(world.controller._uses))
+    assert max(waiting[20:]) <= 8 * MAX_STEP_BLOCKS
+    assert world.controller.stats().dropped_uses == 0
+    assert len(world.tier.ended) >= 35
+    while world.controller.has_reports:
+        world.controller.pass_on_uses()
+    assert list(world.tier.order)[: -len(keys) - 1 : -1] == keys
+
+
+def test_flood_of_uses_is_bounded_and_counted(world):
+    """Eight loads of 2,048 blocks a step."""
+    num_added = 0
+    for number in range(24):
+        for load in range(8):
+            world.controller.touch([b"%d-%d-%d" % (number, load, i) for i in range(2048)], None)
+            num_added += 2048
+            assert len(world.controller._uses) <= 36 * MAX_STEP_BLOCKS
+        world.controller.pass_on_uses()
+    steps = 0
+    while world.controller.has_reports:
+        world.controller.pass_on_uses()
+        steps += 1
+    assert steps < 40
+    assert world.controller.stats().dropped_uses + len(world.tier.order) == num_added
+    # What was used last is what the tier was told last.
+    assert list(world.tier.order)[:-2049:-1] == [b"23-7-%d" % i for i in range(2048)]
+
+
+def test_repeated_uses_are_merged(world):
+    keys = [b"%d" % i for i in range(100)]
+    for _ in range(1000):
+        world.controller.touch(keys, ReqContext())
+        assert len(world.controller._uses) <= 4 * MAX_STEP_BLOCKS + 100
+    world.controller.pass_on_uses()
+    assert len(world.tier.order) == 100
+    assert len(world.controller._uses) <= 3 * MAX_STEP_BLOCKS
+    assert world.controller.stats().dropped_uses == 0
