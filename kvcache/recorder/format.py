@@ -5,7 +5,8 @@ frame is JSON about the manager. The others are MessagePack: the number of the f
 request is 0 (none), 1 (not a `ReqContext`) or its number from 2 on; keys are one string of their hashes.
 
 A reader checks every length and type before it uses them. A truncated, damaged or hostile file raises
-`RecordingError`, or is read up to the damage.
+`RecordingError`, or is read up to the damage. Equal records compress a thousandfold, so a reader limits what a file
+expands to, by its size, unless its user trusts it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -33,6 +34,10 @@ from kvcache.specs import LoadStoreSpec
 
 _LOG = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 1 << 25
+_MAX_SHORT_BYTES = 1 << 20  # of a frame of several records: four times what writers put into one
+_MAX_FRAME_RATIO = 4  # of a longer frame, whose one record holds mostly hashes
+_FREE_RECORDS, _RECORDS_PER_BYTE = 50_000, 2
+_FREE_RAW_BYTES, _MAX_RATIO = 1 << 24, 64
 _HEAD_BYTES = 16  # of a frame, before its records
 _RAW_BYTES = 1 << 18  # of a written frame, unless one record is longer
 _MARKS = {(0).to_bytes(8, "little"): b"", (1).to_bytes(8, "little"): None}
@@ -131,6 +136,7 @@ def _decode_keys(kind: type, value: Any) -> Keys:
 
 
 _DECODER = msgspec.msgpack.Decoder(tuple[_Natural, list[Call]], dec_hook=_decode_keys)
+_LONG_DECODER = msgspec.msgpack.Decoder(tuple[_Natural, tuple[Call]], dec_hook=_decode_keys)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -272,24 +278,46 @@ def block_ids_of(spec: Any) -> list[int] | None:
         return None
 
 
-def _frames(file: BinaryIO) -> Iterator[bytes]:
+class _Limits:
+    """What is left of the records and bytes that files of `num_bytes` may expand to."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._records = _FREE_RECORDS + _RECORDS_PER_BYTE * num_bytes
+        self._raw_bytes = _FREE_RAW_BYTES + _MAX_RATIO * num_bytes
+
+    def take(self, num_records: int, num_bytes: int, path: Path) -> None:
+        """Subtract records and bytes; RecordingError if fewer are left."""
+        self._records -= num_records
+        self._raw_bytes -= num_bytes
+        if self._records < 0 or self._raw_bytes < 0:
+            raise _expands(path)
+
+
+def _expands(path: Path) -> RecordingError:
+    return RecordingError(f"{path} expands to more than a file of its size should: --trusted lifts the limit")
+
+
+def _frames(file: BinaryIO, path: Path, is_trusted: bool) -> Iterator[bytes]:
     """Yield the content of each frame. Raise EOFError if the file ends within one, and ValueError if one is damaged."""
     while head := file.read(4):
         num_bytes = int.from_bytes(head, "little")
         packed = file.read(num_bytes)
         if len(head) < 4 or len(packed) < num_bytes:
             raise EOFError
+        limit = min(MAX_FRAME_BYTES, _MAX_SHORT_BYTES + _MAX_FRAME_RATIO * num_bytes)
         unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
         try:
-            raw = unpacker.decompress(packed, MAX_FRAME_BYTES)
+            raw = unpacker.decompress(packed, MAX_FRAME_BYTES if is_trusted else limit)
         except zlib.error as error:
             raise ValueError(str(error)) from None
+        if not unpacker.eof and len(raw) == limit < MAX_FRAME_BYTES:
+            raise _expands(path)
         if not unpacker.eof or unpacker.unused_data:
             raise ValueError(f"this is no frame of at most {MAX_FRAME_BYTES} bytes")
         yield raw
 
 
-def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], Iterator[bytes]]:
+def _read_header(file: BinaryIO, path: Path, is_trusted: bool) -> tuple[dict[str, Any], Iterator[bytes]]:
     """Return the header of a file and its other frames."""
     head = file.read(len(MAGIC) + 4)
     if not MAGIC.startswith(head[: len(MAGIC)]):
@@ -297,11 +325,13 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], Iterator[b
     version = int.from_bytes(head[len(MAGIC) :], "little")
     if len(head) == len(MAGIC) + 4 and version != VERSION:
         raise RecordingError(f"{path} is a recording of format {version}, this kvcache reads format {VERSION}")
-    frames = _frames(file)
+    frames = _frames(file, path, is_trusted)
     try:
         header = msgspec.json.decode(next(frames))
     except (EOFError, StopIteration):
         raise CutHead(f"{path} is no recording of kvcache, or was cut in its header") from None
+    except RecordingError:
+        raise
     except (ValueError, RecursionError):
         raise RecordingError(f"{path}: the header is damaged") from None
     if not isinstance(header, dict) or not isinstance(header.get("manager"), dict):
@@ -318,24 +348,28 @@ class Recording:
     missing or truncated in its header, only ``path.1`` is read. `header` is that of the oldest file, and `is_whole`
     is whether this file is the first of the recording. `end` describes why reading stopped early (or ""), and
     `num_lost` is the number of records that were not written, according to the part that was read.
+
+    A file that expands to far more records or bytes than its size suggests raises RecordingError, unless
+    `is_trusted`: a recording of nothing but look-ups of one key may be such a file, too.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], is_trusted: bool = False) -> None:
         self.path = Path(path)
+        self._is_trusted = is_trusted
         self._cut = ""
         older = older_file(self.path)
         try:
-            self.header = _header_of(self.path)
+            self.header = _header_of(self.path, is_trusted)
             self._files = [self.path]
         except (CutHead, FileNotFoundError) as error:
             if not older.is_file():
                 raise
             self._cut = str(error) if isinstance(error, CutHead) else f"{self.path} is missing"
-            self.header = _header_of(older)
+            self.header = _header_of(older, is_trusted)
             self._files = [older]
         if self.header["segment"] and not self._cut:
             with contextlib.suppress(RecordingError, OSError):
-                before = _header_of(older)
+                before = _header_of(older, is_trusted)
                 if (before.get("id"), before["segment"] + 1) == (self.header.get("id"), self.header["segment"]):
                     self._files.insert(0, older)
                     self.header = before
@@ -348,22 +382,27 @@ class Recording:
         self.end = ""
         self.num_lost = 0
         number: int | None = None
+        limits = None if self._is_trusted else _Limits(sum(map(_size_of, self._files)))
         for path in self._files:
             with path.open("rb") as file:
-                _, frames = _read_header(file, path)
+                _, frames = _read_header(file, path, self._is_trusted)
                 try:
                     for raw in frames:
-                        first_record, rows = _DECODER.decode(raw)
+                        first_record, rows = self._decode(raw, path)
                         if number not in (None, first_record):
                             self.end = f"{path}: records {number} to {first_record - 1} are missing"
                             return
                         number = first_record
+                        if limits is not None:
+                            limits.take(sum(map(_num_calls, rows)), len(raw), path)
                         for record in _expanded(rows):
                             record.number = number
                             if record.op is Op.LOST:
                                 self.num_lost += record.flag
                             yield record
                             number += 1
+                except RecordingError:
+                    raise  # the file is not damaged, but expands beyond its limits
                 except EOFError:
                     self.end = f"{path} is cut at byte {file.tell()}"
                     return
@@ -372,18 +411,37 @@ class Recording:
                     return
         self.end = self._cut
 
+    def _decode(self, raw: bytes, path: Path) -> tuple[int, Sequence[Call]]:
+        """Return the number of a frame's first record, and its records, of which a long frame has only one."""
+        if len(raw) <= _MAX_SHORT_BYTES or self._is_trusted:
+            return _DECODER.decode(raw)
+        try:
+            return _LONG_DECODER.decode(raw)
+        except msgspec.ValidationError as error:
+            if "length 1" in str(error):
+                raise _expands(path) from None
+            raise
 
-def _expanded(rows: list[Call]) -> list[Call]:
-    """Return the records of a frame, with each run of look-ups as single calls."""
-    records: list[Call] = []
+
+def _size_of(path: Path) -> int:
+    with path.open("rb") as file:
+        return file.seek(0, os.SEEK_END)
+
+
+def _num_calls(record: Any) -> int:
+    return len(record.keys) if record.op is Op.STATUS_RUN else 1
+
+
+def _expanded(rows: Sequence[Call]) -> Iterator[Call]:
+    """Yield the records of a frame, with each run of look-ups as single calls."""
     time_s = 0.0
     for record in rows:
         if record.op is Op.STATUS_RUN:
-            records += [Call(Op.STATUS, time_s, NO_CONTEXT, key, None, record.answer) for key in record.keys]
+            for key in record.keys:
+                yield Call(Op.STATUS, time_s, NO_CONTEXT, key, None, record.answer)
         else:
             time_s = record.time_s or time_s
-            records.append(_checked(record))
-    return records
+            yield _checked(record)
 
 
 def _checked(record: Any) -> Call:
@@ -398,6 +456,6 @@ def _checked(record: Any) -> Call:
     return record  # type: ignore[no-any-return]
 
 
-def _header_of(path: Path) -> dict[str, Any]:
+def _header_of(path: Path, is_trusted: bool) -> dict[str, Any]:
     with path.open("rb") as file:
-        return _read_header(file, path)[0]
+        return _read_header(file, path, is_trusted)[0]

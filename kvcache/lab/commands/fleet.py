@@ -89,6 +89,7 @@ class FleetOptions:
     seed: Annotated[int, typer.Option(help="Order of recorded sessions, and when copies begin.")] = 0
     users: options.UsersOption = 40
     skip_bad: options.SkipBadOption = False
+    trusted: options.TrustedOption = False
     plot: Annotated[str | None, typer.Option(help="Draw it: .png or .svg.", metavar="FILE", show_default=False)] = None
     json: common.JsonOption = None
     quiet: common.QuietOption = False
@@ -103,7 +104,7 @@ def fleet(given: FleetOptions) -> None:
     model = read_model(given.model_text)
     if given.memory is not None and model is None:
         raise ValueError(f"--memory needs the size of a block, got {given.memory!r} alone: {HOW_TO_SIZE}")
-    source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
+    source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed, given.trusted)
     with source.open() as trace:
         split = source.split_of(trace)
         block_bytes = options.block_bytes_of(model, trace, split)

@@ -89,6 +89,9 @@ BlockSizeOption = Annotated[
     ),
 ]
 SkipBadOption = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")]
+TrustedOption = Annotated[
+    bool, typer.Option("--trusted", help="The recording is your own: read it even if it expands a thousandfold.")
+]
 UsersOption = Annotated[int, typer.Option("--users", help="Users whose recorded sessions are merged.")]
 
 
@@ -144,13 +147,14 @@ def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, d
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """The file and the options `--block-size`, `--skip-bad`, `--users` and `--seed`."""
+    """The file and the options `--block-size`, `--skip-bad`, `--users`, `--seed` and `--trusted`."""
 
     file: Path
     block_size: str | None
     skip_bad: bool
     users: int
     seed: int
+    trusted: bool = False
 
     def open(self) -> TraceFile:
         """Open the trace; open a recording of a manager as a trace."""
@@ -161,7 +165,7 @@ class TraceOptions:
         common.at_least("--seed", self.seed, 0)
         listed = self._sizes[0]
         if is_recording(self.file):
-            trace: TraceFile = RecordedTrace(self.file)
+            trace: TraceFile = RecordedTrace(self.file, self.trusted)
         else:
             trace = open_trace(self.file, listed, self.skip_bad, self.users, self.seed)
         if listed not in (None, trace.block_size):

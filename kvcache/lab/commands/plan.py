@@ -72,6 +72,7 @@ class PlanOptions:
     seed: Annotated[int, typer.Option(help="Order of recorded sessions, and which blocks a sample holds.")] = 0
     users: options.UsersOption = 40
     skip_bad: options.SkipBadOption = False
+    trusted: options.TrustedOption = False
     checkpoint: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +112,7 @@ def plan(given: PlanOptions) -> None:
 
     model = read_model(given.model_text)
     targets = plan_files.Targets.read(given.json, given.save, given.checkpoint, given.file)
-    source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
+    source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed, given.trusted)
     given_tiers = tiers.parse_tiers(given.tier)
     _check(given, given_tiers, model)
     serving = tiers.parse_serving(given.serving, 1 + len(given_tiers))

@@ -33,6 +33,7 @@ def rerun(
         bool, typer.Option("--shrink", help="Print the few calls that show a difference, as a test.")
     ] = False,
     shrink_seconds: Annotated[float, typer.Option("--shrink-seconds", help="How long to look for fewer calls.")] = 60.0,
+    trusted: options.TrustedOption = False,
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
 ) -> None:
@@ -47,7 +48,7 @@ def rerun(
     if not is_recording(file):
         raise ValueError(f"{file} is not a recording of kvcache: kvcache replay and kvcache plan read traces")
     common.check_writable("--json", json, file)
-    recorded = Recording(file)
+    recorded = Recording(file, trusted)
     kept: list[Call] | None = [] if shrink else None
     with common.Bar("replay", "records", quiet, total=None) as bar:
         outcome = replay_recording(recorded, policy, partial(rerun_text.watched, bar), kept)

@@ -21,7 +21,7 @@ class RecordedTrace(TraceFile):
 
     A request consists of all calls with one `ReqContext`. Its keys are ordered by position if the engine gave
     positions, and otherwise by the first call that named them. Without a context, each look-up of a list begins a
-    request. `size_bytes` and `position_bytes` count requests. `manager` is the
+    request. `is_trusted` is that of `Recording`. `size_bytes` and `position_bytes` count requests. `manager` is the
     configuration of the recorded manager.
     """
 
@@ -29,8 +29,8 @@ class RecordedTrace(TraceFile):
     num_skipped = 0
     position_bytes = 0
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        recording = Recording(path)
+    def __init__(self, path: str | os.PathLike[str], is_trusted: bool = False) -> None:
+        recording = Recording(path, is_trusted)
         self.path = recording.path
         self.name = recording.path.name
         self.manager: dict[str, Any] = recording.header["manager"]
